@@ -42,8 +42,8 @@ def timing(
     made: Any = Timing(group, TEXT, torch.device("cpu"), describe())  # type: ignore[arg-type]
 
     def time(width: int, progress: Progress) -> WidthTime:
-        made.row_s[width] = 0.001 * width
-        made.kept[width] = ([], object())
+        made.held_out_row_s[width] = 0.001 * width
+        made.engines[width] = ([], object())
         return WidthTime(seconds(width), 20.0)
 
     monkeypatch.setattr(made, "_time", time)
@@ -62,7 +62,7 @@ def test_updates_that_are_given_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     [group] = groups(5000, 16)
     found = timing(group, lambda k: 0.01 * (1 + k / 16), monkeypatch)
     assert choose_updates([found], 0, progress()) == [5000]
-    assert group.rounds == [16] and found.kept.keys() == {16}, "what is not used is let go"
+    assert group.rounds == [16] and found.engines.keys() == {16}, "what is not used is let go"
     assert group.update_s == pytest.approx(0.02) and group.compile_s == 0
     assert group.held_out_s == pytest.approx((6 * 16 + 100) * 0.016)
 

@@ -236,12 +236,12 @@ class Timing:
         device: the device that trains them.
         machine: the description of that device.
         timed: the measurements by width.
-        most: the number of members that fit at once.
+        max_members: the number of members that fit at once.
         compile_ratio: see `next_width`.
-        refused: why no graph can hold several members, in one line; "" if one can, or if that was
+        refusal: why no graph can hold several members, in one line; "" if one can, or if that was
             not tried.
-        row_s: seconds of scoring a held-out row by all members, by width.
-        kept: the first members' models and their captured engine, by width.
+        held_out_row_s: seconds of scoring a held-out row by all members, by width.
+        engines: the first members' models and their captured engine, by width.
     """
 
     def __init__(self, group: Group, text: Corpus, device: torch.device, machine: Device):
@@ -251,11 +251,11 @@ class Timing:
         self.device = device
         self.machine = machine
         self.timed: dict[int, WidthTime] = {}
-        self.row_s: dict[int, float] = {}
-        self.most = len(group.members)
-        self.refused = ""
+        self.held_out_row_s: dict[int, float] = {}
+        self.max_members = len(group.members)
+        self.refusal = ""
         self.compile_ratio = WIDE_COMPILE_RATIO
-        self.kept: dict[int, tuple[list[BuiltRun], Engine]] = {}
+        self.engines: dict[int, tuple[list[BuiltRun], Engine]] = {}
 
     @property
     def given_updates(self) -> int:
@@ -310,7 +310,7 @@ class Timing:
         """
         members = len(self.group.members)
         while True:
-            width = next_width(self.timed, members, self.most, updates, self.compile_ratio)
+            width = next_width(self.timed, members, self.max_members, updates, self.compile_ratio)
             if width is None:
                 return
             # One member alone must fit and be trained, so its errors are not caught.
@@ -320,11 +320,11 @@ class Timing:
             try:
                 self.timed[width] = self._time(width, progress)
             except OutOfDeviceMemory as error:
-                self.most = width - 1
+                self.max_members = width - 1
                 progress.line("memory", f"{width} members at once: {error}")
             except (UsageError, InputRefused) as error:
-                self.most = 1
-                self.refused = str(error)
+                self.max_members = 1
+                self.refusal = str(error)
 
     def decide(self, updates: int) -> None:
         """Set the group's rounds by the widths timed so far, and drop the engines that no round
@@ -333,19 +333,19 @@ class Timing:
         choice = choose_width(self.timed, len(self.group.members), updates)
         self.group.rounds = round_sizes(len(self.group.members), choice.members)
         self.group.why = choice.why
-        if self.refused:
+        if self.refusal:
             members = counted(len(self.group.members), "member")
-            self.group.why = f"{members}, one after another: {self.refused}"
+            self.group.why = f"{members}, one after another: {self.refusal}"
         self.group.update_s = sum(predict_update_s(self.timed, size) for size in self.group.rounds)
         self.group.compile_s = max(0.0, choice.total_s - updates * self.group.update_s)
         self.group.held_out_s = self.held_out_s(self.group.rounds)
-        for width in [width for width in self.kept if width not in self.group.rounds]:
-            del self.kept[width]
+        for width in [width for width in self.engines if width not in self.group.rounds]:
+            del self.engines[width]
 
     def held_out_s(self, rounds: Sequence[int]) -> float:
         """Return the seconds of all evaluations of members that train in these rounds."""
         rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
-        return rows * sum(self.row_s.get(size, self.row_s[1]) for size in rounds)
+        return rows * sum(self.held_out_row_s.get(size, self.held_out_row_s[1]) for size in rounds)
 
     def batch(
         self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress
@@ -358,13 +358,13 @@ class Timing:
         """
         size = len(members)
         is_first = members[0] is self.group.members[0]
-        if is_first and size in self.kept:
-            built_runs, engine = self.kept[size]
+        if is_first and size in self.engines:
+            built_runs, engine = self.engines[size]
             return begin_batch(members, runs, with_length(built_runs, updates), self.text, engine)
         built_runs = with_length(build_models(members, self.text, self.machine), updates)
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
-        if size == 1 and 1 in self.kept and reuse_engine(self.kept[1][1], engine):
-            engine = self.kept[1][1]
+        if size == 1 and 1 in self.engines and reuse_engine(self.engines[1][1], engine):
+            engine = self.engines[1][1]
         else:
             capture(
                 engine,
@@ -373,7 +373,7 @@ class Timing:
                 progress,
             )
             if size == 1:
-                self.kept[1] = (built_runs, engine)
+                self.engines[1] = (built_runs, engine)
         return begin_batch(members, runs, built_runs, self.text, engine)
 
     def _time(self, width: int, progress: Progress) -> WidthTime:
@@ -385,7 +385,7 @@ class Timing:
             expected = built_runs[0].plan.expected
             if expected:
                 fitting = planner.budget(self.machine) // expected.peak_memory_bytes
-                self.most = min(self.most, max(1, fitting))
+                self.max_members = min(self.max_members, max(1, fitting))
         window = first_window(built_runs, self.text)
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
         began = clock()
@@ -401,8 +401,8 @@ class Timing:
             size = engine.micro_batch or CURVE_ROWS
             began = clock()
             evaluate_members(engine, self.text.held_out, batch_rows=size, limit=size)
-            self.row_s[width] = (clock() - began) / size
-        self.kept[width] = built_runs, engine
+            self.held_out_row_s[width] = (clock() - began) / size
+        self.engines[width] = built_runs, engine
         return WidthTime(seconds, compile_s)
 
 
