@@ -35,8 +35,8 @@ from data.damaged_files import damaged_line
 from faults.examples import two_saves
 from monograph import checkpointing
 from monograph.automata.dfa import compile_expression
-from monograph.automata.pattern import whole as whole_pattern
-from monograph.automata.schema import document, parsed
+from monograph.automata.pattern import fullmatch_expression
+from monograph.automata.schema import parse_schema, schema_expression
 from monograph.checkpointing.folder import FileEntry, Manifest
 from monograph.commands.generate import LARGEST_SCHEMA_BYTES, _text_of, prompts_of, sampling_of
 from monograph.commands.plan import memory_size
@@ -586,7 +586,7 @@ def schema(draws: random.Random, folder: Path) -> None:
                 ["#", "#/$defs/x", "http://x", "file:///etc/passwd", "#/properties/../a"]
             )
         }
-    compile_expression(document(parsed(as_json(content))), "the JSON schema")
+    compile_expression(schema_expression(parse_schema(as_json(content))), "the JSON schema")
 
 
 def pattern(draws: random.Random, folder: Path) -> None:
@@ -601,7 +601,7 @@ def pattern(draws: random.Random, folder: Path) -> None:
         "(a*)*",
     ]
     compile_expression(
-        whole_pattern("".join(draws.choices(pieces, k=draws.randrange(1, 14))), "--regex"),
+        fullmatch_expression("".join(draws.choices(pieces, k=draws.randrange(1, 14))), "--regex"),
         "--regex",
     )
 
