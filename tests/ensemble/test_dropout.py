@@ -38,7 +38,7 @@ def counter(seed, draw=0):
 def test_the_words_are_philox_of_element_pass_and_site(seed, draw):
     dropout = Dropout(counter(seed, draw))
     for site in range(2):
-        kept = dropout.kept((3, 5), 0.3).flatten().tolist()
+        kept = dropout.keep_mask((3, 5), 0.3).flatten().tolist()
         key = (seed & MASK, seed >> 32)
         words = [philox((i // 4, draw & MASK, site, draw >> 32), key)[i % 4] for i in range(15)]
         assert kept == [word >= int(0.3 * 2**32) for word in words]
