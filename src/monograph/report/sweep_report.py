@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from monograph.report import quantities
-from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Picture, single, style
+from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Picture, single_picture, style
 from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
 from monograph.report.page import Cell, Drawings, config_of, number, page, pairs, section, table
@@ -61,7 +61,7 @@ def draw_sweep(
     if any(row.get(key) is not None for _, rows in curves for row in rows):
         panels["curves"] = lambda axes: _curves(axes, curves, key, unit, varied)
     with style():
-        return [single(name, panel, (7.3, 3.4)) for name, panel in panels.items()]
+        return [single_picture(name, panel, (7.3, 3.4)) for name, panel in panels.items()]
 
 
 def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> None:
