@@ -249,9 +249,9 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
 
 def _usage_message(error: BadCommandLine, arguments: list[str]) -> str:
     # Imported here, as only a wrong command line needs it.
-    from monograph.cli.answers import answered
+    from monograph.cli.answers import usage_message
 
-    return answered(error, command_tree(), arguments)
+    return usage_message(error, command_tree(), arguments)
 
 
 def _end(message: str, exit_code: int, reported_elsewhere: bool, reports_late: bool = False) -> int:

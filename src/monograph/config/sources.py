@@ -25,7 +25,7 @@ from monograph.config.settings import (
     digest_of,
 )
 from monograph.config.toml_file import MOST_TOML_BYTES, given_and_faults
-from monograph.config.unknown import meant, require_known
+from monograph.config.unknown import key_advice, require_known
 from monograph.data import HEAVIEST, LIGHTEST
 from monograph.errors import InputRefused, MonographError, UsageError, did_you_mean
 from monograph.model.families import FAMILIES, PRESETS
@@ -353,10 +353,10 @@ def _no_place(argument: str) -> str:
         return f"a number is a key's value, as in optim.lr={argument}; several are joined by commas"
     key, equals, value = argument.partition("=")
     key = key.strip("+~- ").replace("/", ".")
-    if equals and (key in KEYS or meant(key)):
+    if equals and (key in KEYS or key_advice(key)):
         return (
             f"did you mean {shell_words(f'{key}={value.strip()}')}?"
             if key in KEYS
-            else meant(key, value).strip("; ")
+            else key_advice(key, value).strip("; ")
         )
     return ""
