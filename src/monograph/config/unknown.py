@@ -96,7 +96,8 @@ def _with_toml_assignments(sentence: str) -> str:
     An assignment after "train ", as in `monograph train KEY=VALUE`, stays as it is.
     """
     assignment = r"(?:[a-z]+\.[a-z_]+)=(?:'[^']*'|\S+?)"
-    assignments = rf"(?<!train ){assignment}(?: {assignment})*(?=[,;:]?(?:\s|$))"
+    # Without \b, the "rain.parallel" of "train train.parallel=ddp" would match.
+    assignments = rf"(?<!train )\b{assignment}(?: {assignment})*(?=[,;:]?(?:\s|$))"
 
     def as_lines(match: re.Match[str]) -> str:
         return in_toml(dict(word.split("=", 1) for word in shlex.split(match[0])))
