@@ -739,7 +739,10 @@ SLIPS = [
     ("[optim]\nlr = fast", "2: not TOML: lr = fast: expected a number above 0, or auto"),
     ("// a comment", "1: not TOML: a comment begins with #: write # a comment"),
     ("[optim]\nlr\u00a0= 1 2", "2: not TOML: lr = 1 2: expected a number above 0, or auto"),
-    ("[optim]\u00a0", "1: not TOML: it has a space that TOML does not take as one (U+00A0): write [optim]"),
+    (
+        "[optim]\u00a0",
+        "1: not TOML: it has a space that TOML does not take as one (U+00A0): write [optim]",
+    ),
     ("[optim]\r\nname = muon\r\n", '2: not TOML: a text is in quotes: write name = "muon"'),
     ("\ufeff[optim]\nname = muon", '2: not TOML: a text is in quotes: write name = "muon"'),
     (

@@ -47,7 +47,7 @@ class Members:
         # Made here, as a traced function should not make modules.
         self._counter = Counter(seeds[0], self.draw)
         self._dropout = Dropout(self._counter)
-        compat.warn_of_loops(False)  # `_eager` warns of loops after its first look
+        compat.set_vmap_loop_warning(False)  # `_eager` warns of loops after its first look
         self._for_graphs: dict[bool, bool] = {}  # by training mode: whether to call as if compiling
         named = list(stack.module.named_modules())
         self._absent = [
@@ -239,8 +239,10 @@ class Members:
             "normalize": _normalize,
         }
         with (
-            compat.functional(functions | self._dropout.functions()),
-            compat.layers(KERNELS, _weight_norm, _average_of_batches, _refuse_checkpoint),
+            compat.replace_functional(functions | self._dropout.functions()),
+            compat.replace_layer_functions(
+                KERNELS, _weight_norm, _average_of_batches, _refuse_checkpoint
+            ),
             compat.without_fast_path(),
         ):
             yield

@@ -70,7 +70,7 @@ class Watch:
         with (
             register_module_forward_pre_hook(lambda module, _: self._called.add(module)),
             running_modules(self.module) as self.where,
-            compat.loops_told(self._tell),
+            compat.report_vmap_loops(self._tell),
         ):
             yield
 

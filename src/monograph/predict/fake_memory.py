@@ -56,7 +56,7 @@ class Graphs:
             return run
 
         if function not in self._known:
-            backend = compat.partitioned(
+            backend = compat.partitioning_backend(
                 lambda graph: runner(graph, False), lambda graph: runner(graph, True)
             )
             self._known[function] = torch.compile(
@@ -237,7 +237,7 @@ class _Listener(TorchDispatchMode):
         if "add_product_" in str(function):
             total, left, right = args
             inside_bytes = inner_bytes(total, left, right, self.memory.device_type)
-        elif function is torch.ops.aten.add.Tensor and compat.sums_gradients():
+        elif function is torch.ops.aten.add.Tensor and compat.is_accumulating_gradients():
             # Autograd writes the sum of two gradients over one of them, except for tensors without
             # data.
             inside_bytes = -self.memory._rounded(result.untyped_storage().nbytes())

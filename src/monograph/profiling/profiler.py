@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from monograph.compat import parse_no_events, quiet_profiler, watched_kernels
+from monograph.compat import parse_no_events, quiet_profiler, record_cpu_kernels
 from monograph.device import clock, compiler_obstacle, describe, measured_matmul_flops, synchronize
 from monograph.engine import Engine
 from monograph.errors import DiskFull, InputRefused, UsageError
@@ -226,7 +226,7 @@ def _watched(
             activities=activities, record_shapes=True, acc_events=True
         )
         try:
-            with watched_kernels(), watching, _spans(engine):
+            with record_cpu_kernels(), watching, _spans(engine):
                 parse_no_events(watching)
                 _update(engine, _next(windows))  # the first profiled one takes longer
                 times = _each(engine, windows, UPDATES)
