@@ -65,7 +65,7 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], lines: Sequen
         title=title,
         headline=headline[0].upper() + headline[1:],
         standing="; ".join(lines) if len(lines) == 1 else f"Each is compared with {first.name}.",
-        figures=[(f"{side.name}, {unit}", f"{side.score:.4f}") for side in sides],
+        key_figures=[(f"{side.name}, {unit}", f"{side.score:.4f}") for side in sides],
         drawings=_drawings(sides),
         sections=[
             section(f"Scores, {unit}", _scores(sides, unit), whole=True),

@@ -20,7 +20,7 @@ from monograph.storage.reading import contents
 Cell = str | tuple[str, float | None]
 
 # A table's last column may wrap if it has a longer text than this many characters.
-ONE_LINE = 24
+_MAX_ONE_LINE = 24
 
 
 def _asset(name: str) -> str:
@@ -60,7 +60,7 @@ def page(
     title: str,
     headline: str,
     standing: str,
-    figures: Iterable[tuple[str, str]],
+    key_figures: Iterable[tuple[str, str]],
     drawings: Drawings,
     sections: Iterable[str],
     warning: str = "",
@@ -73,14 +73,15 @@ def page(
         title: the report's subject, such as a folder's name.
         headline: the result in a few words.
         standing: a sentence that says how good the result is.
-        figures: (name, quantity) pairs to read first.
+        key_figures: (name, quantity) pairs to read first.
         drawings: charts and their data.
         sections: markup from `section` and `column`; empty ones are left out.
         warning: a sentence on why the result cannot be relied on; "" for no warning.
         refresh_s: seconds after which the page reloads itself; 0 for never.
     """
-    figure_items = "\n".join(
-        f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in figures
+    key_figure_items = "\n".join(
+        f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>"
+        for name, value in key_figures
     )
     body = "\n".join(filter(None, sections))
     grid_items = [figure(chart, drawings.tables) for chart in drawings.charts]
@@ -98,7 +99,7 @@ def page(
         headline=escaped(headline),
         standing=escaped(standing),
         warning=f'<p class="standing warning">{escaped(warning)}</p>' if warning else "",
-        figures=figure_items,
+        figures=key_figure_items,
         drawings=_grid(grid_items, drawings.halves) if grid_items else "",
         sections=body,
         styles=_asset("uplot/uPlot.min.css") if drawings.charts else "",
@@ -159,7 +160,7 @@ def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> st
     for column in range(len(heads)):
         is_number = any(isinstance(row[column], tuple) for row in rows)
         css_classes.append("number" if is_number else "")
-    is_long = max(len(str(row[-1])) for row in rows) > ONE_LINE
+    is_long = max(len(str(row[-1])) for row in rows) > _MAX_ONE_LINE
     if css_classes[-1] != "number" and is_long:
         css_classes[-1] = "words"  # these cells may wrap
     names = "".join(

@@ -72,7 +72,7 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
         title=title,
         headline=f"Limited by {verdict.binds}",
         standing=f"{standing[0].upper()}{standing[1:]}.",
-        figures=[
+        key_figures=[
             ("ms per update", f"{1e3 * profile.update_s:.3g}"),
             ("tokens/s", count(tokens_per_s)),
             ("micro-steps", str(profile.micro_steps)),
@@ -232,7 +232,7 @@ def ladder_page(title: str, ladder: Values, config: str) -> str:
         title=title,
         headline=f"{ladder_gain(ladder):.1f} × as fast as eager",
         standing=f"{describe_measurement(ladder)}.",
-        figures=[
+        key_figures=[
             ("parameters", quantities.count(ladder["params"])),
             ("tokens/s, eager", f"{first['tokens_per_s']:,.0f}"),
             ("tokens/s, best", f"{best['tokens_per_s']:,.0f}"),

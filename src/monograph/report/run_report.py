@@ -128,7 +128,9 @@ def run_page(
         headline=_headline(summary),
         standing=_standing(summary, about.yardsticks),
         warning=warning,
-        figures=[(name, write(summary[key])) for key, name, write in _FIGURES if key in known_keys],
+        key_figures=[
+            (name, write(summary[key])) for key, name, write in _FIGURES if key in known_keys
+        ],
         drawings=drawings_of(metrics, about.yardsticks, about.moments),
         sections=[
             section(samples_heading, _samples(about.samples), whole=True),

@@ -256,7 +256,7 @@ def sweep_page(
         title=folder.name,
         headline=_headline(best, so_far=bool(state)),
         standing=" ".join(standing),
-        figures=_key_figures(results),
+        key_figures=_key_figures(results),
         drawings=drawings,
         sections=[
             section("What to run next", *_commands(results["advice"]), whole=True),
