@@ -20,7 +20,7 @@ from monograph.config import KEYS, Settings, classify, load
 from monograph.config.commented import WIDTH, commented
 from monograph.config.elsewhere import VALUES
 from monograph.config.keys import SECTIONS, DataSection, ModelSection, described
-from monograph.config.settings import ANYWHERE, check, choices
+from monograph.config.settings import CHANGEABLE_ON_RESUME, check, choices
 from monograph.config.sources import written_fingerprint
 from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.model.config import LlamaConfig
@@ -292,7 +292,11 @@ def test_the_fingerprint_sees_values_and_not_origins() -> None:
 
 def test_a_key_that_came_later_does_not_make_an_older_file_another_one(tmp_path: Path) -> None:
     """An older version wrote and hashed all keys that it had; here that was all but `train.keep`."""
-    whole = settings_of("[train]\nseed = 1\ncompile = 'none'").resolve(ANYWHERE, "test").to_toml()
+    whole = (
+        settings_of("[train]\nseed = 1\ncompile = 'none'")
+        .resolve(CHANGEABLE_ON_RESUME, "test")
+        .to_toml()
+    )
     (tmp_path / "config.toml").write_text(older := whole.replace("keep = 2\n", ""))
     recorded = hashlib.sha256(older.encode()).hexdigest()
     assert older != whole and load(tmp_path / "config.toml", {}, {}).fingerprint != recorded

@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """
     if arguments is None:
         arguments = sys.argv[1:]
-    terminal.guard()
+    terminal.guard()  # the streams accept any text from here on, so that messages can be printed
     if os.environ.get(_COMPLETION_VARIABLE):
         # The shell reads a word and its help from each line of the output. Typer would wrap the help
         # at the width of the terminal.
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         reports_late = isinstance(error, errors.PeerLost)
         code = _end(str(error), error.exit_code, reported_elsewhere, reports_late)
     except KeyboardInterrupt as interrupt:
-        interrupts.while_ending()
+        interrupts.while_ending()  # a second Ctrl-C must not print a traceback
         # The exit codes are those of a shell for SIGTERM and SIGINT.
         if isinstance(interrupt, interrupts.Terminated):
             what = "terminated"

@@ -2,6 +2,9 @@
 
 By default each kernel is a file of its own. But the compiler reads torch's headers for each file,
 which takes longer than compiling most kernels.
+
+Inductor writes a Python module for each compiled graph. Among the module's globals are the graph's
+kernels.
 """
 
 from __future__ import annotations
@@ -40,11 +43,11 @@ def build_kernels_together() -> None:
         entry_function = "kernels"
 
     def collect_kernel(self: AsyncCompile, argument_types: list[str], code: str) -> _Source:
-        # The module of a graph calls this once for each kernel, and assigns the result to a global.
+        # A graph's module calls this once for each kernel, and assigns the result to a global.
         return _Source(argument_types, code)
 
     def compile_kernels(self: AsyncCompile, scope: dict[str, Any]) -> None:
-        # The module of a graph calls this after all kernels; `scope` has its globals.
+        # A graph's module calls this after the last kernel; `scope` has the module's globals.
         sources = {name: value for name, value in scope.items() if isinstance(value, _Source)}
         threads = async_compile.get_compile_threads()
         sources_by_file = _split_evenly(sources, threads)
@@ -52,13 +55,13 @@ def build_kernels_together() -> None:
         # With a single thread, a submitted job would wait for a lock that this thread holds.
         submit = self.submit if threads > 1 else None
         pending_libraries = [
-            LibraryCache.load_async(_module_code(sources, template), "cpu", submit_fn=submit)
-            for sources in sources_by_file
+            LibraryCache.load_async(_module_code(file_sources, template), "cpu", submit_fn=submit)
+            for file_sources in sources_by_file
         ]
-        wait(self, scope)
-        for sources, pending_library in zip(sources_by_file, pending_libraries, strict=True):
+        wait(self, scope)  # for kernels of other kinds, while the libraries are compiled
+        for file_sources, pending_library in zip(sources_by_file, pending_libraries, strict=True):
             library = pending_library()
-            for number, name in enumerate(sources):
+            for number, name in enumerate(file_sources):
                 scope[name] = getattr(library, f"kernel_{number}")
 
     compiler.cpp_pybinding = collect_kernel
@@ -120,7 +123,7 @@ def _module_code(sources: dict[str, _Source], template: str) -> str:
         [
             *kernels,
             *bindings,
-            table_begin.format(),
+            table_begin.format(),  # which turns {{ into {
             *entries,
             module_end.format(entry_func="kernels"),
         ]

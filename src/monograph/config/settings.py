@@ -25,12 +25,12 @@ from monograph.storage.code import code_named
 from monograph.terminal import shell_words
 
 # The keys whose values may name a function in a Python file.
-NAME_CODE = ("model.init", "rl.reward")
+CODE_KEYS = ("model.init", "rl.reward")
 # Keys that a resumed run may change, with the value that stands for all of their values in the
 # fingerprint. The first four say on which devices and in which graphs a run is trained, which changes
 # no equation. data.ignore_keys may change since the fingerprint of the records shows whether the
 # records changed.
-ANYWHERE = {
+CHANGEABLE_ON_RESUME = {
     "train.memory": "auto",
     "train.compile": "auto",
     "train.parallel": "none",
@@ -44,7 +44,7 @@ EXCLUSIVE = (
     ("rl.answer_regex", "rl.answer_schema"),
 )
 # By key, the keys that say something about its value, such as prefer.gamma about prefer.loss.
-BELONGS = keys.belonging()
+DEPENDENT_KEYS = keys.belonging()
 
 
 class Settings(BaseModel):
@@ -167,11 +167,12 @@ class Settings(BaseModel):
 
     @property
     def fingerprint(self) -> str:
-        """Return the hex SHA-256 of the values, without their origins and the keys in `ANYWHERE`."""
-        comparable = self.resolve(ANYWHERE, "fingerprint")
+        """Return the hex SHA-256 of the values, without their origins and the keys in `CHANGEABLE_ON_RESUME`."""
+        comparable = self.resolve(CHANGEABLE_ON_RESUME, "fingerprint")
         return hashlib.sha256(comparable.to_toml().encode()).hexdigest()
 
     def _lines(self) -> Iterator[str]:
+        """Yield the lines of `to_toml`."""
         values = self.values()
         if self.model.init is not None:
             values["model.preset"] = None  # the default preset would exclude model.init
@@ -188,7 +189,7 @@ class Settings(BaseModel):
 
 def programs_in(values: Mapping[str, Any]) -> list[str]:
     """Return the values, among values by key, that name a function in a Python file."""
-    codes = [code_named(values.get(key)) for key in NAME_CODE]
+    codes = [code_named(values.get(key)) for key in CODE_KEYS]
     return [code.value for code in codes if code is not None]
 
 
@@ -313,6 +314,7 @@ def a_run_each(texts_of_each: Sequence[Texts]) -> str:
 
 
 def _text_of(value: object) -> str:
+    """Return a value as a person types it; a list has commas."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

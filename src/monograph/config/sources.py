@@ -18,8 +18,8 @@ from monograph.config.keys import KEYS, SECTIONS, described
 from monograph.config.recipes import recipes
 from monograph.config.renamed import translated
 from monograph.config.settings import (
-    ANYWHERE,
-    BELONGS,
+    CHANGEABLE_ON_RESUME,
+    DEPENDENT_KEYS,
     EXCLUSIVE,
     Settings,
     build,
@@ -117,7 +117,7 @@ def written_fingerprint(toml: Path) -> str:
     the keys and spellings of this version.
     """
     tables = tomllib.loads(read_input(toml, MAX_TOML_BYTES).decode())
-    for key, value in ANYWHERE.items():
+    for key, value in CHANGEABLE_ON_RESUME.items():
         section, _, name = key.partition(".")
         table = tables.get(section, {})
         if value is None:
@@ -156,13 +156,13 @@ def _from_command_line(overrides: Mapping[str, Any], faults: list[UsageError]) -
 def _overridden(given: Mapping[str, Given], higher: Mapping[str, Given]) -> dict[str, Given]:
     """Return the values `given`, overridden by the values `higher` of a higher rank.
 
-    A key such as prefer.gamma says something about the value of another key (`BELONGS`), here
+    A key such as prefer.gamma says something about the value of another key (`DEPENDENT_KEYS`), here
     prefer.loss. If a different value overrides that value, the key is dropped, too.
     """
     dropped: set[str] = set()
     for key, entry in higher.items():
         if key in given and given[key].value != entry.value:
-            dropped.update(BELONGS.get(key, ()))
+            dropped.update(DEPENDENT_KEYS.get(key, ()))
     kept = {key: entry for key, entry in given.items() if key not in dropped}
     return kept | dict(higher)
 
@@ -273,7 +273,7 @@ def _without_split_assignments(
             continue
         value = match["value"] or ""
         if not match["sign"] and not value:
-            # The sign may be the next word.
+            # The sign may be the next word. Several signs are skipped, too.
             for sign in ("=", ":", "=="):
                 if remaining and remaining[0] == sign:
                     remaining.pop(0)

@@ -129,7 +129,7 @@ def run_page(
         standing=_standing(summary, about.yardsticks),
         warning=warning,
         key_figures=[
-            (name, write(summary[key])) for key, name, write in _FIGURES if key in known_keys
+            (name, form(summary[key])) for key, name, form in _FIGURES if key in known_keys
         ],
         drawings=drawings_of(metrics, about.yardsticks, about.moments),
         sections=[
@@ -189,10 +189,10 @@ def _subtitle(run_folder: Path, summary: Summary) -> str:
     """Return the folder, device, precision, size, tokens, time and speed in a line."""
     parts = [run_folder.name]
     parts += [str(summary[key]) for key in ("device", "dtype") if summary.get(key)]
-    for key, name, write in _FIGURES[:4]:
+    for key, name, form in _FIGURES[:4]:
         if summary.get(key) is not None:
             # A duration needs no name.
-            parts.append(f"{write(summary[key])} {name}".removesuffix(" total time"))
+            parts.append(f"{form(summary[key])} {name}".removesuffix(" total time"))
     return "  ·  ".join(parts)
 
 

@@ -38,8 +38,8 @@ def drawings_of(
         unit: the score's unit.
     """
     tables: list[Columns] = []
-    charts = [_against(settings, name, unit, tables) for name in varied_in(settings)]
-    if curve_chart := _curves(curves, key, unit, tables):
+    charts = [_chart_against_knob(settings, name, unit, tables) for name in varied_in(settings)]
+    if curve_chart := _chart_of_curves(curves, key, unit, tables):
         charts.append(curve_chart)
     return Drawings(tables, charts, halves=True)
 
@@ -55,7 +55,9 @@ def varied_in(settings: Sequence[Setting]) -> list[str]:
     return varied
 
 
-def _against(settings: Sequence[Setting], name: str, unit: str, tables: list[Columns]) -> Chart:
+def _chart_against_knob(
+    settings: Sequence[Setting], name: str, unit: str, tables: list[Columns]
+) -> Chart:
     """Return a chart of the settings' means over the values of one knob, and append its tables.
 
     There is a line of means for each combination of the other knobs, and a dot for each member. A
@@ -176,7 +178,9 @@ def limits_of(values: Sequence[float]) -> tuple[float, float]:
     return low - margin, high + 2 * margin
 
 
-def _curves(curves: Sequence[Curve], key: str, unit: str, tables: list[Columns]) -> Chart | None:
+def _chart_of_curves(
+    curves: Sequence[Curve], key: str, unit: str, tables: list[Columns]
+) -> Chart | None:
     """Return a chart of each member's held-out scores over training, and append its tables.
 
     Returns:

@@ -20,7 +20,7 @@ from monograph.config.axes import (
     require_single_values,
 )
 from monograph.config.keys import DEFAULT_MINUTES as DEFAULT_RUN_MINUTES
-from monograph.config.settings import NAME_CODE
+from monograph.config.settings import CODE_KEYS
 from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
@@ -229,7 +229,7 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
         raise
     target: Settings | None = None
     settings = settings.vouching(
-        digests(value for axis in axes if axis.key in NAME_CODE for value in axis.values)
+        digests(value for axis in axes if axis.key in CODE_KEYS for value in axis.values)
     )
     require_text(settings)
     require_texts(settings, "sweep")
