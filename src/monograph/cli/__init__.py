@@ -40,8 +40,8 @@ _INPUT_ERRORS = {
 }
 # Errors of the operating system about a disk.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
-# Options whose value is a path or a run. An unset shell variable, as in `--out "$OUT"`, makes the value
-# empty, and an empty path would be the working folder.
+# Options whose value is a path or a run. An unset shell variable, as in `--out "$OUT"`, makes the
+# value empty, and an empty path would be the working folder.
 _PATH_OPTIONS = {
     "--from",
     "--resume",
@@ -55,7 +55,8 @@ _PATH_OPTIONS = {
 # A shell that completes a command line sets this variable, as typer's protocol says, and reads the
 # possible next words from stdout.
 _COMPLETION_VARIABLE = "_MONOGRAPH_COMPLETE"
-# Options of typer, which print or install a script and exit, with a help text that replaces typer's.
+# Options of typer, which print or install a script and exit, with a help text that replaces
+# typer's.
 _COMPLETION_OPTIONS = {
     "--install-completion": "let this shell complete commands and options",
     "--show-completion": "print the script that --install-completion installs",
@@ -72,12 +73,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         arguments = sys.argv[1:]
     terminal.guard()  # the streams accept any text from here on, so that messages can be printed
     if os.environ.get(_COMPLETION_VARIABLE):
-        # The shell reads a word and its help from each line of the output. Typer would wrap the help
-        # at the width of the terminal.
+        # The shell reads a word and its help from each line of the output. Typer would wrap the
+        # help at the width of the terminal.
         os.environ["COLUMNS"] = "1000"
         sys.exit(command_tree().main([], "monograph", standalone_mode=False))
-    # OpenMP threads that spin while they wait make a training step up to 20 times slower if anything
-    # else runs on one of the cores (dev/log.md). libgomp reads the variable when torch is imported.
+    # OpenMP threads that spin while they wait make a training step up to 20 times slower if
+    # anything else runs on one of the cores (dev/log.md). libgomp reads the variable when torch is
+    # imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     allocator.keep_freed_memory()
     # Torch would print a warning for each allocation that first fails on a GPU, even if a second
@@ -111,8 +113,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             code = 130
         _print_error("; ".join([what, *interrupt.args]))
     except BrokenPipeError:
-        # The reader of stdout has ended (`| head`), which is not an error. 141 is the exit code that
-        # a shell shows for SIGPIPE. Python flushes stdout at exit, which must not fail again.
+        # The reader of stdout has ended (`| head`), which is not an error. 141 is the exit code
+        # that a shell shows for SIGPIPE. Python flushes stdout at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     except BaseException as error:  # a user's module may raise anything, even SystemExit(0)
@@ -124,8 +126,8 @@ def _require_usable_input(arguments: list[str]) -> None:
     """Refuse a system, a working folder, arguments and variables that the libraries cannot handle.
 
     Raises:
-        InputRefused: the system is Windows; the working folder was deleted; or its name, an argument
-            or a MONOGRAPH_ variable is not UTF-8.
+        InputRefused: the system is Windows; the working folder was deleted; or its name, an
+            argument or a MONOGRAPH_ variable is not UTF-8.
         UsageError: an option of `_PATH_OPTIONS` has an empty value.
     """
     if sys.platform == "win32":
@@ -163,7 +165,7 @@ def _is_not_rank_0() -> bool:
 
 @cache
 def command_tree() -> TyperGroup:
-    """Return the group of all commands with their options, which typer derives from the functions."""
+    """Return the group of all commands; typer derives their options from the functions."""
     tree = typer.main.get_command(app)
     assert isinstance(tree, TyperGroup)
     for option in tree.params:

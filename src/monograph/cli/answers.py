@@ -1,4 +1,4 @@
-"""Explain a command line that typer refuses: say what to type instead, with the value that was typed.
+"""Explain a command line that typer refuses, and say what to type instead.
 
 Functions whose names end in `_advice` return the end of a message, which begins with "; ".
 """
@@ -59,7 +59,7 @@ def _is_unknown_option(error: BadCommandLine) -> bool:
 
 
 def _option_of(error: BadCommandLine) -> str:
-    """Return the option that an error is about, as typer read it; "" if it is not about an option."""
+    """Return the option that an error is about, as typer read it; "" if there is none."""
     return getattr(error, "option_name", "")
 
 

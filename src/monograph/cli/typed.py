@@ -1,8 +1,8 @@
 """Declare each command with its arguments, options and help.
 
 Typer derives a command's arguments and options from its function's parameters, and its help from
-the function's docstring. A function here imports the code of its command (`monograph.commands`) only
-when it is called, since that code imports torch, which takes seconds.
+the function's docstring. A function here imports the code of its command (`monograph.commands`)
+only when it is called, since that code imports torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     BadCommandLine = ClickUsageError
 else:
-    # The base class of all exceptions for a wrong command line. Its module depends on the release of
-    # typer, so it is found through a class that derives from it.
+    # The base class of all exceptions for a wrong command line. Its module depends on the release
+    # of typer, so it is found through a class that derives from it.
     BadCommandLine = typer.BadParameter.__bases__[0]
 
 F = TypeVar("F", bound=Callable[..., int | None])
 
-# The headings of the commands in `monograph --help`. Headings and commands are in the order in which
-# this file declares the commands.
+# The headings of the commands in `monograph --help`. Headings and commands are in the order in
+# which this file declares the commands.
 TRAIN = "Train"
 INSPECT = "Prepare and inspect"
 USE = "Use"
@@ -300,7 +300,7 @@ def _monograph(
 
 
 def launched() -> int:
-    """Return the number of processes that a launcher such as torchrun has started; 1 without one."""
+    """Return the number of processes that a launcher, such as torchrun, has started; else 1."""
     world_size = os.environ.get("WORLD_SIZE", "")
     # WORLD_SIZE alone may be another program's.
     is_launched = world_size.isdecimal() and "MASTER_ADDR" in os.environ

@@ -30,7 +30,7 @@ class _Source(NamedTuple):
 
 @functools.cache
 def build_kernels_together() -> None:
-    """Replace two methods of Inductor, so that it compiles a graph's kernels in a file per thread."""
+    """Replace methods of Inductor, so that it compiles a graph's kernels in a file per thread."""
     from torch._inductor import async_compile, codecache
 
     compiler: Any = async_compile.AsyncCompile
@@ -88,8 +88,8 @@ def _module_code(sources: dict[str, _Source], template: str) -> str:
     Args:
         sources: the kernels, in the order of their numbers.
         template: torch's code for a module of one kernel. Its four parts are functions that parse
-            arguments; the Python binding of the kernel; the first line of the table of bindings, and
-            the kernel's entry in it; the table's empty last entry, and the module's definition.
+            arguments; the Python binding of the kernel; the first line of the table of bindings,
+            and the kernel's entry in it; the table's empty last entry, and the module's definition.
     """
     lines_by_number = [source.code.splitlines() for source in sources.values()]
     # A header is included once, before all kernels: inside a namespace it would be wrong.

@@ -85,8 +85,8 @@ def cache_custom_functions() -> None:
 def differentiate_outside_autocast() -> None:
     """Let compiled backward passes run outside of the forward pass's autocast, as eager ones do.
 
-    By default torch compiles a backward pass inside of that autocast. Then it rounds the products of
-    code that the forward pass had run with autocast disabled.
+    By default torch compiles a backward pass inside of that autocast. Then it rounds the products
+    of code that the forward pass had run with autocast disabled.
     """
     import torch._functorch.config as config
 
@@ -129,7 +129,7 @@ def quiet_selective_recompute() -> None:
 
 
 def quiet_inputs_of_blocks() -> None:
-    """Silence torch's warning about reading `.grad` of a block's input, which Dynamo itself reads."""
+    """Silence torch's warning about `.grad` of a block's input, which Dynamo itself reads."""
     warnings.filterwarnings(
         "ignore", r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed\."
     )

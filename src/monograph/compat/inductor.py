@@ -1,7 +1,7 @@
 """Extend Inductor with Monograph's passes, operators and native code, and repair its cache.
 
-Inductor is the part of torch.compile that generates code for a graph. Its partitioner splits a joint
-graph, which has both passes, into a forward and a backward graph. It decides which values the
+Inductor is the part of torch.compile that generates code for a graph. Its partitioner splits a
+joint graph, which has both passes, into a forward and a backward graph. It decides which values the
 forward graph saves for the backward graph, and which values the backward graph recomputes. Some
 functions here direct the partitioner, or ask for its decision.
 """
@@ -80,8 +80,8 @@ def key_cache_by_vector_width() -> None:
     """Add the processor's vector width to the key of Inductor's cache, which lacks it.
 
     Several machines may share a home folder, or ATEN_CPU_CAPABILITY may be set. Then code that was
-    generated for wide vectors would be compiled for narrow ones, and would write past the end of its
-    buffers.
+    generated for wide vectors would be compiled for narrow ones, and would write past the end of
+    its buffers.
     """
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -142,8 +142,8 @@ def graph_pass(rewrite: Callable[[Graph], None], *files: str) -> object:
 
     Args:
         rewrite: changes a graph in place.
-        files: paths of the source files of `rewrite`. Their hash is part of the cache's key, so that
-            a change of the sources compiles graphs again.
+        files: paths of the source files of `rewrite`. Their hash is part of the cache's key, so
+            that a change of the sources compiles graphs again.
     """
     import torch._inductor.custom_graph_pass as passes
 
@@ -237,8 +237,8 @@ def lower_to_memory(operator: OpOverload) -> None:
 def record_cpu_kernels() -> Iterator[None]:
     """Record each call of a compiled graph's CPU kernel for profilers, inside a `with` block.
 
-    Such a call bypasses the dispatcher, so a profiler would not see it. Profilers see Inductor's GPU
-    kernels without help.
+    Such a call bypasses the dispatcher, so a profiler would not see it. Profilers see Inductor's
+    GPU kernels without help.
     """
     from torch._C._profiler import _RecordFunctionFast
     from torch._inductor.codecache import PyCodeCache
@@ -272,7 +272,7 @@ def record_cpu_kernels() -> Iterator[None]:
 
 
 def quiet_profiler() -> None:
-    """Keep torch's profiler from writing about itself to stderr, unless the user has set a level."""
+    """Keep torch's profiler from writing to stderr, unless the user has set its log level."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
@@ -286,9 +286,9 @@ def parse_no_events(profile: torch.profiler.profile) -> None:
     profile.profiler.acc_events = False
 
 
-# The marks are those of checkpointing, which has numbered regions. The partitioner saves a value that
-# a region reads from an earlier region. This number is larger than that of any region, so that no
-# marked value is saved for that reason.
+# The marks are those of checkpointing, which has numbered regions. The partitioner saves a value
+# that a region reads from an earlier region. This number is larger than that of any region, so that
+# no marked value is saved for that reason.
 _LAST_REGION = 1 << 30
 
 
@@ -408,8 +408,8 @@ def bytes_saved_for_backward(
     own_tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     arguments, arguments_spec = tree_flatten((args, kwargs))
     # A BlockMask is one leaf, whose tensors would become constants of the graph. As a dict, its
-    # tensors become inputs. Its rule `mask_mod` also reads tensors, but does not change the number of
-    # bytes, so a trivial rule replaces it.
+    # tensors become inputs. Its rule `mask_mod` also reads tensors, but does not change the number
+    # of bytes, so a trivial rule replaces it.
     without_masks = [
         {**vars(argument), "mask_mod": noop_mask} if isinstance(argument, BlockMask) else argument
         for argument in arguments

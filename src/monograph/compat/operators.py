@@ -103,8 +103,8 @@ def allow_stashes_in_recomputed() -> None:
 def is_accumulating_gradients() -> bool:
     """Return whether an addition in progress is autograd's sum of the gradients of one tensor.
 
-    Autograd writes the sum of real tensors into the memory of one of them. It does not do so for fake
-    tensors, whose class it does not know.
+    Autograd writes the sum of real tensors into the memory of one of them. It does not do so for
+    fake tensors, whose class it does not know.
     """
     return torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
 
@@ -141,8 +141,8 @@ def replace_attributes(owner: object, replacements: Mapping[str, object]) -> Ite
 def integer_parameters() -> AbstractContextManager[None]:
     """Let `Parameter(data)` make a parameter of integers inside a `with` block.
 
-    torch refuses such a parameter unless requires_grad is False. FSDP2 of torch 2.11 first makes its
-    parameters for the rows of a quantised base, and sets requires_grad to False afterwards.
+    torch refuses such a parameter unless requires_grad is False. FSDP2 of torch 2.11 first makes
+    its parameters for the rows of a quantised base, and sets requires_grad to False afterwards.
     """
     original_new = torch.nn.Parameter.__new__
 
@@ -182,8 +182,8 @@ def replace_layer_functions(
             "gru_cell" and so on.
         weight_norm: (direction, norm, dim) -> weight, for both of torch's implementations of weight
             norm.
-        cumulative_batch_norm: the forward pass of a batch norm that trains with momentum None, whose
-            running statistics are the means over all batches.
+        cumulative_batch_norm: the forward pass of a batch norm that trains with momentum None,
+            whose running statistics are the means over all batches.
         on_recomputation: called before `torch.utils.checkpoint` runs a function that it would
             recompute in the backward pass.
     """
@@ -268,9 +268,9 @@ def report_vmap_loops(report: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
-    """Disable the fast path of `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` in the block.
+    """Disable the fast path of torch's attention layers inside a `with` block.
 
-    They take this fused path in evaluation mode, and vmap cannot batch it.
+    `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` take this fused path in evaluation mode, and vmap cannot batch it.
     """
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -79,7 +79,7 @@ def _set_key(assignment: str, origin: str) -> Iterator[str]:
 
 
 def _reason_unset(key: str, settings: Settings) -> str:
-    """Return why a key is not set, and whether the value in its line is the default or an example."""
+    """Return why a key is not set, and whether its line shows the default or an example."""
     for group in EXCLUSIVE:
         if key not in group:
             continue

@@ -315,8 +315,8 @@ VALUES: dict[str, dict[str, str]] = {
 }
 
 # Options of a command, by the command and the name in another program. An entry that begins with a
-# dash is an option: it takes the value that was typed, in the place of {} or at its end. Other entries
-# are sentences. The name "" is an argument that the command does not take.
+# dash is an option: it takes the value that was typed, in the place of {} or at its end. Other
+# entries are sentences. The name "" is an argument that the command does not take.
 _RUN = "name the run or model as it is"
 _LENGTH = "leave it out: the longest text is what the model has"
 _SAMPLER = {

@@ -15,8 +15,8 @@ class Given(NamedTuple):
     Attributes:
         value: the value.
         origin: where the value was written, for messages, such as "run.toml:7".
-        rank: the kind of origin: 1 (TOML), 2 (environment) or 3 (command line). If keys exclude each
-            other, the one with the highest rank counts.
+        rank: the kind of origin: 1 (TOML), 2 (environment) or 3 (command line). If keys exclude
+            each other, the one with the highest rank counts.
         from_text: whether the value may be a text that stands for a number, as in a shell.
         written: the value as a person wrote it, for messages; "" if `value` itself is to be shown.
     """

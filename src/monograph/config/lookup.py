@@ -17,8 +17,8 @@ class Found(NamedTuple):
 
     Attributes:
         keys: the keys, in the order of the configuration.
-        advice: by the name in another program, a sentence that says what to do here. Only names that
-            do not stand for a single key have one.
+        advice: by the name in another program, a sentence that says what to do here. Only names
+            that do not stand for a single key have one.
     """
 
     keys: tuple[str, ...]

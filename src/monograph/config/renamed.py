@@ -1,7 +1,7 @@
 """Translate the old spellings of values: forms that the values of keys had in earlier versions.
 
-An old spelling, such as optim.name = "muon:8bit", said several things in one value. Now each of them
-has a key of its own: optim.name = "muon" and optim.state = "8bit". If a person writes an old
+An old spelling, such as optim.name = "muon:8bit", said several things in one value. Now each of
+them has a key of its own: optim.name = "muon" and optim.state = "8bit". If a person writes an old
 spelling, a message says the new keys and values. If an earlier version wrote it into a run's
 config.toml, the run is read as if it had the new keys.
 """
@@ -23,7 +23,8 @@ class OldSpelling(NamedTuple):
 
     Attributes:
         key: the key.
-        pattern: a regular expression that matches the whole value, with a named group for each part.
+        pattern: a regular expression that matches the whole value, with a named group for each
+            part.
         examples: values of this form, for tests and docs.
         new_texts: returns the new keys with their values, from the pattern's groups by name. None
             means that the key is not set.
@@ -266,8 +267,8 @@ def translated_each(key: str, value: object) -> list[Texts]:
         value: a list of texts, or texts with commas between them.
 
     Returns:
-        The new keys and values for each; a value that is not an old spelling keeps its key. The list
-        is empty if none is an old spelling, or if there are fewer than two values.
+        The new keys and values for each; a value that is not an old spelling keeps its key. The
+        list is empty if none is an old spelling, or if there are fewer than two values.
     """
     parts = value.split(",") if isinstance(value, str) else value
     if key == "data.source" or not isinstance(parts, list) or len(parts) < 2:

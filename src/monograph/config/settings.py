@@ -27,9 +27,9 @@ from monograph.terminal import shell_words
 # The keys whose values may name a function in a Python file.
 CODE_KEYS = ("model.init", "rl.reward")
 # Keys that a resumed run may change, with the value that stands for all of their values in the
-# fingerprint. The first four say on which devices and in which graphs a run is trained, which changes
-# no equation. data.ignore_keys may change since the fingerprint of the records shows whether the
-# records changed.
+# fingerprint. The first four say on which devices and in which graphs a run is trained, which
+# changes no equation. data.ignore_keys may change since the fingerprint of the records shows
+# whether the records changed.
 CHANGEABLE_ON_RESUME = {
     "train.memory": "auto",
     "train.compile": "auto",
@@ -167,7 +167,7 @@ class Settings(BaseModel):
 
     @property
     def fingerprint(self) -> str:
-        """Return the hex SHA-256 of the values, without their origins and the keys in `CHANGEABLE_ON_RESUME`."""
+        """Return the hex SHA-256 of all values, except those of `CHANGEABLE_ON_RESUME`."""
         comparable = self.resolve(CHANGEABLE_ON_RESUME, "fingerprint")
         return hashlib.sha256(comparable.to_toml().encode()).hexdigest()
 
@@ -222,8 +222,8 @@ def check(key: str, value: object, origin: str, *, from_text: bool, written: str
         written: the value as a person wrote it, for messages; "" if `value` itself is to be shown.
 
     Raises:
-        UsageError: the key does not take the value; the message names the origin, the key, the value
-            and the expected values.
+        UsageError: the key does not take the value; the message names the origin, the key, the
+            value and the expected values.
     """
     if advice := _new_spelling_advice(key, value, from_text):
         raise UsageError(f"{origin}: {key} = {written or _text_of(value)}: {advice}")
@@ -301,7 +301,7 @@ def _number(text: str) -> int | float | None:
 
 
 def _new_spelling_advice(key: str, value: object, from_text: bool) -> str:
-    """Return what to write instead of an old spelling, or of a list of them; "" for other values."""
+    """Return what to write instead of one or more old spellings; "" for other values."""
     if new_texts := translated(key, value):
         return f"say {as_typed(new_texts) if from_text else in_toml(new_texts)}"
     new_texts_of_each = translated_each(key, value)
@@ -333,7 +333,7 @@ def in_toml(texts: Mapping[str, str | list[str]]) -> str:
 
 
 def _toml_value(key: str, text: str | list[str]) -> str:
-    """Return the TOML text of a value, or of a list of values, of which the shell's text is given."""
+    """Return a value, or a list of values, as TOML; `text` is what a person types in a shell."""
     try:
         value = check(key, text, "", from_text=True)
     except UsageError:

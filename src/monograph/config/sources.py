@@ -62,8 +62,8 @@ def load(
         faults: faults of the command line that are already known.
 
     Raises:
-        UsageError: a section or key is unknown, a value has the wrong type, keys exclude each other,
-            or the file is not TOML. The message names all faults.
+        UsageError: a section or key is unknown, a value has the wrong type, keys exclude each
+            other, or the file is not TOML. The message names all faults.
         MonographError: `faults` has other errors alone.
     """
     all_faults: list[UsageError] = []
@@ -156,8 +156,8 @@ def _from_command_line(overrides: Mapping[str, Any], faults: list[UsageError]) -
 def _overridden(given: Mapping[str, Given], higher: Mapping[str, Given]) -> dict[str, Given]:
     """Return the values `given`, overridden by the values `higher` of a higher rank.
 
-    A key such as prefer.gamma says something about the value of another key (`DEPENDENT_KEYS`), here
-    prefer.loss. If a different value overrides that value, the key is dropped, too.
+    A key such as prefer.gamma says something about the value of another key (`DEPENDENT_KEYS`),
+    here prefer.loss. If a different value overrides that value, the key is dropped, too.
     """
     dropped: set[str] = set()
     for key, entry in higher.items():
@@ -170,9 +170,9 @@ def _overridden(given: Mapping[str, Given], higher: Mapping[str, Given]) -> dict
 def _one_of_each_exclusive_group(
     given: Mapping[str, Given], faults: list[UsageError]
 ) -> dict[str, Given]:
-    """Return the values with at most one key of each group of `EXCLUSIVE`: that of the highest rank.
+    """Return the values with at most one key of each group of `EXCLUSIVE`.
 
-    If two keys of a group have the same rank, a fault is appended to `faults`.
+    The key with the highest rank stays. If two keys of a group have the same rank, a fault is appended to `faults`.
     """
     dropped: set[str] = set()
     for group in EXCLUSIVE:
@@ -257,8 +257,8 @@ def _without_split_assignments(
 ) -> Iterator[str]:
     """Yield the arguments, without assignments that are not one word of the form KEY=VALUE.
 
-    Such an assignment is `optim.lr = 3e-4`, `optim.lr 3e-4` or `optim.lr: 3e-4`. A fault is appended
-    to `faults` for each one.
+    Such an assignment is `optim.lr = 3e-4`, `optim.lr 3e-4` or `optim.lr: 3e-4`. A fault is
+    appended to `faults` for each one.
     """
     remaining = [*arguments]
     while remaining:
@@ -367,7 +367,7 @@ def _require_text(argument: str) -> None:
 
 
 def _advice_for_no_path(argument: str) -> str:
-    """Return what to type instead of an argument that is not a path; "" if it may be a wrong path."""
+    """Return what to type instead of an argument that is not a path; "" if unknown."""
     if argument.lower() in PRESETS:
         return f"did you mean model.preset={argument.lower()}?"
     if argument.lower() in FAMILIES:

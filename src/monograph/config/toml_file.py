@@ -64,8 +64,8 @@ def given_and_faults(path: Path) -> tuple[dict[str, Given], list[UsageError]]:
         return {}, [UsageError(toml_error_message(path, text, str(error)))]
     except RecursionError:
         return {}, [UsageError(f"{path}: not read: it is nested too deeply")]
-    # A section may be mentioned in several lines, and its first line is shown. A dict keeps the last
-    # item of a key, hence `reversed`.
+    # A section may be mentioned in several lines, and its first line is shown. A dict keeps the
+    # last item of a key, hence `reversed`.
     lines = dict(reversed([*_lines_by_name(text)]))
     given: dict[str, Given] = {}
     faults: list[UsageError] = []
@@ -200,8 +200,8 @@ def _origin(path: Path, lines: Mapping[str, _Line], name: str) -> str:
 def _written_value(value: object, text: str) -> str:
     """Return the part of `text`, which follows an `=`, that was parsed as this value.
 
-    A comment is not part of it. "" means that the value continues in the next line, or that the text
-    has more than `MAX_WRITTEN` characters.
+    A comment is not part of it. "" means that the value continues in the next line, or that the
+    text has more than `MAX_WRITTEN` characters.
     """
     if len(text) > MAX_WRITTEN:
         return ""

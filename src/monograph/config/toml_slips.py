@@ -78,7 +78,7 @@ def _line_number(parser_message: str, lines: list[str]) -> int:
 
 
 def _open_lines_before(number: int, lines: list[str]) -> Iterator[int]:
-    """Yield the numbers of the lines that leave a bracket, a brace or a text open, the last first."""
+    """Yield the numbers of lines that leave a bracket, brace or text open, the last first."""
     for earlier_number in range(number - 1, 0, -1):
         line = lines[earlier_number - 1]
         has_open_bracket = line.count("[") > line.count("]")
@@ -215,7 +215,7 @@ def _corrected_signs(line: str) -> Iterator[tuple[str, str]]:
 
 
 def _corrected_numbers(value: str) -> Iterator[tuple[str, str]]:
-    """Yield (slip, corrected value) for a value that is meant as a number, numbers or a truth value."""
+    """Yield (slip, corrected value) for a value that is meant as a number, a list or a bool."""
     word = value.rstrip(",;")
     unquoted = value.strip("\"'")
     if unquoted != value and re.fullmatch(r"[-+0-9.e]+", unquoted):

@@ -1,4 +1,4 @@
-"""Suggest the key that a person meant by a name that is not a key, with the value that was typed."""
+"""Suggest the key that a person meant by a name that is not a key."""
 
 import re
 import shlex
@@ -55,8 +55,8 @@ def key_advice(name: str, value: str | None = None) -> str:
 def _keys_with_words(section: str, short_name: str, value: str | None) -> list[str]:
     """Return the keys of a section whose names have all words of `short_name`.
 
-    Keys that do not accept the value are left out. An unknown section has no keys, and neither has a
-    name of one word, such as lr, since it would fit too many keys.
+    Keys that do not accept the value are left out. An unknown section has no keys, and neither has
+    a name of one word, such as lr, since it would fit too many keys.
     """
     words = set(short_name.split("_"))
     if section not in SECTIONS or len(words) == 1:
@@ -69,8 +69,8 @@ def _keys_with_words(section: str, short_name: str, value: str | None) -> list[s
 def _suggest(keys: list[str], value: str | None) -> str:
     """Return the question whether one of some keys was meant.
 
-    The keys that accept the value are shown with it. If none accepts it, the first key is shown with
-    the values that it accepts.
+    The keys that accept the value are shown with it. If none accepts it, the first key is shown
+    with the values that it accepts.
     """
     if value is None:
         return f"; did you mean {' or '.join(keys)}?"

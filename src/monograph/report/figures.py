@@ -87,8 +87,8 @@ def style() -> Iterator[None]:
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
-        # The labels of a figure early in a run can leave no room for the layout. The figure is still
-        # readable.
+        # The labels of a figure early in a run can leave no room for the layout. The figure is
+        # still readable.
         warnings.filterwarnings("ignore", message="constrained_layout not applied")
         # A person's own matplotlibrc must not change these figures.
         matplotlib.rcdefaults()
@@ -330,7 +330,7 @@ def _mark_slow_updates(axes: Axes, metrics: Sequence[Row]) -> None:
 
 
 def _draw_memory(axes: Axes, ledger: MemoryLedger) -> None:
-    """Draw a bar of the planned memory above a bar of the measured memory, each made of its parts."""
+    """Draw a bar of planned memory above a bar of measured memory, each made of its parts."""
     axes.set_title("Peak memory, GiB")
     for place, name in enumerate(("measured", "planned")):
         left_gib = 0.0

@@ -15,8 +15,8 @@ from monograph.report.charts import Chart, Columns, figure, payload
 from monograph.report.markup import escaped
 from monograph.storage.reading import contents
 
-# A cell of a table that sorts: a text to sort by, or (text, number to sort by). The number None means
-# unknown, and is last in each order.
+# A cell of a table that sorts: a text to sort by, or (text, number to sort by). The number None
+# means unknown, and is last in each order.
 Cell = str | tuple[str, float | None]
 
 # A table's last column may wrap if it has a longer text than this many characters.
@@ -32,8 +32,8 @@ _PAGE = Template(_asset("page.html"))
 # The name of a column is a button. Presses sort the table by this column: first ascending, then
 # descending, then in the original order.
 _SORTING_SCRIPT = _asset("sortable.html").rstrip()
-# The page reloads itself every `refresh_s` seconds. It stops once the file is old, since the page of
-# a run that was killed stays "in progress" for ever.
+# The page reloads itself every `refresh_s` seconds. It stops once the file is old, since the page
+# of a run that was killed stays "in progress" for ever.
 _REFRESH_SCRIPT = _asset("refresh.html").rstrip()
 
 

@@ -163,8 +163,8 @@ def _changes_table(verdict: Verdict) -> str:
 
 
 Values = Mapping[str, Any]
-# A rung's key with the speed that is compared, by the ladder's `ratios_of`. A ladder on a CPU compares
-# CPU time, since other programs change the wall time.
+# A rung's key with the speed that is compared, by the ladder's `ratios_of`. A ladder on a CPU
+# compares CPU time, since other programs change the wall time.
 SPEED_KEYS = {"wall": "tokens_per_s", "cpu": "tokens_per_cpu_s"}
 
 

@@ -61,7 +61,8 @@ class About:
         moments: (update, what happened then) pairs at which the learning rate's curve has a kink,
             such as the end of the warm-up.
         origin: (name, text) pairs that say how the run was started: command, version, data.
-        doubt: why the updates are of no use, and what would help; "" if nothing speaks against them.
+        doubt: why the updates are of no use, and what would help; "" if nothing speaks against
+            them.
     """
 
     yardsticks: Yardsticks = field(default_factory=dict)
@@ -197,7 +198,7 @@ def _subtitle(run_folder: Path, summary: Summary) -> str:
 
 
 def _other_values(summary: Summary) -> list[tuple[str, str]]:
-    """Return (name, value) pairs of all keys of the summary that no other part of the page shows."""
+    """Return (name, value) pairs of the summary's keys that the page shows nowhere else."""
     left_out = {key for key, _, _ in _FIGURES}
     left_out.add("schema")  # is for programs
     left_out.add("run")  # is the page's title

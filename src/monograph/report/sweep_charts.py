@@ -1,8 +1,8 @@
 """Describe the charts of a sweep: its score against each knob, and the curves of all members.
 
 A knob is a key that the sweep varies, such as "optim.lr". A setting is one combination of values of
-the knobs, and its members are the runs of this setting, one for each seed. The mappings that describe
-settings and curves are those of `monograph.report.sweep_report`.
+the knobs, and its members are the runs of this setting, one for each seed. The mappings that
+describe settings and curves are those of `monograph.report.sweep_report`.
 """
 
 import math
@@ -207,8 +207,8 @@ def _chart_of_curves(
 def comparable_scores(rows: Sequence[Row], key: str) -> list[Row]:
     """Return the rows with a score that was evaluated on the smallest number of held-out rows.
 
-    The last evaluation of a member may use more held-out rows than the earlier ones. Its score would
-    make a step in the curve that training did not cause.
+    The last evaluation of a member may use more held-out rows than the earlier ones. Its score
+    would make a step in the curve that training did not cause.
     """
     scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
     fewest_rows = min((row["eval_rows"] for row in scored), default=0)

@@ -77,8 +77,8 @@ def draw_sweep(
 def _draw_against_knob(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> None:
     """Draw the scores against one knob.
 
-    Each member is a dot, and each setting a mean with its standard error. A cross at the top marks a
-    value of the knob at which a member diverged.
+    Each member is a dot, and each setting a mean with its standard error. A cross at the top marks
+    a value of the knob at which a member diverged.
     """
     axis = axis_of([setting["knobs"].get(name) for setting in settings])
     label_step = math.ceil(len(axis.ticks) / MAX_TICK_LABELS)

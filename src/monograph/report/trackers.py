@@ -115,8 +115,8 @@ def _wandb(name: str, key: str, settings: Settings, out: Path | None) -> Tracker
         view = f"wandb sync {shell_words(Path(run.dir).parent)}"
 
     def require_disk_space() -> None:
-        # wandb drops rows on a full disk without an error, so try to write 1 MiB. A mode that writes
-        # nothing to this machine has no folder.
+        # wandb drops rows on a full disk without an error, so try to write 1 MiB. A mode that
+        # writes nothing to this machine has no folder.
         with suppress(FileNotFoundError), tempfile.TemporaryFile(dir=run.dir) as file:
             file.write(bytes(1 << 20))
 
