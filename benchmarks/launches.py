@@ -30,6 +30,7 @@ from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.device import named
+from monograph.graph.capture import compiled as compile_function
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -161,11 +162,20 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
     triton = sum(library == "triton" for library, _ in sampler.launches)
     sampler.kernels = whole.kernels[len(whole.kernels) - triton :]
     weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
-    return {
+    found = {
         f"decode step, batch {rows}": whole.numbers()
         | {"flops": products.flops, "product_bytes": products.bytes, "weight_bytes": weights},
         f"its sampler, batch {rows}": sampler.numbers(),
     }
+    if rows == 1:
+        reader = generator.reader
+        read = compile_function(reader._read_chunk)
+        blocks = reader.cache.visible(PROMPT)
+        read(blocks)
+        with pretended.Counted() as chunk:
+            read(blocks)
+        found[f"a prompt's chunk of {reader.chunk}"] = chunk.numbers()
+    return found
 
 
 def counts(case: Case, layers: int | None, args: Namespace) -> dict[str, Numbers]:

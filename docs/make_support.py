@@ -19,7 +19,8 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import named as named_policy
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.optim import AdamW
+from monograph.optim import OPTIMIZERS, AdamW
+from monograph.optim.formats import FORMATS
 from monograph.session.adapting import fixed_lora
 from monograph.session.requirements import exclusions, require_possible
 from monograph.step import Step
@@ -31,11 +32,10 @@ REMATS = ("none", "pointwise", "0.3", "full", "offload")
 SCOPES: tuple[Literal["none", "whole", "blocks"], ...] = ("none", "whole", "blocks")
 # What the optimizer keeps, by the keys that say so.
 STATES: dict[str, dict[str, Any]] = {
-    "optim.state=fp32": {"state": "fp32"},
-    "optim.state=bf16": {"state": "bf16"},
-    "optim.state=8bit": {"state": "8bit"},
+    **{f"optim.state={state}": {"state": state} for state in FORMATS},
     "optim.state=bf16 optim.master_weights=false": {"state": "bf16", "master_weights": False},
 }
+NARROW_STATES = tuple(state for state, form in FORMATS.items() if not form.exact)
 # Other keys that a value needs beside it.
 NEEDED = {"optim.master_weights": {"optim.state": "bf16"}}
 HELD = "[laws 1, 2, 3, 9, 10](../tests/laws/test_cross.py)"
@@ -48,8 +48,8 @@ WITH_ADAPTERS = {
     "train.compile": SCOPES,
     "train.memory": ("device", "stream"),
     "data.packing": ("packed", "padded"),
-    "optim.name": ("adamw", "muon"),
-    "optim.state": ("bf16", "8bit"),
+    "optim.name": tuple(OPTIMIZERS),
+    "optim.state": NARROW_STATES,
     "optim.master_weights": ("false",),
     "optim.ema": ("none", "0.9"),
     "lora.dora": ("true",),
@@ -62,8 +62,8 @@ WITH_RANKS = {
     "train.compile": SCOPES,
     "train.memory": ("device", "stream"),
     "data.packing": ("packed", "padded"),
-    "optim.name": ("adamw", "muon"),
-    "optim.state": ("bf16", "8bit"),
+    "optim.name": tuple(OPTIMIZERS),
+    "optim.state": NARROW_STATES,
     "optim.master_weights": ("false",),
     "optim.ema": ("none", "0.9"),
     "lora.rank": ("16",),

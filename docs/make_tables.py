@@ -16,10 +16,11 @@ from typing import Literal, Union, get_args, get_origin
 import monograph
 from monograph.config.keys import KEYS, SECTIONS, Fraction, Key, described
 from monograph.config.settings import toml_of
-from monograph.model.families import FAMILIES, PRESETS
+from monograph.optim import OPTIMIZERS
+from monograph.optim.formats import FORMATS
 from monograph.rl.advantages import ADVANTAGES
-from monograph.rl.loss import KLS
-from monograph.rl.preferences import LOSSES
+from monograph.session.by_key import keys_of
+from monograph.session.job import Job
 
 SUPPORT = Path(__file__).resolve().parent / "support.md"
 CONFIGURATION = Path(__file__).resolve().parent / "configuration.md"
@@ -48,8 +49,15 @@ PREFERENCE = "tests/laws/test_preference_is_its_equation.py"
 SCALED = "tests/graph/test_precision.py"
 SCHEDULE = "tests/test_schedule.py"
 
-# The test of each value: a law, or another file.
-BEHIND: dict[str, dict[str, str]] = {
+
+def own_test(name: str, otherwise: str) -> str:
+    """Return the file of tests that has this name, or else another."""
+    path = f"tests/test_{name}.py"
+    return path if (SUPPORT.parents[1] / path).exists() else otherwise
+
+
+# The test of a key's values, or of each value: a law, or another file.
+_BEHIND: dict[str, str | dict[str, str]] = {
     "train.memory": {"device": ACCUMULATED, "stream": STREAMED},
     "train.precision": {
         "fp32": COMPILED,
@@ -63,28 +71,30 @@ BEHIND: dict[str, dict[str, str]] = {
     | {"offload": "tests/graph/test_offload.py"},
     "train.compile": {"whole": COMPILED, "blocks": BLOCKS, "none": ACCUMULATED},
     "train.parallel": {"none": ACCUMULATED} | dict.fromkeys(("ddp", "fsdp", "hsdp"), SHARDED),
-    "train.gather_dtype": dict.fromkeys(("fp32", "bf16"), SHARDED),
+    "train.gather_dtype": SHARDED,
     "data.packing": {"packed": PACKED, "padded": ACCUMULATED},
-    "data.bad_records": dict.fromkeys(("refuse", "skip"), "tests/data/test_records.py"),
-    "data.answers": dict.fromkeys(("every", "last"), "tests/data/test_loss_mask.py"),
-    "data.too_long": dict.fromkeys(("truncate", "refuse"), "tests/data/test_loss_mask.py"),
-    "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"},
-    "optim.state": {"fp32": "tests/test_optim.py"}
-    | dict.fromkeys(("bf16", "8bit"), "tests/test_narrow.py"),
+    "data.bad_records": "tests/data/test_records.py",
+    "data.answers": "tests/data/test_loss_mask.py",
+    "data.too_long": "tests/data/test_loss_mask.py",
+    "optim.name": {name: own_test(name, "tests/test_optim.py") for name in OPTIMIZERS},
+    "optim.state": {
+        name: "tests/test_optim.py" if form.exact else own_test(name, "tests/test_narrow.py")
+        for name, form in FORMATS.items()
+    },
     "optim.master_weights": {"true": "tests/test_optim.py", "false": "tests/test_narrow.py"},
-    "optim.skip_spikes": dict.fromkeys(("true", "false"), "tests/test_clip.py"),
-    "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd"), SCHEDULE),
-    "optim.ema": dict.fromkeys(("none", "a number between 0 and 1"), "tests/test_optim.py"),
+    "optim.skip_spikes": "tests/test_clip.py",
+    "optim.schedule": SCHEDULE,
+    "optim.ema": "tests/test_optim.py",
     "optim.transfer": {"none": "tests/test_optim.py", "width": TRANSFERRED},
-    "model.preset": dict.fromkeys(PRESETS, "tests/model/test_config.py"),
-    "model.family": dict.fromkeys(FAMILIES, "tests/model/test_families.py"),
-    "model.tie_word_embeddings": dict.fromkeys(("true", "false"), "tests/model/test_families.py"),
-    "lora.base": {"int8": LORA, "nf4": LORA},
-    "lora.rslora": dict.fromkeys(("true", "false"), LORA),
-    "lora.dora": dict.fromkeys(("true", "false"), LORA),
-    "rl.kl": dict.fromkeys(("none", *KLS), OFF_POLICY),
-    "rl.truncated": dict.fromkeys(("keep", "mask"), ESTIMATOR),
-    "prefer.loss": dict.fromkeys(LOSSES, PREFERENCE),
+    "model.preset": "tests/model/test_config.py",
+    "model.family": "tests/model/test_families.py",
+    "model.tie_word_embeddings": "tests/model/test_families.py",
+    "lora.base": LORA,
+    "lora.rslora": LORA,
+    "lora.dora": LORA,
+    "rl.kl": OFF_POLICY,
+    "rl.truncated": ESTIMATOR,
+    "prefer.loss": PREFERENCE,
     "rl.advantage": {
         name: ESTIMATOR if advantage.ratio.kind == "clip" else OFF_POLICY
         for name, advantage in ADVANTAGES.items()
@@ -105,13 +115,19 @@ LAW = {
 }
 
 
+def behind() -> dict[str, dict[str, str]]:
+    """Return the test of each value of each key that offers a choice."""
+    return {
+        key: dict.fromkeys(values(key), tests) if isinstance(tests, str) else tests
+        for key, tests in _BEHIND.items()
+    }
+
+
 def table() -> str:
     """Return one row per key that offers a choice: its values, and the test of each."""
     lines = ["| key | values, each with its test |", "|---|---|"]
-    for key, behind in BEHIND.items():
-        works = ", ".join(
-            f"`{value}` [{_name(path)}](../{path})" for value, path in grouped(behind)
-        )
+    for key, tests in behind().items():
+        works = ", ".join(f"`{value}` [{_name(path)}](../{path})" for value, path in grouped(tests))
         lines.append(f"| `{key}` | {works} |")
     return "\n".join(lines)
 
@@ -138,10 +154,10 @@ def values(key: str) -> list[str]:
     return listed if len(kinds) == 1 else []
 
 
-def grouped(behind: dict[str, str]) -> list[tuple[str, str]]:
+def grouped(tests: dict[str, str]) -> list[tuple[str, str]]:
     """Join values that have the same test."""
     by_path: dict[str, list[str]] = {}
-    for value, path in behind.items():
+    for value, path in tests.items():
         by_path.setdefault(path, []).append(value)
     return [("`, `".join(together), path) for path, together in by_path.items()]
 
@@ -158,21 +174,32 @@ def functions(path: Path) -> Iterator[ast.FunctionDef]:
 
 
 def _sections(function: ast.FunctionDef) -> dict[str, str]:
-    """Return local names of sections: {"optim": "optim"} after `optim = settings.optim`."""
+    """Return local names of sections: {"optim": "optim"} after `optim = settings.optim`, and
+    {"rl": "rl"} after `rl = settings.section(RlSection)`.
+    """
     found: dict[str, str] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             target, value = node.targets[0], node.value
             pair = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
             both = zip(target.elts, value.elts, strict=False) if pair else [(target, value)]
-            found |= {t.id: v.attr for t, v in both if isinstance(t, ast.Name) and _is_section(v)}
+            found |= {
+                t.id: section
+                for t, v in both
+                if isinstance(t, ast.Name) and (section := _section_name(v))
+            }
     return found
 
 
-def _is_section(node: ast.AST) -> bool:
-    """Return whether the node is `settings.train` or the like."""
+def _section_name(node: ast.AST) -> str:
+    """Return the name of the section that `settings.train` or `settings.section(RlSection)` is; "" if
+    the node is no section.
+    """
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("settings.section"):
+        named = ast.unparse(node.args[0])
+        return next(name for name, section in SECTIONS.items() if section.__name__ == named)
     is_one = isinstance(node, ast.Attribute) and node.attr in SECTIONS
-    return is_one and ast.unparse(node.value).endswith("settings")
+    return node.attr if is_one and ast.unparse(node.value).endswith("settings") else ""
 
 
 def keys_read(function: ast.FunctionDef, *, refusals: bool = False) -> set[str]:
@@ -186,9 +213,7 @@ def keys_read(function: ast.FunctionDef, *, refusals: bool = False) -> set[str]:
     for node in ast.walk(function):
         if not isinstance(node, ast.Attribute) or id(node) in named:
             continue
-        section = (
-            node.value.attr if _is_section(node.value) else local.get(ast.unparse(node.value), "")
-        )
+        section = _section_name(node.value) or local.get(ast.unparse(node.value), "")
         fields = SECTIONS[section].model_fields if section else {}
         whole = {
             "model_dump": fields,
@@ -223,8 +248,8 @@ def _keys_written(function: ast.FunctionDef) -> set[str]:
 
 
 def deciding() -> dict[str, list[str]]:
-    """Return by key the functions that decide it: that write it, or otherwise read it and do more
-    than refuse.
+    """Return by key what decides it: the functions that write it, or otherwise those that read it
+    and do more than refuse, and the field of a job that has its value as it is.
     """
     reading: dict[str, list[str]] = {key: [] for key in KEYS}
     writing: dict[str, list[str]] = {key: [] for key in KEYS}
@@ -235,6 +260,8 @@ def deciding() -> dict[str, list[str]]:
                 reading[key].append(where)
             for key in _keys_written(function):
                 writing[key].append(where)
+    for field, key in keys_of(Job).items():
+        reading[key].append(f"session.job.Job.{field}")
     return {key: writing[key] or reading[key] for key in KEYS}
 
 

@@ -61,7 +61,15 @@ ROOMS = {
          "laws/test_one_bad_number.py", "test_clip.py", "laws/test_replayed_is_called.py"),
     ),
     "optim": Room(
-        ("optim/formats.py", "optim/narrow.py", "optim/optimizers.py", "optim/planes.py", "optim/updates.py"),
+        (
+            "optim/adamw.py",
+            "optim/kinds.py",
+            "optim/muon.py",
+            "optim/narrow.py",
+            "optim/planes.py",
+            "optim/state_format.py",
+            "optim/updates.py",
+        ),
         ("test_optim.py", "test_muon.py", "test_narrow.py"),
     ),
     "ops": Room(
@@ -99,7 +107,8 @@ ROOMS = {
          "automata/test_pattern.py", "automata/test_schema.py"),
     ),
     "rl": Room(
-        ("rl/arrange.py", "rl/loss.py", "rl/pairs.py", "rl/preferences.py", "rl/prompts.py", "rl/rollouts.py"),
+        ("rl/arrange.py", "rl/loss.py", "rl/pairs.py", "rl/preferences.py",
+         "rl/preference_loss.py", "rl/prompts.py", "rl/rollouts.py"),
         ("rl/test_samples.py", "rl/test_prompts.py", "rl/test_pairs.py", "rl/test_public.py",
          "laws/test_preference_is_its_equation.py", "laws/test_off_policy_is_its_equation.py",
          "laws/test_estimator_is_gradient.py", "laws/test_scored_is_drawn.py"),

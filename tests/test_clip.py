@@ -22,7 +22,7 @@ from monograph.graph.precision import Precision
 from monograph.loop import EngineState
 from monograph.loss import token_loss
 from monograph.optim import AdamW, Kind
-from monograph.optim.rules import ADAMW
+from monograph.optim.adamw import ADAMW
 from monograph.resident import Resident
 from monograph.session.requirements import require_together
 from monograph.session.resolve import resolve

@@ -439,9 +439,7 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     }
     usual |= {"model.family": door.FIRST_FAMILY, "data.vocab_size": defaults.DEFAULT.vocabulary}
     usual |= rewards.USUAL | {"rl.truncated": "keep", "rl.truncation_penalty": 0.0}
-    usual |= {
-        f"prefer.{key}": value for each in LOSSES.values() for key, value in each.defaults.items()
-    }
+    usual |= {each.key: each.default for loss in LOSSES.values() for each in loss.parameters}
     usual |= {"train.minutes": Settings().train.minutes}
     fields = {
         f"{name}.{key}": field
@@ -459,6 +457,22 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
         f"auto: {defaults.DEFAULT.tokens_per_update:,}, or"
         in described("train.tokens_per_update").meaning
     )
+
+
+def test_every_parameter_of_a_reward_or_a_loss_is_a_key_that_says_what_its_declaration_says() -> (
+    None
+):
+    """Two declarations of one key, or one that another key hides, would differ from what it says."""
+    from monograph.rl.preferences import LOSSES
+    from monograph.rl.rewards import REWARDS
+
+    for chosen_by, table in (("rl.reward", REWARDS), ("prefer.loss", LOSSES)):
+        assert any(row.parameters for row in table.values())
+        for parameter in (each for row in table.values() for each in row.parameters):
+            said = described(parameter.key)
+            expected = getattr(parameter.values, "expected", parameter.values)
+            assert (said.meaning, said.expected) == (parameter.meaning, expected)
+            assert said.belongs_to == chosen_by
 
 
 def as_typed() -> str:

@@ -14,7 +14,15 @@ from torch import nn
 from batches import tiny_llama
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.precision import Precision
-from monograph.optim import AdamW, Group, Muon, hidden_matrices, muon_, newton_schulz
+from monograph.optim import (
+    AdamW,
+    Group,
+    Hyperparameters,
+    Muon,
+    hidden_matrices,
+    muon_,
+    newton_schulz,
+)
 from monograph.resident import Resident
 from monograph.step import Step
 from numerics import error_within, relative_error
@@ -169,6 +177,13 @@ def test_it_is_as_close_as_torch_s_muon():
             assert error_within(ours, parameter, exact[name].param), name
 
 
+def numbers(lr, momentum, weight_decay, accepted):
+    """Of one update of Muon, with products in fp64; how many came before makes no difference."""
+    return Hyperparameters(
+        lr, (momentum,), 0.0, weight_decay, torch.tensor(1), accepted, torch.float64
+    )
+
+
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (32, 64)])
 def test_an_update_has_the_size_of_adamw_s(shape):
     """RMS 0.2 lr times f, between 0.68 and 1.21: what lets one learning rate serve both."""
@@ -176,16 +191,7 @@ def test_an_update_has_the_size_of_adamw_s(shape):
     grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     yes = torch.tensor(True)
     lr, zero = torch.tensor(0.5, dtype=torch.float64), torch.zeros_like(param)
-    muon_(
-        param,
-        grad,
-        zero,
-        lr=lr,
-        accepted=yes,
-        momentum=0.95,
-        weight_decay=0.0,
-        compute=torch.float64,
-    )
+    muon_(param, grad, [zero], numbers(lr, 0.95, 0.0, yes))
     assert 0.68 < float(param.square().mean().sqrt()) / (0.2 * 0.5) < 1.21
 
 
@@ -202,11 +208,11 @@ def test_members_with_knobs_of_their_own_equal_members_alone():
     }
     accepted = torch.tensor([True, False, True]).view(members, 1, 1, 1)
     stacked = param.clone(), buffer.clone()
-    muon_(stacked[0], grad, stacked[1], accepted=accepted, compute=torch.float64, **knobs)
+    muon_(stacked[0], grad, stacked[1:], numbers(accepted=accepted, **knobs))
     for i in range(members):
         alone = param[i].clone(), buffer[i].clone()
         each = {name: knob[i] for name, knob in knobs.items()}
-        muon_(alone[0], grad[i], alone[1], accepted=accepted[i], compute=torch.float64, **each)
+        muon_(alone[0], grad[i], alone[1:], numbers(accepted=accepted[i], **each))
         for ours, theirs, before in zip(stacked, alone, (param[i], buffer[i]), strict=True):
             assert relative_error(ours[i], theirs) <= AMPLIFIED * EPS64
             assert torch.equal(ours[i], before) == (i == 1)
@@ -330,8 +336,6 @@ def test_each_expert_is_updated_as_a_matrix_of_its_own(state):
     for name in names:
         for expert, (weight, grad) in enumerate(zip(before[name], grads[name], strict=True)):
             lr, yes = torch.tensor(0.1, dtype=torch.float64), torch.tensor(True)
-            muon_(
-                weight[None], grad[None], torch.zeros_like(grad)[None],
-                lr=lr, accepted=yes, momentum=0.95, weight_decay=0.1, compute=torch.float64,
-            )  # fmt: skip
+            zero = torch.zeros_like(grad)[None]
+            muon_(weight[None], grad[None], [zero], numbers(lr, 0.95, 0.1, yes))
             assert relative_error(model.get_parameter(name)[expert], weight) < 1e-12

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batches import flat_gradient, large_batch_gradient, ragged, tiny_llama
+from four_bits import FOUR_BITS
 from monograph.config import load
 from monograph.device import describe
 from monograph.errors import InputRefused, UsageError
@@ -35,9 +36,11 @@ from monograph.optim.narrow import (
     splittable,
     stochastic,
 )
+from monograph.optim.state_format import Moment, Packing
 from monograph.resident import Resident
 from monograph.session.resolve import resolve
 from monograph.step import Step
+from monograph.stream import chunked_update, updates
 from numerics import error_within, relative_error
 from reference import optimizers as reference
 
@@ -107,14 +110,15 @@ def test_codes_are_the_nearest_and_stand_for_what_they_say(seed, decades, signed
     values[1] = 0
     values[2, ::3] = 0
     values = values.flatten() if signed else values.flatten().square()
-    codes, scale = quantised(values, signed)
+    packing = Packing(len(values), signed)
+    codes, scale = quantised(values, packing)
     exact = reference.steps(values, signed)
     exact = exact if signed else torch.where(values > 0, exact.clamp_min(1), 0)
     # A quotient, a product and two roots, each rounded once.
     assert (codes - exact).abs().max() <= 0.5 + 255 * 2 * EPS
     assert torch.equal(scale, values.view(3, 256).abs().amax(-1))
     truth = reference.decoded(codes, scale)
-    assert ((dequantised(codes, scale) - truth).abs() <= 8 * EPS * truth.abs()).all()
+    assert ((dequantised((codes, scale), packing) - truth).abs() <= 8 * EPS * truth.abs()).all()
 
 
 def test_rounding_is_to_a_neighbour_and_right_on_average():
@@ -149,6 +153,44 @@ def test_noise_is_a_function_of_seed_update_plane_and_index_alone():
     assert all(int((words[0] == other).sum()) == 0 for other in others)
 
 
+@pytest.mark.parametrize("never_negative", [False, True])
+@pytest.mark.parametrize("state", ["bf16", "8bit", "4bit"])
+def test_rows_that_ranks_share_out_are_packed_as_in_one_process(state, never_negative):
+    """Of 700 numbers a rank has 330, and another the rest of their last block, too."""
+    form = FOUR_BITS if state == "4bit" else FORMATS[state]
+    moment = Moment("m", never_negative)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(700, generator=generator)
+    values = values.square() if never_negative else values
+    words = torch.randint(0, 2**32, (700,), generator=generator)
+    rest, cut, block = -700 % form.block, 330, form.block
+    largest = torch.nn.functional.pad(values, (0, rest)).view(-1, block).abs().amax(-1)
+
+    def stored(place, ends):
+        """The buffers and the numbers of these elements."""
+        own, before = values[place], (place.start or 0) % block
+        buffers = form.zeros(own, moment, before)
+        assert not form.read(buffers, moment, own, before).any(), "zeros are numbers of zero"
+        form.write_(
+            buffers, moment, own, YES, word_N=words[place], before=before, ends_2=largest[ends]
+        )
+        return buffers, form.read(buffers, moment, own, before)
+
+    whole, numbers = stored(slice(None), [0, -1])
+    ones, first = stored(slice(0, cut), [0, (cut - 1) // block])
+    others, second = stored(slice(cut, None), [cut // block, -1])
+    assert torch.equal(torch.cat([first, second]), numbers)
+    for part in form.parts:
+        name, each = part.buffer_name(moment), part.numbers_per_element
+        assert torch.equal(ones[name], whole[name][: -(-cut // each)])
+        assert torch.equal(others[name], whole[name][cut // each :])
+
+
+def test_chunks_of_streamed_planes_are_whole_blocks():
+    blocks = [form.block for form in (*FORMATS.values(), FOUR_BITS)]
+    assert not any(most % block for most in (chunked_update.MOST, updates.MOST) for block in blocks)
+
+
 # ---- updates -------------------------------------------------------------------------------------
 
 
@@ -157,8 +199,11 @@ def exact_update(plane, optim, grad, t, dtype):
     `dtype`.
     """
     form = FORMATS[optim.state]
-    names = [name for name in plane.state if "scale" not in name]
-    held = {name: form.unpack(plane.state, name, torch.float32, 0).to(dtype) for name in names}
+    like = torch.zeros(len(plane.param))
+    held = {
+        moment.name: form.read(plane.state, moment, like, 0).to(dtype)
+        for moment in plane.kind.rule.moments
+    }
     params, moments = [], {name: torch.zeros(len(plane.param), dtype=dtype) for name in held}
     for slot in plane.slots:
         part = slice(slot.offset, slot.offset + slot.parameter.numel())
@@ -238,11 +283,9 @@ def test_codes_drift_from_the_exact_moment_by_what_their_steps_allow():
         exact = 0.9 * exact + 0.1 * grads["gain"].double()
         bound = 0.9 * bound + half * (float(exact.abs().max()) + 0.9 * bound)
         plane = next(plane for plane in step.planes if plane.slots[0].name == "gain")
-        error = (
-            (FORMATS["8bit"].unpack(plane.state, "exp_avg", torch.float64, 0)[:300] - exact)
-            .abs()
-            .max()
-        )
+        like = torch.zeros(len(plane.param), dtype=torch.float64)
+        found = FORMATS["8bit"].read(plane.state, plane.kind.rule.moments[0], like, 0)
+        error = (found[:300] - exact).abs().max()
         assert 0 < float(error) <= bound * (1 + 1e-4)
 
 

@@ -1,100 +1,72 @@
 """Run: pytest tests/test_one_address.py
 
 An optimizer, and a form of its state, that are written in one place train in every engine; a number
-that is declared in one place is drawn wherever numbers are. (A way to learn is added in
-tests/session/test_objective.py.)
+that is declared in one place is drawn wherever numbers are; a format that is declared in one place
+is exported, and a schedule trained with; a reward, a loss of preferences and a key are written into
+a copy of the package. (A way to learn is added in tests/session/test_objective.py.)
 """
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 import monograph as mono
+from commands.inputs import TINY, over, with_texts
+from four_bits import FOUR_BITS
+from lion import Lion
+from monograph import checkpointing, optim_table
+from monograph.cli import command_tree
+from monograph.commands import export
+from monograph.config import load
+from monograph.config.keys import described
+from monograph.config.settings import choices
+from monograph.device import describe
+from monograph.errors import UsageError, join_with_or
+from monograph.model import gguf
 from monograph.model.config import LlamaConfig
+from monograph.model.exports import EXPORTS, Export
+from monograph.model.hub import save_model
 from monograph.model.llama import Llama
-from monograph.optim import OPTIMIZERS, Optimizer, Rule, trainable
-from monograph.optim.formats import FORMATS, StateFormat
-from monograph.optim.optimizers import kinds_of
+from monograph.optim import OPTIMIZERS
+from monograph.optim.formats import FORMATS
+from monograph.planner.placement_bytes import stages_of
+from monograph.predict.estimate import estimate_bytes
+from monograph.predict.footprint import Work, footprint
 from monograph.report import figures, metrics
 from monograph.report.compare_report import Compared, compare_page
 from monograph.report.metrics import Metric
 from monograph.report.run_report import About, run_page
+from monograph.report.trackers import LIBRARIES, Library, Tracker, tracker_named
 from monograph.resident import Resident
+from monograph.schedule import SCHEDULES, NamedSchedule
+from monograph.session.requirements import require_together
+from monograph.session.resolve import resolve
+from monograph.step import Step
+from monograph.text.tokenizer import Tokenizer
 
 SHAPE = LlamaConfig(
     vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
 )
 UPDATES = 3
-
-
-class LionRule(Rule):
-    """p <- p (1 - lr wd) - lr sign(b1 m + (1 - b1) g), m <- b2 m + (1 - b2) g (Chen et al. 2023,
-    arXiv 2302.06675).
-    """
-
-    moments = ("sign_momentum",)  # a name that no other rule has
-
-    def update_(self, param, grad, *moments, optim, lr, weight_decay, accepted, over, **_):
-        [m] = moments
-        beta1, beta2 = (over(beta) for beta in optim.betas)
-        direction = (m * beta1 + grad * (1 - beta1)).sign()
-        new = param - (lr * weight_decay * param + lr * direction).to(param.dtype)
-        param.copy_(torch.where(accepted, new, param))
-        m.copy_(torch.where(accepted, m * beta2 + grad * (1 - beta2), m))
-
-    def next_moments(self, grad, moments, kind, optim):
-        return [moments[0] * optim.betas[1] + grad * (1 - optim.betas[1])]
-
-
-LION = LionRule()
-
-
-@dataclass(frozen=True)
-class Lion(Optimizer):
-    moments_each: ClassVar[float] = 1
-    moments_of_matrices: ClassVar[int] = 1
-    rate_factor: ClassVar[float] = 0.1
-
-    def kinds(self, module):
-        return kinds_of(trainable(module), LION, self.weight_decay, self.groups)
-
-
-class FourBits(StateFormat):
-    """Sixteen steps of a block's largest number, two to a byte would be: here one to a byte."""
-
-    bytes_each = 1.0
-    eager_update_bytes = 28
-    block = 64
-
-    def zeros(self, like_N, name, before):
-        scales = like_N.new_zeros(-(-len(like_N) // self.block))
-        return {name: torch.zeros_like(like_N, dtype=torch.int8), f"{name}_scale": scales}
-
-    def unpack(self, buffers, name, dtype, before):
-        scale_K = buffers[f"{name}_scale"]
-        values = buffers[name].view(-1, self.block).to(dtype) / 7 * scale_K[:, None].to(dtype)
-        return values.view(-1)
-
-    def pack_(self, buffers, name, values_N, accepted, word_N, before, ends_2):
-        blocks = values_N.view(-1, self.block)
-        scale_K = blocks.abs().amax(-1)
-        steps = blocks / scale_K.clamp_min(1e-30)[:, None] * 7
-        # Away from zero, or a small second moment would be 0 and its update without bound.
-        codes = (steps.abs().ceil() * steps.sign()).to(torch.int8).view(-1)
-        buffers[name].copy_(torch.where(accepted, codes, buffers[name]))
-        buffers[f"{name}_scale"].copy_(torch.where(accepted, scale_K, buffers[f"{name}_scale"]))
+SOURCES, TESTS = Path(mono.__file__).parents[1], Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
 def added(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "lion", Lion)
-    monkeypatch.setitem(FORMATS, "4bit", FourBits())
+    monkeypatch.setitem(FORMATS, "4bit", FOUR_BITS)
 
 
 def model():
@@ -154,10 +126,90 @@ def test_a_new_optimizer_trains_streamed_and_stacked_as_resident():
 def test_a_new_form_of_the_state_trains_with_every_optimizer(optim):
     exact = trained(Resident(model(), optim=optim(lr=1e-3)))
     engine = trained(Resident(model(), optim=optim(lr=1e-3, state="4bit")))
-    kept = [name for plane in engine.step.planes for name in plane.state if name.endswith("_scale")]
-    assert kept, "in blocks"
+    for plane in engine.step.planes:
+        moments = sum(buffer.nbytes for buffer in plane.state.values())
+        assert moments == FOUR_BITS.bytes_each * plane.param.numel() * len(plane.kind.rule.moments)
     for name, parameter in exact.model.named_parameters():
         assert (engine.model.get_parameter(name) - parameter).abs().max() < 0.01, name
+
+
+# Their rows stand in the table before anything else is imported, as those of `optim_table` do.
+RUN_COMMANDS = """
+import contextlib, io, json, sys
+from monograph import optim_table
+optim_table.OPTIMIZERS["lion"] = optim_table.Row("Lion for all weights", "lion:Lion")
+optim_table.FORMATS["4bit"] = optim_table.Row("about 1 byte a parameter", "four_bits:FOUR_BITS")
+from monograph import cli
+results = []
+for command in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code = cli.main(command)
+        except SystemExit as ended:
+            code = ended.code
+    results.append([code or 0, said.getvalue()])
+print(json.dumps(results))
+"""
+NEW = ["optim.name=lion", "optim.state=4bit"]
+
+
+def test_each_optimizer_of_the_table_has_a_public_name() -> None:
+    for row in optim_table.OPTIMIZERS.values():
+        assert getattr(mono, row.load().__name__) is row.load()
+
+
+def test_keys_and_engines_know_what_is_in_the_table(tmp_path: Path) -> None:
+    with_texts(tmp_path)
+    settings = over(TINY, *NEW, "train.updates=3")
+    commands = [
+        ["train", *settings, "--out", "resident"],
+        ["train", *settings, "train.memory=stream", "--out", "streamed"],
+        ["train", "--from", "streamed", "train.updates=1", "train.compile=none", "--out", "more"],
+        ["train", *over(settings, "optim.master_weights=false"), "--out", "refused"],
+        ["keys", "optim.name"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_COMMANDS, json.dumps(commands)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{SOURCES}:{TESTS}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    *trained, (refused, refusal), (_, key) = json.loads(done.stdout)
+    assert [code for code, _ in trained] == [0, 0, 0], trained
+    one, other = (
+        checkpointing.load(tmp_path / name / "checkpoints" / "step-00000003")
+        for name in ("resident", "streamed")
+    )
+    for left, right in ((one.model, other.model), (one.optimizer, other.optimizer)):
+        assert left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+    assert "sign_momentum_scale.model.norm.weight" in one.optimizer
+    assert "betas = [0.9, 0.99]" in (tmp_path / "resident" / "config.toml").read_text()
+    assert refused == 2 and "say optim.state = bf16, not 4bit" in refusal
+    assert "Lion for all weights" in key
+
+
+def test_plans_know_their_bytes():
+    optims = [Lion(state=state) for state in ("fp32", "4bit")]
+    # Whole blocks of 64, as the trace of a shorter model is scaled to the model's size.
+    shape = replace(SHAPE, vocab_size=256, hidden_size=64, intermediate_size=128)
+    works = [Work(shape, rows=64, length=16, optim=optim, compile="none") for optim in optims]
+    exact, narrow = map(estimate_bytes, works)
+    spared = shape.parameter_count() * (4 - FOUR_BITS.bytes_each)
+    assert abs(exact - narrow - spared) <= 1
+    for optim, work in zip(optims, works, strict=True):
+        step = Step(Llama(shape), optim=optim)
+        sizes = [buffer.nbytes for plane in step.planes for buffer in plane.state.values()]
+        # The allocator gives each buffer a multiple of 64 bytes.
+        assert footprint(work).by_origin["moments"] == sum(-(-size // 64) * 64 for size in sizes)
+        stages = stages_of(shape, optim, "fp32", 1)
+        names = set(stages.names) & set(
+            FORMATS[optim.state].numbers_per_element(optim.rules[0].moments)
+        )
+        streamed = [stages.size_bytes(i, name) for i in range(stages.count) for name in names]
+        assert sum(streamed) == sum(sizes)
 
 
 def test_a_new_number_is_checked_drawn_compared_and_printed(
@@ -173,7 +225,9 @@ def test_a_new_number_is_checked_drawn_compared_and_printed(
     ]
     rows.append({"update": 8, "tokens": 80, "eval_surprise": 3.0})
     assert metrics.printed(rows[0]) == ["surprise"] and set(new.keys) <= set(metrics.keys())
-    assert "Surprise, shannons" in run_page(tmp_path, {}, rows, About())
+    page = run_page(tmp_path, {}, rows, About())
+    assert "Surprise, shannons" in page
+    assert re.search(r"Scores on held-out text.*>surprise</button>.*3\.0000", page, re.DOTALL)
     sides = [
         Compared(name, params=9, score=1.0, tokens_per_s=None, curves=[rows], verdict="equal")
         for name in "ab"
@@ -182,9 +236,90 @@ def test_a_new_number_is_checked_drawn_compared_and_printed(
     assert [picture.name for picture in figures.draw(rows, {}, "", "")[1]] == ["surprise"]
 
 
+def test_a_plan_makes_the_schedule_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    halving = NamedSchedule("halves each update", lambda warmup, total, final: lambda i: 0.5**i)
+    monkeypatch.setitem(SCHEDULES, "cosine", halving)
+    plan = resolve(load(None, {"train.updates": 3}), describe())
+    assert [plan.schedule(3)(index) for index in range(3)] == [1, 0.5, 0.25]
+
+
+def test_each_schedule_has_its_word_its_meaning_and_whether_a_floor_says_something() -> None:
+    assert choices("optim.schedule") == tuple(SCHEDULES)
+    meanings = {name: schedule.meaning for name, schedule in SCHEDULES.items()}
+    assert described("optim.schedule").choices == meanings
+    for name, schedule in SCHEDULES.items():
+        given = load(None, {"optim.schedule": name, "optim.min_lr_ratio": 0.1})
+        plan = resolve(load(None, {"optim.schedule": name}), describe())
+        ends = plan.schedule(100)(10**6)
+        assert (ends < 1) == schedule.falls, name
+        if schedule.falls:
+            require_together(given)
+        else:
+            with pytest.raises(UsageError, match=f"optim.schedule = {name} never falls"):
+                require_together(given)
+
+
 def test_every_number_that_is_drawn_is_described() -> None:
     pages = "".join(path.read_text() for path in Path("docs").glob("*.md"))
     assert not [key for key in metrics.keys() if f"`{key}`" not in pages]
+
+
+class Listing(Export):
+    """Names and shapes, a line for each tensor."""
+
+    tools = ("people",)
+    what = "a list"
+    also = ("ls",)
+
+    def write(self, model, folder, tokenizer, dtype, warn, beside):
+        folder.mkdir()
+        lines = [f"{name} {list(tensor.shape)}\n" for name, tensor in model.named_parameters()]
+        (folder / "shapes.txt").write_text("".join(lines))
+        beside(folder)
+
+    def describe(self, folder):
+        return f"{folder}: a list to read"
+
+
+def test_a_new_format_is_exported_and_refused_as_the_others_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(EXPORTS, "list", Listing())
+    tokenizer = Tokenizer.bytes()
+    shape = replace(SHAPE, vocab_size=tokenizer.vocab_size)
+    save_model(Llama(shape), tmp_path / "model", tokenizer)
+    export.run(str(tmp_path / "model"), to=tmp_path / "out", format="list", dtype=None)
+    assert f"{tmp_path / 'out'}: a list to read" in capsys.readouterr().out
+    written = (tmp_path / "out" / "shapes.txt").read_text()
+    assert f"model.embed_tokens.weight [{shape.vocab_size}, 16]" in written
+    for to, named, dtype, said in (
+        ("out", "onnx", None, "expected hf, gguf or list"),
+        ("out", "ls", None, "did you mean list?"),
+        ("out", "list", "f16", "is for --format gguf; a list keeps the weights' dtype"),
+        ("hf://me/model", "list", None, "only hf is pushed"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            export.run(str(tmp_path / "model"), to=to, format=named, dtype=dtype)
+        assert said in str(refused.value)
+
+
+def test_a_new_tracker_is_opened_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_run(name, key, settings, out):
+        return Tracker(lambda points: None, lambda: None, "look")
+
+    monkeypatch.setitem(LIBRARIES, "json", Library("JSON", open_run))  # a library that is there
+    assert tracker_named("json") is open_run
+
+
+def test_the_command_line_offers_the_declared_trackers_and_formats() -> None:
+    commands = command_tree().commands
+    [to] = [each for each in commands["follow"].params if each.name == "to"]
+    assert to.help == join_with_or(LIBRARIES)
+    assert "TensorBoard, W&B" in commands["follow"].help
+    options = {each.name: each for each in commands["export"].params}
+    assert options["format"].metavar.split("|") == [*EXPORTS]
+    assert EXPORTS["gguf"].dtypes == tuple(gguf.DTYPES)
+    assert options["dtype"].metavar.split("|") == [*gguf.DTYPES]
 
 
 def imported(path: Path) -> set[str]:
@@ -211,3 +346,162 @@ def test_only_an_objective_knows_of_rewards_and_preferences() -> None:
         if any(name.startswith("monograph.rl") for name in imported(path))
     }
     assert not knowing
+
+
+# ── what the settings name, written into a copy of the package ────────────────────────────────────
+
+# By file, what is written before which line.
+REWARD = {
+    "rl/rewards.py": {
+        "# The names that the key rl.reward takes, besides FILE.py:FUNCTION.": """
+from monograph.ranges import ABOVE_0
+
+class _Close(Reward):
+    def __init__(self, tolerance):
+        self.tolerance = tolerance
+
+    def _score_one(self, answer):
+        apart = abs(float(answer.completion) - answer.record["answer"])
+        return max(0.0, 1 - apart / self.tolerance)
+""",
+        '    "python": NamedReward(': """
+    "close": NamedReward("how close it is to the record's answer", _Close, (
+        Parameter("rl.reward_tolerance", "With rl.reward = close: what is worth 0.", ABOVE_0, 1.0),
+    )),
+""",
+    }
+}
+LOSS_OF_PAIRS = {
+    "rl/preferences.py": {
+        "@dataclass(frozen=True)\nclass LossOfPairs": """
+def _slic(pairs, *, delta):
+    return (delta - pairs.chosen + pairs.rejected).clamp_min(0)
+
+""",
+        '    "orpo": LossOfPairs(': """
+    "slic": LossOfPairs("by a hinge of their likelihoods", _slic, (
+        Parameter("prefer.delta", "Margin of slic.", _NOT_NEGATIVE, 1.0),
+    ), needs_reference=False),
+""",
+    }
+}
+KEY = {
+    "config/keys.py": {
+        "    keep: Whole = _key(": """
+    rest: Whole = _key(3, _WHOLE, "Updates after which the device rests.", fixed=_NO_EFFECT)
+""",
+    },
+    "session/job.py": {'    keep: int = of_key("train.keep")': 'rest: int = of_key("train.rest")'},
+}
+PROGRAM = """
+import json, torch
+from monograph.config import load
+from monograph.config.axes import axes_of
+from monograph.config.keys import described
+from monograph.errors import UsageError
+from monograph.rl.preferences import Answers, losses
+from monograph.rl.rewards import Answer, reward_of
+from monograph.session.door import job_of
+from monograph.session.objectives.preferences import preference_of
+from monograph.session.objectives.rewards import Rewards
+from monograph.session.requirements import require_together
+
+def read(**keys):
+    return load(None, {key.replace("__", "."): value for key, value in keys.items()}, {})
+
+def refusal(function, *arguments, **keys):
+    try:
+        function(*arguments, **keys)
+    except UsageError as error:
+        return str(error)
+
+def worth(**keys):
+    opened = Rewards().opened(read(**keys), 64)
+    reward = reward_of(opened.objective.reward, {}, **opened.objective.parameters)
+    [score] = reward.score([Answer("", "3", {"answer": 2.5}, "")])
+    return score, opened.values.get("rl.reward_tolerance")
+
+def loss(**keys):
+    chosen, rejected = torch.tensor([-1.0]), torch.tensor([-1.5])
+    pairs = Answers(chosen, rejected, None, None, None, None, None, None)
+    return losses(preference_of(read(**keys)), pairs).item()
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with a reward, a loss of preferences and a key more."""
+    folder = tmp_path_factory.mktemp("copy")
+    package = folder / "monograph"
+    shutil.copytree(
+        Path(mono.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for file, written in (REWARD | LOSS_OF_PAIRS | KEY).items():
+        text = (package / file).read_text()
+        for line, before in written.items():
+            assert text.count(line) == 1, line
+            indent = "    " if before.startswith("rest") else ""
+            text = text.replace(line, f"{indent}{before}\n{line}")
+        (package / file).write_text(text)
+    return folder
+
+
+def printed_by(copy: Path, expression: str) -> Any:
+    """What an expression is in a process that uses the copy."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{PROGRAM}\nprint(json.dumps({expression}, default=dict))"],
+        env=os.environ | {"PYTHONPATH": str(copy)},
+        cwd=copy,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_new_reward_with_a_parameter_is_one_file(copy: Path) -> None:
+    assert len(REWARD) == 1
+    given, usual, key, rewards, wrong, strange, axis = printed_by(
+        copy,
+        "(worth(rl__reward='close', rl__reward_tolerance='2'), worth(rl__reward='close'),"
+        " described('rl.reward_tolerance')._asdict(), described('rl.reward').expected,"
+        " refusal(read, rl__reward='close', rl__reward_tolerance='-1'),"
+        " refusal(require_together, read(rl__reward='exact', rl__reward_tolerance='2')),"
+        " refusal(axes_of, {'rl.reward_tolerance': '1,2'}))",
+    )
+    assert given == [0.75, None], "the setting stays as it was given"
+    assert usual == [0.5, 1.0], "the default is recorded, since a later version may have another"
+    assert (key["default"], key["expected"]) == (1.0, "a number above 0")
+    assert "json-schema, close, python" in rewards
+    assert 'rl.reward_tolerance = "-1": expected a number above 0' in wrong
+    assert "rl.reward_tolerance = 2 is of rl.reward = close, not exact: leave it out" in strange
+    assert "rl.reward_tolerance cannot be an axis: members of one graph learn from texts" in axis
+
+
+def test_a_new_loss_of_preferences_is_one_file(copy: Path) -> None:
+    assert len(LOSS_OF_PAIRS) == 1
+    given, usual, key, wrong, strange = printed_by(
+        copy,
+        "(loss(prefer__loss='slic', prefer__delta='2'), loss(prefer__loss='slic'),"
+        " described('prefer.delta')._asdict(),"
+        " refusal(read, prefer__loss='slic', prefer__delta='-1'),"
+        " refusal(preference_of, read(prefer__loss='dpo', prefer__delta='2')))",
+    )
+    assert (given, usual) == (1.5, 0.5)
+    assert (key["default"], key["meaning"]) == (1.0, "Margin of slic.")
+    assert 'prefer.delta = "-1": expected a number, 0 or more' in wrong
+    assert "prefer.delta does not go with prefer.loss = dpo, which has beta" in strange
+
+
+def test_a_new_key_is_its_declaration_and_the_field_that_has_its_value(copy: Path) -> None:
+    assert len(KEY) == 2, "and the place that uses it"
+    given, usual, key, wrong, axis = printed_by(
+        copy,
+        "(job_of(read(train__rest='5')).rest, job_of(read()).rest,"
+        " described('train.rest')._asdict(), refusal(read, train__rest='0'),"
+        " refusal(axes_of, {'train.rest': '1,2'}))",
+    )
+    assert (given, usual) == (5, 3)
+    assert key["meaning"] == "Updates after which the device rests."
+    assert 'train.rest = "0": expected a whole number above 0' in wrong
+    assert "train.rest cannot be an axis: it does not change what a member learns" in axis

@@ -15,9 +15,9 @@ from torch import nn
 
 from batches import flat_gradient, ragged, tiny_llama
 from monograph.errors import UsageError
-from monograph.optim import AdamW, Group, adamw_, ema_, planes
-from monograph.optim.optimizers import _over
+from monograph.optim import AdamW, Group, Hyperparameters, adamw_, ema_, planes
 from monograph.optim.planes import trainable
+from monograph.optim.updates import _over
 from monograph.resident import Resident
 from monograph.step import Step
 from numerics import error_within, relative_error
@@ -99,8 +99,8 @@ def test_many_updates_equal_the_reference(dtype, seed, lr, decay):
     m, v, yes = torch.zeros_like(param), torch.zeros_like(param), torch.tensor(True)
     for t in range(1, updates + 1):
         grad = torch.randn(param.shape, generator=generator, dtype=dtype)
-        knobs = {"lr": rates, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": decays}
-        adamw_(param, grad, m, v, applied=torch.tensor(t), accepted=yes, **knobs)
+        hyper = Hyperparameters(rates, (0.9, 0.95), 1e-8, decays, torch.tensor(t), yes)
+        adamw_(param, grad, (m, v), hyper)
         for i in range(3):
             exact[i].update(grad[i].double())
             naive[i].update(grad[i])
@@ -130,12 +130,14 @@ def test_every_knob_may_differ_from_member_to_member():
     )
     accepted = torch.tensor([True, True, False, True])[:, None]
     stacked = [tensor.clone() for tensor in (param, m, v)]
-    adamw_(stacked[0], grad, *stacked[1:], applied=t, accepted=accepted, betas=betas, **knobs)
+    hyper = Hyperparameters(betas=betas, applied=t, accepted=accepted, **knobs)
+    adamw_(stacked[0], grad, stacked[1:], hyper)
     for i in range(4):
         alone = [tensor[i].clone() for tensor in (param, m, v)]
         mine = {name: float(knob[i]) for name, knob in knobs.items()} | {"lr": knobs["lr"][i]}
         mine["betas"] = tuple(float(beta[i]) for beta in betas)
-        adamw_(alone[0], grad[i], *alone[1:], applied=t[i], accepted=accepted[i], **mine)
+        hyper = Hyperparameters(applied=t[i], accepted=accepted[i], **mine)
+        adamw_(alone[0], grad[i], alone[1:], hyper)
         assert all(torch.equal(ours[i], one) for ours, one in zip(stacked, alone, strict=True))
 
 

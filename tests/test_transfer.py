@@ -119,11 +119,12 @@ def test_shapes_that_differ_in_more_than_width_are_refused_by_name(changes, said
 def test_every_tensor_has_its_row(family):
     config = wide(**FAMILIES[family])
     transfer, model = WidthTransfer(config, narrowed(config, 16)), Llama(config)
-    found = transfer.factors()
+    found, by_muon = transfer.factors(), transfer.factors(Muon())
     m, tied = 4.0, config.tie_word_embeddings
     assert transfer.width_ratio == m
     for name, parameter in model.named_parameters():
-        row = found[name if "layers" not in name else f"model.layers.*.{name.split('.', 3)[3]}"]
+        pattern = name if "layers" not in name else f"model.layers.*.{name.split('.', 3)[3]}"
+        row = found[pattern]
         if "embed" in name:
             assert row == Factors(2.0, 1.0, 1 / m)
         elif name == "lm_head.weight":
@@ -131,9 +132,11 @@ def test_every_tensor_has_its_row(family):
         elif name == "model.norm.weight":
             assert row == (Factors(1 / m, 1 / m, 1.0) if tied else Factors(1.0, 1.0, 1 / m))
         elif parameter.ndim == 2:
-            assert row == Factors(1.0, 1 / m, 1 / m, m**-0.5)
+            assert row == Factors(1.0, 1 / m, 1 / m)
+            row = row._replace(lr=m**-0.5)
         else:
             assert row == Factors(1.0, 1.0, 1 / m)
+        assert by_muon[pattern] == row
     for optim in (AdamW(weight_decay=0.1), Muon(weight_decay=0.1)):
         for kind in transfer.optimizer(optim).kinds(model).values():
             assert kind.weight_decay * kind.lr == pytest.approx(0.1) or kind.weight_decay == 0
@@ -146,7 +149,7 @@ def test_each_matrix_has_its_own_ratio():
     assert found["model.layers.*.mlp.down_proj.weight"].lr == 48 / 200
     assert found["model.layers.*.mlp.up_proj.weight"].lr == 16 / 64
     # Its spectral norm, lr * 0.2 sqrt(max(rows, cols)), goes with sqrt(rows / cols).
-    up = found["model.layers.*.mlp.up_proj.weight"].muon_lr
+    up = transfer.factors(Muon())["model.layers.*.mlp.up_proj.weight"].lr
     assert up * math.sqrt(200 / 48) == pytest.approx(math.sqrt((200 / 64) / (48 / 16)))
 
 

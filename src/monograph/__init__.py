@@ -8,6 +8,8 @@ nothing.
 import importlib
 from typing import Any
 
+from monograph import optim_table
+
 __version__ = "0.2.0"
 
 # Where each public name lives: module, and its names.
@@ -17,7 +19,7 @@ _ROOMS = {
     "run.models": "load save",
     "data.corpus": "corpus",
     "loss": "token_loss",
-    "optim": "AdamW Muon Group",
+    "optim": "Group",
     "transfer": "WidthTransfer narrowed",
     "schedule": "warmup_cosine warmup_stable_decay constant",
     "step": "Step accumulate update",
@@ -41,6 +43,11 @@ _ROOMS = {
     "profiling.profiler": "profile",
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
+# Each optimizer in the table is public by its class's name.
+_HOME |= {
+    row.home.partition(":")[2]: row.home.removeprefix("monograph.")
+    for row in optim_table.OPTIMIZERS.values()
+}
 _HOME["flops"] = "predict.roofline:flops_per_token"  # of another name there
 
 __all__ = ["__version__", *_HOME]

@@ -39,6 +39,12 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def join_with_or(words: Iterable[str]) -> str:
+    """Return words as a choice: "a, b or c"."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def said_by(error: BaseException) -> str:
     """Return an exception's message, or "" if its class, which may be a user's, raises while making
     one.

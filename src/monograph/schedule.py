@@ -1,7 +1,11 @@
-"""Make learning-rate schedules: pure functions of an update's index that return the rate's factor."""
+"""Make learning-rate schedules: pure functions of an update's index that return the rate's factor.
+
+A configuration names those of `SCHEDULES`.
+"""
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from monograph.errors import UsageError
 from monograph.ranges import NOT_NEGATIVE, between
@@ -135,3 +139,29 @@ def cool_down(schedule: Schedule, first: int, total: int, final: float) -> Sched
 def _require(**numbers: float) -> None:
     for name, value in numbers.items():
         NOT_NEGATIVE.require(name, value)
+
+
+class NamedSchedule(NamedTuple):
+    """A schedule that `optim.schedule` can name. Its first updates are a linear warm-up.
+
+    Attributes:
+        meaning: what the rate does after the warm-up, as pages and errors say it.
+        make: returns the schedule of a run, from the updates of its warm-up, all its updates, and
+            the factor at its end.
+        falls: whether it falls to the factor at the end, so that `optim.min_lr_ratio` says something.
+    """
+
+    meaning: str
+    make: Callable[[int, int, float], Schedule]
+    falls: bool = True
+
+
+# By the word of `optim.schedule`.
+SCHEDULES = {
+    "cosine": NamedSchedule("falls along half a cosine to min_lr_ratio", warmup_cosine),
+    "wsd": NamedSchedule(
+        "stays, and falls to min_lr_ratio over the last 20 %",
+        lambda warmup, total, final: warmup_stable_decay(warmup, total, final=final),
+    ),
+    "constant": NamedSchedule("stays", lambda warmup, total, final: constant(warmup), falls=False),
+}

@@ -16,7 +16,8 @@ forward pass, and exports are plain models of their family.
 | head | m^-1/2 | 1/m | 1 | |
 | final norm gain where the head is tied | 1/m | 1/m | 1 | |
 
-Every entry is a factor of the base's value. The factor of weight decay is 1 / (factor of lr), so
+The rate of the matrices in blocks is the optimizer's `width_factor`; where Muon has no entry, AdamW
+updates the tensor. Every entry is a factor of the base's value. The factor of weight decay is 1 / (factor of lr), so
 that lr * decay, the decay of one step, is the same at every width (Wang and Aitchison 2024, arXiv
 2405.13698). The head's spread is m^-1/2 instead of table 3's 1/m. The best rate stays where it is
 with both, and short runs reach a lower loss with m^-1/2 (Everett et al. 2024, arXiv 2407.05872, and
@@ -35,7 +36,7 @@ from monograph.errors import UsageError
 from monograph.graph.inspect import unwrapped
 from monograph.model.config import LlamaConfig
 from monograph.model.parameters import layer_shapes, outer_shapes
-from monograph.optim import Group, Muon, Optimizer
+from monograph.optim import AdamW, Group, Optimizer
 
 # Tensor Programs V, appendix: narrower models begin to differ from the limit in which the rule is
 # derived.
@@ -73,16 +74,13 @@ class Factors(NamedTuple):
 
     Attributes:
         init: factor of the initial weights that `Llama` samples at this width, and of norm gains.
-        lr: AdamW's learning rate over the base's.
-        eps: AdamW's eps over the base's.
-        muon_lr: Muon's learning rate over the base's; None: AdamW updates this tensor even in a
-            run with Muon.
+        lr: the learning rate over the base's.
+        eps: eps over the base's, if the tensor's update has one.
     """
 
     init: float
     lr: float
     eps: float
-    muon_lr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -135,31 +133,31 @@ class WidthTransfer:
         """Return the residual stream's m: hidden_size over the base's."""
         return self.config.hidden_size / self.base.hidden_size
 
-    def factors(self) -> dict[str, Factors]:
+    def factors(self, optim: Optimizer | None = None) -> dict[str, Factors]:
         """Return the factors by tensor name, with a star for a block's number: `model.layers.*.`...
+
+        Args:
+            optim: the optimizer; AdamW by default.
 
         Raises:
             UsageError: the table has no row for a tensor.
         """
         wide, narrow = self.config, self.base
         narrow_shapes = layer_shapes(narrow, 0)
+        optim = optim or AdamW()
         block_factors = {
-            f"model.layers.*.{name}": self._block_factors(name, shape, narrow_shapes[name])
+            f"model.layers.*.{name}": self._block_factors(name, shape, narrow_shapes[name], optim)
             for name, shape in layer_shapes(wide, 0).items()
         }
         return {name: self._outer_factors(name) for name in outer_shapes(wide)} | block_factors
 
-    def _block_factors(self, name: str, wide: tuple[int, ...], narrow: tuple[int, ...]) -> Factors:
+    def _block_factors(
+        self, name: str, wide: tuple[int, ...], narrow: tuple[int, ...], optim: Optimizer
+    ) -> Factors:
         if name in _MATRICES:
             m = wide[1] / narrow[1]
-            # For activations to keep their size, Muon's |dW| must grow as sqrt(rows / cols). It is
-            # lr * 0.2 sqrt(max(rows, cols)) already, and the second square root cancels that.
-            growth = math.sqrt(wide[0] * narrow[1] / (narrow[0] * wide[1]))
             return Factors(
-                init=self._spread / math.sqrt(m),
-                lr=1 / m,
-                eps=1 / m,
-                muon_lr=growth * math.sqrt(max(narrow) / max(wide)),
+                init=self._spread / math.sqrt(m), lr=optim.width_factor(wide, narrow), eps=1 / m
             )
         if name in _GAINS | _BIASES:
             return Factors(1.0, 1.0, 1 / self.width_ratio)
@@ -197,26 +195,23 @@ class WidthTransfer:
         Raises:
             UsageError: the optimizer defines its own groups or patterns of matrices.
         """
-        if optim.groups or (isinstance(optim, Muon) and optim.matrices is not None):
+        if optim.names_parameters:
             raise UsageError(
                 "width transfer sets each tensor's rate itself: leave groups and matrices to it"
             )
         return replace(optim, groups=tuple(self._groups(optim)))
 
     def _groups(self, optim: Optimizer) -> Iterator[Group]:
-        for pattern, factors in self.factors().items():
-            by_muon = isinstance(optim, Muon) and factors.muon_lr is not None
-            lr = factors.muon_lr if by_muon else factors.lr
-            assert lr is not None
+        for pattern, factors in self.factors(optim).items():
             decays = pattern.removeprefix("model.layers.*.") in _MATRICES or pattern in (
                 _EMBEDDING,
                 _HEAD,
             )
             yield Group(
                 pattern,
-                lr,
-                optim.weight_decay / lr if decays else None,
-                1.0 if by_muon else factors.eps,
+                factors.lr,
+                optim.weight_decay / factors.lr if decays else None,
+                factors.eps,
             )
 
 

@@ -17,7 +17,8 @@ from monograph.data.options import ReadingOptions
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.rl.pairs import read_pairs
-from monograph.rl.preferences import PreferenceLoss, preference
+from monograph.rl.preference_loss import PreferenceLoss
+from monograph.rl.preferences import preference
 from scripts import smoke
 
 RECORDS = [("57=", "20+37", "20+36"), ("04=", "04+00", "1"), ("91=", "90+01", "909+0")]

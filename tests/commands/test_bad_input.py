@@ -13,6 +13,8 @@ import pytest
 
 from commands.forked import CommandServer
 from commands.inputs import LONG, OWN, SLOW, TINY, over, sound, with_texts
+from monograph.errors import join_with_or
+from monograph.model.exports import EXPORTS
 
 MODULES = {
     "fails.py": "x = 1\ndef build():\n    raise ValueError('no')\n",
@@ -187,7 +189,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (
         ["export", "full", "--to", "out", "--format", "onnx"],
         2,
-        "--format onnx: expected hf or gguf",
+        f"--format onnx: expected {join_with_or(EXPORTS)}",
     ),
     (["export", "full", "--to", "out", "--dtype", "f16"], 2, "--dtype f16 is for --format gguf"),
     (

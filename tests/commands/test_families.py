@@ -12,6 +12,7 @@ import torch
 from commands.forked import CommandServer
 from commands.inputs import OWN, TINY, over
 from monograph.model.families import FAMILIES
+from monograph.model.scaling import LINEAR
 from monograph.model.torch_file import read
 from monograph.text.tokenizer import Tokenizer
 from reference import pieces
@@ -90,7 +91,7 @@ def test_a_folder_of_transformers_has_the_bits_per_byte_of_transformers_own_loss
     window = windows.get(
         family, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
     )
-    if "qwen3_5" in family or family == "qwen3_next":
+    if FAMILIES[family].others == LINEAR:
         window = {
             "full_attention_interval": 2,
             "linear_num_key_heads": 1,

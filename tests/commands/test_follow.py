@@ -17,7 +17,7 @@ import pytest
 
 from cli.called import ENVIRONMENT, monograph_
 from monograph.commands import follow
-from monograph.report.trackers import Point, Settings, Tracker
+from monograph.report.trackers import LIBRARIES, Point, Settings, Tracker
 from monograph.run.folder import Run
 
 CONFIG = '[optim]\nlr = 0.001\nbetas = [0.9, 0.95]\n\n[train]\ncompile = "none"\n'
@@ -247,7 +247,7 @@ def test_what_was_sent_is_kept_however_it_ends(
 @pytest.mark.parametrize(
     ("files", "to", "code", "said"),
     [
-        ({}, "neptune", 2, "--to neptune: expected one of tensorboard, wandb, trackio, mlflow"),
+        ({}, "neptune", 2, f"--to neptune: expected one of {', '.join(LIBRARIES)}"),
         ({}, "wandb", 2, "--to wandb needs its library: "),
         ({}, None, 3, "has no metrics yet"),
         (

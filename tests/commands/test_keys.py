@@ -14,7 +14,7 @@ from monograph.config.keys import KEYS, SECTIONS, described
 from monograph.config.lookup import example_of, keys_in, keys_named
 from monograph.config.settings import check
 from monograph.errors import UsageError
-from monograph.planner.defaults import FINETUNING_RATES, MEASURED_RATES
+from monograph.planner.defaults import FINETUNING_RATES, known_learning_rate
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,11 @@ def test_every_key_has_an_example_and_says_what_auto_stands_for(key: str) -> Non
 
 
 def test_the_rates_that_auto_stands_for_are_the_planners() -> None:
-    rates = [FINETUNING_RATES["adapters"], FINETUNING_RATES["all"], MEASURED_RATES["muon"]["nano"]]
+    rates = [
+        FINETUNING_RATES["adapters"],
+        FINETUNING_RATES["all"],
+        known_learning_rate("nano", "muon"),
+    ]
     assert [
         float(word) for word in described("optim.lr").auto.split() if word[0].isdecimal()
     ] == rates

@@ -13,9 +13,11 @@ import pytest
 
 from monograph.commands.runs import _result, table
 from monograph.commands.runs import run as command
+from monograph.config.keys import WAYS_TO_LEARN
 from monograph.errors import InputRefused
 from monograph.run.listing import PIECE_BYTES, Listed, best_of, listed
 
+KINDS = [way.kind for way in WAYS_TO_LEARN]
 TEXTS = (
     '[model]\npreset = "nano"\n[data]\nsource = "texts/"\nheld_out = 0.05\n[train]\nupdates = 8\n'
 )
@@ -50,7 +52,7 @@ def ended(**results: float) -> dict[str, Any]:
 
 
 def by_name(root: Path) -> dict[str, Listed]:
-    return {run.folder.name: run for run in listed(root)}
+    return {run.folder.name: run for run in listed(root, KINDS)}
 
 
 def test_newest_first_with_kind_model_data_result_and_state(tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_newest_first_with_kind_model_data_result_and_state(tmp_path: Path) -> N
     judged = TEXTS + '[prefer]\nloss = "dpo"\n'
     made(tmp_path, "judged", 4, judged, rows=[ended(eval_accuracy=0.9, eval_loss=0.3)])
     (tmp_path / "no run").mkdir()
-    runs = listed(tmp_path)
+    runs = listed(tmp_path, KINDS)
     assert [run.folder.name for run in runs] == ["judged", "drawn", "chats", "old"]
     assert [run.kind for run in runs] == ["preferences", "rewards", "conversations", "texts"]
     assert [run.value for run in runs] == [0.9, 0.75, 1.5, 2.0]
@@ -112,7 +114,7 @@ def test_the_best_is_marked_among_runs_that_can_be_compared(tmp_path: Path) -> N
     )
     made(tmp_path, "low", 4, REWARDS, rows=[ended(eval_reward=0.1)])
     made(tmp_path, "high", 5, REWARDS, rows=[ended(eval_reward=0.9)])
-    assert {folder.name for folder in best_of(listed(tmp_path))} == {"b", "high"}
+    assert {folder.name for folder in best_of(listed(tmp_path, KINDS))} == {"b", "high"}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_a_sweep_is_a_line_and_its_folder_lists_its_members(tmp_path: Path) -> N
         made(folder / "members", f"{number:03d}", number, rows=[ended(eval_bits_per_byte=bits)])
     record: dict[str, Any] = {"points": [{}, {}]}
     (folder / "sweep.json").write_text(json.dumps(record))
-    [sweep] = listed(tmp_path)
+    [sweep] = listed(tmp_path, KINDS)
     assert (sweep.kind, sweep.state, sweep.value) == ("sweep of 2", "stopped", None)
     assert sweep.resume == f"monograph sweep --out {folder}"
     record["result"] = {
@@ -175,12 +177,12 @@ def test_a_sweep_is_a_line_and_its_folder_lists_its_members(tmp_path: Path) -> N
         "best": {"member": 1},
     }
     (folder / "sweep.json").write_text(json.dumps(record))
-    [sweep] = listed(tmp_path)
+    [sweep] = listed(tmp_path, KINDS)
     assert (sweep.state, sweep.value) == ("finished", 1.5)
     assert _result(sweep) == "1.500 bits/byte (best member)", (
         "the sweep's own table has means over seeds"
     )
-    assert [run.folder.name for run in listed(folder)] == ["001", "000"]
+    assert [run.folder.name for run in listed(folder, KINDS)] == ["001", "000"]
 
 
 def test_a_narrow_terminal_cuts_model_and_data_alone() -> None:

@@ -40,6 +40,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 40,
         "layer_types": (SLIDING, FULL),
     },
+    "a mixture in the second layer": {
+        "model_type": "qwen3_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "mlp_only_layers": (0,),
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "sliding_window": 40,
+        "layer_types": (SLIDING, FULL),
+    },
 }
 LONG, SHORT = (5, 6, 7) * 50, (5, 6, 7)
 

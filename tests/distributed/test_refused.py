@@ -12,17 +12,19 @@ import torch
 from torch import nn
 
 from batches import ragged, tiny_llama
+from four_bits import FOUR_BITS
 from monograph.distributed.by_rank import seed
 from monograph.distributed.engine import Replicated, streamed_replica
 from monograph.distributed.retries import BeginAgain
 from monograph.distributed.rows import rows_of
-from monograph.distributed.sharded import require_rows
+from monograph.distributed.sharded import require_rows, require_whole_elements
 from monograph.distributed.world import World
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph.precision import Precision
 from monograph.loss import token_loss
 from monograph.ops.philox import LOW32
 from monograph.optim import AdamW
+from monograph.optim.formats import FORMATS
 from monograph.step import Step
 
 TWO: Any = SimpleNamespace(alone=False, size=2, rank=1)
@@ -126,3 +128,10 @@ def test_rows_are_shared_out_as_torch_chunks_them() -> None:
             assert [part.tolist() for part in own if len(part)] == [
                 part.tolist() for part in chunks
             ]
+
+
+def test_codes_that_share_a_byte_are_not_cut() -> None:
+    require_whole_elements("gain", [(0, 4), (4, 7), (7, 7)], FOUR_BITS)
+    with pytest.raises(UsageError, match="gain: the optimizer's state packs 2 numbers in one"):
+        require_whole_elements("gain", [(0, 3), (3, 6)], FOUR_BITS)
+    require_whole_elements("gain", [(0, 3), (3, 6)], FORMATS["8bit"])

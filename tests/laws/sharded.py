@@ -23,10 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from batches import large_batch_gradient, packed, ragged, tiny_llama
+from four_bits import FOUR_BITS
 from monograph import checkpointing, compat
 from monograph.checkpointing import Checkpoint
 from monograph.device import default_device
-from monograph.distributed import matrices, replicated
+from monograph.distributed import replicated
 from monograph.distributed import sharded as room
 from monograph.distributed.checkpoint import save
 from monograph.distributed.engine import Replicated, Sharded, streamed_replica
@@ -36,7 +37,8 @@ from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loop import EngineState
-from monograph.optim import AdamW, Group, Muon, newton_schulz
+from monograph.optim import AdamW, Group, Muon, muon, newton_schulz
+from monograph.optim.formats import FORMATS
 from monograph.predict.estimate import copied_bytes
 from monograph.resident import Resident
 from monograph.storage import blocks
@@ -45,6 +47,7 @@ from monograph.stream.placement import Placement
 from numerics import relative_error
 
 ENGINES = {"ddp": Replicated, "fsdp": Sharded}
+FORMATS["4bit"] = FOUR_BITS
 ROWS = 2  # of a micro-batch
 SMALL_BLOCK = 10_000  # bytes: a file has many, most of them written by several ranks
 # By day one: what FSDP2 and DDP do with a second, they do with what is around it.
@@ -212,8 +215,6 @@ def owners(world: World, by_day: bool) -> dict[str, float]:
     odd = model(torch.float64, False, num_hidden_layers=3)
     # Three of each shape.
     optim = Muon(matrices=["*.q_proj.weight", "*.k_proj.weight", "*.down_proj.weight"])
-    engine = Sharded(odd, world=world, micro_batch=ROWS, optim=optim)
-    shapes = [plane.kind.matrix for plane in engine.step.planes if plane.kind.matrix is not None]
     iterated, left, exchange = [0] * world.size, [0], world.exchange
 
     def counted(matrices: Tensor, compute: torch.dtype) -> Tensor:
@@ -225,10 +226,12 @@ def owners(world: World, by_day: bool) -> dict[str, float]:
         return exchange(tensor, sent, received)
 
     with (
-        patch.object(matrices, "newton_schulz", counted),
+        patch.object(muon, "MUON", muon.MUON._replace(orthogonalise=counted)),
         patch.object(world, "exchange", counting),
     ):
+        engine = Sharded(odd, world=world, micro_batch=ROWS, optim=optim)
         one_update(engine, ragged(5, seed=0))
+    shapes = [plane.kind.matrix for plane in engine.step.planes if plane.kind.matrix is not None]
     *each, sent = world.sum(torch.tensor([*iterated, *left])).tolist()
     return {
         "matrices": len(shapes), "iterated": sum(each), "most": max(each), "least": min(each),
@@ -248,6 +251,7 @@ BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "offloaded": (torch.float64, {"remat": Remat.Offload()}),
     "state in bf16": (torch.float64, {"optim": AdamW(state="bf16")}),
     "state in 8 bits": (torch.float64, {"optim": AdamW(state="8bit")}),
+    "state in 4 bits": (torch.float64, {"optim": AdamW(state="4bit")}),
     "groups": (torch.float64, {"optim": AdamW(groups=[Group("*.q_proj.*", lr=3.0, eps=0.1)])}),
     "muon": (torch.float64, {"optim": Muon()}),
     "muon in bf16": (torch.float64, {"optim": Muon(state="bf16")}),
@@ -265,10 +269,15 @@ EXPERTS = {
 }  # fmt: skip
 
 
-# By day: a scaled loss, a state in 8 bits with matrices, experts, a narrow base.
+# By day: a scaled loss, a state in 8 bits with matrices, one whose codes share bytes, experts, a
+# narrow base.
 BESIDE_BY_DAY = {
-    "fp16": ["ddp"], "muon in 8 bits": ["fsdp"], "adapters in nf4": ["fsdp"], "balanced experts": ["fsdp"],
-}  # fmt: skip
+    "fp16": ["ddp"],
+    "muon in 8 bits": ["fsdp"],
+    "state in 4 bits": ["fsdp"],
+    "adapters in nf4": ["fsdp"],
+    "balanced experts": ["fsdp"],
+}
 
 
 def combinations(world: World, by_day: bool) -> dict[str, dict[str, float]]:

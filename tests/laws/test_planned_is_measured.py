@@ -17,6 +17,8 @@ import torch
 from batches import packed, ragged, tiny_llama
 from monograph.graph.capture import capture
 from monograph.graph.lora import Lora
+from monograph.graph.precision import Precision
+from monograph.loss import token_loss
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
 from monograph.planner.defaults import DOUBT
@@ -24,6 +26,8 @@ from monograph.predict.estimate import estimate_bytes, trained_adapters
 from monograph.predict.footprint import Work, footprint
 from monograph.resident import Resident
 from monograph.rl.loss import PolicyLoss
+from monograph.step import Step
+from monograph.step.on_device import fuses
 
 WORST = 0.05
 
@@ -130,8 +134,16 @@ def test_an_eager_step(name, measured):
     assert footprint(EAGER[name]).peak_bytes == pytest.approx(measured(EAGER[name]), rel=WORST)
 
 
-@pytest.mark.parametrize("judged", ["exact", pytest.param("rows", marks=pytest.mark.slow)])
-def test_an_eager_step_of_rewarded_answers(judged, monkeypatch):
+SLOW = pytest.mark.slow
+REWARDED = [
+    ("exact", "none"),
+    pytest.param("rows", "none", marks=SLOW),
+    pytest.param("rows", "blocks", marks=SLOW(reason="compiles for half a minute")),
+]
+
+
+@pytest.mark.parametrize(("judged", "scope"), REWARDED)
+def test_a_step_of_rewarded_answers(judged, scope, monkeypatch):
     config = shape(num_hidden_layers=4, vocab_size=61 if judged == "exact" else 2000)
     model = Llama(config)
     if judged == "exact":
@@ -142,6 +154,8 @@ def test_an_eager_step_of_rewarded_answers(judged, monkeypatch):
         name: torch.ones(96, length, dtype=torch.float64) for name in ("factors", "shares", "drawn")
     }
     engine = Resident(model, loss=PolicyLoss(), optim=AdamW(), clip=1.0, micro_batch=48)
+    if scope != "none":
+        only_the_step(engine, window, scope)
     engine.accumulate(window)
     engine.update()
     measured_bytes = plan(monkeypatch).peak_bytes(engine, window)
@@ -151,7 +165,7 @@ def test_an_eager_step_of_rewarded_answers(judged, monkeypatch):
         length=length,
         optim=AdamW(),
         precision="fp32",
-        compile="none",
+        compile=scope,
         window_rows=96,
         packed=judged == "rows",
         judged=judged,
@@ -160,6 +174,16 @@ def test_an_eager_step_of_rewarded_answers(judged, monkeypatch):
     assert footprint(replace(work, judged="")).peak_bytes < 0.9 * measured_bytes, (
         "the loss of texts takes less"
     )
+
+
+@pytest.mark.parametrize(("loss", "judged"), [(token_loss, ""), (PolicyLoss(), "rows")])
+def test_a_plan_for_a_gpu_knows_whether_products_add_gradients(loss, judged):
+    config = shape(num_hidden_layers=1)
+    step = Step(Llama(config), loss=loss, optim=AdamW(), precision=Precision("bf16"))
+    work = Work(
+        config, rows=1, length=8, optim=AdamW(), precision="bf16", device_type="cuda", judged=judged
+    )
+    assert work.fused == fuses(step, on_cuda=True)
 
 
 CAPTURED = {

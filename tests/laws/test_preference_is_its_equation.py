@@ -29,7 +29,8 @@ from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.rl import preferences as room
 from monograph.rl.pairs import Pair, PairRows
-from monograph.rl.preferences import PreferenceLoss, preference
+from monograph.rl.preference_loss import PreferenceLoss
+from monograph.rl.preferences import preference
 from monograph.text.tokenizer import Tokenizer
 
 LENGTH, VOCABULARY = 40, 259

@@ -8,9 +8,9 @@ be refused.
 
 from __future__ import annotations
 
-from monograph.model.scaling import FULL, LINEAR, SLIDING
+from monograph.model.families import FAMILIES, FIRST_FAMILY
+from monograph.model.scaling import FULL, LONG, SLIDING
 
-HYBRID = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 LENGTH = 24  # tokens of a row; windows are drawn shorter and longer
 _FLAG, _OPTIONAL_FLAG = [False, True], [None, False, True]
 
@@ -38,20 +38,21 @@ IDLE = {
 }  # fmt: skip
 
 
-def keys_that_count(draw, vocabulary: int, family: str = "") -> dict[str, list]:
+def keys_that_count(draw, vocabulary: int, family: str = FIRST_FAMILY) -> dict[str, list]:
     """Keys that change a number of some family, with values that are computed here and values that
     are not.
     """
     layers = draw.choice([1, 2, 3])
     tables = [_rope(draw), _rope(draw)]
-    if family in ("olmo3", "gemma3_text"):
+    its = FAMILIES[family]
+    if its.local_theta is not None:
         tables = [
             {FULL: _rope(draw)},
             {FULL: _rope(draw), SLIDING: {"rope_type": "default", "rope_theta": 1e3}},
         ]
-    if family == "phi3":
+    if LONG in its.scalings:
         tables = [_long_rope(draw), _long_rope(draw)]
-    kinds = [draw.choice([FULL, LINEAR if family in HYBRID else SLIDING]) for _ in range(layers)]
+    kinds = [draw.choice([FULL, its.others]) for _ in range(layers)]
     return {
         "num_hidden_layers": [layers],
         "intermediate_size": [24, 40],
@@ -72,7 +73,11 @@ def keys_that_count(draw, vocabulary: int, family: str = "") -> dict[str, list]:
         "no_rope_layers": [None, [draw.choice([0, 1]) for _ in range(layers + 1)], [1] * layers],
         "no_rope_layer_interval": [1, 2, 4],
         "rope_theta": [1e2, 1e4, 5e5, 10_000],
-        "rope_scaling": [None, {}, *(tables if family == "phi3" else [_rope(draw), _rope(draw)])],
+        "rope_scaling": [
+            None,
+            {},
+            *(tables if LONG in its.scalings else [_rope(draw), _rope(draw)]),
+        ],
         "rope_parameters": [None, {}, *tables],
         "embedding_multiplier": [1.0, 12, 0.5],
         "residual_multiplier": [1, 0.22],
@@ -164,15 +169,10 @@ def drawn(family: str, draw) -> dict:
         "num_attention_heads",
         "num_key_value_heads",
     }
-    if family in ("smollm3", "phi3"):  # their defaults are above these vocabularies
+    its = FAMILIES[family]
+    if its.defaults.get("pad_token_id", 0) >= vocabulary:
         always.add("pad_token_id")
-    if family in (
-        "qwen3_moe",
-        "qwen3_next",
-        "qwen3_5_moe_text",
-        "olmoe",
-        "gpt_oss",
-    ):  # their defaults are large, and choose 8 experts
+    if its.experts:  # its defaults are large, and choose 8 experts
         always |= {
             "num_experts",
             "num_experts_per_tok",
@@ -180,7 +180,7 @@ def drawn(family: str, draw) -> dict:
             "shared_expert_intermediate_size",
         }
     # With its default, 1, scores are so large that fp32 is off by 1e-5 in both.
-    if family == "granite":
+    if "attention_multiplier" in its.keys:
         always.add("attention_multiplier")
     # A file that says one thing which nothing here computes is refused, and tells nothing of its
     # other keys.
@@ -205,8 +205,5 @@ def _is_odd(family: str, key: str, value) -> bool:
         or (key == "pad_token_id" and value in (30, 37))
         or (key == "per_layer_config" and bool(value))
         or (key == "layer_types" and value is not None)
-        and (
-            family in ("llama", "mistral", "olmo2", "granite", "phi3", "qwen3_moe", "olmoe")
-            or "chunked_attention" in value
-        )
+        and ("layer_types" not in FAMILIES[family].keys or "chunked_attention" in value)
     )

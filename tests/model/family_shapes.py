@@ -7,11 +7,11 @@ import torch.nn.functional as F
 
 from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
+from monograph.model.families import FAMILIES
 from monograph.model.layouts import FusedRule, JoinedRule
 from monograph.model.scaling import (
     FULL,
-    LINEAR,
-    SLIDING,
+    LONG,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -71,51 +71,68 @@ SMALL = {
     "max_position_embeddings": 64,
     "initializer_range": 0.3,
 }
-# A key of every kind in every family that has it.
-MIXED = {
-    "llama": {"attention_bias": True, "rope_scaling": SCALINGS[1]},
-    "mistral": {"sliding_window": 5, "tie_word_embeddings": True, "pad_token_id": 7},
-    "qwen2": {"attention_dropout": 0.1, "sliding_window": 5, "layer_types": (FULL, SLIDING, SLIDING)},
-    "olmo2": {"attention_bias": True, "pad_token_id": 7, "rope_scaling": SCALINGS[2]},
-    "smollm3": {"sliding_window": 5, "layer_types": (SLIDING, FULL, FULL), "no_rope_layers": (1, 0, 1)},
-    "olmo3": {
-        "sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "rope_scaling": SCALINGS[3],
-        "rope_local_theta": 1e3,
-    },
-    "phi3": {
-        "sliding_window": 5, "partial_rotary_factor": 0.75, "tie_word_embeddings": True, "head_dim": 8,
-        "rope_scaling": LongScaling((1.0, 1.5, 2.0), (2.0, 3.0, 4.0), 1.2, 64, 1024),
-    },
-    "gemma3_text": {
-        "sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "rope_scaling": SCALINGS[1],
-        "rope_local_theta": 1e4, "query_pre_attn_scalar": 5, "tie_word_embeddings": True, "pad_token_id": 0,
-    },
-    "granite": {
-        "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "logits_scaling": 5.0,
-        "attention_bias": True,
-    },
-    "qwen3_5_text": {
-        "layer_types": (LINEAR, FULL, LINEAR), "linear_num_key_heads": 2, "linear_num_value_heads": 6,
-        "linear_key_head_dim": 5, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.67,
-    },
-    "qwen3_next": {
-        "layer_types": (LINEAR, FULL, LINEAR), "linear_num_key_heads": 2, "linear_num_value_heads": 6,
-        "linear_key_head_dim": 5, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.67, "num_experts": 5,
-        "num_experts_per_tok": 3, "norm_topk_prob": True, "moe_intermediate_size": 20, "mlp_only_layers": (1,),
-        "shared_expert_intermediate_size": 12,
-    },
-    "qwen3_5_moe_text": {
-        "layer_types": (LINEAR, FULL, LINEAR), "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 12,
-    },
-    "qwen3_moe": {
-        "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True, "moe_intermediate_size": 20,
-        "mlp_only_layers": (1,), "sliding_window": 5,
-    },
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "clip_qkv": 0.7},
-    "gpt_oss": {
-        "sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "attention_bias": True, "num_experts": 5,
-        "num_experts_per_tok": 2, "rope_scaling": YarnScaling(4.0, 1.3, 16, 4.0, 0.5, False), "pad_token_id": 7,
-    },
-    "qwen3": {"sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "attention_bias": True},
-}  # fmt: skip
+# What a small model has of each optional key of a config.json; a family has those that its row names.
+OPTIONAL = {
+    "attention_bias": True,
+    "sliding_window": 5,
+    "no_rope_layers": (1, 0, 1),
+    "rope_local_theta": 1e3,
+    "query_pre_attn_scalar": 5,
+    "partial_rotary_factor": 0.67,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 5.0,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 12,
+    "mlp_only_layers": (1,),
+    "clip_qkv": 0.7,
+}
+# What a row may name besides: other spellings of the same, and keys that small models leave at
+# their defaults.
+NOT_IN_SMALL = {
+    "layer_types",
+    "linear_value_head_dim",
+    "num_local_experts",
+    "output_router_logits",
+    "rope_local_base_freq",
+    "router_aux_loss_coef",
+    "sliding_window_pattern",
+    "use_sliding_window",
+}
+
+
+def mixed(place: int, family: str) -> dict:
+    """A key of every kind that a family has, as its row in `FAMILIES` says.
+
+    The scalings, and the keys that all families have, take turns.
+    """
+    its = FAMILIES[family]
+    keys = {key: value for key, value in OPTIONAL.items() if key in its.keys}
+    if "layer_types" in its.keys:
+        keys["layer_types"] = (its.others, FULL, its.others)
+    if its.divides:
+        keys.pop("norm_topk_prob", None)
+    if LONG in its.scalings:
+        # Half of its rotary pairs and factors for each of them.
+        keys |= {"partial_rotary_factor": 0.75, "head_dim": 8}
+        keys["rope_scaling"] = LongScaling((1.0, 1.5, 2.0), (2.0, 3.0, 4.0), 1.2, 64, 1024)
+    else:
+        keys["rope_scaling"] = SCALINGS[place % len(SCALINGS)]
+    if its.whole_heads:
+        keys["head_dim"] = SMALL["hidden_size"] // SMALL["num_attention_heads"]
+    if place % 2:
+        keys |= {"tie_word_embeddings": True, "pad_token_id": 7}
+    if place % 3 == 2:
+        keys["attention_dropout"] = 0.1
+    return keys
+
+
+MIXED = {family: mixed(place, family) for place, family in enumerate(FAMILIES)}

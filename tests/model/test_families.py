@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from daily import nightly
-from model.family_shapes import MIXED, SCALINGS, SMALL, in_files, margin
+from model.family_shapes import MIXED, NOT_IN_SMALL, OPTIONAL, SCALINGS, SMALL, in_files, margin
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
@@ -270,6 +270,10 @@ def test_a_folder_goes_out_and_comes_back_as_its_family(tmp_path, family, shard)
     )
     with torch.no_grad():
         assert relative_error(back.logits(back(tokens)), theirs(tokens).logits) < 1e-5
+
+
+def test_a_small_model_of_each_family_has_each_key_of_its_row():
+    assert {key for its in FAMILIES.values() for key in its.keys} == {*OPTIONAL, *NOT_IN_SMALL}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

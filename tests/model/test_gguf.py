@@ -22,12 +22,13 @@ from chats import speaking
 from monograph.errors import DiskFull, InputRefused, MonographError, UsageError
 from monograph.model import gguf as ours
 from monograph.model.config import LlamaConfig
+from monograph.model.exports import require_export
+from monograph.model.families import FAMILIES
 from monograph.model.gguf import FILE, neighbouring, save_gguf
 from monograph.model.gguf_words import pre_tokenizer
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate
 from monograph.model.scaling import FULL, LINEAR, SLIDING, Llama3Scaling, LongScaling, YarnScaling
-from monograph.run.models import check
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
 from reference import article, pieces
@@ -441,9 +442,9 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.M
 def test_without_the_package_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UsageError, match=r"needs the package gguf: .* install '?gguf") as raised:
-        check("gguf", "f16")
+        require_export("gguf", "f16")
     assert isinstance(raised.value, MonographError) and raised.value.exit_code == 2
-    check("hf", None)
+    require_export("hf", None)
 
 
 def test_a_read_only_place_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,3 +470,11 @@ def test_a_gpt_oss_has_a_window_and_longrope_is_warned_of(tmp_path: Path) -> Non
     )
     save_gguf(Llama(stretched), tmp_path / "long", Tokenizer.bytes(), None, said.append)
     assert "with a context above 64 llama.cpp takes long_factor" in said[0]
+
+
+def test_a_family_that_llama_cpp_does_not_know_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "llama", FAMILIES["llama"]._replace(llama_cpp=None))
+    model = Llama(LlamaConfig.preset("nano", vocab_size=Tokenizer.bytes().vocab_size))
+    with pytest.raises(InputRefused, match="model_type = 'llama': llama.cpp knows no such family"):
+        save_gguf(model, tmp_path / "out", Tokenizer.bytes(), "f32", print)
+    assert not (tmp_path / "out").exists()

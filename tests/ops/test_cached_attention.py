@@ -104,3 +104,54 @@ def test_other_rows_change_no_bit() -> None:
     before = cached_attention(query, keys, values, positions.long())
     keys[:, 1:], values[:, 1:], positions[1:] = 7.0, -3.0, 400
     assert torch.equal(cached_attention(query, keys, values, positions.long())[0], before[0])
+
+
+def on_the_card(*tensors: Tensor | None, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    """What the kernel computes of query, keys, values, positions and sinks."""
+    from monograph.ops.cached_attention_kernel import attend_cache  # imports Triton
+
+    query, keys, values, sink = (
+        None if each is None else each.to(dtype).cuda() for each in (*tensors[:3], tensors[4])
+    )
+    assert query is not None and keys is not None and values is not None and tensors[3] is not None
+    out = attend_cache(query, keys, values, tensors[3].cuda(), window, sink)
+    return out.transpose(1, 2).cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("groups", "queries", "blocks", "has_sinks"),
+    [(1, 5, 3, False), (2, 64, 2, True), (3, 40, 1, False), (4, 1, 4, False)],
+)
+def test_the_kernel_is_as_exact_as_the_operators(
+    groups: int,
+    queries: int,
+    blocks: int,
+    has_sinks: bool,
+    dtype: torch.dtype,
+    window: int | None,
+) -> None:
+    *exact, positions = inputs(groups, queries, blocks)
+    low = [tensor.to(dtype) for tensor in exact]
+    sink = torch.linspace(-1, 3, 2 * groups, dtype=torch.float64) if has_sinks else None
+    low_sink = None if sink is None else sink.to(dtype)
+    naive = cached_attention(*low, positions, window, sink_H=low_sink)
+    wide = cached_attention(*exact, positions, window, sink_H=sink)
+    ours = on_the_card(*exact, positions, sink, dtype=dtype, window=window)
+    assert error_within(ours, naive, wide)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 20])
+def test_other_rows_and_blocks_change_no_bit_of_the_kernels(window: int | None) -> None:
+    query, keys, values, positions = inputs(2, 40, 6)
+    positions = torch.arange(70, 110).expand(3, -1)
+    numbers = {"dtype": torch.float32, "window": window}
+    alone = on_the_card(query[:1], keys[:1, :1], values[:1, :1], positions[:1], None, **numbers)
+    keys[:, 1:], values[:, 1:] = 7.0, -3.0
+    for blocks in (1, 2, 6):
+        cache = keys[:blocks].contiguous(), values[:blocks].contiguous()
+        among = on_the_card(query, *cache, positions, None, **numbers)
+        assert torch.equal(among[0], alone[0])

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import get_args
 
 import pytest
 
 from batches import tiny_llama
 from daily import nightly, pairwise
-from monograph.config.keys import OptimSection
 from monograph.device import named
 from monograph.errors import UsageError
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
-from monograph.optim import OPTIMIZERS, AdamW
-from monograph.optim.formats import FORMATS
+from monograph.optim import AdamW
 from monograph.planner import Request, budget, candidates, defaults, plan
 from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Footprint, Work
@@ -124,13 +121,6 @@ def test_the_trace_has_the_last_word(traced):
     second = plan(LLAMA_3_8B, roomy, H200.peak_flops)
     assert second.chosen is None or second.chosen.peak_memory_bytes <= second.budget_bytes
     assert second.nearest.work != first.work and calls[-1] == second.nearest.work
-
-
-def test_every_optimizer_s_memory_is_known():
-    names, states = (
-        get_args(OptimSection.model_fields[key].annotation) for key in ("name", "state")
-    )
-    assert {*names} - {"auto"} == OPTIMIZERS.keys() and {*states} == FORMATS.keys()
 
 
 @pytest.mark.parametrize("factor", nightly([1.15, 1.3, 1.6, 2.5], {1.3}))

@@ -43,12 +43,17 @@ def test_a_step_launches_no_more_and_moves_no_more_bytes_than_was_written_down(c
 def test_a_decode_step_is_five_launches_a_layer_and_waits_for_nothing(counted) -> None:
     import launches
 
-    config = launches.shape_of(launches.CASES["nano"], layers=1).config
-    step, sampler = launches.decoding(config, 1).values()
+    config = launches.shape_of(launches.CASES["nano"], layers=2).config
+    step, sampler, chunk = launches.decoding(config, 1).values()
     # Beside the layer: the embedding, the rotary tables (2), and the last norm with the head.
-    assert step["launches"] - sampler["launches"] == 5 + 4
-    assert sampler["launches"] > 0 == step["cublas"] == sampler["cublas"]
-    assert not any(part["waits"] or part["waiting_copies"] for part in (step, sampler))
+    assert step["launches"] - sampler["launches"] == 2 * 5 + 4
+    # The edits of the logits, the sampler, and the rows' new state.
+    assert sampler["launches"] == 3
+    assert step["cublas"] == 0
+    # A layer of a prompt takes ten. The last one computes its keys and values alone, in three, and
+    # the table of angles is one launch.
+    assert chunk["launches"] == 10 + 3 + 1
+    assert not any(part["waits"] or part["waiting_copies"] for part in (step, sampler, chunk))
 
 
 def test_a_replayed_micro_step_is_one_graph_and_nothing_waits(counted) -> None:

@@ -1,6 +1,7 @@
 # Run what uses it: pytest tests/model/test_llama.py tests/laws/test_packed_is_separate.py
 """The decoder in float64, token by token and head by head: slow, plain, and sharing no line with
-the package.
+the package but the facts in a family's row, which tests/model/test_families.py compares with
+transformers.
 
 `weights` holds float64 tensors by their Hugging Face names; whatever requires a gradient gets one,
 and what a family has beyond a Llama (biases, norms of heads) is used where its weights are there.
@@ -15,9 +16,6 @@ import math
 import torch
 
 from reference import delta_net
-
-GATED = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
-CENTRED = ("gemma3_text", *GATED)
 
 
 def hidden_states(weights, config, tokens, segments=None, positions=None):
@@ -43,9 +41,7 @@ def _row(weights, config, ids, documents, places):
         for token in ids
     ]
     scaled = (
-        torch.tensor(math.sqrt(config.hidden_size)).item()
-        if config.model_type == "gemma3_text"
-        else 1
+        torch.tensor(math.sqrt(config.hidden_size)).item() if config.family.embedding_scaled else 1
     )
     stream = [config.embedding_multiplier * scaled * x for x in stream]
     for layer in range(config.num_hidden_layers):
@@ -76,27 +72,17 @@ def _row(weights, config, ids, documents, places):
 
 def _places(own, config):
     """The four norms of a layer, in the order of the computation; OLMo's are after the branches,
-    others' before.
+    most others' before.
     """
 
     def norm(name):
         return lambda x: _norm(x, own[f"{name}.weight"], config)
 
-    def same(x):
-        return x
-
-    if config.model_type == "gemma3_text":
-        return [
-            norm(f"{place}_layernorm")
-            for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")
-        ]
-    if config.model_type in ("olmo2", "olmo3"):
-        return same, norm("post_attention_layernorm"), same, norm("post_feedforward_layernorm")
-    return norm("input_layernorm"), same, norm("post_attention_layernorm"), same
+    return [norm(name) if name else lambda x: x for name in config.family.norms]
 
 
 def _norm(x, weight, config):
-    weight = 1 + weight if config.model_type in CENTRED else weight
+    weight = 1 + weight if config.family.centred else weight
     return x / (x.dot(x) / len(x) + config.rms_norm_eps).sqrt() * weight
 
 
@@ -141,12 +127,12 @@ def _mixture(own, x, config):
 
 def _gated(x, gate_matrix, up_matrix, down_matrix, config, biases=(0, 0, 0)):
     gate, up = gate_matrix @ x + biases[0], up_matrix @ x + biases[1]
-    if config.model_type == "gpt_oss":
+    if config.family.clamped:
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         return down_matrix @ (gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)) + biases[2]
     turns = (
         2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-        if config.model_type == "gemma3_text"
+        if config.family.activation[1] == "gelu_pytorch_tanh"
         else gate
     )
     return down_matrix @ (gate / (1 + torch.exp(-turns)) * up)
@@ -183,7 +169,7 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
         ]
 
     gates = None
-    if config.model_type in GATED:  # each head's gate is below it in the projection
+    if config.family.gated:  # each head's gate is below it in the projection
         pairs = own["self_attn.q_proj.weight"].unflatten(0, (-1, 2, size))
         biases = own.get("self_attn.q_proj.bias", torch.zeros(pairs.shape[:3].numel())).unflatten(
             0, (-1, 2, size)

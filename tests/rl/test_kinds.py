@@ -17,6 +17,7 @@ import pytest
 from daily import nightly, pairwise
 from dialogues import TOOLS, said
 from monograph.config import load
+from monograph.config.keys import PreferSection
 from monograph.config.sources import classify
 from monograph.data.corpus import Corpus, corpus
 from monograph.data.options import ReadingOptions
@@ -57,9 +58,11 @@ def decided(source: Source, tokenizer: Tokenizer, **data: Any) -> str:
     conversations.
     """
     named = classify([source] if isinstance(source, str) else source).overrides
-    loss = with_records(
-        load(None, named | {f"data.{key}": value for key, value in data.items()})
-    ).prefer.loss
+    loss = (
+        with_records(load(None, named | {f"data.{key}": value for key, value in data.items()}))
+        .section(PreferSection)
+        .loss
+    )
     if loss is not None:
         return str(loss)
     weights = named.get("data.weights")
@@ -242,7 +245,9 @@ def test_what_could_be_two_kinds_is_refused_with_both_keys_unless_a_setting_choo
 def test_a_loss_that_is_given_decides(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = lines(tmp_path / "a.jsonl", *([PREFERENCE] * 3))
     assert (
-        with_records(load(None, {"data.source": source, "prefer.loss": "simpo"})).prefer.loss
+        with_records(load(None, {"data.source": source, "prefer.loss": "simpo"}))
+        .section(PreferSection)
+        .loss
         == "simpo"
     )
     found, notes = learned("pairs of chats", source, tokenizer)

@@ -217,6 +217,8 @@ def refused(**more: Any) -> None:
             UsageError,
             "has another vocabulary",
         ),
+        ({"reward": "exact", "regex": "a"}, UsageError, "regex does not go with rl.reward = exact"),
+        ({"promts": 3}, UsageError, "promts is no argument of rollouts"),
         ({"reward": "teacher"}, UsageError, r"monograph.distill\(teacher\)"),
         ({"reward": "exat"}, UsageError, "did you mean exact"),
         (

@@ -67,6 +67,7 @@ def test_missing_rows_are_refused(tmp_path: Path) -> None:
         {"update": 6.0},
         {"diverged": "x"},
         {"eval_loss": "x"},
+        {"own_s": "x"},
         {"sample": [1]},
         {},
         [1],

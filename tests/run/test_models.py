@@ -11,9 +11,10 @@ import torch
 from batches import tiny_llama
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
-from monograph.errors import InputRefused, NoValidCheckpoint, UsageError
+from monograph.errors import InputRefused, NoValidCheckpoint, UsageError, join_with_or
 from monograph.graph.inspect import unique_state
 from monograph.loss import Loss, token_loss
+from monograph.model.exports import EXPORTS
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.run.models import build, load, load_trained, load_weights, save
@@ -189,7 +190,7 @@ def test_a_run_of_a_llama_and_its_export(tmp_path: Path) -> None:
             for name, tensor in model.state_dict().items()
         )
     assert tokenizer_of(tmp_path / "hf") == tmp_path / "hf/tokenizer.json"
-    with pytest.raises(UsageError, match="--format onnx: expected hf or gguf"):
+    with pytest.raises(UsageError, match=f"--format onnx: expected {join_with_or(EXPORTS)}"):
         save(mine, tmp_path / "b", tokenizer, format="onnx")
     model_from_folder, _ = build(Recipe(str(tmp_path / "hf"), "auto", {}, 0))
     assert torch.equal(model_from_folder.lm_head.weight, model.lm_head.weight)

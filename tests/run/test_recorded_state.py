@@ -20,7 +20,7 @@ from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe
-from monograph.run.recorded_state import MOST, newest, require
+from monograph.run.recorded_state import MOST, newest, recorded_files, require
 from recorded import recorded
 
 UPDATE = 3
@@ -53,6 +53,7 @@ def whole() -> dict[str, Any]:
         "metrics_sha256": "0" * 64,
         "attention": "flash",
         "tokenizer_files": {},
+        "files": {"teachers.json": "0" * 64},
     }
 
 
@@ -104,7 +105,7 @@ def test_every_entry_of_another_type_or_range_is_refused_by_name() -> None:
 
 
 def test_a_missing_entry_is_named() -> None:
-    optional = {"metrics_sha256", "attention", "tokenizer_files"}
+    optional = {"metrics_sha256", "attention", "tokenizer_files", "files"}
     for name in whole().keys() - optional:
         state = whole()
         del state[name]
@@ -113,6 +114,16 @@ def test_a_missing_entry_is_named() -> None:
         ):
             require(state, UPDATE, RUN)
     require({name: value for name, value in whole().items() if name not in optional}, UPDATE, RUN)
+
+
+def test_files_that_a_run_learns_from_are_in_its_own_folder_and_an_earlier_version_had_one() -> (
+    None
+):
+    assert recorded_files(whole()) == {"teachers.json": "0" * 64}
+    assert recorded_files({"teachers": "1" * 64}) == {"teachers.json": "1" * 64}
+    for name in ("../teachers.json", "/etc/passwd", "a/b.json", ""):
+        with pytest.raises(InputRefused, match="files"):
+            require(whole() | {"files": {name: "0" * 64}}, UPDATE, RUN)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from monograph.config import load
+from monograph.config.keys import PreferSection
 from monograph.run.folder import Run
 from monograph.run.writing import write_tokenizer
 from monograph.session.door import job_of
@@ -51,4 +52,7 @@ def test_an_objective_has_its_own_keys_decided(tmp_path: Path) -> None:
     job = job_of(load(None, {"prefer.loss": "simpo", "prefer.gamma": 0.5}, {}))
     assert isinstance(job.objective, Preferences) and job.objective.preference
     assert job.objective.preference.parameters["gamma"] == 0.5
-    assert job.record.settings.prefer.beta == job.objective.preference.parameters["beta"]
+    assert (
+        job.record.settings.section(PreferSection).beta
+        == job.objective.preference.parameters["beta"]
+    )

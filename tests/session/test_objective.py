@@ -1,40 +1,44 @@
 """Run: pytest tests/session/test_objective.py
 
-A way to learn that the package does not have, in one file: nothing else has to know of it.
+A way to learn that the package does not have, in one file and one row: nothing else has to know of
+it.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+import monograph
+from clocks import HANG_S
 from laws.resumed import cut_back, fingerprint, resume, start
 from monograph.config import Settings
-from monograph.data.batches import Batch
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.trial import Trial
-from monograph.loss import hidden_of
-from monograph.model.config import LlamaConfig
 from monograph.report.run_report import write_run_page
-from monograph.run.folder import Run
+from monograph.run.folder import TEACHERS, Run
 from monograph.run.progress import Progress
 from monograph.session import objectives, reporting
-from monograph.session.objective import HeldOutScore, Objective, Task, held_out_said
+from monograph.session.objective import Objective, held_out_said
 from monograph.session.objectives.teachers import taught
 from monograph.session.objectives.texts import TextTask
-from monograph.session.opening import Opening
 from monograph.session.plan import Plan
 from monograph.text.tokenizer import Tokenizer
+from session.logits import ROWS, Logits, LogitTask
 
-ROWS, LENGTH, ALIKE = 12, 8, (3.0, 1.0)  # the teacher's logits of the next token, and of all others
+LENGTH, ALIKE = 8, (3.0, 1.0)  # the teacher's logits of the next token, and of all others
 
 
 @pytest.mark.parametrize("count, share, said", [
@@ -47,51 +51,6 @@ def test_where_nothing_is_held_out_it_is_said_whether_that_was_asked_for(
     assert said in found and (count == share == 0) == (found == "none held out")
 
 
-class LogitLoss:
-    """The sum over positions of KL(teacher || model), from the teacher's logits in a file."""
-
-    def __call__(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_ND, head = hidden_of(model, batch)
-        teacher_NV = batch["logits"].flatten(0, 1).log_softmax(-1)
-        own_NV = (hidden_ND @ head.weight.T).log_softmax(-1)
-        return nn.functional.kl_div(
-            own_NV, teacher_NV, reduction="sum", log_target=True
-        ), self.count(batch)
-
-    def count(self, batch: Batch) -> torch.Tensor:
-        return torch.tensor(batch["tokens"].numel())
-
-
-class Logits:
-    """Rows of tokens with a teacher's logits, [R, T] and [R, T, V], from a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self.tokenizer = Tokenizer.bytes()
-        self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
-        self.vocab_size = self.tokenizer.vocab_size
-        self.skipped: dict[str, int] = {}
-        self.rows: Batch = torch.load(path)
-
-
-class LogitWindows(Iterator[Batch]):
-    skip: tuple[tuple[int, int], ...] = ()
-
-    def __init__(self, rows: Batch, per_window: int, position: int) -> None:
-        self.rows, self.rows_per_window, self.rows_consumed = rows, per_window, position
-
-    def __next__(self) -> Batch:
-        chosen = torch.arange(self.rows_consumed, self.rows_consumed + self.rows_per_window) % ROWS
-        self.rows_consumed += self.rows_per_window
-        return {name: tensor[chosen] for name, tensor in self.rows.items()}
-
-    def state(self) -> dict[str, Any]:
-        return {"rows": self.rows_consumed, "seed": 0}
-
-    def close(self) -> None:
-        pass
-
-
 class LogitObjective(Objective):
     def is_chosen(self, settings: Settings) -> bool:
         return str(settings.data.source).endswith(".logits")
@@ -100,61 +59,11 @@ class LogitObjective(Objective):
         return LogitTask(Logits(Path(str(plan.job.reading.source))))
 
 
-class LogitTask(Task):
-    score = "kl", "eval_kl"
-    data: Logits
-
-    def __init__(self, data: Logits) -> None:
-        self.data = data
-
-    def loss(self, plan: Plan, model: nn.Module) -> LogitLoss:
-        return LogitLoss()
-
-    @property
-    def per_epoch(self) -> int:
-        return ROWS
-
-    def windows(
-        self, position: int, seed: int | None, skip: Sequence[Sequence[int]]
-    ) -> LogitWindows:
-        return LogitWindows(self.data.rows, self.plan().training.window_rows, position)
-
-    @property
-    def described(self) -> str:
-        return f"{self.data.name}: {ROWS} rows of logits"
-
-    def trial_result(self, trial: Trial) -> str:
-        return f"{trial.loss:.2f} nats from the teacher"
-
-    def amount(self, rows_per_window: int, updates: int) -> str:
-        return f"{rows_per_window} rows of logits"
-
-    def tokens_in_all(self, updates: int) -> int:
-        return updates * self.plan().training.tokens_per_update
-
-    def tokens_of(self, windows: Any) -> float:
-        return float(self.plan().training.tokens_per_update)
-
-    @property
-    def scores_untrained(self) -> bool:
-        return True
-
-    def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore:
-        total, count = self.engine.evaluate(self.data.rows)  # all of them
-        kl = float(total / count)
-        return HeldOutScore(int(self.engine.step.tokens), {"eval_kl": kl}, kl)
-
-    def opening(self, config: LlamaConfig | None) -> Opening:
-        return Opening("a", "a", (), ("a",))
-
-    def sample(self, opening: Opening, write: Callable[[], str | None]) -> str | None:
-        return None
-
-    def standing(
-        self, rows: Sequence[Mapping[str, Any]], held_out: Any, yardsticks: Mapping[str, float]
-    ) -> str:
-        first, *_, last = [row["eval_kl"] for row in rows if "eval_kl" in row]
-        return f"   {last:.3f} nats from the teacher ({first:.3f} before)"
+def write_logits(path: Path) -> None:
+    tokens = torch.randint(97, 123, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    logits = torch.full((ROWS, LENGTH, Tokenizer.bytes().vocab_size), ALIKE[1])
+    logits.scatter_(2, tokens.unsqueeze(2), ALIKE[0])
+    torch.save({"tokens": tokens, "logits": logits}, path)
 
 
 @pytest.fixture
@@ -162,10 +71,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(objectives, "OBJECTIVES", (LogitObjective(), *objectives.OBJECTIVES))
     monkeypatch.setattr(reporting, "write_report", lambda *given: write_run_page(*given, ""))
     monkeypatch.chdir(tmp_path)
-    tokens = torch.randint(97, 123, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
-    logits = torch.full((ROWS, LENGTH, Tokenizer.bytes().vocab_size), ALIKE[1])
-    logits.scatter_(2, tokens.unsqueeze(2), ALIKE[0])
-    torch.save({"tokens": tokens, "logits": logits}, tmp_path / "teacher.logits")
+    write_logits(tmp_path / "teacher.logits")
     return tmp_path / "teacher.logits"
 
 
@@ -198,6 +104,105 @@ def test_a_new_way_to_learn_is_an_objective_and_a_task(
         resume("changed")
 
 
+# What somebody writes who adds a way to learn with keys of its own: a file, and a row of keys.py.
+NEW_FILE = '''"""Learn from the logits of a teacher."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from monograph.config import Settings
+from monograph.config.keys import LOGITS_WAY, LogitsSection
+from monograph.run.progress import Progress
+from monograph.session.objective import Objective, Opened, Task
+from monograph.session.plan import Plan
+from session.logits import Logits, LogitTask
+
+
+@dataclass(frozen=True)
+class LogitObjective(Objective):
+    way = LOGITS_WAY
+    file: str = ""
+    temperature: float = 0.0
+
+    def opened(self, settings: Settings, length: int) -> Opened:
+        asked = settings.section(LogitsSection)
+        temperature = 1.0 if asked.temperature is None else asked.temperature
+        decided = LogitObjective(str(asked.file), temperature)
+        return Opened(decided, {"logits.temperature": temperature})
+
+    def open(self, plan: Plan, progress: Progress) -> Task:
+        return LogitTask(Logits(Path(self.file)), self.temperature)
+
+
+OBJECTIVE = LogitObjective()
+'''
+NEW_ROW = '''
+class LogitsSection(Section):
+    """The logits of a teacher, which are imitated. To use them, set file."""
+
+    fixed = _OF_TEXTS
+
+    file: Text | None = _key(None, "a file", "Logits to learn from.", example="FILE")
+    temperature: PositiveFloat | None = _key(
+        None, ABOVE_0.expected, "Temperature of the teacher.", usual=1.0, belongs_to="logits.file"
+    )
+
+
+LOGITS_WAY = WayToLearn(
+    Kind("logits", (Measure("eval_kl", "nats from the teacher"),), "logits.file", ("logits.file",)),
+    LogitsSection,
+)
+WAYS_TO_LEARN = (LOGITS_WAY, REWARDS_WAY, PREFERENCES_WAY, TEXTS_WAY)
+'''
+
+
+def test_a_new_way_to_learn_with_its_own_keys_is_a_file_and_a_row(tmp_path: Path) -> None:
+    """In a copy of the package, by the command line."""
+    package = tmp_path / "src" / "monograph"
+    shutil.copytree(
+        Path(monograph.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    (package / "session" / "objectives" / "logits.py").write_text(NEW_FILE)
+    keys = package / "config" / "keys.py"
+    table = re.compile(r"^WAYS_TO_LEARN.*\n", re.MULTILINE)
+    written, replaced = table.subn(lambda _: NEW_ROW, keys.read_text())
+    assert replaced == 1
+    keys.write_text(written)
+    write_logits(tmp_path / "teacher.logits")
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{package.parent}:{tests}"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "monograph", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+        )
+
+    said = run("keys", "logits").stdout
+    assert "logits.file" in said and "Temperature of the teacher." in said
+    given = [f"{key}={value}" for key, value in SETTINGS.items() if key != "data.source"]
+    refused = run("train", *given, "logits.temperature=2")
+    assert refused.returncode == 2 and "logits.temperature is of logits.file" in refused.stderr
+    varied = run("sweep", *given, "logits.temperature=1,2")
+    assert varied.returncode == 2 and "logits.temperature cannot be an axis" in varied.stderr
+    trained = run(
+        "train", *given, "logits.file=teacher.logits", "logits.temperature=2", "--out", "run"
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert "nats from the teacher" in trained.stderr
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["logits"] == {
+        "file": "teacher.logits",
+        "temperature": 2.0,
+    }
+    [listed] = json.loads(run("runs", ".", "--json").stdout)["runs"]
+    assert (listed["kind"], listed["unit"]) == ("logits", "nats from the teacher")
+    assert 0 < listed["value"] < 1
+
+
 def test_a_run_with_teachers_is_a_task_of_its_own_and_they_teach_texts_alone(
     tmp_path: Path,
 ) -> None:
@@ -208,7 +213,7 @@ def test_a_run_with_teachers_is_a_task_of_its_own_and_they_teach_texts_alone(
     assert taught(plain, run, 1) is plain and not plain.digests
     (run.folder / "teachers.json").write_text("{}")
     task = taught(plain, run, 1)
-    assert task.data is text and task.digests == {"teachers": hashlib.sha256(b"{}").hexdigest()}
+    assert task.data is text and task.digests == {TEACHERS: hashlib.sha256(b"{}").hexdigest()}
     assert not task.is_foreseen, "no plan and no other process has the teachers"
     with pytest.raises(
         UsageError,

@@ -147,6 +147,16 @@ def test_members_of_one_seed_read_the_same_rows(runs: list[Run], text: Corpus) -
     together.close()
 
 
+def test_a_graph_that_rounds_by_another_seed_is_not_filled_anew(text: Corpus) -> None:
+    """The seed of stochastic rounding is a constant of the graph; other states do not read it."""
+    for state, filled in (("fp32", True), ("bf16", False)):
+        first, other = (
+            make_engine(built(member, text)[0], torch.device("cpu"))
+            for member in members([{"train.seed": 0}, {"train.seed": 1}], **{"optim.state": state})
+        )
+        assert batch.refill(first, other) == filled, state
+
+
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_an_engine_that_is_filled_anew_trains_as_a_fresh_one(
     text: Corpus, backend: Backend

@@ -18,7 +18,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from monograph import __version__, cards, interrupts
-from monograph.errors import UsageError
+from monograph.errors import UsageError, join_with_or
+from monograph.model.exports import EXPORTS
+from monograph.report.trackers import LIBRARIES
 
 if TYPE_CHECKING:
     # New releases of typer have a copy of click in typer._click. Older ones import click, whose
@@ -521,7 +523,12 @@ def check(
     interrupts.working(command)(run, laws=laws, json=json)
 
 
-@_command(INSPECT, "monograph follow last --to tensorboard")
+_FOLLOW = f"""Log a run to {join_with_or(library.title for library in LIBRARIES.values())}.
+
+It follows a run that is training until that stops, and sends a finished run at once."""
+
+
+@_command(INSPECT, "monograph follow last --to tensorboard", _FOLLOW)
 def follow(
     run: Annotated[
         str,
@@ -529,16 +536,13 @@ def follow(
             metavar="RUN|SWEEP", help="a run, `last`, or a sweep, of which all members are sent"
         ),
     ],
-    to: Annotated[str, _option("TRACKER", "tensorboard, wandb, trackio or mlflow")],
+    to: Annotated[str, _option("TRACKER", join_with_or(LIBRARIES))],
     out: Annotated[
         Path | None,
         _path_option("DIR", "folder of the tracker's files; default: the tracker's own"),
     ] = None,
 ) -> None:
-    """Log a run to TensorBoard, W&B, trackio or MLflow.
-
-    It follows a run that is training until that stops, and sends a finished run at once.
-    """
+    """Log a run to a tracker."""
     from monograph.commands.follow import run as command
 
     interrupts.working(command)(run, to=to, out=out)
@@ -710,20 +714,31 @@ def serve(
     )
 
 
-@_command(USE, "monograph export last --to out --format gguf")
+_CONVERTING = [export for export in EXPORTS.values() if export.dtypes]
+
+
+@_command(
+    USE,
+    "monograph export last --to out --format gguf",
+    f"Write a model for {join_with_or(tool for export in EXPORTS.values() for tool in export.tools)}.",
+)
 def export(
     run: Run,
     to: Annotated[
         str, _option("DIR", "the folder to write; hf://OWNER/NAME: push to the Hugging Face Hub")
     ],
     format: Annotated[
-        str, _option("hf|gguf", "hf: for transformers; gguf: for llama.cpp and Ollama")
-    ] = "hf",
+        str,
+        _option(
+            "|".join(EXPORTS),
+            "; ".join(f"{name}: for {' and '.join(each.tools)}" for name, each in EXPORTS.items()),
+        ),
+    ] = next(iter(EXPORTS)),
     dtype: Annotated[
         str | None,
         _option(
-            "f32|f16|bf16|q8_0|q4_k_m|q5_k_m|q6_k",
-            "data type of the weights in a GGUF file; default: their own",
+            "|".join(dict.fromkeys(dtype for export in _CONVERTING for dtype in export.dtypes)),
+            f"data type of the weights in {join_with_or(export.what for export in _CONVERTING)}; default: their own",
         ),
     ] = None,
 ) -> None:

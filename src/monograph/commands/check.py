@@ -25,7 +25,7 @@ from monograph.model.files import has_weights
 from monograph.profiling.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.report.quantities import gibibytes, megabytes
 from monograph.run import recorded_state
-from monograph.run.folder import DEFAULT_ROOT, Run, standard_json
+from monograph.run.folder import DEFAULT_ROOT, TEACHERS, Run, standard_json
 from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
 from monograph.run.recipe import names_run, tokenizer_of
 from monograph.run.run_index import record, serial
@@ -243,10 +243,11 @@ def _of_some_runs(folder: Run, saved: Mapping[str, Any]) -> dict[str, MonographE
         files["from.json"] = _fault(lambda: recorded_parent(folder))
     if exists(folder.folder / REFERENCE):
         files[REFERENCE] = _fault(lambda: verify_reference(folder))
-    for entry, name in recorded_state.FILES.items():
+    recorded = recorded_state.recorded_files(saved)
+    for name in sorted({TEACHERS, *recorded}):
         path = folder.folder / name
-        if exists(path) or entry in saved:
-            files[name] = _fault(partial(_sha256, path), saved.get(entry))
+        if exists(path) or name in recorded:
+            files[name] = _fault(partial(_sha256, path), recorded.get(name))
     return files
 
 

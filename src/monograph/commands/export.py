@@ -2,66 +2,47 @@
 
 from pathlib import Path
 
-from monograph.errors import InputRefused, UsageError
-from monograph.model.adapter import (
-    GGUF_FILE,
-    Packed,
-    require_gguf_form,
-    write_adapter,
-    write_gguf_adapter,
-)
+from monograph.errors import InputRefused, UsageError, join_with_or
+from monograph.model.adapter import Packed
 from monograph.model.config import LlamaConfig
-from monograph.run.models import check, load_to_export, save
+from monograph.model.exports import EXPORTS, Export, require_export
+from monograph.run.models import load_to_export, save
 from monograph.run.repository import push, require_account
 from monograph.storage.code import HUB
 from monograph.storage.writing import temporary_folder
-from monograph.terminal import shell_words, warn
+from monograph.terminal import warn
 
 ADAPTER = "adapter"  # the folder of the adapters alone, inside the merged model's folder
 
 
 def run(run: str, *, to: str | Path, format: str, dtype: str | None) -> None:
     """Write the newest sound checkpoint's model; see the command line's help."""
-    check(format, dtype)
+    export = require_export(format, dtype)
     if (name := str(to)).startswith(HUB):
         _pushed(run, name, format)
         return
-    model, tokenizer, adapters = load_to_export(run, warn)
+    model, tokenizer, trained = load_to_export(run, warn)
     to = Path(to)
-    if adapters and format == "gguf":
-        adapters = _with_gguf_form(adapters, model.config)
+    adapters = _with_form(trained, export, model.config)
 
     def beside(new: Path) -> None:
         """Write the adapters alone, so that both get their names at once."""
-        if adapters is None:
-            return
-        (new / ADAPTER).mkdir()
-        if format == "gguf":
-            write_gguf_adapter(adapters, model.config, new / ADAPTER)
-        else:
-            write_adapter(adapters, new / ADAPTER)
+        if adapters is not None:
+            (new / ADAPTER).mkdir()
+            export.write_adapters(adapters, model.config, new / ADAPTER)
 
     save(model, to, tokenizer, format, dtype, warn, beside)
-    if format == "gguf":
-        if adapters:
-            print(
-                f"{to / ADAPTER / GGUF_FILE}: the adapters alone, for llama.cpp beside a GGUF file of the base"
-            )
-        modelfile = shell_words(to / "Modelfile")
-        print(
-            f"{to}: a GGUF file for llama.cpp, and a Modelfile: ollama create NAME -f {modelfile}"
-        )
-        return
-    if adapters:
-        print(f"{to / ADAPTER}: the adapters alone, for PEFT and for model.init")
-    call = f"AutoModelForCausalLM.from_pretrained({str(to)!r})"
-    print(f"{to}: a Hugging Face folder; transformers loads it with {call}")
+    if adapters is not None:
+        print(export.describe_adapters(to / ADAPTER))
+    print(export.describe(to))
 
 
-def _with_gguf_form(adapters: Packed, config: LlamaConfig) -> Packed | None:
-    """Return the adapters, or None with a warning if a GGUF file has no form for them."""
+def _with_form(adapters: Packed | None, export: Export, config: LlamaConfig) -> Packed | None:
+    """Return the adapters, or None with a warning if the format has no form for them."""
+    if adapters is None:
+        return None
     try:
-        require_gguf_form(adapters, config)
+        export.require_adapters(adapters, config)
     except InputRefused as error:
         warn(f"{error}: the model is written merged, without a file of its adapters")
         return None
@@ -72,13 +53,14 @@ def _pushed(run: str, name: str, format: str) -> None:
     """Export into a temporary folder, and push that. Adapters stay here: they name their base's
     folder on this disk.
     """
-    if format != "hf":
+    if not EXPORTS[format].is_pushed:
+        pushed = join_with_or([word for word, export in EXPORTS.items() if export.is_pushed])
         raise UsageError(
-            f"--to {name}: --format {format} is written to a folder; only hf is pushed"
+            f"--to {name}: --format {format} is written to a folder; only {pushed} is pushed"
         )
     require_account(name)
     with temporary_folder() as place:
         model, tokenizer, _ = load_to_export(run, warn)
-        save(model, place / "model", tokenizer, warn=warn)
+        save(model, place / "model", tokenizer, format, warn=warn)
         address = push(place / "model", name)
     print(f"{address}: one commit with the whole model; model.init={name} begins from it")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from monograph.config.keys import WAYS_TO_LEARN
 from monograph.errors import InputRefused
 from monograph.report.quantities import megabytes
 from monograph.run.folder import DEFAULT_ROOT
@@ -31,7 +32,7 @@ def run(folder: Path | None, *, json: bool) -> None:
     if is_file(root / "run.lock") and not is_file(root / SWEEP):
         above = shell_words("monograph", "runs", root.parent)
         raise InputRefused(f"{root} is a run: `{above}` lists it with those beside it")
-    found = listed(root) if is_folder(root) else []
+    found = listed(root, [way.kind for way in WAYS_TO_LEARN]) if is_folder(root) else []
     best = best_of(found)
     if json:
         print(

@@ -270,7 +270,8 @@ def report_vmap_loops(report: Callable[[str], None]) -> Iterator[None]:
 def without_fast_path() -> Iterator[None]:
     """Disable the fast path of torch's attention layers inside a `with` block.
 
-    `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` take this fused path in evaluation mode, and vmap cannot batch it.
+    `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` take this fused path in evaluation
+    mode, and vmap cannot batch it.
     """
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

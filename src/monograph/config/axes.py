@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from monograph.config.given import COMMAND_LINE, Given, raise_all
-from monograph.config.keys import KEYS
+from monograph.config.keys import KEYS, described
 from monograph.config.renamed import Texts, joined, translated, translated_each
 from monograph.config.settings import a_run_each, as_typed, check
 from monograph.config.toml_file import from_toml
@@ -22,101 +22,13 @@ from monograph.ensemble.knobs import log_range, require_ends
 from monograph.errors import UsageError
 
 SEED = "train.seed"
-# Members of one graph may differ in these keys: numbers that an update reads, and the seed of
-# weights and row order.
-IN_ONE_GRAPH = (
-    "optim.lr",
-    "optim.weight_decay",
-    "optim.betas",
-    "optim.eps",
-    "optim.warmup_updates",
-    "optim.schedule",
-    "optim.min_lr_ratio",
-    SEED,
-)
-# These keys change shapes, the graph or the length, so members that differ in them are in groups
-# with a graph each.
-BETWEEN_GRAPHS = (
-    "model.preset",
-    "model.family",
-    "model.init",
-    "model.hidden_size",
-    "model.intermediate_size",
-    "model.num_hidden_layers",
-    "model.num_attention_heads",
-    "model.num_key_value_heads",
-    "model.tie_word_embeddings",
-    "data.tokenizer",
-    "data.vocab_size",
-    "data.sequence_length",
-    "data.packing",
-    "optim.name",
-    "optim.state",
-    "optim.master_weights",
-    "optim.grad_clip",
-    "optim.skip_spikes",
-    "optim.ema",
-    "optim.transfer",
-    "optim.transfer_base",
-    "train.updates",
-    "train.tokens",
-    "train.tokens_per_update",
-    "train.precision",
-    "lora.rank",
-    "lora.alpha",
-    "lora.rslora",
-    "lora.dora",
-    "lora.lr_ratio",
-    "lora.targets",
-    "lora.dropout",
-    "lora.base",
-)
+# What each key declares, see `monograph.config.keys.Key`.
+_DESCRIBED = {key: described(key) for key in KEYS}
+IN_ONE_GRAPH = tuple(key for key, said in _DESCRIBED.items() if said.varies == "in one graph")
+BETWEEN_GRAPHS = tuple(key for key, said in _DESCRIBED.items() if said.varies == "between graphs")
 AXES = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
-# More of these nearly always scores better, so that the best value at an axis' end says nothing.
-AMOUNTS = (
-    "model.hidden_size",
-    "model.intermediate_size",
-    "model.num_hidden_layers",
-    "model.num_attention_heads",
-    "model.num_key_value_heads",
-    "data.vocab_size",
-    "data.sequence_length",
-    "optim.transfer_base",
-    "train.updates",
-    "train.tokens",
-)
-# The reasons why all other keys cannot be axes.
-_OTHER_TEXT = "members are compared on the same text"
-_NO_EFFECT = "it does not change what a member learns"
-_WHY_NOT = {
-    "data.source": _OTHER_TEXT,
-    "data.weights": _OTHER_TEXT,
-    "data.held_out": _OTHER_TEXT,
-    "data.text_key": _OTHER_TEXT,
-    "data.ignore_keys": _OTHER_TEXT,
-    "data.bad_records": _OTHER_TEXT,
-    "data.answers": _OTHER_TEXT,
-    "data.too_long": _OTHER_TEXT,
-    "train.wall_minutes": "how much a member learns in a time is the machine's doing",
-    "train.minutes": "how much a member learns in a time is the machine's doing",
-    "train.epochs": "say it in train.updates or train.tokens",
-    "train.micro_batch": _NO_EFFECT,
-    "train.compile": _NO_EFFECT,
-    "train.remat": _NO_EFFECT,
-    "train.memory": _NO_EFFECT,
-    "train.parallel": _NO_EFFECT,
-    "train.gather_dtype": _NO_EFFECT,
-    "train.eval_every": _NO_EFFECT,
-    "train.save_every": _NO_EFFECT,
-    "train.keep": _NO_EFFECT,
-    "model.vocab_size": "it is the tokenizer's",
-    "model.max_position_embeddings": "vary data.sequence_length",
-    "lora.tokens": "which tokens a base never saw is no choice",
-    **dict.fromkeys(
-        (key for key in KEYS if key.startswith(("rl.", "prefer."))),
-        "members of one graph learn from texts alone: start a run for each value",
-    ),
-}
+AMOUNTS = tuple(key for key, said in _DESCRIBED.items() if said.is_amount)
+_WHY_NOT = {key: said.fixed for key, said in _DESCRIBED.items() if key not in AXES}
 
 _IN_BRACKETS = ("optim.betas",)  # keys of which one value is a pair
 _RANGES = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"

@@ -7,7 +7,10 @@ Sources: the arguments of transformers' Trainer 5, TRL 1, PEFT 0.18, Unsloth, ax
 torchtune, nanoGPT, nanochat, vLLM and llama.cpp.
 """
 
+from monograph.optim_table import OPTIMIZERS
+
 _BETAS = "say optim.betas=0.9,0.95, which holds both"
+_OPTIMIZERS = " or ".join(f"optim.name={name}" for name in OPTIMIZERS)
 _TRACKER = (
     "say monograph follow RUN --to wandb, beside the run, or to tensorboard, trackio or mlflow"
 )
@@ -45,7 +48,7 @@ ELSEWHERE: dict[str, str] = {
     "adam_beta2": _BETAS,
     "adam_epsilon": "optim.eps",
     "max_grad_norm": "optim.grad_clip",
-    "optim": "say optim.name=adamw or optim.name=muon; with optim.state=8bit it is adamw_8bit",
+    "optim": f"say {_OPTIMIZERS}; with optim.state=8bit it is adamw_8bit",
     "bf16": "say train.precision=bf16",
     "fp16": "say train.precision=fp16",
     "tf32": "say train.precision=bf16: fp32 is full precision here",

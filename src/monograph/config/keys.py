@@ -6,17 +6,25 @@ The pages, `--print-config` and errors have these texts from here (`described`).
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict, Unpack, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
+from monograph.errors import join_with_or
 from monograph.model.families import FAMILIES, FIRST_FAMILY, PRESETS
-from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
+from monograph.optim_table import FORMATS, OPTIMIZERS
+from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE, Range
 from monograph.rl.advantages import ADVANTAGES
+from monograph.rl.parameters import Parameter
+from monograph.rl.preferences import LOSSES
+from monograph.rl.rewards import OWN_FUNCTION, REWARDS
+from monograph.run import listing
+from monograph.run.listing import Kind, Measure
+from monograph.schedule import SCHEDULES
 
 Auto = Literal["auto"]
 
@@ -104,9 +112,20 @@ Weight = Annotated[float, Field(ge=LIGHTEST, le=HEAVIEST)]
 Weights = Annotated[list[Weight], Field(min_length=1), BeforeValidator(_numbers)]
 Momentum = Annotated[float, AfterValidator(DECAY.checked)]
 
+# How the members of a sweep may differ in a key.
+#   in one graph:    it is a number that an update reads, or the seed of weights and row order
+#   between graphs:  it changes shapes, the graph or the length, so each value has its own graph
+Varies = Literal["in one graph", "between graphs"]
+# Why they cannot, where several keys have the same reason.
+_SAME_TEXT = "members are compared on the same text"
+_NO_EFFECT = "it does not change what a member learns"
+_OF_ONE_TIME = "how much a member learns in a time is the machine's doing"
+_OF_TEXTS = "members of one graph learn from texts alone: start a run for each value"
+
 
 class Key(NamedTuple):
-    """What a key means and takes, as the pages, `--print-config` and errors say it.
+    """What a key means and takes, as the pages, `--print-config` and errors say it, and what becomes
+    of it in other runs.
 
     Attributes:
         meaning: one sentence or two, in one line.
@@ -117,41 +136,52 @@ class Key(NamedTuple):
         example: a value that somebody might set; None where the default is one.
         auto: what "auto" stands for, which the meaning ends with; "" if the key does not take it.
         choices: what each word that it takes stands for, besides "auto".
+        belongs_to: the key about whose value it says something, see `belonging`; "" if there is none.
+        varies: how the members of a sweep may differ in it, see `Varies`; None: not at all.
+        fixed: why the members of a sweep cannot differ in it; "" if they can.
+        is_amount: whether more of it nearly always scores better, so that the best value at an
+            axis' end says nothing.
+        is_of_place: whether a resumed run may change it. Such a key says where and in which graphs
+            the run trains, or which records it can read, and changes no equation.
+        is_of_one_run: whether a run that begins from another one decides it anew: the length, what
+            depends on the length, and the ranks.
     """
 
     meaning: str
     expected: str
     default: object
-    otherwise: str
-    example: object
-    auto: str
-    choices: Mapping[str, str]
+    otherwise: str = ""
+    example: object = None
+    auto: str = ""
+    choices: Mapping[str, str] = MappingProxyType({})
+    belongs_to: str = ""
+    varies: Varies | None = None
+    fixed: str = ""
+    is_amount: bool = False
+    is_of_place: bool = False
+    is_of_one_run: bool = False
 
 
-class _Said(TypedDict):
-    """What a field of a section says of its key; see `_key`."""
+class _More(TypedDict, total=False):
+    """What a declaration says of a key; see `Key`.
 
-    expected: str
+    `usual` is the value that applies where a key without a default is not given.
+    """
+
     usual: object
     otherwise: str
     example: object
     auto: str
     choices: Mapping[str, str]
     belongs_to: str
+    varies: Varies
+    fixed: str
+    is_amount: bool
+    is_of_place: bool
+    is_of_one_run: bool
 
 
-def _key(
-    default: Any,
-    expected: str,
-    meaning: str,
-    *,
-    usual: object = None,
-    otherwise: str = "",
-    example: object = None,
-    auto: str = "",
-    choices: Mapping[str, str] = MappingProxyType({}),
-    belongs_to: str = "",
-) -> Any:
+def _key(default: Any, expected: str, meaning: str, **said: Unpack[_More]) -> Any:
     """Define a configuration key.
 
     Args:
@@ -159,67 +189,103 @@ def _key(
             elsewhere.
         expected: completes the sentence "expected ..." of the error for a wrong value.
         meaning: what the key means, in one line.
-        usual: the value that applies where a key without a default is not given.
-        otherwise: what applies there in words, if it is no single value.
-        example: a value that somebody might set, of a key that has no default, or whose default is
-            auto.
-        auto: what "auto" stands for, of a key that takes it.
-        choices: what each word that it takes stands for, besides "auto".
-        belongs_to: the key about whose value it says something, see `belonging`.
+        said: what else there is to say; `fixed` may be left out if its section says it.
     """
-    said = _Said(
-        expected=expected,
-        usual=usual,
-        otherwise=otherwise,
-        example=example,
-        auto=auto,
-        choices=dict(choices),
-        belongs_to=belongs_to,
-    )
-    if auto:
-        meaning = f"{meaning} auto: {auto}."
-    return Field(default, description=meaning, json_schema_extra=cast(dict[str, Any], said))
+    if "auto" in said:
+        meaning = f"{meaning} auto: {said['auto']}."
+    extra = cast(dict[str, Any], {"expected": expected} | said)
+    return Field(default, description=meaning, json_schema_extra=extra)
 
 
 def _choice(
-    default: Any,
-    meaning: str,
-    choices: Mapping[str, str],
-    *,
-    usual: object = None,
-    otherwise: str = "",
-    example: object = None,
-    also: str = "",
-    auto: str = "",
-    belongs_to: str = "",
+    default: Any, meaning: str, words: Mapping[str, str], *, also: str = "", **said: Unpack[_More]
 ) -> Any:
     """Define a key that takes one of some words, each with what it stands for, "auto", or what
     `also` says.
     """
-    words = [*(["auto"] if auto else []), *choices, *([also] if also else [])]
-    expected = f"{', '.join(words[:-1])} or {words[-1]}"
-    return _key(
-        default,
-        expected,
-        meaning,
-        usual=usual,
-        otherwise=otherwise,
-        example=example,
-        auto=auto,
-        choices=choices,
-        belongs_to=belongs_to,
-    )
+    values = [*(["auto"] if "auto" in said else []), *words, *([also] if also else [])]
+    said["choices"] = words
+    return _key(default, join_with_or(values), meaning, **said)
 
 
 class Section(BaseModel):
-    """A table of the TOML file; a key that is not given is None if it has no default."""
+    """A table of the TOML file; a key that is not given is None if it has no default.
+
+    Attributes:
+        fixed: why a sweep cannot vary those of its keys that do not say more.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    fixed: ClassVar[str] = ""
 
     @classmethod
     def about(cls) -> str:
         """Return what the section is about, its docstring, in one line."""
         return " ".join((cls.__doc__ or "").split())
+
+
+def _with_parameters(
+    section: type[Section], chosen_by: str, declared: Mapping[str, Sequence[Parameter]]
+) -> Any:
+    """Return a section with one more key for each parameter of a table's rows.
+
+    Args:
+        section: the section, which has the key that chooses a row.
+        chosen_by: that key, such as "prefer.loss".
+        declared: the parameters of each row, by the row's name. Several rows may have the same
+            parameter with different defaults.
+    """
+    parameters: dict[str, Parameter] = {}
+    rows: dict[str, dict[float | str | None, list[str]]] = {}  # by field, then by default
+    for row, of_row in declared.items():
+        for parameter in of_row:
+            parameters.setdefault(parameter.field, parameter)
+            rows.setdefault(parameter.field, {}).setdefault(parameter.default, []).append(row)
+    fields: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        if len(rows[name]) == 1:
+            usual, otherwise, example = parameter.default, "", parameter.example
+        else:
+            usual, otherwise, example = None, _defaults_said(rows[name]), parameter.default
+        values = parameter.values
+        expected = values.expected if isinstance(values, Range) else values
+        field = _key(
+            None,
+            expected,
+            parameter.meaning,
+            usual=usual,
+            otherwise=otherwise,
+            example=example,
+            belongs_to=chosen_by,
+        )
+        fields[name] = (_type_of(values) | None, field)
+    return create_model(section.__name__, __base__=section, **fields)
+
+
+def _type_of(values: Range | str) -> Any:
+    """Return the type of a parameter's key."""
+    if not isinstance(values, Range):
+        return Text
+    return Annotated[int if values.whole else float, AfterValidator(values.checked)]
+
+
+def _defaults_said(rows: Mapping[float | str | None, Sequence[str]]) -> str:
+    """Return the defaults of several rows in words, such as "0.1, and 2 for simpo".
+
+    Args:
+        rows: the rows that have a default, by the default.
+    """
+    usual = max(rows, key=lambda default: len(rows[default]))
+    others = [
+        f"{_said(default)} for {' and '.join(names)}"
+        for default, names in rows.items()
+        if default != usual
+    ]
+    return f"{_said(usual)}, and {', '.join(others)}"
+
+
+def _said(default: float | str | None) -> str:
+    return f"{default:g}" if isinstance(default, int | float) else str(default)
 
 
 _SIZE = f"a whole number above 0, at most {MOST_SIZE}"
@@ -240,12 +306,14 @@ class ModelSection(Section):
         },
         auto="micro, unless sizes are given",
         example="124m",
+        varies="between graphs",
     )
     family: Literal[tuple(FAMILIES)] | None = _choice(  # type: ignore[valid-type]
         None,
         "Architecture of a new model.",
         {name: f"that of transformers' {family.architecture}" for name, family in FAMILIES.items()},
         usual=FIRST_FAMILY,
+        varies="between graphs",
     )
     init: Text | None = _key(
         None,
@@ -253,6 +321,7 @@ class ModelSection(Section):
         "Weights to start from, or the Python function that builds the model.",
         otherwise="a new model",
         example="FOLDER",
+        varies="between graphs",
     )
     vocab_size: Size | None = _key(
         None,
@@ -260,9 +329,16 @@ class ModelSection(Section):
         "Number of tokens that the embedding has rows for.",
         otherwise="the tokenizer's",
         example=4096,
+        fixed="it is the tokenizer's",
     )
     hidden_size: Size | None = _key(
-        None, _SIZE, "Width of the residual stream.", otherwise=_PRESETS, example=192
+        None,
+        _SIZE,
+        "Width of the residual stream.",
+        otherwise=_PRESETS,
+        example=192,
+        varies="between graphs",
+        is_amount=True,
     )
     intermediate_size: Size | None = _key(
         None,
@@ -270,6 +346,8 @@ class ModelSection(Section):
         "Width of the feed-forward layer.",
         otherwise=f"{_PRESETS}, or 8/3 of hidden_size",
         example=512,
+        varies="between graphs",
+        is_amount=True,
     )
     num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] | None = _key(
         None,
@@ -277,9 +355,17 @@ class ModelSection(Section):
         "Number of transformer blocks.",
         otherwise=_PRESETS,
         example=4,
+        varies="between graphs",
+        is_amount=True,
     )
     num_attention_heads: Size | None = _key(
-        None, _SIZE, "Number of query heads.", otherwise=_PRESETS, example=6
+        None,
+        _SIZE,
+        "Number of query heads.",
+        otherwise=_PRESETS,
+        example=6,
+        varies="between graphs",
+        is_amount=True,
     )
     num_key_value_heads: Size | None = _key(
         None,
@@ -287,9 +373,16 @@ class ModelSection(Section):
         "Number of key and value heads. It divides num_attention_heads.",
         otherwise=f"{_PRESETS}, or num_attention_heads",
         example=2,
+        varies="between graphs",
+        is_amount=True,
     )
     max_position_embeddings: Size | None = _key(
-        None, _SIZE, "Longest sequence in tokens.", otherwise="data.sequence_length", example=2048
+        None,
+        _SIZE,
+        "Longest sequence in tokens.",
+        otherwise="data.sequence_length",
+        example=2048,
+        fixed="vary data.sequence_length",
     )
     tie_word_embeddings: bool | None = _key(
         None,
@@ -297,6 +390,7 @@ class ModelSection(Section):
         "Whether the output head is the embedding's transpose.",
         otherwise=_PRESETS,
         example=True,
+        varies="between graphs",
     )
 
     def sizes(self) -> dict[str, Any]:
@@ -312,6 +406,7 @@ class DataSection(Section):
         "stdlib",
         "a path, a glob, or a list of them",
         "Text to train on. stdlib: Python's own sources. -: stdin. hf://OWNER/NAME: a dataset of the Hugging Face Hub.",
+        fixed=_SAME_TEXT,
     )
     weights: Weights | None = _key(
         None,
@@ -320,6 +415,7 @@ class DataSection(Section):
         otherwise="once each",
         example=[2.0, 1.0],
         belongs_to="data.source",
+        fixed=_SAME_TEXT,
     )
     tokenizer: Text = _choice(
         "auto",
@@ -328,6 +424,7 @@ class DataSection(Section):
         also="a tokenizer.json",
         auto="the model's own; for a new model bpe, which is trained on the text",
         example="bytes",
+        varies="between graphs",
     )
     vocab_size: Size | None = _key(
         None,
@@ -335,6 +432,8 @@ class DataSection(Section):
         "Number of tokens of a bpe that is trained.",
         usual=4096,
         belongs_to="data.tokenizer",
+        varies="between graphs",
+        is_amount=True,
     )
     sequence_length: Auto | Annotated[Count, Field(le=MOST_LENGTH)] = _key(
         "auto",
@@ -342,14 +441,20 @@ class DataSection(Section):
         "Tokens in a row.",
         auto="256 for a new model, else what the model has, at most 1,024",
         example=1024,
+        varies="between graphs",
+        is_amount=True,
     )
     packing: Literal["packed", "padded"] = _choice(
         "packed",
         "How documents fill rows.",
         {"packed": "documents share a row", "padded": "each document has rows of its own"},
+        varies="between graphs",
     )
     held_out: Share = _key(
-        0.05, "a number from 0 (none) to 0.5", "Share of the bytes that is kept for evaluation."
+        0.05,
+        "a number from 0 (none) to 0.5",
+        "Share of the bytes that is kept for evaluation.",
+        fixed=_SAME_TEXT,
     )
     text_key: Text | None = _key(
         None,
@@ -357,56 +462,58 @@ class DataSection(Section):
         "Key or column of a record that holds its text.",
         otherwise="text, or the keys of a chat",
         example="text",
+        fixed=_SAME_TEXT,
     )
     ignore_keys: Texts | None = _key(
         None,
         "a name, or a list of them",
         "Keys of records to leave out. A record with an unknown key is refused otherwise.",
         example=["my_key"],
+        fixed=_SAME_TEXT,
+        is_of_place=True,
     )
     bad_records: Literal["refuse", "skip"] = _choice(
         "refuse",
         "What is done with a record that has no usable text.",
         {"refuse": "the run does not start", "skip": "it is left out and counted"},
+        fixed=_SAME_TEXT,
     )
     answers: Literal["every", "last"] = _choice(
         "every",
         "Which answers of a conversation are trained on.",
         {"every": "all of them", "last": "the last one alone"},
+        fixed=_SAME_TEXT,
     )
     too_long: Literal["truncate", "refuse"] = _choice(
         "truncate",
         "What is done with a conversation that is longer than a row.",
         {"truncate": "turns at its front are left out", "refuse": "the run does not start"},
+        fixed=_SAME_TEXT,
     )
 
 
 class OptimSection(Section):
     """The update of the weights."""
 
-    name: Literal["auto", "adamw", "muon"] = _choice(
+    name: Literal["auto", *OPTIMIZERS] = _choice(  # type: ignore[valid-type]
         "auto",
         "The optimizer.",
-        {
-            "adamw": "AdamW for all weights",
-            "muon": "Muon for the matrices of blocks, AdamW for the rest",
-        },
+        {name: row.about for name, row in OPTIMIZERS.items()},
         auto="muon for a new model, else adamw",
         example="adamw",
+        varies="between graphs",
     )
-    state: Literal["fp32", "bf16", "8bit"] = _choice(
+    state: Literal[*FORMATS] = _choice(  # type: ignore[valid-type]
         "fp32",
         "Form of the optimizer's moments.",
-        {
-            "fp32": "8 bytes a parameter",
-            "bf16": "4 bytes a parameter, stochastically rounded",
-            "8bit": "2 bytes a parameter, in blocks with a scale",
-        },
+        {name: row.about for name, row in FORMATS.items()},
+        varies="between graphs",
     )
     master_weights: bool = _key(
         True,
         "true or false",
         "Whether weights are kept in fp32. false: in bf16, stochastically rounded.",
+        varies="between graphs",
     )
     lr: Auto | PositiveFloat = _key(
         "auto",
@@ -415,6 +522,7 @@ class OptimSection(Section):
         auto="2e-4 for adapters, 2e-5 for all weights of a model that exists, a tenth of these for rewards and "
         "preferences; for a new model by its preset, such as 6e-3 for nano and micro",
         example=3e-4,
+        varies="in one graph",
     )
     weight_decay: Auto | NonNegativeFloat = _key(
         "auto",
@@ -422,18 +530,26 @@ class OptimSection(Section):
         "Decoupled decay of the matrices.",
         auto="0.1; in a new nano or micro by the number of epochs",
         example=0.01,
+        varies="in one graph",
     )
     betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = _key(
-        (0.9, 0.95), "two numbers, 0 or more and below 1", "Decay of the first and second moment."
+        (0.9, 0.95),
+        "two numbers, 0 or more and below 1",
+        "Decay of the first and second moment.",
+        varies="in one graph",
     )
     eps: PositiveFloat = _key(
-        1e-8, ABOVE_0.expected, "Number that is added to the denominator of the update."
+        1e-8,
+        ABOVE_0.expected,
+        "Number that is added to the denominator of the update.",
+        varies="in one graph",
     )
     grad_clip: Literal["none"] | PositiveFloat = _key(
         1.0,
         f"{ABOVE_0.expected}, or none",
         "Largest norm of the gradient; a larger one is scaled down to it.",
         choices={"none": "gradients stay as they are"},
+        varies="between graphs",
     )
     skip_spikes: Auto | bool = _key(
         "auto",
@@ -441,15 +557,13 @@ class OptimSection(Section):
         "Skip updates whose loss and gradient both stand out.",
         auto="if gradients are clipped, except with rl.reward",
         example=False,
+        varies="between graphs",
     )
-    schedule: Literal["cosine", "constant", "wsd"] = _choice(
+    schedule: Literal[tuple(SCHEDULES)] = _choice(  # type: ignore[valid-type]
         "cosine",
         "Learning rate after the warm-up.",
-        {
-            "cosine": "falls along half a cosine to min_lr_ratio",
-            "wsd": "stays, and falls to min_lr_ratio over the last 20 %",
-            "constant": "stays",
-        },
+        {name: schedule.meaning for name, schedule in SCHEDULES.items()},
+        varies="in one graph",
     )
     min_lr_ratio: Ratio | None = _key(
         None,
@@ -457,6 +571,7 @@ class OptimSection(Section):
         "Share of optim.lr that the schedule falls to.",
         usual=0.05,
         belongs_to="optim.schedule",
+        varies="in one graph",
     )
     warmup_updates: Auto | Annotated[int, Field(ge=0, le=MOST_COUNT)] = _key(
         "auto",
@@ -464,17 +579,21 @@ class OptimSection(Section):
         "Updates of linear warm-up.",
         auto="5 % of the run, at least 10 (or half of a shorter run), at most 2,000",
         example=100,
+        varies="in one graph",
+        is_of_one_run=True,
     )
     ema: Literal["none"] | Fraction = _key(
         "none",
         f"{FRACTION.expected}, or none",
         "Decay of an average of the weights, which is then evaluated, sampled and exported.",
         choices={"none": "there is no average"},
+        varies="between graphs",
     )
     transfer: Literal["none", "width"] = _choice(
         "none",
         "Which model lr, weight_decay and eps are for (docs/transfer.md).",
         {"none": "this one", "width": "a narrow one, and a rule carries them over"},
+        varies="between graphs",
     )
     transfer_base: Size | None = _key(
         None,
@@ -483,6 +602,8 @@ class OptimSection(Section):
         otherwise="the narrowest of this shape from 256 on",
         example=64,
         belongs_to="optim.transfer",
+        varies="between graphs",
+        is_amount=True,
     )
 
 
@@ -491,16 +612,39 @@ class TrainSection(Section):
     minutes is given.
     """
 
-    updates: Count | None = _key(None, _COUNT, "Stop after this many updates.", example=1000)
-    tokens: Count | None = _key(None, _COUNT, "Stop after this many tokens.", example=10_000_000)
+    updates: Count | None = _key(
+        None,
+        _COUNT,
+        "Stop after this many updates.",
+        example=1000,
+        varies="between graphs",
+        is_amount=True,
+        is_of_one_run=True,
+    )
+    tokens: Count | None = _key(
+        None,
+        _COUNT,
+        "Stop after this many tokens.",
+        example=10_000_000,
+        varies="between graphs",
+        is_amount=True,
+        is_of_one_run=True,
+    )
     epochs: Whole | None = _key(
-        None, _WHOLE, "Stop after this many passes over the data.", example=1
+        None,
+        _WHOLE,
+        "Stop after this many passes over the data.",
+        example=1,
+        fixed="say it in train.updates or train.tokens",
+        is_of_one_run=True,
     )
     minutes: Minutes | None = _key(
         None,
         "a number above 0, at most 1e7",
         "Train for about this many minutes.",
         usual=DEFAULT_MINUTES,
+        fixed=_OF_ONE_TIME,
+        is_of_one_run=True,
     )
     wall_minutes: Minutes | None = _key(
         None,
@@ -508,6 +652,8 @@ class TrainSection(Section):
         "End the whole run within about this many minutes, with preparation, compiling and report, or else refuse it.",
         otherwise="no limit",
         example=10,
+        fixed=_OF_ONE_TIME,
+        is_of_one_run=True,
     )
     tokens_per_update: Auto | Annotated[Count, Field(le=MOST_PER_UPDATE)] = _key(
         "auto",
@@ -515,6 +661,7 @@ class TrainSection(Section):
         "Tokens of an update.",
         auto="2,048, or one row if that is longer",
         example=65_536,
+        varies="between graphs",
     )
     micro_batch: Auto | Size = _key(
         "auto",
@@ -522,9 +669,13 @@ class TrainSection(Section):
         "Rows on the device at once.",
         auto="the number that the planner finds fastest",
         example=8,
+        fixed=_NO_EFFECT,
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = _key(
-        0, "a whole number, 0 or more", "Seed of new weights and of the order of the data."
+        0,
+        "a whole number, 0 or more",
+        "Seed of new weights and of the order of the data.",
+        varies="in one graph",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = _choice(
         "auto",
@@ -537,6 +688,7 @@ class TrainSection(Section):
         },
         auto="bf16 if the device has it, else fp32",
         example="bf16",
+        varies="between graphs",
     )
     compile: Literal["auto", "whole", "blocks", "none"] = _choice(
         "auto",
@@ -548,6 +700,9 @@ class TrainSection(Section):
         },
         auto="whole; blocks for a model of 16 layers or more, or a streamed one",
         example="none",
+        fixed=_NO_EFFECT,
+        is_of_place=True,
+        is_of_one_run=True,
     )
     remat: Literal["auto", "none", "pointwise", "full", "offload"] | Fraction = _choice(
         "auto",
@@ -561,6 +716,7 @@ class TrainSection(Section):
         also=FRACTION.expected,
         auto="the fastest that fits",
         example="full",
+        fixed=_NO_EFFECT,
     )
     memory: Literal["auto", "device", "stream"] = _choice(
         "auto",
@@ -568,6 +724,8 @@ class TrainSection(Section):
         {"device": "on the device", "stream": "in host memory, fetched stage by stage"},
         auto="stream if nothing else fits a GPU",
         example="stream",
+        fixed=_NO_EFFECT,
+        is_of_place=True,
     )
     parallel: Literal["none", "ddp", "fsdp", "hsdp"] = _choice(
         "none",
@@ -578,12 +736,18 @@ class TrainSection(Section):
             "fsdp": "each has a share of weights, gradients and moments",
             "hsdp": "fsdp within each machine, ddp between them",
         },
+        fixed=_NO_EFFECT,
+        is_of_place=True,
+        is_of_one_run=True,
     )
     gather_dtype: Literal["fp32", "bf16"] = _choice(
         "fp32",
         "With fsdp and hsdp: the dtype in which weights are sent.",
         {"fp32": "as they are", "bf16": "rounded, with half the traffic"},
         belongs_to="train.parallel",
+        fixed=_NO_EFFECT,
+        is_of_place=True,
+        is_of_one_run=True,
     )
     eval_every: Auto | Whole = _key(
         "auto",
@@ -591,6 +755,8 @@ class TrainSection(Section):
         "Updates between evaluations.",
         auto="about 12 evaluations in a run",
         example=100,
+        fixed=_NO_EFFECT,
+        is_of_one_run=True,
     )
     save_every: Auto | Whole = _key(
         "auto",
@@ -598,9 +764,14 @@ class TrainSection(Section):
         "Updates between checkpoints.",
         auto="about 6 checkpoints in a run",
         example=500,
+        fixed=_NO_EFFECT,
+        is_of_one_run=True,
     )
     keep: Whole = _key(
-        2, _WHOLE, "How many of the newest checkpoints are kept. 1 leaves nothing to fall back on."
+        2,
+        _WHOLE,
+        "How many of the newest checkpoints are kept. 1 leaves nothing to fall back on.",
+        fixed=_NO_EFFECT,
     )
 
 
@@ -615,36 +786,49 @@ class LoraSection(Section):
         "Rank of the adapters.",
         otherwise="no adapters",
         example=16,
+        varies="between graphs",
     )
     alpha: PositiveFloat | None = _key(
-        None, ABOVE_0.expected, "The adapters' output is scaled by alpha / rank.", usual=32.0
+        None,
+        ABOVE_0.expected,
+        "The adapters' output is scaled by alpha / rank.",
+        usual=32.0,
+        varies="between graphs",
     )
     rslora: bool | None = _key(
         None,
         "true or false",
         "Scale the adapters' output by alpha / sqrt(rank) instead (rsLoRA).",
         usual=False,
+        varies="between graphs",
     )
     dora: bool | None = _key(
         None,
         "true or false",
         "Train the lengths of rows apart from their directions (DoRA).",
         usual=False,
+        varies="between graphs",
     )
     lr_ratio: PositiveFloat | None = _key(
         None,
         ABOVE_0.expected,
         "Learning rate of the adapters' second matrices as a multiple of optim.lr (LoRA+).",
         usual=1.0,
+        varies="between graphs",
     )
     targets: Texts | None = _key(
         None,
         "all-linear, a list of module names or a regular expression for whole names",
         "Linear layers that get an adapter. all-linear: all but the head.",
         usual="all-linear",
+        varies="between graphs",
     )
     dropout: Momentum | None = _key(
-        None, DECAY.expected, "Dropout of the adapters' inputs.", usual=0.0
+        None,
+        DECAY.expected,
+        "Dropout of the adapters' inputs.",
+        usual=0.0,
+        varies="between graphs",
     )
     base: Literal["auto", "int8", "nf4"] | None = _choice(
         None,
@@ -653,6 +837,7 @@ class LoraSection(Section):
         usual="auto",
         auto="16 bits if the arithmetic is in 16 bits",
         example="nf4",
+        varies="between graphs",
     )
     tokens: Texts | None = _key(
         None,
@@ -661,50 +846,35 @@ class LoraSection(Section):
         usual="auto",
         auto="no others",
         example=["<|im_start|>"],
+        fixed="which tokens a base never saw is no choice",
     )
 
 
-class RlSection(Section):
-    """Reinforcement learning: the model's own answers to prompts are scored and learned from. To
-    use it, set reward.
-    """
+class _RewardSection(Section):
+    """The key that chooses a reward, before the keys of the rewards' parameters."""
+
+    fixed = _OF_TEXTS
 
     reward: Text | None = _choice(
         None,
         "What scores an answer (docs/rewards.md).",
-        {
-            "number": "1 if its last number is the record's answer",
-            "exact": "1 if it is the record's answer",
-            "regex": "1 if rl.reward_regex matches it",
-            "json-schema": "1 if it is JSON that rl.reward_schema allows",
-            "python": "the share of the record's tests that its code passes",
-            "teacher": "how much likelier rl.teacher finds its tokens than the model does",
-            "FILE.py:FUNCTION": "what your function returns",
-        },
+        {name: reward.meaning for name, reward in REWARDS.items()}
+        | {OWN_FUNCTION: "what your function returns"},
         otherwise="nothing: texts are learned",
         example="exact",
     )
-    reward_regex: Text | None = _key(
-        None,
-        "a regular expression",
-        "With rl.reward = regex: what an answer matches.",
-        example="[0-9]+",
-        belongs_to="rl.reward",
-    )
-    reward_schema: Text | None = _key(
-        None,
-        "a file with a JSON schema",
-        "With rl.reward = json-schema: the schema.",
-        example="FILE.json",
-        belongs_to="rl.reward",
-    )
-    teacher: Text | None = _key(
-        None,
-        "a run or a folder",
-        "With rl.reward = teacher: the model that scores each token.",
-        example="RUN",
-        belongs_to="rl.reward",
-    )
+
+
+_OfRewards: Any = _with_parameters(
+    _RewardSection, "rl.reward", {name: reward.parameters for name, reward in REWARDS.items()}
+)
+
+
+class RlSection(_OfRewards):  # type: ignore[misc]
+    """Reinforcement learning: the model's own answers to prompts are scored and learned from. To
+    use it, set reward.
+    """
+
     answer_regex: Text | None = _key(
         None, "a regular expression", "What every sampled answer matches.", example="[0-9]+"
     )
@@ -787,62 +957,89 @@ class RlSection(Section):
     )
 
 
-class PreferSection(Section):
+class _PreferenceSection(Section):
+    """The key that chooses a loss, before the keys of the losses' parameters."""
+
+    fixed = _OF_TEXTS
+
+    loss: Literal[tuple(LOSSES)] | None = _choice(  # type: ignore[valid-type]
+        None,
+        "How answers are compared (docs/preferences.md).",
+        {name: loss.meaning for name, loss in LOSSES.items()},
+        otherwise="dpo for pairs, kto for labelled answers",
+        example="dpo",
+    )
+
+
+_OfLosses: Any = _with_parameters(
+    _PreferenceSection, "prefer.loss", {name: loss.parameters for name, loss in LOSSES.items()}
+)
+
+
+class PreferSection(_OfLosses):  # type: ignore[misc]
     """Preferences: pairs of a chosen and a rejected answer, or labelled answers, are compared and
     learned from.
     """
 
-    loss: Literal["dpo", "robust", "ipo", "simpo", "orpo", "kto"] | None = _choice(
-        None,
-        "How answers are compared (docs/preferences.md).",
-        {
-            "dpo": "by what they gain on the weights that the run begins from",
-            "robust": "as dpo, where label_smoothing is the share of swapped pairs",
-            "ipo": "as dpo, with a squared error around a gap of 1 / (2 beta)",
-            "simpo": "by likelihood a token, with gamma as the margin; no reference",
-            "orpo": "by odds, beside plain training on the chosen one; no reference",
-            "kto": "one by one, each labelled good or bad",
-        },
-        otherwise="dpo for pairs, kto for labelled answers",
-        example="dpo",
-    )
-    beta: PositiveFloat | None = _key(
-        None,
-        ABOVE_0.expected,
-        "Strength of the comparison.",
-        otherwise="0.1, and 2 for simpo",
-        example=0.1,
-        belongs_to="prefer.loss",
-    )
-    gamma: NonNegativeFloat | None = _key(
-        None,
-        NOT_NEGATIVE.expected,
-        "Margin of simpo.",
-        usual=1.0,
-        belongs_to="prefer.loss",
-    )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = _key(
-        None,
-        "a number from 0 and below 0.5",
-        "Share of the pairs that robust takes to be swapped.",
-        usual=0.1,
-        belongs_to="prefer.loss",
-    )
-    desirable_weight: NonNegativeFloat | None = _key(
-        None,
-        NOT_NEGATIVE.expected,
-        "Weight of good answers for kto.",
-        usual=1.0,
-        belongs_to="prefer.loss",
-    )
-    undesirable_weight: NonNegativeFloat | None = _key(
-        None,
-        NOT_NEGATIVE.expected,
-        "Weight of bad answers for kto.",
-        usual=1.0,
-        belongs_to="prefer.loss",
-    )
 
+class WayToLearn(NamedTuple):
+    """What is known of a way to learn before torch is imported.
+
+    What it does is the `OBJECTIVE` of `session/objectives/NAME.py`, where NAME is its name.
+
+    Attributes:
+        kind: its name, the key that chooses it, such as rl.reward, and what a list of runs shows.
+        keys: the section of that key, here [rl]; None without a key.
+        names_code: those of its keys whose value may name a function in a Python file.
+        exclusive: sets of its keys of which one at most counts.
+    """
+
+    kind: Kind
+    keys: type[Section] | None = None
+    names_code: tuple[str, ...] = ()
+    exclusive: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+        return self.kind.name
+
+    @property
+    def key(self) -> str:
+        """Return the key that chooses it; "" for what is learned if no key chooses another."""
+        return self.kind.key
+
+    @property
+    def section(self) -> str:
+        """Return the name of its section of keys; "" without one."""
+        return self.key.partition(".")[0]
+
+
+REWARDS_WAY = WayToLearn(
+    Kind(
+        "rewards",
+        (Measure("eval_reward", "reward held out", True), Measure("reward", "reward", True)),
+        "rl.reward",
+        alike=("rl.reward",),
+    ),
+    RlSection,
+    names_code=("rl.reward",),
+    exclusive=(("rl.answer_regex", "rl.answer_schema"),),
+)
+PREFERENCES_WAY = WayToLearn(
+    Kind(
+        "preferences",
+        (
+            Measure("eval_accuracy", "share right", True, is_share=True),
+            Measure("eval_loss", "loss"),
+        ),
+        "prefer.loss",
+    ),
+    PreferSection,
+)
+TEXTS_WAY = WayToLearn(listing.TEXTS)
+# The last is what a run learns from if no key chooses another.
+WAYS_TO_LEARN: tuple[WayToLearn, ...] = (REWARDS_WAY, PREFERENCES_WAY, TEXTS_WAY)
 
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelSection,
@@ -850,8 +1047,7 @@ SECTIONS: dict[str, type[Section]] = {
     "optim": OptimSection,
     "train": TrainSection,
     "lora": LoraSection,
-    "rl": RlSection,
-    "prefer": PreferSection,
+    **{way.section: way.keys for way in WAYS_TO_LEARN if way.keys},
 }
 KEYS: tuple[str, ...] = tuple(
     f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields
@@ -862,17 +1058,12 @@ def described(key: str) -> Key:
     """Return what a key means and takes."""
     section, _, name = key.partition(".")
     field = SECTIONS[section].model_fields[name]
-    said = cast(_Said, field.json_schema_extra)
-    default = said["usual"] if field.default is None else field.default
-    return Key(
-        str(field.description),
-        said["expected"],
-        default,
-        said["otherwise"],
-        said["example"],
-        said["auto"],
-        said["choices"],
-    )
+    said = dict(cast(Mapping[str, Any], field.json_schema_extra))
+    usual = said.pop("usual", None)
+    default = usual if field.default is None else field.default
+    if "varies" not in said:
+        said.setdefault("fixed", SECTIONS[section].fixed)
+    return Key(meaning=str(field.description), default=default, **said)
 
 
 def belonging() -> dict[str, tuple[str, ...]]:
@@ -881,8 +1072,6 @@ def belonging() -> dict[str, tuple[str, ...]]:
     """
     found: dict[str, tuple[str, ...]] = {}
     for key in KEYS:
-        section, _, name = key.partition(".")
-        said = cast(_Said, SECTIONS[section].model_fields[name].json_schema_extra)
-        if owner := said["belongs_to"]:
+        if owner := described(key).belongs_to:
             found[owner] = (*found.get(owner, ()), key)
     return found

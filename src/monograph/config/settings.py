@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from types import MappingProxyType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from monograph.config import keys
-from monograph.config.keys import DEFAULT_MINUTES, SECTIONS, described
+from monograph.config.keys import DEFAULT_MINUTES, KEYS, SECTIONS, WAYS_TO_LEARN, Section, described
 from monograph.config.renamed import Texts, translated, translated_each
 from monograph.config.slips import meant_value
 from monograph.errors import UsageError
@@ -25,35 +25,32 @@ from monograph.storage.code import code_named
 from monograph.terminal import shell_words
 
 # The keys whose values may name a function in a Python file.
-CODE_KEYS = ("model.init", "rl.reward")
-# Keys that a resumed run may change, with the value that stands for all of their values in the
-# fingerprint. The first four say on which devices and in which graphs a run is trained, which
-# changes no equation. data.ignore_keys may change since the fingerprint of the records shows
-# whether the records changed.
-CHANGEABLE_ON_RESUME = {
-    "train.memory": "auto",
-    "train.compile": "auto",
-    "train.parallel": "none",
-    "train.gather_dtype": "fp32",
-    "data.ignore_keys": None,
-}
+CODE_KEYS = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
+# By key, the default of each key that a resumed run may change (`is_of_place` of
+# `monograph.config.keys.Key`). In the fingerprint it stands for all values of the key. An ignored
+# key of records may change since the fingerprint of the records shows whether the records changed.
+CHANGEABLE_ON_RESUME = {key: described(key).default for key in KEYS if described(key).is_of_place}
+# The keys that a run that begins from another run decides anew.
+RUN_SPECIFIC_KEYS = frozenset(key for key in KEYS if described(key).is_of_one_run)
 # At most one key of each group counts: the one that was given at the highest rank (`Given.rank`).
 EXCLUSIVE = (
     ("train.updates", "train.tokens", "train.epochs", "train.minutes"),
     ("model.preset", "model.init"),
-    ("rl.answer_regex", "rl.answer_schema"),
+    *(group for way in WAYS_TO_LEARN for group in way.exclusive),
 )
 # By key, the keys that say something about its value, such as prefer.gamma about prefer.loss.
 DEPENDENT_KEYS = keys.belonging()
+WaySection = TypeVar("WaySection", bound=Section)
 
 
 class Settings(BaseModel):
     """All settings of a run, checked.
 
-    `settings.optim.lr` reads a value. None means that the key is not set, and "auto" that the
-    program chooses a value.
+    `settings.optim.lr` reads a value, and `settings.section(RlSection).kl` a value of a way to
+    learn. None means that the key is not set, and "auto" that the program chooses a value.
 
     Attributes:
+        way_sections: by name, the sections each of which belongs to one way to learn.
         origins: by key, the origin of each value that was set, such as "run.toml:7",
             "MONOGRAPH_TRAIN_SEED" or "command line".
         written: by key, the values as a person wrote them, for messages.
@@ -68,11 +65,16 @@ class Settings(BaseModel):
     optim: keys.OptimSection = keys.OptimSection()
     train: keys.TrainSection = keys.TrainSection(minutes=DEFAULT_MINUTES)
     lora: keys.LoraSection = keys.LoraSection()
-    rl: keys.RlSection = keys.RlSection()
-    prefer: keys.PreferSection = keys.PreferSection()
+    way_sections: Mapping[str, Section] = {
+        way.section: way.keys() for way in WAYS_TO_LEARN if way.keys
+    }
     origins: Mapping[str, str] = Field(default_factory=dict, repr=False)
     written: Mapping[str, str] = Field(default_factory=dict, repr=False)
     vouched: Mapping[str, str] = Field(default_factory=dict, repr=False)
+
+    def section(self, section: type[WaySection]) -> WaySection:
+        """Return the values of a section that belongs to one way to learn."""
+        return next(each for each in self.way_sections.values() if isinstance(each, section))
 
     @property
     def programs(self) -> list[str]:
@@ -85,7 +87,11 @@ class Settings(BaseModel):
 
     def values(self) -> dict[str, Any]:
         """Return every key's value by the key, in the order of `KEYS`."""
-        return {f"{name}.{key}": value for name in SECTIONS for key, value in getattr(self, name)}
+        return {
+            f"{name}.{key}": value
+            for name in SECTIONS
+            for key, value in self.way_sections.get(name) or getattr(self, name)
+        }
 
     def said(self, key: str) -> str:
         """Return a key for the beginning of a message: "run.toml:7: train.seed = 3"."""
@@ -378,8 +384,11 @@ def build(
     if values.keys().isdisjoint(EXCLUSIVE[0]):
         # No key says how long the run is.
         tables["train"]["minutes"] = DEFAULT_MINUTES
+    sections = {name: SECTIONS[name](**table) for name, table in tables.items()}
+    way_sections = {way.section: sections.pop(way.section) for way in WAYS_TO_LEARN if way.keys}
     settings = Settings(
-        **{name: SECTIONS[name](**table) for name, table in tables.items()},  # type: ignore[arg-type]
+        **sections,  # type: ignore[arg-type]
+        way_sections=way_sections,
         origins=dict(origins),
         written=dict(written),
     )

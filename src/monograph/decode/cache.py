@@ -17,7 +17,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from monograph.model.config import LlamaConfig
 from monograph.model.layers import Recurrence
 from monograph.model.llama import Llama
 from monograph.ops.attention import BLOCK, Heads, cached_attention
+
+if TYPE_CHECKING:
+    from monograph.decode.fast_attention import FastAttention
 
 
 class KVCache:
@@ -43,6 +46,7 @@ class KVCache:
         recurrences: Mapping[int, Recurrence],
         seen_blocks: int | None = None,
         is_filled: bool = False,
+        kernels: "FastAttention | None" = None,
     ) -> None:
         """Take the tensors.
 
@@ -52,12 +56,15 @@ class KVCache:
             recurrences: by layer, those of the layers without attention.
             seen_blocks: attention reads this number of first blocks; None: all blocks.
             is_filled: see `cached_attention`.
+            kernels: compute attention instead of `cached_attention` where they can; None: nothing
+                does.
         """
         self.keys = keys
         self.values = values
         self.recurrences = recurrences
         self.seen_blocks = seen_blocks
         self.is_filled = is_filled
+        self.kernels = kernels
 
     @classmethod
     def allocate(
@@ -115,7 +122,9 @@ class KVCache:
 
     def first(self, blocks: int) -> Self:
         """Return a cache of the same tensors, in which attention reads only the first blocks."""
-        return type(self)(self.keys, self.values, self.recurrences, blocks, self.is_filled)
+        return type(self)(
+            self.keys, self.values, self.recurrences, blocks, self.is_filled, self.kernels
+        )
 
     def attend(
         self,
@@ -137,16 +146,38 @@ class KVCache:
         query_BHTE, key_BKTE, value_BKTE = heads
         keys_NBKCE = self.keys[layer_index]
         values_NBKCE = self.values[layer_index]
+        # Texts that are scored exactly have the bits of `cached_attention`.
+        kernels = None if self.is_filled else self.kernels
+        if kernels is not None and positions_BT.shape[1] == 1:
+            mixed_BHTE = kernels.step(
+                heads,
+                keys_NBKCE,
+                values_NBKCE,
+                positions_BT[:, 0],
+                self.seen_blocks or len(keys_NBKCE),
+                window,
+                sink_H,
+            )
+            if mixed_BHTE is not None:
+                return mixed_BHTE
         rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
         where = (positions_BT // self.block, rows_B1, slice(None), positions_BT % self.block)
         # The write is to the whole tensor and not to a slice, since a captured write to a slice copies
         # the cache (dev/log.md).
         keys_NBKCE[where] = key_BKTE.transpose(1, 2).to(keys_NBKCE.dtype)
         values_NBKCE[where] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
+        seen_keys_NBKCE = keys_NBKCE[: self.seen_blocks]
+        seen_values_NBKCE = values_NBKCE[: self.seen_blocks]
+        if kernels is not None and positions_BT.shape[1] > 1:
+            mixed_BHTE = kernels.chunk(
+                query_BHTE, seen_keys_NBKCE, seen_values_NBKCE, positions_BT, window, sink_H
+            )
+            if mixed_BHTE is not None:
+                return mixed_BHTE
         return cached_attention(
             query_BHTE,
-            keys_NBKCE[: self.seen_blocks],
-            values_NBKCE[: self.seen_blocks],
+            seen_keys_NBKCE,
+            seen_values_NBKCE,
             positions_BT,
             window,
             self.is_filled,
@@ -288,7 +319,9 @@ class Reader:
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
         # The tensors that a pass reads and writes; a captured pass needs fixed addresses.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
-        self._start_11 = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+        self._positions_RT = torch.arange(chunk, device=weight.device).repeat(self.rows, 1)
+        # The position of their first column.
+        self._first_position = 0
         self._hidden_RTD = weight.new_zeros(
             self.rows, chunk if self.whole else 0, model.config.hidden_size
         )
@@ -425,7 +458,8 @@ class Reader:
         parts += [()] * (self.rows - len(self._held))
         padded = [part + (0,) * (self.chunk - len(part)) for part in parts]
         self._tokens_RT.copy_(sent(padded, self.device))
-        self._start_11.fill_(begin)
+        self._positions_RT += begin - self._first_position
+        self._first_position = begin
         self._passes.run(1, self.cache.visible(end))
         if self.whole:
             # The rows whose prompts end in this chunk, and the place of their last tokens in it.
@@ -440,11 +474,8 @@ class Reader:
 
     @torch.no_grad()
     def _read_chunk(self, blocks: int) -> None:
-        positions_RT = (self._start_11 + torch.arange(self.chunk, device=self.device)).expand_as(
-            self._tokens_RT
-        )
         hidden_RTD = self.model(
-            self._tokens_RT, positions=positions_RT, cache=self.cache.first(blocks)
+            self._tokens_RT, positions=self._positions_RT, cache=self.cache.first(blocks)
         )
         # Otherwise the hidden states are unused, and a compiled pass computes nothing after the last
         # layer's keys and values.

@@ -319,10 +319,7 @@ def sample(
             reports OVERFLOW if they are too few; "search" and "sort" read all tokens. If the window
             suffices, all three give the same bits.
     """
-    raw_BV = logits_BV.float()
-    # A NaN or +inf becomes NaN, even at a forbidden token, so that the row's maximum is NaN. A
-    # forbidden token is -inf, which argmax ignores.
-    edited_BV = torch.where(raw_BV < torch.inf, edited(raw_BV, rows, allowed_BV, chain), torch.nan)
+    edited_BV = edited_or_nan(logits_BV, rows, allowed_BV, chain)
     greatest_B1 = edited_BV.amax(-1, keepdim=True)
     held_B = torch.ones_like(rows.position_B, dtype=torch.bool)
     token_B = edited_BV.argmax(-1)
@@ -400,6 +397,16 @@ def _with_at_least(min_keep_B1: Tensor, before: Candidates, after: Candidates) -
         high_B1=torch.where(too_few_B1, kept.high_B1, after.high_B1),
         held_B1=torch.where(too_few_B1, kept.held_B1, after.held_B1),
     )
+
+
+def edited_or_nan(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chain) -> Tensor:
+    """Return the edited logits, and NaN where a logit is NaN or +inf; fp32.
+
+    The NaN is there even at a forbidden token, so that the row's maximum is NaN. A forbidden token
+    is -inf, which argmax ignores.
+    """
+    raw_BV = logits_BV.float()
+    return torch.where(raw_BV < torch.inf, edited(raw_BV, rows, allowed_BV, chain), torch.nan)
 
 
 def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chain) -> Tensor:

@@ -1,8 +1,9 @@
 """Compute a decode step's logits by the kernels of `monograph.ops.decode_kernels`, on a GPU.
 
 It is the forward pass of `monograph.model.llama.Llama` for one token per row. Up to 16 rows take
-five launches per layer. With more, torch's products are faster than the kernels', which would read
-the weights once for every 16 rows; attention remains one launch, and a layer has nine.
+five launches per layer, or seven with a mixture of experts. With more rows, torch's products are
+faster than the kernels', which would read the weights once for every 16 rows. Attention remains one
+launch, and a layer without a mixture has nine.
 
 `obstacle` says why a model cannot be computed this way; the model's own forward pass then serves,
 and is the reference that this one is tested against.
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from monograph.graph.experts import ExpertLinear
 from monograph.graph.fused_linears import Sibling
 from monograph.graph.siblings import fuse_known
 from monograph.model.families import Norms
@@ -31,14 +33,17 @@ from monograph.ops.decode_kernels import (
     project_gated,
     step_of,
 )
+from monograph.ops.expert_kernels import Combination, expert_inner, expert_sum, route
 from monograph.ops.rms_norm import rms_norm
 
 if TYPE_CHECKING:
     from monograph.decode.cache import KVCache
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_NOT_SIDE_BY_SIDE = "some projections do not lie side by side, because of adapters or hooks"
+_NOT_PLAIN = "some projections have adapters or hooks"
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
-LEAST_HEAD = 32  # channels of a head: its halves are multiplied by tensor cores, 16 at a time
+MIN_HEAD = 32  # channels of a head: its halves are multiplied by tensor cores, 16 at a time
 
 
 def obstacle(model: Llama) -> str | None:
@@ -49,21 +54,20 @@ def obstacle(model: Llama) -> str | None:
         return "the kernels need a GPU of compute capability 8.0 or higher"
     if weight.dtype not in _DTYPES:
         return f"the kernels compute in fp32, fp16 or bf16, not {weight.dtype}"
-    if config.head_dim < LEAST_HEAD or config.head_dim & (config.head_dim - 1):
+    if config.head_dim < MIN_HEAD or config.head_dim & (config.head_dim - 1):
         return f"the kernels need heads of 32, 64, 128 or 256 channels, not {config.head_dim}"
     if config.rotary_dim != config.head_dim:
         return "the kernels rotate all channels of a head, and this family only some"
     if config.family.norms != Norms():
         return "this family normalises what its layers add, which the kernels do not"
-    if config.family.clamped or config.family.activation[1] not in _ACTIVATIONS:
+    dense = [layer for layer in range(config.num_hidden_layers) if not config.is_mixture(layer)]
+    if config.family.activation[1] not in _ACTIVATIONS or (config.family.clamped and dense):
         return "the kernels do not have this family's activation"
     if not isinstance(model.scale_last, nn.Identity):
         return "this family scales its logits"
-    summed = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_attention_heads * config.head_dim,
-    )
+    summed = [config.hidden_size, config.num_attention_heads * config.head_dim]
+    if dense:
+        summed.append(config.intermediate_size)
     if not _is_plain(model.lm_head):
         return "the head has an adapter or hooks"
     if any(parameter.dtype != weight.dtype for parameter in model.parameters()):
@@ -79,19 +83,20 @@ def obstacle(model: Llama) -> str | None:
 def _obstacle_of_block(block: Block) -> str | None:
     if block.mixer_name != "self_attn":
         return "the kernels compute attention, and some layers have none"
-    if isinstance(block.mlp, Mixture):
-        return "the kernels do not compute mixtures of experts"
     attention, mlp, *_ = _parts(block)
     if attention.gated or attention.norms_all or attention.clip is not None:
         return "this family changes queries and keys in a way that the kernels do not"
     if not isinstance(attention.scale, nn.Identity) or not isinstance(block.scale, nn.Identity):
         return "this family scales its heads or what its layers add"
-    together = [attention.q_proj, attention.k_proj, attention.v_proj]
-    if not _are_one_family(together) or not _are_one_family([mlp.gate_proj, mlp.up_proj]):
-        return "some projections do not lie side by side, because of adapters or hooks"
-    if not _is_plain(attention.o_proj) or not _is_plain(mlp.down_proj):
-        return "some projections have adapters or hooks"
-    return None
+    if not _are_one_family([attention.q_proj, attention.k_proj, attention.v_proj]):
+        return _NOT_SIDE_BY_SIDE
+    if not _is_plain(attention.o_proj):
+        return _NOT_PLAIN
+    if isinstance(mlp, Mixture):
+        return None  # where its kernels cannot compute it, it is called as a module
+    if not _are_one_family([mlp.gate_proj, mlp.up_proj]):
+        return _NOT_SIDE_BY_SIDE
+    return None if _is_plain(mlp.down_proj) else _NOT_PLAIN
 
 
 def _are_one_family(layers: list[Linear]) -> bool:
@@ -110,11 +115,24 @@ def _is_plain(layer: nn.Linear) -> bool:
     return type(layer) is Linear and "forward" not in vars(layer) and not has_hooks
 
 
+def _has_kernels(mixture: nn.Module) -> bool:
+    """Return whether a module is a mixture of experts that the kernels can compute."""
+    if not isinstance(mixture, Mixture):
+        return False
+    experts = mixture.experts
+    projections = [experts.gate_proj, experts.up_proj, experts.down_proj]
+    modules = [mixture, mixture.gate, experts, *projections]
+    has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in modules)
+    are_plain = all(type(each) is ExpertLinear for each in projections)
+    is_usual = not mixture.has_shared_expert and mixture.way == "grouped"
+    return are_plain and is_usual and not has_hooks and step_of(experts.up_proj.out_features) > 0
+
+
 class _Parts(NamedTuple):
     """The parts of a block, by their types."""
 
     attention: Attention
-    mlp: MLP
+    mlp: MLP | Mixture
     before_attention: RMSNorm
     before_mlp: RMSNorm
 
@@ -135,8 +153,17 @@ class FastForward:
         self._counters_BJ = torch.zeros(
             rows, pairs, dtype=torch.int32, device=model.lm_head.weight.device
         )
-        self._activation = _ACTIVATIONS[model.config.family.activation[1]]
+        family = model.config.family
+        self._activation = _ACTIVATIONS[family.activation[1]]
+        self._combination: Combination = "clamped" if family.clamped else self._activation
+        # The kernels read a weight once for every tile of rows, and an expert's once for each token.
         is_tile = rows <= ROWS
+        # The layers whose mixture the kernels compute; another one is called as a module.
+        self._mixtures = frozenset(
+            layer
+            for layer, block in enumerate(model.model.layers)
+            if is_tile and _has_kernels(cast(Block, block).mlp)
+        )
         self._project = project if is_tile else _torch_project
         self._project_gated = project_gated if is_tile else _torch_project_gated
 
@@ -206,11 +233,31 @@ class FastForward:
         )
         output = attention.o_proj
         hidden_BD = self._project(mixed_BX, output.weight, None, output.bias, hidden_BD)
+        if isinstance(mlp, Mixture):
+            if index in self._mixtures:
+                return self._mixture(hidden_BD, mlp, before_mlp)
+            mixed_BD: Tensor = mlp(before_mlp(hidden_BD))
+            return hidden_BD + mixed_BD
         gate_up_weight, _ = _together(mlp.gate_proj)
         inner_BM = self._project_gated(
             hidden_BD, gate_up_weight, _norm(before_mlp), self._activation
         )
         return self._project(inner_BM, mlp.down_proj.weight, None, None, hidden_BD)
+
+    def _mixture(self, hidden_BD: Tensor, mixture: Mixture, before: RMSNorm) -> Tensor:
+        router, experts, norm = mixture.gate, mixture.experts, _norm(before)
+        logits_BE = project(hidden_BD, router.weight, norm, router.bias)
+        experts_BC, weights_BC = route(logits_BE, router.count, router.normalised)
+        gate, up, down = experts.gate_proj, experts.up_proj, experts.down_proj
+        biases = None
+        if gate.bias is not None and up.bias is not None:
+            biases = gate.bias, up.bias
+        weights = gate.weight, up.weight
+        inner_BCM = expert_inner(hidden_BD, norm, experts_BC, weights, biases, self._combination)
+        summed_BD: Tensor = expert_sum(
+            inner_BCM, experts_BC, weights_BC, down.weight, down.bias, hidden_BD
+        )
+        return summed_BD
 
 
 def _together(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from monograph import compat
 from monograph.automata import Automaton
@@ -41,9 +41,6 @@ from monograph.graph.replay import CudaGraphs, Replays
 from monograph.model.llama import Llama
 from monograph.ops.attention import BLOCK
 from monograph.ops.filled import padded_count
-
-if TYPE_CHECKING:
-    from monograph.decode.fast_forward import FastForward
 
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
@@ -143,10 +140,21 @@ class Generator:
             self.tables = Arena.holding(automata, vocabulary, weight.device)
         self.vocabulary = vocabulary
 
-        # Texts that are scored exactly have the bits of the model's own forward pass.
         fast = None
-        if weight.is_cuda and impl == "auto" and not form.is_filled:
-            fast = _fast_forward(model, rows)
+        fast_sampler = None
+        if weight.is_cuda and impl == "auto":
+            # These import Triton, which is only where torch computes on a GPU.
+            from monograph.decode.fast_attention import FastAttention
+            from monograph.decode.fast_forward import fast_forward
+            from monograph.decode.fast_sampler import FastSampler
+
+            fast_sampler = FastSampler(rows, weight.device)
+            key_heads = model.config.num_key_value_heads
+            for cache, cache_rows in ((self.cache, rows), (self.reader.cache, self.reader.rows)):
+                cache.kernels = FastAttention(cache_rows, key_heads, weight.device)
+            # Texts that are scored exactly have the bits of the model's own forward pass.
+            if not form.is_filled:
+                fast = fast_forward(model, rows)
 
         def make_step(chain: Chain) -> Step:
             step = DecodeStep(
@@ -158,6 +166,7 @@ class Generator:
                 tables=self.tables,
                 vocabulary=vocabulary,
                 fast=fast,
+                fast_sampler=fast_sampler,
             )
             return wrap(step.__call__)
 
@@ -540,10 +549,3 @@ class Generator:
         if ended:
             self._end(ended)
         return events
-
-
-def _fast_forward(model: Llama, rows: int) -> "FastForward | None":
-    # Imports Triton, which is only where torch computes on a GPU.
-    from monograph.decode.fast_forward import fast_forward
-
-    return fast_forward(model, rows)

@@ -25,14 +25,14 @@ LN2_HIGH = 0.693359375
 LN2_LOW = -2.12194440e-4
 # The bits of sqrt(1/2). If they are subtracted from the bits of x, the exponent bits of the
 # difference are k in x = m 2^k, with m in [sqrt(1/2), sqrt 2).
-_ROOT_HALF = 0x3F3504F3
+ROOT_HALF = 0x3F3504F3
 _MANTISSA_BITS = 23
 # The coefficients of the polynomials, the highest power first.
-_LOG = (
+LOG = (
     *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
     *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
 )
-_EXP = (
+EXP = (
     1.9875691500e-4,
     1.3981999507e-3,
     8.3334519073e-3,
@@ -77,7 +77,7 @@ def weight(x: Tensor) -> Tensor:
     x = x.clamp(min=-60.0)
     halvings = (x * -1.44269504088896341).round()
     rest = (x + halvings * LN2_HIGH) + halvings * LN2_LOW
-    power = (_horner(_EXP, rest) * (rest * rest) + rest + 1) * float(UNIT)
+    power = (_horner(EXP, rest) * (rest * rest) + rest + 1) * float(UNIT)
     # A NaN becomes an arbitrary integer, since its row is stopped anyway. The clamp makes the shift
     # defined.
     return power.to(torch.int64) >> halvings.to(torch.int64).clamp(0, 62)
@@ -95,7 +95,7 @@ def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return (m, k) with x = m 2^k, m in [sqrt(1/2), sqrt 2)."""
     bits = x.view(torch.int32)
-    exponent = (bits - _ROOT_HALF) >> _MANTISSA_BITS
+    exponent = (bits - ROOT_HALF) >> _MANTISSA_BITS
     return (bits - (exponent << _MANTISSA_BITS)).view(torch.float32), exponent
 
 
@@ -103,7 +103,7 @@ def _log(fraction: Tensor, exponent: Tensor) -> Tensor:
     """Return ln((1 + fraction) 2^exponent)."""
     square = fraction * fraction
     exponent = exponent.float()
-    correction = _horner(_LOG, fraction) * fraction * square + exponent * LN2_LOW - 0.5 * square
+    correction = _horner(LOG, fraction) * fraction * square + exponent * LN2_LOW - 0.5 * square
     return fraction + correction + exponent * LN2_HIGH
 
 

@@ -42,6 +42,7 @@ from monograph.decode.chain import (
     Past,
     Rows,
     count_drawn,
+    edited_or_nan,
     log_probabilities,
     sample,
 )
@@ -51,6 +52,7 @@ from monograph.model.llama import Llama
 
 if TYPE_CHECKING:
     from monograph.decode.fast_forward import FastForward
+    from monograph.decode.fast_sampler import FastSampler
 
 # A code has the token in its lowest bits, and the status above them.
 TOKEN_BITS = 24
@@ -292,6 +294,7 @@ class DecodeStep:
         vocabulary: V, the size of the tokenizer's vocabulary. The model's may be larger; the
             additional ids are never sampled.
         fast: computes the logits in place of the model's forward pass; None: nothing does.
+        fast_sampler: samples in place of `sample`, in the same bits; None: nothing does.
     """
 
     model: Llama
@@ -302,6 +305,7 @@ class DecodeStep:
     tables: Arena
     vocabulary: int
     fast: FastForward | None = None
+    fast_sampler: FastSampler | None = None
 
     @torch.no_grad()
     def __call__(
@@ -335,7 +339,7 @@ class DecodeStep:
             mu_B=state.mu_B if "mirostat" in self.chain.stages else None,
         )
         allowed_BV = allowed(self.tables, state.constraint_B) if follows else None
-        drawn = sample(logits_BV, rows, allowed_BV, self.chain, truncation)
+        drawn = self._sample(logits_BV, rows, allowed_BV, truncation)
         if self.chain.logprobs is not None:
             raw = log_probabilities(logits_BV, drawn.token_B, self.chain.logprobs)
             processed = raw
@@ -343,6 +347,15 @@ class DecodeStep:
                 processed = drawn.logprobs
             state.report(raw, processed)
         self._advance(drawn, follows)
+
+    def _sample(
+        self, logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, truncation: Truncation
+    ) -> Drawn:
+        sampler = self.fast_sampler
+        if sampler is None or not sampler.serves(self.chain, truncation, self.vocabulary):
+            return sample(logits_BV, rows, allowed_BV, self.chain, truncation)
+        edited_BV = edited_or_nan(logits_BV, rows, allowed_BV, self.chain)
+        return sampler.sample(edited_BV.contiguous(), rows, self.state.position_B, self.chain)
 
     def _logits(self, blocks: int, hidden_BD: Tensor | None) -> Tensor:
         state = self.state

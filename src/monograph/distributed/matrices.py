@@ -5,20 +5,24 @@ Shapes: n matrices [rows, cols] of one shape on W ranks; rank r has R_r rows of 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from monograph.distributed.rows import rows_of
 from monograph.distributed.world import World
-from monograph.optim import newton_schulz
 
 
 def orthogonalised(
-    world: World, own: Sequence[Tensor], rows: int, first: int, compute: torch.dtype
+    world: World,
+    own: Sequence[Tensor],
+    rows: int,
+    first: int,
+    compute: torch.dtype,
+    orthogonalise: Callable[[Tensor, torch.dtype], Tensor],
 ) -> list[Tensor]:
-    """Return this rank's rows of the n orthogonal matrices `newton_schulz(whole, compute)`; a
+    """Return this rank's rows of the n orthogonal matrices `orthogonalise(whole, compute)`; a
     collective.
 
     Matrix i belongs to rank (first + i) mod W, so each is iterated on once in the world. A rank
@@ -31,6 +35,7 @@ def orthogonalised(
         rows: rows of a whole matrix.
         first: the owner of the first matrix.
         compute: the dtype of products.
+        orthogonalise: the optimizer's function of whole matrices.
     """
     cols = own[0].shape[-1]
     mine = own[0].numel()
@@ -45,7 +50,7 @@ def orthogonalised(
         received
     )
     whole = torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim=1)
-    done = newton_schulz(whole, compute)
+    done = orthogonalise(whole, compute)
     back = torch.cat([done[:, place].flatten() for place in places])
     returned = world.exchange(back, received, sent).view(len(own), *own[0].shape)
     return [returned[order.index(i)] for i in range(len(own))]

@@ -25,7 +25,7 @@ from monograph.device import default_device, describe
 from monograph.distributed.by_rank import ByRank
 from monograph.distributed.matrices import orthogonalised
 from monograph.distributed.rows import among, of_rows, rows_of, whole_rows
-from monograph.distributed.shared_blocks import Ends, agree, ends
+from monograph.distributed.shared_blocks import Cut, Ends, agree, ends
 from monograph.distributed.world import World
 from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
@@ -33,10 +33,10 @@ from monograph.graph.inspect import blocks
 from monograph.graph.lora import kept_state, narrow
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.loss import pair
-from monograph.optim import Kind, Plane, newton_schulz, trainable
+from monograph.optim import Hyperparameters, Kind, Plane, trainable
 from monograph.optim.formats import FORMATS
-from monograph.optim.narrow import BLOCK
 from monograph.optim.planes import Slot
+from monograph.optim.state_format import StateFormat
 from monograph.step import Step
 from monograph.step.parameters import Sums
 
@@ -118,7 +118,8 @@ class Shards(ByRank):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
-        return [step.prepare_plane(plane) for plane in rows_planes(model, kinds)]
+        form = FORMATS[step.optim.state]
+        return [step.prepare_plane(plane) for plane in rows_planes(model, kinds, form)]
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions of the step; between blocks, those of one plane."""
@@ -162,36 +163,52 @@ class Shards(ByRank):
 
     @contextmanager
     def directed(self, grads: Sequence[Tensor], scale: Tensor) -> Iterator[None]:
-        """Let planes hold in the block what takes other ranks' rows: Muon's directions, and 8-bit
-        blocks' largest.
+        """Let planes hold in the block what takes other ranks' rows: orthogonal directions, and the
+        largest numbers of blocks that are cut.
         """
         step = self.step
+        form = FORMATS[step.optim.state]
         of_kind: dict[Kind, list[tuple[Plane, Tensor]]] = {}
         for plane, total in zip(step.planes, grads, strict=True):
             if plane.kind.matrix is not None:
                 of_kind.setdefault(plane.kind, []).append((plane, total))
         first = 0
         for kind, members in of_kind.items():
-            assert kind.matrix is not None
-            state = step.optim.state
+            assert kind.matrix is not None and kind.rule.orthogonalise is not None
+            orthogonalise = kind.rule.orthogonalise
+            hyper = self._hyperparameters(kind, members[0][1])
             directions = [
-                _direction(plane, total * scale.to(total.dtype), state) for plane, total in members
+                _direction(plane, total * scale.to(total.dtype), form, hyper)
+                for plane, total in members
             ]
-            compute = step.precision.products(directions[0].dtype)
+            compute = hyper.compute
             if len(kind.matrix) == 2:
-                found = orthogonalised(self.sharing, directions, kind.matrix[0], first, compute)
+                found = orthogonalised(
+                    self.sharing, directions, kind.matrix[0], first, compute, orthogonalise
+                )
                 first += len(members)
             else:  # a rank has whole matrices of a stack
-                found = [newton_schulz(each, compute) if len(each) else each for each in directions]
+                found = [orthogonalise(each, compute) if len(each) else each for each in directions]
             for (plane, _), each in zip(members, found, strict=True):
                 plane.orthogonal = each.flatten()
         planes = zip(cast(list[RowsPlane], step.planes), grads, strict=True)
-        shares_scales = FORMATS[step.optim.state].block > 1
-        cut = [(plane, total, plane.cut) for plane, total in planes if plane.cut and shares_scales]
-        agree(self.sharing, cut, scale, step.optim)
+        cut = [Cut(plane, total, plane.cut) for plane, total in planes if plane.cut]
+        agree(self.sharing, cut, scale, form, self._hyperparameters)
         yield
         for plane in step.planes:
             plane.orthogonal = None
+
+    def _hyperparameters(self, kind: Kind, total: Tensor) -> Hyperparameters:
+        """Return the numbers of the update that was decided, as if it were made, for a kind's summed
+        gradient.
+        """
+        step = self.step
+        return kind.hyperparameters(
+            lr=step.lr,
+            applied=step.applied,
+            accepted=torch.ones_like(step.applied, dtype=torch.bool),
+            compute=step.precision.products(total.dtype),
+        )
 
     def score(self, batches: Iterable[Any]) -> list[Sums]:
         """Return the sums of each micro-batch, without gradients."""
@@ -272,14 +289,13 @@ class Shards(ByRank):
         return whole
 
 
-def _direction(plane: Plane, grad: Tensor, state: str) -> Tensor:
-    """Return this rank's rows of the matrices that Muon orthogonalises."""
+def _direction(plane: Plane, grad: Tensor, form: StateFormat, hyper: Hyperparameters) -> Tensor:
+    """Return this rank's rows of the matrices that the rule orthogonalises."""
     local = cast(DTensor, plane.slots[0].parameter)
     rule = plane.kind.rule
-    moments = [
-        FORMATS[state].unpack(plane.state, name, grad.dtype, plane.before) for name in rule.moments
-    ]
-    return rule.direction(grad, moments, plane.kind).view(local.to_local().shape)
+    assert rule.direction is not None
+    moments = [form.read(plane.state, moment, grad, plane.before) for moment in rule.moments]
+    return rule.direction(grad, moments, hyper).view(local.to_local().shape)
 
 
 def require_rows(step: Step, halved: bool = False) -> None:
@@ -298,6 +314,24 @@ def require_rows(step: Step, halved: bool = False) -> None:
     if scalars := [name for name, parameter in trainable(step.model).items() if not parameter.ndim]:
         raise UsageError(
             f"{scalars[0]} has no rows that fsdp could share out: take train.parallel = ddp"
+        )
+
+
+def require_whole_elements(name: str, bounds: Sequence[tuple[int, int]], form: StateFormat) -> None:
+    """Refuse rows of a parameter that begin inside of an element of the optimizer's state.
+
+    Args:
+        name: the parameter's name.
+        bounds: the first number of each rank, and the one after its last.
+        form: the form of the optimizer's state.
+
+    Raises:
+        UsageError: a rank's rows begin between two numbers that are packed in one element.
+    """
+    if any(begin % form.rows_multiple for begin, end in bounds if end > begin):
+        raise UsageError(
+            f"{name}: the optimizer's state packs {form.rows_multiple} numbers in one, and a rank's rows would "
+            "begin between them: take another optim.state, or train.parallel = ddp"
         )
 
 
@@ -339,31 +373,40 @@ class RowsPlane(Plane):
 
     Attributes:
         begin: the index of its first element in the parameter.
-        cut: the blocks of 256 at the ends of each rank's rows, if some of these blocks are not
-            whole.
+        cut: the blocks at the ends of each rank's rows, if some of these blocks are not whole.
+        numbers_per_element: for the name of each of the moments' buffers how many of the
+            parameter's numbers share one element.
     """
 
     begin: int = field(kw_only=True)
     cut: Ends | None = field(kw_only=True)
+    numbers_per_element: Mapping[str, int] = field(kw_only=True)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield views as `Plane.views` does, as DTensors in the parameter's shape."""
         [(name, parameter, _)] = self.slots
         local = cast(DTensor, parameter)
-        if any(flat is buffer for key, buffer in self.state.items() if key.endswith("_scale")):
-            blocks = torch.empty(-(-parameter.numel() // BLOCK), device="meta")
-            first = self.begin // BLOCK
-            yield name, of_rows(flat, local.device_mesh, blocks, slice(first, first + len(flat)))
+        names = [key for key, buffer in self.state.items() if buffer is flat]
+        shared = self.numbers_per_element.get(names[0], 1) if names else 1
+        if shared > 1:
+            whole = torch.empty(-(-parameter.numel() // shared), device="meta")
+            first = self.begin // shared
+            yield name, of_rows(flat, local.device_mesh, whole, slice(first, first + len(flat)))
         else:
             yield name, of_rows(flat.view(local.to_local().shape), local.device_mesh, parameter)
 
 
-def rows_planes(model: nn.Module, kinds: Mapping[str, Kind]) -> list[RowsPlane]:
+def rows_planes(model: nn.Module, kinds: Mapping[str, Kind], form: StateFormat) -> list[RowsPlane]:
     """Make a plane for each trainable parameter of a sharded module.
 
     Its `number` and `start` say which plane of a single process holds these elements, and where
     they begin in it.
+
+    Raises:
+        UsageError: a rank's rows begin between two numbers that the form of the optimizer's state
+            packs in one element.
     """
+    block = form.block
     numbers: dict[Kind, int] = {}
     reached = Counter[Kind]()  # elements so far of each kind
     made = []
@@ -377,6 +420,7 @@ def rows_planes(model: nn.Module, kinds: Mapping[str, Kind]) -> list[RowsPlane]:
         bounds = [(place.start * width, place.stop * width) for place in places]
         local = sharded.to_local().detach().view(-1)
         begin = bounds[rank][0]
+        require_whole_elements(name, bounds, form)
         start = torch.tensor(reached[kind] + begin, device=local.device)
         reached[kind] += parameter.numel()
         number = numbers.setdefault(kind, len(numbers))
@@ -388,9 +432,10 @@ def rows_planes(model: nn.Module, kinds: Mapping[str, Kind]) -> list[RowsPlane]:
             number,
             (local.numel(),),
             start,
-            before=begin % BLOCK if local.numel() else 0,
+            before=begin % block if local.numel() else 0,
             begin=begin,
-            cut=ends(bounds, rank) if any(end % BLOCK for _, end in bounds) else None,
+            cut=ends(bounds, rank, block) if any(end % block for _, end in bounds) else None,
+            numbers_per_element=form.numbers_per_element(kind.rule.moments),
         )
         made.append(plane)
     return made

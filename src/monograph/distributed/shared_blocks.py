@@ -1,20 +1,19 @@
-"""Let ranks agree on the largest numbers of 8-bit blocks: one of 256 numbers may lie in the rows of
-several ranks.
+"""Let ranks agree on the largest numbers of the blocks in which moments are packed: a block may lie
+in the rows of several ranks.
 
 Shapes: P planes with such blocks, M moments of each, W ranks, E = 2 ends of a rank's rows, their
 first and last block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from monograph.distributed.world import World
-from monograph.optim import Optimizer, Rule
-from monograph.optim.narrow import BLOCK, dequantised
-from monograph.optim.planes import Plane
+from monograph.optim import Hyperparameters, Kind, Plane
+from monograph.optim.state_format import Part, StateFormat
 
 
 class Ends(NamedTuple):
@@ -29,69 +28,101 @@ class Ends(NamedTuple):
     places: tuple[slice, slice]
 
 
-def ends(bounds: Sequence[tuple[int, int]], rank: int) -> Ends:
+class Cut(NamedTuple):
+    """A plane with blocks that are cut, its summed gradient, and its ends."""
+
+    plane: Plane
+    total: Tensor
+    ends: Ends
+
+
+def ends(bounds: Sequence[tuple[int, int]], rank: int, block: int) -> Ends:
     """Return the ends of a parameter of which rank r has the elements `bounds[r]`, from the first
     to below the last.
     """
     numbers = [
-        (begin // BLOCK, (end - 1) // BLOCK) if end > begin else (-1, -1) for begin, end in bounds
+        (begin // block, (end - 1) // block) if end > begin else (-1, -1) for begin, end in bounds
     ]
     (begin, end), (first, last) = bounds[rank], numbers[rank]
     size = end - begin
     places = (
-        slice(0, min(size, (first + 1) * BLOCK - begin)),
-        slice(max(0, last * BLOCK - begin), size),
+        slice(0, min(size, (first + 1) * block - begin)),
+        slice(max(0, last * block - begin), size),
     )
     return Ends(torch.tensor(numbers), places if size else (slice(0, 0), slice(0, 0)))
 
 
 def agree(
-    sharing: World, members: Sequence[tuple[Plane, Tensor, Ends]], scale: Tensor, optim: Optimizer
+    sharing: World,
+    members: Sequence[Cut],
+    scale: Tensor,
+    form: StateFormat,
+    hyperparameters: Callable[[Kind, Tensor], Hyperparameters],
 ) -> None:
     """Tell planes the largest numbers that their first and last blocks will have after the update;
     a collective.
 
     Args:
         sharing: the ranks that share out rows.
-        members: the planes, their summed gradients and ends.
+        members: the planes.
         scale: the factor of the summed gradients.
-        optim: the optimizer.
+        form: the form of the optimizer's state.
+        hyperparameters: returns the numbers of the update for a kind and its summed gradient.
     """
-    rest = list(members)
-    while rest:  # planes with the same rule, all at once
-        rule = rest[0][0].kind.rule
-        alike = [member for member in rest if member[0].kind.rule is rule]
-        rest = [member for member in rest if member[0].kind.rule is not rule]
-        own_MPE = _largest(alike, rule, scale, optim)
+    by_formula: dict[tuple[object, ...], list[Cut]] = {}
+    for member in members:
+        kind = member.plane.kind
+        by_formula.setdefault((kind.rule, kind.betas), []).append(member)
+    for alike in by_formula.values():  # all at once
+        kind = alike[0].plane.kind
+        hyper = hyperparameters(kind, alike[0].total)
+        own_MPE = _largest(alike, scale, form, hyper)
         each_WMPE = own_MPE.new_zeros(sharing.size, *own_MPE.shape)
         each_WMPE[sharing.rank] = own_MPE
         each_MPWE = sharing.sum(each_WMPE).permute(1, 2, 0, 3)
-        numbers_PWE = torch.stack([ends.numbers_WE for _, _, ends in alike]).to(scale.device)
+        numbers_PWE = torch.stack([member.ends.numbers_WE for member in alike]).to(scale.device)
         same_PEWE = numbers_PWE[:, sharing.rank, :, None, None] == numbers_PWE[:, None]
         ends_MPE = torch.where(same_PEWE, each_MPWE.unsqueeze(2), 0.0).amax((-1, -2))
-        for number, (plane, _, _) in enumerate(alike):
-            plane.ends = dict(zip(rule.moments, ends_MPE[:, number], strict=True))
+        names = [moment.name for moment in kind.rule.moments]
+        for number, member in enumerate(alike):
+            member.plane.ends = dict(zip(names, ends_MPE[:, number], strict=True))
 
 
 def _largest(
-    members: Sequence[tuple[Plane, Tensor, Ends]], rule: Rule, scale: Tensor, optim: Optimizer
+    members: Sequence[Cut], scale: Tensor, form: StateFormat, hyper: Hyperparameters
 ) -> Tensor:
     """Return the largest numbers [M, P, E] of this rank's next moments at its ends, fp32; 0 without
     elements.
     """
-    slices = [(plane, total, place) for plane, total, ends in members for place in ends.places]
-    grads = _stacked([total[place] for _, total, place in slices], BLOCK)
+    block = form.block
+    rule = members[0].plane.kind.rule
+    slices = [(member, place) for member in members for place in member.ends.places]
+    grads = _stacked([member.total[place] for member, place in slices], block)
     grads = grads * scale.to(grads.dtype)
     old = []
-    for name in rule.moments:
-        codes = _stacked([plane.state[name][place] for plane, _, place in slices], BLOCK)
-        scales = [plane.state[f"{name}_scale"] for plane, _, _ in members]
-        ends = _stacked([part for each in scales for part in (each[:1], each[-1:])], 1)
-        old.append(dequantised(codes.view(-1), ends.view(-1)).view_as(grads).to(grads.dtype))
-    new = rule.next_moments(grads, old, members[0][0].kind, optim)
+    for moment in rule.moments:
+        buffers = {}
+        for part in form.parts:
+            name = part.buffer_name(moment)
+            rows = [
+                member.plane.state[name][_elements(part, place, member.plane.before)]
+                for member, place in slices
+            ]
+            buffers[name] = _stacked(rows, block // part.numbers_per_element).view(-1)
+        old.append(form.read(buffers, moment, grads.view(-1), before=0).view_as(grads))
+    new = rule.next_moments(grads, old, hyper)
     return torch.stack(
         [each.to(torch.float32).abs().amax(-1).view(len(members), 2) for each in new]
     )
+
+
+def _elements(part: Part, place: slice, before: int) -> slice:
+    """Return the elements of a buffer that hold the numbers of a rank's `place`."""
+    if place.stop == place.start:
+        return slice(0, 0)
+    first = before // part.numbers_per_element
+    end = -(-(before + place.stop) // part.numbers_per_element)  # rounded up
+    return slice((before + place.start) // part.numbers_per_element - first, end - first)
 
 
 def _stacked(parts: Sequence[Tensor], width: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""Give each member its optimizer, and merge them into one, in which a number that differs is a
-tensor [N].
+"""Give each member its optimizer, and merge their kinds, in which a number that differs is a tensor
+[N].
 
 Shapes: N members.
 """
@@ -15,11 +15,8 @@ from monograph.errors import UsageError
 from monograph.optim import Kind, Optimizer
 from monograph.optim.optimizer import Knob
 
-# The optimizer's fields in which members may differ; all other fields shape the graph.
-_OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "momentum")
-
-# Fields of a `Kind` in which members may differ.
-_NUMBERS = ("lr", "weight_decay", "momentum", "eps")
+# Fields of a `Kind` in which members may differ; so are its betas, each by itself.
+_NUMBERS = ("lr", "weight_decay", "eps")
 
 
 def optimizers(
@@ -48,9 +45,9 @@ def optimizers(
             raise UsageError(
                 f"optim = {optim!r}: expected one of this package's, such as monograph.AdamW(lr=1e-3)"
             )
-        names = [field.name for field in fields(first) if field.name in _OF_OPTIMIZER]
         optims = [
-            replace(first, **{name: own[name] for name in names if name in own}) for own in knobs
+            replace(first, **{name: own[name] for name in first.may_differ if name in own})
+            for own in knobs
         ]
     for number, other in enumerate(optims):
         if type(other) is not type(optims[0]):
@@ -59,14 +56,14 @@ def optimizers(
             )
         # All other fields shape the graph, which all members share.
         shared = (
-            field.name for field in fields(other) if field.name not in (*_OF_OPTIMIZER, "groups")
+            field.name for field in fields(other) if field.name not in (*other.may_differ, "groups")
         )
         if odd := next(
             (name for name in shared if getattr(other, name) != getattr(optims[0], name)), None
         ):
             raise UsageError(
                 f"members 0 and {number} differ in the optimizer's {odd}, which one graph shares; "
-                f"a member may have its own {', '.join(_OF_OPTIMIZER)}"
+                f"a member may have its own {', '.join(other.may_differ)}"
             )
     return optims
 
@@ -82,7 +79,7 @@ def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
         UsageError: nothing has read a knob, and the optimizer has no field of its name.
     """
     # The ensemble itself reads seeds and the optimizer's numbers.
-    own = ["seed", *(field.name for field in fields(optim) if field.name in _OF_OPTIMIZER)]
+    own = ["seed", *optim.may_differ]
     for member_knobs in knobs:
         unread = Knobs.unread(member_knobs) if isinstance(member_knobs, Knobs) else []
         if name := next((name for name in unread if name not in own), None):
@@ -104,23 +101,17 @@ def seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> torch.Ten
     return torch.tensor(seeds, dtype=torch.int64, device=device)
 
 
-def merged(optims: Sequence[Optimizer], device: torch.device) -> Optimizer:
-    """Return one optimizer whose betas and eps are tensors [N] where the members' differ."""
-    one, other = zip(*(optim.betas for optim in optims), strict=True)
-    # The learning rate is not merged, as it changes with each update and is in `Step.lr` [N].
-    eps = _knob([optim.eps for optim in optims], device)
-    return replace(optims[0], betas=(_knob(one, device), _knob(other, device)), eps=eps)
-
-
 def kinds(of_members: Sequence[Mapping[str, Kind]], device: torch.device) -> dict[str, Kind]:
     """Return how each parameter is updated, by name; numbers are tensors [N] where the members'
     differ.
     """
     by_kind: dict[tuple[Kind, ...], Kind] = {}
     for of_parameter in zip(*(of.values() for of in of_members), strict=True):
-        numbers = {
+        numbers: dict[str, Any] = {
             name: _knob([getattr(kind, name) for kind in of_parameter], device) for name in _NUMBERS
         }
+        betas = zip(*(kind.betas for kind in of_parameter), strict=True)
+        numbers["betas"] = tuple(_knob(of_moment, device) for of_moment in betas)
         by_kind.setdefault(of_parameter, of_parameter[0]._replace(**numbers))
     return {name: by_kind[tuple(of[name] for of in of_members)] for name in of_members[0]}
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from monograph import compat
 from monograph.ensemble.call import Members, Tensors
-from monograph.ensemble.optimizers import kinds, merged
+from monograph.ensemble.optimizers import kinds
 from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loss import SHARES, Batch, constant, counted, counts, pair
 from monograph.optim import Optimizer, Plane, checked, planes, trainable
+from monograph.optim.formats import FORMATS
 from monograph.schedule import Schedule, factor_at
 from monograph.step import OnDevice, Step, Update, finish_update
 
@@ -33,7 +34,7 @@ class Stacked(OnDevice):
         optims: an optimizer for each member.
         schedules: a schedule for each member.
         each: whether every member has rows of its own.
-        optim: the members' optimizers as one, for the step.
+        optim: the first member's optimizer, for the step, which asks it what all members share.
         frozen: which members are never updated again, [N] bool.
     """
 
@@ -59,7 +60,7 @@ class Stacked(OnDevice):
         self.each = each
         if precision is not None and precision.name == "fp8":
             raise UsageError("an ensemble has no fp8 products: torch cannot batch them; take bf16")
-        if optims[0].state != "fp32":
+        if not FORMATS[optims[0].state].exact:
             raise UsageError(
                 f"an ensemble keeps its moments in fp32, not {optims[0].state!r}: leave the optimizer's state"
             )
@@ -71,9 +72,7 @@ class Stacked(OnDevice):
         self.frozen: Tensor = torch.zeros(members.stack.size, dtype=torch.bool, device=device)
         self.update_in_one = Compilable(self._update_in_one)
         self.counters = {"frozen": self.frozen, "draw": members.draw}
-        # Numbers that differ between members become tensors [N]; equal ones stay numbers, which
-        # keeps the graph simple.
-        self.optim = merged(self.optims, device)
+        self.optim = self.optims[0]
 
     def counters_of(self, member: int) -> dict[str, Tensor]:
         """Return one member's counters of the step, 0-d views by name."""
@@ -134,6 +133,8 @@ class Stacked(OnDevice):
         of_members = [
             optim.kinds(m) for optim, m in zip(self.optims, self.members.stack.members, strict=True)
         ]
+        # Numbers that differ between members become tensors [N]; equal ones stay numbers, which
+        # keeps the graph simple.
         made = planes(trainable(step.model), kinds(of_members, self.frozen.device), lead=1)
         return [step.prepare_plane(plane) for plane in made]
 

@@ -33,7 +33,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.token_rows import ROWS, tables
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
-from monograph.model.gguf import architecture, named, package, write_tensors
+from monograph.model.gguf import named, package, reader_of, write_tensors
 from monograph.model.llama import Llama
 from monograph.model.scaling import LINEAR
 from monograph.model.vocabulary import (
@@ -461,7 +461,7 @@ def write_gguf_adapter(stored: Packed, config: LlamaConfig, new: Path) -> None:
     lora = Lora(values["r"], values["lora_alpha"], rslora="use_rslora" in values)
     own = {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items()}
     tensors = [*_gguf_tensors(own, config)]
-    writer = gguf.GGUFWriter(new / GGUF_FILE, architecture(config))
+    writer = gguf.GGUFWriter(new / GGUF_FILE, reader_of(config).name)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, lora.scale * lora.rank)

@@ -149,9 +149,7 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         for name in _REQUIRED:
             check_positive_integer(name, getattr(self, name))
-        # transformers refuses a Llama whose width is not a multiple of its heads, even with a
-        # head_dim.
-        if self.head_dim == 0 or self.model_type == "llama":
+        if self.head_dim == 0 or self.family.heads_divide_width:
             self._check_multiple("hidden_size", "num_attention_heads")
         # Only `object.__setattr__` can set the derived fields of a frozen dataclass.
         if self.num_key_value_heads == 0:

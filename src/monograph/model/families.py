@@ -22,6 +22,38 @@ class Norms(NamedTuple):
     after_mlp: str | None = None
 
 
+class LlamaCpp(NamedTuple):
+    """What llama.cpp computes for the models of a family: facts of its source, which
+    tests/laws/test_exported_is_original.py and test_exported_log_probabilities.py compare.
+
+    Attributes:
+        name: its name of the architecture.
+        neighbouring: whether the two channels of a rotary pair are neighbours, and not, as here, at
+            the same place in both halves of a head.
+        has_divisors: whether it reads the divisors of frequencies that stand for the scaling
+            llama3.
+        whole_heads: whether all heads together must be as wide as hidden_size.
+        own_head: whether a file must have the output head, although it is the embedding.
+        local_base: the base of rotary positions in layers with a window; None: that of the others.
+        biases: whether it computes attention_bias.
+        mlp_norm: its name of the norm before the feed-forward layer.
+        divides: whether the weights of a token's experts are divided by their sum.
+        of_70b: which models of 80 layers its quantizer takes for one of 70 billion weights, whose
+            values get more bits: none (""), those with grouped heads, or all.
+    """
+
+    name: str
+    neighbouring: bool = False
+    has_divisors: bool = False
+    whole_heads: bool = False
+    own_head: bool = False
+    local_base: float | None = None
+    biases: bool = False
+    mlp_norm: str = "ffn_norm"
+    divides: bool = True
+    of_70b: Literal["", "grouped", "all"] = ""
+
+
 class Family(NamedTuple):
     """One architecture.
 
@@ -49,6 +81,8 @@ class Family(NamedTuple):
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
         activation: transformers' key for the activation of the feed-forward layer, and the value of
             this key.
+        only_default: keys of `_COMPUTED` that this family reads, and for which only the first value
+            there is computed. All families read the keys there that no row has.
         whole_heads: whether all heads together must be as wide as hidden_size.
         experts: the key for the width of a mixture's experts; "": the family has no mixtures.
         divides: whether the weights of a token's experts are always divided by their sum.
@@ -60,6 +94,13 @@ class Family(NamedTuple):
         sinks: whether each head's attention has a sink (`monograph.ops.attention`).
         by_key_head: whether a delta net has one projection for queries, keys, values and gates, and
             one for the decay and beta of each value head, both ordered by key heads.
+        heads_divide_width: whether transformers refuses a hidden_size that is no multiple of the
+            number of heads, even with a head_dim.
+        new_divides: norm_topk_prob of a new model with a mixture.
+        predicts_ahead: whether files may have layers that predict several tokens at once, which
+            neither transformers nor this package reads.
+        llama_cpp: how llama.cpp reads an exported file; None: it does not know the family, and no
+            such file is written.
     """
 
     architecture: str
@@ -77,6 +118,7 @@ class Family(NamedTuple):
     centred: bool = False
     embedding_scaled: bool = False
     activation: tuple[str, str] = "hidden_act", "silu"
+    only_default: tuple[str, ...] = ()
     whole_heads: bool = False
     experts: str = ""
     divides: bool = False
@@ -85,6 +127,10 @@ class Family(NamedTuple):
     clamped: bool = False
     sinks: bool = False
     by_key_head: bool = False
+    heads_divide_width: bool = False
+    new_divides: bool = True
+    predicts_ahead: bool = False
+    llama_cpp: LlamaCpp | None = None
 
 
 LINEAR_SIZES = (
@@ -141,6 +187,7 @@ _HYBRID: dict[str, Any] = {
     "full_every": 4,
     "gated": True,
     "centred": True,
+    "predicts_ahead": True,
 }
 _HYBRID_KEYS: dict[str, Any] = {
     "head_dim": 256,
@@ -149,9 +196,19 @@ _HYBRID_KEYS: dict[str, Any] = {
     **dict(zip(LINEAR_SIZES, (16, 32, 128, 128, 4), strict=True)),
 }
 
+_ITS_LLAMA = LlamaCpp("llama", neighbouring=True, has_divisors=True, biases=True, of_70b="grouped")
+_ITS_OLMO_2 = LlamaCpp("olmo2", whole_heads=True, own_head=True)
+# The name of the norm before the feed-forward layer in the newer architectures of llama.cpp.
+_POST_NORM = "post_attention_norm"
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        "LlamaForCausalLM", ("attention_bias",), {"max_position_embeddings": 2048, **_ENDS}
+        "LlamaForCausalLM",
+        ("attention_bias",),
+        {"max_position_embeddings": 2048, **_ENDS},
+        only_default=("mlp_bias",),
+        heads_divide_width=True,
+        llama_cpp=_ITS_LLAMA,
     ),
     "mistral": Family(
         "MistralForCausalLM",
@@ -162,12 +219,14 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096,
             **_ENDS,
         },
+        llama_cpp=_ITS_LLAMA,
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         ("sliding_window", "layer_types"),
         {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
         qkv_bias=True,
+        llama_cpp=LlamaCpp("qwen2", whole_heads=True, of_70b="all"),
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -179,6 +238,7 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096,
         },
         qk_norm="heads",
+        llama_cpp=LlamaCpp("qwen3"),
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -191,6 +251,7 @@ FAMILIES: dict[str, Family] = {
         },
         qk_norm="all",
         norms=_AFTER_BRANCHES,
+        llama_cpp=_ITS_OLMO_2,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -204,6 +265,8 @@ FAMILIES: dict[str, Family] = {
             "bos_token_id": 128_000,
             "eos_token_id": 128_001,
         },
+        only_default=("mlp_bias",),
+        llama_cpp=LlamaCpp("smollm3", neighbouring=True),
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
@@ -220,6 +283,7 @@ FAMILIES: dict[str, Family] = {
         norms=_AFTER_BRANCHES,
         full_every=4,
         local_theta=500_000.0,  # also if the file's rope_theta is another number
+        llama_cpp=_ITS_OLMO_2,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -256,6 +320,12 @@ FAMILIES: dict[str, Family] = {
         centred=True,
         embedding_scaled=True,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
+        only_default=(
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "use_bidirectional_attention",
+        ),
+        llama_cpp=LlamaCpp("gemma3", local_base=10_000.0),
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -273,6 +343,8 @@ FAMILIES: dict[str, Family] = {
             "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
         },
         scalings=(LONG,),
+        only_default=("resid_pdrop",),
+        llama_cpp=LlamaCpp("phi3", whole_heads=True),
     ),
     "granite": Family(
         "GraniteForCausalLM",
@@ -284,12 +356,15 @@ FAMILIES: dict[str, Family] = {
             "logits_scaling",
         ),
         {"max_position_embeddings": 2048, "attention_multiplier": 1.0, **_ENDS},
+        only_default=("mlp_bias",),
+        llama_cpp=LlamaCpp("granite", neighbouring=True, has_divisors=True, biases=True),
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
         ("attention_bias", "layer_types", "partial_rotary_factor", *LINEAR_SIZES),
         {"num_key_value_heads": 4, **_HYBRID_KEYS},
         **_HYBRID,
+        llama_cpp=LlamaCpp("qwen35", mlp_norm=_POST_NORM),
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
@@ -315,6 +390,7 @@ FAMILIES: dict[str, Family] = {
         **_HYBRID,
         experts="moe_intermediate_size",
         by_key_head=True,
+        llama_cpp=LlamaCpp("qwen3next", mlp_norm=_POST_NORM),
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
@@ -340,6 +416,7 @@ FAMILIES: dict[str, Family] = {
         experts="moe_intermediate_size",
         divides=True,
         fused_experts="halves",
+        llama_cpp=LlamaCpp("qwen35moe", mlp_norm=_POST_NORM),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -362,6 +439,7 @@ FAMILIES: dict[str, Family] = {
         },
         qk_norm="heads",
         experts="moe_intermediate_size",
+        llama_cpp=LlamaCpp("qwen3moe"),
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
@@ -378,6 +456,8 @@ FAMILIES: dict[str, Family] = {
         qk_norm="all",
         whole_heads=True,
         experts="intermediate_size",
+        new_divides=False,
+        llama_cpp=LlamaCpp("olmoe", own_head=True, divides=False),
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -414,13 +494,13 @@ FAMILIES: dict[str, Family] = {
         expert_bias=True,
         clamped=True,
         sinks=True,
+        only_default=("swiglu_alpha", "swiglu_limit"),
+        llama_cpp=LlamaCpp("gpt-oss", own_head=True, biases=True, mlp_norm=_POST_NORM),
     ),
 }
 # Keys of config.json that change what transformers computes or loads, with the values for which it
 # computes the same as `Llama`. The first of them is transformers' default.
 _COMPUTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "hidden_activation": ("gelu_pytorch_tanh",),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
@@ -433,25 +513,9 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
 }
-_OF_GEMMA = (
-    "hidden_activation",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "use_bidirectional_attention",
-)
-# The families that read a key of `_COMPUTED`. All families read keys that are missing here.
-_READ_BY: dict[str, tuple[str, ...]] = {
-    "mlp_bias": ("llama", "smollm3", "granite"),
-    "resid_pdrop": ("phi3",),
-    **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
-    "hidden_act": tuple(
-        name for name, its in FAMILIES.items() if its.activation[0] == "hidden_act"
-    ),
-    **dict.fromkeys(
-        ("swiglu_alpha", "swiglu_limit"),
-        tuple(name for name, its in FAMILIES.items() if its.clamped),
-    ),
-}
+_READ_BY_SOME = {key for its in FAMILIES.values() for key in its.only_default}
+# transformers' names of one activation.
+_NAMES_OF_ACTIVATION = {"silu": ("silu", "swish"), "gelu_pytorch_tanh": ("gelu_pytorch_tanh",)}
 
 
 def family(model_type: object) -> Family:
@@ -474,9 +538,12 @@ def check_computed(values: Mapping[str, Any]) -> None:
     """
     model_type = values["model_type"]
     its = family(model_type)
-    for key, supported in _COMPUTED.items():
+    activation_key, activation = its.activation
+    computed = {activation_key: _NAMES_OF_ACTIVATION[activation], **_COMPUTED}
+    for key, supported in computed.items():
+        is_read = key not in _READ_BY_SOME or key in its.only_default
         # Optional keys of the family are checked elsewhere.
-        is_checked = model_type in _READ_BY.get(key, (model_type,)) and key not in its.keys
+        is_checked = is_read and key not in its.keys
         if is_checked and values.get(key, supported[0]) not in supported:
             raise InputRefused(
                 f"{key} = {values[key]!r} is not supported: only {supported[0]!r} is"

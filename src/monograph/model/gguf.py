@@ -28,7 +28,7 @@ from monograph.graph.lora import Plain, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
 from monograph.model import gguf_layers, sampling_defaults
 from monograph.model.config import LlamaConfig
-from monograph.model.families import Norms
+from monograph.model.families import LlamaCpp, Norms
 from monograph.model.files import new_folder, nothing_beside
 from monograph.model.gguf_blocks import MIXTURES, chosen, quantize
 from monograph.model.gguf_words import add_words, modelfile
@@ -51,21 +51,7 @@ _FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k"
 _BEFORE = {"F16": torch.float16, "BF16": torch.bfloat16}
 _OWN = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
-# llama.cpp loads a Mistral as a "llama" and an OLMo 3 as an "olmo2"; the others keep their names.
-_ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3"}
-_ARCHITECTURES |= gguf_layers.ARCHITECTURES
-# There the rotary pairs of these are neighbouring channels; here they are halves of a head.
-_NEIGHBOURING = ("llama", "smollm3", "granite")
-# These read the divisors of frequencies that stand for llama3's scaling.
-_WITH_DIVISORS = ("llama", "granite")
-# These take the heads together to be as wide as hidden_size.
-_WHOLE_HEADS = ("qwen2", "olmo2", "phi3")
 _EVERY = 4  # It rotates all layers of a SmolLM3 but each fourth one.
-# These do not take the embedding for a head that is not there.
-_OWN_HEADS = ("olmo2", "olmoe", "gpt-oss")
-# Bases of rotary positions in layers with a window; other architectures have one base for all
-# layers.
-_LOCAL_BASES = {"gemma3": 10_000.0}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INNER = {
     "self_attn.q_proj": "attn_q",
@@ -82,7 +68,7 @@ _INNER = {
     "mlp.gate_up_proj": "ffn_up",
     **gguf_layers.EXPERT_NAMES,
 }
-_NORMS = Norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+_NORMS = Norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")  # mostly
 
 
 def save_gguf(
@@ -130,7 +116,7 @@ def save_gguf(
     shapes = {tensor.name: tensor.like.shape for tensor in tensors}
     kinds = _kinds(shapes, name, config)
     with new_folder(Path(folder)) as new:
-        writer = gguf.GGUFWriter(new / FILE, architecture(config))
+        writer = gguf.GGUFWriter(new / FILE, reader_of(config).name)
         _add_shape(gguf, writer, config)
         writer.add_file_type(_FILE_TYPES[name])
         if name.startswith("q"):
@@ -148,9 +134,17 @@ def save_gguf(
         beside(new)
 
 
-def architecture(config: LlamaConfig) -> str:
-    """Return llama.cpp's name of a model's family."""
-    return _ARCHITECTURES.get(config.model_type, config.model_type)
+def reader_of(config: LlamaConfig) -> LlamaCpp:
+    """Return how llama.cpp reads a model's family.
+
+    Raises:
+        InputRefused: it does not know the family.
+    """
+    if config.family.llama_cpp is None:
+        raise InputRefused(
+            f"model_type = {config.model_type!r}: llama.cpp knows no such family; export it with --format hf"
+        )
+    return config.family.llama_cpp
 
 
 def package() -> ModuleType:
@@ -166,6 +160,7 @@ def package() -> ModuleType:
 def _check(config: LlamaConfig, dtype: str) -> None:
     """Refuse features that llama.cpp would silently ignore."""
     family = config.model_type
+    its = reader_of(config)
     instead = "; export it with --format hf"
     _check_windows(config, instead)
     if config.family.others == LINEAR:
@@ -176,22 +171,19 @@ def _check(config: LlamaConfig, dtype: str) -> None:
         raise InputRefused(
             f"no_rope_layers: llama.cpp rotates all layers of a {family} but each {_EVERY}th{instead}"
         )
-    if (
-        isinstance(config.rope_scaling, Llama3Scaling)
-        and architecture(config) not in _WITH_DIVISORS
-    ):
+    if isinstance(config.rope_scaling, Llama3Scaling) and not its.has_divisors:
         raise InputRefused(
             f"rope_scaling = 'llama3' is not computed by llama.cpp for a {family}{instead}"
         )
     heads, width = config.num_attention_heads, config.head_dim
-    if architecture(config) in _WHOLE_HEADS and heads * width != config.hidden_size:
+    if its.whole_heads and heads * width != config.hidden_size:
         raise InputRefused(
             f"head_dim = {width} and num_attention_heads = {heads}: llama.cpp loads a {family} only if their product "
             f"is hidden_size = {config.hidden_size}{instead}"
         )
     _check_scores(config, instead)
-    gguf_layers.check_experts(config, instead)
-    if config.attention_bias and family not in ("llama", "granite", "gpt_oss"):
+    gguf_layers.check_experts(config, its.divides, instead)
+    if config.attention_bias and not its.biases:
         raise InputRefused(
             f"attention_bias = true is not computed by llama.cpp for a {family}{instead}"
         )
@@ -261,7 +253,7 @@ def _check_windows(config: LlamaConfig, instead: str) -> None:
             f"llama.cpp computes no window for a {config.model_type}{instead}"
         )
     # However long the window is, layers with one have a base of their own.
-    base = _LOCAL_BASES.get(architecture(config), config.rope_theta)
+    base = reader_of(config).local_base or config.rope_theta
     whole = [layer for layer in layers if config.window(layer) is None]
     if every and (whole != [*layers[every - 1 :: every]] or config.rope(local=True)[0] != base):
         raise InputRefused(
@@ -304,7 +296,7 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
         # A gpt-oss must have one.
         writer.add_sliding_window(config.sliding_window or _context(config))
     if config.family.others == LINEAR:
-        gguf_layers.add_delta_net_sizes(writer, config)
+        gguf_layers.add_delta_net_sizes(writer, config, reader_of(config).name)
     if config.family.experts:
         gguf_layers.add_expert_sizes(writer, config)
     if "logits_scaling" in config.family.keys:
@@ -318,8 +310,8 @@ def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
     """Yield a model's tensors with llama.cpp's names and its order of rows, in the order of the
     file.
     """
-    its_own = config.family.others == LINEAR or config.family.sinks
-    norms = _NORMS._replace(before_mlp=gguf_layers.POST_NORM) if its_own else _NORMS
+    its = reader_of(config)
+    norms = _NORMS._replace(before_mlp=its.mlp_norm)
     inner_names = _INNER | {
         own: name for own, name in zip(config.family.norms, norms, strict=True) if own
     }
@@ -337,17 +329,10 @@ def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
             read = _then(read, lambda weight: 1 + weight)
         if module in _OUTER:
             yield Plain(f"{_OUTER[module]}.{suffix}", like, read)
-            if (
-                config.tie_word_embeddings
-                and "embed" in module
-                and architecture(config) in _OWN_HEADS
-            ):
+            if config.tie_word_embeddings and "embed" in module and its.own_head:
                 yield Plain("output.weight", like, read)
             continue
-        if (
-            inner in ("self_attn.q_proj", "self_attn.k_proj")
-            and architecture(config) in _NEIGHBOURING
-        ):
+        if inner in ("self_attn.q_proj", "self_attn.k_proj") and its.neighbouring:
             read = _then(read, functools.partial(neighbouring, head_dim=config.head_dim))
         if inner_names[inner] == gguf_layers.SHARED_GATE:  # one row there
             like = like[0]

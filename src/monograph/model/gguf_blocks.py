@@ -248,15 +248,10 @@ def _of_values(kind: str, index: int, count: int, config: LlamaConfig) -> str:
         return "Q8_0"
     if _takes_more(index, count):
         return "Q6_K"
-    # Of its architectures here only these know a model of 70 billion weights.
-    grouped = (
-        config.model_type == "qwen2" or config.num_key_value_heads < config.num_attention_heads
-    )
-    of_70b = (
-        config.model_type in ("llama", "mistral", "qwen2")
-        and config.num_hidden_layers == 80
-        and grouped
-    )
+    its = config.family.llama_cpp
+    is_grouped = config.num_key_value_heads < config.num_attention_heads
+    taken = ("grouped", "all") if is_grouped else ("all",)
+    of_70b = its is not None and its.of_70b in taken and config.num_hidden_layers == 80
     return "Q5_K" if of_70b and kind == "Q4_K" else kind
 
 

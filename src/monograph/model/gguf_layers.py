@@ -17,13 +17,6 @@ from monograph.model.scaling import FULL, LINEAR
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-ARCHITECTURES = {
-    "qwen3_5_text": "qwen35",
-    "qwen3_5_moe_text": "qwen35moe",
-    "qwen3_next": "qwen3next",
-}
-ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
-POST_NORM = "post_attention_norm"  # there the name of the norm before the feed-forward layer
 _DELTA_NET_NAMES = {
     "in_proj_qkv.weight": "attn_qkv.weight",
     "in_proj_z.weight": "attn_gate.weight",
@@ -61,7 +54,7 @@ def check_delta_nets(config: LlamaConfig, instead: str) -> None:
         )
 
 
-def add_delta_net_sizes(writer: GGUFWriter, config: LlamaConfig) -> None:
+def add_delta_net_sizes(writer: GGUFWriter, config: LlamaConfig, architecture: str) -> None:
     """Write the sizes of the delta nets, and which layers they are."""
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
@@ -69,7 +62,7 @@ def add_delta_net_sizes(writer: GGUFWriter, config: LlamaConfig) -> None:
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_group_count(config.linear_num_key_heads)
     linear = [config.is_linear(layer) for layer in range(config.num_hidden_layers)]
-    writer.add_array(f"{ARCHITECTURES[config.model_type]}.attention.recurrent_layers", linear)
+    writer.add_array(f"{architecture}.attention.recurrent_layers", linear)
     if config.family.by_key_head:
         return
     # Pair i belongs to section i % 3, while i is below three times the section's size; a pair of
@@ -121,22 +114,14 @@ EXPERT_NAMES = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": SHARED_GATE,
 }
-# Whether a token's weights of its experts are divided by their sum.
-_DIVIDES = {
-    "qwen3_moe": True,
-    "qwen3_5_moe_text": True,
-    "qwen3_next": True,
-    "olmoe": False,
-    "gpt_oss": True,
-}
 
 
-def check_experts(config: LlamaConfig, instead: str) -> None:
+def check_experts(config: LlamaConfig, divides: bool, instead: str) -> None:
     """Refuse what llama.cpp computes otherwise, or does not load."""
     if not config.family.experts:
         return
     computed = {
-        "norm_topk_prob": _DIVIDES[config.model_type],
+        "norm_topk_prob": divides,
         "mlp_only_layers": (),
         "clip_qkv": None,
     }

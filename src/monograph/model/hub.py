@@ -19,6 +19,7 @@ from monograph.graph.lora import plain_parameters
 from monograph.graph.mmap_weights import kept_dtype, mapped, materialize_
 from monograph.model import parameters, sampling_defaults
 from monograph.model.config import LlamaConfig
+from monograph.model.families import FAMILIES
 from monograph.model.files import (
     DTYPES,
     Stored,
@@ -78,10 +79,8 @@ _WRAPPED = {
         ties=True,
     ),
 }
-# The prefix of layers that predict several tokens at once, and the models that have such layers.
-# transformers does not read these layers either.
+# The prefix of layers that predict several tokens at once, of families that have them.
 _PREDICTION = "mtp."
-_PREDICTING = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
 
 def _is_wrapped(values: Mapping[str, Any]) -> bool:
@@ -124,7 +123,8 @@ def _text_tensors(
     """
     wrapped = _WRAPPED.get(str(model_type), _Wrapped("", {}, ()))
     other_prefixes = wrapped.other_prefixes
-    if model_type in _PREDICTING:
+    its = FAMILIES.get(wrapped.text or str(model_type))
+    if its is not None and its.predicts_ahead:
         other_prefixes = (*other_prefixes, _PREDICTION)
     found = dict[str, Stored]()
     left_out = set[str]()

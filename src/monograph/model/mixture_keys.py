@@ -155,7 +155,7 @@ def fresh(model_type: str, ffn: int) -> dict[str, Any]:
     values: dict[str, Any] = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
-        "norm_topk_prob": model_type != "olmoe",
+        "norm_topk_prob": its.new_divides,
         "output_router_logits": True,
         "router_aux_loss_coef": 0.01,
     }

@@ -1,26 +1,20 @@
-"""Update parameters: updates as free functions, the flat planes they run over, and optimizers that
-choose updates.
+"""Update parameters: formulas as free functions, the flat planes they run over, and optimizers that
+choose formulas.
 """
 
+from monograph.optim.adamw import AdamW, adamw_
+from monograph.optim.muon import Muon, hidden_matrices, muon_, newton_schulz
 from monograph.optim.narrow import join, split, split_, splittable
-from monograph.optim.optimizer import Group, Kind, Knob, Optimizer, Rule
-from monograph.optim.optimizers import (
-    OPTIMIZERS,
-    AdamW,
-    Muon,
-    checked,
-    hidden_matrices,
-    initialise,
-    name_of,
-    update_,
-)
+from monograph.optim.optimizer import Group, Hyperparameters, Kind, Knob, Optimizer, Rule
+from monograph.optim.optimizers import OPTIMIZERS, checked, name_of
 from monograph.optim.planes import Plane, holding, planes, trainable, unlinked, vectors_at_once
-from monograph.optim.updates import adamw_, ema_, muon_, nesterov, newton_schulz, next_moments
+from monograph.optim.updates import ema_, initialise, update_
 
 __all__ = [
     "OPTIMIZERS",
     "AdamW",
     "Group",
+    "Hyperparameters",
     "Kind",
     "Knob",
     "Muon",
@@ -36,9 +30,7 @@ __all__ = [
     "join",
     "muon_",
     "name_of",
-    "nesterov",
     "newton_schulz",
-    "next_moments",
     "planes",
     "splittable",
     "split",

@@ -1,27 +1,37 @@
 """Numbers in fewer bits: stochastic rounding to bf16, halves of fp32, and blocks of 8-bit codes.
 
-If ranks have rows of a parameter each, the first block may begin with `before` elements of another
-rank, and the last block may end with elements of another rank.
+The forms of the optimizer's state that are made of them stand at the end. If ranks have rows of a
+parameter each, the first block may begin with `before` elements of another rank, and the last block
+may end with elements of another rank.
 
 Shapes: N elements of a plane, K blocks of 256.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from monograph.ops.philox import LOW32, philox
+from monograph.optim.state_format import Packing, Part, StateFormat
 
 BLOCK = 256
 # A code is a root of the ratio of a value to its block's largest value, in this many steps: the
 # square root for a signed value, the fourth root for a second moment. An update uses the square
 # root of a second moment.
 SIGNED_STEPS, SQUARE_STEPS = 127, 255
-Noise = tuple[Tensor, Tensor, Tensor]
 
 
-def noise(like_N: Tensor, seed: int, applied: Tensor, plane: int, start: int | Tensor = 0) -> Noise:
-    """Return three independent random words for each element of a plane.
+def noise(
+    like_N: Tensor,
+    seed: int,
+    applied: Tensor,
+    plane: int,
+    start: int | Tensor = 0,
+    count: int = 3,
+) -> tuple[Tensor, ...]:
+    """Return independent random words for each element of a plane.
 
     They are a function of (seed, update, plane, start + index).
 
@@ -31,16 +41,17 @@ def noise(like_N: Tensor, seed: int, applied: Tensor, plane: int, start: int | T
         applied: the number of the update, int64.
         plane: the number of the plane.
         start: the index of the first element in the whole plane.
+        count: how many words, 4 at most.
 
     Returns:
-        Three tensors [N], int64 in [0, 2^32).
+        So many tensors [N], int64 in [0, 2^32).
     """
     # The index in the whole plane, so that chunks of a streamed plane and rows of a sharded one get
     # the same words.
     index_N = torch.arange(len(like_N), device=like_N.device) + start
     zero = torch.zeros_like(applied)
     counter = (index_N & LOW32, applied & LOW32, zero + plane, index_N >> 32)
-    return philox(counter, (zero + (seed & LOW32), zero + (seed >> 32)))[:3]
+    return philox(counter, (zero + (seed & LOW32), zero + (seed >> 32)))[:count]
 
 
 def stochastic(values: Tensor, word: Tensor) -> Tensor:
@@ -103,9 +114,18 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
     return ((hi.view(torch.int16).to(torch.int32) << 16) + lo).view(torch.float32)
 
 
-def quantised(
-    values_N: Tensor, signed: bool, before: int = 0, ends_2: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def rounded(values_N: Tensor, packing: Packing) -> tuple[Tensor]:
+    """Return values rounded stochastically to bf16."""
+    assert packing.word_N is not None
+    return (stochastic(values_N, packing.word_N),)
+
+
+def widened(tensors: Sequence[Tensor], packing: Packing) -> Tensor:
+    """Return the values [N] of the only buffer, which any wider dtype holds."""
+    return tensors[0]
+
+
+def quantised(values_N: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     """Return 8-bit codes of values in blocks of 256, an idea of Dettmers et al., arXiv 2110.02861.
 
         a = max |x| of the block
@@ -118,43 +138,56 @@ def quantised(
 
     Args:
         values_N: m or v; v is not negative.
-        signed: whether the values are m.
-        before: the number of elements of the first block that another rank has.
-        ends_2: a of the first and of the last block, if other ranks have elements of them; None: a
-            is that of the elements here.
+        packing: whether the values are signed, and which elements of the blocks they are.
 
     Returns:
-        The codes [N], int8 if `signed`, else uint8; and a, [K] fp32.
+        The codes [N], int8 if signed, else uint8; and a, [K] fp32.
     """
-    blocks_K256 = _blocks(values_N.to(torch.float32), before)
+    blocks_K256 = _blocks(values_N.to(torch.float32), packing.before)
     scale_K1 = blocks_K256.abs().amax(-1, keepdim=True)
-    if ends_2 is not None:
-        scale_K1[0], scale_K1[-1] = ends_2
+    if packing.ends_2 is not None:
+        scale_K1[0], scale_K1[-1] = packing.ends_2
     root_K256 = (blocks_K256.abs() / torch.where(scale_K1 > 0, scale_K1, 1.0)).sqrt()
-    if signed:
+    if packing.signed:
         codes = ((root_K256 * SIGNED_STEPS).round() * blocks_K256.sign()).to(torch.int8)
     else:
         # At least 1, because an element whose second moment rounded to 0 would be divided by eps
         # alone.
         steps = (root_K256.sqrt() * SQUARE_STEPS).round().clamp_min(1)
         codes = torch.where(blocks_K256 > 0, steps, 0.0).to(torch.uint8)
-    return codes.view(-1)[before : before + len(values_N)], scale_K1.squeeze(-1)
+    return codes.view(-1)[packing.before : packing.before + len(values_N)], scale_K1.squeeze(-1)
 
 
-def dequantised(codes_N: Tensor, scale_K: Tensor, before: int = 0) -> Tensor:
-    """Return the values [N], fp32, that codes stand for; see `quantised`."""
-    codes_K256 = _blocks(codes_N, before).to(torch.float32)
-    share = codes_K256 / (SIGNED_STEPS if codes_N.dtype == torch.int8 else SQUARE_STEPS)
-    powers = share * share.abs() if codes_N.dtype == torch.int8 else share.square().square()
-    return (powers * scale_K[:, None]).view(-1)[before : before + len(codes_N)]
-
-
-def block_count(values_N: Tensor, before: int = 0) -> int:
-    """Return K, the number of blocks in which a tensor [N] lies."""
-    return -(-(before + len(values_N)) // BLOCK)  # rounded up
+def dequantised(tensors: Sequence[Tensor], packing: Packing) -> Tensor:
+    """Return the values [N], fp32, that codes [N] and scales [K] stand for; see `quantised`."""
+    codes_N, scale_K = tensors
+    codes_K256 = _blocks(codes_N, packing.before).to(torch.float32)
+    share = codes_K256 / (SIGNED_STEPS if packing.signed else SQUARE_STEPS)
+    powers = share * share.abs() if packing.signed else share.square().square()
+    return (powers * scale_K[:, None]).view(-1)[packing.before : packing.before + len(codes_N)]
 
 
 def _blocks(values_N: Tensor, before: int) -> Tensor:
     """Return values as blocks [K, 256], with zeros for the elements of other ranks."""
     after = -(before + len(values_N)) % BLOCK
     return (F.pad(values_N, (before, after)) if before or after else values_N).view(-1, BLOCK)
+
+
+# Right on average.
+BF16 = StateFormat(
+    (Part("", torch.bfloat16),),
+    eager_update_bytes=116,  # this many because random words are 8-byte integers
+    pack=rounded,
+    unpack=widened,
+    stochastic=True,
+)
+# Codes, and the largest number of each block.
+EIGHT_BIT = StateFormat(
+    (
+        Part("", torch.int8, of_squares=torch.uint8),
+        Part("_scale", torch.float32, numbers_per_element=BLOCK),
+    ),
+    eager_update_bytes=36,
+    pack=quantised,
+    unpack=dequantised,
+)

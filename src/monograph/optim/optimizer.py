@@ -1,23 +1,80 @@
-"""Base classes of optimizers: their numbers, the kinds of parameters, and the rules that update them.
+"""The type of an optimizer: its numbers, the kinds of parameters, and the rules that update them.
 
-An optimizer sorts parameters into kinds, and each kind has a rule.
+An optimizer sorts parameters into kinds, and each kind has a rule. A rule's formula is a free
+function that changes tensors in place, and that every engine calls. Tensors may have leading
+dimensions (members of an ensemble). The host reads no value. `monograph.optim_table` lists the
+optimizers and says how to add one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.optim.formats import FORMATS
+from monograph.optim.formats import FORMATS, rounding
+from monograph.optim.state_format import Moment
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 
 Knob = float | Tensor  # a number, or [N] fp64 with one for each member of a stack
+
+
+class Hyperparameters(NamedTuple):
+    """The numbers of one update of a plane; those that are tensors broadcast against the parameters.
+
+    Attributes:
+        lr: the learning rate.
+        betas: the decay rates of the moments.
+        eps: added to a denominator.
+        weight_decay: the decoupled decay.
+        applied: t, the number of updates applied, including this one, int64.
+        accepted: whether the update is made, bool.
+        compute: the dtype of matrix products.
+        matrix: the shape of a matrix that is updated as a whole, or of a stack of them; None: each
+            element is updated separately.
+        orthogonal: what the rule's `orthogonalise` makes of its `direction`, if ranks have only
+            rows of the matrices; then all tensors are flat. None: the rule computes it.
+    """
+
+    lr: Tensor
+    betas: tuple[Knob, ...]
+    eps: Knob
+    weight_decay: Knob
+    applied: Tensor
+    accepted: Tensor
+    compute: torch.dtype = torch.float32
+    matrix: tuple[int, ...] | None = None
+    orthogonal: Tensor | None = None
+
+
+class Rule(NamedTuple):
+    """A formula that updates parameters in place, and the moments that it keeps.
+
+    Attributes:
+        moments: the moments, three at most.
+        update_: gets (parameters, gradient, moments, numbers) and changes parameters and moments in
+            place. The gradient is the mean one after clipping. All are [size], or [matrices, rows,
+            cols] for matrices as a whole. Nothing changes where `accepted` is false.
+        next_moments: gets (gradient, moments, numbers) and returns the moments after an update,
+            without changing any. By them, ranks agree on the largest number of a block that is cut
+            between them. They ask for all parameters with the same betas at once, so other numbers
+            that differ between parameters must not matter.
+        direction: returns the matrices to orthogonalise, for a rule of matrices as a whole.
+        orthogonalise: returns whole matrices [..., rows, cols] orthogonalised in a dtype. Ranks
+            that share out the rows of a matrix bring it together for this.
+    """
+
+    moments: tuple[Moment, ...]
+    update_: Callable[[Tensor, Tensor, Sequence[Tensor], Hyperparameters], None]
+    next_moments: Callable[[Tensor, Sequence[Tensor], Hyperparameters], Sequence[Tensor]]
+    direction: Callable[[Tensor, Sequence[Tensor], Hyperparameters], Tensor] | None = None
+    orthogonalise: Callable[[Tensor, torch.dtype], Tensor] | None = None
 
 
 class Kind(NamedTuple):
@@ -27,89 +84,53 @@ class Kind(NamedTuple):
         rule: the formula.
         lr: factor of the optimizer's learning rate.
         weight_decay: decoupled decay.
+        betas: the decay rates of the rule's moments.
+        eps: added to a denominator.
         matrix: (rows, cols) of a matrix that is updated as a whole, or (matrices, rows, cols) of a
             stack; None: each element is updated separately.
-        momentum: Muon's momentum.
-        eps: factor of the optimizer's eps.
         vector: whether the parameters have at most one dimension, such as gains and biases.
     """
 
     rule: Rule
     lr: Knob
     weight_decay: Knob
+    betas: tuple[Knob, ...] = ()
+    eps: Knob = 0.0
     matrix: tuple[int, ...] | None = None
-    momentum: Knob = 0.0
-    eps: Knob = 1.0
     vector: bool = False
 
-
-class Rule(ABC):
-    """A formula that updates parameters in place, and the moments that it keeps.
-
-    Attributes:
-        moments: the moments' names, as in a checkpoint and in torch.optim.
-    """
-
-    moments: tuple[str, ...]
-    _all_moments: ClassVar[dict[str, None]] = {}  # a set in the order in which they came
-
-    def __init_subclass__(cls) -> None:
-        """Note the names of the new rule's moments."""
-        super().__init_subclass__()
-        cls._all_moments.update(dict.fromkeys(cls.moments))
-
-    @staticmethod
-    def all_moments() -> tuple[str, ...]:
-        """Return the names of the moments of all rules, including those that a user has written."""
-        return tuple(Rule._all_moments)
-
-    @abstractmethod
-    def update_(
+    def hyperparameters(
         self,
-        param: Tensor,
-        grad: Tensor,
-        *moments: Tensor,
-        kind: Kind,
-        optim: Optimizer,
+        *,
         lr: Tensor,
-        weight_decay: Knob,
         applied: Tensor,
         accepted: Tensor,
         compute: torch.dtype,
-        orthogonal: Tensor | None,
-        over: Callable[[Any], Any],
-    ) -> None:
-        """Update parameters and moments; nothing changes where `accepted` is false.
+        orthogonal: Tensor | None = None,
+        over: Callable[[Any], Any] = lambda knob: knob,
+    ) -> Hyperparameters:
+        """Return the numbers of an update of these parameters.
 
         Args:
-            param: [size], or [matrices, rows, cols] if the kind has a `matrix`.
-            grad: the mean gradient after clipping, of the same shape.
-            moments: of the same shape, in the order of the rule's `moments`.
-            kind: the parameters' kind.
-            optim: the optimizer, for its numbers.
-            lr: the learning rate of this kind; broadcasts against `param`.
-            weight_decay: the decoupled decay; broadcasts against `param`.
-            applied: the number of updates applied, including this one, int64; broadcasts.
-            accepted: whether the update is made, bool; broadcasts.
-            compute: the dtype of the rule's matrix products, if it has any.
-            orthogonal: what `newton_schulz` makes of the direction, if it was computed before; then
-                `param` is [size]. None otherwise.
-            over: maps one of the optimizer's numbers, which may differ between the members of a
-                stack, to a shape that broadcasts against `param`.
+            lr: the optimizer's learning rate.
+            applied: see `Hyperparameters`.
+            accepted: see `Hyperparameters`.
+            compute: see `Hyperparameters`.
+            orthogonal: see `Hyperparameters`.
+            over: maps a number, which may differ between the members of a stack, to a shape that
+                broadcasts against the parameters.
         """
-
-    @abstractmethod
-    def next_moments(
-        self, grad: Tensor, moments: Sequence[Tensor], kind: Kind, optim: Optimizer
-    ) -> Sequence[Tensor]:
-        """Return the moments after an update by `grad`, without changing any.
-
-        Ranks need them to agree on the largest number of each 8-bit block.
-        """
-
-    def direction(self, grad: Tensor, moments: Sequence[Tensor], kind: Kind) -> Tensor:
-        """Return the matrices to orthogonalise, for a rule whose kinds have a `matrix`."""
-        raise NotImplementedError(f"{type(self).__name__} updates element by element")
+        return Hyperparameters(
+            lr=over(lr * self.lr),
+            betas=tuple(over(beta) for beta in self.betas),
+            eps=over(self.eps),
+            weight_decay=over(self.weight_decay),
+            applied=over(applied),
+            accepted=over(accepted),
+            compute=compute,
+            matrix=self.matrix,
+            orthogonal=orthogonal,
+        )
 
 
 @dataclass(frozen=True)
@@ -144,9 +165,6 @@ class Group:
 class Optimizer(ABC):
     """Base class of optimizers; the defaults are usual for pretraining small language models.
 
-    To add an optimizer, write its `Rule` in `monograph.optim.rules`, its class in
-    `OPTIMIZERS` of `monograph.optim.optimizers`, and name it in the key `optim.name`.
-
     Attributes:
         lr: peak learning rate; a schedule multiplies it. With 0 no weight changes.
         betas: decay rates of the first and second moment.
@@ -163,16 +181,17 @@ class Optimizer(ABC):
             rounds them stochastically to bf16: a weight changes by 2^-8 of itself or not at all.
         seed: the seed of stochastic rounding.
 
-    Class attributes, for plans and defaults:
-        moments_each: moments kept of a parameter, in the mean over a language model.
-        moments_of_matrices: moments kept of a block's matrix, and so of adapters.
+    Class attributes, for plans, engines and defaults:
+        rules: its rules.
         updates_matrices: whether the matrices of blocks are updated as a whole.
         rate_factor: the usual learning rate, divided by AdamW's.
+        tuned: fields, by a preset's name, that were measured to be best for a new model of it.
+        may_differ: fields in which the members of a stack may differ; all others shape the graph.
     """
 
     lr: float = 1e-3
-    betas: tuple[Knob, Knob] = (0.9, 0.95)
-    eps: Knob = 1e-8
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
     weight_decay: float = 0.1
     groups: Sequence[Group] = ()
     ema: float | None = None
@@ -180,10 +199,11 @@ class Optimizer(ABC):
     master_weights: bool = True
     seed: int = 0
 
-    moments_each: ClassVar[float]
-    moments_of_matrices: ClassVar[int]
+    rules: ClassVar[tuple[Rule, ...]]
     updates_matrices: ClassVar[bool] = False
     rate_factor: ClassVar[float] = 1.0
+    tuned: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+    may_differ: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
 
     def __post_init__(self) -> None:
         """Refuse values outside their range, each in one line."""
@@ -197,27 +217,52 @@ class Optimizer(ABC):
             UsageError: a group matches no parameter, or the module lacks what the optimizer needs.
         """
 
+    @property
+    @abstractmethod
+    def moments_each(self) -> float:
+        """Return how many moments a parameter has, in the mean over a language model."""
+
+    @property
+    @abstractmethod
+    def moments_of_matrices(self) -> int:
+        """Return how many moments a block's matrix has, and so an adapter."""
+
+    @property
+    def names_parameters(self) -> bool:
+        """Return whether a field has patterns of parameters' names."""
+        return bool(self.groups)
+
+    def width_factor(self, wide: Sequence[int], narrow: Sequence[int]) -> float:
+        """Return the factor of the learning rate with which a block's matrix that becomes wider
+        keeps the change of its outputs.
+
+        It is 1 / m, with m the ratio of the columns, where an element's update has the same size
+        whatever its gradient's is.
+
+        Args:
+            wide: (rows, cols) of the matrix.
+            narrow: (rows, cols) of the same matrix in the model for which the rate is best.
+        """
+        return 1 / (wide[1] / narrow[1])
+
 
 def _require_ranges(optim: Optimizer) -> None:
     NOT_NEGATIVE.require("lr", optim.lr)
     NOT_NEGATIVE.require("weight_decay", optim.weight_decay)
-    # Numbers that are tensors come from an ensemble, whose members' own optimizers were checked.
     is_pair = isinstance(optim.betas, tuple | list) and len(optim.betas) == 2
-    if not is_pair or not all(
-        isinstance(beta, Tensor) or DECAY.holds(beta) for beta in optim.betas
-    ):
+    if not is_pair or not all(DECAY.holds(beta) for beta in optim.betas):
         raise UsageError(f"betas = {optim.betas!r}: expected two numbers, 0 or more and below 1")
-    if not isinstance(optim.eps, Tensor):
-        ABOVE_0.require("eps", optim.eps)
+    ABOVE_0.require("eps", optim.eps)
     if optim.ema is not None and not FRACTION.holds(optim.ema):
         raise UsageError(
             f"ema = {optim.ema!r}: expected a decay between 0 and 1, or None for no average"
         )
     if optim.state not in FORMATS:
         raise UsageError(f"state = {optim.state!r}: expected one of {', '.join(FORMATS)}")
-    if not optim.master_weights and optim.state != "bf16":
+    if not optim.master_weights and not FORMATS[optim.state].stochastic:
+        usable = " or ".join(rounding(stochastic=True))
         raise UsageError(
-            f"master_weights = False keeps weights in bf16: its state is bf16, not {optim.state}"
+            f"master_weights = False keeps weights in bf16: its state is {usable}, not {optim.state}"
         )
     require_list("groups", optim.groups, Group, "monograph.Group(...)")
 

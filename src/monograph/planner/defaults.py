@@ -68,14 +68,8 @@ LEARNING_RATES = {
     "1b": 2e-4,
     "8b": 1.2e-4,
 }
-# Rates of other optimizers where better ones were measured (dev/log.md). Elsewhere they are AdamW's
-# times the optimizer's `rate_factor`, which is 1 for Muon, as its updates have the same size.
-MEASURED_RATES = {"muon": {"nano": 6e-3, "micro": 6e-3}}
-# Muon's momentum, and the embedding's rate over that of the matrices, where they were measured to
-# be better than 0.95 and 1 (benchmarks/recipe.py).
-MUON_FIELDS = dict.fromkeys(("nano", "micro"), {"momentum": 0.9, "embedding_lr": 6.0})
-# There the decay is DECAY for each epoch, as a text that is read again is learned by heart, and at
-# most MOST_DECAY (docs/training.md).
+# The decay of a preset for which the optimizer has `tuned` fields is DECAY for each epoch, as a text
+# that is read again is learned by heart, and at most MOST_DECAY (docs/training.md).
 DECAY, MOST_DECAY = 0.3, 1.0
 # Rates for existing weights. Adapters need ten times the rate of all weights (Schulman et al. 2025,
 # "LoRA Without Regret").
@@ -232,22 +226,23 @@ def known_learning_rate(preset: str, optimizer: str) -> float:
     """Return the peak learning rate of a preset for an optimizer, which was searched for as a Llama
     alone.
     """
-    usual = LEARNING_RATES[preset] * OPTIMIZERS[optimizer].rate_factor
-    return MEASURED_RATES.get(optimizer, {}).get(preset, usual)
+    kind = OPTIMIZERS[optimizer]
+    usual = LEARNING_RATES[preset] * kind.rate_factor
+    rate: float = kind.tuned.get(preset, {}).get("lr", usual)
+    return rate
 
 
-def muon_fields(preset: str, family: str, optimizer: str, epochs: int = 1) -> dict[str, Any]:
-    """Return the fields in which a new model's optimizer "adamw" or "muon" differs from its class's
+def tuned_fields(preset: str, family: str, optimizer: str, epochs: int = 1) -> dict[str, Any]:
+    """Return the fields, without the rate, in which a new model's optimizer differs from its class's
     defaults.
 
     They are for a Llama alone: some other families, such as Gemma, scale what the embedding gives.
     """
-    if optimizer != "muon" or family != FIRST_FAMILY or preset not in MUON_FIELDS:
+    tuned = OPTIMIZERS[optimizer].tuned.get(preset)
+    if tuned is None or family != FIRST_FAMILY:
         return {}
-    return {
-        **MUON_FIELDS[preset],
-        "weight_decay": min(MOST_DECAY, round(DECAY * max(1, epochs), 6)),
-    }
+    fields = {name: value for name, value in tuned.items() if name != "lr"}
+    return {**fields, "weight_decay": min(MOST_DECAY, round(DECAY * max(1, epochs), 6))}
 
 
 # The share of a card's memory that tensors may take, as gaps between them take some; and the bytes

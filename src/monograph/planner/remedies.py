@@ -16,6 +16,7 @@ from monograph.errors import OutOfDeviceMemory
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
+from monograph.optim.formats import FORMATS, narrower
 from monograph.planner.candidates import ByDtype, Candidate, Request, of_way, ways
 from monograph.planner.defaults import Plan, budget
 from monograph.planner.streaming import HOST_SHARE, Limits, StreamCandidate, streamed
@@ -158,9 +159,13 @@ def _numerics(request: Request, choices: Choices) -> Iterator[Changed]:
                 request.having(replace(training, lora=four)),
             )
         return
-    if optim.state == "fp32":
-        narrow = request.having(replace(training, optim=replace(optim, state="8bit")))
-        yield "optim.state=8bit", "moments rounded to 8 bits", narrow
+    if FORMATS[optim.state].exact:
+        for state in narrower(optim.state):
+            if FORMATS[state].stochastic:  # below, with the weights
+                continue
+            narrow = request.having(replace(training, optim=replace(optim, state=state)))
+            bits = round(8 * FORMATS[state].bytes_each)
+            yield f"optim.state={state}", f"moments rounded to {bits} bits", narrow
         if request.precisions == ("bf16",):
             whole = replace(optim, state="bf16", master_weights=False)
             halved = request.having(replace(training, optim=whole))

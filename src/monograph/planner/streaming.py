@@ -365,7 +365,9 @@ def _remedy(request: Request, device: Device, limits: Limits) -> str:
                 )
                 narrower = "" if state == request.training.optim.state else f"optim.state = {state}"
                 return " and ".join(filter(None, (narrower, fewer))) + " would fit"
-    return "neither optim.state = 8bit nor a smaller train.tokens_per_update would fit"
+    if not narrow:
+        return "no smaller train.tokens_per_update would fit"
+    return f"neither optim.state = {narrow[-1]} nor a smaller train.tokens_per_update would fit"
 
 
 def describe_way(candidate: StreamCandidate) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from monograph import compat
 from monograph.graph.capture import capture_by
@@ -21,13 +21,13 @@ from monograph.graph.compilable import Scope
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
-from monograph.loss import TokenLoss
+from monograph.graph.token_rows import rows_of
+from monograph.loss import Batch, Loss, TokenLoss, hidden_of
 from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy, token_log_probabilities
-from monograph.ops.token_rows import Rows
 from monograph.optim import Optimizer
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, Sample
 from monograph.step import Clip, OnDevice, Step, accumulate, update
@@ -118,7 +118,9 @@ class Work(Training):
         """Return whether products add gradients, as `monograph.step.on_device.fuses` decides for
         the engine.
         """
-        return self.device_type == "cuda" and self.precision in ("bf16", "fp16")
+        # The losses of answers that are judged read gradients of their own.
+        computes_narrow = self.device_type == "cuda" and self.precision in ("bf16", "fp16")
+        return computes_narrow and not self.judged
 
     @property
     def inner_numbers(self) -> int:
@@ -409,8 +411,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
             model.use_attention("sdpa", "repeated" if work.repeats_heads else "torch", "cuda")
         if work.judged == "exact":
             model.use_attention("cached")
-        loss = TokenLoss()
-        loss.head = (_judging_head if work.judged else _head)(work.device_type)
+        loss = _judged_loss(work.device_type) if work.judged else _token_loss(work.device_type)
         if work.lora:
             put(model, work.lora, precision=Precision(work.precision))
         step = Step(
@@ -462,24 +463,29 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
 
 
 @functools.cache
-def _judging_head(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a head with the memory of those losses that read each token's log-probability; see
-    `_head`.
+def _judged_loss(device_type: str) -> Loss:
+    """Return a loss with the memory of those that read each token's log-probability, in as many
+    chunks as on the planned device.
+
+    Unlike `TokenLoss` it has no `head`, which a step that is captured block by block would compile.
     """
 
-    def head(
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        targets_N: Tensor,
-        *,
-        rows: Rows | None,
-        **more: object,
-    ) -> tuple[Tensor, Tensor]:
-        chunks = chunk_count(len(targets_N), len(weight_VD), device_type)
-        logs_N = token_log_probabilities(hidden_ND, weight_VD, targets_N, rows=rows, chunks=chunks)
+    def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        hidden_ND, head = hidden_of(model, batch)
+        targets_N = batch["targets"].flatten()
+        chunks = chunk_count(len(targets_N), len(head.weight), device_type)
+        logs_N = token_log_probabilities(
+            hidden_ND, head.weight, targets_N, rows=rows_of(head), chunks=chunks
+        )
         return -logs_N.sum(), (targets_N >= 0).sum()
 
-    return head
+    return loss
+
+
+def _token_loss(device_type: str) -> TokenLoss:
+    loss = TokenLoss()
+    loss.head = _head(device_type)
+    return loss
 
 
 @functools.cache  # one function for each device, so that traces of several depths share its graphs

@@ -27,6 +27,7 @@ class Metric:
         title: what the chart shows, with the unit.
         label: what its line is called; the line of held-out records is "held out".
         held_out: the name of the same number on held-out records; "" if there is none.
+        head: the head of its column in the table of scores on held-out records; "": its key.
         limits: see `Limits`.
         is_line: whether its values lie on a curve, so that no median is drawn over them.
         is_count: whether its values are written with SI prefixes.
@@ -44,6 +45,7 @@ class Metric:
     title: str
     label: str = "training"
     held_out: str = ""
+    head: str = ""
     limits: Limits = "around"
     is_line: bool = False
     is_count: bool = False
@@ -63,10 +65,18 @@ BITS_PER_BYTE = Metric(
     "held_out",
     "Held-out text, bits per byte",
     held_out="eval_bits_per_byte",
+    head="bits per byte",
     limits="late",
     place="first",
 )
-LOSS = Metric("train_loss", "loss", "Loss, nats per token", held_out="eval_loss", place="second")
+LOSS = Metric(
+    "train_loss",
+    "loss",
+    "Loss, nats per token",
+    held_out="eval_loss",
+    head="loss, nats",
+    place="second",
+)
 LEARNING_RATE = Metric(
     "lr", "learning_rate", "Learning rate", "rate", limits="zero", is_line=True, place="lower"
 )
@@ -146,6 +156,11 @@ METRICS = [
 def keys() -> list[str]:
     """Return the names of all metrics in the rows."""
     return [key for metric in METRICS for key in metric.keys]
+
+
+def held_out() -> list[Metric]:
+    """Return the metrics that are measured on held-out records, too."""
+    return [metric for metric in METRICS if metric.held_out]
 
 
 def shown(present: Container[str]) -> list[Metric]:

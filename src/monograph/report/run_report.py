@@ -12,6 +12,7 @@ from monograph.report import quantities
 from monograph.report.figures import Picture, Row, Yardsticks, draw
 from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
+from monograph.report.metrics import LOSS, held_out, shown
 from monograph.report.page import column, config_of, number, page, pairs, section, table
 from monograph.report.run_charts import drawings_of
 
@@ -117,9 +118,8 @@ def run_page(
     samples_heading = "Samples, from the same prompt"
     if "reward" in known_keys:
         samples_heading = "Samples"  # each answers a prompt of its own
-    if {"reward", "accuracy"} & known_keys:
-        # The loss of rewards or preferences is not in nats per token.
-        known_keys -= {"train_loss", "eval_loss"}
+    if LOSS not in shown(known_keys):
+        known_keys -= {*LOSS.keys}
     warning = ""
     if about.doubt:
         warning = f"{'So far' if state else 'In all updates'}, {about.doubt}."
@@ -237,31 +237,29 @@ def _name_and_text(key: str, value: object) -> tuple[str, str]:
     return _NAMES.get(key, name.replace("_", " ")), text
 
 
-# The columns of the table of held-out scores: (head, format) by key.
-_SCORES = {
-    "update": ("update", "{:,}"),
-    "tokens": ("tokens", "{:,}"),
-    "eval_loss": ("loss, nats", "{:.4f}"),
-    "eval_bits_per_byte": ("bits per byte", "{:.4f}"),
-    "eval_accuracy": ("accuracy", "{:.4f}"),
-    "eval_margin": ("margin", "{:.4f}"),
-    "eval_reward": ("reward", "{:.4f}"),
-    "eval_pass_at_1": ("correct answers", "{:.4f}"),
-    "eval_rows": ("rows", "{:,}"),
-    "eval_prompts": ("prompts", "{:,}"),
-}
+def _score_columns() -> dict[str, tuple[str, str]]:
+    """Return the columns of the table of held-out scores: (head, format) by key."""
+    return {
+        "update": ("update", "{:,}"),
+        "tokens": ("tokens", "{:,}"),
+        **{metric.held_out: (metric.head or metric.key, "{:.4f}") for metric in held_out()},
+        "eval_pass_at_1": ("correct answers", "{:.4f}"),
+        "eval_rows": ("rows", "{:,}"),
+        "eval_prompts": ("prompts", "{:,}"),
+    }
 
 
-def _evaluations(metrics: Sequence[Row]) -> str:
+def _evaluations(rows: Sequence[Row]) -> str:
     """Return a table of the held-out curve's points, for readers who want the numbers."""
-    scored = [row for row in metrics if row.get("eval_loss") is not None or "eval_reward" in row]
+    scores = [metric.held_out for metric in held_out()]
+    scored = [row for row in rows if any(row.get(key) is not None for key in scores)]
     columns = {
         key: head_and_form
-        for key, head_and_form in _SCORES.items()
+        for key, head_and_form in _score_columns().items()
         if any(row.get(key) is not None for row in scored)
     }
-    rows = [[number(row.get(key), form) for key, (_, form) in columns.items()] for row in scored]
-    return table("Scores on held-out text", [head for head, _ in columns.values()], rows)
+    cells = [[number(row.get(key), form) for key, (_, form) in columns.items()] for row in scored]
+    return table("Scores on held-out text", [head for head, _ in columns.values()], cells)
 
 
 def _slowdowns(metrics: Sequence[Row]) -> str:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from monograph.errors import DiskFull, InputRefused, UsageError
-from monograph.extras import install_command
 from monograph.storage.reading import entries
 from monograph.terminal import shell_words
 
@@ -231,7 +230,27 @@ def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracke
 #   the run's settings;
 #   the folder for the tracker's files, or None for the tracker's default.
 Opener = Callable[[str, str, Settings, Path | None], Tracker]
-_OPENERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
+
+
+class Library(NamedTuple):
+    """The library of a tracker.
+
+    Attributes:
+        title: the tracker's name for people.
+        open: opens a run in it.
+    """
+
+    title: str
+    open: Opener
+
+
+# By the name that is imported, and that a person types after --to.
+LIBRARIES = {
+    "tensorboard": Library("TensorBoard", _tensorboard),
+    "wandb": Library("W&B", _wandb),
+    "trackio": Library("trackio", _trackio),
+    "mlflow": Library("MLflow", _mlflow),
+}
 
 
 def tracker_named(name: str) -> Opener:
@@ -240,8 +259,11 @@ def tracker_named(name: str) -> Opener:
     Raises:
         UsageError: there is no tracker of this name, or its library is not installed.
     """
-    if name not in _OPENERS:
-        raise UsageError(f"--to {name}: expected one of {', '.join(_OPENERS)}")
+    if name not in LIBRARIES:
+        raise UsageError(f"--to {name}: expected one of {', '.join(LIBRARIES)}")
     if importlib.util.find_spec(name) is None:
+        # Its imports take a while, and the command line imports this module for its help.
+        from monograph.extras import install_command
+
         raise UsageError(f"--to {name} needs its library: {install_command([name])}")
-    return _OPENERS[name]
+    return LIBRARIES[name].open

@@ -39,9 +39,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from monograph.device import describe
 from monograph.errors import InputRefused
 from monograph.rl import worker
 from monograph.storage.code import Code
@@ -85,6 +82,10 @@ class Solutions:
         The tests of a solution run one after another. Tests that have not passed when a process dies
         or SECONDS are over have failed.
         """
+        import torch  # here, since the settings read the table of rewards without torch
+
+        from monograph.device import describe
+
         self._stopped = False
         with ThreadPoolExecutor(describe(torch.device("cpu")).cores) as pool:
             try:

@@ -28,7 +28,8 @@ from monograph.rl.advantages import ADVANTAGES, ratio_of
 from monograph.rl.arrange import Options
 from monograph.rl.loss import PolicyLoss, kl_term
 from monograph.rl.pairs import PairRows, read_pairs
-from monograph.rl.preferences import PreferenceLoss, preference
+from monograph.rl.preference_loss import PreferenceLoss
+from monograph.rl.preferences import preference
 from monograph.rl.prompts import prompts_of
 from monograph.rl.rewards import Called, Reward, Taught, reward_of
 from monograph.rl.rollouts import Drawer, Rollouts
@@ -75,8 +76,6 @@ def rollouts(
     records: Iterable[Mapping[str, Any]],
     reward: Scores,
     *,
-    regex: str | None = None,
-    schema: str | None = None,
     prompts: int = 16,
     group: int = 8,
     max_new_tokens: int = 64,
@@ -86,6 +85,7 @@ def rollouts(
     epochs: int | None = None,
     seed: int = 0,
     trust_code: bool = False,
+    **parameters: object,
 ) -> Rollouts:
     """Return windows for `monograph.train`, whose answers the engine's model samples on demand.
 
@@ -101,8 +101,6 @@ def rollouts(
         reward: a value of the key rl.reward; or a `Reward`, such as `distill` returns; or a function
             of (prompt, answer, record), called in this process, which returns a number, or
             {name: number} of parts, whose sum is the score.
-        regex: the regular expression of the reward "regex".
-        schema: the file of the reward "json-schema".
         prompts: number of prompts of a window.
         group: number of answers to each prompt, at least two.
         max_new_tokens: maximum number of tokens of an answer.
@@ -114,6 +112,8 @@ def rollouts(
         seed: the seed of the order of prompts and of all sampling.
         trust_code: whether the programs of the reward "python" may run if the system has no
             namespaces to confine them.
+        parameters: parameters of a reward that is given by name: `regex`, the regular expression of
+            the reward "regex", or `schema`, the file of the reward "json-schema".
 
     Returns:
         An iterator. Its `numbers` are figures on the window that it returned last, and `state()` is
@@ -133,8 +133,13 @@ def rollouts(
     _require_counts(
         prompts=prompts, group=group, max_new_tokens=max_new_tokens, draws=draws, epochs=epochs or 1
     )
+    given = {name: value for name, value in parameters.items() if value is not None}
     if isinstance(reward, str):
-        reward = reward_of(reward, regex=regex, schema=schema)
+        reward = reward_of(reward, None, **given)
+    elif given:
+        raise UsageError(
+            f"{next(iter(given))} is no argument of rollouts, nor a parameter of this reward, which has no name"
+        )
     scorer = reward if isinstance(reward, Reward) else Called(reward)
     _require_scorer(scorer, loss, model, truncated, truncation_penalty)
     scorer.unconfined = scorer.unconfined or trust_code

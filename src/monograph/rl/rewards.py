@@ -1,7 +1,12 @@
 """Score a model's answers: the rewards that `rl.reward` names.
 
 A user's file and a model's programs run in separate processes (`monograph.rl.processes`).
+
+The settings read `REWARDS`, of which `monograph.config.keys` makes keys, and they load neither torch
+nor numpy. So a reward that needs one of them imports it where it is used.
 """
+
+from __future__ import annotations
 
 import ast
 import builtins
@@ -16,20 +21,23 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from monograph.automata import ByteAutomaton, acceptor
 from monograph.data.records import few
 from monograph.errors import InputRefused, UsageError
-from monograph.model.llama import Llama
 from monograph.rl import worker
 from monograph.rl.numbers import last_number, whole_number
+from monograph.rl.parameters import Parameter, values_of
 from monograph.rl.processes import Function, Solutions, parts_of, refused
 from monograph.storage.code import Code, code_named
 from monograph.storage.reading import read_json
 from monograph.terminal import warn
+
+if TYPE_CHECKING:
+    from monograph.model.llama import Llama
 
 # The relative difference up to which two numbers are equal, unless both are whole.
 TOLERANCE = Fraction(1, 10**6)
@@ -75,8 +83,12 @@ def form_named(regex: str | None, schema: str | None) -> FormName | None:
     if regex is not None:
         return FormName("regex", regex)
     if schema is not None:
-        return FormName("json_schema", read_json(Path(schema), most_bytes=MAX_SCHEMA_BYTES))
+        return _schema_in(Path(schema))
     return None
+
+
+def _schema_in(file: Path) -> FormName:
+    return FormName("json_schema", read_json(file, most_bytes=MAX_SCHEMA_BYTES))
 
 
 class Answer(NamedTuple):
@@ -194,12 +206,14 @@ class _Exact(Reward):
         return float(answer.completion.strip() in accepted)
 
 
-class _Accepted(Reward):
-    """1 if an automaton accepts the whole completion without spaces around it, else 0."""
+class _Formed(Reward):
+    """1 if the whole completion, without spaces around it, has a form, else 0."""
 
-    def __init__(self, automaton: ByteAutomaton, digest: str = "") -> None:
-        self._automaton = automaton
-        self.digest = digest
+    def __init__(self, form: FormName) -> None:
+        from monograph.automata import acceptor  # numpy comes with it
+
+        self._automaton = acceptor(form.kind, form.value)
+        self.digest = form.digest
 
     def _score_one(self, answer: Answer) -> float:
         text = answer.completion.strip().encode("utf-8", "surrogatepass")
@@ -333,18 +347,81 @@ class Taught(Reward):
     """
 
 
-# Rewards without parameters.
-REWARDS: dict[str, type[Reward]] = {"number": _Number, "exact": _Exact, "python": _Python}
-_NAMES = [*REWARDS, "regex", "json-schema", "teacher", "FILE.py:FUNCTION"]
+@dataclass(frozen=True)
+class NamedReward:
+    """A reward that the key rl.reward can name.
+
+    Attributes:
+        meaning: what an answer's score is, in one line, as the key says it.
+        make: returns the reward, given the values of its parameters by name. A model is not among
+            the values: the caller loads it and sets it as `Reward.teacher`.
+        parameters: its parameters, each of which is a key of [rl].
+        judges_tokens: whether it says what each token of an answer is worth. Keys that weigh whole
+            answers have no meaning then.
+    """
+
+    meaning: str
+    make: Callable[..., Reward]
+    parameters: tuple[Parameter, ...] = ()
+    judges_tokens: bool = False
 
 
-def reward_of(
-    name: str,
-    vouched: Mapping[str, str] | None = None,
-    *,
-    regex: str | None = None,
-    schema: str | None = None,
-) -> Reward:
+def _matched(regex: str) -> Reward:
+    return _Formed(FormName("regex", regex))
+
+
+def _allowed(schema: str) -> Reward:
+    return _Formed(_schema_in(Path(schema)))
+
+
+# The names that the key rl.reward takes, besides FILE.py:FUNCTION.
+REWARDS = {
+    "number": NamedReward("1 if its last number is the record's answer", _Number),
+    "exact": NamedReward("1 if it is the record's answer", _Exact),
+    "regex": NamedReward(
+        "1 if rl.reward_regex matches it",
+        _matched,
+        (
+            Parameter(
+                "rl.reward_regex",
+                "With rl.reward = regex: what an answer matches.",
+                "a regular expression",
+                example="[0-9]+",
+            ),
+        ),
+    ),
+    "json-schema": NamedReward(
+        "1 if it is JSON that rl.reward_schema allows",
+        _allowed,
+        (
+            Parameter(
+                "rl.reward_schema",
+                "With rl.reward = json-schema: the schema.",
+                "a file with a JSON schema",
+                example="FILE.json",
+            ),
+        ),
+    ),
+    "python": NamedReward("the share of the record's tests that its code passes", _Python),
+    "teacher": NamedReward(
+        "how much likelier rl.teacher finds its tokens than the model does",
+        Taught,
+        (
+            Parameter(
+                "rl.teacher",
+                "With rl.reward = teacher: the model that scores each token.",
+                "a run or a folder",
+                example="RUN",
+                is_model=True,
+            ),
+        ),
+        judges_tokens=True,
+    ),
+}
+OWN_FUNCTION = "FILE.py:FUNCTION"
+
+
+def reward_of(name: str, vouched: Mapping[str, str] | None = None, **parameters: object) -> Reward:
     r"""Return the reward that `rl.reward` names.
 
     Its processes start at its first `require` or `score`.
@@ -353,9 +430,9 @@ def reward_of(
       equal, others may differ by TOLERANCE. The answer is a number, or a text such as "#### 1,234";
       `monograph.rl.numbers` has the grammar.
     - "exact": 1 if the completion is the record's "answer", a text or a list of accepted texts.
-    - "regex": 1 if `regex` matches the whole completion; see `acceptor`.
-    - "json-schema": 1 if the completion is JSON that `schema` allows, in the compact form that
-      `generate --json-schema` writes.
+    - "regex": 1 if `regex` matches the whole completion; see `monograph.automata.acceptor`.
+    - "json-schema": 1 if the completion is JSON that the file `schema` allows, in the compact form
+      that `generate --json-schema` writes.
     - "python": the share of the record's "tests" that the completion's code passes; see
       `monograph.rl.processes`.
     - "teacher": see `Taught`; the caller loads the teacher.
@@ -368,40 +445,40 @@ def reward_of(
         name: the reward's name.
         vouched: the digest of each Python file that may run, by the value that names the file; None
             if the caller itself names the reward now, and thereby trusts the file as it is.
-        regex: the regular expression of the reward "regex".
-        schema: the file of the reward "json-schema".
+        parameters: values of the reward's parameters, by their names in `REWARDS`; None stands for a
+            value that is not given. Models are left out.
 
     Raises:
-        UsageError: there is no such reward, or its pattern or schema is missing.
+        UsageError: there is no such reward or no such parameter, or a parameter is missing or out of
+            range.
         InputRefused: `vouched` lacks the Python file, the file cannot be read, or the pattern or the
             schema cannot be used.
         Unreadable: the system failed to read the schema.
     """
     code = code_named(name)
-    if code is not None:
-        sha256 = code.digest() if vouched is None else vouched.get(name)
-        if sha256 is None:
-            raise InputRefused(f"rl.reward = {name}: nobody has said that this file may run")
-        return _CalledFromFile(code, sha256)
-    if name in REWARDS:
-        return REWARDS[name]()
-    if name == "teacher":
-        return Taught()
-    if name in ("regex", "json-schema"):
-        if name == "regex":
-            key = "rl.reward_regex"
-            form = form_named(regex, None)
-        else:
-            key = "rl.reward_schema"
-            form = form_named(None, schema)
-        if form is None:
-            raise UsageError(f"rl.reward = {name}: give {key}, too")
-        return _Accepted(acceptor(form.kind, form.value), form.digest)
-    near = difflib.get_close_matches(name, _NAMES[:-1], n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise UsageError(
-        f"rl.reward = {name!r}: expected {', '.join(_NAMES[:-1])} or {_NAMES[-1]}{hint}"
-    )
+    if code is None and name not in REWARDS:
+        near = difflib.get_close_matches(name, REWARDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UsageError(
+            f"rl.reward = {name!r}: expected {', '.join(REWARDS)} or {OWN_FUNCTION}{hint}"
+        )
+    own = [each for each in parameters_of(name) if not each.is_model]
+    names = [each.name for each in own]
+    for given, value in parameters.items():
+        if value is not None and given not in names:
+            has = ", ".join(names) or "no parameters"
+            raise UsageError(f"{given} does not go with rl.reward = {name}, which has {has}")
+    if code is None:
+        return REWARDS[name].make(**values_of(own, parameters, f"rl.reward = {name}"))
+    sha256 = code.digest() if vouched is None else vouched.get(name)
+    if sha256 is None:
+        raise InputRefused(f"rl.reward = {name}: nobody has said that this file may run")
+    return _CalledFromFile(code, sha256)
+
+
+def parameters_of(name: str) -> tuple[Parameter, ...]:
+    """Return the parameters of the reward that `rl.reward` names; a function of one's own has none."""
+    return REWARDS[name].parameters if name in REWARDS else ()
 
 
 def _shown(value: object) -> str:

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
 from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
 from monograph.report import metrics
@@ -67,9 +67,8 @@ _BEFORE_IT_BEGAN = {
 }
 _RECORD = b'{"serial": '  # the first bytes of run.lock
 
-# What a row may have beside the metrics that are shown.
-_TIMES = ("wall_s", "forward_s", "backward_s", "passes_s", "optimizer_s")
-_NUMBERS = (*metrics.keys(), *_TIMES, "share")
+# The numbers that a row may have, besides times, whose names end in their unit.
+_NUMBERS = (*metrics.keys(), "share")
 # A function that says why a folder in runs/ cannot be what `last` means, such as "is a sweep"; ""
 # if it can be.
 WhyNot = Callable[[Path], str]
@@ -85,6 +84,7 @@ _Row = create_model(
     ),
     sample=(str, ""),
 )
+_TIME = TypeAdapter[float | None](float | None, config=ConfigDict(strict=True))
 
 # Descriptors of the locks that this process holds. A forked child inherits them, and the locks
 # would outlive this process unless the child closed them.
@@ -265,6 +265,9 @@ class Run:
         for number, row in enumerate(rows, 1):
             try:
                 _Row.model_validate(row or None)
+                for key, value in row.items():
+                    if key.endswith("_s"):
+                        _TIME.validate_python(value)
             except ValidationError:
                 instead = "put it back, or start a new run with --from"
                 raise InputRefused(

@@ -39,18 +39,27 @@ class Measure(NamedTuple):
     is_share: bool = False
 
 
-# Of each kind of run the results in the order in which they say most.
-MEASURES = {
-    "rewards": (Measure("eval_reward", "reward held out", True), Measure("reward", "reward", True)),
-    "preferences": (
-        Measure("eval_accuracy", "share right", True, is_share=True),
-        Measure("eval_loss", "loss"),
-    ),
-    "conversations": (Measure("eval_loss", "nats/token"),),
-    "texts": (Measure("eval_bits_per_byte", "bits/byte"), Measure("eval_loss", "nats/token")),
-}
-# The key of config.toml, with its section, that makes a run one of another kind than texts.
-KINDS = {("rl", "reward"): "rewards", ("prefer", "loss"): "preferences"}
+class Kind(NamedTuple):
+    """A kind of run.
+
+    Attributes:
+        name: what it is called.
+        measures: its results, in the order in which they say most.
+        key: the key of config.toml, SECTION.KEY, that makes a run one of this kind; "" if none does.
+        alike: keys of config.toml on which the result depends; only runs in which they are equal
+            are compared.
+    """
+
+    name: str
+    measures: tuple[Measure, ...]
+    key: str = ""
+    alike: tuple[str, ...] = ()
+
+
+TEXTS = Kind(
+    "texts", (Measure("eval_bits_per_byte", "bits/byte"), Measure("eval_loss", "nats/token"))
+)
+CONVERSATIONS = Kind("conversations", (Measure("eval_loss", "nats/token"),))
 
 
 class Listed(NamedTuple):
@@ -58,8 +67,7 @@ class Listed(NamedTuple):
 
     Attributes:
         folder: its folder.
-        kind: texts, conversations, preferences, rewards or, of a sweep, "sweep of N"; "" if that
-            cannot be read.
+        kind: its kind's name or, of a sweep, "sweep of N"; "" if that cannot be read.
         model: what the model is or begins from.
         data: what it is trained on.
         value: its newest result; None before the first.
@@ -92,8 +100,12 @@ class _Damaged(Exception):
     """A file of a run cannot be read; the text says which and why."""
 
 
-def listed(root: Path) -> list[Listed]:
+def listed(root: Path, kinds: Sequence[Kind]) -> list[Listed]:
     """Return the runs and sweeps of a folder, or the members of a sweep, newest first.
+
+    Args:
+        root: the folder.
+        kinds: the kinds of runs that a key makes; all others are on texts or conversations.
 
     Raises:
         Unreadable: the system failed to read the folder.
@@ -104,7 +116,7 @@ def listed(root: Path) -> list[Listed]:
         for folder in locked_in(inner)
         if exists(folder / CONFIG) or exists(folder / "checkpoints")
     ]
-    return [_listed(folder) for folder in reversed(begun)]
+    return [_listed(folder, kinds) for folder in reversed(begun)]
 
 
 def best_of(runs: Sequence[Listed]) -> set[Path]:
@@ -121,20 +133,21 @@ def _best(runs: Sequence[Listed]) -> Listed:
     return min(runs, key=lambda run: sign * (run.value or 0.0))
 
 
-def _listed(folder: Path) -> Listed:
+def _listed(folder: Path, kinds: Sequence[Kind]) -> Listed:
     size = _size_bytes(folder)
     try:
-        return (_sweep if is_file(folder / SWEEP) else _run)(folder)._replace(size_bytes=size)
+        found = _sweep(folder) if is_file(folder / SWEEP) else _run(folder, kinds)
+        return found._replace(size_bytes=size)
     except _Damaged as damaged:
         return Listed(folder, size_bytes=size, fault=str(damaged))
     except (MonographError, OSError) as error:
         return Listed(folder, size_bytes=size, fault=str(error))
 
 
-def _run(folder: Path) -> Listed:
+def _run(folder: Path, kinds: Sequence[Kind]) -> Listed:
     config = _config(folder)
     first, lines = _metrics(folder)
-    kind = _kind(config, first)
+    kind = _kind(config, first, kinds)
     value, measure = _result(kind, lines)
     last = _row(lines[-1]) if lines else {}
     update = last.get("update")
@@ -147,7 +160,7 @@ def _run(folder: Path) -> Listed:
     updates = config.get("train", {}).get("updates")
     return Listed(
         folder,
-        kind,
+        kind.name,
         _model(config),
         _data(config),
         value,
@@ -172,7 +185,7 @@ def _sweep(folder: Path) -> Listed:
         count = len(points)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise _Damaged(f"{SWEEP} cannot be read") from None
-    value, measure = _newest("texts", [numbers])
+    value, measure = _newest(TEXTS, [numbers])
     state = FINISHED if result else RUNNING if _in_use(folder) else STOPPED
     return Listed(
         folder,
@@ -183,7 +196,7 @@ def _sweep(folder: Path) -> Listed:
         measure,
         state=state,
         resume=f"monograph sweep --out {shell_words(folder)}" if state == STOPPED else "",
-        compared_on=_compared_on("texts", config, measure),
+        compared_on=_compared_on(TEXTS, config, measure),
     )
 
 
@@ -226,39 +239,47 @@ def _row(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _kind(config: Mapping[str, Mapping[str, Any]], first: Mapping[str, Any]) -> str:
-    for (section, key), kind in KINDS.items():
-        if key in config.get(section, {}):
+def _kind(
+    config: Mapping[str, Mapping[str, Any]], first: Mapping[str, Any], kinds: Sequence[Kind]
+) -> Kind:
+    for kind in kinds:
+        if kind.key and _value(config, kind.key) is not None:
             return kind
     # Only a run on conversations measures the model before the first update.
-    return "conversations" if first.get("update") == 0 and "eval_loss" in first else "texts"
+    return CONVERSATIONS if first.get("update") == 0 and "eval_loss" in first else TEXTS
 
 
-def _result(kind: str, lines: Sequence[bytes]) -> tuple[float | None, Measure | None]:
+def _value(config: Mapping[str, Mapping[str, Any]], key: str) -> object:
+    """Return the value of SECTION.KEY in config.toml; None if it is not there."""
+    section, _, name = key.partition(".")
+    return config.get(section, {}).get(name)
+
+
+def _result(kind: Kind, lines: Sequence[bytes]) -> tuple[float | None, Measure | None]:
     """Return the newest result in lines of metrics, and what it is; only lines that may have one
     are parsed.
     """
-    keys = [measure.key.encode() for measure in MEASURES[kind]]
+    keys = [measure.key.encode() for measure in kind.measures]
     rows = (_row(line) for line in reversed(lines) if any(key in line for key in keys))
     return _newest(kind, rows)
 
 
-def _newest(kind: str, rows: Iterable[Mapping[str, Any]]) -> tuple[float | None, Measure | None]:
+def _newest(kind: Kind, rows: Iterable[Mapping[str, Any]]) -> tuple[float | None, Measure | None]:
     """Return the first result in rows, the newest of which comes first, of the measure that says
     most.
     """
     found: dict[str, float] = {}
-    best, *_ = MEASURES[kind]
+    best, *_ = kind.measures
     for row in rows:
         numbers = row["summary"] if isinstance(row.get("summary"), dict) else row
-        for measure in MEASURES[kind]:
+        for measure in kind.measures:
             value = numbers.get(measure.key)
             if isinstance(value, int | float):
                 found.setdefault(measure.key, float(value))
         if best.key in found:
             break
     return next(
-        ((found[measure.key], measure) for measure in MEASURES[kind] if measure.key in found),
+        ((found[measure.key], measure) for measure in kind.measures if measure.key in found),
         (None, None),
     )
 
@@ -284,16 +305,16 @@ def _data(config: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _compared_on(
-    kind: str, config: Mapping[str, Mapping[str, Any]], measure: Measure | None
+    kind: Kind, config: Mapping[str, Mapping[str, Any]], measure: Measure | None
 ) -> tuple[str, ...]:
     """Return what results of this kind depend on besides the model: the text, and for tokens the
     tokenizer.
     """
     data = config.get("data", {})
-    parts = [kind, str(data.get("source")), str(data.get("held_out"))]
+    parts = [kind.name, str(data.get("source")), str(data.get("held_out"))]
     if measure is not None and measure.unit == "nats/token":
         parts += [str(data.get("tokenizer")), str(data.get("vocab_size"))]
-    return (*parts, str(config.get("rl", {}).get("reward")))
+    return (*parts, *(str(_value(config, key)) for key in kind.alike))
 
 
 def _in_use(folder: Path) -> bool:

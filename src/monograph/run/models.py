@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.checkpointing import Checkpoint
-from monograph.errors import InputRefused, UsageError, Warn, did_you_mean
+from monograph.errors import InputRefused, UsageError, Warn
 from monograph.graph.frozen import FrozenWeight
 from monograph.graph.inspect import unwrapped, write
 from monograph.graph.lora import adapt, kept_state, merge
@@ -21,8 +21,8 @@ from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.adapter import Packed
 from monograph.model.config import LlamaConfig
+from monograph.model.exports import require_export
 from monograph.model.files import nothing_beside
-from monograph.model.gguf import DTYPES, package, save_gguf
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
 from monograph.run import recorded_state
@@ -49,7 +49,6 @@ from monograph.run.trust import require_trusted
 from monograph.storage.reading import contents, exists
 from monograph.terminal import shell_words
 from monograph.text import tokenizer_config
-from monograph.text.chat import end_of_turn
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
@@ -395,7 +394,7 @@ def save(
     warn: Warn = lambda line: None,
     beside: Callable[[Path], None] = nothing_beside,
 ) -> None:
-    """Write a model for other tools: `hub.save_model` for "hf", `gguf.save_gguf` for "gguf".
+    """Write a model for other tools in one of the formats of `monograph.model.exports`.
 
     `beside` writes what belongs beside the model into the folder before it gets its name.
 
@@ -405,7 +404,7 @@ def save(
         InputRefused: the folder is not empty, or the format cannot express the model.
         DiskFull: there is no space left; nothing of this export remains.
     """
-    check(format, dtype)
+    export = require_export(format, dtype)
     model = unwrapped(model)
     if any(isinstance(part, FrozenWeight) for part in model.modules()):
         raise UsageError(
@@ -415,39 +414,4 @@ def save(
         raise UsageError(
             f"save writes a language model of this package, not a {type(model).__name__}"
         )
-    if format == "hf":
-        if tokenizer is not None:
-            try:
-                end_of_turn(tokenizer)
-            except InputRefused as refused:
-                warn(f"{refused}; it is copied as it is")
-        hub.save_model(model, folder, tokenizer, beside=beside)
-    elif tokenizer is None:
-        raise UsageError("a GGUF file holds the model's tokenizer: give it to save")
-    else:
-        save_gguf(model, folder, tokenizer, dtype, warn, beside)
-
-
-def check(format: str, dtype: str | None) -> None:
-    """Refuse a format or dtype in which no model can be written, before anything is loaded.
-
-    Raises:
-        UsageError: an unknown format or dtype, or a missing package.
-    """
-    if format not in ("hf", "gguf"):
-        near = (
-            "; did you mean hf?"
-            if format == "safetensors"
-            else did_you_mean(format, ("hf", "gguf"))
-        )
-        raise UsageError(f"--format {format}: expected hf or gguf{near}")
-    if format == "hf" and dtype is not None:
-        raise UsageError(
-            f"--dtype {dtype} is for --format gguf; a Hugging Face folder keeps the weights' dtype"
-        )
-    if dtype is not None and dtype not in DTYPES:
-        raise UsageError(
-            f"--dtype {dtype}: expected one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}"
-        )
-    if format == "gguf":
-        package()
+    export.write(model, Path(folder), tokenizer, dtype, warn, beside)

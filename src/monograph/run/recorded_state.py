@@ -36,6 +36,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[FiniteFloat, Field(ge=0)]
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+FileName = Annotated[str, Field(pattern="^[a-z][a-z_]*[.][a-z]+$")]  # in the run's own folder
 Pair = Annotated[list[Natural], Field(min_length=2, max_length=2)]
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True)]
@@ -96,10 +97,6 @@ class _Versions(Strict):
     python: str
 
 
-# Files of a run's folder that some runs have, by the entry of a checkpoint that has their sha256.
-FILES = {"teachers": TEACHERS}
-
-
 class _State(Strict):
     engine: _Counters
     data: _Position
@@ -117,10 +114,19 @@ class _State(Strict):
     settings: Digest
     recipe: _Recipe
     attention: str | None = None
-    teachers: Digest | None = None
+    files: dict[FileName, Digest] = {}
+    teachers: Digest | None = None  # of an earlier version: that of teachers.json
     shape: dict[str, Any] | None = Field(alias="model_config")
     sampling: dict[str, Any] | None = None
     versions: _Versions
+
+
+def recorded_files(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the sha256 of the files in a run's folder that it learns from, by name, as a
+    checkpoint's state records them.
+    """
+    earlier = state.get("teachers")
+    return {**({TEACHERS: earlier} if earlier else {}), **state.get("files", {})}
 
 
 def newest(run: Run, warn: Warn) -> Checkpoint:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from monograph.errors import UsageError
+from monograph.session.by_key import of_key
 
 
 @dataclass(frozen=True)
@@ -18,37 +19,32 @@ class Chosen:
     """What the settings of a run choose.
 
     Attributes:
-        init: `model.init`; is_code: whether it is a Python function.
-        rank: `lora.rank`; is_adapted: whether adapters are trained, perhaps those that a run begins
-        from. precision, remat, compile, memory, parallel, gather_dtype, tokens: the keys of
-        [train].
-        packing: that of [data].
-        state, master_weights, ema, grad_clip, skip_spikes, schedule, min_lr_ratio, transfer,
-        transfer_base: those of
-            [optim].
+        is_code: whether `model.init` is a Python function.
+        is_adapted: whether adapters are trained, perhaps those that a run begins from.
+        others: the values of the keys with which they are declared.
     """
 
-    init: str | None
     is_code: bool
-    rank: int | None
     is_adapted: bool
-    precision: str
-    remat: str | float
-    compile: str
-    memory: str
-    parallel: str
-    gather_dtype: str
-    tokens: int | None
-    packing: str
-    state: str
-    master_weights: bool
-    ema: float | str
-    grad_clip: float | str
-    skip_spikes: bool | str
-    schedule: str
-    min_lr_ratio: float | None
-    transfer: str
-    transfer_base: int | None
+    init: str | None = of_key("model.init")
+    rank: int | None = of_key("lora.rank")
+    precision: str = of_key("train.precision")
+    remat: str | float = of_key("train.remat")
+    compile: str = of_key("train.compile")
+    memory: str = of_key("train.memory")
+    parallel: str = of_key("train.parallel")
+    gather_dtype: str = of_key("train.gather_dtype")
+    tokens: int | None = of_key("train.tokens")
+    packing: str = of_key("data.packing")
+    state: str = of_key("optim.state")
+    master_weights: bool = of_key("optim.master_weights")
+    ema: float | str = of_key("optim.ema")
+    grad_clip: float | str = of_key("optim.grad_clip")
+    skip_spikes: bool | str = of_key("optim.skip_spikes")
+    schedule: str = of_key("optim.schedule")
+    min_lr_ratio: float | None = of_key("optim.min_lr_ratio")
+    transfer: str = of_key("optim.transfer")
+    transfer_base: int | None = of_key("optim.transfer_base")
 
     def named(self, text: str) -> str:
         """Return a text in which names in braces stand for what was chosen."""

@@ -20,6 +20,7 @@ from monograph.predict.footprint import Training
 from monograph.run.recipe import Recipe, tokenizer_named
 from monograph.run.source import ModelSource, checked
 from monograph.session.adapting import fixed_lora, lora_of, rates
+from monograph.session.by_key import by_field
 from monograph.session.job import AskedIntervals, AskedLength, AskedTransfer, Job, OpenChoice
 from monograph.session.new_tokens import tokens_of
 from monograph.session.objective import Objective
@@ -53,7 +54,7 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
     span = _span(settings)
     intervals = _intervals(settings)
     transfer = transfer_asked(settings)
-    settings, objective, recipe, source = _found(settings, transfer, shape_alone)
+    settings, objective, recipe, source, rule = _found(settings, transfer, shape_alone)
     shape = source.shape if source else None
     optim = settings.optim
     train = settings.train
@@ -61,9 +62,6 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
     per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
     lora = lora_of(settings)
     tokens = tokens_of(settings, source, settings.data.tokenizer, is_adapted=lora is not None)
-    rule: str = optim.name
-    if rule == "auto":
-        rule = defaults.optimizer(fresh=recipe.init is None)
     usual_rate = objective.rate_share * _usual_rate(recipe, source, rule, lora is not None)
     fields = rates(optim.lr, settings.lora.lr_ratio, usual_rate) | fresh_fields(recipe, rule)
     if optim.weight_decay != "auto":
@@ -113,16 +111,13 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
         open=is_open,
         is_rate_open=optim.lr == "auto",
         is_decay_open=optim.weight_decay == "auto",
-        schedule_name=optim.schedule,
         final=FINAL if optim.min_lr_ratio is None else optim.min_lr_ratio,
         asked_tokens=int(train.tokens_per_update),
         updates=span.updates
         or (defaults.updates_of(span.tokens, per_update) if span.tokens else 0),
         span=span,
         intervals=intervals,
-        keep=train.keep,
-        parallel=train.parallel,
-        gather_dtype=train.gather_dtype,
+        **by_field(Job, settings.values()),
     )
     if not shape_alone:
         tokens.require()
@@ -161,21 +156,32 @@ class _Found(NamedTuple):
         objective: the way to learn, with its own keys decided.
         recipe: the checked recipe.
         source: the model that the run starts from; None for a new one.
+        optimizer: the optimizer's name in `OPTIMIZERS`.
     """
 
     settings: Settings
     objective: Objective
     recipe: Recipe
     source: ModelSource | None
+    optimizer: str
 
 
 def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool) -> _Found:
-    """Decide preset, lengths, tokenizer, adapters and the base of a width transfer; find what
-    `model.init` names.
+    """Decide betas, eps, preset, lengths, tokenizer, adapters and the base of a width transfer; find
+    what `model.init` names.
     """
     model = settings.model
     source = ModelSource.open(model.init) if model.init else None
     chosen: dict[str, Any] = {}
+    optimizer: str = settings.optim.name
+    if optimizer == "auto":
+        optimizer = defaults.optimizer(fresh=model.init is None)
+    # An optimizer's own defaults may differ from the keys'.
+    kind = OPTIMIZERS[optimizer]
+    if "optim.betas" not in settings.origins and settings.optim.betas != kind.betas:
+        chosen["optim.betas"] = kind.betas
+    if "optim.eps" not in settings.origins and settings.optim.eps != kind.eps:
+        chosen["optim.eps"] = kind.eps
     length, per_update = settings.data.sequence_length, settings.train.tokens_per_update
     if length == "auto":
         positions = source.positions if source else model.max_position_embeddings
@@ -223,11 +229,11 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
         chosen["train.tokens_per_update"] = defaults.in_whole_rows(usual, length)
     settings = settings.resolve(chosen, ORIGIN)
     if source is None:
-        return _Found(settings, objective, recipe, None)
+        return _Found(settings, objective, recipe, None, optimizer)
     # What is recorded; errors until here show what was typed.
     source = source.under(str(settings.model.init))
     recipe = recipe._replace(init=source.base, adapter=source.name if source.adapter else None)
-    return _Found(settings, objective, recipe, source)
+    return _Found(settings, objective, recipe, source, optimizer)
 
 
 def _own_tokenizer(source: ModelSource) -> str:
@@ -274,7 +280,7 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
 
 def fresh_fields(recipe: Recipe, rule: str, epochs: int = 1) -> dict[str, Any]:
     """Return the fields in which the optimizer of a new model differs from its class's defaults."""
-    return {} if recipe.init else defaults.muon_fields(recipe.preset, recipe.family, rule, epochs)
+    return {} if recipe.init else defaults.tuned_fields(recipe.preset, recipe.family, rule, epochs)
 
 
 def _usual_rate(recipe: Recipe, source: ModelSource | None, rule: str, is_adapted: bool) -> float:

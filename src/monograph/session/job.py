@@ -19,6 +19,7 @@ from monograph.planner import defaults
 from monograph.predict.footprint import Training
 from monograph.run.recipe import Recipe
 from monograph.run.source import ModelSource
+from monograph.session.by_key import of_key
 from monograph.session.new_tokens import TokenSource
 from monograph.session.record import ConfigRecord
 from monograph.transfer import WidthTransfer, narrowed
@@ -136,13 +137,13 @@ class Job:
             usual values there.
         is_rate_open: whether the optimizer's rate is a usual one; is_decay_open: whether its weight
             decay is.
-        schedule_name: the learning rate's schedule; final: the share of the peak rate that it falls
-            to.
+        final: the share of the peak rate that the schedule falls to.
         asked_tokens: tokens of an update, as they were asked for; those of `training` are in whole
             rows.
         updates: its updates, if they or its tokens are given; else 0.
         span: how long the run lasts.
         intervals: how often something is done.
+        schedule_name: the learning rate's schedule.
         keep: the number of checkpoints that stay.
         parallel: how several devices share the work; gather_dtype: the dtype in which shared
             weights are sent.
@@ -161,15 +162,15 @@ class Job:
     open: frozenset[OpenChoice]
     is_rate_open: bool
     is_decay_open: bool
-    schedule_name: str
     final: float
     asked_tokens: int
     updates: int
     span: AskedLength
     intervals: AskedIntervals
-    keep: int
-    parallel: str
-    gather_dtype: str
+    schedule_name: str = of_key("optim.schedule")
+    keep: int = of_key("train.keep")
+    parallel: str = of_key("train.parallel")
+    gather_dtype: str = of_key("train.gather_dtype")
 
     @property
     def seed(self) -> int:

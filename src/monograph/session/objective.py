@@ -4,7 +4,7 @@ and a `Task`.
 An objective is what the settings say: it is known before anything is read. A task is what it opens:
 the records of one run, with the loss, the windows and the figures that belong to them. The rooms
 around ask the two; none of them asks which kind it has. `monograph.session.objectives` has a file
-for each kind, and the table of all.
+for each kind; the table of all is `WAYS_TO_LEARN` in `monograph.config.keys`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from monograph.config import Settings
+from monograph.config.keys import TEXTS_WAY, WayToLearn
 from monograph.data.batches import Batch
 from monograph.data.corpus import Corpus
 from monograph.data.forms import Asked
@@ -124,9 +125,7 @@ class Objective(ABC):
     """A way to learn, as the settings choose it.
 
     Attributes:
-        key: the key that chooses it; "" for texts, which are learned from where no key says
-            otherwise.
-        section: the section of keys that only this objective has; "" without one.
+        way: its row in the table of ways to learn, with its keys.
         by_records: whether records may ask for it by themselves, see `of_records`.
         excluded: the choices that do not go with this one, each with what to do instead.
         needs_model: whether only a model that was trained before can learn so.
@@ -140,8 +139,7 @@ class Objective(ABC):
         finds_spikes: whether the norm of an early gradient tells which later one is a spike.
     """
 
-    key: ClassVar[str] = ""
-    section: ClassVar[str] = ""
+    way: ClassVar[WayToLearn] = TEXTS_WAY
     by_records: ClassVar[bool] = False
     excluded: ClassVar[tuple[tuple[Condition, str], ...]] = ()
     needs_model: ClassVar[bool] = False
@@ -150,6 +148,18 @@ class Objective(ABC):
     is_own_length: ClassVar[bool] = False
     answers_on_device: ClassVar[bool] = False
     finds_spikes: ClassVar[bool] = True
+
+    @property
+    def key(self) -> str:
+        """Return the key that chooses it; "" for texts, which are learned from where no key says
+        otherwise.
+        """
+        return self.way.key
+
+    @property
+    def section(self) -> str:
+        """Return the section of keys that only this objective has; "" without one."""
+        return self.way.section
 
     @property
     def is_named(self) -> bool:
@@ -345,7 +355,11 @@ class Task(ABC):
 
     @property
     def digests(self) -> dict[str, str]:
-        """Return the digests of the files of `recorded_state.FILES` that the run learns from."""
+        """Return the sha256 of each file in the run's folder that it learns from, by name.
+
+        Checkpoints record them: a run whose file has changed does not resume, and `monograph check`
+        names it.
+        """
         return {}
 
     # ── while a session trains ──────────────────────────────────────────────────────────────────

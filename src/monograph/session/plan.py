@@ -10,7 +10,7 @@ from monograph.model.config import LlamaConfig
 from monograph.planner import Candidate, StreamCandidate
 from monograph.planner.defaults import EVALUATIONS
 from monograph.predict.footprint import Training
-from monograph.schedule import Schedule, constant, warmup_cosine, warmup_stable_decay
+from monograph.schedule import SCHEDULES, Schedule
 from monograph.session.job import Intervals, Job, Memory, OpenChoice
 from monograph.session.record import ConfigRecord
 from monograph.stream import Placement
@@ -96,12 +96,8 @@ class Plan:
 
     def schedule(self, updates: int) -> Schedule:
         """Return the learning rate's schedule over `updates` updates."""
-        name = self.job.schedule_name
-        warmup = self.intervals.warmup_updates
-        if name == "constant":
-            return constant(warmup)
-        course = warmup_stable_decay if name == "wsd" else warmup_cosine
-        return course(warmup, updates, final=self.job.final)
+        named = SCHEDULES[self.job.schedule_name]
+        return named.make(self.intervals.warmup_updates, updates, self.job.final)
 
 
 FP32_BYTES = 4

@@ -13,7 +13,7 @@ from typing import Any
 
 from monograph.config import EXCLUSIVE, Settings, load
 from monograph.config.keys import DataSection
-from monograph.config.settings import CODE_KEYS, DEPENDENT_KEYS
+from monograph.config.settings import CODE_KEYS, DEPENDENT_KEYS, RUN_SPECIFIC_KEYS
 from monograph.config.sources import written_fingerprint
 from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.planner import defaults
@@ -42,19 +42,6 @@ from monograph.storage.reading import (
     without_links,
 )
 from monograph.terminal import shell_words
-
-# Settings that a branched run does not take over from its parent: the length, values that depend on
-# it, and the ranks.
-_OF_ONE_RUN = {
-    *EXCLUSIVE[0],
-    "train.eval_every",
-    "train.save_every",
-    "optim.warmup_updates",
-    "train.compile",
-    "train.wall_minutes",
-    "train.parallel",
-    "train.gather_dtype",
-}
 
 
 def run_settings(
@@ -375,16 +362,14 @@ def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | N
 
 def branched(parent: Run, given: Settings) -> Settings:
     """Return the settings of a new run: the given ones, and its parent's except those of
-    `_OF_ONE_RUN`.
+    `RUN_SPECIFIC_KEYS`.
     """
     if not parent.begun and not entries(parent.checkpoints):
         raise InputRefused(
             f"{parent.folder} was stopped before it began: nothing can start from it"
         )
-    replaced = {
-        "model.init": given.model.init is not None,
-        "rl.reward": objective_of(given).is_named,
-    }
+    replaced = dict.fromkeys(CODE_KEYS, objective_of(given).is_named)
+    replaced["model.init"] = given.model.init is not None
     own = run_settings(parent, runs=[key for key in CODE_KEYS if not replaced[key]])
     taken = _by_records(given, own)
     if added := [
@@ -409,7 +394,7 @@ def branched(parent: Run, given: Settings) -> Settings:
     closed = (
         {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group}
         | taken
-        | _OF_ONE_RUN
+        | RUN_SPECIFIC_KEYS
     )
     if given.model.init:  # that model brings its own shape
         closed |= {key for key in own.values() if key.startswith("model.")}

@@ -11,14 +11,17 @@ import torch
 
 from monograph.config import Settings
 from monograph.device import Device
-from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError, join_with_or
 from monograph.graph.lora import Lora, chosen_layers
 from monograph.graph.precision import Precision
 from monograph.model.adapter import is_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.optim.formats import FORMATS, rounding
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, counted, gibibytes
+from monograph.schedule import SCHEDULES
+from monograph.session.by_key import by_field
 from monograph.session.choices import (
     ADAPTED,
     FP8,
@@ -68,10 +71,18 @@ WITHOUT_BF16 = Condition(
     "train.precision = {precision}", lambda made: made.precision in ("fp32", "fp16"), "fp32 or fp16"
 )
 RANKED = Condition("lora.rank", lambda made: made.rank is not None)
-STATE = Condition("optim.state = {state}", lambda made: made.state != "bf16", "fp32 or 8bit")
+STATE = Condition(
+    "optim.state = {state}",
+    lambda made: not FORMATS[made.state].stochastic,
+    " or ".join(rounding(stochastic=False)),
+)
 UNCLIPPED = Condition("optim.grad_clip = none", lambda made: made.grad_clip == "none")
 SKIPPING = Condition("optim.skip_spikes = true", lambda made: made.skip_spikes is True)
-CONSTANT = Condition("optim.schedule = constant", lambda made: made.schedule == "constant")
+STEADY = Condition(
+    "optim.schedule = {schedule}",
+    lambda made: not SCHEDULES[made.schedule].falls,
+    join_with_or(name for name, schedule in SCHEDULES.items() if not schedule.falls),
+)
 FALLING = Condition("optim.min_lr_ratio", lambda made: made.min_lr_ratio is not None)
 UNTRANSFERRED = Condition("optim.transfer = none", lambda made: made.transfer == "none")
 BASED = Condition("optim.transfer_base", lambda made: made.transfer_base is not None)
@@ -115,7 +126,10 @@ OF_THE_STEP = (
 )
 OF_THE_OPTIMIZER = (
     Exclusion(
-        NARROW, STATE, f"{_IN_BF16}, and their moments: say optim.state = bf16, not {{state}}"
+        NARROW,
+        STATE,
+        f"{_IN_BF16}, and their moments: say optim.state = {' or '.join(rounding(stochastic=True))}, "
+        "not {state}",
     ),
     Exclusion(
         NARROW,
@@ -133,7 +147,7 @@ OF_THE_OPTIMIZER = (
         "optim.skip_spikes = true is of gradients that are clipped: give optim.grad_clip a number",
     ),
     Exclusion(
-        FALLING, CONSTANT, "optim.schedule = constant never falls: leave optim.min_lr_ratio out"
+        FALLING, STEADY, "optim.schedule = {schedule} never falls: leave optim.min_lr_ratio out"
     ),
     Exclusion(
         BASED,
@@ -161,30 +175,10 @@ def excluded_by(objective: Objective) -> Iterator[Exclusion]:
 def choices_of(settings: Settings) -> Chosen:
     """Return what the settings choose, of what can exclude something else."""
     init = settings.model.init
-    train = settings.train
-    optim = settings.optim
     return Chosen(
-        init=init,
         is_code=code_named(init) is not None,
-        rank=settings.lora.rank,
         is_adapted=settings.lora.rank is not None or (init is not None and is_adapter(init)),
-        precision=train.precision,
-        remat=train.remat,
-        compile=train.compile,
-        memory=train.memory,
-        parallel=train.parallel,
-        gather_dtype=train.gather_dtype,
-        tokens=train.tokens,
-        packing=settings.data.packing,
-        state=optim.state,
-        master_weights=optim.master_weights,
-        ema=optim.ema,
-        grad_clip=optim.grad_clip,
-        skip_spikes=optim.skip_spikes,
-        schedule=optim.schedule,
-        min_lr_ratio=optim.min_lr_ratio,
-        transfer=optim.transfer,
-        transfer_base=optim.transfer_base,
+        **by_field(Chosen, settings.values()),
     )
 
 

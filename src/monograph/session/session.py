@@ -197,7 +197,7 @@ class Session:
             "recipe": self.recipe.entries(),
             # Runs from before kernels were measured lack it.
             **({"attention": self.kernel} if self.kernel else {}),
-            **self.task.digests,
+            **({"files": self.task.digests} if self.task.digests else {}),
             "model_config": self.model_config.to_hf() if self.model_config else None,
             "sampling": dict(model.sampling) if isinstance(model, Llama) else None,
             "versions": _versions(),
@@ -271,8 +271,9 @@ class Session:
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
             what = f"{self.corpus.name}: not what {self.run.folder} was trained on"
             raise InputRefused(f"{what} ({self.task.depends_on} changed): {instead}")
-        for entry, file in recorded_state.FILES.items():
-            if state.get(entry) != self.task.digests.get(entry):
+        recorded = recorded_state.recorded_files(state)
+        for file in sorted({*recorded, *self.task.digests}):
+            if recorded.get(file) != self.task.digests.get(file):
                 raise InputRefused(
                     f"{self.run.folder / file}: not what the run was begun with: {instead}"
                 )

@@ -477,7 +477,7 @@ class Step:
             applied=self.applied,
         )
 
-    # ── each optimizer's rule is in optim/updates.py ────────────────────────────────────────────
+    # ── each optimizer's formula is in a file of optim/ ──────────────────────────────────────────
 
 
 def _check(**given: object) -> None:

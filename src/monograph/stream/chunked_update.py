@@ -22,8 +22,8 @@ from monograph.stream.slots import DeviceBuffer, StageOnDevice
 from monograph.stream.store import GRADIENT, REST, WEIGHTS, Buffer, Stage, StoredPlane
 
 STAGING_BUFFERS = 4
-# Elements of a chunk, a multiple of the 256 that share a scale in 8-bit moments: enough to use a
-# link's and a device's full rate, and few compared with a large model's blocks.
+# Elements of a chunk, a multiple of every block in which moments are packed: enough to use a link's
+# and a device's full rate, and few compared with a large model's blocks.
 MOST = 2**23
 HALF_DONE = "take fewer blocks a stage or fewer rows (train.micro_batch), and go on from the last checkpoint"
 UpdatePart = Callable[[Plane, Tensor | None, Tensor, Tensor, Tensor], None]
@@ -37,7 +37,8 @@ class Chunk(tuple[StoredPlane, int, int]):
     def part(self, buffer: Buffer) -> Tensor:
         """Return the chunk's part of a buffer of the plane."""
         stored, begin, end = self
-        # 8-bit moments have one scale for 256 elements, and chunks begin at multiples of 256.
+        # Moments in blocks have one element for several numbers, and chunks begin at multiples of
+        # a block.
         block = stored.plane.param.numel() // buffer.tensor.numel()
         return buffer.tensor[begin // block : -(-end // block)]
 

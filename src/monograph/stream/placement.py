@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from monograph.errors import DiskFull, InputRefused, UsageError
-from monograph.optim.optimizer import Rule
+from monograph.optim import OPTIMIZERS
+from monograph.optim.formats import FORMATS
 from monograph.storage.writing import FAILING
 from monograph.stream.lanes import Home
 
@@ -24,9 +25,11 @@ Where = Literal["device", "host"]
 
 def buffer_names() -> tuple[str, ...]:
     """Return the names of all buffers that a stage of some optimizer may have."""
-    moments = Rule.all_moments()
-    scales = (f"{name}_scale" for name in moments)
-    return ("weights", "rest", "gradient", *moments, *scales, "ema")
+    rules = (rule for kind in OPTIMIZERS.values() for rule in kind.rules)
+    moments = [moment for rule in rules for moment in rule.moments]
+    parts = [part for form in FORMATS.values() for part in form.parts]
+    of_moments = [part.buffer_name(moment) for part in parts for moment in moments]
+    return tuple(dict.fromkeys(("weights", "rest", "gradient", *of_moments, "ema")))
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Placement:
 
     Buffers are named "weights", "rest" (the low halves of split weights), "gradient", and as in a
     checkpoint the moments of the optimizer's rules ("exp_avg", "exp_avg_sq", "momentum_buffer") and
-    "ema", with 8-bit moments also `<name>_scale`. Stages are numbered from 0, the stage before the blocks.
+    "ema", with moments in blocks also `<name>_scale`. Stages are numbered from 0, the stage before the blocks.
 
     Raises:
         UsageError: a value has no meaning.
@@ -73,7 +76,8 @@ class Placement:
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        buffers = ", ".join(buffer_names())
+        known = buffer_names()
+        buffers = ", ".join(known)
         expected = {
             "device": (isinstance(self.device, torch.device), "a torch.device(...)"),
             "when": (self.when in get_args(When), f"one of {', '.join(map(repr, get_args(When)))}"),
@@ -87,11 +91,11 @@ class Placement:
             ),
             "offload": (type(self.offload) is bool, "True or False"),
             "on_device": (
-                _all(self.on_device, _is_of_a_stage),
+                _all(self.on_device, lambda pair: _is_of_a_stage(pair, known)),
                 f"a set of (stage, buffer), buffers being {buffers}",
             ),
             "on_disk": (
-                _all(self.on_disk, buffer_names().__contains__),
+                _all(self.on_disk, known.__contains__),
                 f"a set of buffers, of {buffers}",
             ),
         }
@@ -114,13 +118,13 @@ def _all(given: object, fine: Callable[[Any], bool]) -> bool:
     return isinstance(given, Set) and all(map(fine, given))
 
 
-def _is_of_a_stage(pair: object) -> bool:
+def _is_of_a_stage(pair: object, known: tuple[str, ...]) -> bool:
     return (
         isinstance(pair, tuple)
         and len(pair) == 2
         and type(pair[0]) is int
         and pair[0] >= 0
-        and pair[1] in buffer_names()
+        and pair[1] in known
     )
 
 

@@ -21,6 +21,7 @@ from monograph.errors import NoValidCheckpoint
 from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.loss import Batch
+from monograph.optim.formats import FORMATS
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.writing import write_tokenizer
@@ -184,8 +185,9 @@ def refill(engine: Engine, fresh: Engine) -> bool:
         fixes all the rest.
     """
     old, new = engine.step.optim, fresh.step.optim
-    seed = old.seed if old.state == "fp32" else new.seed  # the seed of stochastic rounding
-    in_graph = [plane.kind for plane in engine.step.planes], replace(old, lr=new.lr, seed=seed)
+    # Only a form that rounds stochastically reads the seed.
+    seed = new.seed if FORMATS[old.state].stochastic else old.seed
+    in_graph = [plane.kind for plane in engine.step.planes], replace(old, lr=new.lr)
     if in_graph != ([plane.kind for plane in fresh.step.planes], replace(new, seed=seed)):
         return False
     engine.load_state(fresh.state())

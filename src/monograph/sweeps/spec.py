@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from monograph.config import EXCLUSIVE, Settings, classify, load
+from monograph.config import Settings, classify, load
 from monograph.config.axes import (
     IN_ONE_GRAPH,
     SEED,
@@ -20,7 +20,7 @@ from monograph.config.axes import (
     require_single_values,
 )
 from monograph.config.keys import DEFAULT_MINUTES as DEFAULT_RUN_MINUTES
-from monograph.config.settings import CODE_KEYS
+from monograph.config.settings import CODE_KEYS, RUN_SPECIFIC_KEYS
 from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
@@ -166,22 +166,15 @@ DEFAULT_MINUTES = 1.5  # of the whole sweep, if no arguments are given
 SEEDS = (0, 1)
 # Powers of 2 times the known rate, since two seeds cannot distinguish finer steps (docs/sweep.md).
 STEPS = range(-4, 4)
-# Settings that a sweep does not take over from a run: the varied ones, the length, and values that
-# depend on that.
+# Settings that a sweep does not take over from a run: those of one run, the varied ones, and those
+# of one model's memory and checkpoints.
 _NOT_TAKEN = {
-    *EXCLUSIVE[0],
-    "train.wall_minutes",
+    *RUN_SPECIFIC_KEYS,
     "optim.lr",
     SEED,
-    "optim.warmup_updates",
-    "train.eval_every",
-    "train.save_every",
     "train.keep",
     "train.micro_batch",
-    "train.compile",
     "train.remat",
-    "train.parallel",
-    "train.gather_dtype",
 }
 _NO_TRANSFER: Point = {"optim.transfer": "none", "optim.transfer_base": None}
 

@@ -1,22 +1,34 @@
 """Holds the ways to learn, a file for each: texts, preferences, rewards, and teachers, which add to
 texts.
+
+The table of them is `WAYS_TO_LEARN`, in `monograph.config.keys`, where the command line and the
+configuration read their keys without torch.
 """
 
+from importlib import import_module
+
 from monograph.config import Settings
+from monograph.config.keys import WAYS_TO_LEARN, WayToLearn
 from monograph.data.forms import Asked
 from monograph.errors import UsageError
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.objective import Objective, Opened, Task
-from monograph.session.objectives.preferences import Preferences
-from monograph.session.objectives.rewards import Rewards
 from monograph.session.objectives.teachers import taught
-from monograph.session.objectives.texts import Texts
 from monograph.session.plan import Plan
 
 BY_RECORDS = "data.source"  # the origin of a key that the records ask for
-# The last is what a run learns from if no key chooses another.
-OBJECTIVES: tuple[Objective, ...] = (Rewards(), Preferences(), Texts())
+
+
+def _load_objective(way: WayToLearn) -> Objective:
+    """Return the objective of a way to learn, from the file here that has its name."""
+    objective: Objective = import_module(f"{__name__}.{way.name}").OBJECTIVE
+    # Without its own row an objective would have the keys of texts.
+    assert objective.way is way, f"the objective of {way.name} has another row of WAYS_TO_LEARN"
+    return objective
+
+
+OBJECTIVES: tuple[Objective, ...] = tuple(map(_load_objective, WAYS_TO_LEARN))
 
 
 def chosen_in(settings: Settings) -> list[Objective]:

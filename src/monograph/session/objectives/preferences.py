@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from monograph.config import Settings
+from monograph.config.keys import PREFERENCES_WAY, PreferSection
 from monograph.data.corpus import Corpus
 from monograph.data.forms import Asked
 from monograph.errors import InputRefused
@@ -23,7 +24,8 @@ from monograph.planner import defaults
 from monograph.predict.footprint import Judged
 from monograph.report.quantities import counted
 from monograph.rl.pairs import PairRows, loss_for, read_pairs
-from monograph.rl.preferences import Preference, PreferenceLoss, preference
+from monograph.rl.preference_loss import PreferenceLoss
+from monograph.rl.preferences import Preference, preference
 from monograph.run.progress import Progress
 from monograph.session.choices import FP8, OF_CODE, STREAMED, Condition
 from monograph.session.objective import HeldOutScore, Objective, Opened, Windows, held_out_said
@@ -38,7 +40,7 @@ def preference_of(settings: Settings) -> Preference:
     Raises:
         UsageError: a parameter is out of range, or of another loss.
     """
-    given = settings.prefer.model_dump()
+    given = settings.section(PreferSection).model_dump()
     return preference(given.pop("loss"), **given)
 
 
@@ -50,8 +52,7 @@ class Preferences(Objective):
         preference: the loss, once the settings are read.
     """
 
-    key = "prefer.loss"
-    section = "prefer"
+    way = PREFERENCES_WAY
     by_records = True
     needs_model = True
     is_of_texts = False
@@ -232,3 +233,6 @@ class PreferenceTask(RowsTask):
         if self.preference.labelled:
             return f"   agrees with the labels of {share:.1%} of the held-out answers"
         return f"   prefers the chosen answer in {share:.1%} of the held-out pairs"
+
+
+OBJECTIVE = Preferences()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.config import Settings
+from monograph.config.keys import REWARDS_WAY, RlSection
 from monograph.decode.cache import KVCache
 from monograph.device import Device, default_device, describe
 from monograph.distributed.world import World
@@ -33,7 +34,7 @@ from monograph.rl.arrange import Options
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import Kl, PolicyLoss, kl_term
 from monograph.rl.prompts import Prompts, read_prompts
-from monograph.rl.rewards import Reward, Taught, form_named, reward_of
+from monograph.rl.rewards import REWARDS, Reward, form_named, parameters_of, reward_of
 from monograph.rl.rollouts import (
     MOST_PROMPTS,
     MOST_ROWS,
@@ -64,9 +65,9 @@ from monograph.session.reference import read_reference, write_reference
 from monograph.storage.cache_dir import calibration_file
 from monograph.storage.reading import without_links
 
-TEACHER = "teacher"
-# Whose ratios a teacher's scores get, and whose denominator, the tokens of all answers.
-TAUGHT_AS = "dapo"
+# Where a reward says what each token is worth: whose ratios the scores get, and whose denominator,
+# the tokens of all answers.
+JUDGED_AS = "dapo"
 USUAL: dict[str, Any] = {
     "rl.advantage": "dr_grpo",
     "rl.prompts": 16,
@@ -76,8 +77,8 @@ USUAL: dict[str, Any] = {
     "rl.kl": "none",
     "rl.temperature": 1.0,
 }
-# What a teacher, who says what each token is worth, leaves without a meaning.
-_NOT_OF_TEACHERS = (
+# What a reward that says what each token is worth leaves without a meaning.
+_OF_WHOLE_ANSWERS = (
     "rl.advantage",
     "rl.kl",
     "rl.kl_coef",
@@ -85,8 +86,6 @@ _NOT_OF_TEACHERS = (
     "rl.truncated",
     "rl.truncation_penalty",
 )
-# The rewards that need a key of their own.
-_PARAMETERS = {"regex": "reward_regex", "json-schema": "reward_schema", "teacher": "teacher"}
 CALIBRATING = 20  # last updates of a run, whose drawing is compared with its closed form
 
 
@@ -95,21 +94,21 @@ class Rewards(Objective):
     """Learn from rewards.
 
     Attributes:
-        reward: the reward; regex, schema and teacher: what it needs, if anything.
+        reward: the reward's name; parameters: the values of its own parameters, by their names.
+        teacher: the model that one of its parameters names; None if none does.
         vouched: the digest of each Python file that may run, by the value that names it.
         answer_form: what all answers match, a regular expression or the file of a schema; None
             each: they have any form.
         prompts: prompts of an update; group: answers to each; draws: draws of an update; updates:
             updates of a draw.
         max_new_tokens: the most tokens of an answer; temperature: at which they are drawn.
-        advantage: the advantage; None for a teacher's.
+        advantage: the advantage; None if the reward says what each token is worth.
         kl: the term beside the reward; None without one.
         masks_truncated: whether answers that are cut off are left out; truncation_penalty: what
             they lose else.
     """
 
-    key = "rl.reward"
-    section = "rl"
+    way = REWARDS_WAY
     needs_model = True
     is_of_texts = False
     rate_share = defaults.JUDGED_SHARE
@@ -132,8 +131,7 @@ class Rewards(Objective):
     finds_spikes = False
 
     reward: str = ""
-    regex: str | None = None
-    schema: str | None = None
+    parameters: Mapping[str, object] = field(default_factory=dict)
     teacher: ModelSource | None = None
     vouched: Mapping[str, str] = field(default_factory=dict)
     answer_form: tuple[str | None, str | None] = (None, None)
@@ -161,7 +159,7 @@ class Rewards(Objective):
     def require_keys(self, settings: Settings) -> None:
         """Refuse values of [rl] that do not go together; see `Objective.require_keys`."""
         _require_parameters(settings)
-        rl = settings.rl
+        rl = settings.section(RlSection)
         if rl.truncated == "mask" and rl.truncation_penalty:
             raise UsageError(
                 "rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out"
@@ -176,7 +174,7 @@ class Rewards(Objective):
             UsageError: keys are given that a teacher leaves without a meaning, or an answer has no
                 room in a row.
         """
-        rl = settings.rl
+        rl = settings.section(RlSection)
         given = settings.pinned()
         usual: dict[str, Any] = {**USUAL, "rl.max_new_tokens": max(1, length // 2)}
         asked: dict[str, Any] = {
@@ -190,20 +188,27 @@ class Rewards(Objective):
             "rl.max_new_tokens": rl.max_new_tokens,
         }
         values = {key: usual[key] if value is None else value for key, value in asked.items()}
-        if rl.reward == TEACHER:
-            worth = "a teacher says what each token is worth"
-            useless = [key for key in _NOT_OF_TEACHERS if given.get(key, "none") != "none"]
+        reward = str(rl.reward)
+        if reward in REWARDS and REWARDS[reward].judges_tokens:
+            worth = f"a {reward} says what each token is worth"
+            useless = [key for key in _OF_WHOLE_ANSWERS if given.get(key, "none") != "none"]
             if useless:
                 raise UsageError(
                     f"{settings.origins[useless[0]]}: {useless[0]}: {worth}: leave it out"
                 )
             del values["rl.advantage"]
+        own = rl.model_dump()
+        parameters: dict[str, object] = {}
         teacher: ModelSource | None = None
-        if rl.teacher is not None:
-            teacher = ModelSource.open(rl.teacher)
-            run = teacher.run  # record its path: `last` will soon name the new run
-            values["rl.teacher"] = str(run.named if run else without_links(rl.teacher))
-            teacher = teacher.under(values["rl.teacher"])
+        for parameter in parameters_of(reward):
+            value = own[parameter.field]
+            if value is None:
+                value = values[parameter.key] = parameter.default
+            if parameter.is_model:
+                teacher = _model_named(value)
+                values[parameter.key] = teacher.name
+            else:
+                parameters[parameter.name] = value
         if values["rl.max_new_tokens"] >= length:
             raise UsageError(
                 f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
@@ -215,9 +220,8 @@ class Rewards(Objective):
             count = "with rl.reward an update has rl.prompts x rl.group answers"
             raise UsageError(f"{settings.said(key)}: {count}: leave it out")
         decided = Rewards(
-            reward=str(rl.reward),
-            regex=rl.reward_regex,
-            schema=rl.reward_schema,
+            reward=reward,
+            parameters=parameters,
             teacher=teacher,
             vouched=settings.vouched,
             answer_form=(rl.answer_regex, rl.answer_schema),
@@ -298,21 +302,23 @@ class Rewards(Objective):
         """Read the run's prompts, and print how many there are; open the reward, which the task
         closes.
         """
-        reward = reward_of(self.reward, self.vouched, regex=self.regex, schema=self.schema)
+        reward = reward_of(self.reward, self.vouched, **self.parameters)
         reward.unconfined = is_all_trusted()
         try:
-            return RewardTask(_prompts(plan, reward, progress), reward)
+            return RewardTask(_prompts(plan, reward, self.teacher, progress), reward)
         except BaseException:
             reward.close()
             raise
 
     def open_unjudged(self, plan: Plan, progress: Progress) -> "RewardTask":
         """Read the run's prompts alone; see `Objective.open_unjudged`."""
-        return RewardTask(_prompts(plan, Reward(), progress), Reward())
+        return RewardTask(_prompts(plan, Reward(), None, progress), Reward())
 
 
-def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
-    """Read the run's prompts, load the teacher, and print how many prompts there are."""
+def _prompts(
+    plan: Plan, reward: Reward, teacher: ModelSource | None, progress: Progress
+) -> Prompts:
+    """Read the run's prompts, load the reward's teacher, and print how many prompts there are."""
     objective = asked_of(plan)
     reading = plan.job.reading
     options = options_of(plan)
@@ -329,9 +335,9 @@ def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
         stage.result = f"{asked} of up to {counted(prompts.longest, 'token')}, {held}{skipped}"
     for line in prompts.notes:
         progress.line("note", line)
-    if isinstance(reward, Taught) and objective.teacher is not None:
-        with progress.stage("teacher", objective.teacher.name):
-            reward.teacher = _teacher(objective.teacher.name, prompts, options)
+    if teacher is not None:
+        with progress.stage("teacher", teacher.name):
+            reward.teacher = _teacher(teacher.name, prompts, options)
     # Another program, schema or teacher would give other rewards to the same answers, so a run
     # belongs to this one.
     decisive = prompts.fingerprint + reward.digest
@@ -342,20 +348,31 @@ def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
 
 
 def _require_parameters(settings: Settings) -> None:
-    """Refuse a reward without what it needs, and what another reward needs.
+    """Refuse a reward without a parameter that it needs, and the parameters of other rewards.
 
     Raises:
         UsageError: a key is missing, or is of another reward.
     """
-    rl = settings.rl
-    for reward, name in _PARAMETERS.items():
-        given = getattr(rl, name) is not None
-        if rl.reward == reward and not given:
-            raise UsageError(f"{settings.said('rl.reward')} needs rl.{name}: give it, too")
-        if given and rl.reward != reward:
-            raise UsageError(
-                f"{settings.said(f'rl.{name}')} is of rl.reward = {reward}, not {rl.reward}: leave it out"
-            )
+    values = settings.values()
+    chosen = settings.section(RlSection).reward
+    own = [parameter.key for parameter in parameters_of(chosen)]
+    for parameter in parameters_of(chosen):
+        if parameter.default is None and values[parameter.key] is None:
+            raise UsageError(f"{settings.said('rl.reward')} needs {parameter.key}: give it, too")
+    for name, reward in REWARDS.items():
+        for key in (parameter.key for parameter in reward.parameters):
+            if key not in own and values[key] is not None:
+                raise UsageError(
+                    f"{settings.said(key)} is of rl.reward = {name}, not {chosen}: leave it out"
+                )
+
+
+def _model_named(name: str) -> ModelSource:
+    """Return the model that a parameter of a reward names, under the path that is recorded."""
+    model = ModelSource.open(name)
+    # `last` will soon name the new run.
+    path = model.run.named if model.run else without_links(name)
+    return model.under(str(path))
 
 
 def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
@@ -390,7 +407,7 @@ def options_of(plan: Plan) -> Options:
         group=asked.group,
         max_new_tokens=asked.max_new_tokens,
         temperature=asked.temperature,
-        advantage=asked.advantage or TAUGHT_AS,
+        advantage=asked.advantage or JUDGED_AS,
         draws=asked.draws,
         length=plan.training.length,
         packed=plan.job.reading.is_packed,
@@ -695,3 +712,6 @@ class RewardTask(Task):
         return (
             f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at the start){held}{scored}"
         )
+
+
+OBJECTIVE = Rewards()

@@ -103,7 +103,7 @@ class TaughtTask(TextTask):
     @property
     def digests(self) -> dict[str, str]:
         """Return the digest of teachers.json, which has the teachers' own."""
-        return {"teachers": hashlib.sha256(self.content).hexdigest()}
+        return {TEACHERS: hashlib.sha256(self.content).hexdigest()}
 
     def loss(self, plan: Plan, model: nn.Module) -> MixtureLoss:
         """Return the loss with the teachers, which are loaded onto the device.

@@ -225,3 +225,6 @@ class TextTask(RowsTask):
     def compressible(self) -> Corpus | None:
         """Return the text; answers depend on their questions, which a compressor is not given."""
         return None if self.data.stats.conversations else self.data
+
+
+OBJECTIVE = Texts()

@@ -1,0 +1,114 @@
+"""Attention to a cache by Triton kernels, on a GPU, for every family whose layers have attention.
+
+A step of decoding, with one new position per row, is one launch, which also writes its keys and
+values (`monograph.ops.decode_kernels.attend`). PyTorch's operators need nine with five blocks of
+cache. A part of a prompt, with several new positions, is one launch after these were written
+(`monograph.ops.cached_attention_kernel`).
+
+Shapes: B rows, H query heads, K key-value heads, T new positions, E head dimension, N blocks of the
+cache, C slots of a block, X = (H + 2 K) E.
+"""
+
+import torch
+from torch import Tensor
+
+from monograph.ops.attention import Heads
+from monograph.ops.cached_attention_kernel import SLOTS, attend_cache
+from monograph.ops.decode_kernels import ROWS, attend
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# `attend` multiplies the halves of a head by themselves, and a product has at least 16 channels.
+_MIN_HEAD_OF_STEP = 2 * ROWS
+_MAX_HEAD = 256
+
+
+class FastAttention:
+    """The kernels for the rows of one cache."""
+
+    def __init__(self, rows: int, key_heads: int, device: torch.device) -> None:
+        """Allocate what the programs of a row count in."""
+        # Zero before and after each launch; all layers share it, as they run one after another.
+        self._counters_BK = torch.zeros(rows, key_heads, dtype=torch.int32, device=device)
+
+    def step(
+        self,
+        heads: Heads,
+        keys_NBKCE: Tensor,
+        values_NBKCE: Tensor,
+        position_B: Tensor,
+        blocks: int,
+        window: int | None,
+        sink_H: Tensor | None,
+    ) -> Tensor | None:
+        """Write one new key and value per row, and return the attention of the new queries.
+
+        Args:
+            heads: the new queries [B, H, 1, E], keys and values [B, K, 1, E], rotated.
+            keys_NBKCE: the whole cache of a layer, written in place.
+            values_NBKCE: likewise.
+            position_B: the new positions, int64.
+            blocks: how many blocks are read, the first ones.
+            window: see `cached_attention`.
+            sink_H: see `cached_attention`.
+
+        Returns:
+            [B, H, 1, E]; None: the kernel cannot compute these heads, and has written nothing.
+        """
+        query_BH1E, key_BK1E, _ = heads
+        head_dim = query_BH1E.shape[-1]
+        if head_dim < _MIN_HEAD_OF_STEP or not _are_possible(query_BH1E, keys_NBKCE):
+            return None
+        if key_BK1E.dtype != keys_NBKCE.dtype or self._counters_BK.shape[1] != key_BK1E.shape[1]:
+            return None
+        mixed_BX: Tensor = attend(
+            torch.cat(heads, dim=1).flatten(1),
+            keys_NBKCE,
+            values_NBKCE,
+            position_B,
+            self._counters_BK,
+            blocks,
+            query_BH1E.shape[1],
+            head_dim**-0.5,
+            sink_H=sink_H,
+            window=window,
+        )
+        return mixed_BX.view(query_BH1E.shape)
+
+    def chunk(
+        self,
+        query_BHTE: Tensor,
+        keys_NBKCE: Tensor,
+        values_NBKCE: Tensor,
+        positions_BT: Tensor,
+        window: int | None,
+        sink_H: Tensor | None,
+    ) -> Tensor | None:
+        """Return the attention of several queries per row, whose keys and values are written.
+
+        Args:
+            query_BHTE: the queries.
+            keys_NBKCE: the blocks of a layer's cache that are read.
+            values_NBKCE: likewise.
+            positions_BT: the queries' positions, int64.
+            window: see `cached_attention`.
+            sink_H: see `cached_attention`.
+
+        Returns:
+            [B, H, T, E]; None: the kernel cannot compute these heads.
+        """
+        if not _are_possible(query_BHTE, keys_NBKCE):
+            return None
+        out_BTHE: Tensor = attend_cache(
+            query_BHTE, keys_NBKCE, values_NBKCE, positions_BT, window, sink_H
+        )
+        return out_BTHE.transpose(1, 2)
+
+
+def _are_possible(query_BHTE: Tensor, keys_NBKCE: Tensor) -> bool:
+    head_dim, slots = query_BHTE.shape[-1], keys_NBKCE.shape[3]
+    are_powers = not head_dim & (head_dim - 1) and not slots & (slots - 1)
+    # Autocast computes queries in another dtype than the cache's.
+    is_known_dtype = query_BHTE.dtype in _DTYPES and query_BHTE.dtype == keys_NBKCE.dtype
+    has_tensor_cores = torch.cuda.get_device_capability(query_BHTE.device) >= (8, 0)
+    is_known_size = ROWS <= head_dim <= _MAX_HEAD and slots >= SLOTS
+    return are_powers and is_known_dtype and is_known_size and has_tensor_cores

@@ -1,0 +1,393 @@
+"""Sample tokens by one Triton kernel, on a GPU.
+
+The kernel computes what `monograph.decode.chain.sample` computes from edited logits, in the same
+bits, for the chains that it `serves`: greedy ones, and those whose temperature, top-k, top-p and min-p
+read only the few likeliest tokens. PyTorch's operators need eight launches for that with one row,
+and thirty with 64, most of them for the sorted likeliest tokens.
+
+Each program sorts a tile of a row's logits, and keeps its likeliest tokens. The program of a row that
+finishes last sorts what all tiles of the row have kept, applies the filters and samples.
+
+The result does not depend on the order in which programs finish: tokens are ordered by logit and
+then by id, weights are summed as integers, and every other operation is one that IEEE 754 rounds
+correctly (`monograph.decode.reproducible`). So products and sums must not be contracted to fused
+multiply-adds.
+
+A token is sorted as one int64, its key: the upper half has the order of the logits, and the lower
+half the reverse order of the ids.
+
+Shapes: B rows, V vocabulary, T tiles of a row, W likeliest tokens. In kernels, tensors without a
+suffix have the shape [W].
+"""
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from monograph.decode import reproducible
+from monograph.decode.candidates import Truncation
+from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, Drawn, Rows
+from monograph.decode.filters import SMALLEST
+from monograph.decode.knobs import EDITS, Chain
+
+# Tokens that a program sorts. A vocabulary of 2^17 then has 32 tiles, whose 128 likeliest tokens are
+# as many tokens again for the program that finishes last.
+TILE = 4096
+# The likeliest tokens of a chain that samples nothing at random. It needs one, and `tl.topk` two.
+GREEDY_WIDTH = 2
+
+# The kernel's stages by number; 0 is none.
+_NUMBERS: Final = {"temperature": 1, "top_k": 2, "top_p": 3, "min_p": 4}
+_SLOTS: Final = len(_NUMBERS)
+
+_NO_TOKEN = tl.constexpr(-(1 << 63))  # the smallest key
+_LOW32 = tl.constexpr(0xFFFFFFFF)
+_OK, _NAN, _DEAD, _OVERFLOW = map(tl.constexpr, (OK, NAN, DEAD, OVERFLOW))
+_UNIT = tl.constexpr(float(reproducible.UNIT))
+_LN2_HIGH = tl.constexpr(reproducible.LN2_HIGH)
+_LN2_LOW = tl.constexpr(reproducible.LN2_LOW)
+_ROOT_HALF = tl.constexpr(reproducible.ROOT_HALF)
+_EXP = tl.constexpr(reproducible.EXP)
+_EXP_DEGREE = tl.constexpr(len(reproducible.EXP) - 1)
+_LOG = tl.constexpr(reproducible.LOG)
+_LOG_DEGREE = tl.constexpr(len(reproducible.LOG) - 1)
+_MIN_TEMPERATURE = tl.constexpr(SMALLEST)
+# Sums with this number are rounded to integers, halves to the even one, as `torch.round` does.
+_ROUNDING = tl.constexpr(1.5 * 2.0**23)
+
+
+@triton.jit
+def _key(logit, token):
+    """Return the keys of tokens; see the module."""
+    # 0 and -0 are equal as logits, and so must be their keys.
+    bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (_LOW32 - token.to(tl.int64))
+
+
+@triton.jit
+def _logit(key):
+    """Return the logits of keys."""
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _polynomial(x, coefficients: tl.constexpr, DEGREE: tl.constexpr):
+    """Return the value of a polynomial at x; its highest power has the first coefficient."""
+    value = x * coefficients[0]
+    for place in tl.static_range(1, DEGREE):
+        value = (value + coefficients[place]) * x
+    return value + coefficients[DEGREE]
+
+
+@triton.jit
+def _weight(x):
+    """Return exp(x) as a fixed-point integer; see `monograph.decode.reproducible.weight`."""
+    x = tl.maximum(x, -60.0)
+    halvings = (x * -1.44269504088896341 + _ROUNDING) - _ROUNDING
+    rest = (x + halvings * _LN2_HIGH) + halvings * _LN2_LOW
+    power = (_polynomial(rest, _EXP, _EXP_DEGREE) * (rest * rest) + rest + 1) * _UNIT
+    return power.to(tl.int64) >> tl.minimum(tl.maximum(halvings.to(tl.int64), 0), 62)
+
+
+@triton.jit
+def _log_of(fraction, exponent):
+    """Return ln((1 + fraction) 2^exponent)."""
+    square = fraction * fraction
+    power = exponent.to(tl.float32)
+    correction = (
+        _polynomial(fraction, _LOG, _LOG_DEGREE) * fraction * square
+        + power * _LN2_LOW
+        - 0.5 * square
+    )
+    return fraction + correction + power * _LN2_HIGH
+
+
+@triton.jit
+def _exponent(x):
+    """Return k, where x = m 2^k with m in [sqrt(1/2), sqrt 2)."""
+    return (x.to(tl.int32, bitcast=True) - _ROOT_HALF) >> 23
+
+
+@triton.jit
+def _mantissa(x, exponent):
+    """Return m, see `_exponent`."""
+    return (x.to(tl.int32, bitcast=True) - (exponent << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _gumbel_noise(seed, position, token):
+    """Return the noise of tokens; see `monograph.decode.reproducible.gumbel_noise`."""
+    index = (token >> 2).to(tl.uint32)
+    zero = tl.zeros_like(index)
+    words = tl.philox(
+        seed,
+        index,
+        zero + (position & _LOW32).to(tl.uint32),
+        zero + (position >> 32).to(tl.uint32),
+        zero,
+    )
+    which = token & 3
+    word = tl.where(which == 0, words[0], words[1])
+    word = tl.where(which == 2, words[2], word)
+    word = tl.where(which == 3, words[3], word)
+    uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    # ln(1 - u), which keeps all digits of a small u.
+    exponent = _exponent(1 - uniform)
+    fraction = tl.where(exponent == 0, -uniform, _mantissa(1 - uniform, exponent) - 1)
+    waiting = -_log_of(fraction, exponent)
+    exponent = _exponent(waiting)
+    return -_log_of(_mantissa(waiting, exponent) - 1, exponent)
+
+
+@triton.jit
+def _likeliest(logit, reached):
+    """Return the tokens down to the first one, in their order, that reaches the target weight."""
+    return logit >= tl.max(tl.where(reached, logit, float("-inf")), 0)
+
+
+@triton.jit
+def _filter(STAGE: tl.constexpr, logit, score, high, held, knob, V):
+    """Return the scores, the largest one, and whether the tokens suffice, after a stage.
+
+    See the functions of the same names in `monograph.decode.filters`; `knob` is the stage's number.
+    """
+    negative_infinity: tl.constexpr = float("-inf")
+    if STAGE == 1:  # temperature
+        score = tl.math.div_rn(
+            score - high, tl.zeros_like(score) + tl.maximum(knob, _MIN_TEMPERATURE)
+        )
+        high = high * 0
+    if STAGE == 2:  # top_k
+        is_left = (score > negative_infinity).to(tl.int64)
+        target = tl.maximum(tl.minimum(knob, tl.sum(is_left, 0)), 1)
+        is_kept = _likeliest(logit, tl.cumsum(is_left, 0) >= target)
+        is_used = (knob > 0) & (knob < V)
+        score = tl.where(is_kept | (is_used == 0), score, negative_infinity)
+        # If the last of the likeliest tokens is kept, a token that is not among them may be, too.
+        last = logit == tl.min(logit, 0)
+        keeps_last = tl.max((last & (score > negative_infinity)).to(tl.int32), 0)
+        has_none = tl.max((score > negative_infinity).to(tl.int32), 0) == 0
+        held = held & (keeps_last == 0) & (has_none == 0)
+    if STAGE == 3:  # top_p
+        weight = tl.where(score > negative_infinity, _weight(tl.minimum(score - high, 0.0)), 0)
+        share = knob.to(tl.float64) * tl.sum(weight, 0).to(tl.float64)
+        target = tl.maximum(tl.ceil(share).to(tl.int64), 1)
+        reached = tl.cumsum(weight, 0) >= target
+        is_used = knob < 1
+        is_kept = _likeliest(logit, reached)
+        score = tl.where(is_kept | (is_used == 0), score, negative_infinity)
+        held = held & ((tl.max(reached.to(tl.int32), 0) == 1) | (is_used == 0))
+    if STAGE == 4:  # min_p, whose number is its logarithm
+        is_kept = (score >= high + knob) | (knob == negative_infinity)
+        score = tl.where(is_kept, score, negative_infinity)
+    return score, high, held
+
+
+@triton.jit
+def _sample(
+    logits,
+    seeds,
+    last_positions,
+    temperatures,
+    knobs_0,
+    knobs_1,
+    knobs_2,
+    knobs_3,
+    kept,
+    counters,
+    tokens,
+    statuses,
+    V,
+    stride,
+    STAGE_0: tl.constexpr,
+    STAGE_1: tl.constexpr,
+    STAGE_2: tl.constexpr,
+    STAGE_3: tl.constexpr,
+    DRAWS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    ALL: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Sort a tile of a row; the last program of the row samples its token."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    token_T = tile * TILE + tl.arange(0, TILE)
+    logit_T = tl.load(logits + row.to(tl.int64) * stride + token_T, mask=token_T < V, other=0.0)
+    key_T = tl.where(token_T < V, _key(logit_T, token_T), _NO_TOKEN)
+    of_row = kept + row.to(tl.int64) * TILES * W
+    tl.store(of_row + tile * W + tl.arange(0, W), tl.topk(key_T, W))
+    tl.debug_barrier()  # all threads have written before one of them says so
+    done = tl.atomic_add(counters + row, 1, sem="acq_rel", scope="gpu")
+    if done == TILES - 1:
+        tl.store(counters + row, 0)  # for the next launch
+        place_A = tl.arange(0, ALL)
+        # `.cg`: other multiprocessors wrote these keys, which this one's L1 may not know.
+        key_A = tl.load(
+            of_row + place_A, mask=place_A < TILES * W, other=_NO_TOKEN, cache_modifier=".cg"
+        )
+        key = tl.topk(key_A, W)
+        logit = _logit(key)
+        token = _LOW32 - (key & _LOW32)
+        first_key = tl.max(key, 0)
+        largest = _logit(first_key)
+        chosen = _LOW32 - (first_key & _LOW32)
+        held = row >= 0
+        if DRAWS:
+            score = logit - largest
+            high = largest * 0
+            if STAGE_0:
+                knob = tl.load(knobs_0 + row)
+                score, high, held = _filter(STAGE_0, logit, score, high, held, knob, V)
+            if STAGE_1:
+                knob = tl.load(knobs_1 + row)
+                score, high, held = _filter(STAGE_1, logit, score, high, held, knob, V)
+            if STAGE_2:
+                knob = tl.load(knobs_2 + row)
+                score, high, held = _filter(STAGE_2, logit, score, high, held, knob, V)
+            if STAGE_3:
+                knob = tl.load(knobs_3 + row)
+                score, high, held = _filter(STAGE_3, logit, score, high, held, knob, V)
+            position = tl.load(last_positions + row) + 1
+            value = score + _gumbel_noise(tl.load(seeds + row), position, token)
+            greatest = value == tl.max(value, 0)
+            drawn = tl.min(tl.where(greatest, token, _LOW32), 0)
+            is_greedy = tl.load(temperatures + row) <= 0
+            chosen = tl.where(is_greedy, chosen, drawn)
+            # A greedy row ignores the filters.
+            held = held | is_greedy
+        status = tl.where(held, _OK, _OVERFLOW)
+        status = tl.where(largest == float("-inf"), _DEAD, status)
+        status = tl.where(largest < float("inf"), status, _NAN)
+        tl.store(tokens + row, tl.where(status == _OK, chosen, 0))
+        tl.store(statuses + row, status)
+
+
+def _filters(chain: Chain) -> list[str]:
+    return [name for name in chain.stages if name not in EDITS]
+
+
+class FastSampler:
+    """The kernel for a number of rows."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        """Allocate what the programs of a row count in."""
+        # Zero before and after each launch.
+        self._counters_B = torch.zeros(rows, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def serves(chain: Chain, truncation: Truncation, vocabulary: int) -> bool:
+        """Return whether the kernel can do all that a chain does after the edits of the logits."""
+        if truncation != "window" or (chain.logprobs is not None and chain.processed):
+            return False
+        if "min_keep" in chain.stages or "mirostat" in chain.stages:
+            return False
+        if not chain.draws:
+            return True
+        if chain.few is None or chain.few >= vocabulary:
+            return False
+        stages = _filters(chain)
+        if any(name not in _NUMBERS for name in stages):
+            return False
+        # Of the stages before top-k, a temperature alone needs no other token than its own.
+        return set(stages[: stages.index("top_k")]) <= {"temperature"}
+
+    def sample(self, edited_BV: Tensor, rows: Rows, last_position_B: Tensor, chain: Chain) -> Drawn:
+        """Return one token per row; see `monograph.decode.chain.sample`.
+
+        Args:
+            edited_BV: fp32, the edited logits, contiguous; NaN where one is NaN or +inf.
+            rows: the seeds and the options of each row.
+            last_position_B: the position of the token before the one that is sampled. It is in
+                memory already, and adding 1 to it would take a launch.
+            chain: one that it serves.
+        """
+        filters = _filters(chain) if chain.draws else []
+        names = {"min_p": "log_min_p"}
+        token_B, status_B = torch.ops.monograph.sample_few(
+            edited_BV,
+            rows.seed_B,
+            last_position_B,
+            self._counters_B,
+            [_NUMBERS[name] for name in filters],
+            [rows.knobs[names.get(name, name)] for name in filters],
+            rows.knobs["temperature"] if chain.draws else None,
+            chain.few or GREEDY_WIDTH,
+        )
+        return Drawn(token_B, status_B)
+
+
+@torch.library.custom_op("monograph::sample_few", mutates_args=("counters_B",))
+def sample_few(
+    edited_BV: Tensor,
+    seed_B: Tensor,
+    last_position_B: Tensor,
+    counters_B: Tensor,
+    stages: list[int],
+    knobs: list[Tensor],
+    temperature_B: Tensor | None,
+    width: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the sampled tokens, int64 [B], and the statuses, int32 [B].
+
+    Args:
+        edited_BV: fp32, contiguous.
+        seed_B: int64.
+        last_position_B: int64, the position of the token before the one that is sampled.
+        counters_B: int32 zeros, which are zeros again afterwards.
+        stages: the numbers of the filters in their order; see `_NUMBERS`.
+        knobs: each filter's number of each row, fp32 or int64 [B].
+        temperature_B: fp32; a row with 0 takes its likeliest token. None: all rows do.
+        width: W, how many of the likeliest tokens are read; a power of two, from 2 on.
+    """
+    rows, vocabulary = edited_BV.shape
+    tile = max(width, min(TILE, triton.next_power_of_2(vocabulary)))
+    tiles = triton.cdiv(vocabulary, tile)
+    kept = edited_BV.new_empty(rows * tiles * width, dtype=torch.int64)
+    token_B = edited_BV.new_empty(rows, dtype=torch.int64)
+    status_B = edited_BV.new_empty(rows, dtype=torch.int32)
+    unused = _SLOTS - len(stages)
+    _sample[(rows, tiles)](
+        edited_BV,
+        seed_B,
+        last_position_B,
+        seed_B if temperature_B is None else temperature_B,
+        *knobs,
+        *([seed_B] * unused),
+        kept,
+        counters_B,
+        token_B,
+        status_B,
+        vocabulary,
+        edited_BV.stride(0),
+        *stages,
+        *([0] * unused),
+        DRAWS=temperature_B is not None,
+        TILE=tile,
+        TILES=tiles,
+        ALL=triton.next_power_of_2(tiles * width),
+        W=width,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    return token_B, status_B
+
+
+@sample_few.register_fake
+def _(
+    edited_BV: Tensor,
+    seed_B: Tensor,
+    last_position_B: Tensor,
+    counters_B: Tensor,
+    stages: list[int],
+    knobs: list[Tensor],
+    temperature_B: Tensor | None,
+    width: int,
+) -> tuple[Tensor, Tensor]:
+    rows = len(edited_BV)
+    token_B = edited_BV.new_empty(rows, dtype=torch.int64)
+    return token_B, edited_BV.new_empty(rows, dtype=torch.int32)

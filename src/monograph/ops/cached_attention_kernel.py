@@ -1,0 +1,174 @@
+"""Compute the attention of several new positions per row to a cache, by one Triton kernel.
+
+It is `monograph.ops.attention.cached_attention`, of which PyTorch's operators are four launches and
+one for each halving of the blocks, with all scores in memory.
+
+A program has the queries of some positions, with all query heads of one key-value head, and goes
+through the slots that any of them sees, from the first one on. Its tiles of slots begin at multiples
+of SLOTS, and a slot that a query does not see adds exact zeros. So a query's bits depend neither on
+the other rows nor on how many blocks are read.
+
+Shapes: B rows, H query heads, K key-value heads, G = H / K, T positions of a row, E head dimension,
+N blocks of the cache, C slots of a block, M queries of a program (positions times G), S slots at once.
+"""
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Queries of a program, and slots that it reads at once. A tile of fp32 scores and the sums of 128
+# channels then fit the registers of four warps.
+QUERIES: Final = 64
+SLOTS: Final = 32
+
+
+@triton.jit
+def _attend_chunk(
+    query,
+    keys,
+    values,
+    positions,
+    sinks,
+    out,
+    B,
+    T,
+    window,
+    query_row,
+    query_head,
+    query_position,
+    SCALE: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    S: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute the attention of the queries of M / G positions and one key-value head."""
+    tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    place_M = tile * M + tl.arange(0, M)
+    step_M, member_M = place_M // G, place_M % G
+    is_there_M = step_M < T
+    channel_E, slot_S = tl.arange(0, E), tl.arange(0, S)
+    position_M = tl.load(positions + row * T + step_M, mask=is_there_M, other=-1).to(tl.int32)
+    head_M = head * G + member_M
+    start_M = query + row.to(tl.int64) * query_row + head_M * query_head + step_M * query_position
+    query_ME = tl.load(start_M[:, None] + channel_E[None, :], mask=is_there_M[:, None], other=0.0)
+    last = tl.minimum(tl.max(position_M, 0), N * C - 1)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(tl.min(tl.where(is_there_M, position_M, last), 0) - window + 1, 0)
+        first = first // S * S
+    if SINKS:
+        largest_M = tl.load(sinks + head_M).to(tl.float32)
+        total_M = tl.full((M,), 1.0, tl.float32)
+    else:
+        largest_M = tl.full((M,), float("-inf"), tl.float32)
+        total_M = tl.zeros((M,), tl.float32)
+    mixed_ME = tl.zeros((M, E), tl.float32)
+    for begin in range(first, last + 1, S):
+        slots_S = begin + slot_S
+        # The last tile is inside of the last block, since S divides C.
+        block_S = ((slots_S // C).to(tl.int64) * B + row) * K + head
+        lines_S = (block_S * C + slots_S % C) * E
+        key_SE = tl.load(keys + lines_S[:, None] + channel_E[None, :])
+        scores_MS = tl.dot(query_ME, key_SE.T, input_precision=PRECISION) * SCALE
+        distance_MS = position_M[:, None] - slots_S[None, :]
+        seen_MS = distance_MS >= 0
+        if WINDOW:
+            seen_MS = seen_MS & (distance_MS < window)
+        scores_MS = tl.where(seen_MS, scores_MS, float("-inf"))
+        new_M = tl.maximum(largest_M, tl.max(scores_MS, 1))
+        # Before a query has seen a slot, its largest score is -inf, and the differences are NaN.
+        base_M = tl.where(new_M == float("-inf"), 0.0, new_M)
+        shrink_M = tl.exp(largest_M - base_M)
+        weights_MS = tl.exp(scores_MS - base_M[:, None])
+        total_M = total_M * shrink_M + tl.sum(weights_MS, 1)
+        value_SE = tl.load(values + lines_S[:, None] + channel_E[None, :])
+        mixed_ME = mixed_ME * shrink_M[:, None]
+        mixed_ME = tl.dot(
+            weights_MS.to(value_SE.dtype), value_SE, mixed_ME, input_precision=PRECISION
+        )
+        largest_M = new_M
+    result_ME = (mixed_ME / total_M[:, None]).to(out.dtype.element_ty)
+    lines_M = ((row.to(tl.int64) * T + step_M) * (G * K) + head_M) * E
+    tl.store(out + lines_M[:, None] + channel_E[None, :], result_ME, mask=is_there_M[:, None])
+
+
+@torch.library.custom_op("monograph::attend_cache", mutates_args=())
+def attend_cache(
+    query_BHTE: Tensor,
+    keys_NBKCE: Tensor,
+    values_NBKCE: Tensor,
+    positions_BT: Tensor,
+    window: int | None = None,
+    sink_H: Tensor | None = None,
+) -> Tensor:
+    """Compute `monograph.ops.attention.cached_attention` by the kernel.
+
+    Args:
+        query_BHTE: fp32, fp16 or bf16; E is a power of two, from 16 to 256.
+        keys_NBKCE: the first blocks of a layer, the same dtype, contiguous; SLOTS divides
+            C, and N C is at most 2^31.
+        values_NBKCE: likewise.
+        positions_BT: int64, ascending in each row.
+        window: how many positions a query sees, its own among them; None: all up to its own.
+        sink_H: a score for each head that takes part in the softmax; None: none does.
+
+    Returns:
+        [B, T, H, E] in the same dtype; scores, softmax and sums are fp32.
+    """
+    blocks, rows, key_heads, slots, head_dim = keys_NBKCE.shape
+    heads, length = query_BHTE.shape[1:3]
+    group = heads // key_heads
+    if query_BHTE.stride(-1) != 1:
+        query_BHTE = query_BHTE.contiguous()
+    out_BTHE = query_BHTE.new_empty(rows, length, heads, head_dim)
+    _attend_chunk[(triton.cdiv(length * group, QUERIES), key_heads, rows)](
+        query_BHTE,
+        keys_NBKCE,
+        values_NBKCE,
+        positions_BT.contiguous(),
+        positions_BT if sink_H is None else sink_H,
+        out_BTHE,
+        rows,
+        length,
+        window or 0,
+        query_BHTE.stride(0),
+        query_BHTE.stride(1),
+        query_BHTE.stride(2),
+        SCALE=head_dim**-0.5,
+        G=group,
+        K=key_heads,
+        E=head_dim,
+        C=slots,
+        N=blocks,
+        M=QUERIES,
+        S=SLOTS,
+        WINDOW=window is not None,
+        SINKS=sink_H is not None,
+        PRECISION="ieee" if query_BHTE.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=2,
+    )
+    return out_BTHE
+
+
+@attend_cache.register_fake
+def _(
+    query_BHTE: Tensor,
+    keys_NBKCE: Tensor,
+    values_NBKCE: Tensor,
+    positions_BT: Tensor,
+    window: int | None = None,
+    sink_H: Tensor | None = None,
+) -> Tensor:
+    rows, heads, length, head_dim = query_BHTE.shape
+    return query_BHTE.new_empty(rows, length, heads, head_dim)

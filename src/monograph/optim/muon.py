@@ -1,0 +1,249 @@
+"""Muon: its formula, its rule, and the optimizer that updates the matrices of blocks so."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from monograph.errors import UsageError
+from monograph.graph.experts import ExpertLinear
+from monograph.graph.inspect import blocks
+from monograph.ops.materialize import materialize
+from monograph.optim.adamw import ADAMW
+from monograph.optim.kinds import cast_like, kinds_of, no_match_message
+from monograph.optim.optimizer import Hyperparameters, Kind, Optimizer, Rule, require_list
+from monograph.optim.planes import trainable
+from monograph.optim.state_format import Moment
+from monograph.ranges import DECAY, NOT_NEGATIVE
+
+# Keller Jordan's quintic (https://kellerjordan.github.io/posts/muon/) is so steep at 0 that five
+# iterations are enough. Singular values then end between 0.68 and 1.21 instead of at 1, which does
+# not harm training.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+MIN_NORM = 1e-7
+# The usual RMS of AdamW's update, divided by the learning rate (Liu et al. 2025, "Muon is Scalable
+# for LLM Training", arXiv 2502.16982, eq. 4).
+ADAMW_RMS = 0.2
+
+
+def newton_schulz(matrices: Tensor, compute: torch.dtype) -> Tensor:
+    """Return approximately the nearest semi-orthogonal matrices.
+
+        X <- G / |G| (Frobenius);   5 times:   A = X X^T,   X <- 3.4445 X + (-4.7750 A + 2.0315 A^2) X
+
+    With U S V^T = G / |G|, the result is U f(S) V^T. For s > 0.002, 0.68 < f(s) < 1.21; smaller
+    values stay small, with f(s) ~ 3.4445^5 s. A tall G is transposed first, so that A has the
+    smaller side. |G| counts as at least 1e-7, so that a zero gradient gives zeros.
+
+    Args:
+        matrices: G, [..., rows, cols].
+        compute: the dtype of the products; norms have the dtype of `matrices`.
+
+    Returns:
+        Of the same shape and dtype.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    wide = matrices.mT if is_tall else matrices
+    norms = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
+    # The iteration needs singular values up to 1, and the Frobenius norm is at least the largest.
+    X = (wide / norms.clamp_min(MIN_NORM)).flatten(0, -3).to(compute)
+    for _ in range(ITERATIONS):
+        A = X @ X.mT
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    orthogonal: Tensor = X.to(matrices.dtype).view(wide.shape)
+    return orthogonal.mT if is_tall else orthogonal
+
+
+def muon_(param: Tensor, grad: Tensor, moments: Sequence[Tensor], hyper: Hyperparameters) -> None:
+    """Make one Muon update with Nesterov momentum, scaled to AdamW's RMS.
+
+    Source: Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982.
+
+        m <- mu m + (1 - mu) g          u = mu m + (1 - mu) g
+        p <- p (1 - lr wd) - lr * 0.2 sqrt(max(rows, cols)) * newton_schulz(u)
+
+    A matrix of rank min(rows, cols) with singular values 1 has an RMS of 1 / sqrt(max(rows, cols)).
+    So the update's RMS is about 0.2 lr, like that of AdamW, and one learning rate serves both.
+
+    Args:
+        param: matrices p of one shape, [..., rows, cols] with at least one leading dimension; flat
+            parts of them if `hyper` has newton_schulz(u).
+        grad: g, of the same shape.
+        moments: the momentum m, of the same shape.
+        hyper: lr, betas (mu,), weight_decay wd, whether it is accepted, the dtype of products, and
+            the matrices' shape.
+    """
+    (momentum_buffer,) = moments
+    m, direction = _nesterov(grad, moments, hyper)
+    orthogonal = hyper.orthogonal
+    if orthogonal is None:
+        orthogonal = newton_schulz(direction, hyper.compute)
+    decay = materialize((hyper.lr * hyper.weight_decay).to(param.dtype))
+    rms_factor = ADAMW_RMS * math.sqrt(max((hyper.matrix or param.shape)[-2:]))
+    step_size = materialize((hyper.lr * rms_factor).to(param.dtype))
+    new = param - (decay * param + step_size * orthogonal)
+    param.copy_(torch.where(hyper.accepted, new, param))
+    momentum_buffer.copy_(torch.where(hyper.accepted, m, momentum_buffer))
+
+
+def muon_moments(grad: Tensor, moments: Sequence[Tensor], hyper: Hyperparameters) -> tuple[Tensor]:
+    """Return Muon's next momentum m; see `muon_`."""
+    return (_nesterov(grad, moments, hyper)[0],)
+
+
+def muon_direction(grad: Tensor, moments: Sequence[Tensor], hyper: Hyperparameters) -> Tensor:
+    """Return the direction u that Muon orthogonalises; see `muon_`."""
+    return _nesterov(grad, moments, hyper)[1]
+
+
+def _nesterov(
+    grad: Tensor, moments: Sequence[Tensor], hyper: Hyperparameters
+) -> tuple[Tensor, Tensor]:
+    (momentum_buffer,) = moments
+    (momentum,) = hyper.betas
+    m = torch.lerp(momentum_buffer, grad, cast_like(1 - momentum, grad))
+    return m, torch.lerp(grad, m, cast_like(momentum, grad))
+
+
+MUON = Rule(
+    (Moment("momentum_buffer"),),
+    muon_,
+    muon_moments,
+    direction=muon_direction,
+    orthogonalise=newton_schulz,
+)
+
+
+@dataclass(frozen=True)
+class Muon(Optimizer):
+    """Muon for the matrices inside blocks, AdamW for all other parameters.
+
+    The others are embedding, head, norm gains and biases. Both use the same learning rate, see
+    `muon_`. The fields of `Optimizer` mean the same here; betas and eps are AdamW's.
+
+    Attributes:
+        momentum: Nesterov momentum of the matrices.
+        embedding_lr: factor of the embedding's learning rate.
+        matrices: patterns of the names of the parameters that Muon updates; None: those of
+            `hidden_matrices`.
+    """
+
+    momentum: float = 0.95
+    embedding_lr: float = 1.0
+    matrices: Sequence[str] | None = None
+
+    rules: ClassVar[tuple[Rule, ...]] = (ADAMW, MUON)
+    updates_matrices: ClassVar[bool] = True
+    # The rate is AdamW's as the updates have the same size, but better numbers were measured for
+    # two presets (dev/log.md, benchmarks/recipe.py).
+    tuned: ClassVar[Mapping[str, Mapping[str, Any]]] = dict.fromkeys(
+        ("nano", "micro"), {"lr": 6e-3, "momentum": 0.9, "embedding_lr": 6.0}
+    )
+    may_differ: ClassVar[tuple[str, ...]] = (*Optimizer.may_differ, "momentum")
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range, each in one line."""
+        super().__post_init__()
+        DECAY.require("momentum", self.momentum)
+        NOT_NEGATIVE.require("embedding_lr", self.embedding_lr)
+        require_list(
+            "matrices", self.matrices or (), str, "patterns of names, such as ['*.weight']"
+        )
+
+    def kinds(self, module: nn.Module) -> dict[str, Kind]:
+        """Return how each trainable parameter is updated, by name.
+
+        Raises:
+            UsageError: there is no matrix, a pattern or group matches no parameter, or a pattern
+                matches a parameter that is not a matrix.
+        """
+        parameters = trainable(module)
+        if self.matrices is None:
+            names = hidden_matrices(module)
+        else:
+            names = _matrices_named(parameters, self.matrices)
+        if not names:
+            raise UsageError(
+                "muon finds no matrix inside a block, which is a module with submodules inside an nn.ModuleList or "
+                'nn.Sequential: name the matrices, Muon(matrices=["*.weight"]), or use adamw'
+            )
+        kinds = kinds_of(parameters, ADAMW, self)
+        shapes = {name: tuple(parameters[name].shape) for name in names}
+        embeddings = _embeddings(module)
+        for name, kind in kinds.items():
+            if name in shapes:
+                kinds[name] = kind._replace(
+                    rule=MUON, matrix=shapes[name], betas=(self.momentum,), eps=self.eps
+                )
+            elif id(parameters[name]) in embeddings:
+                kinds[name] = kind._replace(lr=kind.lr * self.embedding_lr)
+        return kinds
+
+    @property
+    def moments_each(self) -> float:
+        """Return how many moments a parameter has, in the mean over a language model."""
+        # AdamW's other parameters, with two, are about an eighth of a model.
+        return 1.125
+
+    @property
+    def moments_of_matrices(self) -> int:
+        """Return how many moments a block's matrix has, and so an adapter."""
+        return len(MUON.moments)
+
+    @property
+    def names_parameters(self) -> bool:
+        """Return whether a field has patterns of parameters' names."""
+        return super().names_parameters or self.matrices is not None
+
+    def width_factor(self, wide: Sequence[int], narrow: Sequence[int]) -> float:
+        """See Optimizer."""
+        # For activations to keep their size, Muon's |dW| must grow as sqrt(rows / cols). It is
+        # lr * 0.2 sqrt(max(rows, cols)) already, and the second square root cancels that.
+        growth = math.sqrt(wide[0] * narrow[1] / (narrow[0] * wide[1]))
+        return growth * math.sqrt(max(narrow) / max(wide))
+
+
+def hidden_matrices(module: nn.Module) -> list[str]:
+    """Return the names of the trainable matrices in a module's `blocks`.
+
+    These include stacks of experts' matrices, but not embeddings: an embedding's rows are looked up
+    instead of multiplied, and orthogonalising its gradient would mix rows of different tokens.
+    """
+    inside = {id(p) for block in blocks(module).values() for p in block.parameters()}
+    experts = [m for m in module.modules() if isinstance(m, ExpertLinear)]
+    stacks = {id(p) for m in experts for p in m.parameters(recurse=False)}
+    biases = {id(m.bias) for m in experts}
+    matrices = {id(p) for p in module.parameters() if p.ndim == 2 or id(p) in stacks} - biases
+    hidden = (inside - _embeddings(module)) & matrices
+    return [name for name, p in module.named_parameters() if id(p) in hidden and p.requires_grad]
+
+
+def _embeddings(module: nn.Module) -> set[int]:
+    return {
+        id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+    }
+
+
+def _matrices_named(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> list[str]:
+    """Return the names that match a pattern, in the order of the parameters.
+
+    Raises:
+        UsageError: a pattern matches no parameter, or one that is not a matrix.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in parameters):
+            raise UsageError(no_match_message("muon's pattern", pattern, parameters))
+    names = [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    for name in names:
+        dimensions = parameters[name].ndim
+        if dimensions != 2:
+            raise UsageError(
+                f"muon updates matrices, but {name} has {dimensions} dimensions, not 2"
+            )
+    return names

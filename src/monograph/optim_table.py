@@ -1,0 +1,41 @@
+"""The optimizers, and the forms in which they keep their moments, by the words of the keys.
+
+Settings are read without torch, so this file has only names. `monograph.optim` has what they name.
+
+To add an optimizer, write its formula and its class in a file such as `monograph/optim/adamw.py`,
+and its row here. To add a form of the state, write its two functions and its `StateFormat` in a
+file such as `monograph/optim/narrow.py`, and its row here. All else asks the class, or the form.
+"""
+
+import importlib
+from typing import Any, NamedTuple
+
+
+class Row(NamedTuple):
+    """An entry of a table.
+
+    Attributes:
+        about: what the key says of it.
+        home: "module:name" of the object.
+    """
+
+    about: str
+    home: str
+
+    def load(self) -> Any:
+        """Import the object and return it."""
+        module, _, name = self.home.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+# The key `optim.name`.
+OPTIMIZERS = {
+    "adamw": Row("AdamW for all weights", "monograph.optim.adamw:AdamW"),
+    "muon": Row("Muon for the matrices of blocks, AdamW for the rest", "monograph.optim.muon:Muon"),
+}
+# The key `optim.state`; the exact form comes first.
+FORMATS = {
+    "fp32": Row("8 bytes a parameter", "monograph.optim.state_format:EXACT"),
+    "bf16": Row("4 bytes a parameter, stochastically rounded", "monograph.optim.narrow:BF16"),
+    "8bit": Row("2 bytes a parameter, in blocks with a scale", "monograph.optim.narrow:EIGHT_BIT"),
+}

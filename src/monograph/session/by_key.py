@@ -1,0 +1,35 @@
+"""Fill those fields of a dataclass that take over the value of a key of the settings.
+
+@dataclass
+class Kept:
+    keep: int = of_key("train.keep")
+
+Kept(**by_field(Kept, settings.values()))
+"""
+
+from collections.abc import Mapping
+from dataclasses import field, fields
+from typing import Any
+
+
+def of_key(key: str) -> Any:
+    """Return a field that takes over the value of a key, such as "train.keep".
+
+    For a type checker it has a default. So it stands after the fields without one.
+    """
+    return field(metadata={"key": key})
+
+
+def by_field(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the fields that are declared with `of_key`, by the fields' names.
+
+    Args:
+        kind: the dataclass that has the fields.
+        values: the values of all keys.
+    """
+    return {name: values[key] for name, key in keys_of(kind).items()}
+
+
+def keys_of(kind: type) -> dict[str, str]:
+    """Return the keys of the fields that are declared with `of_key`, by the fields' names."""
+    return {each.name: each.metadata["key"] for each in fields(kind) if "key" in each.metadata}
