@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from monograph.device import default_device
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
-from monograph.model.adapter import put
+from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
@@ -131,7 +131,7 @@ def base(setting: Setting) -> Llama:
 def monograph(setting: Setting, made: list[Conversation]) -> Callable[[], Tensor]:
     """Return this project's engine, packed and captured."""
     model, precision = base(setting), Precision(setting.precision)
-    put(model, Lora(RANK, targets=TARGETS), precision=precision)
+    install_adapters(model, Lora(RANK, targets=TARGETS), precision=precision)
     optim = AdamW(lr=LR, betas=BETAS, weight_decay=DECAY)
     engine = Resident(model, optim=optim, clip=CLIP, precision=precision, micro_batch=setting.rows)
     window = packed(setting, made)

@@ -139,7 +139,7 @@ def make(folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from monograph.graph.lora import Lora, adapt, adapters
-    from monograph.model.adapter import packed, save_adapter
+    from monograph.model.adapter import pack_adapters, save_adapter
     from monograph.model.config import LlamaConfig
     from monograph.model.hub import load_model, save_model
     from monograph.model.llama import Llama
@@ -153,7 +153,7 @@ def make(folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
         for layer in adapters(model).values():
             layer.lora_B.weight.normal_(std=0.02)
-    save_adapter(packed(model, lora, str(folder / "base")), folder / "adapter")
+    save_adapter(pack_adapters(model, lora, str(folder / "base")), folder / "adapter")
     (folder / "texts").mkdir(parents=True)
     (folder / "texts" / "a.txt").write_text("all work and no play makes a dull boy\n" * 400)
     return {}

@@ -41,7 +41,7 @@ from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.replay import CudaGraphs
 from monograph.loss import Batch
-from monograph.model.adapter import put
+from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel, attention
@@ -152,7 +152,9 @@ def adapting(base: Any) -> Found:
     """Train adapters on a frozen base."""
     shape = small()
     model = Llama(shape.config)
-    put(model, Lora(rank=16, base=base), precision=Precision(HALF), device=torch.device("cuda"))
+    install_adapters(
+        model, Lora(rank=16, base=base), precision=Precision(HALF), device=torch.device("cuda")
+    )
     return trained(resident(model.to("cuda")), packed_window(shape, torch.device("cuda")))
 
 

@@ -31,7 +31,7 @@ from monograph.engine import Engine
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
-from monograph.model.adapter import put
+from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
@@ -345,7 +345,7 @@ def peak_bytes(engine: Engine, window: Any) -> int:
 def _engine(work: Work) -> Resident:
     model = Llama(work.config)
     if work.lora:
-        put(model, work.lora, precision=Precision(work.precision))
+        install_adapters(model, work.lora, precision=Precision(work.precision))
     return Resident(
         model.to(default_device()),
         optim=work.optim,

@@ -38,7 +38,7 @@ def keys_of(forms: Sequence[Form]) -> str:
     lines = ["| key | needed | what stands there, and what it does |", "|---|---|---|"]
     for form in forms:
         lines += [f"| `{key}` | yes | {meaning} |" for key, meaning in form.needs.items()]
-    once = dict.fromkeys(item for form in forms for item in form.may.items())
+    once = dict.fromkeys(item for form in forms for item in form.optional.items())
     lines += [f"| `{key}` | no | {meaning} |" for key, meaning in once]
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from batches import tiny_llama
 from monograph.graph.lora import Lora, adapters
 from monograph.graph.precision import Precision
 from monograph.graph.token_rows import tables
-from monograph.model.adapter import put
+from monograph.model.adapter import install_adapters
 from monograph.model.llama import Llama
 
 SMALL = Lora(rank=4, alpha=6.0)
@@ -48,6 +48,6 @@ def adapted_llama(
 ) -> Llama:
     """A tiny Llama with trained adapters, as a run has it."""
     model = tiny_llama(dtype, **sizes)
-    put(model, lora, precision=Precision(precision))
+    install_adapters(model, lora, precision=Precision(precision))
     trained(model)
     return model

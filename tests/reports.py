@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from monograph.profiling.bottleneck import Machine, Situation, verdict
-from monograph.profiling.intervals import Kernel, Timeline, spent
+from monograph.profiling.intervals import Kernel, Timeline, time_by_part
 from monograph.profiling.profiler import Profile
 from monograph.report.compare_report import Compared, compare_page
 from monograph.report.profile_report import ladder_page, profile_page
@@ -294,7 +294,7 @@ def of_profile(_: Path) -> str:
     ]
     machine = Machine(1e12, 1e11)
     judged = verdict(
-        spent(Timeline(0.0, 0.1, kernels, [])), kernels, machine, Situation(captured=False)
+        time_by_part(Timeline(0.0, 0.1, kernels, [])), kernels, machine, Situation(captured=False)
     )
     found = Profile(0.1, 0.12, 3, 4, machine, judged, Path("trace.json"))
     return profile_page("2026-11-20-1404", found, 1234.0, "[train]\n")

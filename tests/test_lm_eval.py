@@ -250,7 +250,7 @@ def test_what_a_task_may_not_ask_is_refused_by_name(place: Path) -> None:
     from lm_eval.api.instance import Instance
 
     from monograph.errors import InputRefused, UsageError
-    from monograph.lm_eval.model import Monograph, generation
+    from monograph.lm_eval.model import Monograph, read_generation_options
 
     model = Monograph(str(place / "out"), batch_size=4, max_batch_size=None, device="cpu")
     with pytest.raises(
@@ -260,15 +260,17 @@ def test_what_a_task_may_not_ask_is_refused_by_name(place: Path) -> None:
     with pytest.raises(
         UsageError, match="generation argument 'num_beams' is not known to the model 'monograph'"
     ):
-        generation({"num_beams": 4}, 0)
+        read_generation_options({"num_beams": 4}, 0)
     with pytest.raises(
         UsageError, match="--model_args pretrained: the model 'monograph' takes run, precision and"
     ):
         Monograph(str(place / "out"), pretrained="x")
-    sampling, most, stop = generation({"temperature": 0.5, "until": "\n", "max_tokens": 3}, 7)
+    sampling, most, stop = read_generation_options(
+        {"temperature": 0.5, "until": "\n", "max_tokens": 3}, 7
+    )
     assert (sampling.temperature, sampling.seed, most, stop) == (0.5, 7, 3, ["\n"])
-    assert generation({"do_sample": False, "temperature": 0.5}, 0)[0].temperature == 0
-    sampled = generation({"do_sample": True, "top_k": 5, "temperature": None}, 0)[0]
+    assert read_generation_options({"do_sample": False, "temperature": 0.5}, 0)[0].temperature == 0
+    sampled = read_generation_options({"do_sample": True, "top_k": 5, "temperature": None}, 0)[0]
     assert (sampled.temperature, sampled.top_k) == (1, 5)
 
 

@@ -13,7 +13,7 @@ import pytest
 from automata_vocabularies import END, PAD, allowed_ids, random_text, state_after, vocabulary
 from monograph.automata import constraint, stop_strings
 from monograph.automata.dfa import compile_expression
-from monograph.automata.pattern import whole
+from monograph.automata.pattern import fullmatch_expression
 from monograph.errors import InputRefused, UsageError
 
 PATTERNS = [
@@ -34,7 +34,7 @@ def test_tokens_walk_as_their_bytes(pattern: str) -> None:
     pieces, draw = vocabulary("abé\n"), random.Random(1)
     tokens, byte_by_byte = (
         constraint("regex", pattern, pieces, [END]),
-        compile_expression(whole(pattern, "it"), "it"),
+        compile_expression(fullmatch_expression(pattern, "it"), "it"),
     )
     accepted = 0
     for _ in range(600):

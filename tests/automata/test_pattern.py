@@ -14,8 +14,8 @@ from clocks import least_s
 from daily import nightly
 from monograph.automata.dfa import ByteAutomaton, compile_expression
 from monograph.automata.expression import ANY, complement, intersection, union, utf8
-from monograph.automata.pattern import found_in, whole
-from monograph.automata.schema import document
+from monograph.automata.pattern import fullmatch_expression, search_expression
+from monograph.automata.schema import schema_expression
 from monograph.errors import InputRefused
 
 ALPHABET = "ab0_ -\n\té￿𝔘\r\u2028\u00a0\ufeff"
@@ -48,7 +48,7 @@ def in_python(pattern: str) -> str:
 
 
 def automaton(pattern: str) -> ByteAutomaton:
-    return compile_expression(whole(pattern, "the pattern"), "the pattern")
+    return compile_expression(fullmatch_expression(pattern, "the pattern"), "the pattern")
 
 
 def random_pattern(draw: random.Random, depth: int = 0) -> str:
@@ -158,7 +158,7 @@ def test_a_schemas_pattern_lets_no_text_through_that_ecma_262_does_not_match() -
         (r"^\W$", ["_", "a", "0"]),
     ):
         ours = compile_expression(
-            document({"type": "string", "pattern": pattern}), "the JSON schema"
+            schema_expression({"type": "string", "pattern": pattern}), "the JSON schema"
         )
         for ascii_only in (True, False):
             taken = [
@@ -208,7 +208,7 @@ def test_examples(pattern: str, inside: list[str], outside: list[str]) -> None:
 @pytest.mark.parametrize("pattern", ["^a", "a$", "^a|b$", "b", "^a.b$|é"])
 def test_found_in_is_search(pattern: str) -> None:
     ours, draw = (
-        compile_expression(found_in(pattern, "the pattern"), "the pattern"),
+        compile_expression(search_expression(pattern, "the pattern"), "the pattern"),
         random.Random(3),
     )
     for _ in range(200):

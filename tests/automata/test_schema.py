@@ -26,7 +26,7 @@ from monograph.automata.dfa import (
     compile_expression,
 )
 from monograph.automata.pattern import MAX_LENGTH
-from monograph.automata.schema import _STEPS, _Schemas, document, parsed
+from monograph.automata.schema import _STEPS, _SchemaReader, parse_schema, schema_expression
 from monograph.automata.tokens import MAX_CELLS, MAX_EFFECTS, constraint_automaton
 from monograph.errors import InputRefused
 
@@ -50,7 +50,7 @@ PIECES = [
 
 
 def automaton(schema: Any) -> ByteAutomaton:
-    return compile_expression(document(schema), "the JSON schema")
+    return compile_expression(schema_expression(schema), "the JSON schema")
 
 
 def compact(value: Any, ascii_only: bool) -> bytes:
@@ -121,7 +121,7 @@ PERSON = {
     ],
 )
 def test_an_object(text: str, valid: bool) -> None:
-    assert automaton(parsed(json.dumps(PERSON))).accepts(text.encode()) == valid
+    assert automaton(parse_schema(json.dumps(PERSON))).accepts(text.encode()) == valid
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def same_allowed(schema: Any, draw: random.Random, walks: int) -> int:
     """
     counting = constraint("json_schema", schema, PIECES, [END])
     written = constraint_automaton(
-        compile_expression(document(schema, counted=False), "it"), PIECES, [END], "it"
+        compile_expression(schema_expression(schema, counted=False), "it"), PIECES, [END], "it"
     )
     assert not written.has_counters
     compared = 0
@@ -589,7 +589,7 @@ def test_a_reference_is_a_json_pointer_of_rfc_6901(pointer: str, value: str) -> 
         ("#/$defs/a%2Fb", "leads nowhere: there is no 'a'"),
         ("#/$defs/a~2b", "write ~0 for '~' and ~1 for '/'"),
         ("#/$defs/m~", "write ~0 for '~'"),
-        ("#/$defs/%FF", "its percent escapes are no UTF-8"),
+        ("#/$defs/%FF", "its percent escapes are not UTF-8"),
         ("#/properties/it", "is recursive"),
         ("#/%70roperties/it", "is recursive"),
         ("#", "is recursive"),
@@ -626,25 +626,25 @@ def test_a_wide_schema_is_refused_before_all_of_it_is_read(
     part: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps, which are counted, and not in seconds, which are not the same on two machines."""
-    count, read = 0, _Schemas.read
+    count, read = 0, _SchemaReader.read
 
-    def counted(self: _Schemas, schema: Any, path: tuple[str, ...]) -> Any:
+    def counted(self: _SchemaReader, schema: Any, path: tuple[str, ...]) -> Any:
         nonlocal count
         count += 1
         return read(self, schema, path)
 
-    monkeypatch.setattr(_Schemas, "read", counted)
+    monkeypatch.setattr(_SchemaReader, "read", counted)
     for wide in (
         {"type": "object", "properties": {f"p{index}": part for index in range(4000)}},
         {"anyOf": [{"anyOf": [part] * 64}] * 64},
     ):
         count = 0
         with pytest.raises(InputRefused, match="needs more than 1,000,000 steps to build"):
-            document(wide)
+            schema_expression(wide)
         assert (count - 1) * _STEPS <= MAX_WORK
 
 
 def test_values_that_are_compared_are_steps_too() -> None:
     numbers = [list(range(start, start + 2000)) for start in (0, 2000)]
     with pytest.raises(InputRefused, match="needs more than 1,000,000 steps to build"):
-        document({"oneOf": [{"enum": each} for each in numbers]})
+        schema_expression({"oneOf": [{"enum": each} for each in numbers]})

@@ -15,7 +15,7 @@ from adapted import LINEAR
 from commands.forked import CommandServer
 from commands.inputs import OWN, newest, over, with_texts
 from monograph.graph.lora import Lora, adapt, merge
-from monograph.model.adapter import put, read_adapter
+from monograph.model.adapter import install_adapters, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
@@ -71,7 +71,7 @@ def test_the_merged_model_and_the_adapter_are_exported(folder: Path, server: Com
     )
     again = load_model(folder / "base")
     stored = read_adapter(folder / "out" / "adapter")
-    put(again, stored.lora, start=stored)
+    install_adapters(again, stored.lora, start=stored)
     merge(again)
     changed = {
         name

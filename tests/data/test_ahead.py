@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from clocks import HANG_S
-from monograph.data.encoding import ahead
+from monograph.data.encoding import prefetch
 
 
 def threads():
@@ -19,8 +19,8 @@ def threads():
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_the_same_items_in_the_same_order(count):
     for length in (0, 1, count, 20):
-        assert list(ahead(iter(range(length)), count)) == list(range(length))
-    assert list(ahead(iter([None, [], 0, False]), count)) == [None, [], 0, False]
+        assert list(prefetch(iter(range(length)), count)) == list(range(length))
+    assert list(prefetch(iter([None, [], 0, False]), count)) == [None, [], 0, False]
     assert threads() == []
 
 
@@ -33,7 +33,7 @@ def test_it_is_ahead_by_that_many_and_no_more(count):
             made.append(i)
             yield i
 
-    with closing(ahead(items(), count)) as found:
+    with closing(prefetch(items(), count)) as found:
         for taken in (1, 2):
             next(found)
             deadline_s = time.monotonic() + HANG_S
@@ -49,7 +49,7 @@ def test_an_error_comes_in_its_turn_and_ends_the_thread():
         yield 2
         raise ValueError("the third")
 
-    found = ahead(items(), 2)
+    found = prefetch(items(), 2)
     assert (next(found), next(found)) == (1, 2)
     with pytest.raises(ValueError, match="the third"):
         next(found)
@@ -67,7 +67,7 @@ def test_closing_waits_for_one_item_and_makes_no_more():
             made.append(i)
             yield i
 
-    found = ahead(items(), 5)
+    found = prefetch(items(), 5)
     assert next(found) == 0 and begun.wait(HANG_S)
     threading.Timer(0.05, going_on.set).start()
     found.close()

@@ -16,7 +16,7 @@ from daily import pairwise
 from dialogues import CHATS, TOOLS, call, said, speaking, write_chats
 from monograph.data.conversations import Conversation, conversation_records, conversation_text
 from monograph.data.corpus import Corpus, answer_ends, corpus, render_row
-from monograph.data.forms import ANYTHING, Kind, RecordKeys
+from monograph.data.forms import DEFAULT_SETTINGS, Kind, RecordKeys
 from monograph.data.loss_mask import Answering, Answers
 from monograph.data.rows import IGNORE, Rows
 from monograph.data.sources import find
@@ -74,6 +74,10 @@ USER, ANSWER = SAID
         ({"messages": [USER, {**ANSWER, "name": "\ud800"}]}, "has a lone surrogate"),
         ({"messages": [USER]}, "'messages' has no message of an assistant"),
         ({"prompt": SAID, "completion": [USER]}, "'completion' has no message of an assistant"),
+        (
+            {"system": "s", "prompt": "q", "completion": [{**ANSWER, "weight": 0}]},
+            "'completion' has no message of an assistant with another weight than 0",
+        ),
         ({"messages": [ANSWER]}, "messages[0]: roles out of order, assistant begins"),
         ({"messages": [USER, USER, ANSWER]}, "messages[1]: roles out of order, user follows user"),
         ({"messages": [USER, ANSWER, ANSWER]}, "messages[2]: roles out of order, assistant follows assistant"),
@@ -100,7 +104,7 @@ def test_a_bad_record_is_named_with_its_field(record: dict[str, Any], detail: st
 def test_numbers_stay_as_they_are(tmp_path: Path) -> None:
     chat = [USER, call(a=1, b=2.0, c=10**30)]
     [file] = find(write_chats(tmp_path / "a.jsonl", [chat]), tmp_path).files
-    keys = RecordKeys(Kind.CONVERSATIONS, ANYTHING, is_chosen=False)
+    keys = RecordKeys(Kind.CONVERSATIONS, DEFAULT_SETTINGS, is_chosen=False)
     [(_, text)] = conversation_records(file, keys)
     assert isinstance(text, str) and Conversation.of_text(text).messages == chat
     (tmp_path / "a.jsonl").write_text('{"messages": ' + "9" * 5000 + "}")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from daily import nightly
 from dialogues import CHATS, TAGGED, TEMPLATES, TOOLS, call, said, speaking
 from monograph.data.conversations import Conversation
-from monograph.data.loss_mask import DAY, Answering, Answers, Row, _Encoder
+from monograph.data.loss_mask import TEMPLATE_DATE, Answering, Answers, Row, _Encoder
 from monograph.data.records import Unusable
 from monograph.errors import InputRefused
 from monograph.text.chat import chat_ids
@@ -71,7 +71,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     class Then(datetime.datetime):
         @classmethod
         def now(cls, tz: Any = None) -> datetime.datetime:
-            return datetime.datetime.fromisoformat(DAY)
+            return datetime.datetime.fromisoformat(TEMPLATE_DATE)
 
     from transformers.utils import chat_template_utils
 
@@ -131,7 +131,7 @@ def test_the_text_is_transformers(tmp_path: Path, name: str, pinned: None) -> No
 
     ours, theirs = speaking(tmp_path, name).config.template, AutoTokenizer.from_pretrained(tmp_path)
     assert ours is not None and ours.reads_the_date == (name == "llama-3") and not ours.tags_answers
-    ours = ours.on(DAY)
+    ours = ours.on(TEMPLATE_DATE)
     for chat, messages in CHATS.items():
         options: dict[str, Any] = {"tools": TOOLS} if "tools" in chat else {}
         for asks in (False, True):
@@ -268,7 +268,7 @@ def test_prompt_and_what_is_trained_are_the_row(name: str, tmp_path: Path) -> No
     tokenizer = merging(tmp_path, name)
     template = tokenizer.config.template
     assert template is not None
-    tokenizer.config = tokenizer.config._replace(template=template.on(DAY))
+    tokenizer.config = tokenizer.config._replace(template=template.on(TEMPLATE_DATE))
     answers = Answers(tokenizer, EVERY)
 
     @settings(
@@ -443,9 +443,9 @@ def test_the_templates_own_tags_are_compared(tmp_path: Path) -> None:
 def test_the_day_is_always_the_same(tmp_path: Path) -> None:
     answers = Answers(speaking(tmp_path, "llama-3"), EVERY)
     [row] = answers.rows(conversation("one turn"))
-    assert "Today Date: 26 Jul 2024" in answers._shown(row.ids)
+    assert "Today Date: 26 Jul 2024" in answers._decode(row.ids)
     assert answers.notes({}, "") == (
-        f"the chat template reads the date; in all of these conversations it is {DAY}",
+        f"the chat template reads the date; in all of these conversations it is {TEMPLATE_DATE}",
     )
 
 

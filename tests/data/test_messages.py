@@ -421,7 +421,7 @@ def test_arguments_as_a_text_of_json_are_written_once(tmp_path: Path, family: st
         assert "{not JSON" in theirs.decode(trained(tmp_path, tokenizer, not_json)[0].ids)
         answers = Answers(tokenizer, Answering(True, True, 10_000))
         answers.rows(Conversation(not_json, None, 0))
-        assert is_kept or "no JSON object" in " ".join(answers.notes({}, ""))
+        assert is_kept or "not a JSON object" in " ".join(answers.notes({}, ""))
 
 
 def test_an_escaped_control_token_in_arguments_stays_letters(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def endless(monkeypatch, block, then=None):
 
 
 def test_a_pipe_without_an_end_is_refused_at_a_bound_that_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MOST_STDIN_BYTES", 1 << 16, raising=False)
+    monkeypatch.setattr(sources, "MOST_STDIN_BYTES", 1 << 16)
     endless(
         monkeypatch, b"again and again\n" * 4096, then=lambda: pytest.fail("read beyond the bound")
     )

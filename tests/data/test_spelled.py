@@ -14,7 +14,7 @@ import pytest
 from dialogues import said, speaking
 from monograph.data.corpus import corpus
 from monograph.data.options import ReadingOptions
-from monograph.data.spelled import Spelled
+from monograph.data.spelled import SpecialTokenSpellings
 from monograph.rl.pairs import read_pairs
 from monograph.rl.prompts import read_prompts
 from monograph.rl.rewards import Reward
@@ -98,11 +98,11 @@ def test_a_rendered_chat_in_a_text_is_told_of(
 
 
 def test_a_long_text_counts_once_and_every_beginning_is_searched(tmp_path: Path) -> None:
-    spelled = Spelled(speaking(tmp_path, "chatml"))
+    spellings = SpecialTokenSpellings(speaking(tmp_path, "chatml"))
     for part in ("<|im_end|>", "[/TOOL_RESULTS]", "<|nothing|> [INST] </s>"):
-        spelled.see("book.txt", [part])
-    assert spelled.notes()[0].startswith(
+        spellings.count("book.txt", [part])
+    assert spellings.notes()[0].startswith(
         "a text spells special tokens, as '<|im_end|>' in book.txt: "
     )
-    spelled.see("other.txt", ["", "a[gMASK]b"])
-    assert spelled.notes()[0].startswith("2 texts spell")
+    spellings.count("other.txt", ["", "a[gMASK]b"])
+    assert spellings.notes()[0].startswith("2 texts spell")

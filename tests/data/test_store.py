@@ -35,7 +35,7 @@ def contents(stored):
     return [
         (
             side.files,
-            side.first.tolist(),
+            side.first_documents.tolist(),
             side.tokens.tolist(),
             side.starts.tolist(),
             side.records.tolist(),

@@ -41,7 +41,7 @@ from monograph.device import describe
 from monograph.errors import MonographError
 from monograph.graph.lora import kept_state
 from monograph.loop import EngineState, train
-from monograph.model.adapter import packed, put, save_adapter
+from monograph.model.adapter import install_adapters, pack_adapters, save_adapter
 from monograph.model.hub import mapped_model, save_model
 from monograph.model.llama import Llama
 from monograph.run.folder import TEACHERS, Run
@@ -262,7 +262,7 @@ def begin_export(folder: Path) -> None:
 
 def export(folder: Path, format: str) -> None:
     if format == "adapter":
-        save_adapter(packed(adapted_llama(), SMALL, "model"), folder / "out")
+        save_adapter(pack_adapters(adapted_llama(), SMALL, "model"), folder / "out")
     else:  # of weights that lie in their files still
         save(mapped_model(folder / "model"), folder / "out", Tokenizer.bytes(), format)
 
@@ -284,7 +284,7 @@ def begin_adapted(folder: Path) -> None:
     begin_export(folder)
     base = mapped_model(folder / "model")
     sha256 = digest(base)
-    put(base, SMALL)
+    install_adapters(base, SMALL)
     recipe = Recipe(str(folder / "model"), "auto", {}, 0, lora=options(SMALL), base_sha256=sha256)
     state = recorded(recipe.entries(), base.config.to_hf(), 2) | {
         "tokenizer": Tokenizer.bytes().digest

@@ -13,7 +13,7 @@ from monograph.graph.experts import ExpertLinear, Int8Experts, NF4Experts
 from monograph.graph.frozen import Int8Linear, NF4Linear, parameter_count
 from monograph.graph.lora import Lora, adapt, adapters, merge, merged
 from monograph.graph.precision import Precision
-from monograph.model.adapter import packed, put
+from monograph.model.adapter import install_adapters, pack_adapters
 from monograph.optim import AdamW, Muon, hidden_matrices
 from monograph.resident import Resident
 from numerics import relative_error
@@ -123,7 +123,7 @@ def test_peft_has_no_form_of_them():
     with pytest.raises(
         InputRefused, match=r"gate_proj has an adapter for each expert, for which PEFT has no form"
     ):
-        packed(model, lora, "base")
+        pack_adapters(model, lora, "base")
 
 
 @pytest.mark.parametrize("base", ["auto", "nf4"])
@@ -148,7 +148,7 @@ def test_adapters_next_to_experts_in_four_bits_train_captured_as_eagerly(backend
     engines = []
     for captured in (False, True):
         model = tiny_llama(num_hidden_layers=1, **MIXTURE)
-        put(model, Lora(4, targets=TARGETS, base="nf4"), precision=Precision("fp32"))
+        install_adapters(model, Lora(4, targets=TARGETS, base="nf4"), precision=Precision("fp32"))
         engines.append(Resident(trained(model), optim=AdamW(lr=1e-2), micro_batch=4))
         if captured:
             captured_to_train(engines[1], ragged(4), backend)

@@ -30,7 +30,7 @@ from monograph.graph.lora import (
 from monograph.graph.precision import Precision
 from monograph.graph.siblings import fuse_siblings, unfuse_siblings
 from monograph.loss import token_loss
-from monograph.model.adapter import put
+from monograph.model.adapter import install_adapters
 
 
 def test_names_of_the_base_stay_and_only_adapters_are_trained():
@@ -261,7 +261,7 @@ def test_dropout_is_of_the_adapter_alone_and_in_training():
     assert not torch.equal(model(tokens), model(tokens))
     assert torch.equal(model.eval()(tokens), plain(tokens))
     fresh = tiny_llama()
-    put(fresh, Lora(4, dropout=0.5))
+    install_adapters(fresh, Lora(4, dropout=0.5))
     assert torch.equal(fresh(tokens), tiny_llama()(tokens)), "B = 0"
 
 

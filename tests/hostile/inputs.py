@@ -35,8 +35,8 @@ from data.damaged_files import damaged_line
 from faults.examples import two_saves
 from monograph import checkpointing
 from monograph.automata.dfa import compile_expression
-from monograph.automata.pattern import whole as whole_pattern
-from monograph.automata.schema import document, parsed
+from monograph.automata.pattern import fullmatch_expression
+from monograph.automata.schema import parse_schema, schema_expression
 from monograph.checkpointing.folder import FileEntry, Manifest
 from monograph.commands.generate import LARGEST_SCHEMA_BYTES, _text_of, prompts_of, sampling_of
 from monograph.commands.plan import memory_size
@@ -56,7 +56,13 @@ from monograph.errors import InputRefused
 from monograph.evaluation.choices import read_questions
 from monograph.graph.mmap_weights import materialize_
 from monograph.model import torch_file
-from monograph.model.adapter import packed, put, read_adapter, read_weights, save_adapter
+from monograph.model.adapter import (
+    install_adapters,
+    pack_adapters,
+    read_adapter,
+    read_weights,
+    save_adapter,
+)
 from monograph.model.hub import mapped_model, save_model
 from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
@@ -200,7 +206,7 @@ def model(folder: Path) -> Path:
         llama = tiny_llama(vocab_size=tokenizer.vocab_size, hidden_size=16, num_hidden_layers=1)
         save_model(llama, folder / "model", tokenizer)
         save_model(llama, folder / "sharded", tokenizer, max_shard_bytes=3000)
-        save_adapter(packed(adapted_llama(), SMALL, "model"), folder / "adapter")
+        save_adapter(pack_adapters(adapted_llama(), SMALL, "model"), folder / "adapter")
     return folder / "model"
 
 
@@ -296,7 +302,7 @@ def adapter(draws: random.Random, folder: Path) -> None:
 
     def use() -> None:
         found, base = read_adapter(path.parent), tiny_llama()
-        put(base, found.lora)
+        install_adapters(base, found.lora)
         read_weights(found, base)
 
     replaced(path, hostile_json(json.loads(path.read_bytes()), draws), use)
@@ -580,7 +586,7 @@ def schema(draws: random.Random, folder: Path) -> None:
                 ["#", "#/$defs/x", "http://x", "file:///etc/passwd", "#/properties/../a"]
             )
         }
-    compile_expression(document(parsed(as_json(content))), "the JSON schema")
+    compile_expression(schema_expression(parse_schema(as_json(content))), "the JSON schema")
 
 
 def pattern(draws: random.Random, folder: Path) -> None:
@@ -595,7 +601,7 @@ def pattern(draws: random.Random, folder: Path) -> None:
         "(a*)*",
     ]
     compile_expression(
-        whole_pattern("".join(draws.choices(pieces, k=draws.randrange(1, 14))), "--regex"),
+        fullmatch_expression("".join(draws.choices(pieces, k=draws.randrange(1, 14))), "--regex"),
         "--regex",
     )
 

@@ -22,7 +22,7 @@ from llama_cpp import LlamaCpp
 from monograph.errors import InputRefused
 from monograph.graph.experts import ExpertLinear
 from monograph.graph.lora import Lora, adapt, adapters, merge
-from monograph.model.adapter import packed, save_gguf_adapter
+from monograph.model.adapter import pack_adapters, save_gguf_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import BLOCK, FILE, save_gguf
 from monograph.model.hub import load_model, save_model
@@ -409,7 +409,7 @@ def test_llama_cpp_adds_adapters_to_the_base(tmp_path: Path, family: str) -> Non
     adapt(model, lora)
     trained(model, spread=0.3)
     layer = adapters(model)["model.layers.1.mlp.down_proj"]
-    save_gguf_adapter(packed(model, lora, "base"), model.config, tmp_path / "adapter")
+    save_gguf_adapter(pack_adapters(model, lora, "base"), model.config, tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter.gguf"
     read, fields = read_back(path), gguf.GGUFReader(path).fields
     assert len(read) == 14 * model.config.num_hidden_layers
@@ -443,7 +443,7 @@ def test_adapters_without_a_form_in_a_gguf_file_are_refused_by_name(tmp_path: Pa
         with pytest.raises(
             InputRefused, match=f"^a GGUF file of adapters has no form for .*{words}"
         ):
-            save_gguf_adapter(packed(model, lora, "base"), model.config, tmp_path / "out")
+            save_gguf_adapter(pack_adapters(model, lora, "base"), model.config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

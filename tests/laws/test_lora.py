@@ -39,7 +39,7 @@ from monograph.graph.lora import adapt, adapters, measure, merge
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loss import token_loss
-from monograph.model.adapter import put
+from monograph.model.adapter import install_adapters
 from monograph.ops.row_norms import row_norms
 from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
@@ -81,7 +81,7 @@ def test_fresh_adapters_change_no_bit_of_the_base(name, kind):
 def test_fresh_magnitudes_change_no_bit_of_a_rounded_base(base):
     models = [tiny_llama(hidden_size=64) for _ in range(2)]
     for model, kind in zip(models, ("lora", "dora"), strict=True):
-        put(model, replace(KINDS[kind], base=base), precision=Precision("bf16"))
+        install_adapters(model, replace(KINDS[kind], base=base), precision=Precision("bf16"))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(token_loss(models[0], packed(4))[0], token_loss(models[1], packed(4))[0])
     for layer in adapters(models[1]).values():

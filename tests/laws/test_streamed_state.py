@@ -156,9 +156,15 @@ def out_of_memory_at(monkeypatch, owner, name, call):
     monkeypatch.setattr(owner, name, fails)
 
 
-REPEATED = [*itertools.product(["on the host", "next forward, offloaded"], ["forward", "again", "loss"]),
-            ("backward", "forward"), ("backward", "loss")]  # fmt: skip
-REPEATED_BY_DAY = [("next forward, offloaded", "again")]
+REPEATED = [
+    *itertools.product(
+        ["on the host", "next forward, offloaded"],
+        ["forward_blocks", "backward_blocks", "backward_last"],
+    ),
+    ("backward", "forward_blocks"),
+    ("backward", "backward_last"),
+]
+REPEATED_BY_DAY = [("next forward, offloaded", "backward_blocks")]
 
 
 def then_with_fewer_rows(engine):
@@ -180,7 +186,7 @@ def test_a_pass_that_runs_out_of_memory_is_repeated_with_fewer_rows(place, name,
     engine = streamed(placement=EVERY[place], **unclipped(EVERY[place]))
     trained(engine, windows(1))
     out_of_memory_at(
-        monkeypatch, engine.walk.passes, name, min(call, 2 if name == "loss" else call)
+        monkeypatch, engine.walk.passes, name, min(call, 2 if name == "backward_last" else call)
     )
     left = trained(engine, windows(2, first=1))
     assert engine.micro_batch == 2
@@ -199,7 +205,9 @@ def test_an_update_that_runs_out_of_memory_ends_the_run(place, monkeypatch):
     no_longer_readable(engine, words)
 
 
-@pytest.mark.parametrize("name", nightly(["again", "first_again"], {"again"}))
+@pytest.mark.parametrize(
+    "name", nightly(["backward_blocks", "backward_first"], {"backward_blocks"})
+)
 def test_a_pass_that_runs_out_of_memory_between_updates_ends_the_run(name, monkeypatch):
     engine = streamed(placement=EVERY["backward"], **unclipped(EVERY["backward"]))
     trained(engine, windows(1))

@@ -18,9 +18,9 @@ from monograph.graph.lora import Lora, adapters
 from monograph.model.adapter import (
     adapter_state,
     config_digest,
+    install_adapters,
     is_adapter,
-    packed,
-    put,
+    pack_adapters,
     read_adapter,
     resolved_base,
     save_adapter,
@@ -37,7 +37,9 @@ pytestmark = pytest.mark.filterwarnings(
 def folder(tmp_path):
     """An adapter's folder, its base beside it."""
     save_model(tiny_llama(), tmp_path / "base")
-    save_adapter(packed(adapted_llama(), SMALL, str(tmp_path / "base")), tmp_path / "adapter")
+    save_adapter(
+        pack_adapters(adapted_llama(), SMALL, str(tmp_path / "base")), tmp_path / "adapter"
+    )
     return tmp_path / "adapter"
 
 
@@ -96,7 +98,7 @@ def test_what_peft_writes_is_loaded_here(tmp_path, kind):
     stored = read_adapter(tmp_path / "theirs")
     assert stored.lora == replace(KINDS[kind], targets=("down_proj", "q_proj"), dropout=0.1)
     model = tiny_llama()
-    put(model, stored.lora, start=stored)
+    install_adapters(model, stored.lora, start=stored)
     model.eval()
     found = {
         n.replace(".default", "").removeprefix("base_model.model."): p
@@ -108,7 +110,7 @@ def test_what_peft_writes_is_loaded_here(tmp_path, kind):
     ours = model(tokens) @ model.lm_head.weight.T
     torch.testing.assert_close(theirs(input_ids=tokens).logits, ours, rtol=1e-4, atol=1e-5)
     # And back again, the same bytes of tensors.
-    save_adapter(packed(model, stored.lora, stored.base), tmp_path / "again")
+    save_adapter(pack_adapters(model, stored.lora, stored.base), tmp_path / "again")
     one, two = (
         load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "again")
     )
@@ -123,7 +125,7 @@ def test_a_round_trip_is_bits(folder, tmp_path):
     assert resolved_base(stored) == str(tmp_path / "base")
     model, original = tiny_llama(), adapted_llama()
     stored.require(model.config)
-    put(model, stored.lora, start=stored)
+    install_adapters(model, stored.lora, start=stored)
     assert all(torch.equal(a, b) for a, b in zip(adapter_state(model).values(), adapter_state(original).values(),
                                                  strict=True))  # fmt: skip
     mode = (folder / "adapter_config.json").stat().st_mode
@@ -135,9 +137,9 @@ def test_a_round_trip_is_bits(folder, tmp_path):
 )
 def test_targets_mean_the_same_when_they_are_read(tmp_path, targets):
     lora = Lora(4, 6.0, targets)
-    save_adapter(packed(adapted_llama(lora), lora, ""), tmp_path / "adapter")
+    save_adapter(pack_adapters(adapted_llama(lora), lora, ""), tmp_path / "adapter")
     stored, model = read_adapter(tmp_path / "adapter"), tiny_llama()
-    put(model, stored.lora, start=stored)
+    install_adapters(model, stored.lora, start=stored)
     assert set(adapters(model)) == set(adapters(adapted_llama(lora)))
 
 
@@ -208,7 +210,7 @@ def test_keys_that_are_not_set_are_nothing(folder):
 def test_an_adapter_that_does_not_fit_is_refused(folder, base, values, words):
     stored = read_adapter(changed(folder, **values))
     with pytest.raises(InputRefused, match=words):
-        put(tiny_llama(**base), stored.lora, start=stored)
+        install_adapters(tiny_llama(**base), stored.lora, start=stored)
 
 
 def test_another_base_of_the_same_shape_is_told_by_its_configuration(folder):
@@ -235,10 +237,10 @@ def test_damage_is_refused_in_a_line(folder):
     save_file(tensors | {name: tensors[name].to(torch.int8)}, path)
     stored = read_adapter(folder)
     with pytest.raises(InputRefused, match="is stored as I8"):
-        put(tiny_llama(), stored.lora, start=stored)
+        install_adapters(tiny_llama(), stored.lora, start=stored)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(InputRefused, match="damaged, or not a safetensors file"):
-        put(tiny_llama(), stored.lora, start=stored)
+        install_adapters(tiny_llama(), stored.lora, start=stored)
     (folder / "adapter_config.json").write_text("[1]")
     with pytest.raises(InputRefused, match="expected a JSON object"):
         read_adapter(folder)
@@ -255,4 +257,4 @@ def test_an_adapter_on_a_part_of_a_joined_layer_is_refused_by_name():
         InputRefused,
         match=r"_proj has an adapter, and PEFT has one layer for it and others in a phi3",
     ):
-        packed(module, SMALL, "base")
+        pack_adapters(module, SMALL, "base")

@@ -18,7 +18,13 @@ from batches import tiny_llama
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.token_rows import tables
-from monograph.model.adapter import adapter_state, packed, put, read_adapter, save_adapter
+from monograph.model.adapter import (
+    adapter_state,
+    install_adapters,
+    pack_adapters,
+    read_adapter,
+    save_adapter,
+)
 from monograph.model.hub import save_model
 from monograph.model.vocabulary import extend
 
@@ -52,7 +58,7 @@ def named(module):
 def test_peft_loads_what_is_written_here(tmp_path, tied):
     library, base = peft(), theirs_in(tmp_path, tied)
     ours = adapted_llama(WITH_ROWS, tie_word_embeddings=tied)
-    save_adapter(packed(ours, WITH_ROWS, str(tmp_path / "base")), tmp_path / "adapter")
+    save_adapter(pack_adapters(ours, WITH_ROWS, str(tmp_path / "base")), tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     ids = list(TOKENS)
     assert config["trainable_token_indices"] == (
@@ -77,7 +83,7 @@ def test_peft_loads_rows_of_new_tokens_onto_a_resized_base(tmp_path, tied):
     lora = replace(SMALL, tokens=(61, 62))
     adapt(ours, lora)
     trained(ours)
-    save_adapter(packed(ours, lora, str(tmp_path / "base"), config), tmp_path / "adapter")
+    save_adapter(pack_adapters(ours, lora, str(tmp_path / "base"), config), tmp_path / "adapter")
     base.resize_token_embeddings(63)
     theirs = library.PeftModel.from_pretrained(base, tmp_path / "adapter")
     tokens = torch.tensor([[61, 5, 62, 61]])
@@ -89,9 +95,9 @@ def test_peft_loads_rows_of_new_tokens_onto_a_resized_base(tmp_path, tied):
     again = tiny_llama(tie_word_embeddings=tied)
     stored = read_adapter(tmp_path / "again")
     with pytest.raises(InputRefused, match="id 61 has no row in a table of 61"):
-        put(tiny_llama(tie_word_embeddings=tied), stored.lora, start=stored)
+        install_adapters(tiny_llama(tie_word_embeddings=tied), stored.lora, start=stored)
     extend(again, 61, 63)
-    put(again, stored.lora, start=stored)
+    install_adapters(again, stored.lora, start=stored)
     state = adapter_state(ours)
     assert state.keys() == adapter_state(again).keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in adapter_state(again).items())
@@ -100,13 +106,13 @@ def test_peft_loads_rows_of_new_tokens_onto_a_resized_base(tmp_path, tied):
     with pytest.raises(
         InputRefused, match="is a whole table, whose row 0 is not the base's: merge it with PEFT"
     ):
-        put(other, stored.lora, start=stored)
+        install_adapters(other, stored.lora, start=stored)
     longer = tiny_llama(tie_word_embeddings=tied)
     extend(longer, 61, 64)
     with pytest.raises(
         InputRefused, match=r"is a table of \[63, 32\], and the base's is \[64, 32\]"
     ):
-        put(longer, stored.lora, start=stored)
+        install_adapters(longer, stored.lora, start=stored)
 
 
 @pytest.mark.parametrize("layers", ["list", "both", "embed_tokens", "lm_head"])
@@ -132,7 +138,7 @@ def test_what_peft_writes_is_loaded_here(tmp_path, tied, layers):
     theirs.save_pretrained(tmp_path / "theirs")
     stored, model = read_adapter(tmp_path / "theirs"), tiny_llama(tie_word_embeddings=tied)
     assert stored.lora == Lora(4, 6.0, ("q_proj",), tokens=(17, 3, 60))
-    put(model, stored.lora, start=stored)
+    install_adapters(model, stored.lora, start=stored)
     found, state = named(theirs), adapter_state(model)
     assert all(torch.equal(found[name], state[name]) for name in state.keys() & found.keys())
     left = {name for name in state if name not in found}
@@ -151,13 +157,13 @@ def test_a_round_trip_is_bits(tmp_path):
         model, original = (tiny_llama(tie_word_embeddings=tied) for _ in range(2))
         adapt(original, WITH_ROWS)
         trained(original)
-        save_adapter(packed(original, WITH_ROWS, "base"), tmp_path / str(tied))
+        save_adapter(pack_adapters(original, WITH_ROWS, "base"), tmp_path / str(tied))
         stored = read_adapter(tmp_path / str(tied))
         assert stored.lora.tokens == TOKENS
-        put(model, stored.lora, start=stored)
+        install_adapters(model, stored.lora, start=stored)
         pairs = zip(adapter_state(model).items(), adapter_state(original).items(), strict=True)
         assert all(one[0] == two[0] and torch.equal(one[1], two[1]) for one, two in pairs)
-        save_adapter(packed(model, stored.lora, "base"), tmp_path / f"{tied} again")
+        save_adapter(pack_adapters(model, stored.lora, "base"), tmp_path / f"{tied} again")
         files = [
             load_file(tmp_path / name / "adapter_model.safetensors")
             for name in (str(tied), f"{tied} again")
@@ -182,7 +188,7 @@ def test_a_round_trip_is_bits(tmp_path):
     ],
 )
 def test_indices_that_are_none_are_refused(tmp_path, value, words):
-    save_adapter(packed(adapted_llama(), SMALL, "base"), tmp_path / "adapter")
+    save_adapter(pack_adapters(adapted_llama(), SMALL, "base"), tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"trainable_token_indices": value}))
     with pytest.raises(InputRefused, match=words):
@@ -190,7 +196,7 @@ def test_indices_that_are_none_are_refused(tmp_path, value, words):
 
 
 def test_rows_that_do_not_fit_are_refused(tmp_path):
-    save_adapter(packed(adapted_llama(WITH_ROWS), WITH_ROWS, "base"), tmp_path / "adapter")
+    save_adapter(pack_adapters(adapted_llama(WITH_ROWS), WITH_ROWS, "base"), tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_config.json"
     values = json.loads(path.read_text())
     for indices, words in (
@@ -202,7 +208,7 @@ def test_rows_that_do_not_fit_are_refused(tmp_path):
         path.write_text(json.dumps(values | {"trainable_token_indices": indices}))
         stored = read_adapter(tmp_path / "adapter")
         with pytest.raises(InputRefused, match=words):
-            put(tiny_llama(), stored.lora, start=stored)
+            install_adapters(tiny_llama(), stored.lora, start=stored)
 
 
 def test_a_module_whose_tables_cannot_be_told_is_refused():

@@ -15,7 +15,7 @@ from llama_cpp import LlamaCpp
 from monograph.model import gguf_blocks
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import FILE, save_gguf
-from monograph.model.gguf_blocks import BLOCK, MIXTURES, chosen, quantize
+from monograph.model.gguf_blocks import BLOCK, MIXTURES, choose_types, quantize
 from monograph.model.llama import Llama
 from monograph.model.scaling import FULL, LINEAR
 from monograph.text.tokenizer import Tokenizer
@@ -201,7 +201,7 @@ def types(
         for each in groups
         for name in each
     }
-    kinds = chosen(columns, dtype, config)
+    kinds = choose_types(columns, dtype, config)
     return " ".join("".join(LETTERS[kinds[f"{name}.weight"]] for name in each) for each in groups)
 
 

@@ -24,7 +24,7 @@ from monograph.graph.inspect import unique_state
 from monograph.graph.lora import Lora, merge
 from monograph.graph.mmap_weights import MappedPieces, MappedWeight, materialize_
 from monograph.graph.precision import Precision
-from monograph.model.adapter import packed, put, read_adapter, save_adapter
+from monograph.model.adapter import install_adapters, pack_adapters, read_adapter, save_adapter
 from monograph.model.files import read_headers
 from monograph.model.gguf import save_gguf
 from monograph.model.hub import assembled, load_model, mapped_model, read_config, save_model
@@ -141,7 +141,9 @@ def test_a_frozen_base_in_every_form(
     found, _ = build(Recipe(str(folder), "auto", {}, 0))
     expected = read_whole(folder, torch.float32)
     for model in (found, expected):
-        put(model, lora, seed=3, precision=Precision(precision), device=torch.device("cpu"))
+        install_adapters(
+            model, lora, seed=3, precision=Precision(precision), device=torch.device("cpu")
+        )
     assert any(isinstance(p, MappedWeight) for p in found.parameters()) == (stored != "fp64")
     materialize_(found)
     assert same(found, expected)
@@ -220,8 +222,8 @@ def test_shards_are_the_librarys_bytes(tmp_path: Path, stored: str, max_shard_by
 
 def adapter_of(folder: Path, base: Path) -> Path:
     model, lora = load_model(base, torch.float32), Lora(4, 6.0)
-    put(model, lora)
-    save_adapter(packed(trained(model), lora, str(base)), folder)
+    install_adapters(model, lora)
+    save_adapter(pack_adapters(trained(model), lora, str(base)), folder)
     return folder
 
 
@@ -231,7 +233,7 @@ def merged_at_once(folder: Path, base: Path) -> Llama:
     """
     mixed = len({each.dtype for each in read_headers(base).values()}) > 1
     model, stored = read_whole(base, torch.float32 if mixed else None), read_adapter(folder)
-    put(model, stored.lora, start=stored)
+    install_adapters(model, stored.lora, start=stored)
     merge(model)
     return model
 

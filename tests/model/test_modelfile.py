@@ -125,8 +125,8 @@ def test_without_a_chat_template_there_is_none() -> None:
 def test_what_was_probed_wrongly_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = room._probed
-    monkeypatch.setattr(room, "_probed", lambda *arguments: (right(*arguments)[0], " "))
+    right = room._probe
+    monkeypatch.setattr(room, "_probe", lambda *arguments: (right(*arguments)[0], " "))
     assert "does more than put text around each message" in written(tmp_path, None)
 
 

@@ -175,7 +175,7 @@ BAD = {
     "an optimizer": (
         lambda p, s: _saved(p, {"state": {}, "lr": 1.0}),
         {},
-        r"state is no plain tensor",
+        r"state is not a plain tensor",
     ),
     "another model": (
         lambda p, s: _saved(p, {"weight": torch.ones(2, 2)}),
@@ -185,7 +185,7 @@ BAD = {
     "huge": (
         lambda p, s: _saved(p, _huge(s)),
         {},
-        r"lm_head.weight is no plain tensor that the file holds in full",
+        r"lm_head.weight is not a plain tensor, all of whose elements are in the file",
     ),
     "the base model": (
         lambda p, s: _saved(p, _without(s, "lm_head")),
@@ -282,7 +282,7 @@ def test_without_a_tokenizer_beside_it_the_model_is_loaded_and_what_writes_text_
 
 def test_an_archive_of_many_entries_is_not_listed(tmp_path, monkeypatch):
     torch.save({f"tensor {index}": torch.zeros(1) for index in range(9)}, tmp_path / "a.pth")
-    monkeypatch.setattr(torch_file, "MOST_LISTED_BYTES", 500, raising=False)
+    monkeypatch.setattr(torch_file, "MAX_LISTED_BYTES", 500)
     monkeypatch.setattr(torch_file.zipfile, "ZipFile", lambda *_: pytest.fail("it was listed"))
     with pytest.raises(InputRefused, match="an archive, or one of more entries than a model has"):
         torch_file.read(tmp_path / "a.pth", {})

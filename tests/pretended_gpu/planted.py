@@ -81,7 +81,7 @@ FAULTS = [
     Fault("stream/lanes.py", 'stream = self._streams[work.mark.lane]', 'stream = self._streams["in"]', NEXT),
     Fault("stream/placement.py", "return pinned(like, label)", "return torch.empty_like(like, device='cpu')",
           WAITS),
-    Fault("stream/slots.py", '*([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),', "",
+    Fault("stream/slots.py", "states.append(torch.cuda.get_rng_state(self.step.device))", "pass",
           "tests/laws/test_streamed_state.py -m gpu"),
     Fault("stream/parameters.py", 'fuses(step, self.placement.device.type == "cuda")', "fuses(step, False)", STREAMED),
     Fault("graph/recompute.py", ".detach().to(device or tensor.device)", ".detach()",
@@ -128,7 +128,7 @@ FAULTS = [
     Fault("step/step.py", "self.recorder = CudaGraphs(self.device)", "pass", LAUNCHED),
     Fault("step/step.py", "self.loss_factor.copy_(", "self.loss_factor.fill_(float(total)) or self.loss_factor.copy_(",
           LAUNCHED),
-    Fault("profiling/memory.py", "return torch.cuda.max_memory_allocated(device) + held",
+    Fault("profiling/memory.py", "return torch.cuda.max_memory_allocated(device) + free_in_graphs",
           "return torch.cuda.max_memory_allocated(device)", f"{REPLAYED} -k pool"),
     # Numbers that only a card computes.
     Fault("ops/fused_gradients.py", "add.dtype_out(total, left.mT", "add.dtype_out(total * 0, left.mT",

@@ -28,9 +28,9 @@ from monograph.profiling.intervals import (
     Kernel,
     Span,
     Timeline,
-    spent,
-    undisturbed,
-    unwatched,
+    estimate_unprofiled,
+    estimate_update,
+    time_by_part,
 )
 from monograph.profiling.profiler import Profile
 from monograph.report.profile_report import describe_limit
@@ -81,7 +81,7 @@ class Tape:
         return self.kernel("elementwise", 1, memory=1.0).kernel("optimizer", 1, memory=1.0)
 
     def judged(self, **situation) -> Verdict:
-        found = spent(Timeline(0.0, self.now, self.kernels, self.spans))
+        found = time_by_part(Timeline(0.0, self.now, self.kernels, self.spans))
         return verdict(found, self.kernels, MACHINE, Situation(**situation))
 
 
@@ -251,7 +251,7 @@ def test_two_streams_share_what_they_share_and_a_copy_beside_work_is_hidden() ->
         Kernel("elementwise", 2.0, 6.0),
         Kernel("transfers", 1.0, 7.0),
     ]
-    found = spent(Timeline(0.0, 8.0, kernels))
+    found = time_by_part(Timeline(0.0, 8.0, kernels))
     parts = {part: seconds for part, seconds in found.parts.items() if seconds}
     assert parts == {"matmul": 3.0, "elementwise": 3.0, "transfers": 1.0, "host gaps": 1.0}
 
@@ -265,7 +265,7 @@ def test_each_gap_has_one_cause() -> None:
         Kernel("matmul", 8.0, 9.0, launched_s=7.5),
     ]
     spans = [Span("data", 6.0, 7.0)]
-    found = spent(Timeline(0.0, 9.0, kernels, spans))
+    found = time_by_part(Timeline(0.0, 9.0, kernels, spans))
     assert found.gaps == pytest.approx(
         {"kernel gap": 1e-6, "launch": 2.0, "other": 1.0, "data": 1.0}
     )
@@ -283,14 +283,16 @@ def test_what_a_kernel_is_bound_by() -> None:
 
 def test_the_profilers_own_time_is_taken_from_where_it_was_spent() -> None:
     launched = [Kernel("matmul", 0.0, 4.0), Kernel("matmul", 8.0, 10.0, launched_s=8.0)]
-    watched = spent(Timeline(0.0, 10.0, launched))
-    found = undisturbed(watched, {"matmul": 1, "host gaps": 2}, 1.0, 7.0)
+    watched = time_by_part(Timeline(0.0, 10.0, launched))
+    found = estimate_unprofiled(watched, {"matmul": 1, "host gaps": 2}, 1.0, 7.0)
     assert (found.parts["matmul"], found.parts["host gaps"]) == pytest.approx((5.0, 2.0))
     assert found.gaps == pytest.approx({"launch": 2.0})
-    assert undisturbed(watched, {"host gaps": 9}, 1.0, 3.0).parts["matmul"] == pytest.approx(3.0)
-    assert undisturbed(watched, {"host gaps": 9, "matmul": 9}, 1.0, 30.0).total_s == pytest.approx(
-        30.0
-    )
+    assert estimate_unprofiled(watched, {"host gaps": 9}, 1.0, 3.0).parts[
+        "matmul"
+    ] == pytest.approx(3.0)
+    assert estimate_unprofiled(
+        watched, {"host gaps": 9, "matmul": 9}, 1.0, 30.0
+    ).total_s == pytest.approx(30.0)
 
 
 def test_what_watching_does_to_the_optimizer_is_not_taken_for_the_others() -> None:
@@ -300,12 +302,12 @@ def test_what_watching_does_to_the_optimizer_is_not_taken_for_the_others() -> No
     kernels = [Kernel("matmul", 0.0, 4.0), Kernel("optimizer", 5.0, 9.0), Kernel("matmul", 10.0, 14.0),
                Kernel("optimizer", 15.0, 19.0)]  # fmt: skip
     watched = Timeline(0.0, 20.0, kernels, updates=[(4.5, 9.5), (14.5, 19.5)])
-    found = unwatched(watched, 0.0, whole_s=7.5, optimizer_s=2.5, overlaps=False)
+    found = estimate_update(watched, 0.0, whole_s=7.5, optimizer_s=2.5, overlaps=False)
     assert found.parts["matmul"] == pytest.approx(4.0) and found.parts[
         "optimizer"
     ] == pytest.approx(2.0)
     assert found.total_s == pytest.approx(7.5)
-    overlapping = unwatched(watched, 0.0, whole_s=7.5, optimizer_s=2.5, overlaps=True)
+    overlapping = estimate_update(watched, 0.0, whole_s=7.5, optimizer_s=2.5, overlaps=True)
     assert overlapping.parts["matmul"] == pytest.approx(
         3.0
     ) and overlapping.total_s == pytest.approx(7.5)
@@ -327,7 +329,7 @@ spans = st.builds(
 
 @given(st.lists(kernels, max_size=12), st.lists(spans, max_size=4))
 def test_shares_are_never_negative_and_add_to_one(drawn: list[Kernel], said: list[Span]) -> None:
-    found = spent(Timeline(0.0, 10.0, drawn, said))
+    found = time_by_part(Timeline(0.0, 10.0, drawn, said))
     shares = [found.share(part) for part in PARTS]
     assert (
         min(shares) >= 0
@@ -340,10 +342,10 @@ def test_shares_are_never_negative_and_add_to_one(drawn: list[Kernel], said: lis
         <= sum(found.parts[part] for part in (*idle, "transfers", "other")) + 1e-9
     )
     cut = Timeline(0.0, 10.0, drawn, said, updates=[(1.0, 3.0), (3.0, 6.5)])
-    pieces = spent(cut, cut.updates) + spent(cut, cut.rest)
+    pieces = time_by_part(cut, cut.updates) + time_by_part(cut, cut.rest)
     assert {part: pieces.parts[part] for part in COMPUTED[:-1]} == pytest.approx(
         {part: found.parts[part] for part in COMPUTED[:-1]}
     )
     assert pieces.total_s == pytest.approx(10.0)
-    rest = undisturbed(found, {"matmul": 3, "host gaps": 50}, 0.1, 7.0)
+    rest = estimate_unprofiled(found, {"matmul": 3, "host gaps": 50}, 0.1, 7.0)
     assert rest.total_s == pytest.approx(7.0) and min(rest.parts.values()) >= 0

@@ -19,7 +19,7 @@ from monograph.graph import matmul
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.profiling import trace
-from monograph.profiling.intervals import PARTS, spent
+from monograph.profiling.intervals import PARTS, time_by_part
 from monograph.profiling.profiler import NEEDED, UPDATES, _exported, has_kernel, profile
 from monograph.resident import Resident
 
@@ -46,7 +46,9 @@ class Made:
     def read(self, vocabulary: int | None = 97, heads_are_batched: bool = True):
         found = trace.read({"traceEvents": self.events}, has_kernel, vocabulary, heads_are_batched)
         return found, {
-            part: 1e6 * seconds for part, seconds in spent(found).parts.items() if seconds > 1e-12
+            part: 1e6 * seconds
+            for part, seconds in time_by_part(found).parts.items()
+            if seconds > 1e-12
         }
 
 
@@ -88,7 +90,7 @@ def test_a_step_on_a_cpu() -> None:
         {"data wait": 10, "matmul": 8, "loss head": 5, "attention": 17, "elementwise": 10, "optimizer": 10,
          "host gaps": 40}
     )  # fmt: skip
-    assert 1e6 * spent(timeline).gaps["sync"] == pytest.approx(5)
+    assert 1e6 * time_by_part(timeline).gaps["sync"] == pytest.approx(5)
     first = next(kernel for kernel in timeline.kernels if kernel.part == "matmul")
     assert first.flops == 2 * 8 * 16 * 32 and first.moved_bytes == 4 * (8 * 16 + 16 * 32 + 8 * 32)
     noted, of_updates = timeline.events, timeline.update_events
@@ -168,7 +170,7 @@ def test_a_step_on_a_gpu() -> None:
     assert parts == pytest.approx(
         {"matmul": 40, "transfers": 30, "optimizer": 10, "other": 5, "host gaps": 115}
     )  # fmt: skip
-    gaps = {cause: 1e6 * seconds for cause, seconds in spent(timeline).gaps.items()}
+    gaps = {cause: 1e6 * seconds for cause, seconds in time_by_part(timeline).gaps.items()}
     assert gaps == pytest.approx({"launch": 92, "sync": 23, "transfer": 30})
     assert [kernel.flops for kernel in timeline.kernels if kernel.part == "matmul"] == [
         2 * 8 * 16 * 32
@@ -220,7 +222,7 @@ def test_a_real_step_eagerly(tmp_path) -> None:
     assert judged.floor_s < found.update_s and judged.spent.share("other") < 0.05
     timeline = trace.read(json.loads((tmp_path / "trace.json").read_text()), has_kernel, 97, True)
     # As recorded: of a model this small, what recording cost may be all that a part took.
-    recorded = spent(timeline).parts
+    recorded = time_by_part(timeline).parts
     for part in ("matmul", "attention", "loss head", "optimizer", "elementwise", "host gaps"):
         assert recorded[part] > 0, part
     # Every product of a block and its two of the backward pass: 7 linear layers, 2 micro-batches.

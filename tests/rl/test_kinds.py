@@ -559,7 +559,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": "{"}, "'chat_template_kwargs' is a text that is not JSON"),
     (
         {"chat_template_kwargs": {"unheard_of": 1}},
-        "'unheard_of' changes nothing, as the model's chat template",
+        "'unheard_of' changes nothing, because the model's chat template",
     ),
     ({"documents": "x"}, "'documents' is a text that is not JSON"),
     ({"documents": {"a": 1}}, "'documents' is an object, not an array"),
@@ -614,7 +614,7 @@ def test_tools_that_the_template_does_not_read_are_refused(tmp_path: Path) -> No
     for name in ("messages", "pairs of messages", "labelled messages", "messages to reward"):
         source = lines(tmp_path / "a.jsonl", {**every(name)[0], "tools": TOOLS}, *every(name)[1:])
         with pytest.raises(
-            InputRefused, match="a.jsonl:1: 'tools' changes nothing, as the model's"
+            InputRefused, match="a.jsonl:1: 'tools' changes nothing, because the model's"
         ):
             learned(name, source, deaf)
         assert learned(name, source, deaf, ignore_keys="tools")

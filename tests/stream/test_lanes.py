@@ -136,7 +136,7 @@ def test_a_lane_without_work_keeps_no_marks_and_still_waits_when_it_has_some(
         lane.copy(tensor, tensor, slot, home)
         lane.compute(lambda: None, writes=[slot])
         lane.copy(tensor, tensor, home, slot)
-        assert len(lane._at) < 60
+        assert len(lane._clock_at) < 60
     lane.host(lambda: None, [home])
     assert recorder.works[-1].waits == (Mark("out", 500),)
     lane.copy(tensor, tensor, home, slot)

@@ -90,7 +90,7 @@ def test_no_memory_left(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> No
     def none(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(pinned_module, "_Locked", none)
+    monkeypatch.setattr(pinned_module, "_LockedPages", none)
     with pytest.raises(
         InputRefused, match="block 3, weights needs 4,096 bytes of the host's memory"
     ):

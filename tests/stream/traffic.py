@@ -19,7 +19,7 @@ from torch import Tensor
 from monograph.stream.chunked_update import STAGING_BUFFERS, chunks, to_fetch
 from monograph.stream.lanes import Home
 from monograph.stream.placement import Placement
-from monograph.stream.slots import BLOCK_SLOTS, traveling
+from monograph.stream.slots import BLOCK_SLOTS, tensors_to_fetch
 from monograph.stream.store import GRADIENT, WEIGHTS, Stage, Store
 from monograph.stream.walk import RINGS
 
@@ -137,7 +137,7 @@ def device_bytes(
     turns = [([first], 1), ([last], 1)] if store.tied else [([first, last], 1)]
     turns.append((middle, min(BLOCK_SLOTS, len(middle))))
     slots = sum(
-        count * _largest(traveling(stage, name) for stage in those)
+        count * _largest(tensors_to_fetch(stage, name) for stage in those)
         for those, count in turns
         for name in (WEIGHTS, GRADIENT)
     )

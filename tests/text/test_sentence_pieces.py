@@ -157,7 +157,9 @@ def changed(shape: str, section: str, **values: object) -> dict:
 
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
 REFUSED = {
-    r"reads no bytes: '\n' would come back as '<0x0A>'": changed("mistral", "decoder", **METASPACE),
+    r"does not decode bytes: '\n' would come back as '<0x0A>'": changed(
+        "mistral", "decoder", **METASPACE
+    ),
     r"'<0x0A>' would come back as '\n'": changed("llama2", "model", ignore_merges=True),
     "more ways than one": changed("llama2", "pre_tokenizer", **METASPACE),
     "in an unknown one (9)": changed("mistral", "pre_tokenizer", prepend_scheme="9"),

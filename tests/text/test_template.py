@@ -243,7 +243,7 @@ def test_templates_in_the_hubs_cache_are_read_and_other_links_are_refused(tmp_pa
         (
             None,
             {"chat_template": [{"name": "../x", "template": "t"}]},
-            "the name '../x': give it one of letters",
+            "the name '../x': give it a name of letters",
         ),
     ],
 )

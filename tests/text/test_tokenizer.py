@@ -312,7 +312,7 @@ def test_with_any_added_tokens_a_text_is_read_as_the_library_does_or_refused_by_
         (
             AddedToken("cat", special=True),
             "cat; the cat",
-            "would become the special token 'cat', which is no text",
+            "would become the special token 'cat', which is not text",
         ),
         (AddedToken("!", special=True), "cat!", "'!' in 'cat!' would become the special token '!'"),
         (
@@ -349,7 +349,7 @@ def test_runs_of_spaces_that_are_added_tokens_cost_no_second_look(monkeypatch):
     )
     theirs.add_tokens([AddedToken(" " * count, normalized=False) for count in range(2, 9)])
     ours = Tokenizer(json.loads(theirs.to_str()), "x")
-    monkeypatch.setattr(Losses, "_changed", None)
+    monkeypatch.setattr(Losses, "_difference", None)
     text = "    def read(self):\n        pass"
     assert ours.encode(text) == theirs.encode(text).ids
 
@@ -375,7 +375,7 @@ def test_text_that_the_vocabulary_cannot_write_is_refused_and_named(unknown):
     ):
         tokenizer.encode("the caté")
     assert (
-        "has no tokens for '!', '\"', '#' and the like: text with such is refused"
+        "has no tokens for '!', '\"', '#' and the like: text with such characters is refused"
         in tokenizer.notes[-1]
     )
     assert not tokenizer.loss(PLAIN[0]) and tokenizer.loss("ok 🙂")

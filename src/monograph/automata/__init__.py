@@ -1,16 +1,16 @@
-"""Stop strings and constraints as automata over tokens, which the decode step follows on the
+"""Compile constraints and stop strings to automata over tokens, which the decode step runs on the
 device.
 
-`constraint` and `stop_strings` make an `Automaton`. Nothing here needs torch, so that a process
-that only compiles constraints begins at once.
+`constraint` and `stop_strings` return an `Automaton`. Nothing in this room imports torch, so that a
+process that only compiles constraints starts at once.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 
 from monograph.automata.dfa import ByteAutomaton, compile_expression
-from monograph.automata.expression import Alternation, Expression, joined, literal
-from monograph.automata.pattern import whole
-from monograph.automata.schema import document, parsed
+from monograph.automata.expression import Alternation, Expression, concatenation, literal
+from monograph.automata.pattern import fullmatch_expression
+from monograph.automata.schema import parse_schema, schema_expression
 from monograph.automata.tokens import Automaton, constraint_automaton, has_each_byte, stop_automaton
 from monograph.errors import InputRefused, UsageError
 
@@ -28,7 +28,7 @@ KINDS = ("choices", "regex", "json_schema")
 def constraint(
     kind: str, value: object, pieces: Sequence[bytes], end_ids: Collection[int], lead: bytes = b""
 ) -> Automaton:
-    """Return an automaton that allows a token only if the text can still become an accepted one.
+    """Return an automaton that allows a token only if the text can still become an accepted text.
 
     Args:
         kind: what is accepted. "choices": one of several texts; "regex": texts that a regular
@@ -46,8 +46,8 @@ def constraint(
     """
     automaton, where = _compiled(kind, value, lead)
     if automaton.has_counters and not has_each_byte(automaton, pieces, end_ids):
-        # Counters need a token for each byte. Without one the lengths are written out, so that the
-        # automaton has a state for each.
+        # Counters need a token for each byte that may follow (`has_each_byte`). If one is missing,
+        # lengths are written out: the automaton has a state for each length.
         automaton, where = _compiled(kind, value, lead, counted=False)
     return constraint_automaton(automaton, pieces, end_ids, where)
 
@@ -88,9 +88,9 @@ def _compiled(
     """Return the automaton of a constraint after `lead`, and its name in an error."""
     try:
         expression, where = _expression(kind, value, counted)
-        return compile_expression(
-            joined(literal(lead), expression) if lead else expression, where
-        ), where
+        if lead:
+            expression = concatenation(literal(lead), expression)
+        return compile_expression(expression, where), where
     except RecursionError:
         raise InputRefused(f"the {kind} constraint is nested too deep: make it flatter") from None
 
@@ -105,13 +105,11 @@ def _expression(kind: str, value: object, counted: bool) -> tuple[Expression, st
         if not isinstance(value, str):
             raise InputRefused(f"regex: expected a text, not {value!r:.60}")
         shown = value if len(value) <= 60 else value[:60] + "..."
-        return whole(
-            value, f"the regular expression {shown!r}"
-        ), f"the regular expression {shown!r}"
+        where = f"the regular expression {shown!r}"
+        return fullmatch_expression(value, where), where
     if kind == "json_schema":
-        return document(
-            parsed(value) if isinstance(value, str) else value, counted
-        ), "the JSON schema"
+        schema = parse_schema(value) if isinstance(value, str) else value
+        return schema_expression(schema, counted), "the JSON schema"
     if kind == "grammar":
         raise UsageError(
             "a context-free grammar needs a stack, which the host would have to keep token by token, and decoding "
@@ -120,10 +118,10 @@ def _expression(kind: str, value: object, counted: bool) -> tuple[Expression, st
     raise UsageError(f"constraint {kind!r}: expected {', '.join(KINDS)}")
 
 
-def _utf8(text: str, what: str) -> bytes:
+def _utf8(text: str, name: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
         raise InputRefused(
-            f"{what} has half of a surrogate pair, which UTF-8 cannot write: {text!r:.60}"
+            f"{name} has half of a surrogate pair, which UTF-8 cannot write: {text!r:.60}"
         ) from None

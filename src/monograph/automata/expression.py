@@ -1,8 +1,11 @@
-"""Regular expressions over bytes, as trees: patterns and schemas are read into them, and automata
-are made from them.
+"""Regular expressions over bytes, as trees of dataclasses.
 
-`utf8` and `in_json` return the expression of one character of a set, in UTF-8 or inside a JSON
-string.
+Patterns (`monograph.automata.pattern`) and schemas (`monograph.automata.schema`) are parsed into
+these trees, and `monograph.automata.dfa` compiles a tree to an automaton. An expression matches a
+text as a whole.
+
+`utf8` and `in_json` return the expression for one character of a set: its bytes in UTF-8, or its
+spellings inside a JSON string.
 """
 
 from __future__ import annotations
@@ -15,38 +18,32 @@ from typing import TypeAlias
 from monograph.automata.counting import Operation
 
 
-# Expressions are equal by identity (eq=False), so that even large ones are cheap keys of a dict
-# (`Positions.before`).
+# Expressions are equal only if they are identical (eq=False), so that large ones are cheap keys of
+# a dict (`Positions.before` in `monograph.automata.dfa`).
 @dataclass(frozen=True, eq=False)
 class ByteSet:
-    """An expression that matches one byte of a set; bit b of `mask` says whether byte b is in it."""
+    """Matches one byte of a set; bit b of `mask` is 1 if byte b is in the set."""
 
     mask: int
 
 
 @dataclass(frozen=True, eq=False)
 class Concatenation:
-    """An expression that matches its parts one after the other; without parts it matches the empty
-    text.
-    """
+    """Matches the parts one after another; without parts it matches the empty text."""
 
     parts: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Alternation:
-    """An expression that matches any one of its options; without options it matches no text, not
-    even the empty one.
-    """
+    """Matches one of the options; without options it matches no text, not even the empty one."""
 
     options: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Repetition:
-    """An expression that matches its part `min_count` to `max_count` times; None: without an upper
-    bound.
-    """
+    """Matches the part `min_count` to `max_count` times; if that is None, without upper bound."""
 
     part: Expression
     min_count: int
@@ -55,7 +52,7 @@ class Repetition:
 
 @dataclass(frozen=True, eq=False)
 class Intersection:
-    """An expression that matches the texts that both sides match."""
+    """Matches the texts that both sides match."""
 
     left: Expression
     right: Expression
@@ -63,16 +60,14 @@ class Intersection:
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """An expression that matches the empty text, where an operation on a counter takes place."""
+    """Matches the empty text; where it matches, a counter is operated on (`counting`)."""
 
     operation: Operation
 
 
 @dataclass(frozen=True, eq=False)
 class WithSource:
-    """An expression that matches what its part does; `source` names the part's keyword in an
-    error.
-    """
+    """Matches what its part matches; `source` names the part's keyword in error messages."""
 
     part: Expression
     source: str
@@ -85,7 +80,8 @@ Expression: TypeAlias = (
 
 def byte_range(first: int, last: int) -> ByteSet:
     """Return an expression for one byte from `first` to `last`, both included."""
-    return ByteSet((2 << last) - (1 << first))
+    # Bits `first` to `last` are 1.
+    return ByteSet((1 << (last + 1)) - (1 << first))
 
 
 def literal(text: bytes) -> Concatenation:
@@ -93,8 +89,8 @@ def literal(text: bytes) -> Concatenation:
     return Concatenation(tuple(ByteSet(1 << byte) for byte in text))
 
 
-def joined(*parts: Expression) -> Concatenation:
-    """Return an expression for the parts one after the other."""
+def concatenation(*parts: Expression) -> Concatenation:
+    """Return an expression for the parts one after another."""
     return Concatenation(parts)
 
 
@@ -103,15 +99,18 @@ def optional(part: Expression) -> Repetition:
     return Repetition(part, 0, 1)
 
 
-# Code points as (first, last) ranges, both ends included, in order and apart from each other.
+# A set of code points, as (first, last) ranges in ascending order. Both ends are included, and
+# ranges neither overlap nor touch.
 CodePoints: TypeAlias = tuple[tuple[int, int], ...]
+# Returns the expression for one character of a set, such as `utf8`.
 Encoding: TypeAlias = Callable[[CodePoints], Expression]
 
 _LAST = 0x10FFFF
-_SURROGATES = (0xD800, 0xDFFF)  # halves of UTF-16 pairs: not characters, and not encodable in UTF-8
+# The halves of UTF-16 pairs are not characters and cannot be encoded in UTF-8.
+_SURROGATES = (0xD800, 0xDFFF)
 ANY: CodePoints = ((0, _LAST),)
-# Every character that JSON writes as a backslash and one letter (RFC 8259, section 7), except "/",
-# which needs none.
+# The characters that JSON writes as a backslash and one letter (RFC 8259, section 7), and the
+# letters. "/" is left out, because it needs no escape.
 _SHORT_ESCAPES = {
     0x22: b'"',
     0x5C: b"\\",
@@ -122,7 +121,7 @@ _SHORT_ESCAPES = {
     0x09: b"t",
 }
 _PRINTABLE_ASCII: CodePoints = ((0x20, 0x7E),)
-# The characters that stand for themselves in a JSON string: all but control characters, '"' and the
+# The characters that need no escape in a JSON string: all but control characters, '"' and the
 # backslash.
 _PLAIN_IN_JSON: CodePoints = ((0x20, 0x21), (0x23, 0x5B), (0x5D, _LAST))
 
@@ -133,11 +132,12 @@ def single(point: int) -> CodePoints:
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> CodePoints:
-    """Return the ranges in order, with overlapping and adjacent ones merged."""
+    """Return the set of the code points in any of the ranges, which may overlap."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+            merged_first, merged_last = merged[-1]
+            merged[-1] = (merged_first, max(last, merged_last))
         else:
             merged.append((first, last))
     return tuple(merged)
@@ -145,9 +145,11 @@ def union(ranges: Iterable[tuple[int, int]]) -> CodePoints:
 
 def complement(points: CodePoints) -> CodePoints:
     """Return all other code points."""
-    firsts = [0, *(last + 1 for _, last in points)]
-    lasts = [*(first - 1 for first, _ in points), _LAST]
-    return tuple((first, last) for first, last in zip(firsts, lasts, strict=True) if first <= last)
+    # The gaps before, between and after the ranges; the first and the last gap may be empty.
+    gap_firsts = [0, *(last + 1 for _, last in points)]
+    gap_lasts = [*(first - 1 for first, _ in points), _LAST]
+    gaps = zip(gap_firsts, gap_lasts, strict=True)
+    return tuple((first, last) for first, last in gaps if first <= last)
 
 
 def intersection(left: CodePoints, right: CodePoints) -> CodePoints:
@@ -160,10 +162,10 @@ def utf8(points: CodePoints) -> Expression:
     """Return an expression for the UTF-8 bytes of one character of the set (RFC 3629)."""
     characters = intersection(points, complement((_SURROGATES,)))
     sequences: list[Expression] = []
-    # UTF-8 sequences of one length order as their characters do, so a range of characters is a few
-    # boxes of bytes.
-    for lengths in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, _LAST)):
-        for first, last in intersection(characters, (lengths,)):
+    # The ranges of code points with 1, 2, 3 and 4 bytes. UTF-8 sequences of one length have the
+    # order of their characters, so a range of characters consists of a few boxes of bytes.
+    for same_length in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, _LAST)):
+        for first, last in intersection(characters, (same_length,)):
             for box in boxes(chr(first).encode(), chr(last).encode(), 0x80, 0xBF):
                 sequences.append(Concatenation(tuple(byte_range(*side) for side in box)))
     return Alternation(tuple(sequences))
@@ -171,70 +173,80 @@ def utf8(points: CodePoints) -> Expression:
 
 @lru_cache(maxsize=256)
 def in_json(points: CodePoints) -> Expression:
-    r"""Return an expression for one character of the set as it is written in a JSON string.
+    r"""Return an expression for the spellings of one character of the set in a JSON string.
 
-    Printable ASCII stands for itself, except that a quote and a backslash have a backslash before
-    them. A control character is `\n` and the like or `\u000a`. Any other character is UTF-8 or
-    `\uXXXX`, a pair of them beyond U+FFFF. So the output of serialisers matches, whether or not
-    they escape everything outside ASCII; `\/` and escapes of printable ASCII such as `\u0061` do
-    not.
+    | character                  | accepted spellings                               |
+    |----------------------------|--------------------------------------------------|
+    | printable ASCII            | itself; `\"` for a quote, `\\` for a backslash   |
+    | below U+0020               | `\uXXXX`, and `\n` and the like where it exists  |
+    | other, up to U+FFFF        | UTF-8, or `\uXXXX`                               |
+    | other, beyond U+FFFF       | UTF-8, or the two `\uXXXX` of its UTF-16 pair    |
+
+    This accepts the output of serialisers, whether or not they escape all characters outside ASCII.
+    Not accepted are `\/`, and other escapes of printable ASCII, e.g. `\u0061`.
     """
-    short = [
+    short_escapes = [
         literal(b"\\" + letter)
         for point, letter in _SHORT_ESCAPES.items()
         if intersection(points, single(point))
     ]
     escaped = intersection(points, complement(union([*_PRINTABLE_ASCII, _SURROGATES])))
-    hexadecimal = [_unit(first, last) for first, last in intersection(escaped, ((0, 0xFFFF),))]
+    long_escapes = [_unit_escape(*units) for units in intersection(escaped, ((0, 0xFFFF),))]
     for first, last in intersection(escaped, ((0x10000, _LAST),)):
-        # Beyond U+FFFF JSON writes a pair of UTF-16 units, each of ten bits.
-        for high, low in boxes(
-            divmod(first - 0x10000, 1024), divmod(last - 0x10000, 1024), 0, 1023
-        ):
-            surrogates = (
-                _unit(0xD800 + high[0], 0xD800 + high[1]),
-                _unit(0xDC00 + low[0], 0xDC00 + low[1]),
-            )
-            hexadecimal.append(joined(*surrogates))
-    return Alternation((utf8(intersection(points, _PLAIN_IN_JSON)), *short, *hexadecimal))
+        # Beyond U+FFFF a character is a pair of UTF-16 units, and each unit has ten of its bits.
+        first_pair = divmod(first - 0x10000, 1024)
+        last_pair = divmod(last - 0x10000, 1024)
+        for (high_first, high_last), (low_first, low_last) in boxes(first_pair, last_pair, 0, 1023):
+            high_unit = _unit_escape(0xD800 + high_first, 0xD800 + high_last)
+            low_unit = _unit_escape(0xDC00 + low_first, 0xDC00 + low_last)
+            long_escapes.append(concatenation(high_unit, low_unit))
+    unescaped = utf8(intersection(points, _PLAIN_IN_JSON))
+    return Alternation((unescaped, *short_escapes, *long_escapes))
 
 
-def _unit(first: int, last: int) -> Concatenation:
+def _unit_escape(first: int, last: int) -> Concatenation:
     r"""Return an expression for `\uXXXX` with a number from `first` to `last`."""
-    low, high = ([number >> shift & 15 for shift in (12, 8, 4, 0)] for number in (first, last))
+    first_digits = [first >> shift & 15 for shift in (12, 8, 4, 0)]
+    last_digits = [last >> shift & 15 for shift in (12, 8, 4, 0)]
     numbers = [
-        Concatenation(tuple(_hexadecimal(*side) for side in box)) for box in boxes(low, high, 0, 15)
+        Concatenation(tuple(_hexadecimal_digit(*side) for side in box))
+        for box in boxes(first_digits, last_digits, 0, 15)
     ]
-    return joined(literal(b"\\u"), Alternation(tuple(numbers)))
+    return concatenation(literal(b"\\u"), Alternation(tuple(numbers)))
 
 
-def _hexadecimal(first: int, last: int) -> ByteSet:
-    either_case = (f"{digit:x}{digit:X}".encode() for digit in range(first, last + 1))
-    return ByteSet(sum(1 << byte for byte in set(b"".join(either_case))))
+def _hexadecimal_digit(first: int, last: int) -> ByteSet:
+    """Return an expression for one hexadecimal digit from `first` to `last`, in either case."""
+    characters = b"".join(f"{digit:x}{digit:X}".encode() for digit in range(first, last + 1))
+    return ByteSet(sum(1 << byte for byte in set(characters)))
 
 
 def boxes(
     first: Sequence[int], last: Sequence[int], lowest: int, highest: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield the digit strings from `first` to `last` as boxes: products of one range of digits for
-    each place.
+    """Split the digit strings from `first` to `last` into boxes, and yield the boxes.
+
+    A box has one range of digits for each place, as (first digit, last digit), and contains all
+    strings with digits in these ranges. Strings are in lexicographic order.
 
     Args:
-        first: the first string in lexicographic order, as digits.
-        last: the last one, of the same length.
-        lowest: the lowest digit that any place but the first may have.
-        highest: the highest such digit.
+        first: the first string, as digits.
+        last: the last string, of the same length.
+        lowest: the lowest digit that a place other than the first may have.
+        highest: the highest digit that a place other than the first may have.
     """
     if not first:
         yield ()
         return
-    (low, *low_rest), (high, *high_rest) = first, last
-    # The first digit's ends may limit the digits after it; between the ends every digit may follow.
+    low, *low_rest = first
+    high, *high_rest = last
     bottom = [lowest] * len(low_rest)
     top = [highest] * len(low_rest)
     if low == high:
         yield from (((low, low), *rest) for rest in boxes(low_rest, high_rest, lowest, highest))
         return
+    # Strings that begin with `low` must not be below `first`, and strings that begin with `high`
+    # must not be above `last`. After a digit between these two, every digit may follow.
     if low_rest != bottom:
         yield from (((low, low), *rest) for rest in boxes(low_rest, top, lowest, highest))
         low += 1

@@ -1,13 +1,16 @@
-"""Reads bounded JSON schemas into byte expressions; docs/constraints.md lists the supported
-keywords.
+"""Parse bounded JSON schemas into byte expressions.
 
-Every accepted text is compact JSON that the schema validates. Every valid value is accepted in
-compact form, with the members of its objects in the schema's order, unless it has more digits or
-characters than the defaults allow.
+docs/constraints.md lists the supported keywords.
 
-The lengths of strings and arrays are counted (`counting`). Where a byte does not decide between
-alternatives whose counters differ, and where more parts lie inside each other than there are
-counters, they are written out.
+Every accepted text is compact JSON that the schema validates. Conversely, every valid value is
+accepted in compact form, with the members of its objects in the schema's order, unless it has more
+digits or characters than the defaults allow.
+
+The lengths of strings and arrays are counted by counters (`monograph.automata.counting`). In two
+cases lengths are written out instead, which means that the automaton has a state for each length:
+
+- A byte does not decide between alternatives that use the counters differently.
+- More counted parts are inside each other than there are counters.
 """
 
 import math
@@ -29,18 +32,18 @@ from monograph.automata.expression import (
     Mark,
     Repetition,
     WithSource,
+    concatenation,
     in_json,
-    joined,
     literal,
     optional,
 )
-from monograph.automata.pattern import found_in
+from monograph.automata.pattern import search_expression
 from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 
-# Reading recurses, and options are compared in pairs: limits keep a stranger's schema from taking
-# long.
-MAX_DEPTH, MAX_OPTIONS = 32, 64
+# These limits bound the time that a stranger's schema can take.
+MAX_DEPTH = 32  # schemas inside each other; reading recurses for each
+MAX_OPTIONS = 64  # options of 'oneOf', which are compared in pairs
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
 # Keywords that do not restrict a value.
 _ANNOTATIONS = {
@@ -51,27 +54,42 @@ _ANNOTATIONS = {
     "deprecated",
     "readOnly",
     "writeOnly",
+    "$schema",
+    "$id",
+    "$comment",
+    "$defs",
+    "definitions",
 }
-_ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
-_VALUES = {"type", "enum", "const"}
+# The keywords that an enumeration may have.
+_ENUMERATION = {"type", "enum", "const"}
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+# Keywords that restrict a value and may be combined.
 _ASSERTIONS = {
-    *_VALUES,
+    *_ENUMERATION,
     *_BOUNDS,
     "properties",
     "required",
     "additionalProperties",
     "items",
     "prefixItems",
+    "minItems",
+    "maxItems",
+    "minLength",
+    "maxLength",
+    "pattern",
 }
-_ASSERTIONS |= {"minItems", "maxItems", "minLength", "maxLength", "pattern"}
-# What reading one schema, and the digit ranges of one number, cost in steps of a `Budget`.
-_STEPS, _NUMBER_STEPS = 300, 1500
+# Keywords that replace a schema by others; they must stand alone.
+_SUBSCHEMAS = ("$ref", "anyOf", "oneOf")
+_KEYWORDS = {*_ANNOTATIONS, *_ASSERTIONS, *_SUBSCHEMAS}
+# What it costs to read one schema, in steps of a `Budget`.
+_STEPS = 300
+# What it costs to make the digit ranges of one number, in steps of a `Budget`.
+_NUMBER_STEPS = 1500
 _LARGEST = 10**18  # the largest size or bound that a schema may give
 
 
-def parsed(text: str) -> Any:
-    """Parse a schema given as text.
+def parse_schema(text: str) -> Any:
+    """Parse the text of a schema as JSON.
 
     Raises:
         InputRefused: the text is not JSON.
@@ -82,31 +100,40 @@ def parsed(text: str) -> Any:
         raise InputRefused(f"the JSON schema cannot be read as JSON: {json_fault(error)}") from None
 
 
-def document(schema: object, counted: bool = True) -> Expression:
+def schema_expression(schema: object, counted: bool = True) -> Expression:
     """Return an expression for the compact JSON texts that a schema validates.
 
     Args:
         schema: a JSON schema (draft 2020-12) as `json.loads` returns it.
-        counted: whether to count lengths; otherwise all are written out.
+        counted: whether counters count lengths; False: all lengths are written out.
 
     Raises:
         InputRefused: the schema is unbounded, outside the subset, or malformed; the message has the
             place and the key.
     """
-    return _Schemas(schema, 0 if counted else COUNTERS).read(schema, ("#",))
+    return _SchemaReader(schema, 0 if counted else COUNTERS).read(schema, ("#",))
 
 
-class _Schemas:
-    """A reader of one JSON schema; its methods take a schema that lies inside it, and the path to
-    that schema.
+class _SchemaReader:
+    """Reads one JSON schema and the schemas inside it.
+
+    Most methods take such an inner schema and the path to it.
+
+    Attributes:
+        root: the schema.
+        counters: how many counters are in use around the schema that is being read; COUNTERS: no
+            counter is free, so lengths are written out.
+        expressions: the expression of each referenced schema that was read, by (its identity,
+            `counters`).
+        being_read: the identities of the referenced schemas that are being read.
+        budget: limits the time that reading takes.
     """
 
     def __init__(self, root: object, counters: int) -> None:
         self.root = root
-        self.counters = counters  # in use around what is being read
-        self.known: dict[tuple[int, int], Expression] = {}  # what each reference was read into
-        # The schemas, by identity, that references lead to and that are being read.
-        self.open: list[int] = []
+        self.counters = counters
+        self.expressions: dict[tuple[int, int], Expression] = {}
+        self.being_read: list[int] = []
         self.budget = Budget("the JSON schema")
 
     def refuse(self, path: tuple[str, ...], fault: str) -> NoReturn:
@@ -127,33 +154,28 @@ class _Schemas:
                 path,
                 f"{str(schema)[:40]!r} is no schema that any value could follow: give an object",
             )
-        # A key that is not known might narrow the values, and the text would then not be valid.
+        # Unknown keys are refused, because one might restrict the values, and then accepted texts
+        # would not be valid.
         for key in schema:
-            if key not in _ANNOTATIONS | _ASSERTIONS | {"$ref", "anyOf", "oneOf"}:
+            if key not in _KEYWORDS:
                 self.refuse(
                     path, f"{key!r} is not supported: leave it out or say the same with other keys"
                 )
-        for key in ("$ref", "anyOf", "oneOf"):
+        for key in _SUBSCHEMAS:
             if key in schema:
-                if others := schema.keys() - _ANNOTATIONS - {key}:
-                    self.refuse(
-                        path,
-                        f"{key!r} next to {min(others)!r} is not supported: let {key!r} stand alone",
-                    )
-                return (
-                    self._reference(schema, path)
-                    if key == "$ref"
-                    else self._options(schema, key, path)
-                )
+                return self._subschema(schema, key, path)
         if "const" in schema or "enum" in schema:
             return self._enumeration(schema, path)
-        # The types of a list begin with different characters, so their counters are not mixed up.
+        # Texts of different types begin with different characters, so the first byte decides whose
+        # counters are used.
         return Alternation(
-            tuple(self._typed(name, schema, path) for name in self._types(schema, path))
+            tuple(self._of_type(name, schema, path) for name in self._types(schema, path))
         )
 
     def _types(self, schema: dict[str, Any], path: tuple[str, ...]) -> list[str]:
-        if (types := schema.get("type")) is None:
+        """Return the types that a schema names."""
+        types = schema.get("type")
+        if types is None:
             self.refuse(
                 path, "a value of any type is valid here, so it is not bounded: give 'type'"
             )
@@ -165,40 +187,58 @@ class _Schemas:
             self.refuse(path, "'type' names no type")
         return names
 
-    def _typed(self, name: str, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
-        readers = {"object": self._object, "array": self._array, "string": self._string}
-        if name in readers:
-            return readers[name](schema, path)
+    def _of_type(self, name: str, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
+        """Return an expression for the schema's texts of one type."""
+        if name == "object":
+            return self._object(schema, path)
+        if name == "array":
+            return self._array(schema, path)
+        if name == "string":
+            return self._string(schema, path)
         if name in ("integer", "number"):
             return self._number(name, schema, path)
-        return (
-            Alternation((literal(b"true"), literal(b"false")))
-            if name == "boolean"
-            else literal(b"null")
-        )
+        if name == "boolean":
+            return Alternation((literal(b"true"), literal(b"false")))
+        return literal(b"null")
 
     # ── references and choices ────────────────────────────────────────────────────────────────────
 
+    def _subschema(self, schema: dict[str, Any], key: str, path: tuple[str, ...]) -> Expression:
+        """Return an expression for a schema with "$ref", "anyOf" or "oneOf"."""
+        other_keys = schema.keys() - _ANNOTATIONS - {key}
+        if other_keys:
+            self.refuse(
+                path,
+                f"{key!r} next to {min(other_keys)!r} is not supported: let {key!r} stand alone",
+            )
+        if key == "$ref":
+            return self._reference(schema, path)
+        return self._options(schema, key, path)
+
     def _reference(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
+        """Return an expression for a schema with "$ref"."""
         name = schema["$ref"]
         target = self.target(name, path)
-        # A schema that is open leads back to itself: its texts have no bound on their depth.
-        if id(target) in self.open or target is self.root:
+        # A schema that refers to itself has texts of any depth.
+        if id(target) in self.being_read or target is self.root:
             self.refuse(
                 path, f"'$ref' to {name!r} is recursive, so it is not bounded: write its levels out"
             )
-        # Read once: schemas may refer to one part many times, and the automaton shares its states,
-        # too.
+        # Each target is read once for each number of counters in use, because schemas may refer to
+        # it many times. The automaton shares the states of one expression as well.
         key = id(target), self.counters
-        if key not in self.known:
-            self.open.append(id(target))
-            self.known[key] = self.read(target, (*path, "$ref"))
-            self.open.pop()
-        return self.known[key]
+        if key not in self.expressions:
+            self.being_read.append(id(target))
+            self.expressions[key] = self.read(target, (*path, "$ref"))
+            self.being_read.pop()
+        return self.expressions[key]
 
     def target(self, name: object, path: tuple[str, ...]) -> Any:
-        """Return the schema that a reference names by a JSON pointer in a URI's fragment (RFC
-        6901).
+        """Return the schema that a reference names.
+
+        Args:
+            name: the value of "$ref", a JSON pointer in a URI's fragment (RFC 6901).
+            path: the path to the schema with the reference.
         """
         if not isinstance(name, str) or not (
             name == "#" or name.startswith(("#/", "#%2F", "#%2f"))
@@ -207,71 +247,81 @@ class _Schemas:
                 path, f"'$ref' to {str(name)[:60]!r} is not supported: refer to '#/$defs/NAME'"
             )
         try:
-            # First the URI's escapes, of which one may be a slash, and then the pointer's.
+            # The URI's escapes come before the pointer is split, because a slash may be escaped.
             steps = unquote_to_bytes(name).decode().split("/")[1:]
         except UnicodeError:
-            self.refuse(path, f"'$ref' to {name[:60]!r}: its percent escapes are no UTF-8")
+            self.refuse(path, f"'$ref' to {name[:60]!r}: its percent escapes are not UTF-8")
         target = self.root
         for step in steps:
             if re.search("~(?![01])", step):
                 self.refuse(path, f"'$ref' to {name[:60]!r}: write ~0 for '~' and ~1 for '/'")
-            # ~1 first, or ~01 would become a slash.
-            step = step.replace("~1", "/").replace("~0", "~")
-            if (
-                isinstance(target, list)
-                and re.fullmatch("0|[1-9][0-9]{0,8}", step)
-                and int(step) < len(target)
-            ):
-                target = target[int(step)]
-            elif isinstance(target, dict) and step in target:
-                target = target[step]
+            # ~1 is replaced first: otherwise ~01, which stands for ~1, would become a slash.
+            key = step.replace("~1", "/").replace("~0", "~")
+            is_index = re.fullmatch("0|[1-9][0-9]{0,8}", key) is not None
+            if isinstance(target, list) and is_index and int(key) < len(target):
+                target = target[int(key)]
+            elif isinstance(target, dict) and key in target:
+                target = target[key]
             else:
                 self.refuse(
-                    path, f"'$ref' to {name[:60]!r} leads nowhere: there is no {step[:60]!r}"
+                    path, f"'$ref' to {name[:60]!r} leads nowhere: there is no {key[:60]!r}"
                 )
         return target
 
     def _options(self, schema: dict[str, Any], key: str, path: tuple[str, ...]) -> Expression:
+        """Return an expression for a schema with "anyOf" or "oneOf"."""
         options = schema[key]
         if not isinstance(options, list) or not 0 < len(options) <= MAX_OPTIONS:
             self.refuse(path, f"{key!r} is not a list of 1 to {MAX_OPTIONS} schemas")
-        texts = self._alternatives(options, key, path)
-        # An automaton accepts a text by any option; that exactly one fits has to be known
-        # beforehand.
+        expressions = self._option_expressions(options, key, path)
+        # 'oneOf' demands that exactly one option is valid. An automaton accepts a text that any
+        # option accepts, so the options must exclude each other.
         if key == "oneOf":
-            if shared := values.overlap(
+            overlapping = values.overlap(
                 options, lambda name: self.target(name, path), self.budget.spend
-            ):
+            )
+            if overlapping:
+                first, second = overlapping
                 self.refuse(
                     path,
-                    f"one value may follow options {shared[0]} and {shared[1]} of 'oneOf': use 'anyOf'",
+                    f"one value may follow options {first} and {second} of 'oneOf': use 'anyOf'",
                 )
-        return Alternation(tuple(texts))
+        return Alternation(tuple(expressions))
 
-    def _alternatives(
+    def _option_expressions(
         self, options: list[Any], key: str, path: tuple[str, ...]
     ) -> list[Expression]:
-        """Return the texts of each option, without counters if a byte would not say which option's
-        are to count.
+        """Return the expression of each option.
+
+        Lengths in the options are written out, instead of counted, if a byte would not decide which
+        option's counters are used.
         """
-        paths = [(*path, f"{key}/{index}") for index in range(len(options))]
-        texts = [self.read(option, place) for option, place in zip(options, paths, strict=True)]
-        if self.counters < COUNTERS:
-            try:
-                byte_automaton(Alternation(tuple(texts)), self.budget)
-            except Ambiguous:
-                outer = self.counters
-                self.counters = COUNTERS
-                texts = [
-                    self.read(option, place) for option, place in zip(options, paths, strict=True)
-                ]
-                self.counters = outer
-        return texts
+
+        def read_options() -> list[Expression]:
+            return [
+                self.read(option, (*path, f"{key}/{index}")) for index, option in enumerate(options)
+            ]
+
+        expressions = read_options()
+        if self.counters == COUNTERS:
+            return expressions
+        try:
+            # Compiled only to find out whether the counters are ambiguous.
+            byte_automaton(Alternation(tuple(expressions)), self.budget)
+        except Ambiguous:
+            counters_in_use = self.counters
+            self.counters = COUNTERS
+            expressions = read_options()
+            self.counters = counters_in_use
+        return expressions
 
     def _enumeration(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
-        if others := schema.keys() - _ANNOTATIONS - _VALUES:
+        """Return an expression for a schema with "enum" or "const"."""
+        other_keys = schema.keys() - _ANNOTATIONS - _ENUMERATION
+        if other_keys:
             self.refuse(
-                path, f"{min(others)!r} next to 'enum' or 'const' is not supported: leave it out"
+                path,
+                f"{min(other_keys)!r} next to 'enum' or 'const' is not supported: leave it out",
             )
         allowed = schema.get("enum", [schema.get("const")])
         if not isinstance(allowed, list) or not all(map(values.is_json, allowed)):
@@ -293,45 +343,50 @@ class _Schemas:
     def _size(
         self, schema: dict[str, Any], key: str, default: int | None, path: tuple[str, ...]
     ) -> int | None:
+        """Return the limit of a length that a schema gives, or the default."""
         size = schema.get(key, default)
-        if size is not None and (
-            not _is_number(size) or size != int(size) or not 0 <= size <= _LARGEST
-        ):
+        if size is None:
+            return None
+        if not _is_number(size) or size != int(size) or not 0 <= size <= _LARGEST:
             self.refuse(path, f"{key} = {str(size)[:40]}: expected a whole number, 0 or more")
-        if size is not None and size > MAX_COUNT:
+        if size > MAX_COUNT:
             self.refuse(
                 path,
                 f"{key} = {int(size):,}: at most {MAX_COUNT:,} are counted; give a smaller one",
             )
-        return size if size is None else int(size)
+        return int(size)
 
     def _string(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
-        least = self._size(schema, "minLength", 0, path) or 0
-        most = (
-            self._size(schema, "maxLength", min(least + values.STRING_LENGTH, MAX_COUNT), path) or 0
-        )
-        if most < least:
-            self.refuse(path, f"maxLength = {most} is below minLength = {least}")
-        length: Expression
-        key = "maxLength"
+        """Return an expression for the strings of a schema."""
+        # `or 0` is for null, which `_size` returns as None.
+        min_length = self._size(schema, "minLength", 0, path) or 0
+        default_max = min(min_length + values.STRING_LENGTH, MAX_COUNT)
+        max_length = self._size(schema, "maxLength", default_max, path) or 0
+        if max_length < min_length:
+            self.refuse(path, f"maxLength = {max_length} is below minLength = {min_length}")
+        characters: Expression
         if self.counters == COUNTERS:
-            length = Repetition(in_json(ANY), least, most)
+            source = "maxLength"
+            characters = Repetition(in_json(ANY), min_length, max_length)
             if "pattern" in schema:
-                # Intersected, because a pattern limits no length, and a string must have one.
-                length = Intersection(self._pattern(schema, path, in_json), length)
+                # A pattern does not limit the length, so the texts must also have a valid length.
+                characters = Intersection(self._pattern(schema, path, in_json), characters)
+        elif "pattern" in schema:
+            source = "pattern"
+            character = _counting_encoding(Operation("count", self.counters), in_json)
+            characters = self._pattern(schema, path, character)
+            # The counter limits only the maximum. The minimum is written out: compiling then finds
+            # texts of the pattern that cannot become long enough, and a counter would not.
+            if min_length:
+                characters = Intersection(characters, Repetition(character(ANY), min_length, None))
+            characters = self._bound_repetitions(characters, 0, max_length)
         else:
-            character = _counted(Operation("count", self.counters), in_json)
-            if "pattern" in schema:
-                key = "pattern"
-                length = self._pattern(schema, path, character)
-                if least:
-                    length = Intersection(length, Repetition(character(ANY), least, None))
-                least = 0
-            else:
-                length = Repetition(character(ANY), 0, None)
-            length = self._bounded(length, least, most)
-        return joined(
-            literal(b'"'), WithSource(length, f"{key!r} at {pointer(path)}"), literal(b'"')
+            source = "maxLength"
+            character = _counting_encoding(Operation("count", self.counters), in_json)
+            characters = Repetition(character(ANY), 0, None)
+            characters = self._bound_repetitions(characters, min_length, max_length)
+        return concatenation(
+            literal(b'"'), WithSource(characters, f"{source!r} at {pointer(path)}"), literal(b'"')
         )
 
     def _pattern(
@@ -340,19 +395,26 @@ class _Schemas:
         """Return an expression for the characters of a string that match the schema's pattern."""
         if not isinstance(schema["pattern"], str):
             self.refuse(path, "'pattern' is not a string")
-        return found_in(
+        return search_expression(
             schema["pattern"], f"the JSON schema at {pointer(path)}: the pattern", encoding
         )
 
-    def _bounded(self, counted: Expression, least: int, most: int) -> Expression:
-        """Return an expression for repetitions, of which each has the operation "count", within
-        bounds.
+    def _bound_repetitions(self, counted: Expression, minimum: int, maximum: int) -> Expression:
+        """Return an expression for `minimum` to `maximum` repetitions.
+
+        Args:
+            counted: any number of repetitions, each with the operation "count".
+            minimum: the smallest number of repetitions.
+            maximum: the largest number of repetitions.
         """
-        begin = Operation("begin", self.counters, most)
-        end = Operation("end", self.counters, most - least if least else MAX_COUNT)
-        return joined(Mark(begin), counted, Mark(end))
+        begin = Operation("begin", self.counters, maximum)
+        # Without a minimum any count may be left at the end.
+        most_left = maximum - minimum if minimum else MAX_COUNT
+        end = Operation("end", self.counters, most_left)
+        return concatenation(Mark(begin), counted, Mark(end))
 
     def _number(self, name: str, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
+        """Return an expression for the numbers of a schema; `name` is "integer" or "number"."""
         self.budget.spend(_NUMBER_STEPS)
         bounds = {key: schema[key] for key in _BOUNDS if key in schema}
         for key, bound in bounds.items():
@@ -361,88 +423,105 @@ class _Schemas:
                     path, f"{key} = {str(bound)[:40]}: expected a number of at most 18 digits"
                 )
         largest = 10**values.DIGITS - 1
-        # An open bound of whole numbers is the next whole number; one of decimals has no next
-        # number.
         if name == "integer":
-            lower = [math.ceil(bounds.get("minimum", -largest))]
-            lower += [math.floor(bounds[key]) + 1 for key in bounds if key == "exclusiveMinimum"]
-            upper = [math.floor(bounds.get("maximum", largest))]
-            upper += [math.ceil(bounds[key]) - 1 for key in bounds if key == "exclusiveMaximum"]
-            text = values.integer(max(lower), min(upper))
+            lower = math.ceil(bounds.get("minimum", -largest))
+            upper = math.floor(bounds.get("maximum", largest))
+            if "exclusiveMinimum" in bounds:
+                lower = max(lower, math.floor(bounds["exclusiveMinimum"]) + 1)
+            if "exclusiveMaximum" in bounds:
+                upper = min(upper, math.ceil(bounds["exclusiveMaximum"]) - 1)
+            expression = values.integer(lower, upper)
         else:
+            # An exclusive bound is not supported, because the next decimal after it does not exist.
             for key, bound in bounds.items():
                 if key.startswith("exclusive") or bound != int(bound):
                     self.refuse(
                         path,
                         f"{key} = {bound} of a number is not supported: give a whole minimum and maximum",
                     )
-            lower = [int(bounds.get("minimum", -largest))]
-            upper = [int(bounds.get("maximum", largest))]
-            text = values.number_between(lower[0], upper[0]) if bounds else values.number()
-        if max(lower) > min(upper):
+            lower = int(bounds.get("minimum", -largest))
+            upper = int(bounds.get("maximum", largest))
+            expression = values.number_between(lower, upper) if bounds else values.number()
+        if lower > upper:
             self.refuse(path, f"no {name} lies between its bounds")
-        return text
+        return expression
 
     # ── arrays and objects ────────────────────────────────────────────────────────────────────────
 
     def _array(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
-        first = schema.get("prefixItems", [])
+        """Return an expression for the arrays of a schema."""
+        prefix = schema.get("prefixItems", [])
         items = schema.get("items")
-        if not isinstance(first, list) or len(first) > MAX_OPTIONS:
+        if not isinstance(prefix, list) or len(prefix) > MAX_OPTIONS:
             self.refuse(path, f"'prefixItems' is not a list of at most {MAX_OPTIONS} schemas")
-        least = self._size(schema, "minItems", 0, path) or 0
-        most = self._size(
-            schema,
-            "maxItems",
-            len(first) if items is False or (first and items is None) else None,
-            path,
-        )
-        if most is None:
+        min_items = self._size(schema, "minItems", 0, path) or 0
+        only_prefix = items is False or (prefix and items is None)
+        default_max = len(prefix) if only_prefix else None
+        max_items = self._size(schema, "maxItems", default_max, path)
+        if max_items is None:
             self.refuse(path, "an array without 'maxItems' is not bounded: give 'maxItems'")
         if items in (None, False):
-            most = min(most, len(first))
-        if most < least:
+            max_items = min(max_items, len(prefix))
+        if max_items < min_items:
             self.refuse(
-                path, f"no array has as many items as minItems = {least}: at most {most} are valid"
+                path,
+                f"no array has as many items as minItems = {min_items}: at most {max_items} are valid",
             )
-        texts = [
+        first_items = [
             self.read(item, (*path, f"prefixItems/{index}"))
-            for index, item in enumerate(first[:most])
+            for index, item in enumerate(prefix[:max_items])
         ]
-        more: Expression = joined()
-        if most > len(texts):
-            texts, more = self._further(texts, items, least, most, path)
-        # From the last item to the first, so that each item is followed by everything that may come
-        # after it.
-        for index in reversed(range(len(texts))):
-            more = joined(literal(b",") if index else joined(), texts[index], more)
-            more = optional(more) if index >= least else more
-        return joined(literal(b"["), more, literal(b"]"))
+        rest: Expression = concatenation()
+        if max_items > len(first_items):
+            first_items, rest = self._repeated_items(first_items, items, min_items, max_items, path)
+        # From the last item to the first: `rest` is everything that may follow an item.
+        for index in reversed(range(len(first_items))):
+            comma = literal(b",") if index else concatenation()
+            rest = concatenation(comma, first_items[index], rest)
+            if index >= min_items:
+                rest = optional(rest)
+        return concatenation(literal(b"["), rest, literal(b"]"))
 
-    def _further(
-        self, texts: list[Expression], items: object, least: int, most: int, path: tuple[str, ...]
+    def _repeated_items(
+        self,
+        first_items: list[Expression],
+        items: object,
+        min_items: int,
+        max_items: int,
+        path: tuple[str, ...],
     ) -> tuple[list[Expression], Expression]:
-        """Return the texts of an array's first items, at least one, and that of those which follow
-        them.
+        """Return an expression for the items of an array after the first ones.
+
+        Args:
+            first_items: the expressions of 'prefixItems'.
+            items: the schema of the items after them.
+            min_items: the smallest number of all items.
+            max_items: the largest number of all items, more than `first_items`.
+            path: the path to the array's schema.
+
+        Returns:
+            The expressions of the first items, at least one, and the expression for the items after
+            them, each with a comma before it.
         """
-        if not texts:
-            texts = [self.read(items, (*path, "items"))]
-        fewest = max(least - len(texts), 0)
-        further = most - len(texts)
-        if not further:
-            return texts, joined()
+        # The first item has no comma before it, so it is not one of the repetitions.
+        if not first_items:
+            first_items = [self.read(items, (*path, "items"))]
+        minimum = max(min_items - len(first_items), 0)
+        maximum = max_items - len(first_items)
+        if not maximum:
+            return first_items, concatenation()
         if self.counters == COUNTERS:
-            item = joined(literal(b","), self.read(items, (*path, "items")))
-            return texts, WithSource(
-                Repetition(item, fewest, further), f"'maxItems' at {pointer(path)}"
-            )
+            item = concatenation(literal(b","), self.read(items, (*path, "items")))
+            repetition = Repetition(item, minimum, maximum)
+            return first_items, WithSource(repetition, f"'maxItems' at {pointer(path)}")
         count = Mark(Operation("count", self.counters))
         self.counters += 1
-        item = joined(count, literal(b","), self.read(items, (*path, "items")))
+        item = concatenation(count, literal(b","), self.read(items, (*path, "items")))
         self.counters -= 1
-        return texts, self._bounded(Repetition(item, 0, None), fewest, further)
+        return first_items, self._bound_repetitions(Repetition(item, 0, None), minimum, maximum)
 
     def _object(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
+        """Return an expression for the objects of a schema, with members in the schema's order."""
         properties = schema.get("properties")
         required = schema.get("required", [])
         if schema.get("additionalProperties", False) is not False:
@@ -459,46 +538,49 @@ class _Schemas:
         for name in required:
             if not isinstance(name, str) or name not in (properties or {}):
                 self.refuse(path, f"the required member {str(name)[:60]!r} is not in 'properties'")
-        required = set(required)
-        # Go from the last member to the first: `after` holds what may follow a member, `firsts` the
-        # texts that begin with each member that may come first.
+        required_names = set(required)
+        # A comma is before each member but the first, and optional members may be left out. So
+        # there is an option for each member that may come first, followed by the members after it.
+        # Members are read from the last to the first. `after` are the members after the current
+        # one, with their commas.
         after: list[Expression] = []
-        firsts: list[Expression] = []
+        options: list[Expression] = []
         for name, member in reversed([*(properties or {}).items()]):
-            text = joined(
-                values.constant(name),
-                literal(b":"),
-                self.read(member, (*path, f"properties/{escaped(name)}")),
-            )
+            value = self.read(member, (*path, f"properties/{escape_for_pointer(name)}"))
+            text = concatenation(values.constant(name), literal(b":"), value)
             self.budget.spend(len(after))
-            firsts = [joined(text, *after), *(firsts if name not in required else [])]
-            following = joined(literal(b","), text)
-            after = [following if name in required else optional(following), *after]
-        return joined(
-            literal(b"{"), Alternation((*firsts, *([] if required else [joined()]))), literal(b"}")
-        )
+            # If this member is required, no later member can come first.
+            if name in required_names:
+                options = []
+            options = [concatenation(text, *after), *options]
+            with_comma = concatenation(literal(b","), text)
+            after = [with_comma if name in required_names else optional(with_comma), *after]
+        if not required_names:
+            options.append(concatenation())
+        return concatenation(literal(b"{"), Alternation(tuple(options)), literal(b"}"))
 
 
 def pointer(path: tuple[str, ...]) -> str:
-    """Return the place of a schema as a JSON pointer (RFC 6901), of at most 200 characters."""
+    """Return the place of a schema as a JSON pointer (RFC 6901), cut to 200 characters."""
     return "/".join(path)[:200]
 
 
-def escaped(name: str) -> str:
-    """Return a name as a JSON pointer writes it."""
+def escape_for_pointer(name: str) -> str:
+    """Return a name with the escapes of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _counted(operation: Operation, encoding: Encoding) -> Encoding:
-    """Return an encoding in which an operation stands before each character."""
-    known: dict[CodePoints, Expression] = {}
+def _counting_encoding(operation: Operation, encoding: Encoding) -> Encoding:
+    """Return an encoding that puts an operation before each character."""
+    # Each expression is kept, so that equal sets of characters share one expression.
+    expressions: dict[CodePoints, Expression] = {}
 
-    def encoded(points: CodePoints) -> Expression:
-        if points not in known:
-            known[points] = joined(Mark(operation), encoding(points))
-        return known[points]
+    def encode(points: CodePoints) -> Expression:
+        if points not in expressions:
+            expressions[points] = concatenation(Mark(operation), encoding(points))
+        return expressions[points]
 
-    return encoded
+    return encode
 
 
 def _is_number(value: object) -> bool:

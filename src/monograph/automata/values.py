@@ -1,6 +1,7 @@
-"""Builds expressions for JSON constants and for numbers within bounds.
+"""Build expressions for JSON constants and for numbers within bounds; compare JSON values.
 
-`overlap` decides from types, constants and single members whether two schemas exclude each other.
+`overlap` decides whether schemas exclude each other. It looks at types, at constants, and at the
+members of objects one by one.
 """
 
 import json
@@ -15,106 +16,125 @@ from monograph.automata.expression import (
     Repetition,
     boxes,
     byte_range,
+    concatenation,
     in_json,
-    joined,
     literal,
     optional,
     single,
 )
 
-STRING_LENGTH = 64  # most characters beyond its least of a string whose schema gives no limit
-# Most digits of a number whose schema gives no limit: as many as a float64 holds exactly.
+# Without 'maxLength', a string may have this many characters more than 'minLength'.
+STRING_LENGTH = 64
+# Without bounds, a number may have this many digits: as many as a float64 holds exactly.
 DIGITS = 15
-# Most digits behind the point; serialisers write 17 significant ones after at most five zeros.
+# The maximum of digits after the point: serialisers write 17 significant digits after at most five
+# zeros.
 FRACTION_DIGITS = 22
 _DIGIT = byte_range(0x30, 0x39)
 _QUOTE = literal(b'"')
 
 
 def constant(value: object) -> Expression:
-    """Return an expression for a JSON value in compact form; its strings match in any form that
-    `in_json` accepts.
-    """
+    """Return an expression for a JSON value in compact form; `in_json` spells its strings."""
     if isinstance(value, str):
-        return joined(_QUOTE, *(in_json(single(ord(character))) for character in value), _QUOTE)
+        characters = [in_json(single(ord(character))) for character in value]
+        return concatenation(_QUOTE, *characters, _QUOTE)
     if isinstance(value, list):
-        return joined(literal(b"["), *_separated([constant(item) for item in value]), literal(b"]"))
+        items = [constant(item) for item in value]
+        return concatenation(literal(b"["), *_with_commas(items), literal(b"]"))
     if isinstance(value, Mapping):
         members = [
-            joined(constant(name), literal(b":"), constant(item)) for name, item in value.items()
+            concatenation(constant(name), literal(b":"), constant(member))
+            for name, member in value.items()
         ]
-        return joined(literal(b"{"), *_separated(members), literal(b"}"))
+        return concatenation(literal(b"{"), *_with_commas(members), literal(b"}"))
     return literal(json.dumps(value).encode())
 
 
-def _separated(parts: Sequence[Expression]) -> list[Expression]:
-    return [piece for part in parts for piece in (literal(b","), part)][1:]
+def _with_commas(parts: Sequence[Expression]) -> list[Expression]:
+    """Return the parts with a comma between each two."""
+    separated: list[Expression] = []
+    for part in parts:
+        if separated:
+            separated.append(literal(b","))
+        separated.append(part)
+    return separated
 
 
-def integer(least: int, most: int) -> Expression:
-    """Return an expression for the whole numbers from `least` to `most`, without leading zeros."""
-    # A zero gets no minus sign, so each number has one spelling.
-    return Alternation(
-        (_natural(max(least, 0), most), joined(literal(b"-"), _natural(max(-most, 1), -least)))
-    )
+def integer(minimum: int, maximum: int) -> Expression:
+    """Return an expression for the whole numbers from `minimum` to `maximum`.
+
+    Each number has one spelling: without leading zeros, and 0 without a minus sign.
+    """
+    not_negative = _natural(max(minimum, 0), maximum)
+    negative = concatenation(literal(b"-"), _natural(max(-maximum, 1), -minimum))
+    return Alternation((not_negative, negative))
 
 
-def _natural(least: int, most: int) -> Expression:
-    """Return an expression for the whole numbers from `least` >= 0 to `most`; it matches nothing if
-    there are none.
+def _natural(minimum: int, maximum: int) -> Expression:
+    """Return an expression for the whole numbers from `minimum` >= 0 to `maximum`.
+
+    If there are none, it matches nothing.
     """
     options: list[Expression] = []
-    # One alternative for each number of digits: within one length, order of texts is order of
-    # numbers.
-    for size in range(len(str(least)), len(str(max(most, 0))) + 1):
-        first = max(least, 10 ** (size - 1) if size > 1 else 0)
-        last = min(most, 10**size - 1)
+    fewest_digits = len(str(minimum))
+    most_digits = len(str(max(maximum, 0)))
+    # There is one option for each number of digits: texts of one length have the order of their
+    # numbers, which `boxes` needs.
+    for size in range(fewest_digits, most_digits + 1):
+        smallest = 10 ** (size - 1) if size > 1 else 0
+        first = max(minimum, smallest)
+        last = min(maximum, 10**size - 1)
         if first <= last:
-            low, high = ([int(digit) for digit in str(number)] for number in (first, last))
-            for box in boxes(low, high, 0, 9):
+            first_digits = [int(digit) for digit in str(first)]
+            last_digits = [int(digit) for digit in str(last)]
+            for box in boxes(first_digits, last_digits, 0, 9):
                 options.append(Concatenation(tuple(byte_range(0x30 + a, 0x30 + b) for a, b in box)))
     return Alternation(tuple(options))
 
 
 def number() -> Expression:
-    """Return an expression for numbers of at most DIGITS digits, FRACTION_DIGITS after the point, 2
-    in the exponent.
+    """Return an expression for numbers without bounds.
+
+    They have up to DIGITS digits before the point, FRACTION_DIGITS after it, and 2 in the exponent.
     """
     sign = optional(literal(b"-"))
-    exponent = optional(joined(_one_of(b"eE"), optional(_one_of(b"+-")), Repetition(_DIGIT, 1, 2)))
-    return joined(sign, _natural(0, 10**DIGITS - 1), optional(_fraction(_DIGIT)), exponent)
-
-
-def number_between(least: int, most: int) -> Expression:
-    """Return an expression for decimals between two whole numbers, both included, without
-    exponents.
-    """
-    return Alternation(
-        (_decimals(max(least, 0), most), joined(literal(b"-"), _decimals(max(-most, 0), -least)))
+    exponent = optional(
+        concatenation(_one_of(b"eE"), optional(_one_of(b"+-")), Repetition(_DIGIT, 1, 2))
     )
+    return concatenation(sign, _natural(0, 10**DIGITS - 1), optional(_fraction(_DIGIT)), exponent)
 
 
-def _decimals(least: int, most: int) -> Expression:
-    below = joined(_natural(least, most - 1), optional(_fraction(_DIGIT)))
-    # The upper bound itself may only have zeros after its point.
-    border = joined(
-        _natural(most, most) if most >= least else Alternation(()),
+def number_between(minimum: int, maximum: int) -> Expression:
+    """Return an expression for decimals from `minimum` to `maximum`, without exponents."""
+    not_negative = _decimals(max(minimum, 0), maximum)
+    negative = concatenation(literal(b"-"), _decimals(max(-maximum, 0), -minimum))
+    return Alternation((not_negative, negative))
+
+
+def _decimals(minimum: int, maximum: int) -> Expression:
+    """Return an expression for decimals from `minimum` >= 0 to `maximum`; there may be none."""
+    below_maximum = concatenation(_natural(minimum, maximum - 1), optional(_fraction(_DIGIT)))
+    # The maximum itself may only have zeros after its point.
+    maximum_itself = concatenation(
+        _natural(maximum, maximum) if maximum >= minimum else Alternation(()),
         optional(_fraction(literal(b"0"))),
     )
-    return Alternation((below, border))
+    return Alternation((below_maximum, maximum_itself))
 
 
 def _fraction(digit: Expression) -> Expression:
-    return joined(literal(b"."), Repetition(digit, 1, FRACTION_DIGITS))
+    """Return an expression for a point and up to FRACTION_DIGITS digits."""
+    return concatenation(literal(b"."), Repetition(digit, 1, FRACTION_DIGITS))
 
 
-def _one_of(sample: bytes) -> Expression:
-    return Alternation(tuple(literal(bytes((byte,))) for byte in sample))
+def _one_of(characters: bytes) -> Expression:
+    return Alternation(tuple(literal(bytes((byte,))) for byte in characters))
 
 
 def equal(one: object, other: object) -> bool:
-    """Return whether two JSON values are equal: 1 equals 1.0 but not true."""
-    # True is an int to Python, but no number to JSON.
+    """Return whether two JSON values are equal: 1 equals 1.0, but not true."""
+    # In Python, True equals 1.
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -127,20 +147,19 @@ def equal(one: object, other: object) -> bool:
 
 
 def type_names(value: object) -> set[str]:
-    """Return the types of JSON schema that a value has; a number without a fraction is also an
-    integer.
-    """
+    """Return the types that JSON schema gives a value, e.g. "integer" and "number" for 1.0."""
     if isinstance(value, bool):
         return {"boolean"}
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return {"integer", "number"}
-    kinds = {float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
-    return {kinds[type(value)]}
+    names = {float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+    return {names[type(value)]}
 
 
 def is_json(value: object) -> bool:
-    """Return whether a Python value is a JSON value: it has no NaN, no infinity, and its names are
-    strings.
+    """Return whether a Python value is a JSON value.
+
+    It must not contain NaN or infinity, and the names of members must be strings.
     """
     if isinstance(value, float):
         return math.isfinite(value)
@@ -154,70 +173,77 @@ def is_json(value: object) -> bool:
 def overlap(
     options: Sequence[dict[str, Any]], target: Callable[[str], Any], spend: Callable[[int], None]
 ) -> tuple[int, int] | None:
-    """Return the indices of two schemas that one value may follow, or None if every value follows
-    at most one.
+    """Find two schemas that may both be valid for one value.
 
     Args:
         options: schemas that have been read, so that they are well formed and not recursive.
         target: returns the schema that a reference names.
         spend: counts comparisons of values, and raises if there are too many.
+
+    Returns:
+        The indices of the first such schemas; None if each value is valid for at most one schema.
     """
-    apart = _Apart(target, spend)
-    for later in range(len(options)):
-        for index in range(later):
-            if not apart.disjoint(options[index], options[later]):
-                return index, later
+    comparison = _Comparison(target, spend)
+    for second in range(len(options)):
+        for first in range(second):
+            if not comparison.disjoint(options[first], options[second]):
+                return first, second
     return None
 
 
-class _Apart:
-    """Answers to whether two schemas exclude each other, kept for each pair that was asked about."""
+class _Comparison:
+    """Decides whether two schemas exclude each other, and remembers the answer for each pair."""
 
     def __init__(self, target: Callable[[str], Any], spend: Callable[[int], None]) -> None:
-        self.target, self.spend = target, spend
-        self.known: dict[tuple[int, int], bool] = {}
+        self.target = target
+        self.spend = spend
+        self.answers: dict[tuple[int, int], bool] = {}
 
     def disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return True only if no value follows both schemas."""
+        """Return whether it is certain that no value is valid for both schemas."""
         pair = id(one), id(other)
-        if pair not in self.known:
+        if pair not in self.answers:
             left = self.alternatives(one)
             right = self.alternatives(other)
-            self.known[pair] = all(self.plainly_disjoint(a, b) for a in left for b in right)
-        return self.known[pair]
+            self.answers[pair] = all(self.alternatives_disjoint(a, b) for a in left for b in right)
+        return self.answers[pair]
 
     def alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return schemas without references and choices; a value follows `schema` if it follows one
-        of them.
+        """Return schemas without "$ref", "anyOf" and "oneOf" that together stand for `schema`.
+
+        A value that is valid for `schema` is valid for one of them.
         """
         leaves = []
         waiting = [schema]
         seen = set()
+        # The loop also visits the schemas that it appends.
         for node in waiting:
             if id(node) in seen:
                 continue
             seen.add(id(node))
-            choices = [node[key] for key in ("anyOf", "oneOf") if key in node]
             if "$ref" in node:
                 waiting.append(self.target(node["$ref"]))
-            elif choices:
-                waiting.extend(choices[0])
+            elif "anyOf" in node:
+                waiting.extend(node["anyOf"])
+            elif "oneOf" in node:
+                waiting.extend(node["oneOf"])
             else:
                 leaves.append(node)
         return leaves
 
-    def plainly_disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return True only if no value follows both schemas, which have no references or choices."""
-        left = _constants(one)
-        right = _constants(other)
-        if left is not None and right is not None:
-            self.spend(len(left) * len(right))
-            return not any(equal(a, b) for a in left for b in right)
-        shared = _kinds(one, left) & _kinds(other, right)
-        if shared != {"object"} or left is not None or right is not None:
-            return not shared
-        # Only members that both require are certain to be there, and one of them that cannot agree
-        # is enough.
+    def alternatives_disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        """Return what `disjoint` returns, for schemas without "$ref", "anyOf" and "oneOf"."""
+        left_constants = _constants(one)
+        right_constants = _constants(other)
+        if left_constants is not None and right_constants is not None:
+            self.spend(len(left_constants) * len(right_constants))
+            return not any(equal(a, b) for a in left_constants for b in right_constants)
+        shared_types = _types(one, left_constants) & _types(other, right_constants)
+        any_constants = left_constants is not None or right_constants is not None
+        if any_constants or shared_types != {"object"}:
+            return not shared_types
+        # A member that both schemas require is in every value that is valid for both. So one such
+        # member whose schemas exclude each other is enough.
         names = set(one.get("required", [])) & set(other.get("required", []))
         return any(
             self.disjoint(one["properties"][name], other["properties"][name]) for name in names
@@ -225,14 +251,17 @@ class _Apart:
 
 
 def _constants(schema: dict[str, Any]) -> list[Any] | None:
-    """Return the values that a schema lists; None if it lists none."""
-    return schema.get("enum", [schema.get("const")]) if {"enum", "const"} & schema.keys() else None
+    """Return the values that a schema lists with "enum" or "const"; None if it lists none."""
+    if "enum" in schema or "const" in schema:
+        values: list[Any] = schema.get("enum", [schema.get("const")])
+        return values
+    return None
 
 
-def _kinds(schema: dict[str, Any], constants: list[Any] | None) -> set[str]:
-    """Return the types that a schema's values may have; an integer is a number here."""
+def _types(schema: dict[str, Any], constants: list[Any] | None) -> set[str]:
+    """Return the types that a schema's values may have, with "number" for "integer"."""
+    # "integer" is replaced, because 1.0 is an integer and a number, so the two types overlap.
     if constants is not None:
-        # Counted as numbers alone, since 1.0 is an integer and a number.
         return set().union(*map(type_names, constants)) - {"integer"}
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     return {"number" if name == "integer" else name for name in types}

@@ -72,7 +72,7 @@ def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
     """Compare fast paths with slow ones; a law's name is printed first, as its comparison may end
     the process.
     """
-    from monograph.profiling.laws import Compared, laws
+    from monograph.profiling.laws import Comparison, laws
 
     keep_compiled()
     device = default_device()
@@ -89,7 +89,7 @@ def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
         try:
             found = compare()
         except Exception as error:  # of torch or a driver: the other laws are compared all the same
-            found = Compared(
+            found = Comparison(
                 float("inf"), 0, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
             )
         spent_s = clock() - start

@@ -536,12 +536,14 @@ class OptimSection(Section):
         (0.9, 0.95),
         "two numbers, 0 or more and below 1",
         "Decay of the first and second moment.",
+        belongs_to="optim.name",
         varies="in one graph",
     )
     eps: PositiveFloat = _key(
         1e-8,
         ABOVE_0.expected,
         "Number that is added to the denominator of the update.",
+        belongs_to="optim.name",
         varies="in one graph",
     )
     grad_clip: Literal["none"] | PositiveFloat = _key(

@@ -7,10 +7,15 @@ ends the text.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from monograph.data.conversations import Conversation, chat_only, conversation_text, keyed_records
+from monograph.data.conversations import (
+    Conversation,
+    conversation_text,
+    first_chat_only_key,
+    keyed_records,
+)
 from monograph.data.forms import COMPLETION, PROMPT, RecordKeys
 from monograph.data.loss_mask import Answering, Row
-from monograph.data.records import Fault, Record, Unusable, short
+from monograph.data.records import Fault, Record, Unusable, quote
 from monograph.data.sources import SourceFile
 from monograph.text.tokenizer import Tokenizer
 
@@ -49,18 +54,18 @@ def _text_of(record: Mapping[str, Any]) -> str | Fault:
     if not are_texts(record):
         return Fault(
             "a chat",
-            f"is no text under {short(PROMPT)} and {short(COMPLETION)}: a chat {needs_template}",
+            f"is no text under {quote(PROMPT)} and {quote(COMPLETION)}: a chat {needs_template}",
         )
-    chat_key = chat_only(record)
+    chat_key = first_chat_only_key(record)
     if chat_key is not None:
         return Fault(
             "a chat",
-            f"{short(chat_key)} {needs_template}: remove it, or name it in data.ignore_keys",
+            f"{quote(chat_key)} {needs_template}: remove it, or name it in data.ignore_keys",
         )
     return conversation_text(record)
 
 
-def texts_of(text: str) -> tuple[str, str]:
+def prompt_and_completion(text: str) -> tuple[str, str]:
     """Return the prompt and the completion of a record's text, as `completion_records` yields it."""
     prompt, completion = Conversation.of_text(text).messages
     return prompt["content"], completion["content"]
@@ -69,9 +74,9 @@ def texts_of(text: str) -> tuple[str, str]:
 class Completions:
     """A converter of records to rows. `monograph.data.loss_mask.Answers` is the one for chats."""
 
-    def __init__(self, tokenizer: Tokenizer, how: Answering) -> None:
+    def __init__(self, tokenizer: Tokenizer, answering: Answering) -> None:
         self._tokenizer = tokenizer
-        self._longest = how.longest
+        self._longest = answering.longest
 
     def row(self, text: str) -> Row:
         """Return the row of a record's text.
@@ -80,7 +85,7 @@ class Completions:
             Unusable: the record is longer than a row.
             InputRefused: the tokenizer would lose a part of the text.
         """
-        prompt, completion = texts_of(text)
+        prompt, completion = prompt_and_completion(text)
         row = completed_row(self._tokenizer, prompt, completion)
         inputs = len(row.ids) - 1
         if inputs > self._longest:

@@ -1,5 +1,8 @@
-"""Read conversations from records in any of the common forms, and describe the faults of bad
-records.
+"""Read conversations from records in any of the common forms, which `monograph.data.forms`
+declares.
+
+Until it becomes tokens, a conversation is treated as a text: the JSON that `conversation_text`
+writes.
 """
 
 import json
@@ -20,16 +23,28 @@ from monograph.data.forms import (
     VARIABLES,
     RecordKeys,
 )
-from monograph.data.messages import message_of, read_messages, spoken, trained_on
-from monograph.data.records import EMPTY, KINDS, Fault, Record, Unusable, json_objects, short, sound
+from monograph.data.messages import is_trained_on, message_of, read_messages, trainable_message
+from monograph.data.records import (
+    EMPTY_VALUES,
+    JSON_TYPES,
+    Fault,
+    Record,
+    Unusable,
+    checked_text,
+    json_objects,
+    quote,
+)
 from monograph.data.sources import LINES, SourceFile, place_of
-from monograph.data.tables import first_filled, table_columns, table_objects
+from monograph.data.tables import first_row_with_value, table_columns, table_objects
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
-MOST_MESSAGES = 1000  # each answer is rendered together with all messages before it
-# The template gets these from elsewhere, or they name what renders it.
-_NO_VARIABLES = frozenset(
+# The largest number of messages. Each answer is rendered together with all messages before it, so
+# the time grows with the square of this number.
+MAX_MESSAGES = 1000
+# Names that a record's variables of the chat template must not have, because other variables of the
+# template have them, or arguments of the code that renders it.
+_RESERVED_NAMES = frozenset(
     "self template tokenizer messages chats tools documents marker marks counts add_generation_prompt".split()
 )
 
@@ -38,10 +53,10 @@ class Conversation(NamedTuple):
     """One record that holds a conversation.
 
     Attributes:
-        messages: as `monograph.data.messages.message_of` returns them.
+        messages: the messages, as `monograph.data.messages.message_of` returns them.
         tools: the tools that the assistant may call; None if the record names none.
-        trained_from: index of the first message that may be trained on: the first after a prompt's
-            messages, else 0.
+        trained_from: index of the first message that may be trained on. In a record with "prompt"
+            and "completion" it is the first message of the completion; in others it is 0.
         variables: further variables of the chat template.
     """
 
@@ -53,22 +68,25 @@ class Conversation(NamedTuple):
     @property
     def answers(self) -> list[int]:
         """Return the indices of the messages that can be trained on."""
-        numbers = range(self.trained_from, len(self.messages))
-        return [number for number in numbers if trained_on(self.messages[number])]
+        indices = range(self.trained_from, len(self.messages))
+        return [index for index in indices if is_trained_on(self.messages[index])]
 
     @property
     def template_variables(self) -> dict[str, Any]:
         """Return everything that the chat template gets beside the messages."""
-        return {**({TOOLS: self.tools} if self.tools else {}), **self.variables}
+        tools = {TOOLS: self.tools} if self.tools else {}
+        return {**tools, **self.variables}
 
     @classmethod
     def of_text(cls, text: str) -> Self:
-        """Return the conversation that `conversation_text` wrote."""
+        """Return the conversation whose text `conversation_text` has returned."""
         return cls(*json.loads(text))
 
 
 def conversation_records(file: SourceFile, keys: RecordKeys) -> Iterator[Record]:
-    """Yield (record number from 1, what `conversation_text` returns) for every record.
+    """Yield (record number from 1, conversation as a text or a fault) for every record of a file.
+
+    The text is that of `conversation_text`.
 
     Raises:
         InputRefused: a record has an unknown key.
@@ -80,8 +98,13 @@ def conversation_records(file: SourceFile, keys: RecordKeys) -> Iterator[Record]
 def keyed_records(
     file: SourceFile, keys: RecordKeys
 ) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
-    """Yield (record number from 1, the keys that say what is trained, or a fault) for every record
-    of a file.
+    """Yield (record number from 1, record or fault) for every record of a file.
+
+    The records have only the keys that say what is trained.
+
+    Args:
+        file: the file.
+        keys: chooses the keys of a record, and counts those that are ignored.
 
     Raises:
         InputRefused: a record has an unknown key, or the file cannot be read.
@@ -96,43 +119,52 @@ def keyed_records(
             yield number, record
             continue
         try:
-            kept = keys.read(record)
+            obeyed = keys.read(record)
         except Unusable as unusable:
             yield number, unusable.fault
         except InputRefused as refused:
             raise InputRefused(f"{place_of(file.path, number)}: {refused}") from None
         else:
-            yield number, kept
+            yield number, obeyed
 
 
 def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
-    """Yield the rows of a table with the columns that can say what is trained, and refuse unknown
-    ones.
+    """Yield (row number from 1, row or fault) of a table, with the columns that can say what is
+    trained.
+
+    Raises:
+        InputRefused: a column is unknown, and has a value somewhere.
     """
     columns = table_columns(path)
     read = [name for name in columns if keys.is_read(name)]
     ignored = [name for name in columns if name not in read and keys.is_ignored(name)]
     for name in columns:
-        row = None if name in read or name in ignored else first_filled(path, name)
+        if name in read or name in ignored:
+            continue
+        row = first_row_with_value(path, name)
         if row is not None:
             raise InputRefused(f"{place_of(path, row)}: {keys.unknown_column(name, columns)}")
     for number, record in table_objects(path, read):
         yield number, record
+        # Ignored columns are not read, so `keys` does not see them in the record.
         keys.counts.update(ignored)
 
 
 def conversation_text(record: Mapping[str, Any]) -> str | Fault:
-    """Return a record's conversation as JSON, which `Conversation.of_text` reads, or the record's
-    fault.
+    """Return a record's conversation as JSON, or the record's fault.
 
-    Equal conversations have equal texts.
+    `Conversation.of_text` reads the JSON. Equal conversations have equal texts.
     """
     try:
-        messages, tools, trained_from, variables = read_conversation(record)
-        # Without variables it is the text by which earlier versions held conversations out.
-        parts = [messages, tools, trained_from, *([variables] if variables else [])]
-        text = json.dumps(parts, ensure_ascii=False)
-        text.encode()
+        conversation = read_conversation(record)
+        fields: list[Any] = [conversation.messages, conversation.tools, conversation.trained_from]
+        # Variables are written only if there are some, because the hash of this text decides
+        # whether the conversation is held out. Earlier versions had no variables, and a
+        # conversation without variables must stay on its side of the split.
+        if conversation.variables:
+            fields.append(conversation.variables)
+        text = json.dumps(fields, ensure_ascii=False)
+        text.encode()  # fails for a lone surrogate
     except Unusable as unusable:
         return unusable.fault
     except UnicodeEncodeError:
@@ -144,13 +176,12 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     """Return the conversation of a record.
 
     The messages are under "messages", or under "conversations" as {"from", "value"}, or under
-    "prompt" and "completion": each of these is a text or a list of messages, and only the
-    completion is trained on. `CHAT_KEYS` may stand beside them.
+    "prompt" and "completion". A prompt and a completion are a text or a list of messages each, and
+    only the completion is trained on. The keys of `CHAT_KEYS` may stand beside the messages.
 
     Raises:
         Unusable: the record is bad.
     """
-    trained_from = 0
     forms = [
         form
         for form in (MESSAGES_FORM, SHARED_FORM, COMPLETED_FORM)
@@ -161,43 +192,51 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
             "no conversation",
             f"has none of the keys messages, conversations, {PROMPT} and {COMPLETION}",
         )
-    form = next(iter(forms[0].needs))
-    if form == PROMPT:
-        prompt = _side(record, PROMPT, "user")
-        completion = _side(record, COMPLETION, "assistant")
+    # There is only one: `RecordKeys.read` refuses records of several forms.
+    form = forms[0]
+    if form is COMPLETED_FORM:
+        prompt = _side_messages(record, PROMPT, "user")
+        completion = _side_messages(record, COMPLETION, "assistant")
         messages = prompt + completion
         trained_from = len(prompt)
+        answers_key = COMPLETION
+        place = "message {} of 'prompt' and 'completion'"
     else:
-        messages = read_messages(record[form], form)
+        key = next(iter(form.needs))
+        messages = read_messages(record[key], key)
         require_copy(record.get(PROMPT), messages)
-    if len(messages) > MOST_MESSAGES:
-        raise Unusable("too long", f"has {len(messages):,} messages, more than {MOST_MESSAGES:,}")
-    _require_order(
-        messages, "message {} of 'prompt' and 'completion'" if form == PROMPT else form + "[{}]"
-    )
-    whole = with_chat_keys(messages, record)
+        trained_from = 0
+        answers_key = key
+        place = key + "[{}]"
+    if len(messages) > MAX_MESSAGES:
+        raise Unusable("too long", f"has {len(messages):,} messages, more than {MAX_MESSAGES:,}")
+    _require_order(messages, place)
+    conversation = with_chat_keys(messages, record)
     if trained_from:
-        trained_from += len(whole.messages) - len(messages)
-    conversation = whole._replace(trained_from=trained_from)
+        # "system" may have put one message before the prompt's.
+        inserted = len(conversation.messages) - len(messages)
+        conversation = conversation._replace(trained_from=trained_from + inserted)
     if not conversation.answers:
-        which = " with another weight than 0" if any(map(_speaks, messages[trained_from:])) else ""
-        where = short(COMPLETION if trained_from else form)
-        raise Unusable("no answer", f"{where} has no message of an assistant{which}")
+        has_answer = any(message["role"] == "assistant" for message in messages[trained_from:])
+        which = " with another weight than 0" if has_answer else ""
+        raise Unusable("no answer", f"{quote(answers_key)} has no message of an assistant{which}")
     return conversation
 
 
 def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conversation:
-    """Return messages together with what a record's `CHAT_KEYS` say, all of them open to training.
+    """Return the conversation of these messages and of the record's `CHAT_KEYS`.
+
+    All of its messages may be trained on.
 
     Raises:
-        Unusable: the value of such a key is bad.
+        Unusable: the value of one of these keys is bad.
     """
     system = record.get(SYSTEM)
-    if system is not None and sound(system, SYSTEM):
+    if system is not None and checked_text(system, SYSTEM):
         if messages[0]["role"] == "system":
             raise Unusable(
                 "two system messages",
-                f"has {short(SYSTEM)} and begins with a message of system: keep one",
+                f"has {quote(SYSTEM)} and begins with a message of system: keep one",
             )
         messages = [{"role": "system", "content": system}, *messages]
     variables = dict(_variables(record.get(VARIABLES)))
@@ -208,80 +247,90 @@ def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) ->
 
 
 def require_copy(prompt: object, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Require that a prompt beside a whole chat is a part of it, since it is not trained on; None:
-    there is none.
+    """Require that a prompt beside a whole chat is a part of the chat.
+
+    Such a prompt is not trained on, so anything else that it says would be lost.
+
+    Args:
+        prompt: what the record has under "prompt"; None or empty: there is nothing to compare.
+        messages: the chat's messages.
 
     Raises:
-        Unusable: it is not.
+        Unusable: the prompt is neither a copy of a user's message nor of the chat's first messages.
     """
     if not prompt:
         return
     if isinstance(prompt, list):
-        begin = read_messages(prompt, PROMPT)
-        is_copy = list(messages[: len(begin)]) == begin
+        prompt_messages = read_messages(prompt, PROMPT)
+        is_copy = list(messages[: len(prompt_messages)]) == prompt_messages
     else:
-        said = [message.get("content") for message in messages if message["role"] == "user"]
-        is_copy = prompt in said or any(
-            isinstance(text, str) and text.strip() == str(prompt).strip() for text in said
+        questions = [message.get("content") for message in messages if message["role"] == "user"]
+        is_copy = prompt in questions or any(
+            isinstance(question, str) and question.strip() == str(prompt).strip()
+            for question in questions
         )
     if not is_copy:
         raise Unusable(
             "another prompt",
-            f"{short(PROMPT)} beside a whole chat, of which no message is a copy of it, would not be trained on: "
+            f"{quote(PROMPT)} beside a whole chat, of which no message is a copy of it, would not be trained on: "
             "remove it, or name it in data.ignore_keys",
         )
 
 
-def chat_only(record: Mapping[str, Any]) -> str | None:
-    """Return the first key of a record that only a chat can have, or None."""
-    return next((key for key in CHAT_KEYS if record.get(key) not in EMPTY), None)
+def first_chat_only_key(record: Mapping[str, Any]) -> str | None:
+    """Return the first key of a record that only a chat can have and that has a value, or None."""
+    return next((key for key in CHAT_KEYS if record.get(key) not in EMPTY_VALUES), None)
 
 
-def _side(record: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
+def _side_messages(record: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
+    """Return the messages of a prompt or a completion; a text becomes one message of this role."""
     value = record[key]
     if not isinstance(value, str):
         return read_messages(value, key)
-    return [spoken(message_of({"role": role, "content": value}, key, content_key=key), key, key)]
+    message = message_of({"role": role, "content": value}, key, content_key=key)
+    return [trainable_message(message, key, content_key=key)]
 
 
 def _from_json(value: object, key: str) -> Any:
-    """Return a value, or what a text of JSON says, as tables often hold it."""
+    """Return the value that a text of JSON stands for, as tables often have it; other values
+    stay.
+    """
     if not isinstance(value, str):
         return value
     try:
         return parse_json(value) if value else None
     except (ValueError, RecursionError):
-        raise Unusable(key, f"{short(key)} is a text that is not JSON") from None
+        raise Unusable(key, f"{quote(key)} is a text that is not JSON") from None
 
 
 def _array(value: object, key: str) -> list[Any] | None:
-    found = _from_json(value, key)
-    if found is None or isinstance(found, list):
-        return found or None
-    raise Unusable(key, f"{short(key)} is {KINDS[type(found)]}, not an array")
+    """Return the list under a key, or None if it is missing or empty."""
+    array = _from_json(value, key)
+    if array is None or isinstance(array, list):
+        return array or None
+    raise Unusable(key, f"{quote(key)} is {JSON_TYPES[type(array)]}, not an array")
 
 
 def _variables(value: object) -> dict[str, Any]:
-    found = _from_json(value, VARIABLES)
-    if found is None:
+    """Return the further variables of the chat template; {} if the key is missing."""
+    variables = _from_json(value, VARIABLES)
+    if variables is None:
         return {}
-    if not isinstance(found, dict):
-        raise Unusable(VARIABLES, f"{short(VARIABLES)} is {KINDS[type(found)]}, not an object")
-    for name in found:
-        if not name.isidentifier() or name in _NO_VARIABLES:
+    if not isinstance(variables, dict):
+        raise Unusable(
+            VARIABLES, f"{quote(VARIABLES)} is {JSON_TYPES[type(variables)]}, not an object"
+        )
+    for name in variables:
+        if not name.isidentifier() or name in _RESERVED_NAMES:
             raise Unusable(
                 VARIABLES,
-                f"{short(VARIABLES)}: {short(name)} cannot be a variable of the chat template",
+                f"{quote(VARIABLES)}: {quote(name)} cannot be a variable of the chat template",
             )
-    return found
+    return variables
 
 
-def _speaks(message: Mapping[str, Any]) -> bool:
-    return bool(message["role"] == "assistant")
-
-
-# For each role, the roles that the message before may have; None stands for the beginning.
-_BEFORE: dict[str, tuple[str | None, ...]] = {
+# For each role, the roles that the previous message may have; None stands for the beginning.
+_PREVIOUS_ROLES: dict[str, tuple[str | None, ...]] = {
     "system": (None,),
     "user": (None, "system", "assistant", "tool"),
     "assistant": ("user", "tool"),
@@ -290,31 +339,46 @@ _BEFORE: dict[str, tuple[str | None, ...]] = {
 
 
 def require_question(messages: Sequence[Mapping[str, Any]], key: str) -> None:
-    """Require that messages are the beginning of a chat which an assistant goes on with.
+    """Require that messages are the beginning of a chat which an assistant continues.
+
+    Args:
+        messages: the messages.
+        key: the key of the record that has them, for error messages.
 
     Raises:
         Unusable: roles are out of order, or the last message is not one of a user or a tool.
     """
     _require_order(messages, key + "[{}]")
-    last = messages[-1]["role"]
-    if last not in ("user", "tool"):
+    last_role = messages[-1]["role"]
+    if last_role not in ("user", "tool"):
         raise Unusable(
             "no question",
-            f"{key} ends with a message of {last}: an answer follows one of a user or of a tool",
+            f"{key} ends with a message of {last_role}: an answer follows one of a user or of a tool",
         )
 
 
 def _require_order(messages: Sequence[Mapping[str, Any]], place: str) -> None:
-    """Require that roles take turns; `place` names a message by its number, for messages."""
-    before: str | None = None
+    """Require that the roles of messages are in an order of `_PREVIOUS_ROLES`.
+
+    Args:
+        messages: the messages.
+        place: a message's place for the error, with "{}" for its number.
+
+    Raises:
+        Unusable: they are not, or a tool's message follows an assistant's that called no tool.
+    """
+    previous: str | None = None
     for number, message in enumerate(messages):
         role = message["role"]
-        asked = role != "tool" or before == "tool" or bool(messages[number - 1].get("tool_calls"))
-        if before not in _BEFORE[role] or not asked:
-            fault = f"follows {before}" if before else "begins"
-            remedy = "" if asked else ", which called no tool"
+        # Several tools' messages may follow one assistant's message with several calls.
+        is_called = (
+            role != "tool" or previous == "tool" or bool(messages[number - 1].get("tool_calls"))
+        )
+        if previous not in _PREVIOUS_ROLES[role] or not is_called:
+            fault = f"follows {previous}" if previous else "begins"
+            detail = "" if is_called else ", which called no tool"
             raise Unusable(
                 "roles out of order",
-                f"{place.format(number)}: roles out of order, {role} {fault}{remedy}",
+                f"{place.format(number)}: roles out of order, {role} {fault}{detail}",
             )
-        before = role
+        previous = role

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from monograph.data.documents import Reading
-from monograph.data.forms import ASKED, LABELLED_FORM, PAIR_FORM, TEXT, Asked, Kind, by_keys
+from monograph.data.forms import (
+    CONVERSATION_TEXT_KEYS,
+    LABELLED_FORM,
+    PAIR_FORM,
+    TEXT,
+    Kind,
+    RecordSettings,
+    needed_keys,
+)
 from monograph.data.kinds import are_completions, kind_of_records
 from monograph.data.loss_mask import Answering
 from monograph.data.progress import Progress
@@ -197,16 +205,20 @@ def corpus(
     held_out = float(held_out)
     with temporary_folder() as spool:
         sources = find(source, spool, progress, weights)
-        answering = Answering(answers == "every", too_long == "truncate", sequence_length)
-        asked = Asked.of(text_key, ignore_keys)
-        reading = Reading(
-            text_key or TEXT,
-            bad_records == "skip",
-            answering,
-            tuple(sorted(asked.ignored)),
-            text_key in ASKED,
+        answering = Answering(
+            every=answers == "every",
+            truncate=too_long == "truncate",
+            longest=sequence_length,
         )
-        reading = _reading_of(sources, reading, asked, tokenizer_or_size)
+        settings = RecordSettings.of(text_key, ignore_keys)
+        reading = Reading(
+            text_key=text_key or TEXT,
+            skip_bad=bad_records == "skip",
+            answering=answering,
+            ignored=tuple(sorted(settings.ignored)),
+            is_chosen=text_key in CONVERSATION_TEXT_KEYS,
+        )
+        reading = _reading_of(sources, reading, settings, tokenizer_or_size)
         request = CorpusRequest(sources, held_out, tokenizer_or_size, reading)
         stored = open_or_build(request, cache, progress)
     return _pack(request, stored, sequence_length, packing)
@@ -277,14 +289,14 @@ def _rows(
 
 
 def _reading_of(
-    sources: Sources, reading: Reading, asked: Asked, tokenizer: Tokenizer | int
+    sources: Sources, reading: Reading, settings: RecordSettings, tokenizer: Tokenizer | int
 ) -> Reading:
     """Return how to read the records of these sources.
 
     Args:
         sources: the files.
         reading: how to read conversations with a chat template.
-        asked: the keys that the user gave.
+        settings: what the user's settings say about the keys of records.
         tokenizer: the tokenizer, or the size of one that is trained later.
 
     Raises:
@@ -292,18 +304,18 @@ def _reading_of(
         UsageError: the conversations need a tokenizer with a chat template.
     """
     paths = [file.path for file in sources.files]
-    kind = kind_of_records(paths, asked, reading.skip_bad)
+    kind = kind_of_records(paths, settings, reading.skip_bad)
     for form in (PAIR_FORM, LABELLED_FORM):
         if kind is form.kind:
             raise InputRefused(
-                f"{sources.name}: its records are {form.kind.value} by {by_keys(form)}, which `monograph train` "
+                f"{sources.name}: its records are {form.kind.value} by {needed_keys(form)}, which `monograph train` "
                 f"learns from with {form.setting}; for their texts name a key as data.text_key"
             )
     if kind is not Kind.CONVERSATIONS:
         return reading._replace(answering=None)
     if isinstance(tokenizer, Tokenizer) and tokenizer.config.template is not None:
         return reading
-    if are_completions(paths, asked, reading.skip_bad):
+    if are_completions(paths, settings, reading.skip_bad):
         return reading._replace(plain=True)
     if not isinstance(tokenizer, Tokenizer):
         raise UsageError(f"data.tokenizer = bpe: conversations need {_WITH_TEMPLATE}")

@@ -1,5 +1,7 @@
-"""Iterate over the documents of a source in order, any number of times: texts, stretches of texts,
-and records.
+"""Iterate over the documents of a source in order, and hold some of them out of training.
+
+A document is a text file or a record (a line of a .jsonl file, or a row of a table). A text file
+that is partly held out is two documents. `Documents` can be iterated any number of times.
 
 A keyed hash decides which documents are held out, so the split needs neither state nor random
 numbers.
@@ -17,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monograph.data import LARGEST_SHARE
-from monograph.data.completions import completion_records, texts_of
+from monograph.data.completions import completion_records, prompt_and_completion
 from monograph.data.conversations import conversation_records
-from monograph.data.forms import Asked, Kind, RecordKeys
+from monograph.data.forms import Kind, RecordKeys, RecordSettings
 from monograph.data.loss_mask import Answering
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import Damaged, cut_position, parts_of, read_text
@@ -29,22 +31,23 @@ from monograph.data.tables import table_rows
 from monograph.errors import InputRefused, UsageError
 
 _KEY = b"monograph held out 1"
-# Records are held out by the hash bucket of their text, so that millions of them need no more
-# memory than a few.
+# Records are held out by the bucket of their text's hash. A split of millions of records then takes
+# no more memory than a split of a few.
 BUCKETS = 1 << 16
 
-Group = TypeVar("Group", bound=Hashable)
+# What the split holds out as a whole: a group of text files, or a bucket of records.
+Unit = TypeVar("Unit", bound=Hashable)
 
 
 class Split(NamedTuple):
     """The choice of held-out documents.
 
     Attributes:
-        cuts: by file index, the byte from which on a text file is held out: 0 if all of it is, its
-            size if none of it.
+        cuts: for each file, by its index: the byte from which on a text file is held out. 0 holds
+            out the whole file, and the file's size nothing of it.
         buckets: bool [BUCKETS], true where the bucket's records are held out.
-        notes: lines for the user about a text that was cut, or about more text held out than
-            requested.
+        notes: lines for the user: that a text was cut in two, or that another share of the records
+            is held out than requested.
     """
 
     cuts: tuple[int, ...]
@@ -53,8 +56,9 @@ class Split(NamedTuple):
 
 
 def fingerprint(text: bytes) -> bytes:
-    """Return the keyed hash of a text, by which the split orders texts and never separates equal
-    records.
+    """Return the keyed hash of a text.
+
+    Equal records have equal hashes, so the split never separates them.
     """
     return hashlib.sha256(_KEY + b"\0" + text).digest()
 
@@ -77,94 +81,105 @@ def check_fraction(fraction: float) -> None:
 
 
 def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction: float) -> Split:
-    """Hold out about `fraction` of the bytes of the text files, and about `fraction` of the
-    records' bytes.
+    """Hold out about `fraction` of the bytes of the text files, and about `fraction` of the bytes
+    of the records.
 
-    A group of text files is a package, or all copies of one content. Groups without near copies
-    elsewhere are taken in the order of sha256(key, group), and buckets of records by number, each
-    if it still fits the budget of fraction · bytes. If they fill less than half of the budget, the
-    next group that is no larger than the whole budget is taken, too. If every remaining group is
-    larger, the end of the largest text is cut off at a line end instead; with records, the buckets
-    that fit are held out, or at least the smallest bucket.
+    Text files are held out in groups. A group is a package, or all files with the same bytes.
+    A group is not considered if other groups have near copies of its text, unless this holds for
+    all groups. The budget is fraction · bytes. Groups are considered in the order of sha256(key,
+    group), and buckets of records in the order of their numbers:
+
+    1. Each is held out if it still fits the budget.
+    2. If they fill less than half of the budget, the next one that is no larger than the whole
+       budget is held out as well.
+    3. If every remaining group is larger than the budget, no group is held out. The end of the
+       largest one is cut off at the end of a line instead.
+    4. If every remaining bucket is larger than the budget, the buckets that fit are held out, or
+       the smallest one if none fits.
 
     Args:
         files: all files; those with records are ignored.
         bucket_bytes: int64 [BUCKETS], bytes of the records' texts in each bucket.
         fraction: from 0 to 0.5.
     """
-    texts = [index for index, file in enumerate(files) if not file.has_records]
     groups: dict[str, list[int]] = defaultdict(list)
-    for index in texts:
-        groups[files[index].group].append(index)
+    for index, file in enumerate(files):
+        if not file.has_records:
+            groups[file.group].append(index)
     sizes = {
         group: sum(files[index].size for index in members) for group, members in groups.items()
     }
     budget = math.floor(fraction * sum(sizes.values()))
-    alone = [
+    without_near_copies = [
         group
         for group, members in groups.items()
         if not any(files[index].has_near_copies for index in members)
     ]
-    order = sorted(alone or groups, key=lambda group: fingerprint(group.encode()))
-    held, enough = _taken(order, sizes, budget)
+    order = sorted(without_near_copies or groups, key=lambda group: fingerprint(group.encode()))
+    held_out, is_enough = _fill_budget(order, sizes, budget)
     cuts = [file.size for file in files]
     notes = []
-    if enough:
-        for index in chain.from_iterable(groups[group] for group in held):
+    if is_enough:
+        for index in chain.from_iterable(groups[group] for group in held_out):
             cuts[index] = 0
     else:
+        # The files of the largest group are cut alike, since they may be copies of one text.
         largest = groups[max(order, key=sizes.__getitem__)]
         for index in largest:
             file = files[index]
-            tail = budget // len(largest)
-            cuts[index] = cut_position(file.path, max(1, file.size - tail), file.size)
+            tail_bytes = budget // len(largest)
+            # A file's first byte is never held out, so that something of it is trained on.
+            earliest_cut = max(1, file.size - tail_bytes)
+            cuts[index] = cut_position(file.path, earliest_cut, file.size)
             if cuts[index] < file.size:
                 end = f"the last {file.size - cuts[index]:,} bytes of {file.name}"
                 notes = [f"held out: {end} (too few documents to hold out whole)"]
-    buckets, record_note = _held_buckets(bucket_bytes, fraction)
-    return Split(tuple(cuts), buckets, (*notes, *record_note))
+    buckets, record_notes = _split_buckets(bucket_bytes, fraction)
+    return Split(tuple(cuts), buckets, (*notes, *record_notes))
 
 
-def _held_buckets(
+def _split_buckets(
     bucket_bytes: NDArray[np.int64], fraction: float
 ) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
+    """Return `Split.buckets`, and notes for the user."""
     order = np.flatnonzero(bucket_bytes).tolist()
     sizes = {bucket: int(bucket_bytes[bucket]) for bucket in order}
     total = sum(sizes.values())
     notes = tuple[str, ...]()
-    held, enough = _taken(order, sizes, math.floor(fraction * total))
-    if not enough and len(order) > 1:
-        held = held or {min(order, key=sizes.__getitem__)}
-        share = sum(sizes[bucket] for bucket in held) / total
+    held_out, is_enough = _fill_budget(order, sizes, math.floor(fraction * total))
+    # A single bucket is not held out: nothing would be left to train on.
+    if not is_enough and len(order) > 1:
+        held_out = held_out or {min(order, key=sizes.__getitem__)}
+        share = sum(sizes[bucket] for bucket in held_out) / total
         notes = (
             f"held out: {share:.1%} of the records' text, not {fraction:.1%} (too few records)",
         )
     buckets = np.zeros(BUCKETS, dtype=np.bool_)
-    buckets[list(held)] = True
+    buckets[list(held_out)] = True
     return buckets, notes
 
 
-def _taken(
-    order: Sequence[Group], sizes: Mapping[Group, int], budget: int
-) -> tuple[set[Group], bool]:
-    """Return the groups to hold out, and whether they fill at least half of the budget."""
-    held: set[Group] = set()
-    taken = 0
-    for group in order:
-        if taken + sizes[group] <= budget:
-            held.add(group)
-            taken += sizes[group]
-    if 2 * taken < budget:
-        fitting = next(
-            (group for group in order if group not in held and sizes[group] <= budget), None
-        )
-        if fitting is None:
-            return held, False
-        held.add(fitting)
-    return held, True
+def _fill_budget(
+    order: Sequence[Unit], sizes: Mapping[Unit, int], budget: int
+) -> tuple[set[Unit], bool]:
+    """Return what to hold out, and whether it fills at least half of the budget."""
+    held_out: set[Unit] = set()
+    held_out_bytes = 0
+    for unit in order:
+        if held_out_bytes + sizes[unit] <= budget:
+            held_out.add(unit)
+            held_out_bytes += sizes[unit]
+    if 2 * held_out_bytes < budget:
+        # Less than half of the budget is filled, so another unit of up to the whole budget exceeds
+        # it by less than half.
+        fitting = [unit for unit in order if unit not in held_out and sizes[unit] <= budget]
+        if not fitting:
+            return held_out, False
+        held_out.add(fitting[0])
+    return held_out, True
 
 
-EMPTY = "empty text"
+EMPTY_TEXT = "empty text"
 _REMEDY = "correct or remove it, or train with data.bad_records=skip"
 
 
@@ -176,7 +191,8 @@ class Document(NamedTuple):
         record: its line or row in the file, from 1; 0 for a text file.
         held_out: whether it is held out of training.
         bytes: length of its text in UTF-8.
-        parts: an iterator, to be consumed once, over (part of the text, bytes read so far).
+        parts: an iterator over (part of the text, bytes of the text that are read so far). It can
+            be consumed once. The bytes are for progress only.
     """
 
     file: int
@@ -187,18 +203,17 @@ class Document(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Options for reading records.
+    """How the records of a corpus are read, as `monograph.data.corpus` decides from the settings.
 
     Attributes:
         text_key: the key of a record's text.
         skip_bad: whether bad records are skipped; otherwise they are errors.
-        answering: how conversations become rows; None if records are texts. Conversations are read
-            as the texts that `conversation_text` returns.
-        ignored: the keys of records that are left out.
-        is_chosen: whether `text_key` asks for conversations, so that keys of other kinds of records
-            are ignored.
-        plain: whether conversations are a prompt and a completion each, texts that no chat template
-            renders.
+        answering: how conversations become rows of tokens; None if records are texts.
+        ignored: the keys of records that are ignored.
+        is_chosen: whether the user asked for conversations by `text_key`. If so, keys of other
+            kinds of records are ignored.
+        plain: whether each conversation is a prompt and a completion, both of them texts, which no
+            chat template renders.
     """
 
     text_key: str
@@ -209,29 +224,31 @@ class Reading(NamedTuple):
     plain: bool = False
 
     @property
-    def asked(self) -> Asked:
+    def record_settings(self) -> RecordSettings:
         """Return what the settings say about the records."""
-        return Asked(self.text_key if self.is_chosen else None, frozenset(self.ignored))
+        return RecordSettings(self.text_key if self.is_chosen else None, frozenset(self.ignored))
 
     @property
-    def left_out(self) -> list[str]:
-        """Return the ignored keys that would say what is trained."""
-        return self.asked.left_out
+    def ignored_training_keys(self) -> list[str]:
+        """Return the ignored keys that would otherwise say what is trained."""
+        return self.record_settings.ignored_training_keys
 
     def keys(self) -> RecordKeys:
-        """Return a reader of the keys of conversations."""
-        return RecordKeys(Kind.CONVERSATIONS, self.asked, self.is_chosen)
+        """Return a new reader of the keys of conversations.
+
+        It counts the keys that it ignores, so each pass over the records needs its own.
+        """
+        return RecordKeys(Kind.CONVERSATIONS, self.record_settings, self.is_chosen)
 
 
 class Survey(NamedTuple):
     """The result of a first pass over all records.
 
     Attributes:
-        bucket_bytes: int64 [BUCKETS], bytes of text by bucket of the split.
-        unusable: indices of the files that are skipped whole.
+        bucket_bytes: int64 [BUCKETS], bytes of the usable records' texts in each bucket.
+        unusable: indices of the damaged files, which are skipped as a whole.
         skipped: {reason: count} of the skipped records and files.
-        notes: lines for the user about the records that are skipped, and about the keys that are
-            ignored.
+        notes: lines for the user about skipped records and ignored keys.
     """
 
     bucket_bytes: NDArray[np.int64]
@@ -241,12 +258,13 @@ class Survey(NamedTuple):
 
 
 def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Survey:
-    """Read every record once before any is used, because damage may come at the end of a compressed
-    file or a table.
+    """Read every record once, before the first one is used.
+
+    The damage of a compressed file or a table may show only at its end.
 
     Raises:
-        InputRefused: a record is bad or a file is damaged, and `reading` does not skip them; the
-            message names it.
+        InputRefused: a record is bad or a file is damaged, and `reading.skip_bad` is false. The
+            message names the record or the file.
     """
     bucket_bytes = np.zeros(BUCKETS, dtype=np.int64)
     unusable: set[int] = set()
@@ -257,7 +275,7 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
     for index, file in enumerate(files):
         if not file.has_records:
             continue
-        before = bucket_bytes.copy()
+        bytes_before_file = bucket_bytes.copy()
         reasons: Counter[str] = Counter()
         try:
             for number, text in _records(file, reading, keys):
@@ -265,7 +283,7 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
                 if isinstance(text, Fault):
                     line = f"{place_of(file.path, number)}: {text.detail}"
                     if not reading.skip_bad:
-                        raise refused(line)
+                        raise bad_record_error(line)
                     first_bad = first_bad or line
                     reasons[text.reason] += 1
                 elif text:
@@ -273,26 +291,30 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
                     bucket_bytes[bucket(fingerprint(content))] += len(content)
                     meter.add(len(content))
                 else:
-                    reasons[EMPTY] += 1
+                    reasons[EMPTY_TEXT] += 1
         except Damaged as error:
             if not reading.skip_bad:
                 raise
-            # The records before the damage may be damaged, too.
-            bucket_bytes = before
+            # Nothing of this file is used: the records before the damage may be damaged as well.
+            bucket_bytes = bytes_before_file
             reasons = Counter({"damaged file": 1})
             first_bad = first_bad or f"{file.path}: {error.fault}"
             unusable.add(index)
         skipped += reasons
-    notes = (*_note(skipped, records, first_bad), *keys.notes())
+    notes = (*_skipped_notes(skipped, records, first_bad), *keys.notes())
     return Survey(bucket_bytes, frozenset(unusable), dict(skipped), notes)
 
 
-def refused(line: str) -> InputRefused:
-    """Return the error for a bad record, described by `line`, that is not skipped."""
+def bad_record_error(line: str) -> InputRefused:
+    """Return the error for a bad record that is not skipped.
+
+    Args:
+        line: the record's place and its fault.
+    """
     return InputRefused(f"{line}; {_REMEDY}")
 
 
-def _note(skipped: Counter[str], records: int, first_bad: str) -> tuple[str, ...]:
+def _skipped_notes(skipped: Counter[str], records: int, first_bad: str) -> tuple[str, ...]:
     if not skipped:
         return ()
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
@@ -301,15 +323,20 @@ def _note(skipped: Counter[str], records: int, first_bad: str) -> tuple[str, ...
 
 
 def _records(file: SourceFile, reading: Reading, keys: RecordKeys) -> Iterator[Record]:
+    """Yield (record number from 1, text or fault) for every record of a file."""
     if reading.plain:
         return completion_records(file, keys)
     if reading.answering:
         return conversation_records(file, keys)
-    return (json_lines if file.suffix in LINES else table_rows)(file.path, reading.text_key)
+    if file.suffix in LINES:
+        return json_lines(file.path, reading.text_key)
+    return table_rows(file.path, reading.text_key)
 
 
 class Documents:
-    """All documents of some files, split in two; the constructor reads every record once.
+    """All documents of some files, some of which are held out of training.
+
+    The constructor reads every record once.
 
     Attributes:
         files: the files.
@@ -329,10 +356,11 @@ class Documents:
         held_out: float,
         progress: Progress | None = None,
     ) -> None:
-        self.files, self.reading = files, reading
-        meter = Meter(
-            progress if any(file.has_records for file in files) else None, "records", None
-        )
+        self.files = files
+        self.reading = reading
+        # Text files are not read here, so there is no progress to report on them.
+        has_records = any(file.has_records for file in files)
+        meter = Meter(progress if has_records else None, "records", None)
         self.survey = survey(files, reading, meter)
         meter.finish()
         self.split: Split = split(files, self.survey.bucket_bytes, held_out)
@@ -341,9 +369,8 @@ class Documents:
     @cached_property
     def text_bytes(self) -> int:
         """Return the bytes of all texts in UTF-8."""
-        return sum(file.size for file in self.files if not file.has_records) + int(
-            self.survey.bucket_bytes.sum()
-        )
+        file_bytes = sum(file.size for file in self.files if not file.has_records)
+        return file_bytes + int(self.survey.bucket_bytes.sum())
 
     @cached_property
     def train_bytes(self) -> int:
@@ -359,61 +386,89 @@ class Documents:
         )
 
     def __iter__(self) -> Iterator[Document]:
-        """Yield the documents in the order of their files; consume a document's parts before asking
-        for the next.
+        """Yield the documents in the order of their files.
+
+        Consume the parts of a document before you ask for the next one.
         """
         for index, file in enumerate(self.files):
             if file.has_records:
-                for number, text, size, digest in self._good(index):
-                    held_out = bool(self.split.buckets[bucket(digest)])
-                    yield Document(index, number, held_out, size, _record_parts(text, size))
+                for record in self._usable_records(index):
+                    is_held_out = bool(self.split.buckets[bucket(record.digest)])
+                    parts = _record_parts(record.text, record.size_bytes)
+                    yield Document(index, record.number, is_held_out, record.size_bytes, parts)
                 continue
             cut = self.split.cuts[index]
             for start, stop in ((0, cut), (cut, file.size)):
                 if start < stop:
-                    yield Document(
-                        index, 0, start == cut, stop - start, read_text(file.path, start, stop)
-                    )
+                    is_held_out = start == cut
+                    parts = read_text(file.path, start, stop)
+                    yield Document(index, 0, is_held_out, stop - start, parts)
 
     def sample(self, budget_bytes: int) -> Iterator[str]:
-        """Yield about `budget_bytes` of training text: files in the order of sha256(name), records
-        chosen by hash.
+        """Yield parts of about `budget_bytes` of training text.
+
+        If there is more training text than that, the files come in the order of sha256(name), and
+        the records are those whose hash falls below the share of the text that is wanted.
         """
         share = min(1.0, budget_bytes / max(1, self.train_bytes))
-        left = round(share * self._train_file_bytes)
+        left_bytes = round(share * self._train_file_bytes)  # of the text files
         order: Sequence[int] = range(len(self.files))
         if share < 1:
             order = sorted(
                 order, key=lambda index: hashlib.sha256(self.files[index].name.encode()).digest()
             )
         for index in order:
-            file, stop = self.files[index], self.split.cuts[index]
+            file = self.files[index]
+            stop = self.split.cuts[index]
             if file.has_records:
-                for _, text, _, digest in self._good(index):
-                    if (
-                        not self.split.buckets[bucket(digest)]
-                        and int.from_bytes(digest[2:6]) < share * 2**32
-                    ):
-                        for whole in texts_of(text) if self.reading.plain else (text,):
-                            yield from parts_of(whole)
-            elif stop and left > 0:
-                stop = stop if stop <= left else cut_position(file.path, left, stop)
-                left -= stop
+                for record in self._usable_records(index):
+                    is_held_out = self.split.buckets[bucket(record.digest)]
+                    # The first two bytes of the hash have chosen the bucket.
+                    is_sampled = int.from_bytes(record.digest[2:6]) < share * 2**32
+                    if not is_held_out and is_sampled:
+                        yield from self._sampled_parts(record.text)
+            elif stop and left_bytes > 0:
+                if stop > left_bytes:
+                    stop = cut_position(file.path, left_bytes, stop)
+                left_bytes -= stop
                 yield from (part for part, _ in read_text(file.path, 0, stop))
 
-    def _good(self, index: int) -> Iterator[tuple[int, str, int, bytes]]:
-        """Yield (record number, text, bytes of the text, its fingerprint) for each usable record of
-        a file.
-        """
+    def _sampled_parts(self, text: str) -> Iterator[str]:
+        """Yield the parts of a record's text on which a tokenizer is trained."""
+        # The text of a plain conversation is JSON, on whose syntax no tokenizer should be trained.
+        texts = prompt_and_completion(text) if self.reading.plain else (text,)
+        for inner in texts:
+            yield from parts_of(inner)
+
+    def _usable_records(self, index: int) -> Iterator["_UsableRecord"]:
+        """Yield the records of a file that have a text and no fault."""
         if index in self.survey.unusable:
             return
+        # A new reader of keys, because `survey` has already counted them in its own.
         for number, text in _records(self.files[index], self.reading, self.reading.keys()):
             if text and not isinstance(text, Fault):
                 content = text.encode()
-                yield number, text, len(content), fingerprint(content)
+                yield _UsableRecord(number, text, len(content), fingerprint(content))
+
+
+class _UsableRecord(NamedTuple):
+    """A record that has a text.
+
+    Attributes:
+        number: its line or row in the file, from 1.
+        text: its text; of a conversation, what `conversation_text` returns.
+        size_bytes: length of the text in UTF-8.
+        digest: the text's `fingerprint`.
+    """
+
+    number: int
+    text: str
+    size_bytes: int
+    digest: bytes
 
 
 def _record_parts(text: str, size: int) -> Iterator[tuple[str, int]]:
+    """Yield `Document.parts` of a record's text, with bytes that are estimated from characters."""
     chars = 0
     for part in parts_of(text):
         chars += len(part)

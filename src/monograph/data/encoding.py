@@ -1,7 +1,7 @@
-"""Turn documents into token shards: train a tokenizer if needed, then encode part by part in
-bounded memory.
+"""Turn documents into shards of token ids, in bounded memory, and train a tokenizer for them.
 
-One thread reads the parts ahead of their use.
+A shard is one of the arrays that `SideWriter` writes for each side of the held-out split. A
+document is encoded part by part. One thread reads parts before they are needed.
 """
 
 import threading
@@ -16,16 +16,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from monograph.data.completions import Completions, texts_of
+from monograph.data.completions import Completions, prompt_and_completion
 from monograph.data.conversations import Conversation
-from monograph.data.documents import Document, Documents, refused
+from monograph.data.documents import Document, Documents, bad_record_error
 from monograph.data.loss_mask import Answers, Row, skipped_notes
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import read_text
 from monograph.data.records import Unusable
 from monograph.data.shards import INDEX, ShardWriter, token_dtype
 from monograph.data.sources import SourceFile, place_of
-from monograph.data.spelled import Spelled
+from monograph.data.spelled import SpecialTokenSpellings
 from monograph.errors import InputRefused
 from monograph.text.chat import require_read
 from monograph.text.tokenizer import Tokenizer
@@ -33,12 +33,12 @@ from monograph.text.tokenizer import Tokenizer
 Item = TypeVar("Item")
 
 
-def ahead(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
-    """Yield `items` in order, with up to `count` of them made ahead by a thread.
+def prefetch(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
+    """Yield `items` in order, while a thread makes up to `count` of the next ones.
 
-    An error in `items` is raised when the turn of its item comes. The thread starts at the first
-    item, and has ended when this generator has ended or was closed (see `contextlib.closing`),
-    which waits for one item at most.
+    An error in `items` is raised when its item would be yielded. The thread starts when the first
+    item is asked for. Close this generator if you may leave it early (`contextlib.closing`):
+    closing it ends the thread, and waits for at most one item.
 
     Args:
         items: an iterator that nothing but the thread consumes.
@@ -46,28 +46,33 @@ def ahead(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="monograph-ahead")
     try:
+        # Each job returns a list of one item, or an empty list at the end of the items.
         pending = deque(pool.submit(list, islice(items, 1)) for _ in range(count))
-        while made := pending.popleft().result():
+        while one_item := pending.popleft().result():
             pending.append(pool.submit(list, islice(items, 1)))
-            yield from made
+            yield from one_item
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-# With more text the merges hardly change, while the time to count words grows.
+# More text than this hardly changes the merges, but takes longer to count.
 TOKENIZER_SAMPLE_BYTES = 1 << 27
 SIDES = ("train", "held_out")
 _BATCH_CHARS = 1 << 19
-_READ_AHEAD = 2
-# Batches encoded at once. While the tokenizers library converts one batch's results in a single
-# thread that holds Python's lock, its own threads work on the other batch.
+_PREFETCHED = 2  # batches
+# Batches that are encoded at once. While the tokenizers library converts the results of one batch,
+# in a single thread that holds Python's lock, its own threads encode the other batch.
 _ENCODERS = 2
 _FED_PARTS = 256  # parts of text that the tokenizers library takes at a time while it counts words
 
 
 class Part(NamedTuple):
-    """A stretch of a document's text; `inside` says whether it follows another stretch of the
-    document.
+    """A stretch of a document's text.
+
+    Attributes:
+        document: the document.
+        text: the stretch.
+        inside: whether it follows another stretch of the document.
     """
 
     document: Document
@@ -76,7 +81,13 @@ class Part(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Parts of documents in order, and the bytes of text read up to the end of the last one."""
+    """Consecutive parts, which are encoded together.
+
+    Attributes:
+        parts: the parts, in order.
+        read_bytes: bytes of the text of all documents that have been read for this batch and those
+            before it.
+    """
 
     parts: list[Part]
     read_bytes: int
@@ -88,27 +99,31 @@ def train_tokenizer(
     """Train a byte-level BPE on the training documents, or on a sample of 128 MiB of them.
 
     Returns:
-        The tokenizer, and notes for the user if it is not as requested.
+        The tokenizer, and notes for the user, if it is smaller than requested or trained on a
+        sample.
     """
     fed_bytes = 0
     stop = threading.Event()
 
-    def fed() -> Iterator[str]:
+    def feed() -> Iterator[str]:
         nonlocal fed_bytes
         sample = documents.sample(TOKENIZER_SAMPLE_BYTES)
-        stretches = iter(lambda: list(islice(sample, _FED_PARTS)), [])
-        with closing(ahead(stretches, _READ_AHEAD)) as ready:
+        # Lists of parts. An empty list is the end of the sample.
+        lists = iter(lambda: list(islice(sample, _FED_PARTS)), [])
+        with closing(prefetch(lists, _PREFETCHED)) as ready:
             for text in chain.from_iterable(ready):
                 if stop.is_set():
-                    # At a mere end of the parts, the library would go on to merge, for seconds.
+                    # Returning would only end the text: the library would compute merges for
+                    # seconds.
                     raise CancelledError
                 yield text
                 fed_bytes += len(text.encode())
 
     meter = Meter(progress, "tokenizer", min(documents.train_bytes, TOKENIZER_SAMPLE_BYTES))
-    # The library returns only at the end, so it runs in a thread, and this thread reports progress.
+    # The library does not return before it has finished. So it runs in a thread, and this one
+    # reports progress.
     with ThreadPoolExecutor(1, thread_name_prefix="monograph-tokenizer") as pool:
-        training = pool.submit(Tokenizer.train_bpe, fed(), vocab_size)
+        training = pool.submit(Tokenizer.train_bpe, feed(), vocab_size)
         try:
             while not training.done():
                 wait([training], timeout=0.2)
@@ -129,17 +144,18 @@ def train_tokenizer(
 
 
 class SideWriter:
-    """A writer of one side of the split: STEM.tokens, STEM.starts, STEM.records and, for
-    conversations, STEM.answers.
+    """A writer of the files of one side of the held-out split.
 
     STEM.tokens has [bos] + ids + [eos] of every document. STEM.starts has D + 1 entries: the index
-    of each document's first token, and the end. STEM.records has D entries: the document's line or
-    row in its file, 0 for a text file. With conversations, each `Row` counts as a document and
-    begins as the chat template says, and STEM.answers has the begin and end of each trained stretch
-    of tokens.
+    of each document's first token, and the number of tokens. STEM.records has D entries: the line
+    or row of each document in its file, 0 for a text file.
+
+    With conversations, each `Row` counts as a document. STEM.tokens then has the ids of the rows as
+    they are, since the chat template writes the beginning and the end. STEM.answers has the begin
+    and the end of each trained stretch of tokens.
 
     Attributes:
-        tokens: the shard of tokens.
+        tokens: the writer of STEM.tokens.
         bytes: bytes of all texts so far, as the tokenizer reads them; with conversations, of the
             trained text.
         counts: number of documents of each file.
@@ -153,6 +169,16 @@ class SideWriter:
         stack: ExitStack,
         conversations: bool = False,
     ):
+        """Create the files.
+
+        Args:
+            stem: their path without the suffix.
+            tokenizer: the tokenizer of the ids.
+            files: number of source files.
+            stack: what closes the files.
+            conversations: whether `add_row` will be called; otherwise `add`.
+        """
+
         def shard(suffix: str, dtype: np.dtype[Any] = INDEX) -> ShardWriter:
             return stack.enter_context(ShardWriter(stem.with_suffix(suffix), dtype))
 
@@ -166,21 +192,23 @@ class SideWriter:
         self._document: Document | None = None
         self.bytes = 0
         self.counts = [0] * files
-        self._pending: tuple[list[int], list[int], list[int]] = ([], [], [])
+        # What `add` has collected and `write` has not yet written.
+        self._pending_tokens: list[int] = []
+        self._pending_starts: list[int] = []
+        self._pending_records: list[int] = []
 
     def add(self, document: Document, ids: list[int]) -> None:
         """Add the ids of the next part of a document."""
-        tokens, _, records = self._pending
         if document is not self._document:
             self._end_document()
-            records.append(document.record)
-            tokens.append(self._bos)
+            self._pending_records.append(document.record)
+            self._pending_tokens.append(self._bos)
             self._document = document
             self.counts[document.file] += 1
-        tokens.extend(ids)
+        self._pending_tokens.extend(ids)
 
     def add_row(self, document: Document, row: Row) -> None:
-        """Add a row of a conversation, and the spans that are trained on."""
+        """Write a row of a conversation, and which of its tokens are trained on."""
         assert self._answers is not None
         begin = self.tokens.count
         ids = np.array(row.ids, dtype=np.int64)
@@ -189,37 +217,39 @@ class SideWriter:
         self._answers.append(begin + np.array(row.spans, dtype=np.int64).reshape(-1))
         self.tokens.append(ids)
         self.counts[document.file] += 1
-        bytes_of = self._tokenizer.bytes_of
-        self.bytes += sum(
-            bytes_of(ids[first:last], ids[first - 1 : last - 1]) for first, last in row.spans
-        )
+        for first, last in row.spans:
+            # `bytes_of` needs the token before each token, on which a space may depend.
+            self.bytes += self._tokenizer.bytes_of(ids[first:last], ids[first - 1 : last - 1])
 
     def write(self) -> None:
-        """Pass the buffered ids on to the shards."""
-        for shard, items in zip(
-            (self.tokens, self._starts, self._records), self._pending, strict=True
-        ):
-            added = np.array(items, dtype=np.int64)
-            # Count the tokens' bytes, since a tokenizer may change a text (NFC, spaces).
-            if shard is self.tokens:
-                first = self._tokenizer.token_bytes[added[:1]].sum()
-                self.bytes += int(first) + self._tokenizer.bytes_of(added[1:], added[:-1])
-            shard.append(added)
-            items.clear()
+        """Write what `add` has collected."""
+        tokens = np.array(self._pending_tokens, dtype=np.int64)
+        # The bytes of tokens are counted, not those of the text, since a tokenizer may change a
+        # text (NFC, spaces).
+        # `bytes_of` needs the token before each token, and the first has none.
+        first_bytes = int(self._tokenizer.token_bytes[tokens[:1]].sum())
+        self.bytes += first_bytes + self._tokenizer.bytes_of(tokens[1:], tokens[:-1])
+        self.tokens.append(tokens)
+        self._starts.append(np.array(self._pending_starts, dtype=np.int64))
+        self._records.append(np.array(self._pending_records, dtype=np.int64))
+        self._pending_tokens.clear()
+        self._pending_starts.clear()
+        self._pending_records.clear()
 
-    def end(self) -> None:
-        """Complete the last document."""
+    def finish(self) -> None:
+        """End the last document, and write what is left."""
         self._end_document()
         self.write()
 
     def _end_document(self) -> None:
-        """Write the end token of the document before, if there is one, and the start of what
-        follows.
+        """Add the end token of the current document, and the start of the next one.
+
+        There is no current document before the first. After the last, the start of the next one is
+        the number of tokens.
         """
-        tokens, starts, _ = self._pending
         if self._document is not None:
-            tokens.append(self._eos)
-        starts.append(self.tokens.count + len(tokens))
+            self._pending_tokens.append(self._eos)
+        self._pending_starts.append(self.tokens.count + len(self._pending_tokens))
 
 
 def encode_documents(
@@ -229,42 +259,47 @@ def encode_documents(
     folder: Path,
     meter: Meter,
 ) -> tuple[dict[str, SideWriter], tuple[str, ...]]:
-    """Write FOLDER/train.* and FOLDER/held_out.*, in one pass; return the writers, for their
-    counts, and notes.
+    """Write FOLDER/train.* and FOLDER/held_out.* of texts, in one pass.
 
     One thread reads, `_ENCODERS` threads call the tokenizer, which works on all cores, and this
-    thread writes the results in the order of the text, so the files do not depend on timing.
+    thread writes the results. It writes them in the order of the text, so the files do not depend
+    on timing.
+
+    Returns:
+        {side: its writer}, for the writers' counts; and notes for the user.
 
     Raises:
         InputRefused: the tokenizer would lose some text; the message names file, line and text.
     """
-    spelled = Spelled(tokenizer)
+    spellings = SpecialTokenSpellings(tokenizer)
     with ExitStack() as stack:
         sides = {side: SideWriter(folder / side, tokenizer, len(files), stack) for side in SIDES}
-        batches = stack.enter_context(closing(ahead(_batches(documents), _READ_AHEAD)))
+        batches = stack.enter_context(closing(prefetch(_batches(documents), _PREFETCHED)))
         pool = stack.enter_context(
             ThreadPoolExecutor(_ENCODERS, thread_name_prefix="monograph-tokens")
         )
         encoding: deque[tuple[Batch, Future[list[list[int]]]]] = deque()
         for batch in batches:
-            _see(spelled, batch.parts, files)
-            encoding.append((batch, pool.submit(_encoded, tokenizer, batch.parts, files)))
+            _count_spellings(spellings, batch.parts, files)
+            encoding.append((batch, pool.submit(_encode_parts, tokenizer, batch.parts, files)))
+            # One batch more than encoders: a batch is ready when an encoder is.
             if len(encoding) > _ENCODERS:
-                _write(sides, *encoding.popleft(), meter)
+                _write_batch(sides, *encoding.popleft(), meter)
         while encoding:
-            _write(sides, *encoding.popleft(), meter)
+            _write_batch(sides, *encoding.popleft(), meter)
         for side in sides.values():
-            side.end()
-    return sides, spelled.notes()
+            side.finish()
+    return sides, spellings.notes()
 
 
-def _see(spelled: Spelled, parts: Sequence[Part], files: Sequence[SourceFile]) -> None:
+def _count_spellings(
+    spellings: SpecialTokenSpellings, parts: Sequence[Part], files: Sequence[SourceFile]
+) -> None:
     for part in parts:
-        file = files[part.document.file]
-        where = (
-            place_of(file.path, part.document.record) if part.document.record else str(file.path)
-        )
-        spelled.see(where, [part.text])
+        where = str(files[part.document.file].path)
+        if part.document.record:
+            where = place_of(files[part.document.file].path, part.document.record)
+        spellings.count(where, [part.text])
 
 
 def encode_conversations(
@@ -277,11 +312,12 @@ def encode_conversations(
     """Write FOLDER/train.* and FOLDER/held_out.* of conversations, in one pass.
 
     Returns:
-        The writers; {reason: number of skipped conversations}, empty unless bad records are
-        skipped; and notes for the user.
+        {side: its writer}, for the writers' counts; {reason: number of conversations that are
+        skipped for it}; and notes for the user.
 
     Raises:
-        InputRefused: a conversation cannot be trained on as asked; the message names it.
+        InputRefused: a conversation cannot be trained on, and it is not to be skipped. The message
+            names it.
     """
     reading = documents.reading
     assert reading.answering is not None
@@ -298,25 +334,27 @@ def encode_conversations(
         for document in documents:
             where = place_of(files[document.file].path, document.record)
             conversation = Conversation.of_text("".join(part for part, _ in document.parts))
-            known = answers.counts["untagged"]
+            untagged_before = answers.counts["untagged"]
             try:
                 require_read(tokenizer, conversation.template_variables)
                 rows = answers.rows(conversation)
             except Unusable as unusable:
                 if not reading.skip_bad:
-                    raise refused(f"{where}: {unusable}") from None
+                    raise bad_record_error(f"{where}: {unusable}") from None
                 skipped[unusable.fault.reason] += 1
                 first_bad = first_bad or f"{where}: {unusable}"
                 continue
             except InputRefused as error:
+                # All conversations may have this fault, so they are not skipped.
                 raise InputRefused(f"{where}: {error}") from None
-            if answers.counts["untagged"] > known == 0:
+            if untagged_before == 0 and answers.counts["untagged"] > 0:
+                # `answers` does not know the place of the first untagged answer, which is here.
                 answers.untagged = f"{where}: {answers.untagged}"
             for row in rows:
                 sides["held_out" if document.held_out else "train"].add_row(document, row)
             meter.add(document.bytes)
         for side in sides.values():
-            side.end()
+            side.finish()
     return sides, dict(skipped), answers.notes(skipped, first_bad)
 
 
@@ -327,11 +365,11 @@ def _encode_completions(
     folder: Path,
     meter: Meter,
 ) -> tuple[dict[str, SideWriter], dict[str, int], tuple[str, ...]]:
-    """Do as `encode_conversations`, for prompts and completions that no chat template renders."""
+    """Do what `encode_conversations` does, for prompts and completions without a chat template."""
     reading = documents.reading
     assert reading.answering is not None
     completions = Completions(tokenizer, reading.answering)
-    spelled = Spelled(tokenizer)
+    spellings = SpecialTokenSpellings(tokenizer)
     skipped = Counter[str]()
     first_bad = ""
     with ExitStack() as stack:
@@ -342,67 +380,80 @@ def _encode_completions(
         for document in documents:
             where = place_of(files[document.file].path, document.record)
             text = "".join(part for part, _ in document.parts)
-            spelled.see(where, [*texts_of(text)])
+            spellings.count(where, [*prompt_and_completion(text)])
             try:
                 row = completions.row(text)
             except Unusable as unusable:
                 if not reading.skip_bad:
-                    raise refused(f"{where}: {unusable}") from None
+                    raise bad_record_error(f"{where}: {unusable}") from None
                 skipped[unusable.fault.reason] += 1
                 first_bad = first_bad or f"{where}: {unusable}"
                 continue
             except InputRefused as error:
+                # All conversations may have this fault, so they are not skipped.
                 raise InputRefused(f"{where}: {error}") from None
             sides["held_out" if document.held_out else "train"].add_row(document, row)
             meter.add(document.bytes)
         for side in sides.values():
-            side.end()
-    return sides, dict(skipped), (*skipped_notes(skipped, first_bad), *spelled.notes())
+            side.finish()
+    return sides, dict(skipped), (*skipped_notes(skipped, first_bad), *spellings.notes())
 
 
-def _encoded(
+def _encode_parts(
     tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[SourceFile]
 ) -> list[list[int]]:
-    """Return the ids of each part."""
-    inside = [part.inside and tokenizer.space_first for part in parts]
+    """Return the ids of each part.
+
+    Raises:
+        InputRefused: as in `encode_documents`.
+    """
+    # A tokenizer that puts a space before a text must not put one before a part inside a text. So
+    # the two kinds of parts are encoded in two batches.
+    is_inside = [part.inside and tokenizer.space_first for part in parts]
     ids: dict[bool, Iterator[list[int]]] = {}
     try:
-        for kind in {*inside}:
+        for inside in {*is_inside}:
             texts = [
-                part.text for part, its_kind in zip(parts, inside, strict=True) if its_kind == kind
+                part.text
+                for part, part_inside in zip(parts, is_inside, strict=True)
+                if part_inside == inside
             ]
-            ids[kind] = iter(tokenizer.encode_batch(texts, kind))
+            ids[inside] = iter(tokenizer.encode_batch(texts, inside))
     except InputRefused as error:
+        # The error speaks of a batch of texts. Find which document it is.
         lost = next(
             (part.document for part in parts if tokenizer.loss(part.text, part.inside)), None
         )
         if lost is None:
             raise
         file = files[lost.file]
-        where = (
-            place_of(file.path, lost.record)
-            if lost.record
-            else f"{file.path}:{_line_lost(tokenizer, file)}"
-        )
+        if lost.record:
+            where = place_of(file.path, lost.record)
+        else:
+            where = f"{file.path}:{_first_lost_line(tokenizer, file)}"
         raise InputRefused(f"{where}: {error}") from None
-    return [next(ids[kind]) for kind in inside]
+    return [next(ids[inside]) for inside in is_inside]
 
 
-def _line_lost(tokenizer: Tokenizer, file: SourceFile) -> int:
-    """Return the first line of a text file, from 1, that the tokenizer would lose."""
-    number, inside = 1, False
+def _first_lost_line(tokenizer: Tokenizer, file: SourceFile) -> int:
+    """Return the first line of a text file, from 1, that the tokenizer would not give back as it
+    is.
+    """
+    number = 1
+    inside = False
     for part, _ in read_text(file.path, 0, file.size):
         if tokenizer.loss(part, inside):
-            lines = enumerate(StringIO(part, newline="\n"))
-            return number + next(
-                (n for n, line in lines if tokenizer.loss(line, inside or n > 0)), 0
-            )
-        number = number + part.count("\n")
+            for index, line in enumerate(StringIO(part, newline="\n")):
+                if tokenizer.loss(line, inside or index > 0):
+                    return number + index
+            # No line is lost by itself, so name the first line of the part.
+            return number
+        number += part.count("\n")
         inside = True
     return number
 
 
-def _write(
+def _write_batch(
     sides: dict[str, SideWriter], batch: Batch, encoding: Future[list[list[int]]], meter: Meter
 ) -> None:
     for part, ids in zip(batch.parts, encoding.result(), strict=True):
@@ -413,19 +464,21 @@ def _write(
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[Batch]:
-    """Yield batches of parts, large enough to keep all cores busy and small enough for bounded
-    memory.
+    """Yield batches of parts.
+
+    They are large enough to keep all cores busy, and small enough for bounded memory.
     """
     parts: list[Part] = []
-    chars = begin = 0
+    chars = 0
+    document_begin = 0  # in bytes of the text of all documents
     for document in documents:
-        for number, (text, done) in enumerate(document.parts):
-            parts.append(Part(document, text, number > 0))
+        for number, (text, read_bytes) in enumerate(document.parts):
+            parts.append(Part(document, text, inside=number > 0))
             chars += len(text)
             if chars >= _BATCH_CHARS:
-                yield Batch(parts, begin + done)
+                yield Batch(parts, document_begin + read_bytes)
                 parts = []
                 chars = 0
-        begin += document.bytes
+        document_begin += document.bytes
     if parts:
-        yield Batch(parts, begin)
+        yield Batch(parts, document_begin)

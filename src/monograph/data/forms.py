@@ -1,8 +1,11 @@
-"""Declare the forms of training records: the keys that a record of each form needs and may have,
-and what they do.
+"""Declare the forms of training records: the keys that each form needs and may have, and what they
+do.
 
-Keys are never dropped in silence. A key is obeyed, or it is metadata, which changes nothing and is
-counted, or it is refused by its name. docs/make_records.py writes the tables of the pages from
+A *kind* says what a record is trained as (`Kind`). A *form* is one way to write a record of a kind;
+it is recognised by its keys (`Form`).
+
+No key is dropped silently. A key is obeyed; or it is metadata, which changes nothing and is
+counted; or it is refused by its name. docs/make_records.py writes the tables of the pages from
 these declarations.
 """
 
@@ -13,7 +16,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from monograph.data.records import EMPTY, Unusable, short
+from monograph.data.records import EMPTY_VALUES, Unusable, quote
 from monograph.errors import InputRefused
 
 TEXT = "text"
@@ -29,14 +32,14 @@ TOOLS = "tools"
 DOCUMENTS = "documents"
 VARIABLES = "chat_template_kwargs"
 FUNCTIONS = "functions"
-# Of a prompt to reward: what a teacher reads in place of the prompt.
+# In a prompt to reward: what a teacher reads instead of the prompt.
 TEACHER_PROMPT = "teacher_prompt"
-# If data.text_key is one of these, it asks for conversations under this key.
-ASKED = (MESSAGES, SHARED, PROMPT)
+# With one of these values, data.text_key asks for conversations under that key, not for texts.
+CONVERSATION_TEXT_KEYS = (MESSAGES, SHARED, PROMPT)
 
 
 class Kind(Enum):
-    """What a record is trained as; the value names several of them in a message."""
+    """What a record is trained as. The value is the plural of its name, for messages."""
 
     TEXTS = "texts"
     CONVERSATIONS = "conversations"
@@ -50,45 +53,45 @@ class Form:
     """A way to write a record of one kind.
 
     Attributes:
-        kind: what the record is.
-        needs: the keys by which the form is recognised, each with what stands under it.
-        may: further keys that are obeyed, each with what it does.
-        setting: the setting that asks for this form where a record could have another form, too.
+        kind: what the record is trained as.
+        needs: the keys by which the form is recognised, each with a description of its value.
+        optional: further keys that are obeyed, each with what it does.
+        setting: the setting that chooses this form for records that could also have another form.
     """
 
     kind: Kind
     needs: Mapping[str, str]
-    may: Mapping[str, str]
+    optional: Mapping[str, str]
     setting: str
 
     def knows(self, key: str) -> bool:
-        """Return whether a record of this form may have a key."""
-        return key in self.needs or key in self.may
+        """Return whether a key of a record of this form is obeyed."""
+        return key in self.needs or key in self.optional
 
 
-# What every chat may have beside its messages.
+# The keys that every chat may have beside its messages.
 CHAT_KEYS = {
     SYSTEM: "a text: the system message before all others, which must not have one",
     TOOLS: "an array, or a text with its JSON: given to the chat template",
     DOCUMENTS: "an array, or a text with its JSON: given to the chat template",
     VARIABLES: "an object, or a text with its JSON: further variables of the chat template, such as `enable_thinking`",
 }
-_COPY = {
+_PROMPT_COPY = {
     PROMPT: "a copy of a user's message, or of the first messages: compared with them, and not trained on"
 }
-_BEFORE_ANSWERS = {
+_PROMPT_OF_ANSWERS = {
     PROMPT: "the text, or the list of messages, before the answer; beside whole chats a copy of a user's"
 }
 MESSAGES_FORM = Form(
     Kind.CONVERSATIONS,
     {MESSAGES: 'a list of `{"role", "content"}`: the messages of the assistant are trained on'},
-    CHAT_KEYS | _COPY,
+    CHAT_KEYS | _PROMPT_COPY,
     "data.text_key=messages",
 )
 SHARED_FORM = Form(
     Kind.CONVERSATIONS,
     {SHARED: 'the same, or a list of `{"from", "value"}`'},
-    CHAT_KEYS | _COPY,
+    CHAT_KEYS | _PROMPT_COPY,
     "data.text_key=conversations",
 )
 COMPLETED_FORM = Form(
@@ -106,7 +109,7 @@ PAIR_FORM = Form(
         CHOSEN: "the better answer: a text, a list of messages, or a whole chat",
         REJECTED: "the worse answer, in the same form",
     },
-    _BEFORE_ANSWERS | CHAT_KEYS,
+    _PROMPT_OF_ANSWERS | CHAT_KEYS,
     "prefer.loss=dpo",
 )
 LABELLED_FORM = Form(
@@ -115,7 +118,7 @@ LABELLED_FORM = Form(
         COMPLETION: "the answer: a text, a list of messages, or a whole chat",
         LABEL: 'true, 1 or "true" of a good answer, false, 0 or "false" of a bad one',
     },
-    _BEFORE_ANSWERS | CHAT_KEYS,
+    _PROMPT_OF_ANSWERS | CHAT_KEYS,
     "prefer.loss=kto",
 )
 PROMPT_FORM = Form(
@@ -127,9 +130,10 @@ PROMPT_FORM = Form(
     },
     "rl.reward",
 )
+# All forms but that of prompts to reward, which only the setting rl.reward asks for.
 FORMS = (MESSAGES_FORM, SHARED_FORM, COMPLETED_FORM, PAIR_FORM, LABELLED_FORM)
 
-# What datasets say about a record, which has no bearing on what is trained.
+# Keys with which datasets describe a record. They change nothing in what is trained.
 METADATA = frozenset(
     "id idx index _id __index_level_0__ uuid uid guid hash sha256 row_id sample_id example_id prompt_id question_id "
     "message_id conversation_id conversation_hash session_id parent_id user_id author annotator annotator_id "
@@ -141,8 +145,8 @@ METADATA = frozenset(
     "score_rejected chosen_rating rejected_rating score_diff length num_tokens n_tokens token_count num_turns n_turns "
     "turn turns redacted toxic moderation openai_moderation comment comments note notes".split()
 )
-# What to do about keys that mean something elsewhere.
-INSTEAD = {
+# Keys that other programs obey, each with what to do instead.
+REMEDIES = {
     FUNCTIONS: f"write them under {TOOLS!r}, each as {{'type': 'function', 'function': ...}}",
     "system_prompt": f"call it {SYSTEM!r}",
     "system_message": f"call it {SYSTEM!r}",
@@ -150,31 +154,32 @@ INSTEAD = {
 }
 
 
-class Asked(NamedTuple):
-    """What the settings say about records.
+class RecordSettings(NamedTuple):
+    """What the settings say about the keys of records.
 
     Attributes:
         text_key: data.text_key; None if it was not given.
-        ignored: data.ignore_keys, the keys that records may have and that are left out.
+        ignored: data.ignore_keys: keys of records that are to be ignored.
     """
 
     text_key: str | None = None
     ignored: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, text_key: str | None, ignored: str | Sequence[str] | None) -> "Asked":
-        """Return the same, of the values of both settings."""
-        names = [ignored] if isinstance(ignored, str) else ignored or ()
-        return cls(text_key, frozenset(names))
+    def of(cls, text_key: str | None, ignored: str | Sequence[str] | None) -> "RecordSettings":
+        """Return the settings from the values of data.text_key and data.ignore_keys."""
+        keys = [ignored] if isinstance(ignored, str) else ignored or ()
+        return cls(text_key, frozenset(keys))
 
     @property
-    def left_out(self) -> list[str]:
-        """Return the ignored keys that would say what is trained; any other one could be named
-        later, too.
-        """
-        return sorted(key for key in self.ignored if _is_known(key))
+    def ignored_training_keys(self) -> list[str]:
+        """Return the ignored keys that would otherwise say what is trained, sorted.
 
-    def given(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        Only these decide the tokens. To ignore a key that is not among them changes nothing.
+        """
+        return sorted(key for key in self.ignored if _is_training_key(key))
+
+    def drop_ignored(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of a record that have a value and are not ignored."""
         return {
             key: value
@@ -183,147 +188,172 @@ class Asked(NamedTuple):
         }
 
 
-ANYTHING = Asked()
+DEFAULT_SETTINGS = RecordSettings()
+# The end of an error about a key.
 IGNORE_KEY = "name it in data.ignore_keys to train without it"
 
 
-def forms_of(keys: Iterable[str], asked: Asked) -> list[Form]:
-    """Return the forms that a record with these keys has: those that a setting asks for, or else
-    all of them.
+def forms_of(keys: Iterable[str], settings: RecordSettings) -> list[Form]:
+    """Return the forms that a record with these keys may have.
+
+    If data.text_key asks for one of them, this is the only one. Otherwise they are all forms whose
+    needed keys are there. A record with the text under data.text_key also has the form of texts.
     """
-    return _forms_of(frozenset(keys), asked)
+    return _forms_of(frozenset(keys), settings)
 
 
-@lru_cache(maxsize=256)  # most records of a file have the same keys
-def _forms_of(keys: frozenset[str], asked: Asked) -> list[Form]:
-    text_key = asked.text_key or TEXT
+@lru_cache(maxsize=256)  # Most records of a file have the same keys.
+def _forms_of(keys: frozenset[str], settings: RecordSettings) -> list[Form]:
+    text_key = settings.text_key or TEXT
     forms = [form for form in FORMS if all(key in keys for key in form.needs)]
-    if LABELLED_FORM in forms:  # the same keys and one more
+    if LABELLED_FORM in forms:
+        # Its keys are those of the completed form and the label, so the record has both forms.
         forms = [form for form in forms if form is not COMPLETED_FORM]
-    if text_key in ASKED:
-        preferred = [form for form in forms if form.setting == f"data.text_key={text_key}"]
-        text_there = text_key in keys and not forms
-    else:
-        preferred = []
-        text_there = text_key in keys
     text_form = Form(Kind.TEXTS, {text_key: "the text"}, {}, f"data.text_key={text_key}")
-    if text_there:
+    chosen: list[Form] = []
+    if text_key in CONVERSATION_TEXT_KEYS:
+        chosen = [form for form in forms if form.setting == f"data.text_key={text_key}"]
+        # A record with nothing but a "prompt", for example, is a text under this key.
+        has_text = text_key in keys and not forms
+    else:
+        has_text = text_key in keys
+    if has_text:
         forms = [text_form, *forms]
-        preferred = [text_form] if asked.text_key is not None else preferred
-    return preferred or forms
+        if settings.text_key is not None:
+            chosen = [text_form]
+    return chosen or forms
 
 
-def by_keys(form: Form) -> str:
+def needed_keys(form: Form) -> str:
     """Return the keys by which a form is recognised, for a message."""
-    return " and ".join(short(key) for key in form.needs)
+    return " and ".join(quote(key) for key in form.needs)
 
 
 class RecordKeys:
-    """The keys of the records of one kind, as they are read.
+    """A reader of the keys of records, which are all of one kind.
 
     Attributes:
-        asked: what the settings say about the records.
-        counts: in how many records each ignored key was.
+        settings: what the settings say about the keys.
+        counts: {key: number of records in which it was ignored}.
     """
 
-    def __init__(self, kind: Kind, asked: Asked, is_chosen: bool) -> None:
-        """Begin to read.
+    def __init__(self, kind: Kind, settings: RecordSettings, is_chosen: bool) -> None:
+        """Make a reader that has counted nothing.
 
         Args:
             kind: what the records are: conversations, pairs or labelled answers.
-            asked: what the settings say about them.
-            is_chosen: whether a setting asks for this kind, so that keys of other kinds are
-                ignored, and counted.
+            settings: what the settings say about the keys.
+            is_chosen: whether a setting asks for this kind. If so, the keys of other kinds are
+                ignored and counted; otherwise they are refused.
         """
-        self.asked = asked
+        self.settings = settings
         self.counts: Counter[str] = Counter()
         self._forms = [form for form in FORMS if form.kind is kind]
         self._is_chosen = is_chosen
 
     def is_read(self, key: str) -> bool:
         """Return whether a key may say what is trained."""
-        return key not in self.asked.ignored and _is_known(key)
+        return key not in self.settings.ignored and _is_training_key(key)
 
     def is_ignored(self, key: str) -> bool:
-        """Return whether a key is ignored wherever it stands."""
-        return key in self.asked.ignored or key in METADATA
+        """Return whether a key is ignored in records of every form."""
+        return key in self.settings.ignored or key in METADATA
 
     def unknown_column(self, column: str, columns: Sequence[str]) -> InputRefused:
-        """Return the error for a table with these columns, one of which is unknown and has a value."""
-        there = [form for form in self._forms if all(key in columns for key in form.needs)]
-        return _unknown(column, [*there, *self._forms][0])
+        """Return the error for an unknown column that has a value.
+
+        Args:
+            column: the unknown column.
+            columns: all columns of the table.
+        """
+        fitting = [form for form in self._forms if all(key in columns for key in form.needs)]
+        form = fitting[0] if fitting else self._forms[0]
+        return _unknown_key_error(column, form)
 
     def read(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of a record that say what is trained, without nulls.
+        """Return the keys of a record that say what is trained, and count those that are ignored.
 
-        A record that lacks a key which it needs is returned as it is.
+        Keys with the value null are left out. A record that lacks a needed key keeps all other
+        keys, and nothing is counted.
 
         Raises:
-            Unusable: the record is no conversation, where it should be, or could be two.
+            Unusable: the record is not of this kind, or it could have two forms.
             InputRefused: a key is unknown.
         """
-        given = self.asked.given(record)
+        given = self.settings.drop_ignored(record)
         form = self._form_of(given)
-        if any(key not in given for key in form.needs):  # whoever reads it says which
+        if any(key not in given for key in form.needs):
+            # The reader of this form's values has a better message about the missing key.
             return given
-        aside = self._aside(given)
-        kept = {}
+        other_forms_keys = self._keys_of_other_forms(given)
+        obeyed = {}
         for key, value in given.items():
             if form.knows(key):
-                kept[key] = value
-            elif key not in METADATA and key not in aside and value not in EMPTY:
-                raise _unknown(key, form)
-        if len(kept) < len(record):
+                obeyed[key] = value
+                continue
+            is_harmless = key in METADATA or key in other_forms_keys or value in EMPTY_VALUES
+            if not is_harmless:
+                raise _unknown_key_error(key, form)
+        if len(obeyed) < len(record):
             self.counts.update(
-                key for key, value in record.items() if value is not None and key not in kept
+                key for key, value in record.items() if value is not None and key not in obeyed
             )
-        return kept
+        return obeyed
 
     def notes(self) -> tuple[str, ...]:
-        """Return a line for the user about the keys that were ignored, or none."""
+        """Return a line for the user about the ignored keys, or nothing if there were none."""
         if not self.counts:
             return ()
-        counts = ", ".join(f"{short(key)} in {count:,}" for key, count in self.counts.most_common())
+        counts = ", ".join(f"{quote(key)} in {count:,}" for key, count in self.counts.most_common())
         return (f"ignored keys, which change nothing, by the number of their records: {counts}",)
 
     def _form_of(self, given: Mapping[str, Any]) -> Form:
+        """Return the form of a record.
+
+        Raises:
+            Unusable: it has none of this kind's forms, or several.
+        """
         if len(self._forms) == 1:
             return self._forms[0]
-        found = forms_of(given, self.asked)
-        there = [form for form in found if form in self._forms]
-        if len(there) > 1:
-            raise Unusable("two forms", f"could be read in two ways: {two_ways(there)}")
-        if found and not there:
-            other = f"is one of {found[0].kind.value} by {by_keys(found[0])}"
+        forms = forms_of(given, self.settings)
+        of_this_kind = [form for form in forms if form in self._forms]
+        if len(of_this_kind) > 1:
+            raise Unusable(
+                "two forms", f"could be read in two ways: {describe_choices(of_this_kind)}"
+            )
+        if forms and not of_this_kind:
+            other = f"is one of {forms[0].kind.value} by {needed_keys(forms[0])}"
             raise Unusable(
                 "another kind", f"{other}, and those before are {self._forms[0].kind.value}"
             )
-        if not there:
+        if not of_this_kind:
             needs = f"{MESSAGES}, {SHARED}, {PROMPT} and {COMPLETION}"
             raise Unusable("no conversation", f"has none of the keys {needs}")
-        return there[0]
+        return of_this_kind[0]
 
-    def _aside(self, given: Mapping[str, Any]) -> set[str]:
-        """Return the keys of the other forms that a record has, where a setting chose between them."""
+    def _keys_of_other_forms(self, given: Mapping[str, Any]) -> set[str]:
+        """Return the keys of all forms that the record could have, if a setting chose one of
+        them.
+        """
         if not self._is_chosen:
             return set()
-        there = forms_of(given, ANYTHING)
-        return {key for form in there for key in form.needs}
+        forms = forms_of(given, DEFAULT_SETTINGS)
+        return {key for form in forms for key in form.needs}
 
 
-def _is_known(key: str) -> bool:
+def _is_training_key(key: str) -> bool:
     return key == TEXT or any(form.knows(key) for form in (*FORMS, PROMPT_FORM))
 
 
-def two_ways(forms: Sequence[Form]) -> str:
+def describe_choices(forms: Sequence[Form]) -> str:
     """Return what a record of several forms could be, and how to choose, for a message."""
-    readings = " or ".join(f"as one of {form.kind.value} by {by_keys(form)}" for form in forms)
+    readings = " or ".join(f"as one of {form.kind.value} by {needed_keys(form)}" for form in forms)
     settings = " or ".join(form.setting for form in forms)
     return f"{readings}; choose by {settings}, or name the keys to leave out in data.ignore_keys"
 
 
-def _unknown(key: str, form: Form) -> InputRefused:
-    remedy = INSTEAD.get(key, "remove it")
+def _unknown_key_error(key: str, form: Form) -> InputRefused:
+    remedy = REMEDIES.get(key, "remove it")
     return InputRefused(
-        f"unknown key {short(key)} beside {by_keys(form)}; {remedy}, or {IGNORE_KEY}"
+        f"unknown key {quote(key)} beside {needed_keys(form)}; {remedy}, or {IGNORE_KEY}"
     )

@@ -1,8 +1,9 @@
 """Decide what the records of a source are trained as, from a sample of every file.
 
-The decision never depends on one record, nor on how a file is named: alone, in a folder, by a
-pattern or with a weight. Records that could be of two kinds are refused, unless a setting chooses.
-Records after the sample are checked as they are read: see `monograph.data.forms.RecordKeys`.
+The decision never depends on a single record. Nor does it depend on how a file is named: alone, in
+a folder, by a pattern or with a weight. Records that could be of two kinds are refused, unless a
+setting chooses. Records after the sample are checked when they are read
+(`monograph.data.forms.RecordKeys`).
 """
 
 import json
@@ -17,142 +18,157 @@ from monograph.data.forms import (
     FORMS,
     LABELLED_FORM,
     TEXT,
-    Asked,
     Form,
     Kind,
+    RecordSettings,
+    describe_choices,
     forms_of,
-    two_ways,
 )
 from monograph.data.reading import Damaged, read_blocks
 from monograph.data.records import Fault, json_objects
-from monograph.data.sources import LINES, STDIN, TABLES, kind_of, place_of
+from monograph.data.sources import LINES, STDIN, TABLES, place_of, suffix_of
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
 
-SAMPLE = 100  # sound records of each file
-_BEGINNING_BYTES = 1 << 16  # of a text file, in which a first record is looked for
+SAMPLE = 100  # records of each file
+# How much of a text file is searched for a record at its beginning.
+_BEGINNING_BYTES = 1 << 16
 
 
-def sample(path: Path, asked: Asked) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (record number from 1, record) of the first sound records of a file of records.
+def sample(path: Path, settings: RecordSettings) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (record number from 1, record) of the first `SAMPLE` records without a fault.
 
-    A table's records have only the columns that can say what they are.
+    The records of a table have only the columns by which a form is recognised.
     """
     records = (
         json_objects(path)
-        if kind_of(path) in LINES
-        else table_objects(path, _telling_columns(path, asked))
+        if suffix_of(path) in LINES
+        else table_objects(path, _form_columns(path, settings))
     )
-    sound = ((number, record) for number, record in records if not isinstance(record, Fault))
-    return islice(sound, SAMPLE)
+    without_fault = (
+        (number, record) for number, record in records if not isinstance(record, Fault)
+    )
+    return islice(without_fault, SAMPLE)
 
 
-def _telling_columns(path: Path, asked: Asked) -> list[str]:
-    telling = {asked.text_key or TEXT}.union(*(form.needs for form in FORMS))
-    return [name for name in table_columns(path) if name in telling]
+def _form_columns(path: Path, settings: RecordSettings) -> list[str]:
+    """Return the columns of a table by which a form is recognised."""
+    form_keys = {settings.text_key or TEXT}.union(*(form.needs for form in FORMS))
+    return [name for name in table_columns(path) if name in form_keys]
 
 
-def kind_of_records(paths: Sequence[Path], asked: Asked, skip_bad: bool) -> Kind | None:
-    """Return what the records of these files are trained as; None if no record says.
+def kind_of_records(paths: Sequence[Path], settings: RecordSettings, skip_bad: bool) -> Kind | None:
+    """Return what the records of these files are trained as.
+
+    Text files count as records of texts. The result is None if no record of the samples has a form.
 
     Args:
         paths: text files and files of records.
-        asked: what the settings say about records.
-        skip_bad: whether a damaged file is passed over; otherwise it is an error.
+        settings: what the settings say about the keys of records.
+        skip_bad: whether a damaged file is skipped; otherwise it is an error.
 
     Raises:
         InputRefused: a record could be of two kinds, a file has records of two kinds, a file is
-            damaged, or text files hold records.
+            damaged, or the text files have records.
         UsageError: two files have records of different kinds.
     """
-    first: tuple[Kind, Path] | None = None
-    texts = [path for path in paths if kind_of(path) not in LINES | TABLES]
-    _refuse_hidden_records(texts, asked)
+    first_kind: Kind | None = None
+    first_path: Path | None = None
+    text_files = [path for path in paths if suffix_of(path) not in LINES | TABLES]
+    _refuse_hidden_records(text_files, settings)
     for path in paths:
-        kind = Kind.TEXTS if path in texts else _kind_in(path, asked, skip_bad)
+        kind = Kind.TEXTS if path in text_files else _kind_in(path, settings, skip_bad)
         if kind is None:
             continue
-        if first is None:
-            first = kind, path
-        elif kind is not first[0]:
-            holding = f"{first[1]} holds {first[0].value} and {path} holds {kind.value}"
-            raise UsageError(f"data.source: {holding}; give one kind")
-    return first[0] if first else None
+        if first_kind is None:
+            first_kind = kind
+            first_path = path
+        elif kind is not first_kind:
+            both = f"{first_path} holds {first_kind.value} and {path} holds {kind.value}"
+            raise UsageError(f"data.source: {both}; give one kind")
+    return first_kind
 
 
-def are_completions(paths: Sequence[Path], asked: Asked, skip_bad: bool) -> bool:
-    """Return whether the records of a sample of these files are prompts with completions, all of
-    them texts.
+def are_completions(paths: Sequence[Path], settings: RecordSettings, skip_bad: bool) -> bool:
+    """Return whether the sampled records are prompts with completions, all of them texts.
 
     Raises:
-        Damaged: a file is damaged, and `skip_bad` does not pass over it.
+        Damaged: a file is damaged, and `skip_bad` is false.
     """
-    found = False
+    has_completion = False
     for path in paths:
+        if suffix_of(path) not in LINES | TABLES:
+            continue
         try:
-            for _, record in sample(path, asked) if kind_of(path) in LINES | TABLES else ():
-                given = asked.given(record)
-                if COMPLETED_FORM in forms_of(given, asked):
-                    found = True
+            for _, record in sample(path, settings):
+                given = settings.drop_ignored(record)
+                forms = forms_of(given, settings)
+                if COMPLETED_FORM in forms:
+                    has_completion = True
                     if not are_texts(given):
                         return False
-                elif forms_of(given, asked):
+                elif forms:
                     return False
         except Damaged:
             if not skip_bad:
                 raise
-    return found
+    return has_completion
 
 
-def _kind_in(path: Path, asked: Asked, skip_bad: bool) -> Kind | None:
-    places: dict[Form, str] = {}
+def _kind_in(path: Path, settings: RecordSettings, skip_bad: bool) -> Kind | None:
+    """Return the kind of a file's records, or None if no record of the sample has a form."""
+    places: dict[Form, str] = {}  # the first record of each form
     try:
-        for number, record in sample(path, asked):
-            forms = forms_of(asked.given(record), asked)
+        for number, record in sample(path, settings):
+            forms = forms_of(settings.drop_ignored(record), settings)
             if len(forms) > 1:
                 raise InputRefused(
-                    f"{place_of(path, number)}: could be read in two ways: {two_ways(forms)}"
+                    f"{place_of(path, number)}: could be read in two ways: {describe_choices(forms)}"
                 )
             for form in forms:
                 places.setdefault(form, place_of(path, number))
-        if not places and kind_of(path) in TABLES:  # all of its first rows are bad
-            columns = _telling_columns(path, asked)
-            places = dict.fromkeys(
-                forms_of(asked.given(dict.fromkeys(columns, "")), asked), f"{path}"
-            )
+        if not places and suffix_of(path) in TABLES:
+            # All sampled rows are bad. The names of the columns say what good rows would be.
+            row = dict.fromkeys(_form_columns(path, settings), "")
+            places = dict.fromkeys(forms_of(settings.drop_ignored(row), settings), str(path))
     except Damaged:
         if not skip_bad:
             raise
-    if LABELLED_FORM in places:  # an answer without its label is a bad record, not a conversation
+    if LABELLED_FORM in places:
+        # Among labelled answers, an answer without its label is a bad record, not a conversation.
         places.pop(COMPLETED_FORM, None)
-    kinds: dict[Kind, str] = {}
+    kinds: dict[Kind, str] = {}  # the first record of each kind
     for form, place in places.items():
         kinds.setdefault(form.kind, place)
     if len(kinds) > 1:
-        (one, where), (other, there) = list(kinds.items())[:2]
-        settings = " or ".join(dict.fromkeys(form.setting for form in places))
+        (first, first_place), (second, second_place) = list(kinds.items())[:2]
+        settings_to_choose = " or ".join(dict.fromkeys(form.setting for form in places))
         raise InputRefused(
-            f"{where}: is one of {one.value}, and {there} is one of {other.value}; give one kind, or choose by "
-            f"{settings}, which makes the others bad records"
+            f"{first_place}: is one of {first.value}, and {second_place} is one of {second.value}; give one kind, or "
+            f"choose by {settings_to_choose}, which makes the others bad records"
         )
     return next(iter(kinds), None)
 
 
-def _refuse_hidden_records(texts: Sequence[Path], asked: Asked) -> None:
-    """Refuse text files that all hold records as JSON, as their syntax would be trained on."""
-    if not texts or not all(_begins_with_record(path, asked) for path in texts):
+def _refuse_hidden_records(text_files: Sequence[Path], settings: RecordSettings) -> None:
+    """Refuse text files that all begin with a record in JSON, whose syntax would be trained on.
+
+    If only some of them do, the others may well be meant as text, so none is refused.
+    """
+    if not text_files or not all(_begins_with_record(path, settings) for path in text_files):
         return
-    named = "standard input" if texts[0].name == STDIN else str(texts[0])
+    first = "standard input" if text_files[0].name == STDIN else str(text_files[0])
     raise InputRefused(
-        f"{named}: holds records in JSON, which would be trained on as a text, with its syntax; write each on a line "
+        f"{first}: holds records in JSON, which would be trained on as a text, with its syntax; write each on a line "
         "of a file whose name ends in .jsonl, and give that"
     )
 
 
-def _begins_with_record(path: Path, asked: Asked) -> bool:
+def _begins_with_record(path: Path, settings: RecordSettings) -> bool:
+    """Return whether a text file begins with a JSON object that has the keys of a form."""
     block = next(read_blocks(path), b"")[:_BEGINNING_BYTES]
     text = block.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
-    if text.startswith("["):
+    if text.startswith("["):  # an array of records
         text = text[1:].lstrip()
     if not text.startswith("{"):
         return False
@@ -160,4 +176,4 @@ def _begins_with_record(path: Path, asked: Asked) -> bool:
         record, _ = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
         return False
-    return bool(forms_of(asked.given(record), asked))
+    return bool(forms_of(settings.drop_ignored(record), settings))

@@ -1,10 +1,16 @@
-"""Choose the tokens of a conversation to train on: those that the model has to generate after a
-prompt at inference.
+"""Choose the tokens of a conversation to train on: those that the model has to generate at
+inference.
 
-For the assistant's turn i, let P_i be the chat before it, rendered with a generation prompt, and
-R_i the chat up to and with the turn. The trained text is R_i without its beginning P_i, up to and
-including the first token that stops inference. This holds for any template; if it does not, the
-conversation is refused, and nothing is guessed from markers or from lengths.
+An *answer* is a message of the assistant. For answer i, let P_i be the messages before it, rendered
+with a generation prompt, and R_i the messages up to and including it. The text to train on is R_i
+without P_i, with which R_i begins, up to and including the first token that stops inference.
+
+This works with any template for which R_i begins with P_i. If it does not, the conversation is
+refused: nothing is guessed from special tokens or from lengths.
+
+A *turn* is a user's message and all messages up to the next one of a user. A *marker* is a
+character that splits the letters of special tokens which somebody typed into a message, so that
+they stay letters (`monograph.text.chat`); it is "" if nobody did.
 """
 
 import os
@@ -20,15 +26,17 @@ from monograph.text.messages import Unread, for_template, unread_notes
 from monograph.text.template import AT_ONCE, ChatTemplate, Message, Unspeakable
 from monograph.text.tokenizer import Tokenizer
 
-# The date that templates see, so that a conversation has the same tokens on every day. The
-# templates of the Llama 3 family fall back to this date.
-DAY = "2024-07-26"
-_SHOWN_CHARS = 40  # of each of two texts that a message shows where they differ
-_OPEN, _CLOSE = "\ue000", "\ue001"  # put around the text that a template tags as the assistant's
+# The date that templates read, so that a conversation has the same tokens on every day. It is the
+# default date of the templates of the Llama 3 family.
+TEMPLATE_DATE = "2024-07-26"
+_SHOWN_CHARS = 40  # of a text in an error message
+# Marks that are put around the text that a template tags as the assistant's.
+_OPEN = "\ue000"
+_CLOSE = "\ue001"
 
 
 class Row(NamedTuple):
-    """A stretch of text to train on.
+    """A stretch of a conversation to train on.
 
     Attributes:
         ids: the ids of its tokens, up to the last trained one.
@@ -40,14 +48,13 @@ class Row(NamedTuple):
 
 
 class Answering(NamedTuple):
-    """The options that decide the rows of conversations, together with the tokenizer and its
-    template.
+    """The options that decide the rows of conversations.
 
     Attributes:
-        every: whether to train on every answer; otherwise on the last one alone.
-        truncate: whether to leave out whole turns at the front of a row that is too long; otherwise
-            it is refused.
-        longest: largest number of inputs in a row.
+        every: whether to train on every answer; otherwise only on the last one.
+        truncate: whether the first turns of a row that is too long are left out; otherwise such a
+            row is refused.
+        longest: maximum number of inputs in a row.
     """
 
     every: bool
@@ -59,24 +66,26 @@ class Answers:
     """A converter of conversations to rows, for one tokenizer and its template.
 
     Attributes:
-        stops: ids that stop inference: the tokenizer's end of text and those of
-            generation_config.json.
-        counts: the number of "answers", and how many of them are "truncated" (turns before it were
-            left out), "parted" (a token spans the end of the prompt) and "untagged" (the template's
-            own tags mark other text); and what `for_template` counts.
-        untagged: a description of the first untagged answer.
+        stops: the ids that stop inference (`stops_of`).
+        counts: the number of "answers", and how many of them are "truncated" (turns before them
+            were left out), "parted" (a token spans the end of the prompt) and "untagged" (the
+            template's own tags mark another text); and what `for_template` counts.
+        untagged: a description of the first untagged answer; "" if there is none.
 
     Raises:
         InputRefused: the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, how: Answering) -> None:
-        self._tokenizer, self._how = tokenizer, how
-        self._plain = template_of(tokenizer).on(DAY)
+    def __init__(self, tokenizer: Tokenizer, answering: Answering) -> None:
+        self._tokenizer = tokenizer
+        self._answering = answering
+        self._plain = template_of(tokenizer).on(TEMPLATE_DATE)
         with_tools = template_of(tokenizer, tools=[])
-        self._with_tools = (
-            self._plain if with_tools.source == self._plain.source else with_tools.on(DAY)
-        )
+        if with_tools.source == self._plain.source:
+            # Most models have one template for chats with and without tools.
+            self._with_tools = self._plain
+        else:
+            self._with_tools = with_tools.on(TEMPLATE_DATE)
         self.stops = stops_of(tokenizer)
         self.counts: Counter[str] = Counter()
         self.untagged = ""
@@ -84,44 +93,54 @@ class Answers:
         self._encoder = _Encoder(tokenizer)
 
     def rows(self, conversation: Conversation) -> list[Row]:
-        """Return the rows of a conversation; each answer is trained on in exactly one row.
+        """Return the rows of a conversation. Each answer is trained on in exactly one row.
 
-        An answer's row is its prompt and the answer. If the next answer's row begins with this row,
-        the two become one row. So most templates give one row per conversation, and a template that
-        rewrites earlier turns as the chat goes on (Qwen 3 removes thoughts) gives one row per
-        answer.
+        An answer's row is its prompt and the answer. If the next answer's row begins with all of
+        this row, the two become one row. So most templates give one row per conversation. A
+        template that rewrites earlier turns as the chat goes on gives one row per answer; that of
+        Qwen 3, for example, removes earlier thoughts.
 
         Raises:
-            Unusable: the template refuses the messages or does not read a key of theirs, or one
-                answer alone is too long.
+            Unusable: the template refuses the messages, or does not read one of their keys, or an
+                answer is too long.
             InputRefused: the template changes the text before an answer once the answer is there,
-                or writes no stop token after an answer.
+                or it writes no stop token after an answer.
         """
-        answers = conversation.answers if self._how.every else conversation.answers[-1:]
+        answers = conversation.answers if self._answering.every else conversation.answers[-1:]
         template = self._template(conversation)
         variables = conversation.template_variables
         try:
             messages = for_template(template, conversation.messages, self.counts, **variables)
-        except (Unread, Unspeakable) as refused:
-            raise _unusable(refused) from None
+        except (Unread, Unspeakable) as error:
+            raise _unusable(error) from None
         conversation = conversation._replace(messages=messages)
         marker = marker_for(self._tokenizer, template, conversation)
         rows: list[Row] = []
-        begin = _lead(conversation.messages)
+        begin = _system_count(conversation.messages)
+        # Two renderings per answer: without and with the answer.
+        answers_at_once = AT_ONCE // 2
         for number, answer in enumerate(answers):
-            if number % (AT_ONCE // 2) == 0:
-                self._expect(conversation, answers[number : number + AT_ONCE // 2], begin)
-            row, begin = self._fitting(conversation, answer, begin, marker)
-            # Compare up to the answer only: in a chat that repeats itself the answer may lie inside
-            # the last row, but that is another, earlier answer.
-            if rows and row.ids[: row.spans[0][0]][: len(rows[-1].ids)] == rows[-1].ids:
-                row = Row(row.ids, rows.pop().spans + row.spans)
+            if number % answers_at_once == 0:
+                next_answers = answers[number : number + answers_at_once]
+                self._render_ahead(conversation, next_answers, begin)
+            row, begin = self._fit_row(conversation, answer, begin, marker)
+            if rows:
+                # The prompt of this answer must begin with the last row. The answer itself does not
+                # count: in a chat that repeats itself it may be equal to the end of the last row,
+                # but that is an earlier answer.
+                answer_begin = row.spans[0][0]
+                last_ids = rows[-1].ids
+                if row.ids[:answer_begin][: len(last_ids)] == last_ids:
+                    row = Row(row.ids, rows.pop().spans + row.spans)
             rows.append(row)
         return rows
 
     def notes(self, skipped: Mapping[str, int], first_bad: str) -> tuple[str, ...]:
-        """Return notes for the user on all conversations so far, including {reason: count} of the
-        `skipped` ones.
+        """Return notes for the user on all conversations so far.
+
+        Args:
+            skipped: {reason: number of conversations that were skipped}.
+            first_bad: the place and the fault of the first of them.
         """
         counts = self.counts
         lines = skipped_notes(skipped, first_bad)
@@ -132,7 +151,7 @@ class Answers:
         lines += unread_notes(counts)
         if self._plain.reads_the_date or self._with_tools.reads_the_date:
             lines.append(
-                f"the chat template reads the date; in all of these conversations it is {DAY}"
+                f"the chat template reads the date; in all of these conversations it is {TEMPLATE_DATE}"
             )
         if counts["untagged"]:
             share = f"{counts['untagged']:,} of {counts['answers']:,} answers"
@@ -144,152 +163,201 @@ class Answers:
     def _template(self, conversation: Conversation) -> ChatTemplate:
         return self._with_tools if conversation.tools else self._plain
 
-    def _expect(self, conversation: Conversation, answers: Sequence[int], begin: int) -> None:
-        """Render the chats of these answers, each without and with the answer, in advance and
-        together.
+    def _render_ahead(self, conversation: Conversation, answers: Sequence[int], begin: int) -> None:
+        """Render the chats of some answers at once, each without and with the answer.
 
-        This assumes that no further turns are left out; other renderings are made singly when they
-        are needed.
+        Chats that `_fit_row` needs with fewer turns are not among them, and are rendered singly
+        when they are needed.
         """
         messages = conversation.messages
-        kept = messages[: _lead(messages)]
-        ends = ((answer + whole, not whole) for answer in answers for whole in (False, True))
-        chats = (([*kept, *messages[begin:end]], prompt) for end, prompt in ends)
+        system = messages[: _system_count(messages)]
+        chats = []
+        for answer in answers:
+            chats.append(([*system, *messages[begin:answer]], True))
+            chats.append(([*system, *messages[begin : answer + 1]], False))
         self._template(conversation).expect(chats, **conversation.template_variables)
 
-    def _fitting(
+    def _fit_row(
         self, conversation: Conversation, answer: int, begin: int, marker: str
     ) -> tuple[Row, int]:
-        """Return the row of one answer, with as many turns before it as fit, and the index of the
-        first of them.
+        """Return the row of an answer, with as many turns before it as fit, and where these begin.
+
+        Args:
+            conversation: the conversation.
+            answer: index of the answer's message.
+            begin: index of the first message, after a system's, in the row of the answer before.
+            marker: the marker of the conversation, or "".
+
+        Raises:
+            Unusable: the row is too long.
         """
         messages = conversation.messages
-        lead = _lead(messages)
-        questions = [
-            number for number in range(begin + 1, answer) if messages[number]["role"] == "user"
-        ]
-        for first in [begin, *(questions if self._how.truncate else [])]:
-            kept = conversation._replace(messages=[*messages[:lead], *messages[first : answer + 1]])
-            row = self._row(kept, marker)
-            if len(row.ids) - 1 <= self._how.longest:
-                self.counts.update(answers=1, truncated=int(first > lead))
+        system_count = _system_count(messages)
+        begins = [begin]
+        # All that comes before a message of a user may be left out.
+        if self._answering.truncate:
+            begins += [
+                index for index in range(begin + 1, answer) if messages[index]["role"] == "user"
+            ]
+        for first in begins:
+            kept = [*messages[:system_count], *messages[first : answer + 1]]
+            row = self._last_row(conversation._replace(messages=kept), marker)
+            inputs = len(row.ids) - 1
+            if inputs <= self._answering.longest:
+                self.counts.update(answers=1, truncated=int(first > system_count))
                 return row, first
-        what = f"messages[{answer}], an answer, with " + (
-            "the least" if self._how.truncate else "all"
-        )
-        remedy = "" if self._how.truncate else ", or cut conversations with data.too_long=truncate"
+        if self._answering.truncate:
+            kept_turns = "the least"
+            remedy = ""
+        else:
+            kept_turns = "all"
+            remedy = ", or cut conversations with data.too_long=truncate"
         raise Unusable(
             "too long",
-            f"{what} that has to stand before it takes {len(row.ids) - 1:,} tokens, more "
-            f"than data.sequence_length = {self._how.longest}; raise it{remedy}",
+            f"messages[{answer}], an answer, with {kept_turns} that has to stand before it takes {inputs:,} tokens, "
+            f"more than data.sequence_length = {self._answering.longest}; raise it{remedy}",
         )
 
-    def _row(self, conversation: Conversation, marker: str) -> Row:
-        """Return the row of the last message of a conversation."""
-        messages, variables = conversation.messages, conversation.template_variables
+    def _last_row(self, conversation: Conversation, marker: str) -> Row:
+        """Return the row of the last message of a conversation, which is an answer.
+
+        Raises:
+            Unusable, InputRefused: as in `rows`.
+        """
+        messages = conversation.messages
+        variables = conversation.template_variables
         template = self._template(conversation)
         try:
-            prompt, whole = (
-                rendered(template, self._tokenizer, part, marker, asks, **variables)
-                for part, asks in ((messages[:-1], True), (messages, False))
-            )
+            prompt = rendered(template, self._tokenizer, messages[:-1], marker, True, **variables)
+            whole = rendered(template, self._tokenizer, messages, marker, False, **variables)
             require_system(prompt.replace(marker, ""), messages[:-1])
-        except Unspeakable as refused:
-            raise _unusable(refused) from None
+        except Unspeakable as error:
+            raise _unusable(error) from None
         if not whole.startswith(prompt):
-            raise InputRefused(_parting(prompt, whole, marker))
-        before = self._encoder.ids(prompt, marker)
-        all_ids = self._encoder.ids(whole, marker)
-        after = all_ids[len(before) :]
-        if all_ids[: len(before)] != before:
+            raise InputRefused(_changed_prompt_fault(prompt, whole, marker))
+        prompt_ids = self._encoder.ids(prompt, marker)
+        whole_ids = self._encoder.ids(whole, marker)
+        answer_ids = whole_ids[len(prompt_ids) :]
+        if whole_ids[: len(prompt_ids)] != prompt_ids:
             # A token spans the end of the prompt. At inference the prompt is encoded alone, so the
-            # answer is, too.
+            # answer is encoded alone as well.
             self.counts["parted"] += 1
-            after = self._tokenizer.encode_rendered(whole[len(prompt) :], marker, inside=True)
-        end = next((number for number, index in enumerate(after, 1) if index in self.stops), None)
-        if not after:
+            answer_ids = self._tokenizer.encode_rendered(whole[len(prompt) :], marker, inside=True)
+        if not answer_ids:
             raise InputRefused(
                 "the chat template leaves the answer out: with it or without, it writes the same"
             )
-        if end is None:
-            raise InputRefused(self._without_stop(whole[len(prompt) :].replace(marker, "")))
-        if not before:
+        stop_indices = [index for index, token in enumerate(answer_ids) if token in self.stops]
+        if not stop_indices:
+            raise InputRefused(self._no_stop_fault(whole[len(prompt) :].replace(marker, "")))
+        if not prompt_ids:
             raise InputRefused(
                 "the chat template writes nothing before an answer: its first token has no input"
             )
+        trained_ids = answer_ids[: stop_indices[0] + 1]
+        # `tagged` writes no markers, so its offsets are those of a prompt without markers.
         if template.tags_answers and not marker:
-            self._compare_tags(
-                template.tagged(messages, (_OPEN, _CLOSE), **variables), prompt, after[:end]
-            )
-        return Row(before + after[:end], ((len(before), len(before) + end),))
+            tagged = template.tagged(messages, (_OPEN, _CLOSE), **variables)
+            self._compare_tags(tagged, prompt, trained_ids)
+        ids = prompt_ids + trained_ids
+        return Row(ids, ((len(prompt_ids), len(ids)),))
 
-    def _without_stop(self, ending: str) -> str:
+    def _no_stop_fault(self, ending: str) -> str:
+        """Return the reason to refuse an answer without a stop token.
+
+        Args:
+            ending: the text that the template writes for the answer.
+        """
         names = ", ".join(repr(self._names.get(stop, str(stop))) for stop in sorted(self.stops))
-        ends = [index for _, _, index in self._tokenizer.controls(ending)]
-        remedy = (
-            f"; if {self._names[ends[0]]!r} ends a turn, add its id {ends[0]} there" if ends else ""
-        )
+        special_ids = [token for _, _, token in self._tokenizer.controls(ending)]
+        remedy = ""
+        if special_ids:
+            first = special_ids[0]
+            remedy = f"; if {self._names[first]!r} ends a turn, add its id {first} there"
         return (
             f"the model would never learn to stop: no token of generation_config.json's eos_token_id and no end of "
             f"text ({names}) is in what the chat template writes for an answer, which ends with "
             f"{ending[-_SHOWN_CHARS:]!r}{remedy}"
         )
 
-    def _compare_tags(self, marked: str, prompt: str, trained: Sequence[int]) -> None:
-        _, *parts = marked.split(_OPEN)
-        inside = ""
-        at = marked.index(_OPEN) if parts else 0
-        for part in parts:
-            tagged, _, rest = part.partition(_CLOSE)
-            inside += tagged[max(0, len(prompt) - at) :]
-            at += len(tagged) + len(rest)
-        ours = self._shown(trained)
-        if inside != ours:
-            self.counts["untagged"] += 1
-            self.untagged = self.untagged or f"trained {_ends(ours)!r}, tagged {_ends(inside)!r}"
+    def _compare_tags(self, marked: str, prompt: str, trained_ids: Sequence[int]) -> None:
+        """Count an answer whose text in the template's own tags differs from the trained text.
 
-    def _shown(self, ids: Sequence[int]) -> str:
+        Args:
+            marked: the rendered chat with `_OPEN` and `_CLOSE` around tagged text.
+            prompt: the chat before the answer; tagged text in it belongs to earlier answers.
+            trained_ids: the ids of the trained text.
+        """
+        before, *parts = marked.split(_OPEN)
+        tagged_of_answer = ""
+        offset = len(before)  # in the chat without marks
+        for part in parts:
+            tagged, _, untagged = part.partition(_CLOSE)
+            tagged_of_answer += tagged[max(0, len(prompt) - offset) :]
+            offset += len(tagged) + len(untagged)
+        trained = self._decode(trained_ids)
+        if tagged_of_answer != trained:
+            self.counts["untagged"] += 1
+            self.untagged = self.untagged or (
+                f"trained {_shorten(trained)!r}, tagged {_shorten(tagged_of_answer)!r}"
+            )
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, with special tokens by their names."""
         pieces = self._tokenizer.pieces
         text = b"".join(
-            self._names[index].encode() if index in self._names else pieces[index] for index in ids
+            self._names[token].encode() if token in self._names else pieces[token] for token in ids
         )
         return text.decode("utf-8", "replace")
 
 
 class _Encoder:
-    """An encoder of rendered chats that reuses the last chat's ids, up to a special token, where
-    two chats agree.
+    """An encoder of rendered chats, which reuses ids of the last chat.
+
+    Successive chats mostly begin with the same text. The ids of that text are reused up to a
+    special token, since a special token is encoded the same whatever follows.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._text = ""
         self._ids = list[int]()
-        # Characters and ids up to and including each special token.
-        self._ends: list[tuple[int, int]] = []
+        # (characters, ids) of the last chat up to and including each special token.
+        self._special_ends: list[tuple[int, int]] = []
 
     def ids(self, text: str, marker: str) -> list[int]:
         """Return the ids of a rendered chat, the same as those of `Tokenizer.encode_rendered`."""
         encode = self._tokenizer.encode_between
-        at, count = next(
-            (end for end in reversed(self._ends) if text.startswith(self._text[: end[0]])), (0, 0)
-        )
-        ids = self._ids[:count]
-        ends = [end for end in self._ends if end[1] <= count]
-        shared = at
-        for start, end, index in self._tokenizer.controls(text[shared:]):
-            ids += [*encode(text[at : shared + start].replace(marker, ""), ids), index]
-            at = shared + end
-            ends.append((at, len(ids)))
-        ids += encode(text[at:].replace(marker, ""), ids)
+        shared_chars = 0
+        shared_ids = 0
+        for chars, ids_so_far in reversed(self._special_ends):
+            if text.startswith(self._text[:chars]):
+                shared_chars = chars
+                shared_ids = ids_so_far
+                break
+        ids = self._ids[:shared_ids]
+        special_ends = [end for end in self._special_ends if end[1] <= shared_ids]
+        done_chars = shared_chars
+        for start, end, special_id in self._tokenizer.controls(text[shared_chars:]):
+            between = text[done_chars : shared_chars + start].replace(marker, "")
+            ids += encode(between, ids)
+            ids.append(special_id)
+            done_chars = shared_chars + end
+            special_ends.append((done_chars, len(ids)))
+        ids += encode(text[done_chars:].replace(marker, ""), ids)
         self._text = text
         self._ids = ids
-        self._ends = ends
+        self._special_ends = special_ends
         return list(ids)
 
 
 def skipped_notes(skipped: Mapping[str, int], first_bad: str) -> list[str]:
-    """Return a note for the user on the conversations that were skipped, if some were."""
+    """Return a note for the user on skipped conversations, or nothing if there are none.
+
+    Args:
+        skipped: {reason: number of conversations that were skipped}.
+        first_bad: the place and the fault of the first of them.
+    """
     if not skipped:
         return []
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
@@ -297,40 +365,41 @@ def skipped_notes(skipped: Mapping[str, int], first_bad: str) -> list[str]:
 
 
 def stops_of(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that stop inference: the tokenizer's end of text and those of
-    generation_config.json.
+    """Return the ids that stop inference.
+
+    They are the tokenizer's end of text, and those of generation_config.json.
     """
     return frozenset({tokenizer.eos_id, *tokenizer.config.stops})
 
 
-def _unusable(refused: InputRefused) -> Unusable:
-    reason = (
-        "a key that no template reads"
-        if isinstance(refused, Unread)
-        else "refused by the chat template"
-    )
-    return Unusable(reason, str(refused))
+def _unusable(error: InputRefused) -> Unusable:
+    """Return a template's refusal as the fault of a record, which may be skipped."""
+    if isinstance(error, Unread):
+        return Unusable("a key that no template reads", str(error))
+    return Unusable("refused by the chat template", str(error))
 
 
-def _lead(messages: Sequence[Message]) -> int:
-    """Return how many messages at the front are never left out: 1 with a system message, else 0."""
+def _system_count(messages: Sequence[Message]) -> int:
+    """Return the number of system messages at the front, 0 or 1. They are never left out."""
     return int(messages[0]["role"] == "system")
 
 
-def _parting(prompt: str, whole: str, marker: str) -> str:
-    """Return the reason to refuse a conversation that does not begin with an answer's prompt."""
+def _changed_prompt_fault(prompt: str, whole: str, marker: str) -> str:
+    """Return the reason to refuse a conversation whose text does not begin with an answer's
+    prompt.
+    """
     prompt = prompt.replace(marker, "")
     whole = whole.replace(marker, "")
-    at = len(os.path.commonprefix([prompt, whole]))
-    begin = max(0, at - _SHOWN_CHARS // 2)
-    asked, written = prompt[begin : at + _SHOWN_CHARS], whole[begin : at + _SHOWN_CHARS]
+    difference = len(os.path.commonprefix([prompt, whole]))
+    shown = slice(max(0, difference - _SHOWN_CHARS // 2), difference + _SHOWN_CHARS)
     return (
         f"the chat template writes the chat before an answer in another way once the answer is there: the prompt has "
-        f"{asked!r} where the conversation has {written!r}; a model trained on it would not be asked so"
+        f"{prompt[shown]!r} where the conversation has {whole[shown]!r}; a model trained on it would not be asked so"
     )
 
 
-def _ends(text: str) -> str:
-    return (
-        text if len(text) <= 2 * _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...{text[-_SHOWN_CHARS:]}"
-    )
+def _shorten(text: str) -> str:
+    """Return a text without its middle if it is long."""
+    if len(text) <= 2 * _SHOWN_CHARS:
+        return text
+    return f"{text[:_SHOWN_CHARS]}...{text[-_SHOWN_CHARS:]}"

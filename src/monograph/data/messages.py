@@ -1,67 +1,79 @@
-"""Read the messages of chats, for everyone who gets some: training, prompts to reward,
-`generate --chat`, `serve`.
+"""Read the messages of chats into one form.
 
-A message becomes an object in one form, whatever wrote it. A key whose value is null is the same as
-a missing key, in the message, its parts and its calls, as transformers and tables have it; inside a
-call's arguments a null is a value. Parts of content are joined. What would be trained or sent
-otherwise than it says is refused by name.
+Training, prompts to reward, `generate --chat` and `serve` all read messages here. A message becomes
+an object with a role, and a content (one text) or calls of tools or both:
+
+- A key whose value is null is the same as a missing key: in the message, in its parts and in its
+  calls, as in transformers and in tables. Inside the arguments of a call, a null is a value.
+- The parts of a content are joined.
+- A key that would change what is trained or sent, and that is not read, is refused by name.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from monograph.data.records import KINDS, Unusable, short, sound
+from monograph.data.records import JSON_TYPES, Unusable, checked_text, quote
 from monograph.text.messages import CALLS, THOUGHTS, WEIGHT
 
 ROLES = ("system", "user", "assistant", "tool")
-# ShareGPT's form of messages has "from" and "value" instead of "role" and "content".
+# ShareGPT's messages have "from" and "value" instead of "role" and "content", and other names of
+# roles.
 _SHARED_ROLES = {"human": "user", "gpt": "assistant"}
-# Keys with which a message says something that is not read, with what to do instead. Empty ones are
-# left out.
+# A message with one of these keys is refused, unless the value is empty. Each key has what to do
+# instead.
 _NOT_READ = {
     "function_call": 'give it as "tool_calls": [{"type": "function", "function": {"name": ..., "arguments": ...}}]',
     "refusal": "write what is said as the content",
     "audio": "only text is read: leave the message out",
     "annotations": "leave them out",
 }
-_TEXTS = {"name", "tool_call_id", *THOUGHTS}
-_SWITCHES = (WEIGHT, "train", "training")  # keys that say whether a message is trained on
+# Keys whose values must be texts.
+_TEXT_KEYS = {"name", "tool_call_id", *THOUGHTS}
+# Keys that say whether a message is trained on.
+_TRAINING_KEYS = (WEIGHT, "train", "training")
 
 
 def read_messages(value: object, key: str) -> list[dict[str, Any]]:
-    """Return the messages under a record's key, each with a role and a content or calls that can be
-    trained on.
+    """Return the messages under a key of a record.
+
+    Args:
+        value: what the record has under the key.
+        key: the key, for error messages.
 
     Raises:
-        Unusable: there are none, or one is bad.
+        Unusable: the value is not a list, or it is empty, or one of its messages is bad.
     """
     if not isinstance(value, list):
         raise Unusable(
-            "no conversation", f"{short(key)} is {KINDS[type(value)]}, not an array of messages"
+            "no conversation",
+            f"{quote(key)} is {JSON_TYPES[type(value)]}, not an array of messages",
         )
     if not value:
-        raise Unusable("empty conversation", f"{short(key)} is empty")
+        raise Unusable("empty conversation", f"{quote(key)} is empty")
     return [
-        spoken(message_of(message, f"{key}[{number}]"), f"{key}[{number}]")
+        trainable_message(message_of(message, f"{key}[{number}]"), f"{key}[{number}]")
         for number, message in enumerate(value)
     ]
 
 
-def spoken(message: dict[str, Any], where: str, content_key: str | None = None) -> dict[str, Any]:
-    """Return a message if its texts can be trained on.
+def trainable_message(
+    message: dict[str, Any], where: str, content_key: str | None = None
+) -> dict[str, Any]:
+    """Return the message if its texts can be trained on.
 
     Args:
         message: as `message_of` returns it.
-        where: the message's place in its record.
-        content_key: the place of its content, if that is no key of the message.
+        where: the message's place in its record, for error messages.
+        content_key: the place of its content; None: under "content" in the message.
 
     Raises:
-        Unusable: a text has a NUL or a lone surrogate, or a user or an assistant says nothing.
+        Unusable: a text has a NUL or a lone surrogate, or a message of a user or an assistant has
+            neither a content nor calls.
     """
     content_key = content_key or f"{where}.content"
     for key in THOUGHTS & message.keys():
-        sound(message[key], f"{where}.{key}")
-    is_empty = "content" in message and not sound(message["content"], content_key).strip()
+        checked_text(message[key], f"{where}.{key}")
+    is_empty = "content" in message and not checked_text(message["content"], content_key).strip()
     if is_empty and CALLS not in message and message["role"] in ("user", "assistant"):
         raise Unusable("empty content", f"{content_key} is empty")
     return message
@@ -70,48 +82,48 @@ def spoken(message: dict[str, Any], where: str, content_key: str | None = None) 
 def message_of(
     value: object, where: str, roles: Sequence[str] | None = ROLES, content_key: str | None = None
 ) -> dict[str, Any]:
-    """Return a message in its one form: a role, a content (a text) or calls of tools or both, and
-    other keys.
+    """Return a message in the form that the module's docstring describes.
 
     Args:
-        value: what was given as a message.
-        where: its place, for messages.
-        roles: the roles that it may have; None: any.
-        content_key: the place of its content, if that is no key of the message.
+        value: the message as it was given.
+        where: its place, for error messages.
+        roles: the roles that it may have; None: any role.
+        content_key: the place of its content; None: under "content" in the message.
 
     Raises:
-        Unusable: it is none.
+        Unusable: the value is not a message.
     """
     content_key = content_key or f"{where}.content"
     if not isinstance(value, dict):
         raise Unusable(
             "no message",
-            f"{where} is {KINDS[type(value)]}, not an object with a role and a content",
+            f"{where} is {JSON_TYPES[type(value)]}, not an object with a role and a content",
         )
     message = _without_nulls(value)
     role_key = "role"
-    known = list(roles or ())
+    accepted = list(roles or ())
     if "role" not in message and "from" in message:
         role_key = "from"
-        known = [*_SHARED_ROLES, *known]
+        accepted = [*_SHARED_ROLES, *accepted]
         message = _from_shared(message)
     role = message.get("role")
     if not isinstance(role, str) or (roles is not None and role not in roles):
-        found = f"is {short(role) if isinstance(role, str) else KINDS[type(role)]}"
-        expected = f"{', '.join(known[:-1])} or {known[-1]}" if known else "a text"
-        raise Unusable("unknown role", f"{where}.{role_key} {found}: expected {expected}")
+        found = quote(role) if isinstance(role, str) else JSON_TYPES[type(role)]
+        expected = f"{', '.join(accepted[:-1])} or {accepted[-1]}" if accepted else "a text"
+        raise Unusable("unknown role", f"{where}.{role_key} is {found}: expected {expected}")
     _refuse_not_read(message, where)
-    _read_switches(message, where)
+    _replace_training_keys(message, where)
     if CALLS in message:
         _read_calls(message, where)
     if "content" in message:
         message["content"] = _content(message["content"], content_key)
     elif CALLS not in message:
         raise Unusable("no content", f"{where} has no content")
-    for key in _TEXTS & message.keys():
+    for key in _TEXT_KEYS & message.keys():
         if not isinstance(message[key], str):
             raise Unusable(
-                "text is no string", f"{where}.{key} is {KINDS[type(message[key])]}, not a string"
+                "text is no string",
+                f"{where}.{key} is {JSON_TYPES[type(message[key])]}, not a string",
             )
     return message
 
@@ -121,88 +133,102 @@ def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_shared(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of ShareGPT's form with the usual keys."""
     role = message["from"]
-    role = _SHARED_ROLES.get(role, role) if isinstance(role, str) else role
-    said = {"content": message["value"]} if "value" in message else {}
-    rest = {key: part for key, part in message.items() if key not in ("from", "value")}
-    return {"role": role, **said, **rest}
+    if isinstance(role, str):
+        role = _SHARED_ROLES.get(role, role)
+    renamed = {"role": role}
+    if "value" in message:
+        renamed["content"] = message["value"]
+    # A "content" beside "value" wins, since it has the usual key.
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {**renamed, **rest}
 
 
 def _refuse_not_read(message: dict[str, Any], where: str) -> None:
+    """Refuse a message with a key of `_NOT_READ`, and delete those keys whose values are empty."""
     for key in _NOT_READ.keys() & message.keys():
         if message[key]:
             raise Unusable("a key that is not read", f"{where}.{key} is not read: {_NOT_READ[key]}")
         del message[key]
 
 
-def _read_switches(message: dict[str, Any], where: str) -> None:
-    """Replace the keys that say whether a message is trained on by the weight 0 if it is not."""
-    said = {key: message.pop(key) for key in _SWITCHES if key in message}
-    for key, value in said.items():
+def _replace_training_keys(message: dict[str, Any], where: str) -> None:
+    """Replace the keys that say whether a message is trained on: by the weight 0 if an assistant's
+    message is not, else by nothing.
+    """
+    given = {key: message.pop(key) for key in _TRAINING_KEYS if key in message}
+    for key, value in given.items():
+        # `type`, not `isinstance`: a bool is an int.
         if type(value) not in (bool, int, float) or value not in (0, 1):
             expected = "0 or 1" if key == WEIGHT else "true or false"
-            found = value if type(value) in (int, float) else KINDS[type(value)]
+            found = value if type(value) in (int, float) else JSON_TYPES[type(value)]
             raise Unusable("weight", f"{where}.{key} is {found}: expected {expected}")
         if value and message["role"] != "assistant":
             detail = f"{where}.{key} asks to train on a message of {message['role']}, and only an assistant's are"
             raise Unusable("weight", f"{detail}: leave it out")
-    if len({bool(value) for value in said.values()}) > 1:
-        raise Unusable("weight", f"{where}: {' and '.join(said)} disagree")
-    if said and not any(said.values()) and message["role"] == "assistant":
+    if len({bool(value) for value in given.values()}) > 1:
+        raise Unusable("weight", f"{where}: {' and '.join(given)} disagree")
+    is_left_out = bool(given) and not any(given.values())
+    if is_left_out and message["role"] == "assistant":
         message[WEIGHT] = 0
 
 
 def _read_calls(message: dict[str, Any], where: str) -> None:
-    """Leave out the nulls of a message's calls, and an empty list of them."""
-    calls = message[CALLS]
-    if calls == []:
+    """Delete the nulls in a message's calls of tools, or the list of calls if it is empty."""
+    given = message[CALLS]
+    if given == []:
         del message[CALLS]
         return
-    message[CALLS] = [_call(call) for call in calls] if isinstance(calls, list) else None
-    if message["role"] != "assistant" or not message[CALLS] or None in message[CALLS]:
+    calls = [_call(call) for call in given] if isinstance(given, list) else []
+    if message["role"] != "assistant" or not calls or None in calls:
         expected = "an array of objects that name a function each, of an assistant"
         raise Unusable("tool calls", f"{where}.{CALLS}: expected {expected}")
+    message[CALLS] = calls
 
 
 def _call(value: object) -> dict[str, Any] | None:
-    """Return a call without its nulls, or None if it names no function."""
+    """Return a call without its nulls, or None if it does not name a function.
+
+    The name is in the call itself, or in the object under "function".
+    """
     if not isinstance(value, dict):
         return None
     call = _without_nulls(value)
     if isinstance(call.get("function"), dict):
         call["function"] = _without_nulls(call["function"])
     function = call.get("function", call)
-    return call if isinstance(function, dict) and isinstance(function.get("name"), str) else None
+    has_name = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return call if has_name else None
 
 
 def _content(value: object, key: str) -> str:
-    """Return a content as one text; its parts are joined."""
+    """Return a content as one text. Parts of a content are joined."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise Unusable("text is no string", f"{short(key)} is {KINDS[type(value)]}, not a string")
-    return "".join(_part(part, f"{key}[{number}]") for number, part in enumerate(value))
-
-
-def _part(value: object, where: str) -> str:
-    part = _without_nulls(value) if isinstance(value, dict) else {}
-    if (
-        part.get("type") != "text"
-        or not isinstance(part.get("text"), str)
-        or part.keys() - {"type", "text"}
-    ):
-        kind = part.get("type")
-        found = (
-            f"a part of the type {short(kind)}"
-            if isinstance(kind, str) and kind != "text"
-            else "another part"
+        raise Unusable(
+            "text is no string", f"{quote(key)} is {JSON_TYPES[type(value)]}, not a string"
         )
+    return "".join(_part_text(part, f"{key}[{number}]") for number, part in enumerate(value))
+
+
+def _part_text(value: object, where: str) -> str:
+    """Return the text of a part of a content."""
+    part = _without_nulls(value) if isinstance(value, dict) else {}
+    kind = part.get("type")
+    has_text = kind == "text" and isinstance(part.get("text"), str)
+    has_other_keys = bool(part.keys() - {"type", "text"})
+    if not has_text or has_other_keys:
+        found = "another part"
+        if isinstance(kind, str) and kind != "text":
+            found = f"a part of the type {quote(kind)}"
         raise Unusable(
             "no text", f'{where} is {found}: expected {{"type": "text", "text": ...}} alone'
         )
     return str(part["text"])
 
 
-def trained_on(message: Mapping[str, Any]) -> bool:
-    """Return whether a message that was read is an answer to train on."""
+def is_trained_on(message: Mapping[str, Any]) -> bool:
+    """Return whether a message, as `message_of` returns it, is an answer to train on."""
     return bool(message["role"] == "assistant" and message.get(WEIGHT, 1) != 0)

@@ -1,4 +1,4 @@
-"""How records are read, as one value that the rooms above pass on."""
+"""The options for reading records, as one object that is passed around above `monograph.data`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from monograph.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """How records are found and become rows of tokens.
+    """The options by which records are found and become rows of tokens.
 
-    The fields are the arguments of `monograph.corpus`, which says what each means; pairs and
-    prompts use some of them.
+    The fields are the arguments of `monograph.corpus`, where each is described. Preference pairs
+    and prompts to reward use only some of them.
     """
 
     source: str | Sequence[str]

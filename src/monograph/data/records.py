@@ -1,6 +1,4 @@
-"""Read records, each of which is a document, from lines of JSON, and describe the faults of bad
-records.
-"""
+"""Read records from lines of JSON, and describe what is wrong with bad ones."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,12 +8,16 @@ from typing import Any, NamedTuple
 from monograph.data.reading import read_blocks
 from monograph.storage.reading import KeyTwice, object_once
 
-LONGEST_BYTES = 1 << 25  # of a record; parsing a line can take some twenty times its size in memory
+# The largest record. To parse a line of JSON can take about twenty times its size in memory.
+LONGEST_BYTES = 1 << 25
 
 
 class Fault(NamedTuple):
-    """The fault of a bad record: `reason` is a key for counting, and `detail` follows "FILE:LINE: "
-    in a message.
+    """What is wrong with a bad record.
+
+    Attributes:
+        reason: the kind of fault; skipped records are counted by it.
+        detail: the end of a message that begins with "FILE:LINE: ".
     """
 
     reason: str
@@ -23,18 +25,20 @@ class Fault(NamedTuple):
 
 
 class Unusable(Exception):
-    """A record cannot be used: see `fault`."""
+    """A record cannot be used, for the reason in `fault`."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.fault = Fault(reason, detail)
 
 
+# A record's number in its file, from 1, and its text or its fault.
 Record = tuple[int, str | Fault]
-EMPTY: tuple[Any, ...] = (None, "", [], {})  # values under a key that say nothing
+# A key with one of these values says nothing.
+EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 
 _TOO_LONG = Fault("too long", f"is longer than {LONGEST_BYTES >> 20} MiB")
-KINDS: dict[type, str] = {
+JSON_TYPES: dict[type, str] = {
     dict: "an object",
     list: "an array",
     float: "a number",
@@ -45,138 +49,169 @@ KINDS: dict[type, str] = {
 }
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON value")
+def _refuse_constant(name: str) -> None:
+    """Refuse NaN and Infinity, which Python reads although JSON does not have them."""
+    raise ValueError(f"{name} is not a JSON value")
 
 
-# Numbers become floats, as Python refuses to read integers of thousands of digits, and a record's
-# text is no number.
-_JSON = json.JSONDecoder(
-    object_pairs_hook=object_once, parse_int=float, parse_constant=_no_constant
+# This decoder reads integers as floats, because Python refuses to read integers of thousands of
+# digits. Nothing is lost: only the text of such a record is used, and a text is not a number.
+_LENIENT_DECODER = json.JSONDecoder(
+    object_pairs_hook=object_once, parse_int=float, parse_constant=_refuse_constant
 )
-# For conversations, whose numbers are written again, as in the arguments of a tool call: 3 stays 3.
-_EXACT = json.JSONDecoder(object_pairs_hook=object_once, parse_constant=_no_constant)
+# In conversations numbers are written again, for example in the arguments of a tool call, where 3
+# must stay 3.
+_EXACT_DECODER = json.JSONDecoder(object_pairs_hook=object_once, parse_constant=_refuse_constant)
 
 
 def json_lines(path: Path, key: str) -> Iterator[Record]:
-    """Yield (line number from 1, text under `key`, or its fault) for every nonblank line; see
-    `json_objects`.
+    """Yield (line number from 1, text under `key` or a fault) for every line that is not blank.
+
+    Raises:
+        Damaged, InputRefused: as in `json_objects`.
     """
     for number, record in json_objects(path):
         if isinstance(record, Fault):
             yield number, record
         elif key not in record:
-            keys = f"its keys are {few(list(record))}{_missing(record)}"
-            yield number, Fault("no text", f"has no key {short(key)}; {keys}")
+            keys = f"its keys are {list_names(list(record))}{_missing_key_hint(record)}"
+            yield number, Fault("no text", f"has no key {quote(key)}; {keys}")
         else:
-            yield number, checked(record[key], key)
+            yield number, text_or_fault(record[key], key)
 
 
-def _missing(record: Mapping[str, Any]) -> str:
-    """Return a hint for a pair of answers, or a record that has only one of "prompt" and
-    "completion", else "".
+def _missing_key_hint(record: Mapping[str, Any]) -> str:
+    """Return what to do about a record without a text, or "".
+
+    A pair of answers has a hint, and a record that has only one of "prompt" and "completion".
     """
     if "chosen" in record and "rejected" in record:
         return "; such pairs are for `monograph train` with prefer.loss"
     if "prompt" in record:
         return "; a conversation needs 'completion' with 'prompt', and prompts to reward need rl.reward"
-    return "; a conversation needs 'prompt' with 'completion'" if "completion" in record else ""
+    if "completion" in record:
+        return "; a conversation needs 'prompt' with 'completion'"
+    return ""
 
 
 def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
-    """Yield (line number from 1, object, or its fault) for every line that is not blank.
+    """Yield (line number from 1, object or fault) for every line that is not blank.
 
-    Numbers become floats, or with `exact` ints and floats as they are written (up to 4,300 digits).
     A byte order mark at the beginning of the file is not part of its first line.
+
+    Args:
+        path: the file.
+        exact: whether numbers are ints and floats as they are written, with up to 4,300 digits;
+            otherwise all numbers become floats.
 
     Raises:
         Damaged: the file's compression is damaged.
         InputRefused: the file cannot be read.
     """
+    decoder = _EXACT_DECODER if exact else _LENIENT_DECODER
     for number, line in enumerate(_lines(path), 1):
         if line is None:
             yield number, _TOO_LONG
-        elif not line.isspace() and line:
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            yield number, _parsed(line, _EXACT if exact else _JSON)
+            continue
+        # An empty line is not `isspace`. The byte order mark is removed only here, so that a first
+        # line of nothing else is not blank: it is refused as a line that is not JSON.
+        if not line or line.isspace():
+            continue
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        yield number, _parse(line, decoder)
 
 
-def checked(text: object, key: str) -> str | Fault:
-    """Return `text` if it can be trained on or is empty, else its fault."""
+def text_or_fault(text: object, key: str) -> str | Fault:
+    """Return `text` if it is empty or can be trained on, else its fault.
+
+    Args:
+        text: the value of a record under a key.
+        key: the key, for the message.
+    """
     if not isinstance(text, str):
-        return Fault("text is no string", f"{short(key)} is {KINDS[type(text)]}, not a string")
+        return Fault("text is no string", f"{quote(key)} is {JSON_TYPES[type(text)]}, not a string")
     if "\0" in text:
-        return Fault("NUL in the text", f"{short(key)} has a NUL character at {text.index(chr(0))}")
+        return Fault("NUL in the text", f"{quote(key)} has a NUL character at {text.index(chr(0))}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         return Fault(
-            "lone surrogate", f"{short(key)} has a lone surrogate at character {error.start}"
+            "lone surrogate", f"{quote(key)} has a lone surrogate at character {error.start}"
         )
     return text
 
 
-def sound(text: object, key: str) -> str:
-    """Return `text` if it can be trained on or is empty; raise Unusable with its fault."""
-    found = checked(text, key)
-    if isinstance(found, Fault):
-        raise Unusable(*found)
-    return found
+def checked_text(text: object, key: str) -> str:
+    """Return `text` if it is empty or can be trained on.
+
+    Raises:
+        Unusable: it has a fault.
+    """
+    checked = text_or_fault(text, key)
+    if isinstance(checked, Fault):
+        raise Unusable(*checked)
+    return checked
 
 
-def not_utf8(error: UnicodeDecodeError) -> Fault:
+def utf8_fault(error: UnicodeDecodeError) -> Fault:
     """Return the fault of a record whose bytes are not UTF-8."""
     return Fault("not UTF-8", f"byte {error.start} is not UTF-8: 0x{error.object[error.start]:02x}")
 
 
-def _parsed(line: bytes, decoder: json.JSONDecoder) -> dict[str, Any] | Fault:
-    fault = Fault("not JSON", "is nested too deeply")
+def _parse(line: bytes, decoder: json.JSONDecoder) -> dict[str, Any] | Fault:
+    """Return the object in a line, or the line's fault."""
     try:
         record = decoder.decode(line.decode())
-        if isinstance(record, dict):
-            return record
-        fault = Fault("not an object", f"is {KINDS[type(record)]}, not an object")
     except UnicodeDecodeError as error:
-        fault = not_utf8(error)
+        fault = utf8_fault(error)
     except KeyTwice as error:
-        fault = Fault("a key twice", f"has the key {short(str(error))} twice in one object")
+        fault = Fault("a key twice", f"has the key {quote(str(error))} twice in one object")
     except json.JSONDecodeError as error:
         fault = Fault("not JSON", f"is not JSON: {error.msg}, at character {error.pos + 1}")
     except ValueError as error:
         fault = Fault("not JSON", f"is not JSON: {error}")
     except RecursionError:
-        pass
+        fault = Fault("not JSON", "is nested too deeply")
+    else:
+        if isinstance(record, dict):
+            return record
+        fault = Fault("not an object", f"is {JSON_TYPES[type(record)]}, not an object")
     return fault
 
 
-def short(name: str) -> str:
-    """Return a name from a file, shortened and safe to show: `ascii` escapes commands to a
-    terminal.
+def quote(name: str) -> str:
+    """Return a name from a file in quotes, cut to 40 characters.
+
+    It is safe to show: `ascii` escapes the characters that a terminal would obey.
     """
     return ascii(name if len(name) <= 40 else name[:40] + "...")
 
 
-def few(names: list[str]) -> str:
-    """Return the first six of these names in one text."""
-    shown = ", ".join(map(short, names[:6])) or "none"
-    return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+def list_names(names: list[str]) -> str:
+    """Return the first six of these names, quoted, in one text."""
+    shown = ", ".join(map(quote, names[:6])) or "none"
+    if len(names) > 6:
+        shown += f" and {len(names) - 6} more"
+    return shown
 
 
 def _lines(path: Path) -> Iterator[bytes | None]:
-    """Yield the lines without their line feeds; None for a line of more than LONGEST_BYTES, which
-    is not kept.
+    """Yield the lines of a file without their line feeds.
+
+    A line of more than LONGEST_BYTES is not kept in memory; None is yielded for it.
     """
-    parts: list[bytes] = []
-    size = 0
+    parts: list[bytes] = []  # of the line that is being read
+    size = 0  # bytes of that line
 
     def line() -> bytes | None:
         return b"".join(parts) if size <= LONGEST_BYTES else None
 
     for block in read_blocks(path):
-        *ends, rest = block.split(b"\n")
-        for end in ends:
-            size += len(end)
-            parts.append(end)
+        *line_ends, rest = block.split(b"\n")
+        for line_end in line_ends:
+            size += len(line_end)
+            parts.append(line_end)
             yield line()
             parts = []
             size = 0

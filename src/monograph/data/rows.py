@@ -409,7 +409,7 @@ def _parts(side: Side, weights: Sequence[float]) -> list[tuple[int, float]]:
     begin = 0
     for weight, run in itertools.groupby(weights):
         end = begin + len(list(run))
-        parts.append((int(side.first[end] - side.first[begin]), weight))
+        parts.append((int(side.first_documents[end] - side.first_documents[begin]), weight))
         begin = end
     return parts
 

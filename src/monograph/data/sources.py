@@ -301,8 +301,8 @@ class SourceFile(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """Return the kind of the file, see `kind_of`."""
-        return kind_of(self.path)
+        """Return the suffix of the file's name, see `suffix_of`."""
+        return suffix_of(self.path)
 
     @property
     def has_records(self) -> bool:
@@ -425,7 +425,7 @@ def _deduplicated(candidates: Iterable[Candidate], skipped: Skipped) -> list[Can
     return list(unique.values())
 
 
-def kind_of(path: Path) -> str:
+def suffix_of(path: Path) -> str:
     """Return the suffix of a file's name in lower case, without a last .gz or .zst."""
     inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     return inner.suffix.lower()
@@ -433,7 +433,7 @@ def kind_of(path: Path) -> str:
 
 def place_of(path: Path, record: int) -> str:
     """Return a record's place for a message, such as FILE:LINE."""
-    separator = ":" if kind_of(path) in LINES else ", row "
+    separator = ":" if suffix_of(path) in LINES else ", row "
     return f"{path}{separator}{record}"
 
 
@@ -447,11 +447,11 @@ def _read_files(
     """
     for candidate in candidates:
         path = candidate.path
-        kind = kind_of(path)
-        is_compressed_table = kind in TABLES and path.suffix.lower() in COMPRESSIONS
-        if kind in _NOT_READ or is_compressed_table:
+        suffix = suffix_of(path)
+        is_compressed_table = suffix in TABLES and path.suffix.lower() in COMPRESSIONS
+        if suffix in _NOT_READ or is_compressed_table:
             raise InputRefused(
-                f"{path}: {kind} files are not read; convert it to plain text, or choose other files with a pattern"
+                f"{path}: {suffix} files are not read; convert it to plain text, or choose other files with a pattern"
             )
     total_bytes = sum(status_of(candidate.path).st_size for candidate in candidates)
     meter = Meter(progress, "sources", total_bytes)
@@ -477,8 +477,8 @@ def _read_file(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
         The file's fault, a key of `_FAULTS`; "": it has none.
     """
     path = candidate.path
-    kind = kind_of(path)
-    has_records = kind in LINES | TABLES
+    suffix = suffix_of(path)
+    has_records = suffix in LINES | TABLES
     # The time is read before the file, so that a change while it is read is noticed later.
     modified_ns = status_of(path).st_mtime_ns
     blocks = raw_blocks(path, meter) if has_records else read_blocks(path, meter)
@@ -487,7 +487,7 @@ def _read_file(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
     fault = ""
     for block in blocks:
         if size == 0:
-            fault = "" if has_records else _text_fault(kind, block)
+            fault = "" if has_records else _text_fault(suffix, block)
         digest.update(block)
         size += len(block)
     if size == 0:
@@ -507,17 +507,17 @@ def _read_file(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
     return file, fault
 
 
-def _text_fault(kind: str, begin: bytes) -> str:
+def _text_fault(suffix: str, begin: bytes) -> str:
     """Return why a file is not a text, a key of `_FAULTS`; "": it may be a text.
 
     Args:
-        kind: the kind of the file.
+        suffix: the suffix of the file's name, see `suffix_of`.
         begin: the beginning of the file.
     """
     if _looks_binary(begin):
         return "a table by another name" if begin.startswith(_TABLE_MAGIC) else "binary"
-    if kind in _TEXT_TABLES:
+    if suffix in _TEXT_TABLES:
         return "a table as text"
-    if kind == ".json" and _ARRAY.match(begin):
+    if suffix == ".json" and _ARRAY.match(begin):
         return "an array of records"
     return ""

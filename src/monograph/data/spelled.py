@@ -1,62 +1,63 @@
-"""Count the texts that spell special tokens: the letters of one in a text are letters, which the
-user is told.
+"""Count the texts that spell special tokens, to warn the user about them.
+
+People put chats that a template has rendered into a column of texts. Other programs turn the
+letters "<|im_start|>" in such a text into one special token. In Monograph no text can write a
+special token (see `Tokenizer`), so a model would learn to spell it.
 """
 
 from collections.abc import Iterable, Mapping
 
 from monograph.text.tokenizer import Tokenizer
 
-# Characters of a token's content; far fewer beginnings than tokens have to be searched in a text.
-_PREFIX = 2
+# Length of the beginnings of special tokens that are searched in a text first. There are far fewer
+# beginnings than special tokens.
+_PREFIX_CHARS = 2
 
 
-class Spelled:
-    """A count of the texts that hold the letters of a special token.
-
-    People put a chat that its template has rendered into a column of texts, where other programs
-    make a token of
-    "<|im_start|>". Here no text can write a special token (see `Tokenizer`), so the model would learn to spell it.
-    """
+class SpecialTokenSpellings:
+    """A count of the records and text files that have the letters of a special token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._contents: dict[str, list[str]] = {}  # by their beginnings
-        for content in tokenizer.special:
-            self._contents.setdefault(content[:_PREFIX], []).append(content)
+        self._tokens_by_prefix: dict[str, list[str]] = {}
+        for token in tokenizer.special:
+            self._tokens_by_prefix.setdefault(token[:_PREFIX_CHARS], []).append(token)
         self._count = 0
         self._first = ""
-        self._last = ""  # the place that was counted last
+        self._last_place = ""
 
-    def see(self, where: str, texts: Iterable[str]) -> None:
-        """Look at texts of the record or file at that place, which is counted once if its texts
-        come in a row.
+    def count(self, where: str, texts: Iterable[str]) -> None:
+        """Count a record or file if one of these texts has the letters of a special token.
+
+        A place that is given several times in succession, each time with other texts, is counted
+        once.
+
+        Args:
+            where: the place of the record or file.
+            texts: texts of the record or file.
         """
-        content = next((found for text in texts for found in self._found(text)), None)
-        if content is None or where == self._last:
+        token = next((token for text in texts for token in self._spelled_tokens(text)), None)
+        if token is None or where == self._last_place:
             return
         self._count += 1
-        self._last = where
-        self._first = self._first or f"{content!r} in {where}"
+        self._last_place = where
+        self._first = self._first or f"{token!r} in {where}"
 
     def notes(self) -> tuple[str, ...]:
-        """Return a line for the user, or none."""
+        """Return a line for the user, or nothing if no text was counted."""
         if not self._count:
             return ()
-        these = f"{self._count:,} texts spell" if self._count > 1 else "a text spells"
+        counted = f"{self._count:,} texts spell" if self._count > 1 else "a text spells"
         return (
-            f"{these} special tokens, as {self._first}: in a text these are letters; give chats as messages",
+            f"{counted} special tokens, as {self._first}: in a text these are letters; give chats as messages",
         )
 
-    def _found(self, text: str) -> Iterable[str]:
-        beginnings = [beginning for beginning in self._contents if beginning in text]
-        return (
-            content
-            for beginning in beginnings
-            for content in self._contents[beginning]
-            if content in text
-        )
+    def _spelled_tokens(self, text: str) -> Iterable[str]:
+        for prefix, tokens in self._tokens_by_prefix.items():
+            if prefix in text:
+                yield from (token for token in tokens if token in text)
 
 
-def texts_of(record: Mapping[str, object], *keys: str) -> list[str]:
-    """Return what a record has under these keys, where it is a text."""
+def text_values(record: Mapping[str, object], *keys: str) -> list[str]:
+    """Return the values of a record under these keys that are texts."""
     values = [record.get(key) for key in keys]
     return [value for value in values if isinstance(value, str)]

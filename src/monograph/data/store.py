@@ -1,7 +1,7 @@
-"""Keep tokenised corpora in a cache: built in a temporary folder, renamed when complete, and
-checked when opened.
+"""Keep tokenised corpora in a cache.
 
-A corpus's `CorpusRequest` decides its tokens, and so the name of its folder.
+A corpus is built in a temporary folder, which is renamed when it is complete. Every file is checked
+when the corpus is opened. A corpus's `CorpusRequest` decides its tokens and the name of its folder.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from monograph.data import encoding
 from monograph.data.documents import Documents, Reading, check_fraction
-from monograph.data.loss_mask import DAY, stops_of
+from monograph.data.loss_mask import TEMPLATE_DATE, Answering, stops_of
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import status_of
 from monograph.data.shards import INDEX, open_shard, seal, token_dtype
@@ -37,9 +37,9 @@ from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 FORMAT = 3
-# Changes with what conversations are read as, so that tokens of earlier versions are made again.
-# Unlike `FORMAT` it is no part of a corpus's fingerprint, since most conversations are read as
-# before, and their runs go on.
+# This number changes when conversations are read in another way: their tokens are then made again.
+# Unlike `FORMAT` it is not in `CorpusRequest.sources`, which runs compare when they resume. Most
+# conversations are read as before, so their runs can continue.
 READER = 2
 
 
@@ -60,64 +60,72 @@ class CorpusRequest(NamedTuple):
 
     @property
     def sources(self) -> list[Any]:
-        """Return the values that decide the documents: the files and, if some have records, how
-        these are read.
+        """Return the values that decide the documents.
+
+        They are the files, and how records are read if some files have records.
         """
-        records = any(file.has_records for file in self.text.files)
-        reading: list[Any] | None = (
-            [self.reading.text_key, self.reading.skip_bad] if records else None
-        )
-        if reading and self.reading.plain and self.reading.answering:
-            reading += ["prompt and completion", self.reading.answering.longest]
-        elif reading and self.reading.answering:
-            assert isinstance(self.tokenizer, Tokenizer)
-            template = template_of(self.tokenizer)
-            stops = sorted(stops_of(self.tokenizer))
-            reading += [
-                self.reading.answering,
-                template.source,
-                sorted(template.tokens.items()),
-                stops,
-                DAY,
-            ]
-            named = sorted(
-                (name, other.source) for name, other in self.tokenizer.config.named.items()
-            )
-            if named:
-                reading.append(named)
-        if reading and self.reading.left_out:
-            reading.append(self.reading.left_out)
+        # What is in this list, and in which order, is part of the format: runs and the names of
+        # folders depend on it. So values that came later are appended only if they are not empty.
+        reading: list[Any] | None = None
+        if any(file.has_records for file in self.text.files):
+            reading = [self.reading.text_key, self.reading.skip_bad]
+            if self.reading.answering:
+                reading += self._answer_values(self.reading.answering)
+            if self.reading.ignored_training_keys:
+                reading.append(self.reading.ignored_training_keys)
         return [FORMAT, self.text.sha256, self.held_out, reading]
+
+    def _answer_values(self, answering: Answering) -> list[Any]:
+        """Return the values that decide the tokens of conversations."""
+        if self.reading.plain:
+            return ["prompt and completion", answering.longest]
+        assert isinstance(self.tokenizer, Tokenizer)
+        template = template_of(self.tokenizer)
+        values = [
+            answering,
+            template.source,
+            sorted(template.tokens.items()),
+            sorted(stops_of(self.tokenizer)),
+            TEMPLATE_DATE,
+        ]
+        named = sorted((name, other.source) for name, other in self.tokenizer.config.named.items())
+        if named:
+            values.append(named)
+        return values
 
     @property
     def key(self) -> str:
-        """Return the folder's name in hex; equal requests have equal keys."""
-        asked = (
-            self.tokenizer.hash
-            if isinstance(self.tokenizer, Tokenizer)
-            else f"bpe:{self.tokenizer}"
-        )
+        """Return the folder's name in hex. Equal requests have equal keys."""
+        if isinstance(self.tokenizer, Tokenizer):
+            tokenizer = self.tokenizer.hash
+        else:
+            tokenizer = f"bpe:{self.tokenizer}"
         reader = [READER] if self.reading.answering else []
-        return hashlib.sha256(json.dumps([*self.sources, asked, *reader]).encode()).hexdigest()[:32]
+        values = json.dumps([*self.sources, tokenizer, *reader])
+        return hashlib.sha256(values.encode()).hexdigest()[:32]
 
 
-_POLL_S = 0.2
+_POLL_S = 0.2  # between two attempts to get the lock
 
 
 class Side(NamedTuple):
     """One side of the held-out split, tokenised.
 
     Attributes:
-        tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document, or the ids of
-            each `Row` of a conversation, which counts as a document.
-        starts: int64 [D + 1], memory-mapped: index of each document's first token, and the end.
+        tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document. With
+            conversations each `Row` counts as a document, and has the ids of the row alone.
+        starts: int64 [D + 1], memory-mapped: index of each document's first token, and the number
+            of tokens.
         records: int64 [D], memory-mapped: the line or row of each document in its file, 0 for a
             text file.
         bytes: UTF-8 bytes of all texts; with conversations, of the trained text.
         files: names of the files [F].
-        first: int64 [F + 1], index of the first document of each file, and the end.
-        answers: int64 [2 S], memory-mapped, rising: begin and end of each trained stretch of tokens
-            in conversations; None for texts, which are trained on whole.
+        first_documents: int64 [F + 1], index of the first document of each file, and the number of
+            documents.
+        answers: int64 [2 S], memory-mapped, ascending: begin and end of each trained stretch of
+            tokens in conversations; None for texts, all of whose tokens are trained on.
+
+    Shapes: D documents, F files, S trained stretches.
     """
 
     tokens: NDArray[Any]
@@ -125,7 +133,7 @@ class Side(NamedTuple):
     records: NDArray[np.int64]
     bytes: int
     files: tuple[str, ...]
-    first: NDArray[np.int64]
+    first_documents: NDArray[np.int64]
     answers: NDArray[np.int64] | None = None
 
     @property
@@ -133,20 +141,31 @@ class Side(NamedTuple):
         """Return the number of conversations, 0 for texts."""
         if self.answers is None:
             return 0
-        # A document is a row of a conversation, so a conversation begins where the record or the
-        # file changes.
-        begins = np.concatenate([[0], np.flatnonzero(np.diff(self.records)) + 1, self.first[:-1]])
+        # A document is a row of a conversation, and a conversation may have several rows. So a
+        # conversation begins where the record changes or a file begins. Files without documents
+        # begin where the next one does, which may be after the last document.
+        record_begins = np.flatnonzero(np.diff(self.records)) + 1
+        begins = np.concatenate([[0], record_begins, self.first_documents[:-1]])
         return len(np.unique(begins[begins < len(self.records)]))
 
     def name(self, document: int) -> str:
-        """Return a document's name: its file's name, and after a colon its line or row there."""
-        file = self.files[int(np.searchsorted(self.first, document, side="right")) - 1]
+        """Return a document's name: FILE, or FILE:RECORD with its line or row in the file."""
+        file = self.files[int(np.searchsorted(self.first_documents, document, side="right")) - 1]
         record = int(self.records[document])
         return f"{file}:{record}" if record else file
 
 
 class StoredCorpus(NamedTuple):
-    """A tokenised corpus and its folder; `skipped` is {reason: count} of skipped records."""
+    """A tokenised corpus.
+
+    Attributes:
+        folder: its folder in the cache.
+        tokenizer: the tokenizer of its tokens.
+        train: the training side of the split.
+        held_out: the other side.
+        skipped: {reason: count} of skipped records.
+        notes: lines for the user.
+    """
 
     folder: Path
     tokenizer: Tokenizer
@@ -159,14 +178,14 @@ class StoredCorpus(NamedTuple):
 def open_or_build(
     request: CorpusRequest, cache: str | Path | None = None, progress: Progress | None = None
 ) -> StoredCorpus:
-    """Return the tokenised corpus from the cache, or build it if it is missing or damaged there.
+    """Return the tokenised corpus from the cache. Build it first if it is missing or damaged there.
 
     Args:
         request: the inputs that decide the tokens.
-        cache: the cache folder; by default $MONOGRAPH_HOME, else $XDG_CACHE_HOME/monograph, else
-            ~/.cache/monograph. If the last two cannot be written, it is a temporary folder that
-            vanishes at exit, and a note says so.
-        progress: see `monograph.data.progress`.
+        cache: the cache folder; None: $MONOGRAPH_HOME, else $XDG_CACHE_HOME/monograph, else
+            ~/.cache/monograph. If one of the last two cannot be written, a temporary folder is used
+            instead. It is removed at exit, and a note says so.
+        progress: see `monograph.data.progress`; None: nothing is reported.
 
     Raises:
         UsageError: the share to hold out is out of range.
@@ -175,15 +194,16 @@ def open_or_build(
         DiskFull: the cache has no room.
     """
     check_fraction(request.held_out)
-    root, chosen = cache_root(cache)
+    root, is_chosen = cache_root(cache)
     folder = root / "corpora" / request.key
-    damage: tuple[str, ...] = ()
+    damage_notes: tuple[str, ...] = ()
     if exists(folder):
         try:
             return _open(folder, request, progress)
         except InputRefused as error:
-            damage = (f"{error}: tokenised again",)
-    root, unwritable = _writable(root, chosen)
+            damage_notes = (f"{error}: tokenised again",)
+    root, root_notes = _writable_root(root, is_chosen)
+    # Again, since the root may now be a temporary folder.
     folder = root / "corpora" / request.key
     with writing(root), _locked(folder.with_suffix(".lock"), progress):
         try:
@@ -191,16 +211,21 @@ def open_or_build(
             return _open(folder, request, progress)
         except InputRefused:
             notes = _build(folder, request, progress)
-    return _open(folder, request, progress, (*unwritable, *damage, *notes))
+    return _open(folder, request, progress, (*root_notes, *damage_notes, *notes))
 
 
-def _writable(root: Path, chosen: bool) -> tuple[Path, tuple[str, ...]]:
+def _writable_root(root: Path, is_chosen: bool) -> tuple[Path, tuple[str, ...]]:
+    """Return the cache folder, or a temporary one in its place, and notes for the user.
+
+    Raises:
+        InputRefused: the cache folder cannot be written, and the user chose it.
+    """
     try:
         with writing(root):
             (root / "corpora").mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=root / "corpora").close()
     except InputRefused as error:
-        if chosen:
+        if is_chosen:
             raise
         until_exit = ExitStack()
         temporary = until_exit.enter_context(temporary_folder())
@@ -214,25 +239,27 @@ def _writable(root: Path, chosen: bool) -> tuple[Path, tuple[str, ...]]:
 
 @contextmanager
 def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
-    """Hold a lock on a file during the block; the kernel frees it however the process ends."""
+    """Hold a lock on a file during the block. The kernel frees it however the process ends."""
     with open(path, "w") as file:
-        waiting: Meter | None = None
+        meter: Meter | None = None
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                waiting = waiting or Meter(
+                meter = meter or Meter(
                     progress, "waiting for another process that tokenises this text", None
                 )
-                waiting.add(0)
+                meter.add(0)  # Reports that the wait goes on.
                 time.sleep(_POLL_S)
         yield
 
 
 def _build(folder: Path, request: CorpusRequest, progress: Progress | None) -> tuple[str, ...]:
+    """Build a corpus in its folder, and return the notes of `_write`."""
     building = folder.with_suffix(".building")
-    # A killed process may have left this folder behind. Only the holder of the lock gets here.
+    # A killed process may have left this folder behind. No process can be using it now, since this
+    # one holds the lock.
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     try:
@@ -247,8 +274,11 @@ def _build(folder: Path, request: CorpusRequest, progress: Progress | None) -> t
 
 
 def _write(building: Path, request: CorpusRequest, progress: Progress | None) -> tuple[str, ...]:
-    """Write all files of a corpus; return the notes that are shown only now, unlike those in the
-    manifest.
+    """Write all files of a corpus.
+
+    Returns:
+        Notes for the user that are shown only now. The other notes are in the manifest, and are
+        shown whenever the corpus is opened.
     """
     files = request.text.files
     reading = request.reading
@@ -259,24 +289,27 @@ def _write(building: Path, request: CorpusRequest, progress: Progress | None) ->
         tokenizer, notes = encoding.train_tokenizer(documents, tokenizer, progress)
     meter = Meter(progress, "bytes tokenised", documents.text_bytes)
     skipped = documents.survey.skipped
-    stored_notes = (*documents.notes, *tokenizer.notes)
     if reading.answering:
-        sides, unusable, more = encoding.encode_conversations(
+        sides, unusable, encoding_notes = encoding.encode_conversations(
             documents, files, tokenizer, building, meter
         )
         skipped = dict(Counter(skipped) + Counter(unusable))
-        stored_notes = (*stored_notes, *more)
     else:
-        sides, more = encoding.encode_documents(documents, files, tokenizer, building, meter)
-        stored_notes = (*stored_notes, *more)
+        sides, encoding_notes = encoding.encode_documents(
+            documents, files, tokenizer, building, meter
+        )
     meter.finish()
     for file in files:
         if status_of(file.path).st_mtime_ns != file.modified_ns:
             raise InputRefused(
                 f"{file.path}: changed while it was being read; run again when it no longer changes"
             )
-    text = tokenizer.to_json()
-    write_durably(building / "tokenizer.json", text)
+    tokenizer_json = tokenizer.to_json()
+    write_durably(building / "tokenizer.json", tokenizer_json)
+    digests = {"tokenizer.json": hashlib.sha256(tokenizer_json.encode()).hexdigest()}
+    for side_name in encoding.SIDES:
+        for path in _shards(building, side_name, reading):
+            digests[path.name] = seal(path)
     manifest = {
         "key": request.key,
         "tokenizer": tokenizer.hash,
@@ -285,15 +318,8 @@ def _write(building: Path, request: CorpusRequest, progress: Progress | None) ->
             name: {"bytes": side.bytes, "documents": side.counts} for name, side in sides.items()
         },
         "skipped": skipped,
-        "notes": stored_notes,
-        "files": {
-            "tokenizer.json": hashlib.sha256(text.encode()).hexdigest(),
-            **{
-                path.name: seal(path)
-                for side in encoding.SIDES
-                for path in _shards(building, side, reading)
-            },
-        },
+        "notes": (*documents.notes, *tokenizer.notes, *encoding_notes),
+        "files": digests,
     }
     write_durably(
         building / "manifest.json",
@@ -304,7 +330,10 @@ def _write(building: Path, request: CorpusRequest, progress: Progress | None) ->
 
 
 def _shards(folder: Path, side: str, reading: Reading) -> list[Path]:
-    suffixes = ["tokens", "starts", "records"] + (["answers"] if reading.answering else [])
+    """Return the files of one side, in the order of the fields of `Side`."""
+    suffixes = ["tokens", "starts", "records"]
+    if reading.answering:
+        suffixes.append("answers")
     return [folder / f"{side}.{suffix}" for suffix in suffixes]
 
 
@@ -319,7 +348,8 @@ def _open(
 
     Raises:
         InputRefused: a file is missing, damaged, or of another corpus; the message names it.
-        Unreadable: a file cannot be read. It may be sound, so the corpus must not be built again.
+        Unreadable: a file cannot be read. It may be undamaged, so the corpus must not be built
+            again.
     """
     manifest = _manifest(folder, request.key)
     tokenizer = _tokenizer(folder / "tokenizer.json", manifest, request.tokenizer)
@@ -328,25 +358,37 @@ def _open(
     meter = Meter(progress, "verify", sum(entry.st_size for entry in statuses if entry))
     sides = {}
     for side in encoding.SIDES:
-        kinds = token_dtype(tokenizer.vocab_size), INDEX, INDEX, INDEX
-        pairs = zip(paths[side], kinds, strict=False)
-        tokens, *index = (
-            open_shard(path, kind, manifest["files"][path.name], meter) for path, kind in pairs
+        tokens_path, *index_paths = paths[side]
+        seals = manifest["files"]
+        tokens = open_shard(
+            tokens_path, token_dtype(tokenizer.vocab_size), seals[tokens_path.name], meter
         )
-        kept = manifest["sides"][side]
-        first = np.cumsum([0, *kept["documents"]])
-        starts, records, *answers = (array.view(np.int64) for array in index)
+        starts, records, *answers = [
+            open_shard(path, INDEX, seals[path.name], meter).view(np.int64) for path in index_paths
+        ]
+        recorded = manifest["sides"][side]
         sides[side] = Side(
-            tokens, starts, records, kept["bytes"], tuple(manifest["names"]), first, *answers
+            tokens=tokens,
+            starts=starts,
+            records=records,
+            bytes=recorded["bytes"],
+            files=tuple(manifest["names"]),
+            first_documents=np.cumsum([0, *recorded["documents"]]),
+            answers=answers[0] if answers else None,
         )
     meter.finish()
-    notes = (*notes, *manifest["notes"])
     return StoredCorpus(
-        folder, tokenizer, sides["train"], sides["held_out"], manifest["skipped"], notes
+        folder=folder,
+        tokenizer=tokenizer,
+        train=sides["train"],
+        held_out=sides["held_out"],
+        skipped=manifest["skipped"],
+        notes=(*notes, *manifest["notes"]),
     )
 
 
 def _manifest(folder: Path, key: str) -> dict[str, Any]:
+    """Return the manifest of a corpus folder, after checking its checksum and its key."""
     path = folder / "manifest.json"
     try:
         manifest: dict[str, Any] = parse_json(read_input(path))
@@ -358,15 +400,16 @@ def _manifest(folder: Path, key: str) -> dict[str, Any]:
     return manifest
 
 
-def _tokenizer(path: Path, manifest: dict[str, Any], asked: Tokenizer | int) -> Tokenizer:
+def _tokenizer(path: Path, manifest: dict[str, Any], requested: Tokenizer | int) -> Tokenizer:
+    """Return the requested tokenizer, or the trained one from its file, after checking the file."""
     try:
         text = read_input(path, MAX_FILE_BYTES)
     except OSError as error:
         raise InputRefused(f"{path}: cannot be read ({error.strerror})") from None
     if hashlib.sha256(text).hexdigest() != manifest["files"][path.name]:
         raise InputRefused(f"{path}: is damaged (its checksum is wrong)")
-    if isinstance(asked, Tokenizer):
-        return asked
+    if isinstance(requested, Tokenizer):
+        return requested
     tokenizer = Tokenizer.from_file(path, trusted=True)
     if tokenizer.hash != manifest["tokenizer"]:
         raise InputRefused(f"{path}: is read differently by this version of Monograph")

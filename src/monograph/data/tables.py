@@ -1,5 +1,9 @@
-"""Read the columns of a .parquet or .arrow file row by row with pyarrow, and locate folders of
-saved datasets.
+"""Read the rows of .parquet and .arrow files with pyarrow, and find the files of saved datasets.
+
+Any file may be damaged, or made to exhaust memory. So sizes are checked before anything is
+unpacked, and offsets before pyarrow follows them.
+
+A *batch* is a number of consecutive rows, which pyarrow reads at once.
 
 Shapes: N values of a column.
 """
@@ -11,18 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from monograph.data.reading import Damaged, imported, unpacked
+from monograph.data.reading import Damaged, import_library, refuse_bombs
 from monograph.data.records import (
-    EMPTY,
+    EMPTY_VALUES,
     LONGEST_BYTES,
     Fault,
     Record,
-    checked,
-    few,
-    not_utf8,
-    short,
+    list_names,
+    quote,
+    text_or_fault,
+    utf8_fault,
 )
 from monograph.errors import InputRefused
 from monograph.storage.reading import (
@@ -40,15 +44,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pyarrow import Array, DataType, RecordBatch, Scalar, Schema
 
+# The size of a batch of a .parquet file. The writer of an .arrow file decides that of its batches.
 _BATCH_ROWS = 256
 _BATCH_BYTES = 1 << 24
-# A compressed batch is unpacked whole before any of its rows can be read. Parquet's format sets
-# this bound for a page.
-_MOST_BATCH_BYTES = (1 << 31) - 1
-_DICTIONARY_BATCH, _RECORD_BATCH = 2, 3  # values of MessageHeader in Arrow's Message.fbs
+# The largest batch of an .arrow file, which is unpacked as a whole before any of its rows can be
+# read. It is the bound that Parquet's format sets for a page.
+_MAX_BATCH_BYTES = (1 << 31) - 1
+# Values of MessageHeader in Arrow's Message.fbs.
+_DICTIONARY_BATCH = 2
+_RECORD_BATCH = 3
 _MAGIC = b"ARROW1\0\0"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _NAME_ANOTHER = "name the one with the text as data.text_key, or leave the file out"
+# Files of a dataset that the library `datasets` has saved.
 _STATE = "state.json"
 _INFO = "dataset_info.json"
 _DICTIONARY = "dataset_dict.json"
@@ -56,7 +64,7 @@ _AGAIN = "; save the dataset again"
 
 
 def table_rows(path: Path, key: str) -> Iterator[Record]:
-    """Yield (row number from 1, text in column `key`, or its fault) for every row.
+    """Yield (row number from 1, text in the column `key` or a fault) for every row.
 
     Raises:
         Damaged: the file is damaged, or has no column `key` of strings.
@@ -66,44 +74,55 @@ def table_rows(path: Path, key: str) -> Iterator[Record]:
     with _read_by_pyarrow(path) as pa:
         _require_strings(pa, path, _schema(pa, path), key)
         values = (value for column in columns(pa, path, key) for value in column)
-        # A dictionary stores a text once for all of its rows, so count the length of each row's
-        # text against bombs.
-        sized = ((len(text), text) for text in (_text(value, key) for value in values))
-        yield from enumerate(unpacked(path, sized), 1)
+        texts = (_text(value, key) for value in values)
+        # A dictionary stores a text once for many rows. So the text's length is counted for each
+        # row. (The length of a fault is that of a tuple, which does not matter.)
+        sized = ((len(text), text) for text in texts)
+        yield from enumerate(refuse_bombs(path, sized), 1)
 
 
 def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
-    """Yield (row number from 1, {column: value} of those `keys` that exist, without nulls, or a
-    fault) for every row.
+    """Yield (row number from 1, {column: value} or a fault) for every row.
+
+    Values that are null are left out.
+
+    Args:
+        path: the file.
+        keys: the columns to read; those that the table does not have are ignored.
 
     Raises:
         Damaged, InputRefused: as in `table_rows`.
     """
     number = 0
     with _read_by_pyarrow(path) as pa:
-        there = [key for key in keys if key in _schema(pa, path).names]
-        parts = _parquet_parts if path.suffix.lower() == ".parquet" else _arrow_parts
-        chosen = (part.select(there) for part in parts(pa, path, there))
-        for part in unpacked(path, ((_unshared_bytes(pa, part), part) for part in chosen)):
-            for row in _rows(path, part):
+        columns = [key for key in keys if key in _schema(pa, path).names]
+        read = _parquet_batches if path.suffix.lower() == ".parquet" else _arrow_batches
+        batches = (batch.select(columns) for batch in read(pa, path, columns))
+        sized = ((_unshared_bytes(pa, batch), batch) for batch in batches)
+        for batch in refuse_bombs(path, sized):
+            for row in _rows(path, batch):
                 number += 1
-                yield number, _plain(pa, row, part.schema)
+                yield number, _json_values(pa, row, batch.schema)
 
 
-def _rows(path: Path, part: RecordBatch) -> list[dict[str, Any]]:
-    """Return the rows of a sound batch as values of Python, whose dates have the years 1 to 9999."""
+def _rows(path: Path, batch: RecordBatch) -> list[dict[str, Any]]:
+    """Return the rows of an undamaged batch as values of Python.
+
+    Raises:
+        Damaged: a date is outside of the years 1 to 9999, which Python's dates have.
+    """
     try:
-        return part.to_pylist()  # type: ignore[no-any-return]
+        return batch.to_pylist()  # type: ignore[no-any-return]
     except (OverflowError, ValueError):
-        name = next((name for name in part.schema.names if not _is_held(part.column(name))), "")
+        name = next((name for name in batch.schema.names if not _converts(batch.column(name))), "")
         fault = f"column {name!r} has a date or time that is outside of the years 1 to 9999"
         raise Damaged(
             path, fault, "correct it, write the column as texts, or leave it out"
         ) from None
 
 
-def _is_held(column: Array) -> bool:
-    """Return whether Python's types hold all values of a column."""
+def _converts(column: Array) -> bool:
+    """Return whether all values of a column can become values of Python."""
     try:
         column.to_pylist()
     except (OverflowError, ValueError):
@@ -111,42 +130,48 @@ def _is_held(column: Array) -> bool:
     return True
 
 
-def _unshared_bytes(pa: ModuleType, part: RecordBatch) -> int:
-    """Return how much the values of a batch are once no text is stored for many rows, as
-    dictionaries and views do.
+def _unshared_bytes(pa: ModuleType, batch: RecordBatch) -> int:
+    """Return the bytes of a batch's values, where each row counts.
+
+    A dictionary or a view stores a value once for many rows. Here it counts once for each of them.
 
     Raises:
         ArrowException: the batch is damaged.
     """
-    part.validate(full=True)  # before anything follows its offsets
-    waiting = list(part.columns)
-    total = 0
-    for array in waiting:
-        types, kind = pa.types, array.type
+    batch.validate(full=True)  # Before anything follows its offsets.
+    pending = list(batch.columns)
+    total_bytes = 0
+    # The list grows in the loop: the values inside of a nested array are appended.
+    for array in pending:
+        types = pa.types
+        kind = array.type
         if types.is_struct(kind):
-            waiting.extend(array.flatten())
+            pending.extend(array.flatten())
         elif types.is_list(kind) or types.is_large_list(kind):
-            waiting.append(array.flatten())
+            pending.append(array.flatten())
         elif types.is_map(kind):
             offsets = array.offsets
+            # `keys` and `items` do not heed that the array may be a slice of a larger one.
             own = slice(offsets[0].as_py(), offsets[-1].as_py())
-            waiting += [array.keys[own], array.items[own]]
+            pending += [array.keys[own], array.items[own]]
         elif types.is_dictionary(kind):
-            used = array.indices.drop_null().to_numpy(zero_copy_only=False)
-            total += int(_lengths(pa, array.dictionary)[used].sum())
+            indices = array.indices.drop_null().to_numpy(zero_copy_only=False)
+            total_bytes += int(_value_bytes(pa, array.dictionary)[indices].sum())
         else:
-            total += int(_lengths(pa, array).sum())
-    return total
+            total_bytes += int(_value_bytes(pa, array).sum())
+    return total_bytes
 
 
-def _lengths(pa: ModuleType, array: Array) -> NDArray[np.int64]:
-    """Return the bytes of each value of an array, int64 [N]; where they are no texts, each has its
-    share of all.
+def _value_bytes(pa: ModuleType, array: Array) -> NDArray[np.int64]:
+    """Return the bytes of each value of an array, int64 [N].
+
+    They are exact for texts and bytes. Of other types, each value has an equal share of the array's
+    bytes.
     """
-    import numpy as np  # a configuration is read without it
+    import numpy as np  # Here, since a configuration is read without numpy.
 
     if array.type in (pa.string_view(), pa.binary_view()):
-        # A view is 16 bytes, of which the first four are the length.
+        # A view has 16 bytes. The first four are the length.
         views_N4 = np.frombuffer(array.buffers()[1], dtype=np.int32).reshape(-1, 4)
         return views_N4[array.offset : array.offset + len(array), 0].astype(np.int64)
     if array.type in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
@@ -154,26 +179,34 @@ def _lengths(pa: ModuleType, array: Array) -> NDArray[np.int64]:
 
         bytes_N = compute.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False)
         return np.asarray(bytes_N, dtype=np.int64)
-    return np.full(len(array), -(-array.nbytes // max(1, len(array))), dtype=np.int64)
+    share_bytes = -(-array.nbytes // max(1, len(array)))  # rounded up
+    return np.full(len(array), share_bytes, dtype=np.int64)
 
 
 def table_columns(path: Path) -> list[str]:
-    """Return the names of a table's columns; raise the errors of `table_rows`."""
+    """Return the names of a table's columns.
+
+    Raises:
+        Damaged, InputRefused: as in `table_rows`.
+    """
     with _read_by_pyarrow(path) as pa:
         return list(_schema(pa, path).names)
 
 
-def first_filled(path: Path, column: str) -> int | None:
-    """Return the first row, from 1, with more than an empty value in a column, or None; see
-    `table_rows` for errors.
+def first_row_with_value(path: Path, column: str) -> int | None:
+    """Return the first row, from 1, whose value in a column is not empty; None if there is none.
+
+    Raises:
+        Damaged, InputRefused: as in `table_rows`.
     """
     number = 0
     with _read_by_pyarrow(path) as pa:
-        parts = _parquet_parts if path.suffix.lower() == ".parquet" else _arrow_parts
-        for part in unpacked(path, ((part.nbytes, part) for part in parts(pa, path, [column]))):
-            for value in part.column(part.schema.get_field_index(column)):
+        read = _parquet_batches if path.suffix.lower() == ".parquet" else _arrow_batches
+        sized = ((batch.nbytes, batch) for batch in read(pa, path, [column]))
+        for batch in refuse_bombs(path, sized):
+            for value in batch.column(batch.schema.get_field_index(column)):
                 number += 1
-                if value.is_valid and value.as_py() not in EMPTY:
+                if value.is_valid and value.as_py() not in EMPTY_VALUES:
                     return number
     return None
 
@@ -181,78 +214,100 @@ def first_filled(path: Path, column: str) -> int | None:
 @contextmanager
 def _read_by_pyarrow(path: Path) -> Iterator[ModuleType]:
     """Yield the module pyarrow, and turn errors in the block into errors that name the file."""
-    pa = imported("pyarrow", path, "parquet")
+    pa = import_library("pyarrow", path, "parquet")
     try:
-        open_input(path).close()  # pyarrow would wait for a FIFO
+        open_input(path).close()  # It refuses a FIFO. Pyarrow would wait for it.
         yield pa
-    # Pyarrow raises any of these for damage; its own exceptions derive from them or from
-    # ArrowException.
+    # Pyarrow raises any of these for damage. Its own exceptions are among these types, or derive
+    # from ArrowException.
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
         if isinstance(error, OSError) and error_number(error):
             raise unreadable(path, error) from None
         raise Damaged(path, f"is damaged ({' '.join(str(error).split())[:120]})") from None
 
 
-def _plain(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[str, Any] | Fault:
-    """Return a row as values of JSON, without the nulls that tables hold where a row has no value."""
+def _json_values(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[str, Any] | Fault:
+    """Return a row as values of JSON.
+
+    Its nulls are left out, since tables have a null where a row has no value.
+    """
     try:
-        there = {name: value for name, value in row.items() if value is not None}
-        plain = {
-            name: _of_type(pa, value, schema.field(name).type) for name, value in there.items()
+        values = {
+            name: _with_objects(pa, value, schema.field(name).type)
+            for name, value in row.items()
+            if value is not None
         }
-        values: dict[str, Any] = json.loads(json.dumps(plain, allow_nan=False))
+        # This refuses what is not JSON, such as NaN, and makes the rest the same as from a line.
+        json_values: dict[str, Any] = json.loads(json.dumps(values, allow_nan=False))
     except KeyTwice as error:
-        return Fault("a key twice", f"has the key {short(str(error))} twice in one map")
+        return Fault("a key twice", f"has the key {quote(str(error))} twice in one map")
     except (TypeError, ValueError) as error:
         return Fault("not JSON", f"is not JSON: {error}")
-    return values
+    return json_values
 
 
-def _of_type(pa: ModuleType, value: Any, kind: DataType) -> Any:
-    """Return a value that pyarrow read from a type: structs without their nulls, and maps, too, as
-    objects.
+def _with_objects(pa: ModuleType, value: Any, kind: DataType) -> Any:
+    """Return a value in which structs and maps have become objects.
+
+    The nulls of structs are left out, since a struct has a null where nothing was given.
+
+    Args:
+        pa: the module pyarrow.
+        value: the value that pyarrow has read.
+        kind: its type.
     """
     if value is None:
         return None
     if pa.types.is_dictionary(kind):
-        return _of_type(pa, value, kind.value_type)
+        return _with_objects(pa, value, kind.value_type)
     if pa.types.is_struct(kind):
         fields = [kind.field(number) for number in range(kind.num_fields)]
         return {
-            field.name: _of_type(pa, value[field.name], field.type)
+            field.name: _with_objects(pa, value[field.name], field.type)
             for field in fields
             if value[field.name] is not None
         }
-    if pa.types.is_map(kind):  # pairs of a key and a value, whose null was written
-        return object_once([(key, _of_type(pa, inner, kind.item_type)) for key, inner in value])
+    if pa.types.is_map(kind):
+        # (key, value) pairs. A null among them is kept, since somebody wrote it: a map has no key
+        # that was not given.
+        return object_once(
+            [(key, _with_objects(pa, inner, kind.item_type)) for key, inner in value]
+        )
     if isinstance(value, list):
-        return [_of_type(pa, inner, kind.value_type) for inner in value]
+        return [_with_objects(pa, inner, kind.value_type) for inner in value]
     return value
 
 
 def _text(value: Scalar, key: str) -> str | Fault:
     """Return the text of a pyarrow scalar, or its fault."""
-    value = value.value if hasattr(value, "dictionary") else value
+    if hasattr(value, "dictionary"):
+        value = value.value
     if value is None or not value.is_valid:
-        return checked(None, key)
+        return text_or_fault(None, key)
     content = value.as_buffer()
     if content.size > LONGEST_BYTES:
         return Fault("too long", f"is longer than {LONGEST_BYTES >> 20} MiB")
     try:
-        return checked(content.to_pybytes().decode(), key)
+        return text_or_fault(content.to_pybytes().decode(), key)
     except UnicodeDecodeError as error:
-        return not_utf8(error)
+        return utf8_fault(error)
 
 
 def _parquet_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Array]:
+    """Yield the column `key` of each batch of a .parquet file."""
     # Read as a dictionary, a text that a file repeats a million times is in memory once.
-    for part in _parquet_parts(pa, path, [key], read_dictionary=[key]):
-        yield part.column(part.schema.get_field_index(key))
+    for batch in _parquet_batches(pa, path, [key], read_dictionary=[key]):
+        yield batch.column(batch.schema.get_field_index(key))
 
 
-def _parquet_parts(
+def _parquet_batches(
     pa: ModuleType, path: Path, keys: Sequence[str], read_dictionary: Sequence[str] | None = None
 ) -> Iterator[RecordBatch]:
+    """Yield the columns `keys` of a .parquet file in batches.
+
+    Raises:
+        Damaged: it is a compression bomb, or has another number of rows than its metadata say.
+    """
     from pyarrow import parquet
 
     with parquet.ParquetFile(
@@ -262,21 +317,22 @@ def _parquet_parts(
         buffer_size=1 << 20,
         read_dictionary=read_dictionary,
     ) as file:
-        # Use the metadata of row groups only: reading that of a damaged column makes pyarrow end
-        # the process.
+        # Only the metadata of row groups are used. If those of a damaged column are read, pyarrow
+        # ends the process.
         sizes = [
             file.metadata.row_group(group).total_byte_size
             for group in range(file.metadata.num_row_groups)
         ]
-        stored = sum(unpacked(path, zip(sizes, sizes, strict=True)))
+        total_bytes = sum(refuse_bombs(path, zip(sizes, sizes, strict=True)))
         rows = file.metadata.num_rows
-        batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, stored)))
-        seen = 0
-        for part in file.iter_batches(batch, columns=list(keys), use_threads=False):
-            seen += part.num_rows
-            yield part
-        if seen != rows:
-            raise Damaged(path, f"has {seen:,} rows, not the {rows:,} that it says")
+        fitting_rows = _BATCH_BYTES * rows // max(1, total_bytes)
+        batch_rows = max(1, min(_BATCH_ROWS, fitting_rows))
+        read_rows = 0
+        for batch in file.iter_batches(batch_rows, columns=list(keys), use_threads=False):
+            read_rows += batch.num_rows
+            yield batch
+        if read_rows != rows:
+            raise Damaged(path, f"has {read_rows:,} rows, not the {rows:,} that it says")
 
 
 def _schema(pa: ModuleType, path: Path) -> Schema:
@@ -289,23 +345,35 @@ def _schema(pa: ModuleType, path: Path) -> Schema:
 
 
 def _arrow_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Array]:
-    for batch in _arrow_parts(pa, path, [key]):
+    """Yield the column `key` of each batch of an .arrow file, as bytes or as a dictionary of
+    texts.
+    """
+    for batch in _arrow_batches(pa, path, [key]):
         column = batch.column(batch.schema.get_field_index(key))
         if not pa.types.is_dictionary(column.type):
-            # `_text` checks each row's UTF-8. Viewed as binary, only the offsets are validated,
-            # which pyarrow trusts.
-            binary = {pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
-            column = column.view(binary.get(column.type, pa.binary()))
+            # As a column of texts, `validate` would refuse the file for one text that is not UTF-8.
+            # As bytes it validates only the offsets, which pyarrow trusts, and `_text` checks the
+            # UTF-8 of each row.
+            binary_types = {
+                pa.large_string(): pa.large_binary(),
+                pa.string_view(): pa.binary_view(),
+            }
+            column = column.view(binary_types.get(column.type, pa.binary()))
         column.validate(full=True)
         yield column
 
 
-def _arrow_parts(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[RecordBatch]:
+def _arrow_batches(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[RecordBatch]:
+    """Yield the batches of an .arrow file, with all of its columns.
+
+    Raises:
+        Damaged: it is a compression bomb, or has a batch that is too large.
+    """
     with _arrow_reader(pa, path) as reader:
-        count = getattr(reader, "num_record_batches", None)  # a stream states none
+        count = getattr(reader, "num_record_batches", None)  # None for a stream
         with open_input(path) as file:
-            claims = _stream_claims(path, file) if count is None else _file_claims(path, file)
-            for _ in unpacked(path, claims):
+            sizes = _stream_sizes(path, file) if count is None else _file_sizes(path, file)
+            for _ in refuse_bombs(path, ((size, None) for size in sizes)):
                 pass
         batches = reader if count is None else map(reader.get_batch, range(count))
         for batch in batches:
@@ -313,148 +381,198 @@ def _arrow_parts(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[Re
             yield batch
 
 
-# What the checks below read is described at https://arrow.apache.org/docs/format/Columnar.html
-# (IPC). The metadata are FlatBuffers tables. Each check yields (bytes that a batch claims to
-# become, None), and unpacks nothing.
+# The functions below check the sizes in an .arrow file without unpacking anything. The format is
+# described at https://arrow.apache.org/docs/format/Columnar.html (IPC): a file or a stream is a
+# sequence of messages. A message has metadata, which are FlatBuffers tables, and a body, which has
+# the buffers of a batch. A message *claims* as many bytes as its metadata say that the buffers
+# become.
 
 
-def _stream_claims(path: Path, file: BinaryIO) -> Iterator[tuple[int, None]]:
-    """Check a stream: messages one after the other, and an end mark."""
-    size = path.stat().st_size
-    begin = 0
-    while file.seek(begin) == begin and file.read(8) != _END_OF_STREAM:
-        claimed, begin = _claim(path, file, begin, size)
-        yield claimed, None
+def _stream_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
+    """Check a stream, and yield the bytes that each message claims.
 
-
-def _file_claims(path: Path, file: BinaryIO) -> Iterator[tuple[int, None]]:
-    """Check a file: its footer lists blocks, each with one message, in any order, as polars writes
-    dictionaries last.
-
-    A footer may point anywhere, so blocks that share bytes, or are not what they say, are refused.
+    A stream is messages, one after the other, and an end mark.
     """
-    size = path.stat().st_size
-    ending = 4 + len(_MAGIC.rstrip(b"\0"))  # the footer's length and the magic once more
-    file.seek(size - ending)
-    footer_begin = size - ending - int.from_bytes(file.read(4), "little")
+    file_bytes = path.stat().st_size
+    begin = 0
+    while True:
+        file.seek(begin)
+        if file.read(8) == _END_OF_STREAM:
+            return
+        claimed_bytes, begin = _check_message(path, file, begin, file_bytes)
+        yield claimed_bytes
+
+
+def _file_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
+    """Check a file, and yield the bytes that each message claims.
+
+    The footer of a file lists blocks, each of which has one message. They are in any order: polars,
+    for example, writes dictionaries last. A footer may point anywhere, so blocks that share bytes
+    or are not what the footer says are refused.
+    """
+    file_bytes = path.stat().st_size
+    ending_bytes = 4 + len(_MAGIC.rstrip(b"\0"))  # the footer's length, and the magic once more
+    file.seek(file_bytes - ending_bytes)
+    footer_bytes = int.from_bytes(file.read(4), "little")
+    footer_begin = file_bytes - ending_bytes - footer_bytes
     if footer_begin < len(_MAGIC):
         raise ValueError("its footer is longer than the file")
     file.seek(footer_begin)
-    blocks = sorted(_blocks(file.read(size - ending - footer_begin)))
-    end = len(_MAGIC)
-    for begin, metadata_bytes, body_bytes in blocks:
-        if begin < end or begin + metadata_bytes + body_bytes > footer_begin:
+    blocks = sorted(_footer_blocks(file.read(footer_bytes)))
+    previous_end = len(_MAGIC)
+    for block in blocks:
+        block_end = block.begin + block.metadata_bytes + block.body_bytes
+        if block.begin < previous_end or block_end > footer_begin:
             raise ValueError("its footer lists a block that lies over another or beyond the file")
-        claimed, end = _claim(path, file, begin, footer_begin)
-        if end != begin + metadata_bytes + body_bytes:
+        claimed_bytes, message_end = _check_message(path, file, block.begin, footer_begin)
+        if message_end != block_end:
             raise ValueError("its footer lists a block of another size than it has")
-        yield claimed, None
+        yield claimed_bytes
+        previous_end = message_end
 
 
-def _blocks(footer: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield (where it begins, bytes of its metadata, of its body) of each dictionary and batch that
-    a footer lists.
-    """
-    fields = _fields(footer, _number(footer, 0, 4))
-    for field in (2, 3):
-        if fields(field):
-            listed = _linked(footer, fields(field))
-            for index in range(_number(footer, listed, 4)):
-                place = listed + 4 + 24 * index
-                yield (
-                    _number(footer, place, 8),
-                    _number(footer, place + 8, 4),
-                    _number(footer, place + 16, 8),
+class _Block(NamedTuple):
+    """An entry of a footer: where a message begins in the file, and how long it is."""
+
+    begin: int
+    metadata_bytes: int
+    body_bytes: int
+
+
+def _footer_blocks(footer: bytes) -> Iterator[_Block]:
+    """Yield the blocks of dictionaries and batches that a footer lists."""
+    offset_of = _field_offsets(footer, _read_number(footer, 0, 4))
+    for field in (2, 3):  # `dictionaries` and `recordBatches` of Footer in Arrow's File.fbs
+        if offset_of(field):
+            blocks = _follow_reference(footer, offset_of(field))
+            count = _read_number(footer, blocks, 4)
+            for index in range(count):
+                # A block has 24 bytes: the first of its numbers has 8, the second 4 and 4 of
+                # padding, and the third 8.
+                begin = blocks + 4 + 24 * index
+                yield _Block(
+                    begin=_read_number(footer, begin, 8),
+                    metadata_bytes=_read_number(footer, begin + 8, 4),
+                    body_bytes=_read_number(footer, begin + 16, 8),
                 )
 
 
-def _claim(path: Path, file: BinaryIO, begin: int, end: int) -> tuple[int, int]:
-    """Return the bytes that a message claims to become, and where it ends, which is not beyond
-    `end`.
+def _check_message(path: Path, file: BinaryIO, begin: int, limit: int) -> tuple[int, int]:
+    """Return the bytes that a message claims, and where it ends in the file.
+
+    Args:
+        path: the file, for errors.
+        file: the same, opened.
+        begin: where the message begins.
+        limit: where it must end at the latest.
+
+    Raises:
+        Damaged: it claims too many bytes, or it is cut short.
+        ValueError: it refers to something beyond `limit`.
     """
 
-    def go(place: int) -> int:
-        if place > end:
+    def seek(position: int) -> int:
+        if position > limit:
             raise ValueError("a message refers to what is beyond the file")
-        return file.seek(place)
+        return file.seek(position)
 
-    go(begin)
-    head = file.read(8)
+    seek(begin)
+    head = file.read(8)  # 4 bytes that every message begins with, and the length of the metadata
     if head[:4] != _END_OF_STREAM[:4]:
         raise Damaged(path, "is cut short, or of a format before Arrow 0.15", "write it again")
-    begin += 8
-    body_begin = go(begin + int.from_bytes(head[4:], "little"))
-    metadata = file.read(body_begin - go(begin))
-    message = _fields(metadata, _number(metadata, 0, 4))
-    kind = _number(metadata, message(1), 1)
-    content = _linked(metadata, message(2))
-    content = (
-        _linked(metadata, _fields(metadata, content)(1)) if kind == _DICTIONARY_BATCH else content
-    )
-    batch = _fields(metadata, content)
-    claimed = 0
-    if kind in (_DICTIONARY_BATCH, _RECORD_BATCH) and batch(3):
-        buffers = _linked(metadata, batch(2))
-        for index in range(_number(metadata, buffers, 4)):
-            go(body_begin + _number(metadata, buffers + 4 + 16 * index, 8))
-            # -1: stored as it is.
-            claimed += max(0, int.from_bytes(file.read(8), "little", signed=True))
-    if claimed > _MOST_BATCH_BYTES:
+    metadata_begin = begin + 8
+    body_begin = seek(metadata_begin + int.from_bytes(head[4:], "little"))
+    metadata = file.read(body_begin - seek(metadata_begin))
+    # Fields of Message: 1 is the type of its content, 2 the content, 3 the length of the body.
+    message_offset = _field_offsets(metadata, _read_number(metadata, 0, 4))
+    kind = _read_number(metadata, message_offset(1), 1)
+    content = _follow_reference(metadata, message_offset(2))
+    if kind == _DICTIONARY_BATCH:
+        # The batch of a dictionary is its field 1.
+        content = _follow_reference(metadata, _field_offsets(metadata, content)(1))
+    # Fields of RecordBatch: 2 is the list of buffers, 3 the compression. Only buffers of a
+    # compressed batch become larger.
+    batch_offset = _field_offsets(metadata, content)
+    claimed_bytes = 0
+    if kind in (_DICTIONARY_BATCH, _RECORD_BATCH) and batch_offset(3):
+        buffers = _follow_reference(metadata, batch_offset(2))
+        count = _read_number(metadata, buffers, 4)
+        for index in range(count):
+            # An entry has 16 bytes, first the buffer's position in the body. A buffer begins with
+            # its unpacked length, or with -1 if it is not compressed.
+            seek(body_begin + _read_number(metadata, buffers + 4 + 16 * index, 8))
+            claimed_bytes += max(0, int.from_bytes(file.read(8), "little", signed=True))
+    if claimed_bytes > _MAX_BATCH_BYTES:
         raise Damaged(
-            path, f"has a batch that becomes {claimed:,} bytes", "write it again in smaller batches"
+            path,
+            f"has a batch that becomes {claimed_bytes:,} bytes",
+            "write it again in smaller batches",
         )
-    return claimed, go(body_begin + (_number(metadata, message(3), 8) if message(3) else 0))
+    body_bytes = _read_number(metadata, message_offset(3), 8) if message_offset(3) else 0
+    return claimed_bytes, seek(body_begin + body_bytes)
 
 
-def _fields(data: bytes, table: int) -> Callable[[int], int]:
-    """Return a function from a field's number to its offset in a FlatBuffers table, or to 0 if the
-    field is missing.
+def _field_offsets(data: bytes, table: int) -> Callable[[int], int]:
+    """Return a function from the number of a field of a FlatBuffers table to its offset in `data`.
+
+    A field that the table does not have has the offset 0.
+
+    Args:
+        data: the buffer.
+        table: the offset of the table, which begins with the distance to its vtable.
     """
-    names = table - int.from_bytes(data[table : table + 4], "little", signed=True)
-    size = _number(data, names, 2)
+    vtable = table - int.from_bytes(data[table : table + 4], "little", signed=True)
+    vtable_bytes = _read_number(data, vtable, 2)
 
-    def place(field: int) -> int:
-        offset = _number(data, names + 4 + 2 * field, 2) if 4 + 2 * field < size else 0
-        return table + offset if offset else 0
+    def offset_of(field: int) -> int:
+        # The vtable begins with two lengths of 2 bytes, and has 2 bytes for each field.
+        entry = 4 + 2 * field
+        if entry >= vtable_bytes:
+            return 0
+        offset_in_table = _read_number(data, vtable + entry, 2)
+        return table + offset_in_table if offset_in_table else 0
 
-    return place
+    return offset_of
 
 
-def _linked(data: bytes, place: int) -> int:
-    return place + _number(data, place, 4)
+def _follow_reference(data: bytes, offset: int) -> int:
+    """Return the offset of what a field at this offset refers to, by its distance."""
+    return offset + _read_number(data, offset, 4)
 
 
-def _number(data: bytes, place: int, size: int) -> int:
-    if not 0 <= place <= len(data) - size:
+def _read_number(data: bytes, offset: int, size: int) -> int:
+    """Return the unsigned integer of `size` bytes at an offset."""
+    if not 0 <= offset <= len(data) - size:
         raise ValueError("a message refers to what is beyond it")
-    return int.from_bytes(data[place : place + size], "little")
+    return int.from_bytes(data[offset : offset + size], "little")
 
 
 @contextmanager
 def _arrow_reader(pa: ModuleType, path: Path) -> Iterator[Any]:
+    """Yield pyarrow's reader of an .arrow file, which is a file with a footer or a stream."""
     with open_input(path) as file:
-        indexed = file.read(6) == _MAGIC[:6]
+        has_footer = file.read(6) == _MAGIC[:6]
         file.seek(-min(8, path.stat().st_size), 2)
-        if not indexed and file.read() != _END_OF_STREAM:
+        if not has_footer and file.read() != _END_OF_STREAM:
             raise Damaged(
                 path, "is cut short or added to: it does not end with Arrow's end-of-stream mark"
             )
-    with (
-        pa.OSFile(str(path)) as file,
-        pa.ipc.open_file(file) if indexed else pa.ipc.open_stream(file) as reader,
-    ):
+    open_reader = pa.ipc.open_file if has_footer else pa.ipc.open_stream
+    with pa.OSFile(str(path)) as file, open_reader(file) as reader:
         yield reader
 
 
 def _require_strings(pa: ModuleType, path: Path, schema: Schema, key: str) -> None:
+    """Require that a table has one column `key`, and that it has texts."""
     columns = schema.get_all_field_indices(key)
     if len(columns) != 1:
-        many = "several columns" if columns else "no column"
+        number = "several columns" if columns else "no column"
         raise Damaged(
-            path, f"has {many} {key!r}; its columns are {few(schema.names)}", _NAME_ANOTHER
+            path, f"has {number} {key!r}; its columns are {list_names(schema.names)}", _NAME_ANOTHER
         )
     kind = schema.field(key).type
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
     if kind not in (pa.string(), pa.large_string(), pa.string_view()):
         raise Damaged(
             path,
@@ -464,8 +582,9 @@ def _require_strings(pa: ModuleType, path: Path, schema: Schema, key: str) -> No
 
 
 def saved_tables(folder: Path) -> list[Path] | None:
-    """Return the .arrow files, in order, of a folder that `save_to_disk` wrote; None if it is not
-    such a folder.
+    """Return the .arrow files, in order, of a folder that `save_to_disk` of `datasets` wrote.
+
+    The result is None if it is not such a folder.
 
     Raises:
         InputRefused: the saved dataset has several splits, or damaged or missing parts.
@@ -497,23 +616,24 @@ def saved_tables(folder: Path) -> list[Path] | None:
 
 
 def hub_tables(name: str) -> list[Path]:
-    """Return the .arrow files of the training split of a Hugging Face hub dataset, fetched by
-    `datasets` if need be.
+    """Return the .arrow files of the training split of a dataset of the Hugging Face hub.
+
+    The library `datasets` downloads them, unless it has them in its cache.
 
     Args:
         name: hf://OWNER/NAME or hf://OWNER/NAME/CONFIGURATION.
 
     Raises:
-        InputRefused: the library `datasets` is not installed, or reports an error (no network, no
-            such dataset).
+        InputRefused: the library `datasets` is not installed, or it reports an error, for example
+            that there is no network or no such dataset.
     """
     owner, _, rest = name.removeprefix("hf://").partition("/")
     dataset, _, configuration = rest.partition("/")
-    datasets = imported("datasets", name, "hub")
+    datasets = import_library("datasets", name, "hub")
     try:
         loaded = datasets.load_dataset(f"{owner}/{dataset}", configuration or None, split="train")
         return [Path(file["filename"]) for file in loaded.cache_files]
-    except Exception as error:  # the library and the network may raise anything
+    except Exception as error:  # The library and the network may raise anything.
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         remedy = "or save it to a folder elsewhere, and give that"
         raise InputRefused(f"{name}: cannot be fetched: {reason}; {remedy}") from None

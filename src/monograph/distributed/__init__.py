@@ -1,3 +1,3 @@
-"""Train one run on several devices, with a process for each, by PyTorch's DDP or FSDP2 around the
-usual step.
+"""Train one run on several devices: a process for each device, with PyTorch's DDP or FSDP2 around
+the usual step.
 """

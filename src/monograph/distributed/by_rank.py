@@ -1,5 +1,6 @@
-"""Accumulate the gradient of one rank's share of a window, and sum it with those of all other
-ranks.
+"""Accumulate the gradient of one rank's share of a window, and sum it over the ranks.
+
+A window is the rows of one update. Its micro-batches go to the ranks in turn.
 """
 
 from abc import abstractmethod
@@ -21,24 +22,22 @@ class ByRank(OnDevice):
 
     Attributes:
         world: the ranks.
-        joining: returns the context of a micro-batch; its argument says whether it is the window's
-            last.
+        joining: returns the context in which a micro-batch runs; its argument says whether the
+            micro-batch is the last of the window.
     """
 
     replays = False  # a replayed micro-step would contain collectives
 
     def __init__(self, world: World):
-        """Take the ranks; what sums gradients over them does so by hooks, so products must not add
-        them.
-        """
+        """Store the ranks."""
+        # Matrix products must not add gradients themselves: hooks on the gradients sum them over
+        # the ranks.
         super().__init__(fused=False)
         self.world = world
         self.joining: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
 
     def accumulate(self, batches: Sequence[Any]) -> None:
-        """Add the gradient of this rank's micro-batches; with the last one, gradients are those of
-        all ranks.
-        """
+        """Add the gradient of this rank's micro-batches; the last one sums it over the ranks."""
         step = self.step
         step.link()
         for unit, batch in enumerate(batches):
@@ -55,17 +54,27 @@ class ByRank(OnDevice):
 
     @abstractmethod
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the number to differentiate, the sum of losses and the number of targets, as
-        `Step.forward` does.
+        """Return what `Step.forward` returns.
+
+        Returns:
+            The number to differentiate, the sum of losses, and the number of targets.
         """
 
     @abstractmethod
     def without_gradient(self) -> None:
-        """Do what ranks must where a micro-batch's loss depends on no parameter."""
+        """Do what the other ranks wait for, after a micro-batch whose loss has no gradient."""
 
 
 def seed(world: World, step: Step, unit: int) -> None:
-    """Seed torch's generator (for dropout) by the micro-batch's number, so that the number of ranks
-    does not matter.
+    """Seed torch's random generator, e.g. for dropout, before a micro-batch.
+
+    The seed depends on the number of the micro-batch in the window, so the number of ranks does not
+    matter.
+
+    Args:
+        world: the ranks.
+        step: the step.
+        unit: the number of the micro-batch among this rank's micro-batches.
     """
-    torch.manual_seed(hash((step.optim.seed, step.index, unit * world.size + world.rank)) & LOW32)
+    number_in_window = unit * world.size + world.rank
+    torch.manual_seed(hash((step.optim.seed, step.index, number_in_window)) & LOW32)

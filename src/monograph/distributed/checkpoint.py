@@ -1,12 +1,16 @@
-"""Write one checkpoint from all ranks: each writes its rows to their place in the files that one
-process would write.
+"""Write one checkpoint from all ranks, in the files that one process would write.
 
-    bytes [begin + first row x row bytes, begin + end row x row bytes) of each sharded tensor
+Each rank writes its rows of a sharded tensor to their place in the file. The rows of a tensor
+follow one another in a safetensors file, so rows `first` to `end` of a tensor whose data begin at
+`begin` are the bytes
 
-The rows of a tensor follow one another in a safetensors file, so no rank assembles a whole tensor,
-and nothing is converted afterwards. All ranks must see the same folder.
+    [begin + first * bytes of a row, begin + end * bytes of a row)
+
+So no rank assembles a whole tensor, and the files need no conversion. All ranks must see the same
+folder.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,34 +30,42 @@ from monograph.storage import blocks, tensor_layout
 
 
 def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> None:
-    """Save the state that all ranks hold together; a collective. See
-    `monograph.checkpointing.save`.
+    """Save the state that all ranks hold together; a collective.
 
-    Rank 0 writes the tensors that are not sharded. If a rank cannot write, no checkpoint appears.
+    If a rank cannot write, there is no new checkpoint.
+
+    Args:
+        world: the ranks.
+        checkpoints: the folder of checkpoints.
+        checkpoint: this rank's part of the state.
+        keep: how many checkpoints are kept; see `monograph.checkpointing.save`.
 
     Raises:
-        DiskFull: on the rank that could not write.
+        DiskFull: this rank could not write.
     """
-    shared = {
+    # The files with sharded tensors, which all ranks write. Rank 0 writes the other files.
+    sharded_files = {
         name: tensors
         for name, tensors in ((MODEL, checkpoint.model), (OPTIMIZER, checkpoint.optimizer))
         if any(isinstance(tensor, DTensor) for tensor in tensors.values())
     }
 
     def write(path: Path, pieces: Iterator[memoryview]) -> list[str]:
-        tensors = shared.get(path.name)
-        return blocks.write_file(path, pieces) if tensors is None else _write(world, path, tensors)
+        if path.name in sharded_files:
+            return _write_together(world, path, sharded_files[path.name])
+        return blocks.write_file(path, pieces)
 
     if world.leads:
         checkpointing.save(checkpoints, checkpoint, keep, write)
     else:
-        for name, tensors in shared.items():
+        folder = unfinished(checkpoints, checkpoint.update)
+        for name, tensors in sharded_files.items():
             try:
-                _write(world, unfinished(checkpoints, checkpoint.update) / name, tensors)
+                _write_together(world, folder / name, tensors)
             except OSError as error:
-                part = f"rank {world.rank} cannot save its part of the checkpoint of update {checkpoint.update}"
                 raise DiskFull(
-                    f"{error.filename}: {part}: {error.strerror}; make room, then resume"
+                    f"{error.filename}: rank {world.rank} cannot save its part of the checkpoint of update "
+                    f"{checkpoint.update}: {error.strerror}; make room, then resume"
                 ) from error
     world.wait()
 
@@ -61,86 +73,103 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
 def newest(
     world: World, checkpoints: Path, warn: Warn, at: int | None = None, until: int | None = None
 ) -> Checkpoint:
-    """Load on every rank the checkpoint that `monograph.checkpointing.newest` chooses on rank 0; a
-    collective.
+    """Load the checkpoint that rank 0 chooses, on all ranks; a collective.
+
+    Args:
+        world: the ranks.
+        checkpoints: the folder of checkpoints.
+        warn: see `monograph.checkpointing.newest`.
+        at: see `monograph.checkpointing.newest`.
+        until: see `monograph.checkpointing.newest`.
 
     Raises:
-        NoValidCheckpoint: rank 0 finds none; raised on every rank.
+        NoValidCheckpoint: rank 0 finds none; raised on all ranks.
     """
-    own, fault = None, ""
+    checkpoint = None
+    fault = ""
     if world.leads:
         try:
-            own = checkpointing.newest(checkpoints, warn, at, until)
+            checkpoint = checkpointing.newest(checkpoints, warn, at, until)
         except NoValidCheckpoint as error:
             fault = str(error)
-    update, fault = world.agreed([own.update if own else None, fault])
+    update, fault = world.agreed([checkpoint.update if checkpoint else None, fault])
     if update is None:
         raise NoValidCheckpoint(fault)
-    return own or checkpointing.newest(checkpoints, warn, update)
+    return checkpoint or checkpointing.newest(checkpoints, warn, update)
 
 
 def not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors that are not finite on some rank; a collective."""
-    own = [
+    """Return the names of the tensors that are not finite on any rank; a collective."""
+    own_parts = [
         tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()
     ]
-    # A streamed model has tensors on the device and on the host.
-    counts = world.sum(
-        torch.stack([(~each.isfinite().all()).long().to(own[0].device) for each in own])
-    ).tolist()
-    return [name for name, bad in zip(tensors, counts, strict=True) if bad]
+    # The flags are moved to one device, because a streamed model has tensors on the device and on
+    # the host.
+    device = own_parts[0].device
+    flags = torch.stack([(~part.isfinite().all()).long().to(device) for part in own_parts])
+    counts = world.sum(flags).tolist()
+    return [name for name, count in zip(tensors, counts, strict=True) if count]
 
 
-def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Write a file together with the other ranks; return the hex digest of each of its blocks.
+def _write_together(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Write a file together with the other ranks; a collective.
 
     Args:
         world: the ranks.
         path: the file, in a folder that rank 0 has made.
         tensors: the file's tensors by name.
 
+    Returns:
+        The hex digest of each of the file's blocks.
+
     Raises:
         OSError: writing failed; its `filename` is the path.
     """
     length, pieces = tensor_layout.encode(tensors)
-    prefix = next(pieces)
+    header = next(pieces)
     try:
         if world.leads:
             with open(path, "xb", buffering=0) as file:
                 file.truncate(length)
+        # The other ranks must not open the file before it exists.
         world.wait()
         with open(path, "r+b", buffering=0) as file:
-            for start, piece in _own(world, prefix, length, tensors):
-                blocks.write_at(file.fileno(), piece, start)
+            for offset, piece in _own_pieces(world, header, length, tensors):
+                blocks.write_at(file.fileno(), piece, offset)
             os.fsync(file.fileno())
+            # A block may have parts of several ranks, so blocks are hashed from the file, after all
+            # ranks have written.
             world.wait()
-            # Several ranks may have written parts of a block, so it is hashed from the file once
-            # all have written.
-            count = -(-length // blocks.BLOCK_BYTES)
+            count = math.ceil(length / blocks.BLOCK_BYTES)
+            # Each rank computes some digests. The other rows are zeros, so the sum over ranks has
+            # all of them.
             digests = torch.zeros(count, 32, dtype=torch.uint8)
             for index in range(world.rank, count, world.size):
-                digests[index] = torch.tensor(
-                    list(blocks.digest_at(file.fileno(), index, length)), dtype=torch.uint8
-                )
+                digest = blocks.digest_at(file.fileno(), index, length)
+                digests[index] = torch.tensor(list(digest), dtype=torch.uint8)
     except OSError as error:
         error.filename = str(path)
         raise
     return [bytes(digest).hex() for digest in world.sum(digests).tolist()]
 
 
-def _own(
-    world: World, prefix: memoryview, length: int, tensors: Mapping[str, Tensor]
+def _own_pieces(
+    world: World, header: memoryview, length: int, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yield this rank's pieces of a file as (offset, bytes)."""
+    """Yield the pieces of a file that this rank writes, as (offset, bytes)."""
     if world.leads:
-        yield 0, prefix
-    for entry in tensor_layout.entries(bytes(prefix), length):
+        yield 0, header
+    for entry in tensor_layout.entries(bytes(header), length):
         tensor = tensors[entry.name]
-        start = len(prefix) + entry.begin
+        offset = len(header) + entry.begin
         if isinstance(tensor, DTensor):
+            # The last dimension of a mesh shares out the rows. Ranks that differ in another
+            # coordinate, the machine, have the same rows, and the first of them writes.
             if any(tensor.device_mesh.get_coordinate()[:-1]):  # type: ignore[index]
-                continue  # another machine has the same rows
-            start += place_of(tensor).start * (entry.end - entry.begin) // max(1, len(tensor))
-            yield start, tensor_layout.bytes_of(tensor.to_local())
+                continue
+            first_row = place_of(tensor).start
+            # A tensor without rows has 0 bytes.
+            offset += first_row * (entry.end - entry.begin) // max(1, len(tensor))
+            yield offset, tensor_layout.bytes_of(tensor.to_local())
         elif world.leads:
-            yield start, tensor_layout.bytes_of(tensor)
+            yield offset, tensor_layout.bytes_of(tensor)

@@ -2,10 +2,12 @@
 
     gradient = sum over ranks of d/dp (1 / N  sum of the rank's losses),   N = targets of all ranks
 
-which is the gradient of one process with all micro-batches. By default both of torch's engines
-average gradients, so the loss would have to be multiplied by the number of ranks: in fp16 that
-factor overflows sooner, and rounds subnormals differently. So they are set to sum instead. A
-window's micro-batches go to the ranks in turn.
+This is the gradient of one process with all micro-batches. The micro-batches of a window, the rows
+of one update, go to the ranks in turn.
+
+DDP and FSDP2 average gradients by default. To get the sum, the loss would have to be multiplied by
+the number of ranks. In fp16 this factor makes losses overflow sooner, and rounds subnormals
+differently. So DDP and FSDP2 are set to sum gradients.
 """
 
 from dataclasses import replace
@@ -43,8 +45,7 @@ class StepOptions(TypedDict, total=False):
 
 @final
 class Replicated(Engine):
-    """The engine of a module that every rank holds whole (DDP); the gradient is that of one
-    process.
+    """Trains a module of which each rank has a whole copy (DDP).
 
     Attributes:
         replicas: the parameters.
@@ -61,10 +62,10 @@ class Replicated(Engine):
         """Build the step on the module's device.
 
         Args:
-            model: the module, equal on every rank.
+            model: the module, the same on all ranks.
             world: the ranks.
             micro_batch: rows of a micro-batch; None: an even share of the window.
-            others: further arguments of `Step`.
+            others: other arguments of `Step`.
         """
         self.replicas = Replicas(world)
         step = Step(model, sum_over_ranks=world.sum, parameters=self.replicas, **others)
@@ -74,9 +75,9 @@ class Replicated(Engine):
 
 @final
 class Sharded(Engine):
-    """The engine of a module of which every rank holds some rows of each parameter (FSDP2).
+    """Trains a module of which each rank has some rows of each parameter (FSDP2).
 
-    The tensors of its state are sharded (`torch.distributed.tensor.DTensor`).
+    The tensors of the engine's state are sharded (`torch.distributed.tensor.DTensor`).
 
     Attributes:
         shards: the parameters.
@@ -92,15 +93,22 @@ class Sharded(Engine):
         by_machine: bool = False,
         **others: Unpack[StepOptions],
     ):
-        """Give each rank its rows; the arguments are those of `Replicated`, and the last two of
-        `Shards`.
+        """Give each rank its rows.
+
+        Args:
+            model: see `Replicated`.
+            world: see `Replicated`.
+            micro_batch: see `Replicated`.
+            halved: see `Shards`.
+            by_machine: see `Shards`.
+            others: other arguments of `Step`.
         """
         self.shards = Shards(world, halved, by_machine)
         step = Step(model, sum_over_ranks=world.sum, parameters=self.shards, **others)
         super().__init__(lambda: step, BeginAgain(micro_batch, world))
 
     def load_state(self, state: EngineState) -> None:
-        """Load a state as `Engine.load_state` does; each rank takes its rows of whole tensors."""
+        """Load a state of whole tensors; each rank takes its rows. See `Engine.load_state`."""
         own = self.state()
         model = OwnRows(state.model, own.model)
         optimizer = OwnRows(state.optimizer, own.optimizer)
@@ -115,13 +123,21 @@ def streamed_replica(
     placement: Placement | None = None,
     **others: Unpack[StepOptions],
 ) -> Streamed:
-    """Return the engine of a module that every rank streams whole from its host; gradients are
-    summed stage by stage.
+    """Return the engine of a module of which each rank streams a whole copy from its host.
 
-    The other arguments are those of `Streamed`.
+    Gradients are summed over ranks stage by stage (`monograph.stream`).
+
+    Args:
+        model: the module, the same on all ranks.
+        world: the ranks.
+        micro_batch: rows of a micro-batch; None: an even share of the window.
+        placement: where buffers live and when weights are updated; "backward" is replaced by "next
+            forward".
+        others: other arguments of `Step`.
     """
     placement = placement or Placement()
-    if placement.when == "backward":  # an update then is decided on by one rank's losses
+    if placement.when == "backward":
+        # In the backward pass, an update would be decided on by the losses of one rank.
         placement = replace(placement, when="next forward")
     retries = BeginAgain(micro_batch, world)
     return Streamed(model, placement=placement, sum_over_ranks=world.sum, retries=retries, **others)

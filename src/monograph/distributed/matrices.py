@@ -1,7 +1,9 @@
-"""Orthogonalise matrices of which every rank has some rows: each matrix is whole on one rank, its
-owner, for a moment.
+"""Orthogonalise matrices of which each rank has some rows.
 
-Shapes: n matrices [rows, cols] of one shape on W ranks; rank r has R_r rows of each (`rows_of`).
+For this, each matrix is sent to one rank, its owner, which has all of its rows for a moment.
+
+Shapes: n matrices [rows, cols] of the same shape on W ranks; rank r has R_r rows of each
+(`monograph.distributed.rows.rows_of`).
 """
 
 import math
@@ -22,35 +24,39 @@ def orthogonalised(
     compute: torch.dtype,
     orthogonalise: Callable[[Tensor, torch.dtype], Tensor],
 ) -> list[Tensor]:
-    """Return this rank's rows of the n orthogonal matrices `orthogonalise(whole, compute)`; a
-    collective.
+    """Orthogonalise n matrices with `orthogonalise(matrices, compute)`; a collective.
 
-    Matrix i belongs to rank (first + i) mod W, so each is iterated on once in the world. A rank
-    sends its rows of a matrix to the owner and gets them back: 2 n rows cols (W - 1) / W numbers
-    are sent in all.
+    Rank (first + i) mod W is the owner of matrix i, so each matrix is computed by one rank. The
+    other ranks send their rows to the owner and get them back: all ranks together send
+    2 n rows cols (W - 1) / W numbers.
 
     Args:
         world: the ranks.
-        own: this rank's rows of each matrix, [R_r, cols].
-        rows: rows of a whole matrix.
+        own: this rank's rows of each matrix, n tensors [R_r, cols].
+        rows: the number of rows of a whole matrix.
         first: the owner of the first matrix.
         compute: the dtype of products.
-        orthogonalise: the optimizer's function of whole matrices.
+        orthogonalise: the optimizer's function of whole matrices [n, rows, cols].
+
+    Returns:
+        This rank's rows of each orthogonal matrix, n tensors [R_r, cols].
     """
     cols = own[0].shape[-1]
-    mine = own[0].numel()
+    own_size = own[0].numel()
     ranks = range(world.size)
-    belonging = [[i for i in range(len(own)) if (first + i) % world.size == rank] for rank in ranks]
-    places = [rows_of(rank, world.size, rows) for rank in ranks]
-    order = [i for those in belonging for i in those]
-    shapes = [(len(belonging[world.rank]), place.stop - place.start, cols) for place in places]
-    sent = [len(those) * mine for those in belonging]
+    owned = [[i for i in range(len(own)) if (first + i) % world.size == rank] for rank in ranks]
+    rows_of_ranks = [rows_of(rank, world.size, rows) for rank in ranks]
+    # Matrices are sent in the order of their owners.
+    order = [i for matrices in owned for i in matrices]
+    sent = [len(matrices) * own_size for matrices in owned]
+    # From each rank, this rank receives that rank's rows of all matrices that this rank owns.
+    own_count = len(owned[world.rank])
+    shapes = [(own_count, part.stop - part.start, cols) for part in rows_of_ranks]
     received = [math.prod(shape) for shape in shapes]
-    parts = world.exchange(torch.cat([own[i].flatten() for i in order]), sent, received).split(
-        received
-    )
-    whole = torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim=1)
-    done = orthogonalise(whole, compute)
-    back = torch.cat([done[:, place].flatten() for place in places])
-    returned = world.exchange(back, received, sent).view(len(own), *own[0].shape)
-    return [returned[order.index(i)] for i in range(len(own))]
+    flat = world.exchange(torch.cat([own[i].flatten() for i in order]), sent, received)
+    parts = [part.view(shape) for part, shape in zip(flat.split(received), shapes, strict=True)]
+    orthogonal = orthogonalise(torch.cat(parts, dim=1), compute)
+    # The rows are sent back in the same way, with the two lists of sizes exchanged.
+    flat = torch.cat([orthogonal[:, part].flatten() for part in rows_of_ranks])
+    own_orthogonal = world.exchange(flat, received, sent).view(len(own), *own[0].shape)
+    return [own_orthogonal[order.index(i)] for i in range(len(own))]

@@ -1,4 +1,4 @@
-"""Keep a whole copy of the parameters on every rank, whose gradients DDP sums over the ranks."""
+"""Keep a whole copy of the parameters on each rank; DDP sums their gradients over the ranks."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -14,46 +14,52 @@ from monograph.step import Step
 
 
 class Replicas(ByRank):
-    """The parameters of a module that every rank holds whole.
+    """The parameters of a module of which each rank has a whole copy.
+
+    DDP sums gradients in buckets, each of which has the gradients of several parameters.
 
     Attributes:
-        parallel: the module, its loss and what sums their gradients over the ranks.
-        buckets: the memory, without values, of the gradients that are summed at once, in order.
-        summed: those of them that this rank has given to a sum of the window.
+        parallel: DDP around the module and its loss.
+        buckets: the buckets of a backward pass, in order, as tensors without memory.
+        summed: the buckets of the window that this rank has begun to sum.
     """
 
     parallel: DistributedDataParallel
 
     def __init__(self, world: World):
-        """Take the ranks; `wrap` is to be called when the step is made."""
+        """Store the ranks; `wrap` must be called when the step was made."""
         super().__init__(world)
         compat.one_graph_under_ddp()
         self.buckets = list[Tensor]()
         self.summed = list[Tensor]()
-        # Gradients are summed over ranks all at once, with the window's last micro-batch.
+        # Gradients are summed over ranks with the window's last micro-batch only.
         self.joining = lambda last: nullcontext() if last else self.parallel.no_sync()
 
     def wrap(self) -> None:
-        """Give the step's module to a new DDP, as one whose backward pass failed cannot go on."""
+        """Give the step's module to a new DDP, and make two backward passes.
+
+        A new DDP is also needed after a backward pass has failed.
+        """
         # gradient_as_bucket_view stays off, because gradients are views of the planes already.
-        self.parallel = DistributedDataParallel(_Whole(self.step))
-        # This is a lambda because torch refuses a hook whose annotations are not its own classes.
-        self.parallel.register_comm_hook(None, lambda _, bucket: self._summing(bucket.buffer()))
-        # After its first backward pass DDP rebuilds its buckets, so that the gradients of more than
-        # two ranks are summed in another order. These passes, made before the first update, give
-        # restarted ranks the same bits.
+        self.parallel = DistributedDataParallel(_ModelWithLoss(self.step))
+        # A lambda, because torch refuses hooks whose annotations are not its own classes.
+        self.parallel.register_comm_hook(None, lambda _, bucket: self._sum_bucket(bucket.buffer()))
+        # After its first backward pass, DDP rebuilds its buckets, which changes the order in which
+        # the gradients of more than two ranks are summed. Because these passes come before the
+        # first update, restarted ranks get the same bits.
         for _ in range(2):
             self.summed = []
-            with torch.enable_grad():  # memory may have run out in an evaluation
+            # Gradients may be disabled, if memory has run out in an evaluation.
+            with torch.enable_grad():
                 self.parallel(None, self.step.loss_factor).backward()
         self.buckets = self.summed
 
     def begin(self) -> None:
-        """Count the sums of the window's gradients from the first one."""
+        """Begin a window: none of its buckets was summed."""
         self.summed = []
 
     def begin_again(self) -> None:
-        """Wrap the module anew."""
+        """Wrap the module in a new DDP."""
         self.wrap()
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,14 +71,17 @@ class Replicas(ByRank):
         """Give the other ranks, which wait for it, a gradient of zeros."""
         self.parallel.module(None, self.step.loss_factor).backward()
 
-    def _summing(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
+    def _sum_bucket(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
+        """Start to sum a bucket over ranks, in place."""
         self.summed.append(torch.empty_like(bucket, device="meta"))
         return self.world.summing(bucket)
 
 
-class _Whole(nn.Module):
-    """The forward pass and loss of a step as one module; without a batch, a zero that depends on
-    every parameter.
+class _ModelWithLoss(nn.Module):
+    """The forward pass and the loss of a step as one module.
+
+    Without a batch it returns 0, computed from all parameters, so that each gets a gradient of
+    zeros.
     """
 
     def __init__(self, step: Step):
@@ -82,10 +91,9 @@ class _Whole(nn.Module):
 
     def forward(self, batch: Any, loss_factor: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         if batch is None:
-            # The gradients come from the last parameter to the first, about as in a real backward
-            # pass.
-            return torch.cat(
-                [weight.flatten()[:0] for weight in self.parameters() if weight.requires_grad]
-            ).sum()
+            # Concatenated, so that gradients come from the last parameter to the first, about as in
+            # a real backward pass.
+            empty = [weight.flatten()[:0] for weight in self.parameters() if weight.requires_grad]
+            return torch.cat(empty).sum()
         step: Step = self.__dict__["step"]
         return step.forward(batch, loss_factor)

@@ -1,4 +1,4 @@
-"""Let several ranks go on, or begin again, together when one of them runs out of memory."""
+"""Let ranks continue with smaller micro-batches, or restart, when one of them runs out of memory."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,21 +16,22 @@ T = TypeVar("T")
 
 
 class BeginAgain(Retries):
-    """The retries of ranks that wait for each other in the middle of a pass: all of them have to be
-    restarted.
+    """The retries of ranks that wait for each other in the middle of a pass.
+
+    If one rank fails in a pass, the others wait for it, so all ranks must be restarted.
     """
 
     def __init__(self, micro_batch: int | None, world: World):
-        """Take the rows of a micro-batch and the ranks."""
+        """Store the rows of a micro-batch and the ranks."""
         super().__init__(micro_batch, share=Share(world.size, world.rank))
         self.world = world
 
     def fitting(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:
-        """Return `work()`.
+        """Return `work()`; see `Retries.fitting`.
 
         Raises:
-            OutOfDeviceMemory: memory ran out; `retry_rows` says with how many rows a restart would
-                fit.
+            OutOfDeviceMemory: memory ran out; its `retry_rows` are the rows of a micro-batch to
+                restart with, or 0 if micro-batches cannot be smaller.
         """
         try:
             return work()
@@ -48,25 +49,27 @@ class BeginAgain(Retries):
 
 
 class Together(Retries):
-    """The retries of ranks that each hold the whole module: all of them step down when one has to."""
+    """The retries of ranks that each have the whole module.
+
+    If memory runs out on one rank, all ranks repeat the work with smaller micro-batches.
+    """
 
     def __init__(self, micro_batch: int | None, replicas: Replicas):
-        """Take the rows of a micro-batch and the parameters."""
+        """Store the rows of a micro-batch and the parameters."""
         super().__init__(micro_batch, share=Share(replicas.world.size, replicas.world.rank))
         self.replicas = replicas
 
     def fitting(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:
-        """Return `work()` of every rank; see `Retries.fitting`."""
+        """Return `work()`, after all ranks have done it; see `Retries.fitting`."""
         world = self.replicas.world
         if any(isinstance(module, nn.SyncBatchNorm) for module in step.model.modules()):
-            # The others wait for this rank's rows in the middle of a pass.
-            alone = BeginAgain(self.micro_batch, world)
-            return alone.fitting(step, rows, work)
+            # With such a module, ranks wait for each other in the middle of a pass.
+            restarts = BeginAgain(self.micro_batch, world)
+            return restarts.fitting(step, rows, work)
 
-        # A rank that fails first takes part in the sums of gradients that the others wait for.
-        def together() -> T:
+        def work_together() -> T:
             try:
-                done = work()
+                result = work()
                 message = ""
             except (RuntimeError, InputRefused) as error:
                 if not out_of_memory(error):
@@ -74,10 +77,11 @@ class Together(Retries):
                 message = str(error).splitlines()[0]
             if message:
                 empty_cache(step.device)
+                # The other ranks wait for the sums of this rank's remaining gradients.
                 for bucket in self.replicas.buckets[len(self.replicas.summed) :]:
                     world.sum(torch.zeros_like(bucket, device=step.device))
             if world.any(bool(message))[0]:
                 raise torch.OutOfMemoryError(message or "on another rank")
-            return done
+            return result
 
-        return super().fitting(step, rows, together)
+        return super().fitting(step, rows, work_together)

@@ -1,7 +1,11 @@
-"""Share out a tensor's rows: of n rows each of W ranks has ceil(n / W), in order, the last ones
-fewer or none.
+"""Share out the rows of a tensor among ranks.
+
+Of n rows, each of W ranks has the next ceil(n / W); the last ranks have fewer or none. On several
+machines a mesh of ranks has two dimensions, the machine and the rank within it, and only the last
+dimension shares out rows: each machine has all of them.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -11,42 +15,43 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 def rows_of(rank: int, size: int, rows: int) -> slice:
-    """Return the slice of a parameter's rows that one of `size` ranks holds."""
-    share = -(-rows // size)
+    """Return the slice of `rows` rows that rank number `rank` of `size` ranks has."""
+    share = math.ceil(rows / size)
     return slice(min(rank * share, rows), min((rank + 1) * share, rows))
 
 
 def among(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return this rank's number among those that share out rows, a mesh's last dimension, and how
-    many these are.
-    """
+    """Return (this rank's number, the number of ranks) among the ranks that share out rows."""
     return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
 
 def place_of(tensor: DTensor) -> slice:
-    """Return the slice of a sharded tensor's rows that this rank holds."""
-    own: slice | None = getattr(tensor, "place", None)
-    return own or rows_of(*among(tensor.device_mesh), len(tensor))
+    """Return the slice of a sharded tensor's rows that this rank has."""
+    place: slice | None = getattr(tensor, "place", None)
+    return place or rows_of(*among(tensor.device_mesh), len(tensor))
 
 
 def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor, place: slice | None = None) -> DTensor:
-    """Return this rank's rows as the local part of a DTensor of the shape of `whole`.
+    """Return a sharded tensor, of which this rank has the rows `own`.
 
-    `place` says which rows they are, if they are not those of `rows_of`: torch's own functions then
-    cannot gather them.
+    Args:
+        own: this rank's rows.
+        mesh: the ranks.
+        whole: a tensor with the shape of the sharded tensor; its values are not used.
+        place: which rows `own` are, if they are not those of `rows_of`; torch's functions cannot
+            gather such a tensor. None: they are those of `rows_of`.
     """
     shape = whole.shape
     stride = torch.empty(whole.shape, device="meta").stride()
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    made = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
-    made.place = place  # type: ignore[attr-defined]
-    return made
+    sharded = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+    # Read by `place_of`.
+    sharded.place = place  # type: ignore[attr-defined]
+    return sharded
 
 
 def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's rows of a whole tensor where `like` is sharded, otherwise the tensor
-    itself.
-    """
+    """Shard a whole tensor as `like` is sharded; if `like` is not, return the tensor itself."""
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
@@ -55,18 +60,28 @@ def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def whole_rows(tensor: Tensor) -> Tensor:
-    """Return all rows of a tensor that may be sharded; then a collective of those that share out
-    the rows.
+    """Return all rows of a tensor, which may be sharded.
+
+    For a sharded tensor this is a collective of the ranks that share out the rows.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class OwnRows(Mapping[str, Tensor]):
-    """Whole tensors by name, each cut to this rank's rows when it is asked for."""
+    """A mapping of whole tensors that returns this rank's rows of each tensor.
+
+    A tensor is cut when it is looked up.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]):
-        """Shard `tensors` as those of the same name in `like` are."""
-        self._tensors, self._like = tensors, like
+        """Store the tensors.
+
+        Args:
+            tensors: the whole tensors, by name.
+            like: tensors by name; a tensor of the same name and shape says how to shard.
+        """
+        self._tensors = tensors
+        self._like = like
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -77,4 +92,6 @@ class OwnRows(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
         like = self._like.get(name)
-        return tensor if like is None or like.shape != tensor.shape else own_rows(tensor, like)
+        if like is None or like.shape != tensor.shape:
+            return tensor
+        return own_rows(tensor, like)

@@ -72,9 +72,9 @@ class Shards(ByRank):
                 blocks are gathered within a machine, and only gradients are summed between
                 machines, each of which has all rows.
         """
-        if world.size % world.near and by_machine:
+        if world.size % world.machine_size and by_machine:
             raise UsageError(
-                f"hsdp: {world.size} ranks, {world.near} of them here: let each machine have as many"
+                f"hsdp: {world.size} ranks, {world.machine_size} of them here: let each machine have as many"
             )
         super().__init__(world)
         self.halved = halved
@@ -95,7 +95,7 @@ class Shards(ByRank):
         self._empty = hollow(model)
         mesh = init_device_mesh(default_device().type, (self.world.size,))
         if self.by_machine:
-            shape = (self.world.size // self.world.near, self.world.near)
+            shape = (self.world.size // self.world.machine_size, self.world.machine_size)
             mesh = init_device_mesh(
                 default_device().type, shape, mesh_dim_names=("machine", "rank")
             )

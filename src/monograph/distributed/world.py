@@ -1,5 +1,10 @@
-"""Connect the processes (ranks) that train one run together: they meet, agree on values and sum
-tensors.
+"""Connect the processes that train one run together, which are called ranks.
+
+They meet at a store, a server of keys and values, agree on values, and sum tensors. A collective is
+a call that all ranks must make, in the same order; it returns after all of them have made it.
+
+A launcher, torchrun or srun, starts the processes. When a process fails, torchrun ends all of them
+and starts them again, which is a new attempt.
 """
 
 import copy
@@ -22,17 +27,17 @@ from monograph.storage.reading import entries
 
 T = TypeVar("T")
 
-# The longest that a rank waits for work that rank 0 does alone, such as reading a text. A launcher
-# ends the others if rank 0 dies, so this limit need not be short.
+# The longest wait for work that rank 0 does alone, e.g. reading a text. It need not be short,
+# because the launcher ends the other ranks if rank 0 dies.
 PATIENCE = timedelta(days=7)
-# The longest that ranks wait for each other at the start, and the interval at which rank 0 names
-# the absent ones.
+# The longest wait for other ranks at the start.
 COMING = timedelta(minutes=10)
+# The interval at which rank 0 names absent ranks during this wait.
 SAYING = timedelta(seconds=15)
-POLL_S = 0.05
-FINISHING_S = 60.0
-# The first of 10,000 ports used where SLURM names none; systems use others for outgoing
-# connections.
+POLL_S = 0.05  # the interval between two looks during a wait
+FINISHING_S = 60.0  # the longest wait for gloo's threads at the end
+# If SLURM names no port, one of the 10,000 ports from here is taken. Systems use other ports for
+# outgoing connections.
 PORTS = 20_000
 
 
@@ -40,19 +45,22 @@ class Place(NamedTuple):
     """The place of a process among the others, as its launcher gives it.
 
     Attributes:
-        rank: the process's number among all processes; size: the number of processes; local: its
-            number on its machine.
-        near: the number of processes on its machine.
-        attempt: how often the launcher has restarted all processes; again: whether the launcher or
-            SLURM has.
-        host, port: the address of the store where the processes meet; shared: whether the launcher
-            itself holds that store, for all attempts.
+        rank: the process's number among all processes.
+        size: the number of all processes.
+        local_rank: the process's number on its machine.
+        machine_size: the number of processes on its machine.
+        attempt: how many times the launcher has restarted all processes.
+        again: whether the launcher has restarted the processes, or SLURM the job.
+        host: the host of the store.
+        port: the port of the store.
+        shared: whether the launcher holds the store, which then outlives an attempt; otherwise rank
+            0 holds it.
     """
 
     rank: int = 0
     size: int = 1
-    local: int = 0
-    near: int = 1
+    local_rank: int = 0
+    machine_size: int = 1
     attempt: int = 0
     again: bool = False
     host: str = ""
@@ -61,13 +69,14 @@ class Place(NamedTuple):
 
 
 def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Place | None:
-    """Read this process's place from torchrun's or srun's variables; return None where neither
-    started it.
+    """Read this process's place from the variables of torchrun or srun.
 
     Args:
         environment: the variables.
-        srun: whether tasks started by srun are ranks; otherwise they are taken for independent
-            runs.
+        srun: whether tasks that srun has started are ranks; False: they are independent runs.
+
+    Returns:
+        The place; None if neither of the launchers started the process.
 
     Raises:
         UsageError: there are several machines, and a restart would read the addresses of the
@@ -76,59 +85,69 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
     requeued = int(environment.get("SLURM_RESTART_COUNT", 0)) > 0
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
-        near = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
-        here = Place(
-            int(environment["RANK"]),
-            int(environment["WORLD_SIZE"]),
-            int(environment.get("LOCAL_RANK", 0)),
-            near,
-            attempt,
-            attempt > 0 or requeued,
-            environment["MASTER_ADDR"],
-            int(environment["MASTER_PORT"]),
-            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        torchrun_place = Place(
+            rank=int(environment["RANK"]),
+            size=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment.get("LOCAL_RANK", 0)),
+            machine_size=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
+            attempt=attempt,
+            again=attempt > 0 or requeued,
+            host=environment["MASTER_ADDR"],
+            port=int(environment["MASTER_PORT"]),
+            shared=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
-        if (
-            near < here.size
-            and here.shared
-            and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        ):
+        several_machines = torchrun_place.machine_size < torchrun_place.size
+        may_restart = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        if several_machines and torchrun_place.shared and may_restart:
             raise UsageError(
                 "restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, "
                 "or a restart waits for processes that are gone"
             )
-        return here
+        return torchrun_place
     if srun and int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        # For example "4(x2)" or "4,3": the first machine has 4 tasks.
+        tasks_per_node = environment.get("SLURM_TASKS_PER_NODE", "1")
+        port = environment.get("MASTER_PORT") or PORTS + int(environment["SLURM_JOB_ID"]) % 10_000
         return Place(
-            int(environment["SLURM_PROCID"]),
-            int(environment["SLURM_STEP_NUM_TASKS"]),
-            int(environment["SLURM_LOCALID"]),
-            int(re.match("[0-9]+", environment.get("SLURM_TASKS_PER_NODE", "1"))[0]),  # type: ignore[index]
+            rank=int(environment["SLURM_PROCID"]),
+            size=int(environment["SLURM_STEP_NUM_TASKS"]),
+            local_rank=int(environment["SLURM_LOCALID"]),
+            machine_size=int(re.match("[0-9]+", tasks_per_node)[0]),  # type: ignore[index]
             again=requeued,
             host=environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
-            port=int(
-                environment.get("MASTER_PORT") or PORTS + int(environment["SLURM_JOB_ID"]) % 10_000
-            ),
+            port=int(port),
         )
     return None
 
 
 def first_host(nodes: str) -> str:
-    """Return the name of the first machine in SLURM's list, such as gpu03 for `gpu[03-05,9],big1`."""
+    """Return the name of the first machine in SLURM's list, e.g. gpu03 for `gpu[03-05,9],big1`."""
     name, numbers = re.match(r"([^\[,]+)(?:\[([0-9]+))?", nodes).groups()  # type: ignore[union-attr]
     return f"{name}{numbers or ''}"
 
 
 class World:
-    """All processes of a run, and this one's place among them. For a single process every method is
-    the identity.
+    """All processes of a run, and this process's place among them.
+
+    For a single process each method returns what it is given, without waiting.
+
+    Attributes:
+        own: this process's place; None: it is a single process.
+        alone: whether it is a single process.
+        rank: the process's number among those that sum tensors.
+        size: the number of processes that sum tensors.
+        machine_size: the number of processes on its machine.
+        attempt: how many times the launcher has restarted all processes.
+        again: whether the launcher has restarted the processes, or SLURM the job.
+        group: the processes that sum tensors; None: all.
+        store: the store; a single process has none.
     """
 
     def __init__(self, own: Place | None = None, say: Callable[[str], None] = lambda line: None):
         """Meet the other processes.
 
         Args:
-            own: this process's place; None for a single process.
+            own: this process's place; None: it is a single process.
             say: called on rank 0 with lines to print while it waits.
 
         Raises:
@@ -136,24 +155,23 @@ class World:
         """
         self.own = own
         self.alone = own is None
-        self._asked = 0
+        self._agreements = 0  # the number of calls of `agreed`
         own = own or Place()
         self.rank = own.rank
         self.size = own.size
-        self.near = own.near
+        self.machine_size = own.machine_size
         self.attempt = own.attempt
         self.again = own.again
-        # The processes among which tensors are summed; None: all.
         self.group: dist.ProcessGroup | None = None
         if self.alone:
             return
-        listens = not own.shared and own.rank == 0
+        holds_store = not own.shared and own.rank == 0
         try:
             self.store = dist.TCPStore(
                 own.host,
                 own.port,
                 own.size,
-                is_master=listens,
+                is_master=holds_store,
                 wait_for_workers=False,
                 timeout=COMING,
             )
@@ -162,34 +180,36 @@ class World:
             raise PeerLost(
                 f"rank {own.rank}: nobody was met at {own.host}:{own.port}: {reason}"
             ) from error
-        # torchrun's store outlives an attempt and keeps addresses of processes that are gone
-        # (dev/log.md), so each attempt has its own prefix. Rank 0's own store does not, and is for
-        # launchers that count differently.
-        self._of_attempt = dist.PrefixStore(
-            f"monograph/{own.attempt if own.shared else 0}", self.store
-        )
+        # A launcher's store outlives an attempt and keeps addresses of processes that are gone
+        # (dev/log.md), so each attempt has its own prefix. Rank 0's store ends with the attempt.
+        # There, ranks may count attempts differently, so all have the same prefix.
+        prefix = own.attempt if own.shared else 0
+        self._attempt_store = dist.PrefixStore(f"monograph/{prefix}", self.store)
         self._meet(say)
         backend = "gloo"
         if torch.cuda.is_available():
-            # SLURM may show each rank only its own.
-            torch.cuda.set_device(own.local % torch.cuda.device_count())
+            # Modulo, because SLURM may show each rank its own device only.
+            torch.cuda.set_device(own.local_rank % torch.cuda.device_count())
             backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=self._of_attempt, rank=own.rank, world_size=own.size)
+        dist.init_process_group(
+            backend, store=self._attempt_store, rank=own.rank, world_size=own.size
+        )
 
     def _meet(self, say: Callable[[str], None]) -> None:
-        """Wait for all processes, which launchers start at about the same time, and agree on the
-        number of the attempt.
+        """Wait for all processes, and agree on the number of the attempt.
 
-        Each machine's torchrun counts only the restarts for which its own ranks were the reason.
+        The numbers may differ, because the torchrun of each machine counts only the restarts that
+        its own ranks have caused. The largest number is taken.
         """
-        here = [f"there/{rank}" for rank in range(self.size)]
-        self._of_attempt.set(here[self.rank], str(self.attempt))
-        began = said = time.monotonic()
-        # Polled, since torch prints lines of its own when a wait times out.
-        while not self._of_attempt.check(here):
+        keys = [f"there/{rank}" for rank in range(self.size)]
+        self._attempt_store.set(keys[self.rank], str(self.attempt))
+        began = time.monotonic()
+        said = began  # when absent ranks were named last
+        # Polled, because torch prints messages when a wait times out.
+        while not self._attempt_store.check(keys):
             now = time.monotonic()
             absent = [
-                str(rank) for rank, key in enumerate(here) if not self._of_attempt.check([key])
+                str(rank) for rank, key in enumerate(keys) if not self._attempt_store.check([key])
             ]
             if now - began > COMING.total_seconds():
                 raise PeerLost(
@@ -199,7 +219,7 @@ class World:
                 say(f"waiting for {len(absent)} of {self.size} ranks: {', '.join(absent)}")
                 said = now
             time.sleep(POLL_S)
-        self.attempt = max(int(self._of_attempt.get(key)) for key in here)
+        self.attempt = max(int(self._attempt_store.get(key)) for key in keys)
         self.again |= self.attempt > 0
 
     @property
@@ -208,9 +228,7 @@ class World:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return a new tensor, the sum over ranks of tensors of the same shape and dtype; a
-        collective.
-        """
+        """Return the sum over ranks of tensors of the same shape and dtype; a collective."""
         if self.alone:
             return tensor
         total = tensor.clone()
@@ -218,7 +236,7 @@ class World:
         return total
 
     def within(self, group: dist.ProcessGroup) -> Self:
-        """Return this world with the processes of a group alone, for sums and exchanges."""
+        """Return a world that sums and exchanges tensors among the processes of a group only."""
         part = copy.copy(self)
         part.group = group
         part.rank = dist.get_rank(group)
@@ -226,95 +244,117 @@ class World:
         return part
 
     def summing(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
-        """Start summing a tensor over ranks in place; return the future of the sum; a collective."""
+        """Start to sum a tensor over ranks, in place; a collective.
+
+        Returns:
+            The future of the sum.
+        """
         work = dist.all_reduce(tensor, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
     def exchange(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[r]` numbers of a flat tensor to rank r, and return `received[r]` from each; a
-        collective.
+        """Send a part of a flat tensor to each rank, and receive one from each; a collective.
+
+        Args:
+            tensor: the parts for rank 0, 1, ..., one after another.
+            sent: the number of elements for each rank.
+            received: the number of elements from each rank.
+
+        Returns:
+            The parts from rank 0, 1, ..., one after another.
         """
         out = tensor.new_empty(sum(received))
         dist.all_to_all_single(out, tensor, received, sent, group=self.group)
         return out
 
     def any(self, *flags: bool) -> list[bool]:
-        """Return for each flag whether it is set on some rank; a collective."""
+        """Return for each flag whether it is true on any rank; a collective."""
         if self.alone:
             return list(flags)
-        return [
-            count > 0 for count in self.sum(torch.tensor([int(flag) for flag in flags])).tolist()
-        ]
+        counts = self.sum(torch.tensor([int(flag) for flag in flags]))
+        return [count > 0 for count in counts.tolist()]
 
     def number(self, value: int) -> int:
-        """Return rank 0's whole number on all ranks; a collective, so that it fails if a rank is
-        gone.
+        """Return rank 0's whole number on all ranks.
+
+        Unlike `agreed`, this is a collective, so it fails if a rank is gone.
         """
         return int(self.sum(torch.tensor(value if self.leads else 0)))
 
     def agreed(self, value: object) -> Any:
-        """Return rank 0's value, after a round trip through JSON, on all ranks; they wait for it up
-        to PATIENCE.
+        """Return rank 0's value, which is passed as JSON, on all ranks.
+
+        Rank 0 does not wait. The others wait for it, up to PATIENCE.
         """
         if self.alone:
             return value
-        self._asked += 1
-        key = f"agreed/{self._asked}"
+        self._agreements += 1
+        key = f"agreed/{self._agreements}"
         if self.leads:
-            self._of_attempt.set(key, json.dumps(value))
+            self._attempt_store.set(key, json.dumps(value))
         else:
             self._wait_for(key)
-        return json.loads(self._of_attempt.get(key))
+        return json.loads(self._attempt_store.get(key))
 
     def once(self, work: Callable[[], T]) -> T:
-        """Return what `work()` gives on rank 0, which alone calls it, on all ranks; see `agreed`."""
-        return work() if self.alone else self.agreed(work() if self.leads else None)
+        """Call `work` on rank 0 only, and return its value on all ranks, as `agreed` does."""
+        if self.alone:
+            return work()
+        value = work() if self.leads else None
+        agreed: T = self.agreed(value)
+        return agreed
 
     def gathered(self, value: object) -> list[Any]:
-        """Return the values of all ranks, in their order and after a round trip through JSON; a
-        collective.
-        """
+        """Return the values of all ranks, which are passed as JSON, in order; a collective."""
         if self.alone:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = self.sum(
-            torch.tensor([own.numel() * (rank == self.rank) for rank in range(self.size)])
-        ).tolist()
-        # Gathered tensors are equally long.
-        each = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(each, torch.nn.functional.pad(own, (0, max(sizes) - own.numel())))
+        own_size = torch.tensor([own.numel() * (rank == self.rank) for rank in range(self.size)])
+        sizes = self.sum(own_size).tolist()
+        # Padded, because gathered tensors must have the same length.
+        padded = torch.nn.functional.pad(own, (0, max(sizes) - own.numel()))
+        texts = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(texts, padded)
         return [
             json.loads(text[:size].numpy().tobytes())
-            for text, size in zip(each, sizes, strict=True)
+            for text, size in zip(texts, sizes, strict=True)
         ]
 
     def shared(self, work: Callable[[Sequence[T]], list[Any]], items: Sequence[T]) -> list[Any]:
-        """Return `work(items)`, a value of JSON for each, of which every rank computes a part; a
-        collective.
+        """Return `work(items)`, of which each rank computes a part; a collective.
+
+        Args:
+            work: returns a value of JSON for each item.
+            items: the items, the same on all ranks.
         """
         if self.alone:
             return work(items)
-        own = items[self.rank :: self.size]
-        parts = self.gathered(work(own) if own else [])
-        return [parts[index % self.size][index // self.size] for index in range(len(items))]
+        # Item i is computed on rank i mod size.
+        own_items = items[self.rank :: self.size]
+        results_of_ranks = self.gathered(work(own_items) if own_items else [])
+        return [
+            results_of_ranks[index % self.size][index // self.size] for index in range(len(items))
+        ]
 
     def remember(self, what: str, text: str) -> None:
-        """Keep a text for as long as the launcher lives."""
+        """Keep a text under the name `what` in the store, as long as the launcher lives."""
         if not self.alone:
             self.store.set(f"monograph/{what}", text)
 
     def recall(self, what: str) -> str | None:
-        """Return the text kept by this or an earlier attempt; None if there is none under this
-        launcher.
+        """Return the text that this or an earlier attempt has kept under the name `what`.
+
+        None: this launcher's attempts have kept none.
         """
         key = f"monograph/{what}"
-        return self.store.get(key).decode() if not self.alone and self.store.check([key]) else None
+        if self.alone or not self.store.check([key]):
+            return None
+        return self.store.get(key).decode()
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Run the block on rank 0 first and then on the others, which can read what it wrote to
-        disk.
-        """
+        """Run the block on rank 0 before the other ranks, which can read what it wrote to disk."""
+        # The call of `agreed` makes the other ranks wait for rank 0's call.
         if not self.leads:
             self.agreed(None)
         yield
@@ -322,24 +362,26 @@ class World:
             self.agreed(None)
 
     def gather(self) -> None:
-        """Make rank 0 wait, up to PATIENCE, until every other rank has called this."""
+        """Make rank 0 wait, up to PATIENCE, until all other ranks have called this method."""
         if self.leads:
             self._wait_for(*(f"here/{rank}" for rank in range(1, self.size)))
         else:
-            self._of_attempt.set(f"here/{self.rank}", "")
+            self._attempt_store.set(f"here/{self.rank}", "")
 
     def _wait_for(self, *keys: str) -> None:
+        """Wait until these keys are in the store; without keys do nothing."""
         if keys:
-            self._of_attempt.wait([*keys], PATIENCE)
+            self._attempt_store.wait([*keys], PATIENCE)
 
     def wait(self) -> None:
-        """Wait until all ranks have called this."""
+        """Wait until all ranks have called this method; a collective."""
         if not self.alone:
             dist.barrier()
 
     def leave(self) -> None:
-        """Leave together with all ranks, since a rank that ended earlier would leave the others
-        waiting.
+        """Leave the group of processes; a collective.
+
+        All ranks leave together: if one ended earlier, the others would wait for it.
         """
         if not self.alone:
             dist.barrier()
@@ -348,32 +390,34 @@ class World:
 
 
 def _let_gloo_finish() -> None:
-    """Wait until no thread of gloo runs any more, but at most FINISHING_S, for overloaded machines;
-    Linux only.
+    """Wait until no thread of gloo is running, up to FINISHING_S; on Linux only.
 
-    Python aborts a process that ends while such a thread still frees a tensor
-    (https://github.com/pytorch/pytorch/issues/190489). Destroying the group waits for its threads,
-    but torch's caches of sharded tensors keep the group alive.
+    Python aborts a process that ends while such a thread frees a tensor
+    (https://github.com/pytorch/pytorch/issues/190489). To destroy the group would wait for its
+    threads, but torch's caches of sharded tensors keep the group alive.
     """
     until = time.monotonic() + FINISHING_S
     while time.monotonic() < until:
-        time.sleep(POLL_S)  # releases Python's global lock, for which such a thread may be waiting
+        # To sleep also releases Python's global lock, for which such a thread may be waiting.
+        time.sleep(POLL_S)
         if not any(_is_gloo_running(task) for task in entries("/proc/self/task")):
             return
 
 
 def _is_gloo_running(task: Path) -> bool:
-    with suppress(OSError):  # the thread has just ended
+    """Return whether a thread, a folder in /proc/self/task, is a running thread of gloo."""
+    with suppress(OSError):  # raised if the thread has just ended
         status = (task / "status").read_text()
         return "\tpt_gloo_runloop\n" in status and "\nState:\tR" in status
     return False
 
 
 def lost(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, says that another process cannot be reached."""
+    """Return whether an error or one of its causes means that another rank cannot be reached."""
     if error is None:
         return False
-    said = isinstance(error, RuntimeError) and (
-        "gloo" in str(error).lower() or "NCCL" in str(error)
-    )
-    return said or isinstance(error, dist.DistError) or lost(error.__cause__)
+    if isinstance(error, dist.DistError):
+        return True
+    if isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "NCCL" in str(error)):
+        return True
+    return lost(error.__cause__)

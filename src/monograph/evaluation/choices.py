@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from monograph.data.forms import TEXT, Asked
+from monograph.data.forms import TEXT, RecordSettings
 from monograph.data.kinds import sample
 from monograph.data.progress import Meter, Progress
-from monograph.data.records import Fault, Unusable, json_objects, sound
-from monograph.data.sources import LINES, kind_of
+from monograph.data.records import Fault, Unusable, checked_text, json_objects
+from monograph.data.sources import LINES, suffix_of
 from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.significance import mean
 from monograph.graph.precision import Precision
@@ -274,9 +274,9 @@ def read_questions(places: Sequence[str]) -> list[Question]:
 
 
 def _holds_questions(path: Path, text_key: str | None) -> bool:
-    if not is_file(path) or kind_of(path) not in LINES:
+    if not is_file(path) or suffix_of(path) not in LINES:
         return False
-    first = [record for _, record in sample(path, Asked(text_key))]
+    first = [record for _, record in sample(path, RecordSettings(text_key))]
     return any(CHOICES in record for record in first) and not any(
         (text_key or TEXT) in record for record in first
     )
@@ -288,12 +288,14 @@ def _question(record: dict[str, Any] | Fault, where: str) -> Question:
         raise Unusable(*record)
     query_key = _only(record, QUESTION_KEYS)
     answer_key = _only(record, ANSWER_KEYS)
-    query = sound(record[query_key], query_key)
+    query = checked_text(record[query_key], query_key)
     choices = record.get(CHOICES)
     gold = record[answer_key]
     if not isinstance(choices, list) or len(choices) < 2:
         raise Unusable("choices", f"{CHOICES!r} must be an array of two or more strings")
-    choices = [sound(choice, f"{CHOICES}[{number}]") for number, choice in enumerate(choices)]
+    choices = [
+        checked_text(choice, f"{CHOICES}[{number}]") for number, choice in enumerate(choices)
+    ]
     if not all(choice.strip() for choice in choices):
         raise Unusable("choices", f"{CHOICES!r} has an empty string")
     if not isinstance(gold, float) or gold not in range(len(choices)):

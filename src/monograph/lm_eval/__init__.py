@@ -1,3 +1,4 @@
-"""A model of lm-evaluation-harness (the extra `lm-eval`) that evaluates runs; no other room imports
-it.
+"""A model of lm-evaluation-harness, with which it evaluates runs (the extra `lm-eval`).
+
+No other room of the package imports it.
 """

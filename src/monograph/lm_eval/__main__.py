@@ -1,6 +1,4 @@
-"""Runs the command `lm_eval ...` with the model "monograph" registered:
-`python -m monograph.lm_eval ...`.
-"""
+"""The command `python -m monograph.lm_eval ...`: `lm_eval ...` with the model "monograph"."""
 
 import importlib.util
 import sys
@@ -11,7 +9,10 @@ from monograph.terminal import one_line
 
 
 def main() -> int:
-    """Run lm-evaluation-harness; show this package's errors as one line with their exit code."""
+    """Run lm-evaluation-harness, and return the exit code.
+
+    An error of this package is shown as one line.
+    """
     try:
         if importlib.util.find_spec("lm_eval") is None:
             raise UsageError(

@@ -1,9 +1,11 @@
-"""Read and write adapters in PEFT's format (a folder with adapter_config.json and weights), and
-write them as GGUF.
+"""Read and write adapters in PEFT's format, and write them as GGUF.
 
-llama.cpp adds the adapters of a GGUF file to a file of the base model (`llama-cli --lora`). Of each
-weight NAME it has A as NAME.lora_a and B, in the base file's order of rows, as NAME.lora_b;
-llama.cpp multiplies by alpha / rank.
+PEFT's format is a folder with adapter_config.json and adapter_model.safetensors. The *base* is the
+model to which adapters are added.
+
+llama.cpp adds the adapters of a GGUF file to a file of the base (`llama-cli --lora`). For each
+weight NAME the file has A as NAME.lora_a, and B as NAME.lora_b, whose rows are in the order of the
+base's file. llama.cpp multiplies their product by alpha / rank.
 """
 
 import hashlib
@@ -39,21 +41,23 @@ from monograph.model.scaling import LINEAR
 from monograph.model.vocabulary import (
     KEY,
     PREFIX,
-    left_out,
-    own_rows,
+    own_tensors,
+    peft_name,
     read_tokens,
-    to_peft,
-    written_tokens,
+    tokens_value,
+    unlisted_rows,
 )
 from monograph.storage.code import code_named, folder_named
 from monograph.storage.reading import exists, inside, is_file, read_json, without_links
 from monograph.text.tokenizer import Tokenizer
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Monograph's own file next to PEFT's two, with digests of the base; PEFT does not read it.
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+# Monograph's own file next to PEFT's two. It has digests of the base. PEFT does not read it.
 BASE = "monograph_base.json"
+# The keys of adapter_config.json that are read; those that change nothing in the meaning of the
+# tensors; and those of which only some values are accepted. Another key must be unset.
 _READ = {"r", "lora_alpha", "target_modules", "lora_dropout", "base_model_name_or_path", KEY}
-# Keys that do not change the meaning of the adapter's tensors.
 _IGNORED = {
     "peft_type",
     "task_type",
@@ -66,14 +70,14 @@ _IGNORED = {
     "layers_pattern",
     "ensure_weight_tying",
 }
-# Keys with the only values that are read.
 _ALLOWED = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
     "use_rslora": (None, False, True),
     "use_dora": (None, False, True),
 }
-MOST_RANK, MOST_ALPHA = 2**16, 10**9
+MAX_RANK = 2**16
+MAX_ALPHA = 10**9
 
 
 class Adapter(NamedTuple):
@@ -81,9 +85,9 @@ class Adapter(NamedTuple):
 
     Attributes:
         folder: the folder.
-        lora: rank, alpha, targets, dropout, tokens, rslora, dora.
-        base: the base model's name in the file; "" if the file names none.
-        tokens: the file's value of `trainable_token_indices`.
+        lora: rank, alpha, targets, dropout, tokens, rslora and dora.
+        base: the base's name in the file; "" if the file does not name it.
+        tokens: the value of `trainable_token_indices` in the file.
     """
 
     folder: Path
@@ -92,11 +96,12 @@ class Adapter(NamedTuple):
     tokens: object = None
 
     def require(self, config: LlamaConfig | None) -> None:
-        """Compare a base's shape with that of the base that the adapter was trained on, if the
-        folder records it.
+        """Require that a base has the shape of the base on which the adapter was trained.
+
+        Nothing is compared if the folder does not record that shape, or if `config` is None.
 
         Raises:
-            InputRefused: the two differ.
+            InputRefused: the two shapes differ.
         """
         if config is None or not exists(self.folder / BASE):
             return
@@ -108,7 +113,10 @@ class Adapter(NamedTuple):
 
     @property
     def weights_sha256(self) -> str | None:
-        """Return the recorded digest of the base's weights, or None, as for PEFT's own folders."""
+        """Return the recorded digest of the base's weights.
+
+        It is None if there is no record, as in folders that PEFT wrote.
+        """
         if not exists(self.folder / BASE):
             return None
         recorded = read_json(inside(self.folder, BASE)).get("weights_sha256")
@@ -120,8 +128,9 @@ class Adapter(NamedTuple):
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Return whether a folder holds an adapter and no model; a text that names code names no
-    folder.
+    """Return whether a folder has an adapter and not a model.
+
+    The result is False for a text that names code instead of a folder.
     """
     if isinstance(folder, str) and code_named(folder):
         return False
@@ -130,11 +139,12 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def config_digest(config: LlamaConfig) -> str:
-    """Return the SHA-256 in hex of a base's config.json; an end id and a list of only that id give
-    the same digest.
-    """
+    """Return the SHA-256 in hex of a base's config.json."""
     values = config.to_hf()
-    del values["attention_dropout"], values["pad_token_id"]  # they change no weight's shape
+    # These two do not change the shape of any weight.
+    del values["attention_dropout"]
+    del values["pad_token_id"]
+    # One id may be written as a number or as a list of one.
     if len(config.ends) == 1:
         values["eos_token_id"] = config.ends[0]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
@@ -144,8 +154,8 @@ def read_adapter(folder: str | Path) -> Adapter:
     """Return the configuration of an adapter's folder.
 
     Raises:
-        InputRefused: another kind of adapter, an unsupported key that is set, or a wrong value; the
-            message names it.
+        InputRefused: the adapter is of another kind, or an unsupported key is set, or a value is
+            wrong. The message names it.
     """
     path = inside(Path(folder), CONFIG)
     values = read_json(path)
@@ -163,77 +173,91 @@ def read_adapter(folder: str | Path) -> Adapter:
     rank = values.get("r")
     alpha = values.get("lora_alpha")
     dropout = values.get("lora_dropout", 0.0)
-    if type(rank) is not int or not 0 < rank <= MOST_RANK:
-        raise InputRefused(f"{path}: r = {rank!r}: expected a whole number from 1 to {MOST_RANK}")
-    if not alpha or not _number(alpha) or not _number(dropout) or not 0 <= dropout < 1:
+    if type(rank) is not int or not 0 < rank <= MAX_RANK:
+        raise InputRefused(f"{path}: r = {rank!r}: expected a whole number from 1 to {MAX_RANK}")
+    is_alpha = bool(alpha) and _is_number(alpha)
+    is_dropout = _is_number(dropout) and 0 <= dropout < 1
+    if not is_alpha or not is_dropout:
         expected = "expected a number above 0 and at most 1e9, and one from 0 and below 1"
         raise InputRefused(
             f"{path}: lora_alpha = {alpha!r}, lora_dropout = {dropout!r}: {expected}"
         )
     targets = values.get("target_modules")
-    listed = (
-        isinstance(targets, list) and targets and all(isinstance(target, str) for target in targets)
-    )
-    if not listed and not (isinstance(targets, str) and targets):
+    if isinstance(targets, list):
+        are_targets = bool(targets) and all(isinstance(target, str) for target in targets)
+    else:
+        are_targets = isinstance(targets, str) and bool(targets)
+    if not are_targets:
         raise InputRefused(
             f"{path}: target_modules = {targets!r}: expected a list of names or a regular expression"
         )
     assert alpha is not None
-    kind: dict[str, Any] = {
-        "rslora": bool(values.get("use_rslora")),
-        "dora": bool(values.get("use_dora")),
-    }
-    chosen = tuple(sorted(targets)) if isinstance(targets, list) else str(targets)
     lora = Lora(
-        rank, alpha, chosen, float(dropout), tokens=read_tokens(values.get(KEY), path), **kind
+        rank,
+        alpha,
+        tuple(sorted(targets)) if isinstance(targets, list) else str(targets),
+        float(dropout),
+        tokens=read_tokens(values.get(KEY), path),
+        rslora=bool(values.get("use_rslora")),
+        dora=bool(values.get("use_dora")),
     )
     base = values.get("base_model_name_or_path")
-    return Adapter(Path(folder), lora, base if isinstance(base, str) else "", values.get(KEY))
-
-
-def _number(value: object) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_ALPHA
+    return Adapter(
+        folder=Path(folder),
+        lora=lora,
+        base=base if isinstance(base, str) else "",
+        tokens=values.get(KEY),
     )
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number from 0 to `MAX_ALPHA`."""
+    # In Python a bool is an int.
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 <= value <= MAX_ALPHA
 
 
 def read_weights(adapter: Adapter, module: nn.Module) -> None:
-    """Copy an adapter's tensors into a module that `adapt` has prepared with the adapter's
-    configuration.
+    """Copy an adapter's tensors into a module.
 
     Trained rows that the adapter's configuration does not list keep the base's values.
 
+    Args:
+        adapter: the adapter.
+        module: the base, on which `adapt` was called with the adapter's configuration.
+
     Raises:
-        InputRefused: a missing or unexpected tensor, one of another shape, or a damaged file.
+        InputRefused: a tensor is missing, unexpected or of another shape, or the file is damaged.
     """
-    own = adapter_state(module)
     path = inside(adapter.folder, WEIGHTS)
-    own = {name: own[name] for name in own.keys() - left_out(adapter.tokens, module)}
-    stored = own_rows(read_header(path), module, path)
-    for kind, names in (
-        ("missing", own.keys() - stored.keys()),
-        ("unexpected", stored.keys() - own.keys()),
-    ):
+    state = adapter_state(module)
+    targets = {name: state[name] for name in state.keys() - unlisted_rows(adapter.tokens, module)}
+    stored = own_tensors(read_header(path), module, path)
+    missing = targets.keys() - stored.keys()
+    unexpected = stored.keys() - targets.keys()
+    for kind, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             raise InputRefused(
                 f"{path}: {len(names)} {kind} tensors for this base, the first is {min(names)!r}: an adapter of "
                 "another model, or of another depth"
             )
     for name, tensor in stored.items():
-        if tensor.shape != own[name].shape:
+        expected_shape = targets[name].shape
+        if tensor.shape != expected_shape:
             raise InputRefused(
-                f"{path}: {name} is {list(tensor.shape)}, not {list(own[name].shape)} as by r and base"
+                f"{path}: {name} is {list(tensor.shape)}, not {list(expected_shape)} as by r and base"
             )
         if tensor.dtype not in DTYPES:
             raise InputRefused(
                 f"{path}: {name} is stored as {tensor.dtype}, not as one of {', '.join(DTYPES)}"
             )
-    values = read_tensors({to_peft(name): tensor for name, tensor in stored.items()}, None)
+    values = read_tensors({peft_name(name): tensor for name, tensor in stored.items()}, None)
     for name in stored:
-        own[name].copy_(values[to_peft(name)])
+        targets[name].copy_(values[peft_name(name)])
 
 
-def put(
+def install_adapters(
     module: nn.Module,
     lora: Lora,
     *,
@@ -242,20 +266,21 @@ def put(
     precision: Precision | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Turn a module into the one that a run with adapters trains.
+    """Turn a base into the module that a run with adapters trains, in place.
 
     Args:
-        module: the base, in fp32 or as mapped weights that become fp32.
+        module: the base, in fp32 or with mapped weights that become fp32.
         lora: the adapters' settings.
-        seed: seeds the initial values of new adapters.
-        start: a stored adapter to begin from.
-        precision: the compute precision; if it has 16 bits, the base's weights are stored in them,
-            too.
-        device: device to which adapters, 16-bit and quantised weights are moved; None: they stay.
+        seed: the seed of new adapters' initial values.
+        start: a stored adapter from which training begins; None: adapters are new.
+        precision: the compute precision. If it has 16 bits, the base's weights are stored in it.
+            None: they keep their dtype.
+        device: the device to which adapters, 16-bit weights and quantised weights are moved; None:
+            they stay where they are.
 
     Raises:
-        UsageError: a target that matches nothing, or another refusal of `adapt`.
-        InputRefused: the stored adapter does not fit.
+        UsageError: a target matches no layer, or `adapt` refuses for another reason.
+        InputRefused: the stored adapter does not fit the base.
     """
     if start is None:
         adapt(module, lora, seed=seed, device=device)
@@ -266,30 +291,26 @@ def put(
             raise InputRefused(f"{start.folder / CONFIG}: {error}") from None
         read_weights(start, module)
     if precision is not None and precision.name in ("bf16", "fp16"):
-        # A Llama rounds its hidden states right after the embedding, so the embedding can be stored
-        # in 16 bits, too.
-        narrow(
-            module,
-            precision.dtype,
-            [module.model.embed_tokens] if isinstance(module, Llama) else [],
-            device,
-        )
+        # A Llama rounds its hidden states right after the embedding. So the embedding can also be
+        # stored in 16 bits.
+        also_narrow = [module.model.embed_tokens] if isinstance(module, Llama) else []
+        narrow(module, precision.dtype, also_narrow, device)
         measure(module, fresh=start is None)
 
 
 def adapter_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's adapter tensors, including trained rows of tokens, by name; they share
-    memory with it.
+    """Return the tensors of a module's adapters by name.
+
+    They include trained rows of tokens, and share memory with the module.
     """
-    own = {
+    lora_tensors = {
         f"{name}.{part}": parameter.detach()
         for name, layer in adapters(module).items()
         for part, parameter in layer.named_parameters()
         if part.startswith("lora_")
     }
-    return own | {
-        f"{name}.{ROWS}": layer.token_rows.detach() for name, layer in tables(module).items()
-    }
+    rows = {f"{name}.{ROWS}": layer.token_rows.detach() for name, layer in tables(module).items()}
+    return lora_tensors | rows
 
 
 class Packed(NamedTuple):
@@ -298,9 +319,9 @@ class Packed(NamedTuple):
     Attributes:
         values: the content of adapter_config.json.
         tensors: the content of adapter_model.safetensors.
-        base: the content of monograph_base.json, which describes the base; empty for a user's own
+        base: the content of monograph_base.json, which describes the base; {} for a user's own
             module.
-        tokenizer: a tokenizer with more tokens than the base's, or None.
+        tokenizer: a tokenizer with more tokens than the base's; None if there is none.
     """
 
     values: dict[str, Any]
@@ -309,30 +330,37 @@ class Packed(NamedTuple):
     tokenizer: Tokenizer | None = None
 
 
-def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None = None) -> Packed:
-    """Return copies of a module's adapters, which stay valid when the adapters are merged.
+def pack_adapters(
+    module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None = None
+) -> Packed:
+    """Return a copy of a module's adapters in PEFT's format.
+
+    The copy stays valid when the adapters are merged into the module.
 
     Args:
         module: a module with adapters.
         lora: the adapters' settings.
-        base: the base model, a folder's path or a hub id.
+        base: the base: a folder's path, or an id of the hub.
         config: the shape of the stored base; None: the module's.
 
     Raises:
-        InputRefused: an adapter is on one of several layers that are one in the family's files, or
-            on experts.
+        InputRefused: an adapter is on experts, or on one of several layers that are one layer in
+            the family's files.
     """
-    config = config or (module.config if isinstance(module, Llama) else None)
+    if config is None and isinstance(module, Llama):
+        config = module.config
     adapted = adapters(module)
-    parts = tuple(itertools.chain.from_iterable(config.family.joined.values())) if config else ()
     if experts := [name for name, layer in adapted.items() if isinstance(layer, AdaptedExperts)]:
         raise InputRefused(
             f"{experts[0]} has an adapter for each expert, for which PEFT has no form"
         )
-    if names := [name for name in adapted if name.endswith(parts)]:
-        raise InputRefused(
-            f"{names[0]} has an adapter, and PEFT has one layer for it and others in a {config and config.model_type}"
-        )
+    if config is not None:
+        joined_layers = tuple(itertools.chain.from_iterable(config.family.joined.values()))
+        if names := [name for name in adapted if name.endswith(joined_layers)]:
+            raise InputRefused(
+                f"{names[0]} has an adapter, and PEFT has one layer for it and others in a {config.model_type}"
+            )
+    # A whole number is written without a point.
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
     values = {
         "peft_type": "LORA",
@@ -345,28 +373,37 @@ def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None 
         "bias": "none",
         "inference_mode": True,
     }
-    values |= {f"use_{kind}": True for kind in ("rslora", "dora") if getattr(lora, kind)}
-    if tokens := written_tokens(module):
+    if lora.rslora:
+        values["use_rslora"] = True
+    if lora.dora:
+        values["use_dora"] = True
+    if tokens := tokens_value(module):
         values[KEY] = tokens
     tensors = {
-        to_peft(name): tensor.contiguous().clone() for name, tensor in adapter_state(module).items()
+        peft_name(name): tensor.contiguous().clone()
+        for name, tensor in adapter_state(module).items()
     }
-    return Packed(values, tensors, {"config_sha256": config_digest(config)} if config else {})
+    recorded = {} if config is None else {"config_sha256": config_digest(config)}
+    return Packed(values, tensors, recorded)
 
 
 def save_adapter(stored: Packed, folder: str | Path) -> None:
-    """Write a new folder that PEFT and `read_adapter` can read; it may exist if it is empty.
+    """Write adapters into a new folder, which PEFT and `read_adapter` can read.
+
+    Args:
+        stored: the adapters.
+        folder: the folder. It may exist if it is empty.
 
     Raises:
-        InputRefused: the folder exists and holds something, or cannot be written.
-        DiskFull: no space left; nothing of the adapter remains.
+        InputRefused: the folder exists and is not empty, or it cannot be written.
+        DiskFull: there is no space left. Nothing of the adapters remains.
     """
     with new_folder(Path(folder)) as new:
         write_adapter(stored, new)
 
 
 def write_adapter(stored: Packed, new: Path) -> None:
-    """Write the files of `save_adapter` into a folder of `new_folder`."""
+    """Write the files of `save_adapter` into a folder that `new_folder` has made."""
     write_json(new / CONFIG, stored.values)
     if stored.base:
         write_json(new / BASE, stored.base)
@@ -376,33 +413,38 @@ def write_adapter(stored: Packed, new: Path) -> None:
             (new / name).write_text(text, encoding="utf-8")
         stored.tokenizer.save(new / "tokenizer.json")
     save_file(stored.tensors, new / WEIGHTS, metadata={"format": "pt"})
+    # The permissions of the other files, whatever safetensors has given.
     (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode & 0o777)
 
 
 def _targets(module: nn.Module, adapted: Mapping[str, AnyAdapted], lora: Lora) -> list[str] | str:
-    """Return `target_modules` that select the same layers in PEFT, where "all-linear" depends on
-    the model's class.
-    """
+    """Return the value of `target_modules` that selects the same layers in PEFT."""
     if lora.targets != ALL_LINEAR:
         return lora.targets if isinstance(lora.targets, str) else sorted(lora.targets)
+    # What "all-linear" selects in PEFT depends on the model's class. So the layers are named: by
+    # the ends of their names if these select no other layer, else by their whole names.
     ends = sorted({name.rpartition(".")[2] for name in adapted})
-    layers = module.named_modules()
-    others = {
-        name for name, child in layers if name not in adapted and not isinstance(child, AnyAdapted)
-    }
-    matched = {
-        name for name in others if any(name == end or name.endswith(f".{end}") for end in ends)
-    }
-    return sorted(adapted) if matched else ends
+    other_layers = [
+        name
+        for name, child in module.named_modules()
+        if name not in adapted and not isinstance(child, AnyAdapted)
+    ]
+    selects_others = any(
+        name == end or name.endswith(f".{end}") for name in other_layers for end in ends
+    )
+    return sorted(adapted) if selects_others else ends
 
 
 def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str:
-    """Return the folder of an adapter's base, which may be an adapter; `above` are the folders of
-    adapters on this one.
+    """Return the folder of an adapter's base, which may itself be an adapter.
+
+    Args:
+        adapter: the adapter.
+        above: the folders of the adapters whose base is this adapter, directly or through others.
 
     Raises:
-        InputRefused: the base is no folder here (nothing is downloaded), or adapters are bases of
-            each other.
+        InputRefused: the base is not a folder on this machine (nothing is downloaded), or an
+            adapter is its own base, through others.
     """
     for path in (Path(adapter.base), adapter.folder / adapter.base):
         if adapter.base and exists(path):
@@ -413,6 +455,7 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
                     f"{adapter.folder / CONFIG}: its base is an adapter whose base leads back to it"
                 )
             if is_adapter(base):
+                # Called only for its refusals.
                 resolved_base(read_adapter(base), above)
             return folder_named(base)
     raise InputRefused(
@@ -425,17 +468,17 @@ GGUF_FILE = "adapter.gguf"
 
 
 def save_gguf_adapter(stored: Packed, config: LlamaConfig, folder: str | Path) -> None:
-    """Write a new folder with `GGUF_FILE`, whole or not at all; it may exist if it is empty.
+    """Write adapters into `GGUF_FILE` in a new folder.
 
     Args:
         stored: the adapters.
         config: the shape of their base.
-        folder: the folder.
+        folder: the folder. It may exist if it is empty.
 
     Raises:
-        InputRefused: the adapters have parts for which the format has no form, or the folder cannot
-            be written.
-        DiskFull: no space left; nothing of the adapters remains.
+        InputRefused: the adapters have parts that a GGUF file cannot have, or the folder cannot be
+            written.
+        DiskFull: there is no space left. Nothing of the adapters remains.
     """
     require_gguf_form(stored, config)
     with new_folder(Path(folder)) as new:
@@ -443,41 +486,54 @@ def save_gguf_adapter(stored: Packed, config: LlamaConfig, folder: str | Path) -
 
 
 def require_gguf_form(stored: Packed, config: LlamaConfig) -> None:
-    """Refuse adapters that have parts for which a GGUF file has no form; raises InputRefused."""
-    obstacles = {
-        "magnitudes (lora.dora)": "use_dora" in stored.values,
-        "rows of tokens": KEY in stored.values,
-        f"layers of the family {config.model_type}": config.family.experts
-        or config.family.others == LINEAR,
-    }
-    if found := [what for what, is_so in obstacles.items() if is_so]:
-        raise InputRefused(f"a GGUF file of adapters has no form for {found[0]}")
+    """Require that a GGUF file can have all parts of these adapters.
+
+    Raises:
+        InputRefused: it cannot.
+    """
+    obstacle = ""
+    if "use_dora" in stored.values:
+        obstacle = "magnitudes (lora.dora)"
+    elif KEY in stored.values:
+        obstacle = "rows of tokens"
+    elif config.family.experts or config.family.others == LINEAR:
+        obstacle = f"layers of the family {config.model_type}"
+    if obstacle:
+        raise InputRefused(f"a GGUF file of adapters has no form for {obstacle}")
 
 
 def write_gguf_adapter(stored: Packed, config: LlamaConfig, new: Path) -> None:
-    """Write the file of `save_gguf_adapter` into a folder of `new_folder`."""
+    """Write the file of `save_gguf_adapter` into a folder that `new_folder` has made."""
     gguf = package()
     values = stored.values
     lora = Lora(values["r"], values["lora_alpha"], rslora="use_rslora" in values)
-    own = {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items()}
-    tensors = [*_gguf_tensors(own, config)]
+    matrices = {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items()}
+    tensors = list(_gguf_tensors(matrices, config))
     writer = gguf.GGUFWriter(new / GGUF_FILE, reader_of(config).name)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    # llama.cpp divides by the rank, and knows no rslora, whose scale is alpha / sqrt(rank).
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, lora.scale * lora.rank)
     write_tensors(gguf, writer, tensors, dict.fromkeys([tensor.name for tensor in tensors], "F32"))
 
 
-def _gguf_tensors(own: Mapping[str, Tensor], config: LlamaConfig) -> Iterator[Plain]:
-    """Yield both matrices of each layer; B has a weight's rows, and so the file's order of them."""
-    ends = ".lora_A.weight", ".lora_B.weight"
-    layers = [name.removesuffix(ends[0]) for name in own if name.endswith(ends[0])]
-    first, second = (
-        [_plain(f"{layer}.weight", own[layer + end]) for layer in layers] for end in ends
-    )
-    for of_A, of_B in zip(first, named(second, config), strict=True):
-        yield of_A._replace(name=f"{of_B.name}.lora_a")
-        yield of_B._replace(name=f"{of_B.name}.lora_b")
+def _gguf_tensors(matrices: Mapping[str, Tensor], config: LlamaConfig) -> Iterator[Plain]:
+    """Yield both matrices of each adapted layer, with their names in a GGUF file.
+
+    Args:
+        matrices: the matrices by their names in the module.
+        config: the shape of the base.
+    """
+    a_end = ".lora_A.weight"
+    b_end = ".lora_B.weight"
+    layers = [name.removesuffix(a_end) for name in matrices if name.endswith(a_end)]
+    first = [_plain(f"{layer}.weight", matrices[layer + a_end]) for layer in layers]
+    second = [_plain(f"{layer}.weight", matrices[layer + b_end]) for layer in layers]
+    # B has as many rows as the weight. `named` renames it as the weight, and reorders its rows if
+    # the file has the weight's in another order. A has no such rows, and gets only the name.
+    for a_matrix, b_matrix in zip(first, named(second, config), strict=True):
+        yield a_matrix._replace(name=f"{b_matrix.name}.lora_a")
+        yield b_matrix._replace(name=f"{b_matrix.name}.lora_b")
 
 
 def _plain(name: str, tensor: Tensor) -> Plain:

@@ -30,8 +30,8 @@ from monograph.model import gguf_layers, sampling_defaults
 from monograph.model.config import LlamaConfig
 from monograph.model.families import LlamaCpp, Norms
 from monograph.model.files import new_folder, nothing_beside
-from monograph.model.gguf_blocks import MIXTURES, chosen, quantize
-from monograph.model.gguf_words import add_words, modelfile
+from monograph.model.gguf_blocks import MIXTURES, choose_types, quantize
+from monograph.model.gguf_words import add_tokenizer, modelfile
 from monograph.model.layouts import JoinedRule
 from monograph.model.llama import Llama
 from monograph.model.rope import inverse_frequencies
@@ -122,7 +122,7 @@ def save_gguf(
         if name.startswith("q"):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         sampling_defaults.add_to_gguf(writer, model.sampling, _context(config))
-        stops = add_words(writer, tokenizer, config, warn)
+        stops = add_tokenizer(writer, tokenizer, config, warn)
         write_tensors(gguf, writer, tensors, kinds)
         lines = [
             modelfile(FILE, tokenizer, stops),
@@ -322,7 +322,9 @@ def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
             suffix = "weight"
         layer, _, inner = module.removeprefix("model.layers.").partition(".")
         if inner.startswith("linear_attn"):
-            changed = gguf_layers.converted(name.partition("linear_attn.")[2], like, read, config)
+            changed = gguf_layers.convert_delta_net(
+                name.partition("linear_attn.")[2], like, read, config
+            )
             yield changed._replace(name=f"blk.{layer}.{changed.name}")
             continue
         if config.family.centred and like.ndim == 1 and suffix == "weight":
@@ -344,7 +346,7 @@ def _kinds(shapes: dict[str, torch.Size], dtype: str, config: LlamaConfig) -> di
     """Return gguf's name of each tensor's type, by llama.cpp's name of the tensor."""
     columns = {name: shape[-1] for name, shape in shapes.items() if _is_matrix(name, shape)}
     matrices = (
-        chosen(columns, dtype, config)
+        choose_types(columns, dtype, config)
         if dtype in MIXTURES
         else dict.fromkeys(columns, DTYPES[dtype])
     )

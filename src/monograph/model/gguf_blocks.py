@@ -1,12 +1,18 @@
-"""Choose each matrix's k-quant type in a GGUF file, and quantise its rows to Q4_K, Q5_K and Q6_K.
+"""Choose the k-quant type of each matrix in a GGUF file, and quantise rows to Q4_K, Q5_K and Q6_K.
 
-Types and bits are those of llama.cpp's own quantizer without an importance matrix. Source:
+The types and the bits are those of llama.cpp's own quantizer without an importance matrix. Source:
 ggml-org/llama.cpp, src/llama-quant.cpp and ggml-quants.c (MIT), whose formats and searches these
-are. The bits are equal only if each product and each sum is rounded to fp32 in that file's order:
-sums run over a group from its first weight to its last, and no product is fused with a sum.
+are.
 
-Shape suffixes: B blocks of 256 neighbours of a row, G groups of a block, N = B G groups, W weights
-of a group.
+The bits are equal only if each product and each sum is rounded to fp32 in that file's order: a sum
+runs over a group from its first weight to its last, and no product is fused with a sum. So no
+expression below may be rewritten as another that is equal in exact arithmetic.
+
+A *block* is 256 consecutive weights of a row. A *group* is 32 consecutive weights of a block in
+Q4_K and Q5_K, and 16 in Q6_K.
+
+Shape suffixes: B blocks, G groups of a block, N = B G groups, W weights of a group, H halves of a
+block, K quarters of a half.
 """
 
 from typing import Any
@@ -17,74 +23,94 @@ from numpy.typing import NDArray
 from monograph.model.config import LlamaConfig
 
 BLOCK = 256
-_AT_ONCE = 128  # blocks: what one search reads and writes stays in a core's cache
-_DEAD = 1e-15  # Q6_K takes a group whose weights are all smaller for zeros
+# Blocks that are searched at once. What a search reads and writes then stays in the cache of a
+# core.
+_AT_ONCE = 128
+# In Q6_K, a group whose weights are all smaller than this becomes zeros.
+_NEGLIGIBLE = 1e-15
 
-_Floats = NDArray[np.floating[Any]]  # of fp32, which the stubs of numpy's quotients do not say
+# Arrays of fp32. Numpy's types do not say that the quotient of two such arrays is in fp32.
+_Floats = NDArray[np.floating[Any]]
 _Bytes = NDArray[np.uint8]
 
 
 def quantize(rows: _Floats, kind: str) -> _Bytes:
-    """Return the bytes of rows in `kind`.
+    """Return the bytes of quantised rows.
+
+    "Q4_K" and "Q5_K" stand for a weight w by w = d s q - m t. Each block has two float16 numbers d
+    and m, and each group two integers s and t of 6 bits. "Q6_K" stands for it by w = d s q. Each
+    block has a float16 number d, and each group an integer s of 8 bits. The integer q of a weight
+    has as many bits as the name says.
 
     Args:
-        rows: finite, contiguous; the last axis is a multiple of 256, no magnitude is above 65,504.
-        kind: "Q4_K", "Q5_K" (a weight w = d s q - m t with float16 numbers d and m of each block,
-            and of each 32 weights two integers s and t of 6 bits) or "Q6_K" (w = d s q with an s of
-            8 bits for each 16 weights); q has as many bits as the name says.
+        rows: finite and contiguous. The last axis is a multiple of 256, and no magnitude is above
+            65,504.
+        kind: "Q4_K", "Q5_K" or "Q6_K".
     """
     blocks = rows.reshape(-1, BLOCK)
-    with np.errstate(all="ignore"):  # groups of zeros divide by zero, and tiny ones underflow
-        parts = [blocks[begin : begin + _AT_ONCE] for begin in range(0, len(blocks), _AT_ONCE)]
-        return np.concatenate(
-            [_in_16s(part) if kind == "Q6_K" else _in_32s(part, int(kind[1])) for part in parts]
-        )
+    parts = [blocks[begin : begin + _AT_ONCE] for begin in range(0, len(blocks), _AT_ONCE)]
+    # Groups of zeros divide by zero, and tiny weights underflow. Both are handled below.
+    with np.errstate(all="ignore"):
+        if kind == "Q6_K":
+            return np.concatenate([_quantize_symmetric(part) for part in parts])
+        bits = int(kind[1])
+        return np.concatenate([_quantize_with_minimum(part, bits) for part in parts])
 
 
 def _groups(blocks: _Floats, size: int) -> _Floats:
-    """Return [W, N], in which a sum over the first axis is added up in order."""
+    """Return the groups as columns, [W, N]. Numpy adds up the first axis in order."""
     return np.ascontiguousarray(blocks.reshape(-1, size).T)
 
 
-def _total(values_WN: _Floats) -> _Floats:
+def _sum_of_groups(values_WN: _Floats) -> _Floats:
+    """Return the sum of each group, [N], added up from its first weight to its last."""
     return np.add.reduce(values_WN, axis=0)
 
 
 def _nearest(values: _Floats) -> NDArray[np.int32]:
-    """Round to the nearest integer, half to even; what is beyond 22 bits becomes what it becomes
-    there.
+    """Round to the nearest integer, and halves to even integers.
+
+    It is `nearest_int` of llama.cpp: adding 1.5 * 2^23 moves the integer into the low bits of the
+    number. Numbers beyond 22 bits become the same wrong integers as there.
     """
     return ((values + 1.5 * 2**23).view(np.int32) & 0x7FFFFF) - 0x400000
 
 
-def _levels(values: _Floats, inverse: _Floats, lowest: int, most: int) -> _Floats:
-    """Round values, which are overwritten, times the inverse scale to integers of a range."""
-    np.multiply(values, inverse, out=values)
+def _round_levels_(values: _Floats, inverse_scale: _Floats, lowest: int, highest: int) -> _Floats:
+    """Multiply values by the inverse scale, and round them to integers of a range, in place."""
+    np.multiply(values, inverse_scale, out=values)
     np.rint(values, out=values)
-    return np.clip(values, lowest, most, out=values)
+    return np.clip(values, lowest, highest, out=values)
 
 
-def _in_32s(blocks: _Floats, bits: int) -> _Bytes:
+def _quantize_with_minimum(blocks: _Floats, bits: int) -> _Bytes:
+    """Return the bytes of blocks in Q4_K or Q5_K."""
     x_WN = _groups(blocks, 32)
-    most = 2**bits - 1
-    found_N, minus_N, levels_WN = _with_minimum(
-        x_WN, most, *((-1.0, 20) if bits == 4 else (-0.5, 15))
-    )
-    d_B, scales_BG = _in_6_bits(found_N.reshape(-1, 8))
-    m_B, minima_BG = _in_6_bits(minus_N.reshape(-1, 8))
+    highest = 2**bits - 1
+    # llama.cpp's constants for the search.
+    first, steps = (-1.0, 20) if bits == 4 else (-0.5, 15)
+    scale_N, minus_minimum_N, levels_WN = _search_with_minimum(x_WN, highest, first, steps)
+    d_B, scales_BG = _quantize_to_6_bits(scale_N.reshape(-1, 8))
+    m_B, minima_BG = _quantize_to_6_bits(minus_minimum_N.reshape(-1, 8))
+    # The weights are rounded again, with the scales and minima as they are stored.
     step_N = (d_B.astype(np.float32)[:, None] * scales_BG).ravel()
     base_N = (m_B.astype(np.float32)[:, None] * minima_BG).ravel()
-    nearest_WN = np.clip(_nearest((x_WN + base_N) / step_N), 0, most)
+    nearest_WN = np.clip(_nearest((x_WN + base_N) / step_N), 0, highest)
+    # As in llama.cpp, a group whose stored scale is 0 keeps the integers of the search.
     q_BGW = np.where(step_N == 0, levels_WN, nearest_WN).astype(np.uint8).T.reshape(-1, 8, 32)
+    # 8 scales and 8 minima of 6 bits in 12 bytes: those of groups 0 to 3 in the low bits of the
+    # first 8 bytes, and those of groups 4 to 7 in the last 4 bytes (low 4 bits) and in the high
+    # bits of the first 8 (high 2 bits).
     packed = [
         scales_BG[:, :4] | scales_BG[:, 4:] >> 4 << 6,
         minima_BG[:, :4] | minima_BG[:, 4:] >> 4 << 6,
         scales_BG[:, 4:] & 15 | (minima_BG[:, 4:] & 15) << 4,
     ]
     if bits == 5:
-        packed.append(
-            np.bitwise_or.reduce(q_BGW >> 4 << np.arange(8, dtype=np.uint8)[:, None], axis=1)
-        )
+        # The fifth bits of the 8 groups' integers, in one byte for each place in a group.
+        fifth_bits = q_BGW >> 4 << np.arange(8, dtype=np.uint8)[:, None]
+        packed.append(np.bitwise_or.reduce(fifth_bits, axis=1))
+    # The low 4 bits of two neighbouring groups share bytes.
     low = (q_BGW & 15) << np.array([0, 4] * 4, np.uint8)[:, None]
     packed.append((low[:, ::2] | low[:, 1::2]).reshape(-1, 128))
     return np.concatenate(
@@ -92,9 +118,10 @@ def _in_32s(blocks: _Floats, bits: int) -> _Bytes:
     )
 
 
-def _in_6_bits(values_BG: _Floats) -> tuple[NDArray[np.float16], _Bytes]:
-    """Return a float16 number of each block and an integer of 6 bits of each group, whose product
-    is the value.
+def _quantize_to_6_bits(values_BG: _Floats) -> tuple[NDArray[np.float16], _Bytes]:
+    """Return a float16 number of each block and an integer of 6 bits of each group.
+
+    Their product is approximately the value.
     """
     largest_B = np.maximum(values_BG.max(axis=1), 0)
     inverse_B = np.where(largest_B > 0, 63 / largest_B, 0)
@@ -102,149 +129,188 @@ def _in_6_bits(values_BG: _Floats) -> tuple[NDArray[np.float16], _Bytes]:
     return (largest_B / 63).astype(np.float16), np.minimum(integers, 63)
 
 
-def _with_minimum(
-    x_WN: _Floats, most: int, first: float, steps: int
+def _search_with_minimum(
+    x_WN: _Floats, highest: int, first: float, steps: int
 ) -> tuple[_Floats, _Floats, _Floats]:
-    """Search scales a and minima b <= 0 with a small sum of v (a q + b - x)^2, where v = |x| + the group's RMS.
+    """Search a scale a and a minimum b <= 0 of each group with a small error.
 
-    A candidate rounds (x - b) (most + first + 0.1 step) / (max x - b) to integers q and solves for
-    a and b.
+        error = sum of v (a q + b - x)^2,    v = |x| + root mean square of the group
+
+    A candidate rounds (x - b) (highest + first + 0.1 step) / (max x - b) to integers q, with the
+    best b so far. Then it solves for the a and b with the smallest error.
+
+    Args:
+        x_WN: the weights.
+        highest: the largest integer q.
+        first: see above.
+        steps: the last step; the first one is 0.
 
     Returns:
         The scale and the negated minimum of each group, [N], and the integers, [W, N].
     """
-    v_WN = np.sqrt(_total(x_WN * x_WN) / 32) + np.abs(x_WN)
-    sum_v = _total(v_WN)
-    sum_x = _total(v_WN * x_WN)
-    low_N = np.minimum(x_WN.min(axis=0), 0)
-    high_N = x_WN.max(axis=0)
+    v_WN = np.sqrt(_sum_of_groups(x_WN * x_WN) / 32) + np.abs(x_WN)
+    sum_v = _sum_of_groups(v_WN)
+    sum_x = _sum_of_groups(v_WN * x_WN)
+    minimum_N = np.minimum(x_WN.min(axis=0), 0)  # b of the best candidate
+    maximum_N = x_WN.max(axis=0)
 
     def candidate(part: float) -> tuple[_Floats, _Floats]:
-        inverse_N = part / (high_N - low_N)
-        # Of equal or subnormal weights; an infinity times zero is no number.
+        """Return (inverse scale [N], integers [W, N])."""
+        inverse_N = part / (maximum_N - minimum_N)
+        # Weights that are equal, or subnormal, give an infinity, and an infinity times zero is a
+        # NaN.
         inverse_N[np.isinf(inverse_N)] = 0
-        return inverse_N, _levels(x_WN - low_N, inverse_N, 0, most)
+        return inverse_N, _round_levels_(x_WN - minimum_N, inverse_N, 0, highest)
 
-    def error(q_WN: _Floats, scale_N: _Floats, low_N: _Floats) -> _Floats:
-        off_WN = q_WN * scale_N
-        off_WN += low_N
-        off_WN -= x_WN
-        return _total(off_WN * off_WN * v_WN)
+    def error(q_WN: _Floats, scale_N: _Floats, minimum_N: _Floats) -> _Floats:
+        error_WN = q_WN * scale_N
+        error_WN += minimum_N
+        error_WN -= x_WN
+        return _sum_of_groups(error_WN * error_WN * v_WN)
 
-    used_N, q_WN = candidate(most)
-    scale_N = 1 / (most / (high_N - low_N))
-    base_N = low_N.copy()
-    least_N = error(q_WN, scale_N, low_N)
+    # The inverse scale and the minimum with which the best candidate's integers were rounded. The
+    # minimum of the same candidate, `minimum_N`, is solved for later, and differs.
+    rounding_inverse_N, q_WN = candidate(highest)
+    rounding_minimum_N = minimum_N.copy()
+    scale_N = 1 / (highest / (maximum_N - minimum_N))
+    least_error_N = error(q_WN, scale_N, minimum_N)
     for step in range(steps + 1):
-        inverse_N, q_WN = candidate(most + first + 0.1 * step)
+        inverse_N, q_WN = candidate(highest + first + 0.1 * step)
         vq_WN = v_WN * q_WN
-        sum_q = _total(vq_WN)
-        sum_qq = _total(vq_WN * q_WN)
-        sum_xq = _total(vq_WN * x_WN)
+        sum_q = _sum_of_groups(vq_WN)
+        sum_qq = _sum_of_groups(vq_WN * q_WN)
+        sum_xq = _sum_of_groups(vq_WN * x_WN)
         determinant = sum_v * sum_qq - sum_q * sum_q
         b_N = (sum_qq * sum_x - sum_q * sum_xq) / determinant
+        # If the best minimum is above 0, it is set to 0, and the scale is solved for alone.
         a_N = np.where(b_N > 0, sum_xq / sum_qq, (sum_v * sum_xq - sum_x * sum_q) / determinant)
         b_N = np.minimum(b_N, 0)
         error_N = error(q_WN, a_N, b_N)
-        better = (determinant > 0) & (error_N < least_N)
-        new = (inverse_N, low_N, error_N, a_N, b_N)
-        for best_N, new_N in zip((used_N, base_N, least_N, scale_N, low_N), new, strict=True):
-            np.copyto(best_N, new_N, where=better)
-    return scale_N, -low_N, _levels(x_WN - base_N, used_N, 0, most)
+        is_better_N = (determinant > 0) & (error_N < least_error_N)
+        np.copyto(rounding_inverse_N, inverse_N, where=is_better_N)
+        np.copyto(rounding_minimum_N, minimum_N, where=is_better_N)
+        np.copyto(least_error_N, error_N, where=is_better_N)
+        np.copyto(scale_N, a_N, where=is_better_N)
+        # Last, since the line of `rounding_minimum_N` needs the one before.
+        np.copyto(minimum_N, b_N, where=is_better_N)
+    levels_WN = _round_levels_(x_WN - rounding_minimum_N, rounding_inverse_N, 0, highest)
+    return scale_N, -minimum_N, levels_WN
 
 
-def _in_16s(blocks: _Floats) -> _Bytes:
+def _quantize_symmetric(blocks: _Floats) -> _Bytes:
+    """Return the bytes of blocks in Q6_K."""
     x_WN = _groups(blocks, 16)
-    scale_N, levels_WN = _symmetric(x_WN)
+    scale_N, levels_WN = _search_symmetric(x_WN)
     scale_BG = scale_N.reshape(-1, 16)
     largest_B1 = np.take_along_axis(scale_BG, np.abs(scale_BG).argmax(axis=1)[:, None], axis=1)
-    dead_B1 = np.abs(largest_B1) < _DEAD
+    is_negligible_B1 = np.abs(largest_B1) < _NEGLIGIBLE
     inverse_B1 = -128 / largest_B1
-    d_B1 = np.where(dead_B1, 0, 1 / inverse_B1).astype(np.float16)
-    scales_BG = np.where(dead_B1, 0, np.minimum(_nearest(inverse_B1 * scale_BG), 127)).astype(
-        np.int8
-    )
+    d_B1 = np.where(is_negligible_B1, 0, 1 / inverse_B1).astype(np.float16)
+    integers_BG = np.minimum(_nearest(inverse_B1 * scale_BG), 127)
+    scales_BG = np.where(is_negligible_B1, 0, integers_BG).astype(np.int8)
+    # The weights are rounded again, with the scales as they are stored.
     step_N = (d_B1.astype(np.float32) * scales_BG).ravel()
     nearest_WN = np.clip(_nearest(x_WN / step_N), -32, 31) + 32
+    # As in llama.cpp, a group whose stored scale is 0 keeps the integers of the search.
     q_WN = np.where(step_N == 0, levels_WN, nearest_WN)
-    q_BW = np.where(dead_B1, 0, q_WN.T.reshape(-1, BLOCK)).astype(np.uint8)
+    q_BW = np.where(is_negligible_B1, 0, q_WN.T.reshape(-1, BLOCK)).astype(np.uint8)
+    # The low 4 bits of the first and the third quarter of a half share bytes, and so do those of
+    # the second and the fourth. The high 2 bits of all four quarters share bytes.
     q_BHKW = q_BW.reshape(-1, 2, 4, 32)
     low = (q_BHKW[:, :, :2] & 15 | q_BHKW[:, :, 2:] << 4).reshape(-1, 128)
-    high = np.bitwise_or.reduce(
-        q_BHKW >> 4 << np.array([[0], [2], [4], [6]], np.uint8), axis=2
-    ).reshape(-1, 64)
+    shifted = q_BHKW >> 4 << np.array([[0], [2], [4], [6]], np.uint8)
+    high = np.bitwise_or.reduce(shifted, axis=2).reshape(-1, 64)
     return np.concatenate([low, high, scales_BG.view(np.uint8), d_B1.view(np.uint8)], axis=1)
 
 
-def _symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
-    """Search scales a with a small sum of x^2 (a q - x)^2 over q from -32 to 31.
+def _search_symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
+    """Search a scale a of each group with a small error.
 
-    A candidate rounds -(32 + 0.1 step) x / x_max to integers q, and the best a of these is in
-    closed form.
+        error = sum of x^2 (a q - x)^2,    -32 <= q <= 31
+
+    A candidate rounds -(32 + 0.1 step) x / x_max to integers q, where x_max is the weight of the
+    largest magnitude. The best a for these q is in closed form.
 
     Returns:
-        The scale of each group, [N], and q + 32, [W, N]; zeros for a group without a weight above
-        1e-15.
+        The scale of each group, [N], and q + 32, [W, N]. Both are zeros for a group without a
+        weight of at least 1e-15.
     """
     top_N = np.take_along_axis(x_WN, np.abs(x_WN).argmax(axis=0)[None], axis=0)[0]
     squares_WN = x_WN * x_WN
     cubes_WN = squares_WN * x_WN
-    best_N = np.full_like(top_N, -1)
+    # The error is smallest where sum_xq^2 / sum_qq is largest.
+    best_gain_N = np.full_like(top_N, -1)
     scale_N = np.zeros_like(top_N)
-    used_N = np.zeros_like(top_N)
+    best_inverse_N = np.zeros_like(top_N)
     for step in (0, *range(-9, 0), *range(1, 10)):
         inverse_N = -(32 + 0.1 * step) / top_N
-        q_WN = _levels(x_WN.copy(), inverse_N, -32, 31)
-        sum_xq = _total(cubes_WN * q_WN)
-        sum_qq = _total(squares_WN * q_WN * q_WN)
-        better = (sum_qq > 0) & (sum_xq * sum_xq > best_N * sum_qq)
-        scale_N = np.where(better, sum_xq / sum_qq, scale_N)
-        used_N = np.where(better, inverse_N, used_N)
-        best_N = np.where(better, scale_N * sum_xq, best_N)
-    alive_N = np.abs(top_N) >= _DEAD
-    return np.where(alive_N, scale_N, 0), np.where(
-        alive_N, _levels(x_WN.copy(), used_N, -32, 31) + 32, 0
-    )
+        q_WN = _round_levels_(x_WN.copy(), inverse_N, -32, 31)
+        sum_xq = _sum_of_groups(cubes_WN * q_WN)
+        sum_qq = _sum_of_groups(squares_WN * q_WN * q_WN)
+        is_better_N = (sum_qq > 0) & (sum_xq * sum_xq > best_gain_N * sum_qq)
+        scale_N = np.where(is_better_N, sum_xq / sum_qq, scale_N)
+        best_inverse_N = np.where(is_better_N, inverse_N, best_inverse_N)
+        best_gain_N = np.where(is_better_N, scale_N * sum_xq, best_gain_N)
+    levels_WN = _round_levels_(x_WN.copy(), best_inverse_N, -32, 31) + 32
+    has_weight_N = np.abs(top_N) >= _NEGLIGIBLE
+    return np.where(has_weight_N, scale_N, 0), np.where(has_weight_N, levels_WN, 0)
 
 
+# The type that most matrices of a file have, by the file's dtype.
 MIXTURES = {"q4_k_m": "Q4_K", "q5_k_m": "Q5_K", "q6_k": "Q6_K"}
-_OF_OTHER_ROWS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-_VALUES = (".attn_v.weight", ".attn_qkv.weight")
-_EIGHT = 8  # experts: it spends more bits on the attention of a Mixtral 8x7B
+# The types for matrices whose rows are not a multiple of 256.
+_TYPES_OF_OTHER_ROWS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_VALUE_NAMES = (".attn_v.weight", ".attn_qkv.weight")
+# llama.cpp spends more bits on the attention of a model with so many experts: the Mixtral 8x7B.
+_MIXTRAL_EXPERTS = 8
 
 
-def chosen(columns: dict[str, int], dtype: str, config: LlamaConfig) -> dict[str, str]:
-    """Return gguf's name of each matrix's type.
+def choose_types(columns: dict[str, int], dtype: str, config: LlamaConfig) -> dict[str, str]:
+    """Return gguf's name of the type of each matrix.
 
     Args:
-        columns: the length of a row of each matrix, by llama.cpp's name, in the order of the
-            layers.
-        dtype: a name in `MIXTURES`.
-        config: the model's.
+        columns: {llama.cpp's name: length of a row} of each matrix, in the order of the layers.
+        dtype: the file's dtype, a key of `MIXTURES`.
+        config: the model's configuration.
     """
-    values = [name for name in columns if name.endswith(_VALUES)]
+    value_names = [name for name in columns if name.endswith(_VALUE_NAMES)]
+    # The embedding is the head if there is no other one.
     head = "output.weight" if "output.weight" in columns else "token_embd.weight"
-    kinds = {}
+    is_mixtral = config.num_experts == _MIXTRAL_EXPERTS
+    types = {}
     for name, width in columns.items():
         kind = MIXTURES[dtype]
         if name == head:
             kind = "Q6_K"
-        elif name in values:
-            kind = _of_values(kind, values.index(name), len(values), config)
-        elif ".ffn_down" in name and _takes_more(int(name.split(".")[1]), config.num_hidden_layers):
+        elif name in value_names:
+            kind = _of_values(kind, value_names.index(name), len(value_names), config)
+        elif ".ffn_down" in name and _takes_more(_layer(name), config.num_hidden_layers):
             kind = "Q6_K"
-        elif config.num_experts == _EIGHT and name.endswith(".attn_k.weight"):
+        elif is_mixtral and name.endswith(".attn_k.weight"):
             kind = "Q8_0"
-        elif (
-            config.num_experts == _EIGHT and name.endswith(".attn_output.weight") and kind == "Q4_K"
-        ):
+        elif is_mixtral and name.endswith(".attn_output.weight") and kind == "Q4_K":
             kind = "Q5_K"
-        kinds[name] = _OF_OTHER_ROWS.get(kind, kind) if width % BLOCK else kind
-    return kinds
+        if width % BLOCK:
+            kind = _TYPES_OF_OTHER_ROWS.get(kind, kind)
+        types[name] = kind
+    return types
+
+
+def _layer(name: str) -> int:
+    """Return the number of the layer in a name such as blk.3.ffn_down.weight."""
+    return int(name.split(".")[1])
 
 
 def _of_values(kind: str, index: int, count: int, config: LlamaConfig) -> str:
-    if config.num_experts == _EIGHT:
+    """Return the type of the matrix of values that is number `index` of `count`.
+
+    Args:
+        kind: the type of most matrices.
+        index: its number, from 0.
+        count: the number of such matrices.
+        config: the model's configuration.
+    """
+    if config.num_experts == _MIXTRAL_EXPERTS:
         return "Q8_0"
     if _takes_more(index, count):
         return "Q6_K"
@@ -256,8 +322,9 @@ def _of_values(kind: str, index: int, count: int, config: LlamaConfig) -> str:
 
 
 def _takes_more(index: int, count: int) -> bool:
-    """Return whether a matrix is in the first or last eighth of the layers, or each third one
-    between.
+    """Return whether llama.cpp gives more bits to the matrix of a layer.
+
+    It does for the first and the last eighth of the layers, and for each third layer between them.
     """
     eighth = count // 8
     return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2

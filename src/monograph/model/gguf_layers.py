@@ -1,4 +1,8 @@
-"""Give mixtures of experts and gated delta nets the names, sizes and order that llama.cpp reads."""
+"""Give mixtures of experts and gated delta nets the names, sizes and order that llama.cpp reads.
+
+`monograph.model.gguf` writes a file, and calls the functions here for these two kinds of layers.
+`instead` is the end of an error message in all of them: what a user can do instead.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from monograph.model.scaling import FULL, LINEAR
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
+# llama.cpp's names of the tensors of a delta net, by their names in the layer.
 _DELTA_NET_NAMES = {
     "in_proj_qkv.weight": "attn_qkv.weight",
     "in_proj_z.weight": "attn_gate.weight",
@@ -30,15 +35,22 @@ _DELTA_NET_NAMES = {
     "norm.weight": "ssm_norm.weight",
     "out_proj.weight": "ssm_out.weight",
 }
-_WITH_KEYS = ("in_proj_qkv.weight", "conv1d.weight")
+# Tensors of a delta net whose first rows belong to queries and keys.
+_WITH_QUERIES_AND_KEYS = ("in_proj_qkv.weight", "conv1d.weight")
 
 
 def check_delta_nets(config: LlamaConfig, instead: str) -> None:
-    """Refuse what llama.cpp reads wrongly, or does not load."""
-    key, value = config.linear_key_head_dim, config.linear_value_head_dim
-    if key != value:
+    """Refuse delta nets that llama.cpp computes differently or does not load.
+
+    Raises:
+        InputRefused: the configuration has such delta nets.
+    """
+    key_size = config.linear_key_head_dim
+    value_size = config.linear_value_head_dim
+    if key_size != value_size:
         raise InputRefused(
-            f"linear_key_head_dim = {key} and linear_value_head_dim = {value} are one size in llama.cpp{instead}"
+            f"linear_key_head_dim = {key_size} and linear_value_head_dim = {value_size} are one size in llama.cpp"
+            f"{instead}"
         )
     if config.rms_norm_eps != LENGTH_EPS:
         raise InputRefused(
@@ -46,7 +58,8 @@ def check_delta_nets(config: LlamaConfig, instead: str) -> None:
             f"where the model adds {LENGTH_EPS:g}{instead}"
         )
     layers = range(config.num_hidden_layers)
-    if len({config.is_linear(layer) for layer in layers}) < 2:
+    has_both_kinds = len({config.is_linear(layer) for layer in layers}) == 2
+    if not has_both_kinds:
         kind = LINEAR if config.is_linear(0) else FULL
         raise InputRefused(
             f"layer_types: llama.cpp loads a {config.model_type} only with layers of both kinds, not with "
@@ -55,7 +68,7 @@ def check_delta_nets(config: LlamaConfig, instead: str) -> None:
 
 
 def add_delta_net_sizes(writer: GGUFWriter, config: LlamaConfig, architecture: str) -> None:
-    """Write the sizes of the delta nets, and which layers they are."""
+    """Add the sizes of the delta nets to a file, and which layers are delta nets."""
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
@@ -65,44 +78,62 @@ def add_delta_net_sizes(writer: GGUFWriter, config: LlamaConfig, architecture: s
     writer.add_array(f"{architecture}.attention.recurrent_layers", linear)
     if config.family.by_key_head:
         return
-    # Pair i belongs to section i % 3, while i is below three times the section's size; a pair of
-    # none is not rotated. The three sections are the coordinates of a picture, which are one
-    # position in a text.
+    # Rotary pairs are divided into three sections, one for each coordinate of a position in a
+    # picture. In a text the three coordinates are equal. llama.cpp puts pair i into section i % 3
+    # if i is below three times the section's size, and does not rotate a pair without a section.
+    # These sizes give each pair a section.
     pairs = config.rotary_dim // 2
     writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
 
 
-def converted(name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig) -> Plain:
-    """Return a tensor of a delta net, by its name in the layer, with llama.cpp's name and order.
+def convert_delta_net(
+    name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig
+) -> Plain:
+    """Return a tensor of a delta net with llama.cpp's name, order and values.
 
-    There the first value heads of all key heads come first, then the second ones, unless
-    projections are ordered by key heads. The decay is stored as -exp(A_log).
+    A key head has several value heads. In Monograph's order, the value heads of the first key head
+    come first. In llama.cpp's order, the first value head of each key head come first. If the
+    family orders its projections by key heads (`by_key_head`), llama.cpp does so as well. Instead
+    of A_log, llama.cpp stores -exp(A_log).
+
+    Args:
+        name: the tensor's name in the layer.
+        like: a tensor of its shape and dtype.
+        read: returns the tensor.
+        config: the model's configuration.
     """
-    before = (
-        2 * config.linear_num_key_heads * config.linear_key_head_dim if name in _WITH_KEYS else 0
-    )
+    query_key_rows = 0
+    if name in _WITH_QUERIES_AND_KEYS:
+        query_key_rows = 2 * config.linear_num_key_heads * config.linear_key_head_dim
 
     def change(tensor: Tensor) -> Tensor:
-        tensor = -tensor.exp() if name == "A_log" else tensor
+        if name == "A_log":
+            tensor = -tensor.exp()
+        # All heads share the norm's weight.
         if name == "norm.weight" or config.family.by_key_head:
             return tensor
-        axis = int(name == "out_proj.weight")
-        of_keys, of_values = tensor.tensor_split([before], dim=axis)
-        width = of_values.shape[axis] // config.linear_num_value_heads  # of a head
-        heads = of_values.unflatten(axis, (config.linear_num_key_heads, -1, width))
-        return torch.cat(
-            [of_keys, heads.transpose(axis, axis + 1).flatten(axis, axis + 2)], dim=axis
-        )
+        # The output projection has the heads in its columns, all others have them in their rows.
+        axis = 1 if name == "out_proj.weight" else 0
+        of_keys, of_values = tensor.tensor_split([query_key_rows], dim=axis)
+        head_width = of_values.shape[axis] // config.linear_num_value_heads
+        # [key head, value head of the key head, width], then [value head, key head, width].
+        heads = of_values.unflatten(axis, (config.linear_num_key_heads, -1, head_width))
+        reordered = heads.transpose(axis, axis + 1).flatten(axis, axis + 2)
+        return torch.cat([of_keys, reordered], dim=axis)
 
-    # The convolution's middle axis has one entry.
-    return Plain(_DELTA_NET_NAMES[name], _flat(like), lambda: _flat(change(read())))
+    return Plain(_DELTA_NET_NAMES[name], _flatten(like), lambda: _flatten(change(read())))
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _flatten(tensor: Tensor) -> Tensor:
+    """Return a convolution's weight without its middle axis, which has one entry; others
+    unchanged.
+    """
     return tensor.squeeze(1) if tensor.ndim == 3 else tensor
 
 
-ROUTER, SHARED_GATE = "ffn_gate_inp", "ffn_gate_inp_shexp"
+# llama.cpp's names of the parts of a mixture of experts, by their names in a block.
+ROUTER = "ffn_gate_inp"
+SHARED_GATE = "ffn_gate_inp_shexp"
 EXPERT_NAMES = {
     "mlp.gate": ROUTER,
     "mlp.router": ROUTER,
@@ -117,9 +148,14 @@ EXPERT_NAMES = {
 
 
 def check_experts(config: LlamaConfig, divides: bool, instead: str) -> None:
-    """Refuse what llama.cpp computes otherwise, or does not load."""
+    """Refuse mixtures that llama.cpp computes differently or does not load.
+
+    Raises:
+        InputRefused: the configuration has such mixtures.
+    """
     if not config.family.experts:
         return
+    # The values with which llama.cpp computes the family, whatever the configuration says.
     computed = {
         "norm_topk_prob": divides,
         "mlp_only_layers": (),
@@ -138,7 +174,7 @@ def check_experts(config: LlamaConfig, divides: bool, instead: str) -> None:
 
 
 def add_expert_sizes(writer: GGUFWriter, config: LlamaConfig) -> None:
-    """Write how many experts there are, how many compute a token, and how wide they are."""
+    """Add to a file how many experts there are, how many compute a token, and how wide they are."""
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_feed_forward_length(getattr(config, config.family.experts))

@@ -1,16 +1,17 @@
-"""Write a tokenizer into a GGUF file for llama.cpp, and into Ollama's Modelfile the chat template,
-if it can be.
+"""Write a tokenizer into a GGUF file for llama.cpp, and its chat template into Ollama's Modelfile.
 
-llama.cpp does not read a tokenizer's split pattern but has its own list of them, by name. A wrong
-name loads silently and tokenises differently, so a name is written only for patterns whose tokens
-were compared on ten thousand strings (tests/laws/test_exported_is_original.py). For a
-SentencePiece-style tokenizer it reads a score per token instead of merges, which is equivalent if
-every way to join two tokens into a third is a merge, as in published files.
+**llama.cpp.** It does not read a tokenizer's split pattern, but has a list of patterns with names.
+A file with a wrong name loads without an error and is tokenised differently. So a name is written
+only for patterns whose tokens were compared on ten thousand strings
+(tests/laws/test_exported_is_original.py). For a tokenizer in the style of SentencePiece, llama.cpp
+reads a score per token instead of merges. The two are equivalent if every pair of tokens that
+together are a third token is a merge, as in published files.
 
-Ollama runs no Jinja, and there is no general translation from Jinja to Go. Without a TEMPLATE in Go
-it takes that of a model with a similar template, or sends the bare prompt. So the chat template is
-probed for the text around each role's message, what was found is compared with it on chats that the
-probe did not use, and the same is written in Go.
+**Ollama.** It has no Jinja, and there is no general translation of Jinja to its own language, the
+templates of Go. Without a TEMPLATE in Go it uses that of a model with a similar template, or sends
+the bare prompt. So the text that the chat template writes around each role's message is found out
+by rendering a few chats (`_probe`). It is compared with the template on other chats, and written in
+Go.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from itertools import chain, cycle, islice
+from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
 
 from monograph.errors import InputRefused
@@ -31,7 +32,7 @@ from monograph.text.tokenizer_file import KNOWN_PATTERNS
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-# llama.h, llama_token_type
+# Types of tokens: `llama_token_type` in llama.h.
 _NORMAL = 1
 _UNKNOWN = 2
 _CONTROL = 3
@@ -39,15 +40,16 @@ _USER_DEFINED = 4
 _UNUSED = 5
 _BYTE = 6
 
-# llama.cpp's name by (split pattern, whether a word that is a token is taken before any merge).
-# Qwen's tokenizer also normalises text (NFC), which llama.cpp leaves to the caller.
+# llama.cpp's names of split patterns, by (name in `KNOWN_PATTERNS`, ignore_merges). With
+# ignore_merges, a word that is a token is not merged from its parts. Qwen's tokenizers also
+# normalise text (NFC), which llama.cpp leaves to the caller.
 _SPLITS = {
     ("qwen2", False): "qwen2",
     ("qwen3.5", False): "qwen35",
     ("llama3", True): "llama-bpe",
     ("llama3", False): "smaug-bpe",
 }
-# Texts of tokens at which llama.cpp always stops (src/llama-vocab.cpp).
+# llama.cpp always stops at tokens with these texts (src/llama-vocab.cpp).
 _ALWAYS_STOP = frozenset(
     (
         "<|eot_id|>",
@@ -62,24 +64,24 @@ _ALWAYS_STOP = frozenset(
 )
 
 
-def add_words(
+def add_tokenizer(
     writer: GGUFWriter, tokenizer: Tokenizer, config: LlamaConfig, warn: Callable[[str], None]
 ) -> tuple[int, ...]:
-    """Add a tokenizer to a file that is being written.
+    """Add a tokenizer and its chat template to a file that is being written.
 
     Args:
-        writer: a GGUFWriter.
-        tokenizer: the tokenizer, with its chat template if it has one.
-        config: the model's; rows without a token are named as unused, and its own end-of-text ids
-            are kept.
+        writer: the file's writer.
+        tokenizer: the tokenizer.
+        config: the model's configuration. Rows of the embedding without a token get the type
+            "unused", and the configuration's end-of-text ids are kept.
         warn: called with each line that the user should read.
 
     Returns:
         The ids that end a text.
 
     Raises:
-        InputRefused: a split pattern or a set of stop tokens that llama.cpp lacks, or a tokenizer
-            that changes text in a way that llama.cpp does not.
+        InputRefused: llama.cpp does not have the split pattern, or cannot have so many stop tokens,
+            or would read other tokens.
     """
     content = json.loads(tokenizer.to_json())
     if notes := tokenizer.notes:
@@ -91,11 +93,10 @@ def add_words(
         pre = pre_tokenizer(content)
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
-        # llama.cpp needs at least one merge; no word contains these two tokens, so this one never
-        # applies.
-        merges = content["model"]["merges"] or [
-            [tokens[tokenizer.bos_id], tokens[tokenizer.eos_id]]
-        ]
+        merges = content["model"]["merges"]
+        if not merges:
+            # llama.cpp needs at least one. This one never applies, since no word has these tokens.
+            merges = [[tokens[tokenizer.bos_id], tokens[tokenizer.eos_id]]]
         writer.add_token_merges([" ".join(pair) for pair in merges])
     else:
         scores = _scores(content, tokens)
@@ -105,8 +106,9 @@ def add_words(
         writer.add_add_space_prefix(tokenizer.space_first)
         unknown = content["model"]["unk_token"]
         for row, token in enumerate(tokens):
-            # Such as <0x0A>.
-            if types[row] == _NORMAL and len(tokenizer.pieces[row]) == 1 and len(token) == 6:
+            # The token of a byte has a text of six characters, such as <0x0A>.
+            is_byte = len(tokenizer.pieces[row]) == 1 and len(token) == 6
+            if types[row] == _NORMAL and is_byte:
                 types[row] = _BYTE
             elif token == unknown:
                 types[row] = _UNKNOWN
@@ -132,10 +134,10 @@ def add_words(
 
 
 def _add_named_templates(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
-    """Add the chat templates with a name, by which llama.cpp finds that for chats with tools."""
+    """Add the named chat templates. llama.cpp finds the one for chats with tools by its name."""
     named = {
-        re.sub("[^A-Za-z0-9]", "_", name): each.source
-        for name, each in tokenizer.config.named.items()
+        re.sub("[^A-Za-z0-9]", "_", name): template.source
+        for name, template in tokenizer.config.named.items()
     }
     for name, source in sorted(named.items()):
         writer.add_string(f"tokenizer.chat_template.{name}", source)
@@ -144,64 +146,74 @@ def _add_named_templates(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
 
 
 def pre_tokenizer(content: dict[str, Any]) -> str:
-    """Return llama.cpp's name of the split pattern of a verified tokenizer.json.
+    """Return llama.cpp's name of the split pattern of a tokenizer.
+
+    Args:
+        content: the content of a tokenizer.json that `Tokenizer` has accepted.
 
     Raises:
-        InputRefused: llama.cpp has no name for it, or only one that tokenises differently.
+        InputRefused: llama.cpp does not have the pattern, or tokenises differently with it.
     """
-    part, whole_words = content["pre_tokenizer"], content["model"]["ignore_merges"]
-    steps = part["pretokenizers"] if part["type"] == "Sequence" else [part]
-    if (
-        [step["type"] for step in steps] == ["ByteLevel"]
-        and steps[0].get("use_regex", True)
-        and not whole_words
-    ):
+    pre = content["pre_tokenizer"]
+    ignores_merges = content["model"]["ignore_merges"]
+    steps = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+    types = [step["type"] for step in steps]
+    # A ByteLevel with use_regex splits text by GPT-2's pattern.
+    splits_as_gpt2 = any(
+        step["type"] == "ByteLevel" and step.get("use_regex", True) for step in steps
+    )
+    if types == ["ByteLevel"] and splits_as_gpt2 and not ignores_merges:
         return "gpt-2"
-    if [step["type"] for step in steps] == ["Split", "ByteLevel"] and not steps[1].get(
-        "use_regex", True
-    ):
-        name = next(
+    if types == ["Split", "ByteLevel"] and not splits_as_gpt2:
+        pattern_name = next(
             name
             for name, pattern in KNOWN_PATTERNS.items()
             if steps[0]["pattern"] == {"Regex": pattern}
         )
-        if known := _SPLITS.get((name, whole_words)):
-            return known
-    shown = ", ".join(step["type"] for step in steps)
+        if llama_cpp_name := _SPLITS.get((pattern_name, ignores_merges)):
+            return llama_cpp_name
+    shown = ", ".join([*types, "ignore_merges"] if ignores_merges else types)
     raise InputRefused(
-        f"the tokenizer's way of splitting text ({shown}{', ignore_merges' * whole_words}) is not known to be one of "
+        f"the tokenizer's way of splitting text ({shown}) is not known to be one of "
         "llama.cpp's, which would then read other tokens without a word; export with --format hf"
     )
 
 
 def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
-    """Return each token's score, minus the rank of its merge; llama.cpp joins the pair with the
-    highest score first.
+    """Return a score for each token: minus the rank of its merge.
+
+    llama.cpp joins the pair whose token has the highest score first.
 
     Raises:
-        InputRefused: llama.cpp would join other tokens, or in another order, or put spaces
-            elsewhere.
+        InputRefused: llama.cpp would join other tokens, or in another order, or would treat spaces
+            differently.
     """
     instead = "; llama.cpp would read other tokens without a word: export with --format hf"
-    vocab, merges = content["model"]["vocab"], content["model"]["merges"]
+    vocab = content["model"]["vocab"]
+    merges = content["model"]["merges"]
+    # A token may be made by several merges. They must follow one another, since all of them get the
+    # same score.
     rank_of: dict[str, int] = {}
-    last = ""
+    previous = ""
     for rank, (left, right) in enumerate(merges):
         token = left + right
-        if token != last and token in rank_of:
+        if token != previous and token in rank_of:
             raise InputRefused(f"the merges of token {token!r} do not follow one another{instead}")
         rank_of.setdefault(token, rank)
-        last = token
-    known = {tuple(pair) for pair in merges}
+        previous = token
+    # llama.cpp joins every pair of tokens that is a token, so each such pair must be a merge.
+    merge_pairs = {tuple(pair) for pair in merges}
     for token in tokens:
+        if token not in vocab:
+            continue
         for cut in range(1, len(token)):
-            pair = token[:cut], token[cut:]
-            if pair[0] in vocab and pair[1] in vocab and token in vocab and pair not in known:
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab and (left, right) not in merge_pairs:
                 raise InputRefused(
-                    f"{pair[0]!r} and {pair[1]!r} are tokens, as their join is, but no merge{instead}"
+                    f"{left!r} and {right!r} are tokens, as their join is, but no merge{instead}"
                 )
     steps = content["pre_tokenizer"]["pretokenizers"] if content["pre_tokenizer"] else []
-    if [step for step in steps if step["type"] != "Split"]:
+    if any(step["type"] != "Split" for step in steps):
         raise InputRefused(
             f"the tokenizer splits text before it joins ({steps[0]['type']}){instead}"
         )
@@ -214,36 +226,45 @@ def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
 
 
 def _tokens(content: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
-    """Return the texts and the types of the tokens of all rows."""
+    """Return the text and the type of the token of each row of the embedding."""
     text_of = {index: text for text, index in content["model"]["vocab"].items()}
-    kind_of = dict.fromkeys(text_of, _NORMAL)
+    type_of = dict.fromkeys(text_of, _NORMAL)
     for token in content["added_tokens"]:
         text_of[token["id"]] = token["content"]
-        kind_of[token["id"]] = _CONTROL if token["special"] else _USER_DEFINED
+        type_of[token["id"]] = _CONTROL if token["special"] else _USER_DEFINED
     tokens = [text_of.get(row, f"[UNUSED{row}]") for row in range(rows)]
-    return tokens, [kind_of.get(row, _UNUSED) for row in range(rows)]
+    types = [type_of.get(row, _UNUSED) for row in range(rows)]
+    return tokens, types
 
 
 def _begins_with_bos(
     tokenizer: Tokenizer, content: dict[str, Any], bos: str, warn: Callable[[str], None]
 ) -> bool:
-    """Return whether llama.cpp shall put the beginning-of-text token before texts; a chat template,
-    if any, decides.
+    """Return whether llama.cpp is to put the beginning-of-text token before every text.
+
+    A GGUF file says this for chats and other texts alike. If there is a chat template, it decides.
+
+    Args:
+        tokenizer: the tokenizer.
+        content: its tokenizer.json.
+        bos: the text of the beginning-of-text token.
+        warn: called with each line that the user should read.
     """
-    part = content["post_processor"] or {}
-    steps = part.get("processors", [part])
-    added = any(
+    post = content["post_processor"] or {}
+    steps = post.get("processors", [post])
+    tokenizer_adds_bos = any(
         step.get("single", [{}])[:1] == [{"SpecialToken": {"id": bos, "type_id": 0}}]
         for step in steps
     )
-    if tokenizer.config.template is None:
-        return added
-    written = tokenizer.config.template.render([{"role": "user", "content": "."}]).startswith(bos)
-    if added and not written:
+    template = tokenizer.config.template
+    if template is None:
+        return tokenizer_adds_bos
+    template_writes_bos = template.render([{"role": "user", "content": "."}]).startswith(bos)
+    if tokenizer_adds_bos and not template_writes_bos:
         warn(
             f"the chat template does not begin with {bos}, so llama.cpp will put it before no text, plain text neither"
         )
-    return written
+    return template_writes_bos
 
 
 def _add_stops(
@@ -253,7 +274,11 @@ def _add_stops(
     tokens: list[str],
     warn: Callable[[str], None],
 ) -> None:
-    """Add the stop tokens: a file can name three, and llama.cpp knows some others by their texts."""
+    """Add the stop tokens to a file.
+
+    A file can name three: the end of text, which `add_tokenizer` names, and two others. llama.cpp
+    knows some more by their texts.
+    """
     others = [
         stop for stop in stops if stop != tokenizer.eos_id and tokens[stop] not in _ALWAYS_STOP
     ]
@@ -276,7 +301,8 @@ def _add_stops(
 
 
 Chat = Sequence[dict[str, str]]
-_WORDS = (
+# Contents of messages with which the translation of a chat template is tested.
+_CONTENTS = (
     "Why?",
     "one\ntwo\n\nthree",
     "ünï 数据 🙂",
@@ -288,106 +314,134 @@ _WORDS = (
 
 
 class _NotInGo(Exception):
-    """The reason why a template cannot be written in Go, which becomes a comment in the Modelfile."""
+    """A template cannot be written in Go. The message has the reason, for the Modelfile."""
 
 
 def modelfile(weights: str, tokenizer: Tokenizer, stops: Sequence[int]) -> str:
     """Return the text of a Modelfile, for chats without tools.
 
     Args:
-        weights: name of the GGUF file in the same folder, which makes Ollama put the
-            beginning-of-text token first.
+        weights: the name of the GGUF file in the same folder.
         tokenizer: the tokenizer whose chat template is translated.
         stops: ids that end a text.
     """
     text_of = {index: text for text, index in tokenizer.special.items()}
     lines = [f"FROM ./{weights}"]
     try:
-        lines.append(
-            f'TEMPLATE """{_in_go(tokenizer.config.template, text_of[tokenizer.bos_id])}"""'
-        )
+        go_template = _go_template(tokenizer.config.template, text_of[tokenizer.bos_id])
+        lines.append(f'TEMPLATE """{go_template}"""')
     except _NotInGo as reason:
         lines.append(f"# No TEMPLATE: {reason}.")
-    # A quote would end the string in the file's syntax.
-    lines += [
-        f'PARAMETER stop "{text_of[stop]}"'
-        for stop in stops
-        if stop in text_of and '"' not in text_of[stop]
-    ]
+    for stop in stops:
+        # A quote would end the string in the Modelfile.
+        if stop in text_of and '"' not in text_of[stop]:
+            lines.append(f'PARAMETER stop "{text_of[stop]}"')
     return "\n".join(lines) + "\n"
 
 
-def _in_go(template: ChatTemplate | None, bos: str) -> str:
+def _go_template(template: ChatTemplate | None, bos: str) -> str:
+    """Return a chat template in Go's language.
+
+    Args:
+        template: the template; None if the model has none.
+        bos: the text of the beginning-of-text token. It is not in the result, since Ollama writes
+            it as the GGUF file says.
+
+    Raises:
+        _NotInGo: it cannot be translated.
+    """
     if template is None:
         raise _NotInGo("the model has no chat template")
     if "strftime_now" in template.source:
         raise _NotInGo("the chat template writes the day's date")
     try:
-        around, turn = _probed(template, bos)
+        around, answer_prompt = _probe(template, bos)
         for chat in held_out_chats():
-            said = ((around[message["role"]], message["content"]) for message in chat)
-            same = "".join(before + content + after for (before, after), content in said) + turn
-            if template.render(chat, add_generation_prompt=True).removeprefix(bos) != same:
+            expected = ""
+            for message in chat:
+                before, after = around[message["role"]]
+                expected += before + message["content"] + after
+            expected += answer_prompt
+            if template.render(chat, add_generation_prompt=True).removeprefix(bos) != expected:
                 raise _NotInGo("the chat template does more than put text around each message")
-    except (
-        InputRefused
-    ) as error:  # its message begins with the model's folder, which must not get into the export
-        raise _NotInGo(
-            "the chat template " + " ".join(str(error).partition("the chat template ")[2].split())
-        ) from None
+    except InputRefused as error:
+        # The error begins with the path of the model's folder, which must not get into the export.
+        reason = " ".join(str(error).partition("the chat template ")[2].split())
+        raise _NotInGo("the chat template " + reason) from None
+    # For example: {{ range .Messages }}{{ if eq .Role "user" }}BEFORE{{ .Content }}AFTER{{ else if
+    # ... end }}{{ end }}PROMPT
     cases = (
         f'if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}{{{{'
         for role, (before, after) in around.items()
     )
-    return f"{{{{ range .Messages }}}}{{{{ {' else '.join(cases)} end }}}}{{{{ end }}}}{turn}"
+    return (
+        f"{{{{ range .Messages }}}}{{{{ {' else '.join(cases)} end }}}}{{{{ end }}}}{answer_prompt}"
+    )
 
 
-def _probed(template: ChatTemplate, bos: str) -> tuple[dict[str, tuple[str, str]], str]:
-    """Return the text before and after each role's message, and the text that asks for an answer."""
+def _probe(template: ChatTemplate, bos: str) -> tuple[dict[str, tuple[str, str]], str]:
+    """Find out what a chat template writes, by rendering chats of known messages.
 
-    def around(*roles: str, prompt: bool = False) -> list[str]:
+    Returns:
+        {role: (text before, text after a message)}, and the text that asks for an answer.
+
+    Raises:
+        _NotInGo: the texts depend on the other messages, or cannot be written in Go.
+    """
+
+    def split_at_messages(*roles: str, prompt: bool = False) -> list[str]:
+        """Return the texts before, between and after messages of these roles."""
         chat = [{"role": role, "content": f"Q{number}q"} for number, role in enumerate(roles)]
-        parts = re.split(
-            r"Q\dq", template.render(chat, add_generation_prompt=prompt).removeprefix(bos)
-        )
-        if len(parts) != len(roles) + 1:
+        rendered = template.render(chat, add_generation_prompt=prompt).removeprefix(bos)
+        texts = re.split(r"Q\dq", rendered)
+        if len(texts) != len(roles) + 1:
             raise _NotInGo("the chat template leaves a message out or repeats it")
-        return parts
+        return texts
 
-    before_user, after_user = around("user")
-    _, to_answer, to_user, turn = around("user", "assistant", "user", prompt=True)
-    before_system, from_system, _ = around("system", "user")
-    ends_alike = to_user.endswith(before_user) and from_system.endswith(before_user)
-    if not (ends_alike and to_answer.startswith(after_user) and turn.startswith(after_user)):
+    before_user, after_user = split_at_messages("user")
+    _, user_to_assistant, assistant_to_user, last = split_at_messages(
+        "user", "assistant", "user", prompt=True
+    )
+    before_system, system_to_user, _ = split_at_messages("system", "user")
+    is_same_before_user = assistant_to_user.endswith(before_user) and system_to_user.endswith(
+        before_user
+    )
+    is_same_after_user = user_to_assistant.startswith(after_user) and last.startswith(after_user)
+    if not is_same_before_user or not is_same_after_user:
         raise _NotInGo("the chat template writes other text around a message that follows another")
-    found = {
-        "system": (before_system, from_system.removesuffix(before_user)),
+    around = {
+        "system": (before_system, system_to_user.removesuffix(before_user)),
         "user": (before_user, after_user),
-        "assistant": (to_answer.removeprefix(after_user), to_user.removesuffix(before_user)),
+        "assistant": (
+            user_to_assistant.removeprefix(after_user),
+            assistant_to_user.removesuffix(before_user),
+        ),
     }
-    turn = turn.removeprefix(after_user)
-    # A brace at the end would be read with those of the action that follows.
-    if any(re.search(r'\{\{|\}\}|"""|\{\Z', part) for part in (*chain(*found.values()), turn)):
+    answer_prompt = last.removeprefix(after_user)
+    # A brace at the end of a text would be read together with the braces that follow it in Go.
+    go_marks = r'\{\{|\}\}|"""|\{\Z'
+    if any(re.search(go_marks, text) for text in (*chain(*around.values()), answer_prompt)):
         raise _NotInGo(
             "the chat template writes marks that Go's templates or a Modelfile would read as their own"
         )
-    return found, turn
+    return around, answer_prompt
 
 
 def held_out_chats() -> list[Chat]:
-    """Return 20 chats of 1 to 5 questions, with and without a system message; no message begins or
-    ends in a space.
+    """Return 20 chats of 1 to 5 questions, with and without a system message.
+
+    `_probe` does not use them. No message begins or ends with a space, which some templates strip.
     """
     chats: list[Chat] = []
-    words = cycle(_WORDS)
+    contents = cycle(_CONTENTS)
     for number in range(20):
         roles = ["user", *["assistant", "user"] * (number % 5)]
         if number >= 10:
             roles.insert(0, "system")
         chats.append(
             [
-                {"role": role, "content": word}
-                for role, word in zip(roles, islice(words, 11), strict=False)
+                {"role": role, "content": content}
+                for role, content in zip(roles, contents, strict=False)
             ]
         )
     return chats

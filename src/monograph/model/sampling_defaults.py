@@ -1,5 +1,6 @@
-"""Read the values by which a model's makers want its texts drawn. Exports keep them; nothing here
-draws by them.
+"""Read a model's defaults for sampling: the values that its makers recommend.
+
+Exports keep them. Monograph itself does not sample by them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from monograph.storage.reading import inside, read_json, status
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-Defaults = Mapping[str, bool | int | float]  # by their names in generation_config.json
+# The values by their names in generation_config.json.
+Defaults = Mapping[str, bool | int | float]
 
 FILE = "generation_config.json"
 _FLAGS = ("do_sample",)
@@ -34,52 +36,56 @@ _NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
-_LARGEST = 2**31 - 1  # of the numbers that a GGUF file can hold
+_MAX_NUMBER = 2**31 - 1  # The largest integer that a GGUF file can hold.
 
 
 def read(folder: Path) -> dict[str, bool | int | float]:
-    """Return the values in a folder's generation_config.json; an empty mapping if there is no such
-    file.
+    """Return the defaults in a folder's generation_config.json; {} if there is no such file.
 
     Raises:
         InputRefused: the file cannot be read, or a value is of another type or out of range.
     """
     if status(folder / FILE, follow=False) is None:
         return {}
-    return checked(read_json(inside(folder, FILE)), str(folder / FILE))
+    return select_defaults(read_json(inside(folder, FILE)), str(folder / FILE))
 
 
-def checked(values: Mapping[str, Any], where: str) -> dict[str, bool | int | float]:
-    """Return those of a file's values that say how to draw, without any null.
+def select_defaults(values: Mapping[str, Any], where: str) -> dict[str, bool | int | float]:
+    """Return the values of a file that say how to sample, without nulls.
+
+    Args:
+        values: the values by their names in generation_config.json.
+        where: the file, for errors.
 
     Raises:
-        InputRefused: a value is of another type or out of range; the message begins with `where`.
+        InputRefused: a value is of another type or out of range.
     """
-    found = {key: values[key] for key in (*_FLAGS, *_NUMBERS) if values.get(key) is not None}
-    for key, value in found.items():
+    defaults = {key: values[key] for key in (*_FLAGS, *_NUMBERS) if values.get(key) is not None}
+    for key, value in defaults.items():
         if key in _FLAGS:
             if not isinstance(value, bool):
                 raise InputRefused(f"{where}: {key} is {str(value)[:60]!r}: expected true or false")
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or math.isnan(value) or abs(value) > _LARGEST:
+        # In Python a bool is an int.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or math.isnan(value) or abs(value) > _MAX_NUMBER:
             raise InputRefused(
-                f"{where}: {key} is {str(value)[:60]!r}: expected a number up to {_LARGEST}"
+                f"{where}: {key} is {str(value)[:60]!r}: expected a number up to {_MAX_NUMBER}"
             )
-    return found
+    return defaults
 
 
 def add_to_gguf(writer: GGUFWriter, defaults: Defaults, context: int) -> None:
-    """Write the values that a GGUF file has keys for.
+    """Add the values for which a GGUF file has keys.
 
     Args:
-        writer: a GGUFWriter.
-        defaults: the model's.
-        context: the longest text, all of which a penalty for repetitions looks back on, as in
+        writer: the file's writer.
+        defaults: the model's defaults.
+        context: the length of the longest text. A penalty for repetitions regards all of it, as in
             transformers.
     """
     if defaults.get("do_sample") is False:
-        writer.add_sampling_temp(0.0)  # the most probable token
+        writer.add_sampling_temp(0.0)  # The most probable token is taken.
     else:
         if "temperature" in defaults:
             writer.add_sampling_temp(float(defaults["temperature"]))
@@ -95,15 +101,16 @@ def add_to_gguf(writer: GGUFWriter, defaults: Defaults, context: int) -> None:
 
 
 def modelfile_lines(defaults: Defaults) -> list[str]:
-    """Return the same as lines of Ollama's Modelfile."""
+    """Return the lines of Ollama's Modelfile for the values that a GGUF file has keys for."""
     if defaults.get("do_sample") is False:
         lines = ["PARAMETER temperature 0"]
     else:
-        drawn = ("temperature", "top_k", "top_p", "min_p")
-        lines = [f"PARAMETER {key} {defaults[key]}" for key in drawn if key in defaults]
+        keys = ("temperature", "top_k", "top_p", "min_p")
+        lines = [f"PARAMETER {key} {defaults[key]}" for key in keys if key in defaults]
     if "repetition_penalty" in defaults:
         lines += [
             f"PARAMETER repeat_penalty {defaults['repetition_penalty']}",
+            # -1 stands for the length of the longest text.
             "PARAMETER repeat_last_n -1",
         ]
     return lines

@@ -1,10 +1,12 @@
-"""Read a Llama from a file of `torch.save`, such as that of A. Tam's "Pretraining a Llama Model on
-Your Local GPU".
+"""Read a Llama from a file of `torch.save`, which has weights but no configuration.
 
-The file holds a state dict, alone or under "model", with the decoder under "base_model." and the
-rotary tables as buffers, but no configuration. Sizes are taken from the tensors, the number of
-heads from the rotary tables, and all else from the keys of [model] or, for weights of its shape,
-from the preset llama-179m.
+A. Tam's article "Pretraining a Llama Model on Your Local GPU" writes such a file: a state dict,
+alone or under "model", with "base_model." in the names of the decoder, and with the rotary tables
+as buffers.
+
+The sizes are those of the tensors. The number of heads follows from the rotary tables, or else from
+the keys of [model], or else from the preset llama-179m if the weights have its shape. Everything
+else is what the keys of [model] say, or its default.
 """
 
 import math
@@ -23,78 +25,95 @@ from monograph.model.config import LlamaConfig
 from monograph.model.rope import cos_sin
 from monograph.storage.reading import open_input, readable
 
-# Where checkpoints keep the weights next to the optimizer.
-_INSIDE = ("model", "model_state_dict", "state_dict")
-# Prefixes of names by torch.compile, DistributedDataParallel and the article.
+# Keys under which checkpoints keep the weights, next to the optimizer's state.
+_WEIGHTS_KEYS = ("model", "model_state_dict", "state_dict")
+# Prefixes that torch.compile, DistributedDataParallel and the article put before names.
 _PREFIX = re.compile(r"^(?:_orig_mod\.|module\.)*(?:base_model\.|model\.)?")
 _ROTARY = re.compile(r"model\.rotary_emb\.(cos|sin|inv_freq)")
-# A rotary table that was cast to bf16 is off by 2^-9; one of another base, or of uninitialised
-# memory, by about 1.
+# The largest error of a rotary table. That of a table in bf16 is 2^-9. That of a table of another
+# base, or of uninitialised memory, is about 1.
 _TABLE_ERROR = 0.01
-# A ZIP file without a comment, as torch.save writes it, ends with the place and length of its list
-# of entries.
+# torch.save writes a ZIP file. It ends with the position and the length of the list of its entries:
+# with the ZIP64 end record (56 bytes), its locator (20) and the plain end record (22).
 _END_BYTES = 98
-MOST_LISTED_BYTES = 1 << 24
+MAX_LISTED_BYTES = 1 << 24  # length of the list, which is read as a whole
 
 
 def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, Tensor]]:
-    """Return the configuration of the model in a file, and its weights, still mapped, by their
-    Hugging Face names.
+    """Return the configuration of the model in a file, and its weights.
 
-    Only tensors are unpickled.
+    The weights are memory-mapped, and have their Hugging Face names. Nothing but tensors is
+    unpickled.
 
     Args:
         path: the file.
-        sizes: keys of `LlamaConfig` that the user gave; they must agree with the tensors.
+        sizes: keys of `LlamaConfig` that the user gave. They must agree with the tensors.
 
     Raises:
-        InputRefused: no such file, no weights of a Llama, or a size that is wrong or unknown.
+        InputRefused: there is no such file, or it does not have the weights of a Llama, or a size
+            is wrong or unknown.
     """
-    state = _read(path)
+    state = _state_dict(path)
     weights = {name: tensor for name, tensor in state.items() if not _ROTARY.fullmatch(name)}
-    config = _shape(state, path, sizes)
+    config = _config(state, path, sizes)
     hub.check_tensors(weights, config, path, "the other tensors")
     _check_rotary(state, config, path)
     return config, weights
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _state_dict(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by their Hugging Face names."""
     try:
         with readable(path):
-            _require_stored(path)
+            _check_archive(path)
             loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise InputRefused(f"{path}: no such file; it is looked for from {Path.cwd()}") from None
-    except MonographError:
+    except MonographError:  # Its message is already right, so the next clause must not replace it.
         raise
-    except Exception as error:  # on a damaged file the unpickler may raise anything
+    except Exception as error:  # The unpickler may raise anything for a damaged file.
         line = (str(error).splitlines() or [""])[0][:100]
         raise InputRefused(
             f"{path}: not weights that torch.save wrote ({type(error).__name__}: {line}); save model.state_dict() alone"
         ) from None
     if isinstance(loaded, dict):
-        loaded = next((loaded[key] for key in _INSIDE if key in loaded), loaded)
+        loaded = next((loaded[key] for key in _WEIGHTS_KEYS if key in loaded), loaded)
     if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
         raise InputRefused(f"{path}: holds no state dict; save model.state_dict()")
     state = {}
     for name, tensor in loaded.items():
-        plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
-        if not plain or tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise InputRefused(f"{path}: {name} is no plain tensor that the file holds in full")
-        inner = _PREFIX.sub("", name)
-        state[inner if inner.startswith("lm_head.") else f"model.{inner}"] = tensor
+        is_plain = (
+            isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+        )
+        # A tensor with a stride of 0 can be larger than its storage.
+        if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise InputRefused(
+                f"{path}: {name} is not a plain tensor, all of whose elements are in the file"
+            )
+        name_in_decoder = _PREFIX.sub("", name)
+        if name_in_decoder.startswith("lm_head."):
+            state[name_in_decoder] = tensor
+        else:
+            state[f"model.{name_in_decoder}"] = tensor
     return state
 
 
-def _require_stored(path: Path) -> None:
-    """Refuse an archive whose entries are larger than the file: torch stores entries uncompressed."""
+def _check_archive(path: Path) -> None:
+    """Check the sizes in a ZIP file before torch reads it. torch.save does not compress entries.
+
+    Raises:
+        InputRefused: an entry is compressed, or larger than the file.
+        BadZipFile: the file is not a ZIP file, or its list of entries is too long.
+    """
     with open_input(path) as file:
         file.seek(max(0, path.stat().st_size - _END_BYTES))
         end = file.read(_END_BYTES)
-        # The length of the list of entries is in the ZIP64 end record if there is one, else in the
-        # plain one.
-        listed = end[-58:-50] if end[-42:-38] == b"PK\6\7" else end[-10:-6]
-        if end[-22:-18] != b"PK\5\6" or int.from_bytes(listed, "little") > MOST_LISTED_BYTES:
+        # The length of the list is in the ZIP64 end record if there is one (its locator shows
+        # that), else in the plain end record.
+        has_zip64 = end[-42:-38] == b"PK\6\7"
+        listed_bytes = int.from_bytes(end[-58:-50] if has_zip64 else end[-10:-6], "little")
+        has_plain_record = end[-22:-18] == b"PK\5\6"
+        if not has_plain_record or listed_bytes > MAX_LISTED_BYTES:
             raise zipfile.BadZipFile(
                 "not an archive, or one of more entries than a model has tensors"
             )
@@ -105,7 +124,13 @@ def _require_stored(path: Path) -> None:
                 )
 
 
-def _shape(state: Mapping[str, Tensor], path: Path, sizes: Mapping[str, Any]) -> LlamaConfig:
+def _config(state: Mapping[str, Tensor], path: Path, sizes: Mapping[str, Any]) -> LlamaConfig:
+    """Return the configuration that the tensors and the given sizes determine.
+
+    Raises:
+        InputRefused: a tensor is missing, or a size is unknown, or not that of the tensors.
+    """
+
     def shape(name: str) -> torch.Size:
         if name not in state or state[name].ndim != 2 or not state[name].numel():
             raise InputRefused(
@@ -113,80 +138,104 @@ def _shape(state: Mapping[str, Tensor], path: Path, sizes: Mapping[str, Any]) ->
             )
         return state[name].shape
 
-    layers = {
+    layer_numbers = {
         match[1] for match in (re.match(r"model\.layers\.(\d+)\.", name) for name in state) if match
     }
-    shown: dict[str, Any] = {
-        "vocab_size": shape("model.embed_tokens.weight")[0],
-        "hidden_size": shape("model.embed_tokens.weight")[1],
+    vocab_size, hidden_size = shape("model.embed_tokens.weight")
+    found: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
         "intermediate_size": shape("model.layers.0.mlp.gate_proj.weight")[0],
-        "num_hidden_layers": len(layers),
+        "num_hidden_layers": len(layer_numbers),
     }
-    queries, keys = (shape(f"model.layers.0.self_attn.{name}_proj.weight")[0] for name in "qk")
+    # Of all heads together.
+    query_size = shape("model.layers.0.self_attn.q_proj.weight")[0]
+    key_size = shape("model.layers.0.self_attn.k_proj.weight")[0]
     if "model.rotary_emb.cos" in state:
-        shown["max_position_embeddings"], head_dim = shape("model.rotary_emb.cos")
+        found["max_position_embeddings"], head_dim = shape("model.rotary_emb.cos")
         sizes = {"rope_theta": _rope_theta(state["model.rotary_emb.cos"]), **sizes}
     else:
-        head_dim = _head_dim(shown, queries, path, sizes)
-    shown |= {"num_attention_heads": queries // head_dim, "num_key_value_heads": keys // head_dim}
+        head_dim = _head_dim(found, query_size, path, sizes)
+    found["num_attention_heads"] = query_size // head_dim
+    found["num_key_value_heads"] = key_size // head_dim
     if "lm_head.weight" not in state and not sizes.get("tie_word_embeddings"):
         raise InputRefused(
             f"{path}: there is no lm_head.weight: save the whole model's state_dict(), "
             "or give model.tie_word_embeddings=true if its head is the embedding"
         )
-    for key in (shown.keys() & sizes.keys()) - {"max_position_embeddings"}:
-        if sizes[key] != shown[key]:
+    # The rotary table may be longer or shorter than the texts that the user wants.
+    for key in (found.keys() & sizes.keys()) - {"max_position_embeddings"}:
+        if sizes[key] != found[key]:
             raise InputRefused(
-                f"model.{key} = {sizes[key]}, but the weights in {path} have {shown[key]}"
+                f"model.{key} = {sizes[key]}, but the weights in {path} have {found[key]}"
             )
-    return LlamaConfig(**{**shown, "head_dim": head_dim, **sizes})
+    return LlamaConfig(**{**found, "head_dim": head_dim, **sizes})
 
 
-def _head_dim(shown: Mapping[str, Any], queries: int, path: Path, sizes: Mapping[str, Any]) -> int:
-    """Return the width of a head without a rotary table: from the given number of heads, or the
-    preset's.
+def _head_dim(
+    found: Mapping[str, Any], query_size: int, path: Path, sizes: Mapping[str, Any]
+) -> int:
+    """Return the width of a head of a model without a rotary table.
+
+    It follows from the given number of heads, or is that of the preset.
+
+    Args:
+        found: the sizes that the tensors show.
+        query_size: the width of the queries of all heads.
+        path: the file, for errors.
+        sizes: the sizes that the user gave.
     """
     if heads := sizes.get("num_attention_heads"):
-        return max(1, queries // int(heads))
-    known = LlamaConfig.preset("llama-179m")
-    article = {
-        key: getattr(known, key)
+        return max(1, query_size // int(heads))
+    preset = LlamaConfig.preset("llama-179m")
+    has_preset_sizes = all(
+        found[key] == getattr(preset, key)
         for key in ("hidden_size", "intermediate_size", "num_hidden_layers")
-    }
-    if article.items() <= shown.items() and queries == known.hidden_size:
-        return known.head_dim
+    )
+    if has_preset_sizes and query_size == preset.hidden_size:
+        return preset.head_dim
     raise InputRefused(
         f"{path}: its tensors do not show how many heads there are: give model.num_attention_heads"
     )
 
 
 def _rope_theta(cos_TE: Tensor) -> float:
-    """Return the base theta of a table with the second frequency theta ^ (-2 / E); the default if
-    none can be read.
+    """Return the base theta of a rotary table, or the default if the table does not show it.
 
-    It is rounded to four digits, as the table is exact to six. `_check_rotary` then compares the
-    whole table.
+    The second frequency of a table is theta ^ (-2 / E), and its cosine at position 1 is cos_TE[1,
+    1]. Theta is rounded to four digits, as the table is exact to six. `_check_rotary` then compares
+    the whole table.
+
+    Shapes: T positions, E width of a head.
     """
-    if min(cos_TE.shape) < 2 or cos_TE.shape[1] < 4 or not 0 < float(cos_TE[1, 1]) < 1:
+    if min(cos_TE.shape) < 2 or cos_TE.shape[1] < 4:
         return LlamaConfig.rope_theta
-    return float(f"{math.acos(float(cos_TE[1, 1])) ** (-cos_TE.shape[1] / 2):.4g}")
+    cosine = float(cos_TE[1, 1])
+    if not 0 < cosine < 1:
+        return LlamaConfig.rope_theta
+    theta = math.acos(cosine) ** (-cos_TE.shape[1] / 2)
+    return float(f"{theta:.4g}")
 
 
 def _check_rotary(state: Mapping[str, Tensor], config: LlamaConfig, path: Path) -> None:
-    """Refuse weights whose rotary tables differ from those that the configuration gives."""
+    """Refuse weights whose rotary tables differ from those of the configuration.
+
+    Shapes: B = 1 row, T positions, F half the width of a head.
+    """
     if "model.rotary_emb.cos" not in state:
         return
     positions_BT = torch.arange(len(state["model.rotary_emb.cos"]))[None]
-    for name, half_B1TF in zip(
-        ("cos", "sin"), cos_sin(positions_BT, config, torch.float32), strict=True
-    ):
-        theirs = state.get(f"model.rotary_emb.{name}")
-        ours = torch.cat([half_B1TF[0, 0]] * 2, dim=-1)
-        if (
-            theirs is None
-            or theirs.shape != ours.shape
-            or not bool(((theirs - ours).abs() < _TABLE_ERROR).all())
-        ):
+    half_tables = cos_sin(positions_BT, config, torch.float32)
+    for name, half_B1TF in zip(("cos", "sin"), half_tables, strict=True):
+        stored = state.get(f"model.rotary_emb.{name}")
+        # The file's table has each half twice, as in transformers.
+        expected = torch.cat([half_B1TF[0, 0]] * 2, dim=-1)
+        is_equal = (
+            stored is not None
+            and stored.shape == expected.shape
+            and bool(((stored - expected).abs() < _TABLE_ERROR).all())
+        )
+        if not is_equal:
             raise InputRefused(
                 f"{path}: rotary_emb.{name} is not that of rope_theta = {config.rope_theta:g}, so the model would "
                 "compute something else here: save the model that was trained"

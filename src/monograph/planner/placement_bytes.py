@@ -30,7 +30,7 @@ from monograph.predict.footprint import Work
 from monograph.stream import Placement
 from monograph.stream.chunked_update import MOST, STAGING_BUFFERS
 from monograph.stream.placement import When, Where
-from monograph.stream.store import GRADIENT, REST, TURNS, WEIGHTS, Stage, stored
+from monograph.stream.store import GRADIENT, REST, TURNS, WEIGHTS, Stage, store_in_stages
 from monograph.stream.walk import RINGS
 
 Names = frozenset[str]
@@ -129,7 +129,7 @@ def stages_of(
     with META:
         model = Llama(short)
     placement = Placement(META, blocks_per_stage=blocks_per_stage)
-    store = stored(
+    store = store_in_stages(
         model, optim.kinds(model), optim, rounds=Precision(precision).rounds, placement=placement
     )
     first, middle, last = (_shapes(stage) for stage in store.stages)

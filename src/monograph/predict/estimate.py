@@ -31,7 +31,7 @@ from monograph.graph.inspect import ALL_LINEAR
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Choice, Product, Recording, within
-from monograph.model.adapter import put
+from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.parameters import block_matrices, block_multiplied, layer_shapes, matrices
@@ -297,7 +297,7 @@ def _built(config: LlamaConfig, lora: Lora, precision: str) -> _Frozen:
     """Return the sizes of a model as it is built."""
     with torch.device("meta"):
         model = Llama(config)
-        put(model, lora, precision=Precision(precision))
+        install_adapters(model, lora, precision=Precision(precision))
     sizes = {True: 0, False: 0}
     for tensor in model.parameters():
         sizes[tensor.requires_grad] += tensor.numel() if tensor.requires_grad else tensor.nbytes

@@ -23,7 +23,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.graph.token_rows import rows_of
 from monograph.loss import Batch, Loss, TokenLoss, hidden_of
-from monograph.model.adapter import put
+from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import QUERIES
@@ -413,7 +413,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
             model.use_attention("cached")
         loss = _judged_loss(work.device_type) if work.judged else _token_loss(work.device_type)
         if work.lora:
-            put(model, work.lora, precision=Precision(work.precision))
+            install_adapters(model, work.lora, precision=Precision(work.precision))
         step = Step(
             model,
             optim=work.optim,

@@ -1,3 +1,3 @@
-"""Observes a run without changing it: where its time goes, its bottleneck, its memory, and the
+"""Observe a run without changing it: where its time goes, its bottleneck, its memory, and the
 machine's health.
 """

@@ -1,15 +1,16 @@
-"""Name a run's bottleneck and the change that is predicted to help most, by rules over where its
-time went.
+"""Name a run's bottleneck, and the change that is predicted to help most.
 
-    floor of a kernel = max(FLOPs / measured matmul rate, bytes / measured copy bandwidth), at most
-    its time
-    recoverable       = time - floor for parts that compute; all of the data waits, host gaps and transfers;
-                        for empty positions their share of the whole, as an update has so many
-                        tokens fewer
-    gain of a change  = time / (time - time saved)                                         (Amdahl)
+The time of an update is split into parts (`monograph.profiling.intervals`). By these rules:
 
-The part with the most recoverable time is the bottleneck. `changes` says how much time each change
-would save.
+    floor of a kernel   max(FLOPs / measured rate of products, bytes / measured rate of copies), and
+                        at most the kernel's time
+    recoverable time    of a part that computes: its time - the floors of its kernels
+                        of data waits, host gaps and transfers: all of their time
+                        of padding: the update's time * the share of positions without a token
+    gain of a change    time / (time - saved time)   (Amdahl's law)
+
+The part with the most recoverable time is the bottleneck. `changes` estimates how much time each
+change would save.
 """
 
 from collections import defaultdict
@@ -20,23 +21,29 @@ from typing import Literal, NamedTuple
 from monograph.predict.roofline import KERNELS, MICRO_STEP_S, UPDATE_BYTES
 from monograph.profiling.intervals import PARTS, Kernel, Part, Spent
 
+# What limits a kernel: FLOPs, bytes, neither of them, or unknown.
 Bound = Literal["compute", "memory", "latency", "unknown"]
-Bounds = Mapping[Part, Mapping[Bound, float]]  # seconds of kernels
+Bounds = Mapping[
+    Part, Mapping[Bound, float]
+]  # the seconds of a part's kernels, by what limits them
 Binds = Part | Literal["padding", "nothing"]
 
 # A kernel whose floor is a smaller share of its time is bound by neither compute nor memory.
 LATENCY = 0.15
-NOTHING = 0.05  # a change that saves a smaller share of the step is not worth making
-# The share of eager elementwise time that remains when a compiler fuses it (docs/profile.md has the
-# measurement).
+# A change that saves a smaller share of the update is not worth making.
+NOTHING = 0.05
+# The share of the time of eager elementwise kernels that remains when a compiler fuses them
+# (docs/profile.md has the measurement).
 FUSED = 0.45
-# The share of the host's time between kernels that remains when the step is one graph, taken from
-# the numbers of kernels; and the host's seconds for each call of a graph: one for each micro-step,
-# one for the update.
+# The share of the host's gaps between kernels that remains when the step is one graph: the share of
+# kernels that remain.
 LAUNCHED = KERNELS[True] / KERNELS[False]
+# The host's seconds for a call of a graph. There is one call for each micro-step and one for the
+# optimizer.
 CALLED_S = MICRO_STEP_S
-# The share of the optimizer's bytes that remains in one pass.
+# The share of the optimizer's bytes that remains when its operators are fused.
 UPDATED = UPDATE_BYTES[True] / UPDATE_BYTES[False]
+# The parts that compute.
 COMPUTED: tuple[Part, ...] = (
     "matmul",
     "attention",
@@ -48,8 +55,11 @@ COMPUTED: tuple[Part, ...] = (
 
 
 class Machine(NamedTuple):
-    """The device's rates: measured FLOP/s of matrix products in the run's dtype, and bytes/s of a
-    copy.
+    """The device's rates.
+
+    Attributes:
+        matmul_flops: FLOP/s of matrix products in the run's dtype, measured.
+        copy_bytes_per_s: bytes/s of a copy.
     """
 
     matmul_flops: float
@@ -61,11 +71,11 @@ class Situation(NamedTuple):
 
     Attributes:
         captured: whether the step is compiled.
-        can_compile: whether it could be compiled.
-        micro_steps: the number of micro-steps of an update.
-        bf16: time in bf16 over time in the run's dtype, by part; empty where bf16 is no option.
-        used: share of the positions that hold tokens.
-        packed: the same share if rows were packed.
+        can_compile: whether the step could be compiled.
+        micro_steps: the number of micro-batches of an update.
+        bf16: time in bf16 / time in the run's dtype, by part; empty if bf16 is not an option.
+        used: the share of positions that hold tokens.
+        packed: the share of positions that would hold tokens if rows were packed.
     """
 
     captured: bool = True
@@ -81,10 +91,10 @@ class Change:
     """A change to a run.
 
     Attributes:
-        what: the configuration key or action.
-        why: the reason.
+        what: the key of the configuration to set, or what to do, in words.
+        why: the reason, in words.
         saved_s: seconds saved in an update, for the same number of tokens.
-        same_training: whether the trained model is the same, up to rounding.
+        same_training: whether the trained model stays the same, up to rounding.
     """
 
     what: str
@@ -99,13 +109,13 @@ class Verdict:
 
     Attributes:
         spent: the update's seconds by part.
-        floors: the shortest seconds that each part could take on this device; kernels of unknown
-            work keep their time.
-        bounds: by part, the seconds of its kernels that are compute-, memory- or latency-bound, or
-            unknown.
+        floors: the shortest seconds that each part could take on this device; the floor of a kernel
+            with unknown work is its own time.
+        bounds: the seconds of each part's kernels, by what limits them.
         recoverable: seconds that could be saved in each part, and by packing ("padding").
-        binds: the largest of `recoverable`, or "nothing" if it is a small share of the update.
-        changes: possible changes, the best first; those that change the training come last.
+        binds: the bottleneck: the key of the largest of `recoverable`, or "nothing" if that is a
+            small share of the update.
+        changes: possible changes, the best first; changes of the trained model come last.
     """
 
     spent: Spent
@@ -117,7 +127,7 @@ class Verdict:
 
     @property
     def floor_s(self) -> float:
-        """Return the shortest seconds that the update could take with all gaps closed."""
+        """Return the shortest seconds that the update could take without any gaps."""
         return sum(self.floors.values())
 
     @property
@@ -127,85 +137,101 @@ class Verdict:
 
     @property
     def unknown_s(self) -> float:
-        """Return the seconds of kernels whose work cannot be counted, so that their floor is their
-        own time.
-        """
+        """Return the seconds of kernels with unknown work, whose floor is their own time."""
         return sum(
             self.spent.parts[part] * _share(self.bounds, part, "unknown") for part in COMPUTED
         )
 
     def gain(self, change: Change) -> float:
         """Return how many times as fast the run is predicted to be after a change."""
-        return self.spent.total_s / max(self.spent.total_s - change.saved_s, 1e-12)
+        # Never 0, so that a change that saves all of the time has a gain.
+        remaining_s = max(self.spent.total_s - change.saved_s, 1e-12)
+        return self.spent.total_s / remaining_s
 
 
 def floor_s(kernel: Kernel, machine: Machine) -> float:
-    """Return a kernel's shortest possible seconds; its own time where neither FLOPs nor bytes are
-    known.
-    """
+    """Return a kernel's shortest possible seconds; its own time if its work is unknown."""
     if kernel.flops is None and kernel.moved_bytes is None:
         return kernel.seconds
-    return min(kernel.seconds, max(_least(kernel, machine)))
+    return min(kernel.seconds, max(_floors_s(kernel, machine)))
 
 
 def bound(kernel: Kernel, machine: Machine) -> Bound:
-    """Return which of a kernel's two floors is higher, or "latency" if both are far below its time."""
+    """Return what limits a kernel."""
     if kernel.flops is None and kernel.moved_bytes is None:
         return "unknown"
-    compute, memory = _least(kernel, machine)
-    larger: Bound = "compute" if compute > memory else "memory"
-    return "latency" if max(compute, memory) < LATENCY * kernel.seconds else larger
+    compute_s, memory_s = _floors_s(kernel, machine)
+    if max(compute_s, memory_s) < LATENCY * kernel.seconds:
+        return "latency"
+    return "compute" if compute_s > memory_s else "memory"
 
 
-def _least(kernel: Kernel, machine: Machine) -> tuple[float, float]:
+def _floors_s(kernel: Kernel, machine: Machine) -> tuple[float, float]:
     """Return the shortest seconds for a kernel's FLOPs, and for its bytes."""
-    return (kernel.flops or 0.0) / machine.matmul_flops, (
-        kernel.moved_bytes or 0.0
-    ) / machine.copy_bytes_per_s
+    compute_s = (kernel.flops or 0.0) / machine.matmul_flops
+    memory_s = (kernel.moved_bytes or 0.0) / machine.copy_bytes_per_s
+    return compute_s, memory_s
 
 
 def verdict(
     spent: Spent, kernels: Sequence[Kernel], machine: Machine, situation: Situation
 ) -> Verdict:
-    """Return the bottleneck of a stretch of work that took `spent` and consists of `kernels`.
+    """Find the bottleneck of an update.
 
-    Kernels that overlap or are profiled take longer than `spent` says, so each part's floor is
-    scaled by the ratio.
+    Args:
+        spent: the update's seconds by part.
+        kernels: the kernels of profiled updates.
+        machine: the device's rates.
+        situation: the run's setup.
     """
-    busy: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-    least: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+    kernel_s: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+    kernel_floor_s: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     bounds: dict[Part, defaultdict[Bound, float]] = {}
     for kernel in kernels:
-        busy[kernel.part] += kernel.seconds
-        least[kernel.part] += floor_s(kernel, machine)
+        kernel_s[kernel.part] += kernel.seconds
+        kernel_floor_s[kernel.part] += floor_s(kernel, machine)
         bounds.setdefault(kernel.part, defaultdict(float))[bound(kernel, machine)] += kernel.seconds
-    floors: dict[Part, float] = {
-        part: spent.parts[part] * least[part] / busy[part]
-        if part in COMPUTED and busy[part]
-        else 0.0
-        for part in PARTS
-    }
-    if not busy["other"]:
-        # Gaps of unknown cause: none of this time counts as recoverable.
+    floors: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+    for part in COMPUTED:
+        if kernel_s[part]:
+            # Scaled to the part's time, because the sum over kernels is longer: they overlap, and
+            # they were profiled.
+            floors[part] = spent.parts[part] * kernel_floor_s[part] / kernel_s[part]
+    if not kernel_s["other"]:
+        # All of this time is gaps of unknown cause, so none of it counts as recoverable.
         floors["other"] = spent.parts["other"]
     recoverable: dict[str, float] = {part: spent.parts[part] - floors[part] for part in PARTS}
     recoverable["padding"] = (1 - situation.used) * spent.total_s
-    most = max(recoverable, key=lambda name: recoverable[name])
-    binds: Binds = most if recoverable[most] > NOTHING * spent.total_s else "nothing"  # type: ignore[assignment]
+    largest = max(recoverable, key=lambda name: recoverable[name])
+    binds: Binds = "nothing"
+    if recoverable[largest] > NOTHING * spent.total_s:
+        binds = largest  # type: ignore[assignment]
     return Verdict(
-        spent, floors, bounds, recoverable, binds, changes(spent, floors, bounds, situation)
+        spent=spent,
+        floors=floors,
+        bounds=bounds,
+        recoverable=recoverable,
+        binds=binds,
+        changes=changes(spent, floors, bounds, situation),
     )
 
 
 def changes(
     spent: Spent, floors: Mapping[Part, float], bounds: Bounds, situation: Situation
 ) -> list[Change]:
-    """Return the changes worth making, by the time that they save; those that change the training
-    come last.
+    """Return the changes worth making, the largest saving first.
+
+    Changes that change the trained model come last.
+
+    Args:
+        spent: the update's seconds by part.
+        floors: see `Verdict`.
+        bounds: see `Verdict`.
+        situation: the run's setup.
     """
-    sync = spent.gaps.get("sync", 0.0)
-    gaps = spent.parts["host gaps"] - sync
-    offered = [
+    sync_s = spent.gaps.get("sync", 0.0)
+    other_gaps_s = spent.parts["host gaps"] - sync_s
+    candidates = [
         Change(
             "a faster disk for MONOGRAPH_HOME, or cores left free for the thread that makes rows",
             "the device waits for rows",
@@ -214,7 +240,7 @@ def changes(
         Change(
             "no .item(), print or comparison of a tensor in the loss",
             "the host waits for the device",
-            sync,
+            sync_s,
         ),
         Change(
             "what is copied in each step kept on the device",
@@ -226,67 +252,84 @@ def changes(
             f"{1 - situation.used:.0%} of the positions are empty",
             (1 - situation.used / situation.packed) * spent.total_s,
         ),
-        *_of_graphs(spent, bounds, gaps, situation),
-        *_of_numbers(spent, bounds, situation),
-        *_of_another_training(spent, floors),
+        *_fewer_launches(spent, bounds, other_gaps_s, situation),
+        *_narrower_numbers(spent, bounds, situation),
+        *_less_work(spent, floors),
     ]
-    worth = [change for change in offered if change.saved_s > NOTHING * spent.total_s]
-    return sorted(worth, key=lambda change: (not change.same_training, -change.saved_s))
+    worth_making = [change for change in candidates if change.saved_s > NOTHING * spent.total_s]
+    return sorted(worth_making, key=lambda change: (not change.same_training, -change.saved_s))
 
 
 def _share(bounds: Bounds, part: Part, kind: Bound) -> float:
-    return bounds[part].get(kind, 0.0) / sum(bounds[part].values()) if part in bounds else 0.0
+    """Return the share of a part's kernel time that is limited by `kind`."""
+    if part not in bounds:
+        return 0.0
+    return bounds[part].get(kind, 0.0) / sum(bounds[part].values())
 
 
-def _of_graphs(spent: Spent, bounds: Bounds, gaps: float, situation: Situation) -> list[Change]:
-    """Offer fewer micro-steps, and one graph for all operators of a micro-step.
+def _fewer_launches(
+    spent: Spent, bounds: Bounds, gaps_s: float, situation: Situation
+) -> list[Change]:
+    """Return two changes: fewer micro-batches, and one graph for all operators of a micro-batch.
 
-    The host launches an update as if it were one micro-step more. In an optimizer that multiplies
-    matrices, such as Muon, a graph fuses only the work between the products.
+    Args:
+        spent: the update's seconds by part.
+        bounds: see `Verdict`.
+        gaps_s: seconds of the host's gaps, except waits for the device.
+        situation: the run's setup.
     """
+    # The optimizer is launched as well, which counts as one micro-batch more.
     steps = situation.micro_steps
-    larger = Change(
+    launches = steps + 1
+    larger_batches = Change(
         "a train.micro_batch twice as large",
         f"the host launches {steps} micro-steps an update",
-        gaps * (steps // 2) / (steps + 1),
+        gaps_s * (steps // 2) / launches,
     )
     if situation.captured or not situation.can_compile:
-        return [larger]
-    launched = max(0.0, gaps * (1 - LAUNCHED) - (steps + 1) * CALLED_S)
-    between = spent.parts["optimizer"] * (1 - _share(bounds, "optimizer", "compute"))
-    saved = launched + spent.parts["elementwise"] * (1 - FUSED) + between * (1 - UPDATED)
+        return [larger_batches]
+    launch_s = max(0.0, gaps_s * (1 - LAUNCHED) - launches * CALLED_S)
+    elementwise_s = spent.parts["elementwise"] * (1 - FUSED)
+    # In an optimizer that multiplies matrices, such as Muon, a graph fuses only the work between
+    # products.
+    between_products_s = spent.parts["optimizer"] * (1 - _share(bounds, "optimizer", "compute"))
+    one_graph = Change(
+        "train.compile=whole",
+        "operators run one by one, each over its own copy",
+        launch_s + elementwise_s + between_products_s * (1 - UPDATED),
+    )
+    return [larger_batches, one_graph]
+
+
+def _narrower_numbers(spent: Spent, bounds: Bounds, situation: Situation) -> list[Change]:
+    """Return the change to bf16.
+
+    Compute-bound products and memory-bound elementwise kernels become faster. Latency-bound kernels
+    do not.
+    """
+    saved_s = 0.0
+    # The products of an optimizer such as Muon change as other products do.
+    optimizer_products_s = _share(bounds, "optimizer", "compute") * spent.parts["optimizer"]
+    for part, ratio in situation.bf16.items():
+        part_s = spent.parts[part]
+        if part == "optimizer":
+            saved_s += optimizer_products_s * (1 - situation.bf16.get("matmul", 1.0))
+            part_s -= optimizer_products_s
+        kind: Bound = "memory" if part in ("elementwise", "optimizer") else "compute"
+        # A speedup applies to the kernels that are bound so, and a slowdown to all kernels.
+        changed_share = _share(bounds, part, kind) if ratio < 1 else 1.0
+        saved_s += part_s * (1 - ratio) * changed_share
     return [
-        larger,
-        Change("train.compile=whole", "operators run one by one, each over its own copy", saved),
+        Change("train.precision=bf16", "products are faster and numbers half as large", saved_s)
     ]
 
 
-def _of_numbers(spent: Spent, bounds: Bounds, situation: Situation) -> list[Change]:
-    """Offer bf16, which speeds up compute-bound products and, in elementwise code, memory-bound
-    kernels.
+def _less_work(spent: Spent, floors: Mapping[Part, float]) -> list[Change]:
+    """Return changes that halve the work of a part that is above its floor.
 
-    A latency-bound kernel gains nothing. A slowdown (`situation.bf16` above 1) applies to all of a
-    part, except to the products of an optimizer such as Muon, which change as other products do.
+    Such a change changes the trained model.
     """
-    saved = 0.0
-    products = _share(bounds, "optimizer", "compute") * spent.parts["optimizer"]
-    for part, times in situation.bf16.items():
-        part_s = spent.parts[part]
-        if part == "optimizer":
-            saved += products * (1 - situation.bf16.get("matmul", 1.0))
-            part_s -= products
-        kind: Bound = "memory" if part in ("elementwise", "optimizer") else "compute"
-        saved += part_s * (1 - times) * (_share(bounds, part, kind) if times < 1 else 1.0)
-    return [Change("train.precision=bf16", "products are faster and numbers half as large", saved)]
-
-
-def _of_another_training(spent: Spent, floors: Mapping[Part, float]) -> list[Change]:
-    """Offer less work in a part that is above its floor; such a change changes the training."""
-
-    def over(part: Part) -> bool:
-        return spent.parts[part] - floors[part] > NOTHING * spent.total_s
-
-    offered: list[tuple[Part, str, str]] = [
+    candidates: list[tuple[Part, str, str]] = [
         (
             "optimizer",
             "a train.tokens_per_update twice as large",
@@ -301,6 +344,6 @@ def _of_another_training(spent: Spent, floors: Mapping[Part, float]) -> list[Cha
     ]
     return [
         Change(what, why, spent.parts[part] / 2, same_training=False)
-        for part, what, why in offered
-        if over(part)
+        for part, what, why in candidates
+        if spent.parts[part] - floors[part] > NOTHING * spent.total_s
     ]

@@ -1,4 +1,4 @@
-"""Check what a run relies on: torch's compiler, the disk and the system's limits."""
+"""Check what a run needs of the machine: torch's compiler, the disk and the system's limits."""
 
 import os
 import resource
@@ -14,17 +14,19 @@ from monograph.device import clock
 from monograph.storage.reading import is_folder
 
 PROBE_BYTES = 1 << 25  # 32 MiB
-FEWEST_FILES = 256  # a run keeps some dozens open
+# The number of open files that a process should be allowed; a run has some dozens open.
+FEWEST_FILES = 256
 
 
 class Disk(NamedTuple):
     """The disk that holds a folder.
 
     Attributes:
-        folder: the folder that was probed.
+        folder: the folder that was tested.
         free_bytes: free space.
-        written_bytes_per_s: rate of a durable write; None if writing failed.
-        obstacle: why it cannot be written; None if it can.
+        written_bytes_per_s: the rate of a write that is on the disk when it ends; None: writing
+            failed.
+        obstacle: why writing failed; None: it did not fail.
     """
 
     folder: str
@@ -34,34 +36,39 @@ class Disk(NamedTuple):
 
 
 def disk(folder: Path) -> Disk:
-    """Time a durable write of 32 MiB in a folder, or in its nearest existing parent; the file is
-    removed.
+    """Time a write of 32 MiB to a file in a folder, or in its nearest existing parent.
+
+    The file is removed afterwards.
     """
-    there = next(
-        parent for parent in (folder.absolute(), *folder.absolute().parents) if is_folder(parent)
-    )
+    candidates = (folder.absolute(), *folder.absolute().parents)
+    existing = next(candidate for candidate in candidates if is_folder(candidate))
+    rate: float | None
+    obstacle = None
     try:
-        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+        with tempfile.TemporaryFile(dir=existing, buffering=0) as file:
             began = clock()
             file.write(bytes(PROBE_BYTES))
             os.fsync(file.fileno())
             rate = PROBE_BYTES / (clock() - began)
     except OSError as error:
-        return Disk(str(there), shutil.disk_usage(there).free, None, error.strerror or str(error))
-    return Disk(str(there), shutil.disk_usage(there).free, rate, None)
+        rate = None
+        obstacle = error.strerror or str(error)
+    return Disk(str(existing), shutil.disk_usage(existing).free, rate, obstacle)
 
 
 def compiled_obstacle(device: torch.device) -> str | None:
-    """Return what is wrong with a small compiled function, forward and backward, on the device;
-    None if nothing is.
+    """Compile a small function, and compare its gradient on the device with that of eager code.
+
+    Returns:
+        What is wrong with the compiled function; None if nothing is wrong.
     """
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return (torch.tanh(x @ x.T) * 2).sum()
 
-    def gradient(of: object) -> torch.Tensor:
+    def gradient(called: object) -> torch.Tensor:
         x = torch.linspace(-1, 1, 256, device=device).reshape(16, 16).requires_grad_()
-        of(x).backward()  # type: ignore[operator]
+        called(x).backward()  # type: ignore[operator]
         assert x.grad is not None
         return x.grad
 
@@ -74,13 +81,17 @@ def compiled_obstacle(device: torch.device) -> str | None:
         return (
             f"a compiled function fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
         )
-    off = float((compiled - expected).abs().max())
-    return None if off <= 1e-4 else f"a compiled function's gradient is off by {off:.2g}"
+    error_of_gradient = float((compiled - expected).abs().max())
+    # Not `> 1e-4`, so that NaN is an error.
+    if not error_of_gradient <= 1e-4:
+        return f"a compiled function's gradient is off by {error_of_gradient:.2g}"
+    return None
 
 
 def limits() -> dict[str, int | None]:
-    """Return the limits on this process, None for no limit: open files, and bytes of memory and of
-    a file.
+    """Return the system's limits on this process; None: no limit.
+
+    The keys are "open_files", "address_space_bytes" and "file_bytes" (the size of a file).
     """
     kinds = {
         "open_files": resource.RLIMIT_NOFILE,
@@ -94,11 +105,17 @@ def limits() -> dict[str, int | None]:
 
 
 def limits_said(values: dict[str, int | None]) -> str:
-    """Return the limits in words."""
-    files, memory, file = values.values()
-    said = [f"{files:,} open files" if files else ""]
-    said += [f"memory {memory / 2**30:.3g} GiB (ulimit -v)" if memory is not None else ""]
-    said += [f"files of {file / 2**30:.3g} GiB (ulimit -f)" if file is not None else ""]
-    if files is not None and files < FEWEST_FILES:
+    """Return the limits in words, "none" without limits."""
+    open_files = values["open_files"]
+    memory_bytes = values["address_space_bytes"]
+    file_bytes = values["file_bytes"]
+    said = list[str]()
+    if open_files:
+        said.append(f"{open_files:,} open files")
+    if memory_bytes is not None:
+        said.append(f"memory {memory_bytes / 2**30:.3g} GiB (ulimit -v)")
+    if file_bytes is not None:
+        said.append(f"files of {file_bytes / 2**30:.3g} GiB (ulimit -f)")
+    if open_files is not None and open_files < FEWEST_FILES:
         said.append(f"open files should be {FEWEST_FILES} or more: ulimit -n {FEWEST_FILES}")
-    return ", ".join(filter(None, said)) or "none"
+    return ", ".join(said) or "none"

@@ -1,10 +1,11 @@
-"""Split the time of a stretch of work into shares that add up: the device's busy intervals, and
-gaps by their cause.
+"""Split the time of a stretch of work into parts that add up: what the device computes, and gaps by
+their cause.
 
-This needs no torch: intervals come from a profiler's trace (`monograph.profiling.trace`) or from a
-test. On a CPU, host and device are one: in a busy interval an operator computes, and a gap is spent
-in Python, guards
-and dispatch.
+A gap is a time in which the device does nothing. On a CPU, host and device are the same: the device
+is busy while an operator computes, and a gap is spent in Python, guards and dispatch.
+
+Nothing here needs torch. Intervals come from a profiler's trace (`monograph.profiling.trace`) or
+from a test.
 """
 
 from collections import Counter, defaultdict
@@ -24,10 +25,14 @@ Part = Literal[
     "transfers",
     "other",
 ]
+# The cause of a gap.
+# "data": the host waits for a window of rows. "sync": the host waits for the device. "launch": the
+# host has not launched the next kernel yet. "kernel gap": the device's own gap between two kernels.
+# "transfer": the device only copies. "other": unknown.
 Cause = Literal["data", "sync", "launch", "kernel gap", "transfer", "other"]
 
 PARTS: tuple[Part, ...] = get_args(Part)
-# The part that a gap counts towards, by its cause.
+# The part to which a gap's time is added.
 OF_CAUSE: Mapping[Cause, Part] = {
     "data": "data wait",
     "sync": "host gaps",
@@ -36,9 +41,9 @@ OF_CAUSE: Mapping[Cause, Part] = {
     "transfer": "transfers",
     "other": "other",
 }
-# Shape and strides of each operand.
+# For each operand of a product, its (shape, strides).
 Operands = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-# Longest gap that the device itself leaves between two kernels that were both launched long before.
+# The longest gap that the device leaves between two kernels, if both were launched long before.
 KERNEL_GAP_S = 2e-6
 
 
@@ -50,11 +55,11 @@ class Kernel:
         part: the part that it computes; "transfers" is a copy from or to the host.
         begin_s: the time at which it begins.
         end_s: the time at which it ends.
-        flops: its FLOPs; None where unknown.
-        moved_bytes: bytes read and written; None where unknown.
-        launched_s: the time at which the host launched it; None where the trace does not say.
+        flops: its FLOPs; None: unknown.
+        moved_bytes: bytes read and written; None: unknown.
+        launched_s: the time at which the host launched it; None: unknown.
         name: the name of its operator or kernel.
-        operands: shape and strides of a product's two operands, None where unknown.
+        operands: the two operands of a product; None: unknown, or not a product.
     """
 
     part: Part
@@ -68,12 +73,12 @@ class Kernel:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds that it runs."""
+        """Return the kernel's duration."""
         return self.end_s - self.begin_s
 
 
 class Span(NamedTuple):
-    """A wait of the host: "data", waiting for a window; "sync", waiting for the device."""
+    """An interval in which the host waits: "data", for a window of rows; "sync", for the device."""
 
     kind: Literal["data", "sync"]
     begin_s: float
@@ -89,9 +94,9 @@ class Timeline(NamedTuple):
         kernels: the device's busy intervals.
         spans: the host's waits.
         updates: the intervals in which the optimizer worked, in order.
-        events: the number of events that a profiler recorded outside updates, by the part in whose
-            kernels they lie; events between kernels count as "host gaps".
-        update_events: the same for events inside updates.
+        events: the number of events that a profiler recorded outside `updates`, by the part of the
+            kernel around them; events between kernels count as "host gaps".
+        update_events: the number of events inside `updates`, by part.
     """
 
     begin_s: float
@@ -111,10 +116,10 @@ class Timeline(NamedTuple):
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of a stretch, by part.
+    """The seconds of a stretch of work, by part.
 
     Attributes:
-        parts: all of `PARTS`; they add up to the stretch.
+        parts: the seconds of each of `PARTS`; they add up to the stretch.
         gaps: the seconds in which nothing was computed, by cause.
     """
 
@@ -138,51 +143,63 @@ class Spent:
         return type(self)({part: self.parts[part] + other.parts[part] for part in PARTS}, gaps)
 
 
-def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:
-    """Attribute every moment of the stretch, or of the intervals `within` it, to one part.
+def time_by_part(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:
+    """Return the seconds of each part in a stretch of work.
 
-    A moment in which kernels run belongs to their parts, in equal shares; a copy at the same time
-    is hidden and does not count. A moment in which only copies run is a transfer. A moment in which
-    nothing runs is a gap, with the first cause that applies: "data" or "sync" where the host was in
-    such a span; "launch" if the next kernel was launched after the one before had ended, or if none
-    follows; "kernel gap" if the whole gap is shorter than `KERNEL_GAP_S`; "other".
+    A moment in which kernels compute is shared equally by their parts; a copy at the same time does
+    not count. A moment in which only copies run is a transfer. A moment in which nothing runs is a
+    gap; the first cause that applies is taken:
+
+    - "data" or "sync": the host is in such a span.
+    - "launch": the next kernel was launched after the previous kernel had ended, or no kernel
+      follows.
+    - "kernel gap": the whole gap is shorter than `KERNEL_GAP_S`.
+    - "other".
+
+    Args:
+        timeline: the stretch.
+        within: intervals of the stretch; None: all of it.
     """
     stretches = [(timeline.begin_s, timeline.end_s)] if within is None else within
-    return sum(
-        (_spent(timeline, *stretch) for stretch in stretches), Spent(dict.fromkeys(PARTS, 0.0))
-    )
+    nothing = Spent(dict.fromkeys(PARTS, 0.0))
+    return sum((_time_by_part_between(timeline, begin, end) for begin, end in stretches), nothing)
 
 
-def _spent(timeline: Timeline, begin: float, end: float) -> Spent:
+def _time_by_part_between(timeline: Timeline, begin: float, end: float) -> Spent:
+    """Return the seconds of each part in one interval of a stretch."""
     parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     gaps: defaultdict[Cause, float] = defaultdict(float)
     kernels = [kernel for kernel in timeline.kernels if kernel.end_s > kernel.begin_s]
     kernels.sort(key=lambda kernel: kernel.begin_s)
+    # Between two neighbouring edges nothing begins or ends.
     edges = sorted({begin, end, *_edges(kernels, begin, end), *_edges(timeline.spans, begin, end)})
     running: list[Kernel] = []
-    following = 0
-    last_end = begin
+    next_index = 0  # of the first kernel that has not begun
+    last_end = begin  # of all kernels that have begun
     for left, right in zip(edges, edges[1:], strict=False):
         running = [kernel for kernel in running if kernel.end_s > left]
-        while following < len(kernels) and kernels[following].begin_s <= left:
-            if kernels[following].end_s > left:
-                running.append(kernels[following])
-            last_end = max(last_end, kernels[following].end_s)
-            following += 1
-        if computing := [kernel for kernel in running if kernel.part != "transfers"]:
+        while next_index < len(kernels) and kernels[next_index].begin_s <= left:
+            kernel = kernels[next_index]
+            if kernel.end_s > left:
+                running.append(kernel)
+            last_end = max(last_end, kernel.end_s)
+            next_index += 1
+        computing = [kernel for kernel in running if kernel.part != "transfers"]
+        if computing:
             for kernel in computing:
                 parts[kernel.part] += (right - left) / len(computing)
             continue
-        coming = kernels[following] if following < len(kernels) else None
-        cause: Cause = (
-            "transfer" if running else _cause(timeline.spans, left, right, coming, last_end)
-        )
+        cause: Cause = "transfer"
+        if not running:
+            next_kernel = kernels[next_index] if next_index < len(kernels) else None
+            cause = _cause(timeline.spans, left, right, next_kernel, last_end)
         gaps[cause] += right - left
         parts[OF_CAUSE[cause]] += right - left
     return Spent(parts, dict(gaps))
 
 
 def _edges(intervals: Iterable[Kernel | Span], begin: float, end: float) -> list[float]:
+    """Return the beginnings and ends of intervals, moved into [begin, end]."""
     return [
         min(max(edge, begin), end)
         for interval in intervals
@@ -191,67 +208,74 @@ def _edges(intervals: Iterable[Kernel | Span], begin: float, end: float) -> list
 
 
 def _cause(
-    spans: Sequence[Span], left: float, right: float, coming: Kernel | None, last_end: float
+    spans: Sequence[Span], left: float, right: float, next_kernel: Kernel | None, last_end: float
 ) -> Cause:
-    """Return why nothing runs between `left` and `right`; no span begins or ends between them."""
-    over = {span.kind for span in spans if span.begin_s <= left and span.end_s >= right}
-    if "data" in over:
-        return "data"
-    if "sync" in over:
-        return "sync"
-    if coming is None or (coming.launched_s is not None and coming.launched_s > last_end):
-        return "launch"
-    return "kernel gap" if coming.begin_s - last_end < KERNEL_GAP_S else "other"
-
-
-def unwatched(
-    watched: Timeline, event_s: float, whole_s: float, optimizer_s: float, overlaps: bool
-) -> Spent:
-    """Return the time of one unprofiled update by part, estimated from a few profiled ones.
+    """Return why nothing runs between `left` and `right`.
 
     Args:
-        watched: a few profiled updates.
-        event_s: see `undisturbed`.
+        spans: the host's waits; none begins or ends between `left` and `right`.
+        left: the beginning.
+        right: the end.
+        next_kernel: the first kernel after `right`; None: there is none.
+        last_end: the end of the last kernel before `left`.
+    """
+    waits = {span.kind for span in spans if span.begin_s <= left and span.end_s >= right}
+    if "data" in waits:
+        return "data"
+    if "sync" in waits:
+        return "sync"
+    if next_kernel is None:
+        return "launch"
+    if next_kernel.launched_s is not None and next_kernel.launched_s > last_end:
+        return "launch"
+    return "kernel gap" if next_kernel.begin_s - last_end < KERNEL_GAP_S else "other"
+
+
+def estimate_update(
+    profiled: Timeline, event_s: float, whole_s: float, optimizer_s: float, overlaps: bool
+) -> Spent:
+    """Estimate the seconds of each part in an unprofiled update, from a few profiled updates.
+
+    Args:
+        profiled: the profiled updates.
+        event_s: the profiler's seconds to record one event.
         whole_s: seconds of an unprofiled update.
-        optimizer_s: seconds of its optimizer.
-        overlaps: whether the device still runs earlier work when the host begins the optimizer, so
-            that the two cannot be timed apart.
+        optimizer_s: seconds of the optimizer in an unprofiled update.
+        overlaps: whether the device still runs earlier work when the host begins the optimizer;
+            then `optimizer_s` is not used.
     """
     if overlaps:
-        return undisturbed(
-            spent(watched),
-            Counter(watched.events) + Counter(watched.update_events),
-            event_s,
-            whole_s,
-        )
-    optimizer = spent(watched, watched.updates)
-    rest = spent(watched, watched.rest)
-    in_updates = undisturbed(optimizer, watched.update_events, event_s, optimizer_s)
-    return in_updates + undisturbed(rest, watched.events, event_s, whole_s - optimizer_s)
+        events = Counter(profiled.events) + Counter(profiled.update_events)
+        return estimate_unprofiled(time_by_part(profiled), events, event_s, whole_s)
+    optimizer = time_by_part(profiled, profiled.updates)
+    rest = time_by_part(profiled, profiled.rest)
+    in_updates = estimate_unprofiled(optimizer, profiled.update_events, event_s, optimizer_s)
+    return in_updates + estimate_unprofiled(rest, profiled.events, event_s, whole_s - optimizer_s)
 
 
-def undisturbed(
+def estimate_unprofiled(
     profiled: Spent, events: Mapping[Part, int], event_s: float, measured_s: float
 ) -> Spent:
-    """Return a profiled stretch's time by part, corrected to an unprofiled one that took
-    `measured_s`.
+    """Estimate the seconds of each part in an unprofiled stretch, from a profiled stretch.
 
     Args:
         profiled: the seconds of the profiled stretch.
-        events: the number of events that the profiler recorded in it, by part: see `Timeline`.
-        event_s: seconds to record one event, which the trace shows outside the event, in its
-            caller.
-        measured_s: the total to which the remaining time is scaled.
+        events: the number of events that the profiler recorded in it, by part (see `Timeline`).
+        event_s: the profiler's seconds to record one event; in the trace they are not part of the
+            event, but of the event around it.
+        measured_s: the seconds of the unprofiled stretch.
     """
     parts = {part: max(0.0, profiled.parts[part] - events.get(part, 0) * event_s) for part in PARTS}
-    if not (left := sum(parts.values())):
+    remaining_s = sum(parts.values())
+    if not remaining_s:
+        # The estimated cost of events exceeds all of the time, so the events are ignored.
         parts = dict(profiled.parts)
-        left = profiled.total_s
-    scale = measured_s / left if left else 0.0
-    gaps = {
-        cause: seconds * scale * parts[OF_CAUSE[cause]] / profiled.parts[OF_CAUSE[cause]]
-        if seconds
-        else 0.0
-        for cause, seconds in profiled.gaps.items()
-    }
+        remaining_s = profiled.total_s
+    scale = measured_s / remaining_s if remaining_s else 0.0
+    # A gap shrinks as the part that it belongs to.
+    gaps = dict.fromkeys(profiled.gaps, 0.0)
+    for cause, seconds in profiled.gaps.items():
+        if seconds:
+            part = OF_CAUSE[cause]
+            gaps[cause] = seconds * scale * parts[part] / profiled.parts[part]
     return Spent({part: parts[part] * scale for part in PARTS}, gaps)

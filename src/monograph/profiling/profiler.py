@@ -1,7 +1,9 @@
 """Run a few updates under torch's profiler, and say where their time went, how short it could be
 and what to change.
 
-The device's rates are measured on its own matrix products and copies.
+`profile` runs some updates to warm up, times updates without the profiler, profiles a few more,
+reads their trace (`monograph.profiling.trace`), and finds the bottleneck
+(`monograph.profiling.bottleneck`). The device's rates are measured on products and copies.
 """
 
 import copy
@@ -30,97 +32,120 @@ from monograph.model.llama import Llama
 from monograph.predict.roofline import measured_memory_bytes_per_s
 from monograph.profiling import trace
 from monograph.profiling.bottleneck import Machine, Situation, Verdict, verdict
-from monograph.profiling.intervals import Kernel, Operands, Part, unwatched
+from monograph.profiling.intervals import Kernel, Operands, Part, estimate_update
 from monograph.storage.reading import is_folder
 
-# Operands of this many bytes in all take turns, so that they are not in the caches.
+# Operands that take turns have this many bytes together, so that they are not in the caches.
 COLD_BYTES = 2**26
-# Seconds in bf16 over seconds in fp32, without an optimizer's products. On a CPU, compiled code
-# converts each number twice (docs/profile.md); other devices compute with 16-bit numbers as they
-# are.
+# Seconds in bf16 / seconds in fp32, by part; those of the optimizer are without its products. On a
+# CPU, compiled code converts each number to fp32 and back (docs/profile.md). Other devices compute
+# with 16-bit numbers directly.
 BF16_ON_CPU: Mapping[Part, float] = {"attention": 0.65, "elementwise": 1.1, "optimizer": 1.7}
 BF16: Mapping[Part, float] = {"elementwise": 0.5, "optimizer": 1.0}
-KINDS = 12  # this many shapes of products are timed in bf16: those that take longest
-ROUNDS = 3  # rounds of timing a product; the quickest counts
+KINDS = 12  # the number of shapes of products that are timed in bf16; they are the slowest ones
 
 
 def machine_of(engine: Engine) -> Machine:
     """Return the rates of the engine's device in the engine's dtype."""
     device, dtype = engine.step.device, engine.step.precision.dtype
-    # A card's from its datasheet, as only the host's is measured here.
-    known = describe(device).bandwidth_bytes_per_s
-    return Machine(measured_matmul_flops(device, dtype), known or measured_memory_bytes_per_s())
+    # A card's bandwidth is from its datasheet, because only the host's is measured.
+    datasheet_rate = describe(device).bandwidth_bytes_per_s
+    return Machine(
+        matmul_flops=measured_matmul_flops(device, dtype),
+        copy_bytes_per_s=datasheet_rate or measured_memory_bytes_per_s(),
+    )
 
 
 def situation_of(
     engine: Engine, kernels: Sequence[Kernel], micro_steps: int, used: float, packed: float
 ) -> Situation:
-    """Return how the engine is set up, and the ratio of its products' time in bf16 to that in fp32."""
-    step, device = engine.step, engine.step.device
-    narrow: dict[Part, float] = {}
-    # An eager step casts its weights in each micro-step, which costs about as much as bf16 saves.
-    if step.precision.name == "fp32" and step.scope != "none" and describe(device).has_bf16:
-        products = _in_bf16(device, kernels)
-        narrow = {"matmul": products, "loss head": products, "attention": products}
-        narrow |= BF16_ON_CPU if device.type == "cpu" else BF16
-    can_compile = device.type == "cuda" or compiler_obstacle() is None
-    return Situation(step.scope != "none", can_compile, micro_steps, narrow, used, packed)
+    """Return how the engine is set up.
 
-
-def _in_bf16(device: torch.device, kernels: Sequence[Kernel]) -> float:
-    """Return the seconds in bf16 over those in fp32 for the run's longest products, outside the
-    caches.
+    Args:
+        engine: the engine.
+        kernels: its profiled kernels; the longest products are timed again in bf16.
+        micro_steps: the number of micro-batches of an update.
+        used: the share of positions that hold tokens.
+        packed: the share of positions that would hold tokens if rows were packed.
     """
-    taken: defaultdict[Operands, list[float]] = defaultdict(list)
+    step, device = engine.step, engine.step.device
+    captured = step.scope != "none"
+    bf16: dict[Part, float] = {}
+    # bf16 does not help an eager step: casting the weights in each micro-batch takes about as long
+    # as bf16 saves.
+    if step.precision.name == "fp32" and captured and describe(device).has_bf16:
+        product_ratio = _bf16_ratio(device, kernels)
+        bf16 = {"matmul": product_ratio, "loss head": product_ratio, "attention": product_ratio}
+        bf16 |= BF16_ON_CPU if device.type == "cpu" else BF16
+    return Situation(
+        captured=captured,
+        can_compile=device.type == "cuda" or compiler_obstacle() is None,
+        micro_steps=micro_steps,
+        bf16=bf16,
+        used=used,
+        packed=packed,
+    )
+
+
+def _bf16_ratio(device: torch.device, kernels: Sequence[Kernel]) -> float:
+    """Return the seconds in bf16 / the seconds in fp32 of the run's longest products."""
+    seconds: defaultdict[Operands, list[float]] = defaultdict(list)
     for kernel in kernels:
         if kernel.part in ("matmul", "loss head") and kernel.operands and kernel.flops:
-            taken[kernel.operands].append(kernel.seconds)
-    dearest = sorted(taken, key=lambda kind: -sum(taken[kind]))[:KINDS]
-    wide, narrow = (
-        sum(len(taken[kind]) * _product_s(device, dtype, kind) for kind in dearest)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    return narrow / wide if wide else 1.0
+            seconds[kernel.operands].append(kernel.seconds)
+    longest = sorted(seconds, key=lambda operands: -sum(seconds[operands]))[:KINDS]
+
+    def total_s(dtype: torch.dtype) -> float:
+        return sum(
+            len(seconds[operands]) * _product_s(device, dtype, operands) for operands in longest
+        )
+
+    fp32_s = total_s(torch.float32)
+    bf16_s = total_s(torch.bfloat16)
+    return bf16_s / fp32_s if fp32_s else 1.0
 
 
 def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> float:
-    """Return the seconds of one product: the mean of the quickest of a few rounds over several
-    operands.
-    """
+    """Time one product, with operands that are not in the caches."""
+    # The numbers of elements that an operand's strides reach.
     sizes = [
-        1 + sum((side - 1) * stride for side, stride in zip(*operand, strict=True))
-        for operand in operands
+        1 + sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True))
+        for shape, strides in operands
     ]
-    count = min(64, max(2, COLD_BYTES // (sum(sizes) * dtype.itemsize)))
-    pairs = list(zip(sizes, operands, strict=True))
-    ones = functools.partial(torch.ones, device=device, dtype=dtype)
-    given = [[ones(size).as_strided(*operand) for size, operand in pairs] for _ in range(count)]
-    # Multiply as a captured step does.
-    by_onednn = (
-        device.type == "cpu"
-        and dtype == torch.float32
-        and len(operands[0][0]) == 2
-        and mkl_is_slow()
-    )
+    count = COLD_BYTES // (sum(sizes) * dtype.itemsize)
+    count = min(64, max(2, count))
+    pairs = [
+        [
+            torch.ones(size, device=device, dtype=dtype).as_strided(shape, strides)
+            for size, (shape, strides) in zip(sizes, operands, strict=True)
+        ]
+        for _ in range(count)
+    ]
+    # A captured step multiplies fp32 matrices with oneDNN on a CPU on which MKL is slow.
+    first_shape, _ = operands[0]
+    is_fp32_on_cpu = device.type == "cpu" and dtype == torch.float32
+    by_onednn = is_fp32_on_cpu and len(first_shape) == 2 and mkl_is_slow()
     multiply = onednn if by_onednn else torch.matmul
     times = []
     for _ in range(ROUNDS):
         began = clock()
-        for left, right in given:
+        for left, right in pairs:
             multiply(left, right)
         synchronize(device)
         times.append((clock() - began) / count)
     return min(times)
 
 
-UPDATES, WARM = 3, 2  # updates of a profile, and updates before anything is measured
-# Operators in a round, and rounds, with which the profiler's cost per event is measured.
-EVENTS, ROUNDS = 1000, 3
-# Updates are profiled up to WATCHES times, until one takes less than UNDISTURBED times its
+WARM = 2  # updates before anything is measured
+UPDATES = 3  # profiled updates
+# Updates are profiled up to WATCHES times, until they take less than UNDISTURBED times their
 # unprofiled time.
 WATCHES, UNDISTURBED = 3, 1.1
-MEASURED = 9  # unprofiled updates; their lower quartile counts
+MEASURED = 9  # unprofiled updates; the lower quartile of their times counts
+# The windows that `profile` needs at least; one update is profiled but not timed.
 NEEDED = WARM + MEASURED + 1 + UPDATES
+EVENTS = 1000  # operators in a round that measures the profiler's cost per event
+ROUNDS = 3  # rounds of a measurement; the quickest round counts
 _ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 
 
@@ -132,9 +157,9 @@ class Profile:
         update_s: seconds of an unprofiled update, the lower quartile of a few.
         watched_s: seconds of an update under the profiler.
         updates: the number of profiled updates.
-        micro_steps: the number of micro-steps of an update.
+        micro_steps: the number of micro-batches of an update.
         machine: the measured rates of the device.
-        verdict: the verdict on one update, whose seconds add up to `update_s`.
+        verdict: the bottleneck of an unprofiled update, with seconds that add up to `update_s`.
         trace: the file with the Chrome trace.
     """
 
@@ -158,15 +183,14 @@ def profile(
     """Train a few updates, some of them profiled, and report where their time goes.
 
     Args:
-        engine: ready to train, and captured if wanted; its weights and counters change as in any
-            training.
-        windows: at least `NEEDED` windows of rows.
+        engine: the engine, captured or not; its weights and counters change as in any training.
+        windows: the rows of at least `NEEDED` updates.
         file: the Chrome trace to write, `*.json`.
-        used: share of the rows' positions that hold tokens.
-        packed: that share with the rows packed.
+        packed: the share of positions that would hold tokens if rows were packed.
+        used: the share of positions that hold tokens.
 
     Raises:
-        UsageError: the engine or the windows are of another kind, or the windows end too early.
+        UsageError: the engine or the windows have another type, or there are too few windows.
         InputRefused: the trace's folder does not exist.
         DiskFull: the trace could not be written.
     """
@@ -175,82 +199,110 @@ def profile(
         raise InputRefused(f"{file.parent}: no such folder for the trace; make it, or name another")
     quiet_profiler()
     windows = iter(windows)
-    first = _next(windows)
+    first = _next_window(windows)
     if not isinstance(engine, Engine) or not isinstance(first, Mapping):
         raise UsageError(
             f"profile({type(engine).__name__}, windows of {type(first).__name__}): expected a mono.Resident, which "
             "splits windows itself, and windows that are one mapping of names to tensors [rows, ...] each"
         )
-    rows, *of_row = next(iter(first.values())).shape
-    micro = engine.micro_batch or rows
-    _each(engine, chain([first], windows), WARM)
-    times = sorted(_each(engine, windows, MEASURED))
+    rows, *row_shape = next(iter(first.values())).shape
+    micro_batch = engine.micro_batch or rows
+    micro_steps = math.ceil(rows / micro_batch)
+    _time_updates(engine, chain([first], windows), WARM)
+    times = sorted(_time_updates(engine, windows, MEASURED))
     measured = times[len(times) // 4]
-    watched, watched_s = _watched(engine, windows, measured.whole_s)
-    events = _exported(watched, file)
-    of_head = _head_rows(engine, micro * math.prod(of_row))
-    timeline = trace.read(events, has_kernel, of_head, isinstance(engine.model, Llama))
-    overlaps = engine.step.device.type != "cpu"
-    unwatched_spent = unwatched(
-        timeline, _event_s(), measured.whole_s, measured.optimizer_s, overlaps
+    profiled, watched_s = _profile_updates(engine, windows, measured.whole_s)
+    events = _exported(profiled, file)
+    timeline = trace.read(
+        events,
+        has_kernel,
+        vocabulary=_head_rows(engine, micro_batch * math.prod(row_shape)),
+        heads_are_batched=isinstance(engine.model, Llama),
+    )
+    spent = estimate_update(
+        timeline,
+        _event_s(),
+        measured.whole_s,
+        measured.optimizer_s,
+        overlaps=engine.step.device.type != "cpu",
     )
     machine = machine_of(engine)
-    steps = -(-rows // micro)
-    situation = situation_of(engine, timeline.kernels, steps, used, packed)
-    judged = verdict(unwatched_spent, timeline.kernels, machine, situation)
-    return Profile(measured.whole_s, watched_s, UPDATES, steps, machine, judged, file)
+    situation = situation_of(engine, timeline.kernels, micro_steps, used, packed)
+    return Profile(
+        update_s=measured.whole_s,
+        watched_s=watched_s,
+        updates=UPDATES,
+        micro_steps=micro_steps,
+        machine=machine,
+        verdict=verdict(spent, timeline.kernels, machine, situation),
+        trace=file,
+    )
 
 
 class _Times(NamedTuple):
-    """The seconds of a whole update, and of the optimizer in it."""
+    """The seconds of an update.
+
+    Attributes:
+        whole_s: seconds of the whole update.
+        optimizer_s: seconds of the optimizer in it.
+    """
 
     whole_s: float
     optimizer_s: float
 
 
-def _watched(
+def _profile_updates(
     engine: Engine, windows: Iterator[Batch], update_s: float
 ) -> tuple[torch.profiler.profile, float]:
-    """Profile some updates a few times; return the profile that disturbed least, and the seconds of
-    an update in it.
+    """Profile UPDATES updates, again if the profiler disturbs them.
 
-    The profiler's own memory can make the allocator return an eager update's memory to the system
-    and fetch it again page by page, which takes long.
+    The profiler's own memory can make the allocator return an eager update's memory to the system,
+    and get it back page by page, which takes long.
+
+    Args:
+        engine: the engine.
+        windows: the rows of updates; if they end after the first attempt, it counts.
+        update_s: seconds of an unprofiled update.
+
+    Returns:
+        The profile in which updates took the shortest time, and this time in seconds.
     """
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (
-        engine.step.device.type == "cuda"
-    )
-    tries: list[tuple[torch.profiler.profile, float]] = []
+    activities = [ProfilerActivity.CPU]
+    if engine.step.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    attempts: list[tuple[torch.profiler.profile, float]] = []
     for _ in range(WATCHES):
-        watching = torch.profiler.profile(
+        profiler = torch.profiler.profile(
             activities=activities, record_shapes=True, acc_events=True
         )
         try:
-            with record_cpu_kernels(), watching, _spans(engine):
-                parse_no_events(watching)
-                _update(engine, _next(windows))  # the first profiled one takes longer
-                times = _each(engine, windows, UPDATES)
-            tries.append((watching, sum(step.whole_s for step in times) / UPDATES))
-        except UsageError:  # no more windows
-            if not tries:
+            with record_cpu_kernels(), profiler, _head_span(engine):
+                parse_no_events(profiler)
+                # The first update under a profiler takes longer, so it is not timed.
+                _update(engine, _next_window(windows))
+                times = _time_updates(engine, windows, UPDATES)
+        except UsageError:  # there are no more windows
+            if not attempts:
                 raise
             break
-        if tries[-1][1] < UNDISTURBED * update_s:
+        watched_s = sum(update.whole_s for update in times) / UPDATES
+        attempts.append((profiler, watched_s))
+        if watched_s < UNDISTURBED * update_s:
             break
-    return min(tries, key=lambda step: step[1])
+    return min(attempts, key=lambda attempt: attempt[1])
 
 
-def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
+def _exported(profiled: torch.profiler.profile, file: Path) -> dict[str, Any]:
     """Write the trace, and return it.
 
-    Torch writes it to a temporary file first, as torch neither reports a failed write nor escapes
-    the file's name.
+    Torch writes it to a temporary file first, because torch neither reports a failed write nor
+    escapes the file's name.
     """
     with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder, "trace.json")
-        watched.export_chrome_trace(str(plain))
+        temporary = Path(folder, "trace.json")
+        profiled.export_chrome_trace(str(temporary))
         try:
-            trace: dict[str, Any] = json.loads(plain.read_text()) | {"traceName": str(file)}
+            trace: dict[str, Any] = json.loads(temporary.read_text()) | {"traceName": str(file)}
             file.write_text(json.dumps(trace))
         except (OSError, ValueError):
             file.unlink(missing_ok=True)
@@ -260,21 +312,21 @@ def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
     return trace
 
 
-def _each(engine: Engine, windows: Iterator[Batch], count: int) -> list[_Times]:
+def _time_updates(engine: Engine, windows: Iterator[Batch], count: int) -> list[_Times]:
     """Run `count` updates, and return the seconds of each."""
     times = []
     for _ in range(count):
         began = clock()
         with record_function(trace.STEP):
             with record_function(trace.DATA):
-                window = _next(windows)
+                window = _next_window(windows)
             optimizer_s = _update(engine, window)
         times.append(_Times(clock() - began, optimizer_s))
     return times
 
 
 def _update(engine: Engine, window: Batch) -> float:
-    """Run an update, and return the seconds from the optimizer's beginning to the end."""
+    """Run an update, and return the seconds from the optimizer's beginning to the update's end."""
     engine.accumulate(window)
     began = clock()
     with record_function(trace.UPDATE):
@@ -283,8 +335,9 @@ def _update(engine: Engine, window: Batch) -> float:
     return clock() - began
 
 
-def _next(windows: Iterator[Batch]) -> Batch:
-    if (window := next(windows, None)) is None:
+def _next_window(windows: Iterator[Batch]) -> Batch:
+    window = next(windows, None)
+    if window is None:
         raise UsageError(
             f"too few windows: a profile takes {NEEDED} updates; give more text, or more epochs"
         )
@@ -292,86 +345,96 @@ def _next(windows: Iterator[Batch]) -> Batch:
 
 
 @contextmanager
-def _spans(engine: Engine) -> Iterator[None]:
-    """In the block, give the loss's head its own span, where the step calls the head as a function.
+def _head_span(engine: Engine) -> Iterator[None]:
+    """Within the block, record a span around each call of the loss's head.
 
-    In one graph of the whole step there is no such call.
+    In one graph of the whole step there is no such call, so nothing is recorded.
     """
     step = engine.step
     head: Callable[..., Any] | None = getattr(step.loss, "head", None)
     if head is None or step.scope == "whole":
         yield
         return
-    kept = step.loss
-    spanned = copy.copy(step.loss)
+    original_loss = step.loss
+    loss_with_span = copy.copy(step.loss)
 
     @functools.wraps(head)
-    def watched(*arguments: object, **keywords: object) -> Any:
+    def head_in_span(*arguments: object, **keywords: object) -> Any:
         with record_function(trace.HEAD):
             return head(*arguments, **keywords)
 
-    spanned.head = watched  # type: ignore[attr-defined]
-    step.loss = spanned
+    loss_with_span.head = head_in_span  # type: ignore[attr-defined]
+    step.loss = loss_with_span
     try:
         yield
     finally:
-        step.loss = kept
+        step.loss = original_loss
 
 
 @functools.cache
 def has_kernel(name: str) -> bool:
-    """Return whether an operator computes something itself instead of making a view, allocating or
-    calling others.
+    """Return whether an operator computes something itself.
+
+    Operators that make a view, allocate, or only call other operators do not.
     """
-    room, _, operator = name.rpartition("::")
-    packet = (
-        getattr(getattr(torch.ops, room, None), operator, None) if room.isidentifier() else None
-    )
+    namespace, _, operator = name.rpartition("::")
+    packet = None
+    if namespace.isidentifier():
+        packet = getattr(getattr(torch.ops, namespace, None), operator, None)
     if packet is None or name == trace.ADDED or operator.startswith(_ALLOCATES):
         return False
     overload = getattr(packet, packet.overloads()[0])
-    if overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+    calls_others = torch._C.DispatchKey.CompositeImplicitAutograd
+    if overload.has_kernel_for_dispatch_key(calls_others):
         return False
     returns = overload._schema.returns
-    return not returns or not all(
+    # All results of a view are aliases of an input that is not written.
+    is_view = bool(returns) and all(
         value.alias_info and not value.alias_info.is_write for value in returns
     )
+    return not is_view
 
 
 def _head_rows(engine: Engine, tokens: int) -> int | None:
-    """Return the size of the vocabulary if a side of this length identifies the head's products,
-    else None.
+    """Return the size of the vocabulary, if it identifies the products of a Llama's head.
 
-    This is needed in one graph of a whole step of a Llama, which has no spans. Another side may be
-    as long: one of a weight, or the `tokens` of a micro-step.
+    This is needed for one graph of a whole step, which has no spans.
+
+    Args:
+        engine: the engine.
+        tokens: the number of tokens in a micro-batch.
+
+    Returns:
+        The size; None if another side of a product has it as well, or if it is not needed.
     """
     if not isinstance(engine.model, Llama) or engine.step.scope != "whole":
         return None
-    others = {engine.model.config.hidden_size, tokens}
+    other_sides = {engine.model.config.hidden_size, tokens}
     for name, parameter in engine.model.named_parameters():
         if not name.endswith(("lm_head.weight", "embed_tokens.weight")):
-            others |= {*parameter.shape}
-    rows = engine.model.config.vocab_size
-    return None if rows in others else rows
+            other_sides |= {*parameter.shape}
+    vocabulary = engine.model.config.vocab_size
+    return None if vocabulary in other_sides else vocabulary
 
 
 def _event_s() -> float:
-    """Return the profiler's seconds per recorded operator.
+    """Measure the profiler's seconds per recorded operator.
 
-    Many tiny operators are run with and without the profiler; the quickest round of each counts.
+    Many tiny operators run with and without the profiler, and the quickest round of each counts.
     """
     one = torch.zeros(1)
     times = dict[bool, list[float]]({False: [], True: []})
-    for watched in (False, True) * ROUNDS:
-        watching = torch.profiler.profile(
+    for profiled in (False, True) * ROUNDS:
+        profiler = torch.profiler.profile(
             activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True
         )
-        with watching if watched else nullcontext():
-            if watched:
-                parse_no_events(watching)
+        with profiler if profiled else nullcontext():
+            if profiled:
+                parse_no_events(profiler)
+            # The first operator under a profiler takes longer.
             torch.neg(one)
             began = clock()
             for _ in range(EVENTS):
                 torch.neg(one)
-            times[watched].append(clock() - began)
+            times[profiled].append(clock() - began)
     return max(0.0, min(times[True]) - min(times[False])) / EVENTS

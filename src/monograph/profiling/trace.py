@@ -1,16 +1,19 @@
-"""Read a profiler's Chrome trace into intervals, and tell which part of a step each operator
+"""Read a profiler's Chrome trace into intervals, and find the part of a step that each operator
 belongs to.
 
-The first rule that applies gives a kernel's part:
+An event is an entry of the trace: an operator, a call of the CUDA runtime, a kernel, or a span,
+which is an interval that `monograph.profiling.profiler` has recorded under a name. Events of a
+thread are nested as their calls. The part of a kernel is given by the first rule that applies:
 
-1. inside the span of the update: "optimizer";
-2. inside the span of the loss's head, or in the backward pass of an operator that ran there: "loss
-   head";
-3. torch's attention operators: "attention";
-4. products with the vocabulary as a side: "loss head", as one graph of the whole step has no spans;
-5. other products: "matmul" (in a Llama, batched products: "attention");
-6. all else that torch or its compiler runs, reductions, lookups and copies included: "elementwise";
-7. everything else: "other".
+1. It is inside the span of the optimizer's update: "optimizer".
+2. It is inside the span of the loss's head, or in the backward pass of an operator in that span:
+   "loss head".
+3. It is one of torch's attention operators: "attention".
+4. It is a product, and a side is as long as the vocabulary: "loss head". This is for one graph of
+   the whole step, which has no spans.
+5. It is another product: "matmul". A batched product in a Llama is "attention".
+6. torch or its compiler runs it, e.g. a reduction, a lookup or a copy: "elementwise".
+7. "other".
 """
 
 import math
@@ -21,15 +24,20 @@ from typing import Any, NamedTuple
 
 from monograph.profiling.intervals import Kernel, Operands, Part, Span, Timeline
 
+# The names of spans: of a whole update, of the wait for its rows, of the loss's head, and of the
+# optimizer.
 STEP = "monograph.step"
 DATA = "monograph.data"
 HEAD = "monograph.head"
 UPDATE = "monograph.update"
-# Part of the head, in one graph of the step, where the head has no span.
+# An operator that adds a product to a gradient. It counts as part of the loss's head, which calls it
+# in one graph of the step, where the head has no span.
 ADDED = "monograph::add_product_"
 Event = Mapping[str, Any]
-HasKernel = Callable[[str], bool]  # whether the operator of a name runs a kernel of its own
+# Returns whether the operator with a name computes something itself.
+HasKernel = Callable[[str], bool]
 
+# Bytes of a number, by the name of its dtype in a trace; dtypes that are not here have 1 byte.
 _BYTES = {
     "double": 8,
     "long int": 8,
@@ -40,8 +48,8 @@ _BYTES = {
     "c10::Half": 2,
     "short": 2,
 }
-# Products, with the index of their left input among the inputs; the last three are
-# `monograph.graph.matmul`'s.
+# Products, with the index of their left operand among the inputs. The last three are operators of
+# `monograph.graph.matmul`.
 _PRODUCTS = {
     "mm": 0,
     "addmm": 1,
@@ -53,74 +61,92 @@ _PRODUCTS = {
     "small_matmul": 0,
     "batched_matmul": 0,
 }
-# `monograph.graph.grouped`'s, rows of experts and their matrices.
+# Operators of `monograph.graph.grouped`: products of the rows of experts and their matrices.
 _GROUPED = {"grouped_linear", "grouped_outer"}
 _BATCHED = {"bmm", "baddbmm", "batched_matmul"}
 _ATTENTION = re.compile(
     r"(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|flex_attention)"
 )
-# Names that Inductor gives to the kernels it generates, and to those from its templates for
-# products.
+# Inductor's names for the kernels that it generates, and for those of its templates for products.
 _GENERATED = re.compile(r"^(triton|cpp)_")
 _TEMPLATE = re.compile(r"^triton_tem_")
+# Names of events in which the host waits for the device.
 _WAITS = re.compile(r"Synchronize|^aten::_local_scalar_dense$")
+# The beginning of the names of autograd's events around the operators of a backward pass.
 _BACKWARD = "autograd::engine::evaluate_function"
 
 
 class _Place(NamedTuple):
-    """Where an event lies in the step.
+    """The place of an event in the step.
 
     Attributes:
-        part: the part that the spans around it give, if any.
-        inside: the part of the operator around it that counts as a whole, if there is one.
+        span_part: the part of the spans around the event; None: they give none.
+        kernel_part: the part of the operator around the event that computes something itself, or of
+            the event, if it is this operator; None: there is no such operator. Operators inside
+            such an operator do not count.
     """
 
-    part: Part | None = None
-    inside: Part | None = None
+    span_part: Part | None = None
+    kernel_part: Part | None = None
 
 
 def read(
     trace: Mapping[str, Any], has_kernel: HasKernel, vocabulary: int | None, heads_are_batched: bool
 ) -> Timeline:
-    """Return the timeline from the first step's span to the end of the last one.
+    """Read a trace, from the beginning of the first step's span to the end of the last one.
 
     Args:
         trace: the content that `torch.profiler.profile.export_chrome_trace` wrote, with shapes.
-        has_kernel: tells whether an operator of a name computes something itself, instead of making
-            a view, allocating or only calling other operators.
-        vocabulary: rows of the head, if no other side of a product is as long; else None.
-        heads_are_batched: whether batched products belong to attention, as in a Llama, whose layers
-            multiply matrices.
+        has_kernel: returns whether the operator with a name computes something itself, instead of
+            making a view, allocating or only calling other operators.
+        vocabulary: the size of the vocabulary, if it identifies the products of the loss's head;
+            None: they are not identified so.
+        heads_are_batched: whether batched products belong to attention; they do in a Llama, whose
+            layers multiply matrices.
+
+    Returns:
+        The timeline, which begins at 0 s.
 
     Raises:
         ValueError: the trace has no step.
     """
+    # "X" are the events with a duration.
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    # Spans are listed a second time on the device's tracks; only the host's count.
+    # Only the spans on the host's tracks count; the device's tracks list them again, with another
+    # category.
     steps = [
         event for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"
     ]
     if not steps:
         raise ValueError(f"the trace has no {STEP}")
     begin = min(event["ts"] for event in steps)
-    main = steps[0]["tid"]
     end = max(event["ts"] + event["dur"] for event in steps)
+    main_thread = steps[0]["tid"]
     events = [event for event in events if begin <= event["ts"] <= end]
     reader = _Reader(has_kernel, vocabulary, heads_are_batched, _seconds(begin))
-    reader.head = _sequence_numbers(events)
-    for thread in dict.fromkeys(event["tid"] for event in events if event.get("cat") in _HOST):
-        mine = [event for event in events if event["tid"] == thread and event.get("cat") in _HOST]
-        reader.walk(
-            sorted(mine, key=lambda event: (event["ts"], -event["dur"])), is_main=thread == main
-        )
-    on_device = [event for event in events if event.get("cat") in _DEVICE]
-    kernels = [*reader.on_device(on_device)] if on_device else reader.kernels
-    noted, of_updates = reader.events[False], reader.events[True]
+    reader.head_numbers = _sequence_numbers(events)
+    host_events = [event for event in events if event.get("cat") in _HOST]
+    for thread in dict.fromkeys(event["tid"] for event in host_events):
+        of_thread = [event for event in host_events if event["tid"] == thread]
+        # Outer events come before the events inside them.
+        of_thread.sort(key=lambda event: (event["ts"], -event["dur"]))
+        reader.read_thread(of_thread, is_main=thread == main_thread)
+    device_events = [event for event in events if event.get("cat") in _DEVICE]
+    kernels = reader.kernels
+    if device_events:
+        kernels = [*reader.device_kernels(device_events)]
     return Timeline(
-        0.0, _seconds(end - begin), kernels, reader.spans, reader.updates, noted, of_updates
+        begin_s=0.0,
+        end_s=_seconds(end - begin),
+        kernels=kernels,
+        spans=reader.spans,
+        updates=reader.updates,
+        events=reader.events,
+        update_events=reader.update_events,
     )
 
 
+# The categories of events on the host and on the device.
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
@@ -130,35 +156,41 @@ def _seconds(microseconds: float) -> float:
 
 
 def _sequence_numbers(events: Sequence[Event]) -> set[int]:
-    """Return the sequence numbers of the operators in a head's span; their nodes of the backward
-    pass have the same.
+    """Return the sequence numbers of the operators in a head's span.
+
+    The nodes of their backward pass have the same numbers.
     """
     heads = [event for event in events if event["name"] == HEAD]
     return {
         event["args"]["Sequence number"]
         for event in events
         if "Sequence number" in event.get("args", {})
-        and any(head["tid"] == event["tid"] and _inside(event, head) for head in heads)
+        and any(head["tid"] == event["tid"] and _is_inside(event, head) for head in heads)
     }
 
 
-def _inside(event: Event, other: Event) -> bool:
+def _is_inside(event: Event, outer: Event) -> bool:
     return bool(
-        other["ts"] <= event["ts"] and event["ts"] + event["dur"] <= other["ts"] + other["dur"]
+        outer["ts"] <= event["ts"] and event["ts"] + event["dur"] <= outer["ts"] + outer["dur"]
     )
 
 
 class _Reader:
-    """A walk over the events of the host's threads, each nested in the events that called it.
+    """Collects what the events of the host's threads tell.
 
     Attributes:
-        head: sequence numbers of the head's operators.
-        kernels: intervals of operators that compute, which are the kernels on a CPU.
+        has_kernel: see `read`.
+        vocabulary: see `read`.
+        heads_are_batched: see `read`.
+        begin_s: the time that becomes 0 s, in the trace's seconds.
+        head_numbers: the sequence numbers of the operators of the loss's head.
+        kernels: the intervals of operators that compute; on a CPU these are the kernels.
         spans: the host's waits.
-        updates: the intervals of updates.
-        events: counts of events by part, outside and inside updates.
-        launches: for each correlation number: the time of the launch, its place, and the operator
-            that launched it.
+        updates: the intervals of the optimizer's updates.
+        events: the number of the main thread's events outside updates, by part.
+        update_events: the number of the main thread's events inside updates, by part.
+        launches: for each correlation number, which an event on the device shares with its launch:
+            the time of the launch, its place, and the operator that made it.
     """
 
     def __init__(
@@ -168,34 +200,47 @@ class _Reader:
         self.vocabulary = vocabulary
         self.heads_are_batched = heads_are_batched
         self.begin_s = begin_s
-        self.head: set[int] = set()
+        self.head_numbers: set[int] = set()
         self.kernels: list[Kernel] = []
         self.spans: list[Span] = []
         self.updates: list[tuple[float, float]] = []
-        self.events: dict[bool, Counter[Part]] = {False: Counter(), True: Counter()}
+        self.events = Counter[Part]()
+        self.update_events = Counter[Part]()
         self.launches: dict[int, tuple[float, _Place, Event | None]] = {}
 
-    def walk(self, events: Sequence[Event], is_main: bool) -> None:
+    def read_thread(self, events: Sequence[Event], is_main: bool) -> None:
+        """Read the events of a thread, in order of time, each before the events inside it."""
+        # The events around the current one: their ends, places, and the operators in which other
+        # events are launched.
         stack: list[tuple[float, _Place, Event | None]] = []
         for event in events:
             while stack and event["ts"] >= stack[-1][0]:
                 stack.pop()
-            _, place, operator = stack[-1] if stack else (math.inf, _Place(), None)
-            inner = self._placed(event, place)
+            outer_place, operator = _Place(), None
+            if stack:
+                _, outer_place, operator = stack[-1]
+            place = self._place(event, outer_place)
             if "correlation" in event.get("args", {}):
-                self.launches[event["args"]["correlation"]] = (self._at(event), place, operator)
+                launch = (self._begin_s(event), outer_place, operator)
+                self.launches[event["args"]["correlation"]] = launch
             if is_main:
-                self.events[place.part == "optimizer"][place.inside or "host gaps"] += 1
-            if is_main and not place.inside:
-                self._note(event, inner)
-            is_operator = event.get("cat") == "cpu_op" and not place.inside
-            stack.append((event["ts"] + event["dur"], inner, event if is_operator else operator))
+                in_update = outer_place.span_part == "optimizer"
+                counts = self.update_events if in_update else self.events
+                counts[outer_place.kernel_part or "host gaps"] += 1
+            # Events inside an operator that computes are parts of it, and are not counted again.
+            is_outermost = not outer_place.kernel_part
+            if is_main and is_outermost:
+                self._add(event, place)
+            if event.get("cat") == "cpu_op" and is_outermost:
+                operator = event
+            stack.append((event["ts"] + event["dur"], place, operator))
 
-    def _at(self, event: Event) -> float:
+    def _begin_s(self, event: Event) -> float:
         return _seconds(event["ts"]) - self.begin_s
 
-    def _note(self, event: Event, place: _Place) -> None:
-        begin = self._at(event)
+    def _add(self, event: Event, place: _Place) -> None:
+        """Add an event of the main thread to the waits, updates or kernels."""
+        begin = self._begin_s(event)
         end = begin + _seconds(event["dur"])
         if event["name"] == DATA:
             self.spans.append(Span("data", begin, end))
@@ -203,35 +248,43 @@ class _Reader:
             self.updates.append((begin, end))
         elif _WAITS.search(event["name"]):
             self.spans.append(Span("sync", begin, end))
-        elif place.inside:
-            self.kernels.append(
-                Kernel(
-                    place.inside, begin, end, *work(event), begin, event["name"], _operands(event)
-                )
+        elif place.kernel_part:
+            flops, moved_bytes = work(event)
+            kernel = Kernel(
+                part=place.kernel_part,
+                begin_s=begin,
+                end_s=end,
+                flops=flops,
+                moved_bytes=moved_bytes,
+                launched_s=begin,
+                name=event["name"],
+                operands=_operands(event),
             )
+            self.kernels.append(kernel)
 
-    def _placed(self, event: Event, place: _Place) -> _Place:
+    def _place(self, event: Event, outer: _Place) -> _Place:
+        """Return the place of an event, given the place of the event around it."""
         name = event["name"]
-        part = place.part
-        number = event.get("args", {}).get("Sequence number")
-        if part is None:
+        span_part = outer.span_part
+        if span_part is None:
+            number = event.get("args", {}).get("Sequence number")
+            is_backward_of_head = name.startswith(_BACKWARD) and number in self.head_numbers
             if name == UPDATE:
-                part = "optimizer"
-            elif name in (HEAD, ADDED) or (name.startswith(_BACKWARD) and number in self.head):
-                part = "loss head"
-        inside = place.inside
-        if inside is None and event.get("cat") == "cpu_op" and not _WAITS.search(name):
-            inside = (
-                self._part(event, part)
-                if _GENERATED.search(name) or self.has_kernel(name)
-                else None
-            )
-        return _Place(part, inside)
+                span_part = "optimizer"
+            elif name in (HEAD, ADDED) or is_backward_of_head:
+                span_part = "loss head"
+        kernel_part = outer.kernel_part
+        is_operator = event.get("cat") == "cpu_op" and not _WAITS.search(name)
+        if kernel_part is None and is_operator:
+            if _GENERATED.search(name) or self.has_kernel(name):
+                kernel_part = self._part(event, span_part)
+        return _Place(span_part, kernel_part)
 
-    def _part(self, event: Event, said: Part | None) -> Part:
+    def _part(self, event: Event, span_part: Part | None) -> Part:
+        """Return the part of an operator that computes; the module has the rules."""
         name = event["name"].rpartition("::")[2]
-        if said is not None:
-            return said
+        if span_part is not None:
+            return span_part
         if _ATTENTION.search(name):
             return "attention"
         if name in _PRODUCTS:
@@ -241,49 +294,46 @@ class _Reader:
             return "attention" if self.heads_are_batched and name in _BATCHED else "matmul"
         if name in _GROUPED:
             return "matmul"
-        return (
-            "elementwise"
-            if event["name"].startswith("aten::") or _GENERATED.search(event["name"])
-            else "other"
-        )
+        if event["name"].startswith("aten::") or _GENERATED.search(event["name"]):
+            return "elementwise"
+        return "other"
 
-    def on_device(self, events: Sequence[Event]) -> Iterator[Kernel]:
-        """Yield the device's kernels, with the work of the operators that launched them; without
-        one it is "other".
-        """
-        seen: set[int] = set()
+    def device_kernels(self, events: Sequence[Event]) -> Iterator[Kernel]:
+        """Yield the kernels of a device, each with the work of the operator that launched it."""
+        # The operators whose work was given to a kernel. It is given to their first kernel only.
+        given: set[int] = set()
         for event in events:
-            begin = self._at(event)
+            begin = self._begin_s(event)
             end = begin + _seconds(event["dur"])
             launched, place, operator = self.launches.get(
                 event["args"].get("correlation"), (None, _Place(), None)
             )
             if event["cat"] == "gpu_memcpy" and re.search("HtoD|DtoH", event["name"]):
                 yield Kernel(
-                    "transfers",
-                    begin,
-                    end,
-                    None,
-                    event["args"].get("bytes"),
-                    launched,
-                    event["name"],
+                    part="transfers",
+                    begin_s=begin,
+                    end_s=end,
+                    moved_bytes=event["args"].get("bytes"),
+                    launched_s=launched,
+                    name=event["name"],
                 )
                 continue
-            part: Part = place.part or "other"
-            flops = moved = operands = None
+            part: Part = place.span_part or "other"
+            flops = moved_bytes = operands = None
             if operator is not None:
-                part = self._part(operator, place.part)
-                if id(operator) not in seen:  # the first of an operator's kernels gets its work
-                    flops, moved = work(operator)
+                part = self._part(operator, place.span_part)
+                if id(operator) not in given:
+                    given.add(id(operator))
+                    flops, moved_bytes = work(operator)
                     operands = _operands(operator)
-                    seen.add(id(operator))
-            elif place.part is None and _GENERATED.search(event["name"]):
+            elif place.span_part is None and _GENERATED.search(event["name"]):
                 part = "elementwise"
-            yield Kernel(part, begin, end, flops, moved, launched, event["name"], operands)
+            yield Kernel(part, begin, end, flops, moved_bytes, launched, event["name"], operands)
 
 
 def _shapes(event: Event) -> list[list[int]]:
     """Return the shapes of the tensors among an operator's inputs."""
+    # Other inputs have [] or, for a list of tensors, a list of shapes.
     return [
         shape
         for shape in event.get("args", {}).get("Input Dims", [])
@@ -292,58 +342,68 @@ def _shapes(event: Event) -> list[list[int]]:
 
 
 def _operands(event: Event) -> Operands | None:
-    """Return the operands of a product of two matrices or two batches of them; None for anything
-    else.
+    """Return the operands of a product of two matrices, or of two batches of them.
+
+    None: the event is not such a product.
     """
     name = event["name"].rpartition("::")[2]
-    given = event.get("args", {})
     if name not in _PRODUCTS or name.startswith("_"):
         return None
-    first = _PRODUCTS[name]
-    pairs = zip(given.get("Input Dims", []), given.get("Input Strides", []), strict=False)
-    operands = tuple((tuple(shape), tuple(strides)) for shape, strides in pairs)[first : first + 2]
+    arguments = event.get("args", {})
+    shapes = arguments.get("Input Dims", [])
+    strides = arguments.get("Input Strides", [])
+    inputs = [(tuple(shape), tuple(steps)) for shape, steps in zip(shapes, strides, strict=False)]
+    left = _PRODUCTS[name]
+    operands = tuple(inputs[left : left + 2])
     return operands if len(operands) == 2 else None
 
 
 def work(event: Event) -> tuple[float | None, float | None]:
-    """Return (FLOPs, bytes) of an operator's call, from its inputs' shapes; None where the shapes
-    do not tell.
+    """Return (FLOPs, bytes) of an operator's call, from the shapes of its inputs.
 
-        product of [N, K] and [K, M]                            2 N K M FLOPs
-        grouped product of [P, K] and [E, N, K]                 2 P K N FLOPs
-        causal attention, T queries and S keys of E numbers     2 B H T S E FLOPs; backward 2.5 times as many
+        product of [N, K] and [K, M]                      2 N K M FLOPs
+        grouped product of [P, K] and [E, N, K]           2 P K N FLOPs
+        causal attention of queries [B, H, T, E]
+            to keys [B, H, S, E]                          2 B H T S E FLOPs
+            backward                                      2.5 times as many
+        other                                             0 FLOPs
 
-    Bytes are those of each input, read once, and of the output, written once: as many as a
-    product's result has, or else the largest input. A generated kernel has its outputs among its
-    inputs. The shapes of the products in Inductor's templates are not known.
+    Bytes are those of all inputs, which are read once, and of the output, which is written once.
+    The output of a product has its known shape, and that of another operator counts as large as the
+    largest input. A generated kernel has its outputs among its inputs.
+
+    (None, None): the shapes are not in the trace, or the operator is one of Inductor's templates
+    for products, whose shapes are unknown.
     """
     name = event["name"].rpartition("::")[2]
     shapes = _shapes(event)
     types = event.get("args", {}).get("Input type", [])
-    sizes = [
+    input_bytes = [
         math.prod(shape) * _BYTES.get(kind, 1)
         for shape, kind in zip(event.get("args", {}).get("Input Dims", []), types, strict=False)
+        # A 0-d tensor has the shape [], as a number has, but a tensor's type.
         if (isinstance(shape[0], int) if shape else kind in _BYTES)
     ]
-    if not sizes or _TEMPLATE.search(name):
+    if not input_bytes or _TEMPLATE.search(name):
         return None, None
     if _GENERATED.search(name):
-        return 0.0, float(sum(sizes))
-    moved = float(sum(sizes) + max(sizes))
+        return 0.0, float(sum(input_bytes))
+    moved_bytes = float(sum(input_bytes) + max(input_bytes))
     if name in _PRODUCTS and len(shapes) > _PRODUCTS[name] + 1:
-        left, right = shapes[_PRODUCTS[name]], shapes[_PRODUCTS[name] + 1]
-        columns = math.prod(right) // max(
-            1, left[-1] * (math.prod(left[:-2]) if len(right) > 2 else 1)
-        )
-        number = max(_BYTES.get(kind, 1) for kind in types)
-        return 2.0 * math.prod(left) * columns, float(
-            sum(sizes) + math.prod(left[:-1]) * columns * number
-        )
+        left = shapes[_PRODUCTS[name]]
+        right = shapes[_PRODUCTS[name] + 1]
+        # A right operand of more than two dimensions has a matrix for each of the left one's.
+        matrices = math.prod(left[:-2]) if len(right) > 2 else 1
+        columns = math.prod(right) // max(1, left[-1] * matrices)
+        bytes_each = max(_BYTES.get(kind, 1) for kind in types)
+        output_bytes = math.prod(left[:-1]) * columns * bytes_each
+        return 2.0 * math.prod(left) * columns, float(sum(input_bytes) + output_bytes)
     if name in _GROUPED:
-        return 2.0 * math.prod(shapes[0]) * shapes[1][1], moved
+        return 2.0 * math.prod(shapes[0]) * shapes[1][1], moved_bytes
     if _ATTENTION.search(name) and len(shapes) >= 3:
-        backward = "backward" in name
-        query, key = shapes[1 if backward else 0], shapes[2 if backward else 1]
-        forward = 2.0 * math.prod(query) * key[-2]
-        return forward * (2.5 if backward else 1.0), moved
-    return 0.0, moved
+        # A backward operator has the gradient of the output as its first input.
+        is_backward = "backward" in name
+        query, key = shapes[1:3] if is_backward else shapes[0:2]
+        forward_flops = 2.0 * math.prod(query) * key[-2]
+        return forward_flops * (2.5 if is_backward else 1.0), moved_bytes
+    return 0.0, moved_bytes

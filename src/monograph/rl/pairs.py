@@ -19,31 +19,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monograph.data.completions import completed_row
-from monograph.data.conversations import Conversation, chat_only, read_conversation, require_copy
+from monograph.data.conversations import (
+    Conversation,
+    first_chat_only_key,
+    read_conversation,
+    require_copy,
+)
 from monograph.data.corpus import Corpus, stats_of
 from monograph.data.forms import (
-    ANYTHING,
     CHAT_KEYS,
     CHOSEN,
     COMPLETION,
+    DEFAULT_SETTINGS,
     IGNORE_KEY,
     LABEL,
     MESSAGES,
     PROMPT,
     REJECTED,
-    Asked,
     Kind,
     RecordKeys,
+    RecordSettings,
 )
 from monograph.data.kinds import kind_of_records
 from monograph.data.loss_mask import Answering, Answers, Row
-from monograph.data.messages import trained_on
+from monograph.data.messages import is_trained_on
 from monograph.data.options import ReadingOptions
 from monograph.data.progress import Progress
-from monograph.data.records import KINDS, Fault, Unusable, few, short, sound
+from monograph.data.records import JSON_TYPES, Fault, Unusable, checked_text, list_names, quote
 from monograph.data.rows import IGNORE, Int64, Rows
 from monograph.data.sources import located
-from monograph.data.spelled import Spelled, texts_of
+from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.store import Side
 from monograph.errors import InputRefused
 from monograph.rl.prompts import Record, own_tokenizer, read_parts
@@ -169,13 +174,13 @@ def _side(pairs: Sequence[Pair], name: str) -> Side:
         records=array(range(1, len(pairs) + 1)),
         bytes=sum(pair.bytes for pair in pairs),
         files=(name,),
-        first=array((0, len(pairs))),
+        first_documents=array((0, len(pairs))),
         answers=array(spans),
     )
 
 
 def loss_for(
-    source: str | Sequence[str], asked: Asked = ANYTHING, skip_bad: bool = False
+    source: str | Sequence[str], asked: RecordSettings = DEFAULT_SETTINGS, skip_bad: bool = False
 ) -> str | None:
     """Return the default loss for a source.
 
@@ -219,9 +224,9 @@ def read_pairs(
     # The template, once the first chat has been read; texts need no template.
     template: list[Answers] = []
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
-    ignored = Asked.of(None, reading.ignore_keys)
+    ignored = RecordSettings.of(None, reading.ignore_keys)
     record_keys = RecordKeys(Kind.LABELLED if labelled else Kind.PAIRS, ignored, is_chosen=True)
-    spelled = Spelled(tokenizer)
+    spellings = SpecialTokenSpellings(tokenizer)
     # The places of records whose answers begin with the prompt.
     repeating = list[str]()
 
@@ -246,7 +251,7 @@ def read_pairs(
         except InputRefused as refused:
             raise InputRefused(f"{where}: {refused}") from None
         if not chat:
-            spelled.see(where, texts_of(record, PROMPT, *keys))
+            spellings.count(where, text_values(record, PROMPT, *keys))
             prompt = record.get(PROMPT)
             if prompt and all(record[key].startswith(prompt) for key in keys):
                 repeating.append(where)
@@ -290,15 +295,15 @@ def read_pairs(
         reading.bad_records,
         keys[0],
     ]
-    if ignored.left_out:
-        decisive.append(ignored.left_out)
+    if ignored.ignored_training_keys:
+        decisive.append(ignored.ignored_training_keys)
     digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     name = parts.sources.name
     train = PairRows(train_pairs, name, tokenizer, length, first=1)
     held_out = PairRows(held_out_pairs, name, tokenizer, length, first=1 + train.answers)
     stats = stats_of(len(parts.sources.files), parts.skipped, train, held_out)
     of_template = template[0].notes({}, "") if template else ()
-    notes = (*record_keys.notes(), *of_template, *spelled.notes(), *_repeating_note(repeating))
+    notes = (*record_keys.notes(), *of_template, *spellings.notes(), *_repeating_note(repeating))
     return Corpus(name, tokenizer, train, held_out, digest, stats, notes, Path())
 
 
@@ -327,15 +332,15 @@ def _are_chats(record: Record, keys: Sequence[str]) -> bool:
             elif key == COMPLETION and REJECTED in record:
                 hint = "; such a record is for prefer.loss = dpo"
             raise Unusable(
-                "no pair", f"has no key {short(key)}; its keys are {few(list(record))}{hint}"
+                "no pair", f"has no key {quote(key)}; its keys are {list_names(list(record))}{hint}"
             )
         if not isinstance(record[key], str | list):
             raise Unusable(
                 "no pair",
-                f"{short(key)} is {KINDS[type(record[key])]}, not a text or a list of messages",
+                f"{quote(key)} is {JSON_TYPES[type(record[key])]}, not a text or a list of messages",
             )
     first, last = record[keys[0]], record[keys[-1]]
-    both = " and ".join(map(short, keys))
+    both = " and ".join(map(quote, keys))
     if type(first) is not type(last):
         raise Unusable("no pair", f"{both} are not both texts or both lists of messages")
     if len(keys) > 1 and first == last:
@@ -364,17 +369,17 @@ _ReadAnswer = Callable[[Record, str], _Answer]
 def _answer_of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
     given_prompt = record.get(PROMPT, "")
     if isinstance(given_prompt, list):
-        message = f"{short(PROMPT)} is a list of messages, but the answers are texts: give lists of messages"
+        message = f"{quote(PROMPT)} is a list of messages, but the answers are texts: give lists of messages"
         raise Unusable("no pair", message)
-    chat_key = chat_only(record)
+    chat_key = first_chat_only_key(record)
     if chat_key is not None:
         raise InputRefused(
-            f"{short(chat_key)} is for chats, and the answers are texts: remove it, or {IGNORE_KEY}"
+            f"{quote(chat_key)} is for chats, and the answers are texts: remove it, or {IGNORE_KEY}"
         )
-    prompt = sound(given_prompt, PROMPT)
-    answer = sound(record[key], key)
+    prompt = checked_text(given_prompt, PROMPT)
+    answer = checked_text(record[key], key)
     if not answer:
-        raise Unusable("empty answer", f"{short(key)} is empty")
+        raise Unusable("empty answer", f"{quote(key)} is empty")
     return _Answer(prompt, completed_row(tokenizer, prompt, answer), len(answer.encode()))
 
 
@@ -389,12 +394,12 @@ def _answer_of_chat(rendered: Callable[[Conversation], Row], record: Record, key
     *prompt_messages, last = conversation.messages
     if last["role"] != "assistant":
         raise Unusable(
-            "no answer", f"{short(key)} ends with a message of {last['role']}, not of an assistant"
+            "no answer", f"{quote(key)} ends with a message of {last['role']}, not of an assistant"
         )
-    if not trained_on(last):
+    if not is_trained_on(last):
         raise Unusable(
             "no answer",
-            f"{short(key)} ends with a message of the weight 0: nothing of it would be learned",
+            f"{quote(key)} ends with a message of the weight 0: nothing of it would be learned",
         )
     size = len(last.get("content", "").encode())
     return _Answer(json.dumps(prompt_messages, ensure_ascii=False), rendered(conversation), size)
@@ -409,11 +414,11 @@ def _pair(record: Record, read_answer: _ReadAnswer, chat: bool) -> Pair:
     if chosen.prompt != rejected.prompt or chosen_prompt_ids != rejected_prompt_ids:
         raise Unusable(
             "differing prompts",
-            f"{short(CHOSEN)} and {short(REJECTED)} differ before their last message",
+            f"{quote(CHOSEN)} and {quote(REJECTED)} differ before their last message",
         )
     if chosen.row.ids == rejected.row.ids:
         maker = "chat template" if chat else "tokenizer"
-        both = f"{short(CHOSEN)} and {short(REJECTED)}"
+        both = f"{quote(CHOSEN)} and {quote(REJECTED)}"
         raise Unusable(
             "equal answers",
             f"the {maker} makes both answers, {both}, the same text: nothing is preferred",
@@ -426,14 +431,14 @@ def _labelled(record: Record, read_answer: _ReadAnswer, chat: bool) -> Pair:
     label = record.get(LABEL)
     if not isinstance(label, bool | int | float | str) or label not in _LABELS:
         if LABEL not in record:
-            problem = f"is missing; its keys are {few(list(record))}"
+            problem = f"is missing; its keys are {list_names(list(record))}"
         elif isinstance(label, str):
-            problem = f"is {short(label)}"
+            problem = f"is {quote(label)}"
         elif isinstance(label, int | float):
             problem = f"is {label:g}"
         else:
-            problem = f"is {KINDS[type(label)]}"
-        raise Unusable("no label", f"expected true or false under {short(LABEL)}, which {problem}")
+            problem = f"is {JSON_TYPES[type(label)]}"
+        raise Unusable("no label", f"expected true or false under {quote(LABEL)}, which {problem}")
     prompt, row, size = read_answer(record, COMPLETION)
     # The prompt and one token: the least room that another answer takes in the row.
     prompt_and_token = Row(row.ids[: row.spans[0][0] + 1], ())

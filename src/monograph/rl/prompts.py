@@ -10,24 +10,38 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from monograph.data.conversations import chat_only, keyed_records, require_question, with_chat_keys
+from monograph.data.conversations import (
+    first_chat_only_key,
+    keyed_records,
+    require_question,
+    with_chat_keys,
+)
 from monograph.data.forms import (
-    ANYTHING,
+    DEFAULT_SETTINGS,
     FUNCTIONS,
-    INSTEAD,
     PROMPT,
+    REMEDIES,
     TEACHER_PROMPT,
     TEXT,
-    Asked,
     RecordKeys,
+    RecordSettings,
 )
-from monograph.data.loss_mask import DAY
+from monograph.data.loss_mask import TEMPLATE_DATE
 from monograph.data.messages import read_messages
 from monograph.data.options import ReadingOptions
 from monograph.data.progress import Progress
-from monograph.data.records import EMPTY, KINDS, Fault, Unusable, few, json_objects, short, sound
+from monograph.data.records import (
+    EMPTY_VALUES,
+    JSON_TYPES,
+    Fault,
+    Unusable,
+    checked_text,
+    json_objects,
+    list_names,
+    quote,
+)
 from monograph.data.sources import LINES, Sources, find
-from monograph.data.spelled import Spelled, texts_of
+from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
 from monograph.model.config import LlamaConfig
@@ -225,19 +239,19 @@ def read_prompts(
     """
     tokenizer = own_tokenizer(reading, "rl.reward")
     key = PROMPT if reading.text_key in (None, TEXT) else reading.text_key
-    asked = Asked.of(None, reading.ignore_keys)
+    asked = RecordSettings.of(None, reading.ignore_keys)
     refuse = not reading.skips_bad
 
     reader = _Reader(
         key=key,
-        tokenizer=tokenizer.on(DAY),
+        tokenizer=tokenizer.on(TEMPLATE_DATE),
         room=_Room(
             room, "data.sequence_length less rl.max_new_tokens: raise one or lower the other"
         ),
         for_teacher=isinstance(reward, Taught),
         asked=asked,
     )
-    spelled = Spelled(tokenizer)
+    spellings = SpecialTokenSpellings(tokenizer)
 
     def read(where: str, record: Record) -> Prompt | Fault:
         try:
@@ -246,7 +260,7 @@ def read_prompts(
             return unusable.fault
         except InputRefused as refused:
             raise InputRefused(f"{where}: {refused}") from None
-        spelled.see(where, texts_of(record, key))
+        spellings.count(where, text_values(record, key))
         return _checked(prompt, reward, refuse)
 
     parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
@@ -258,13 +272,16 @@ def read_prompts(
         reading.held_out,
         reading.bad_records,
     ]
-    if asked.left_out:
-        decisive.append(asked.left_out)
+    if asked.ignored_training_keys:
+        decisive.append(asked.ignored_training_keys)
     chats, longest = _kind_and_longest([*parts.train, *parts.held_out], key)
-    notes = spelled.notes()
+    notes = spellings.notes()
     if chats and template_of(tokenizer).reads_the_date:
-        decisive.append(DAY)
-        notes = (*notes, f"the chat template reads the date; in all of these prompts it is {DAY}")
+        decisive.append(TEMPLATE_DATE)
+        notes = (
+            *notes,
+            f"the chat template reads the date; in all of these prompts it is {TEMPLATE_DATE}",
+        )
     fingerprint = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     return Prompts(
         name=parts.sources.name,
@@ -296,10 +313,10 @@ def prompts_of(
     prompts = list[Prompt]()
     reader = _Reader(
         key=PROMPT,
-        tokenizer=tokenizer.on(DAY),
+        tokenizer=tokenizer.on(TEMPLATE_DATE),
         room=_Room(room, "the model's positions less max_new_tokens: lower that"),
         for_teacher=isinstance(reward, Taught),
-        asked=ANYTHING,
+        asked=DEFAULT_SETTINGS,
     )
     for number, record in enumerate(records, 1):
         where = f"record {number}"
@@ -349,7 +366,7 @@ class _Reader(NamedTuple):
 
     Attributes:
         key: the key of the prompt.
-        tokenizer: the tokenizer, whose template reads the date `DAY`.
+        tokenizer: the tokenizer, whose template reads the date `TEMPLATE_DATE`.
         room: the maximum number of tokens.
         for_teacher: whether the prompt of a teacher is read, too.
         asked: the keys that are ignored.
@@ -359,7 +376,7 @@ class _Reader(NamedTuple):
     tokenizer: Tokenizer
     room: _Room
     for_teacher: bool
-    asked: Asked
+    asked: RecordSettings
 
 
 def _prompt(record: Record, where: str, reader: _Reader) -> Prompt:
@@ -369,7 +386,7 @@ def _prompt(record: Record, where: str, reader: _Reader) -> Prompt:
         Unusable: the record has no usable prompt.
         InputRefused: the record has a key that cannot be followed.
     """
-    given = reader.asked.given(record)
+    given = reader.asked.drop_ignored(record)
     text, ids = _text_and_ids(given, reader.key, reader)
     teacher_ids: tuple[int, ...] = ()
     if reader.for_teacher and TEACHER_PROMPT in given:
@@ -381,7 +398,9 @@ def _text_and_ids(record: Record, key: str, reader: _Reader) -> tuple[str, tuple
     """Return the text and the tokens of the prompt under a key; the errors are those of `_prompt`."""
     tokenizer = reader.tokenizer
     if key not in record:
-        raise Unusable("no prompt", f"has no key {short(key)}; its keys are {few(list(record))}")
+        raise Unusable(
+            "no prompt", f"has no key {quote(key)}; its keys are {list_names(list(record))}"
+        )
     value = record[key]
     _require_followable(record, is_chat=isinstance(value, list))
     if isinstance(value, list):
@@ -397,11 +416,12 @@ def _text_and_ids(record: Record, key: str, reader: _Reader) -> tuple[str, tuple
         except (Unread, Unspeakable) as refused:
             raise Unusable("refused by the chat template", str(refused)) from None
     elif isinstance(value, str):
-        text = sound(value, key)
+        text = checked_text(value, key)
         ids = [tokenizer.bos_id, *tokenizer.encode(value)]
     else:
         raise Unusable(
-            "no prompt", f"{short(key)} is {KINDS[type(value)]}, not a text or a list of messages"
+            "no prompt",
+            f"{quote(key)} is {JSON_TYPES[type(value)]}, not a text or a list of messages",
         )
     room = reader.room
     if len(ids) > room.tokens:
@@ -417,12 +437,14 @@ def _require_followable(record: Record, is_chat: bool) -> None:
 
     All other keys are for the reward.
     """
-    if record.get(FUNCTIONS) not in EMPTY:
-        raise InputRefused(f"{short(FUNCTIONS)} is not read: {INSTEAD[FUNCTIONS]}, or {FOR_REWARD}")
-    key = chat_only(record)
+    if record.get(FUNCTIONS) not in EMPTY_VALUES:
+        raise InputRefused(
+            f"{quote(FUNCTIONS)} is not read: {REMEDIES[FUNCTIONS]}, or {FOR_REWARD}"
+        )
+    key = first_chat_only_key(record)
     if key is not None and not is_chat:
         raise InputRefused(
-            f"{short(key)} is for chats, and the prompt is a text: give a list of messages, or {FOR_REWARD}"
+            f"{quote(key)} is for chats, and the prompt is a text: give a list of messages, or {FOR_REWARD}"
         )
 
 

@@ -26,7 +26,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from monograph.data.records import few
+from monograph.data.records import list_names
 from monograph.errors import InputRefused, UsageError
 from monograph.rl import worker
 from monograph.rl.numbers import last_number, whole_number
@@ -142,7 +142,7 @@ class Reward:
         if self.field is None:
             return
         if self.field not in record:
-            problem = f"is missing; its keys are {few(list(record))}"
+            problem = f"is missing; its keys are {list_names(list(record))}"
         elif not self._fits(record[self.field]):
             problem = f"is {_shown(record[self.field])}"
         else:

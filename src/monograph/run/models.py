@@ -165,7 +165,7 @@ def load_to_export(
     stored = None
     if recipe.lora:
         try:
-            stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init), base)
+            stored = adapter.pack_adapters(model, lora_of(recipe.lora), str(recipe.init), base)
         except InputRefused as error:
             warn(f"{error}: the model is written merged, without a folder of its adapters")
             return model, tokenizer, None
@@ -250,7 +250,7 @@ def _load(
             require_base_of(stored, digest(model))
         if file := hub.tokenizer_file(folder):
             extended(model, compared(Tokenizer.from_file(file), base, str(file)), base)
-        adapter.put(model, stored.lora, start=stored)
+        adapter.install_adapters(model, stored.lora, start=stored)
         return model
     if is_weight_file(folder):
         shape, tensors = torch_file.read(Path(folder), sizes)
@@ -292,7 +292,7 @@ def load_trained(
             require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
             if recipe.vocabulary and isinstance(model, Llama):
                 extend(model, *recipe.vocabulary)
-            adapter.put(model, lora_of(recipe.lora), precision=precision)
+            adapter.install_adapters(model, lora_of(recipe.lora), precision=precision)
         load_weights(model, weights_of(checkpoint))
         materialize_(model)
     else:

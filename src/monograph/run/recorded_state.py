@@ -211,7 +211,9 @@ def _require(state: Mapping[str, Any], update: int, run: Run) -> None:
         except InputRefused as error:
             raise InputRefused(f"model_config: {error}") from None
     sampling = known.sampling or {}
-    if unknown := sorted(sampling.keys() - sampling_defaults.checked(sampling, "sampling").keys()):
+    if unknown := sorted(
+        sampling.keys() - sampling_defaults.select_defaults(sampling, "sampling").keys()
+    ):
         raise InputRefused(
             f"sampling.{unknown[0]} = {_shown(sampling[unknown[0]])}: no key of a number for sampling"
         )

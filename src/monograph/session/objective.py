@@ -17,7 +17,7 @@ from monograph.config import Settings
 from monograph.config.keys import TEXTS_WAY, WayToLearn
 from monograph.data.batches import Batch
 from monograph.data.corpus import Corpus
-from monograph.data.forms import Asked
+from monograph.data.forms import RecordSettings
 from monograph.device import Device
 from monograph.distributed.world import World
 from monograph.engine import Engine
@@ -173,7 +173,9 @@ class Objective(ABC):
             condition is not STREAMED for condition, _ in self.excluded
         )
 
-    def of_records(self, source: str | Sequence[str], asked: Asked, skip_bad: bool) -> str | None:
+    def of_records(
+        self, source: str | Sequence[str], asked: RecordSettings, skip_bad: bool
+    ) -> str | None:
         """Return the value of its key for records of which no key says what is learned; None if it
         is not for them.
 

@@ -111,7 +111,7 @@ def is_sharded(parallel: str) -> bool:
 def sharing(parallel: str, ranks: int) -> int:
     """Return how many of the ranks share out the rows of each weight, by `train.parallel`."""
     own = place(srun=True) if parallel == "hsdp" else None
-    return own.near if own else ranks if is_sharded(parallel) else 1
+    return own.machine_size if own else ranks if is_sharded(parallel) else 1
 
 
 class Shape(NamedTuple):

@@ -16,7 +16,7 @@ from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
 from monograph.loss import Loss, TokenLoss
-from monograph.model.adapter import put
+from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.scaling import LINEAR
@@ -194,7 +194,7 @@ def build_run(
             require_base_of(start, str(recipe.base_sha256))
         # Under fsdp the base is rounded on the host, as no device need have room for all of it.
         there = None if is_sharded(job.parallel) else device
-        put(
+        install_adapters(
             model,
             lora,
             seed=job.seed,

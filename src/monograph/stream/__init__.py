@@ -1,5 +1,5 @@
-"""Train models that are larger than the device, in full precision: their weights are streamed to
-it.
+"""Train models that are larger than the device's memory, in full precision, by streaming their
+weights to the device.
 """
 
 from monograph.stream.engine import Streamed

@@ -1,10 +1,15 @@
-"""Update one stage on the device, chunk by chunk: fetch a chunk, run the resident engine's own
-update, copy it back.
+"""Update one stage on the device, chunk by chunk.
 
-A chunk is a part of a plane. Chunks take turns in staging buffers: while one is updated, others are
-filled or emptied. Chunks are updated between the micro-batches of another stage, so that copies run
-while that stage computes. Planes that are updated on the host are left to
-`monograph.stream.updates`.
+A stage is some consecutive blocks of the model, or the parts before or after them. A plane is a
+flat buffer of a stage's parameters of one kind (`monograph.optim.Plane`), and a chunk is a part of
+a plane.
+
+A chunk is fetched to a staging buffer, updated by the resident engine's own update, and copied
+home. While one chunk is updated, other chunks are copied to or from other staging buffers. Chunks
+are updated between the micro-batches of another stage, so that copies run while that stage
+computes.
+
+Planes that are updated on the host are left to `monograph.stream.updates`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,10 +27,13 @@ from monograph.stream.slots import DeviceBuffer, StageOnDevice
 from monograph.stream.store import GRADIENT, REST, WEIGHTS, Buffer, Stage, StoredPlane
 
 STAGING_BUFFERS = 4
-# Elements of a chunk, a multiple of every block in which moments are packed: enough to use a link's
-# and a device's full rate, and few compared with a large model's blocks.
+# The maximum of elements in a chunk. It is a multiple of every block in which moments are packed
+# (`monograph.optim.state_format`). Copies and updates of this size run at full rate, and a large model's
+# blocks have many chunks.
 MOST = 2**23
+# What to do after memory ran out when some weights were updated and others were not.
 HALF_DONE = "take fewer blocks a stage or fewer rows (train.micro_batch), and go on from the last checkpoint"
+# `Passes.update_part`: (part of a plane, low halves or None, gradient, factor, whether applied).
 UpdatePart = Callable[[Plane, Tensor | None, Tensor, Tensor, Tensor], None]
 
 
@@ -37,80 +45,101 @@ class Chunk(tuple[StoredPlane, int, int]):
     def part(self, buffer: Buffer) -> Tensor:
         """Return the chunk's part of a buffer of the plane."""
         stored, begin, end = self
-        # Moments in blocks have one element for several numbers, and chunks begin at multiples of
-        # a block.
-        block = stored.plane.param.numel() // buffer.tensor.numel()
-        return buffer.tensor[begin // block : -(-end // block)]
+        # A buffer of packed moments has one element for several weights, e.g. a scale for 256.
+        # Parameters are padded to whole blocks (`monograph.optim.state_format`), so chunks begin and
+        # end at multiples of these numbers.
+        weights_per_element = stored.plane.param.numel() // buffer.tensor.numel()
+        return buffer.tensor[begin // weights_per_element : end // weights_per_element]
 
     def plane(self, tensors: Mapping[str, Tensor], device: torch.device) -> Plane:
-        """Return the chunk as a plane of its own, made of its buffers' parts on `device`, by name."""
+        """Return the chunk as a plane.
+
+        Args:
+            tensors: the chunk's parts of the buffers, by name.
+            device: the device of these tensors.
+        """
         stored, begin, end = self
         slots = stored.plane.slots
-        matrices = stored.plane.kind.matrix is not None
-        whole = stored.plane.param.numel() // len(slots)
+        if stored.plane.kind.matrix is not None:
+            # Muon orthogonalises whole matrices, so a chunk consists of whole matrices.
+            matrix_size = stored.plane.param.numel() // len(slots)
+            slots = slots[begin // matrix_size : end // matrix_size]
         return replace(
             stored.plane,
-            # Muon orthogonalises whole matrices, so a chunk of a plane of matrices holds some of
-            # them whole.
-            slots=slots[begin // whole : end // whole] if matrices else slots,
+            slots=slots,
             param=tensors[WEIGHTS],
             grad=tensors[GRADIENT],
-            # It is a tensor, as a number would be a constant of the graph, and each chunk would
-            # compile its own graph.
+            # `start` is a tensor: a number would be a constant of the graph, and each chunk would
+            # need its own graph.
             start=torch.full((), stored.start + begin, dtype=torch.int64, device=device),
             state={name: tensors[name] for name in stored.moments},
         )
 
 
 def chunks(stage: Stage) -> Iterator[Chunk]:
-    """Cut the stage's planes that are updated on the device into chunks of at most MOST elements."""
+    """Cut the planes that are updated on the device into chunks of at most MOST elements."""
     return cut((stored for stored in stage.stored if not stored.on_host), MOST)
 
 
 def cut(planes: Iterable[StoredPlane], most: int) -> Iterator[Chunk]:
-    """Cut planes into chunks of at most `most` elements; a chunk of matrices has whole ones, and at
-    least one.
+    """Cut planes into chunks of at most `most` elements.
+
+    A plane of matrices is cut between matrices; each chunk has at least one, even a larger one.
     """
     for stored in planes:
         size = stored.plane.param.numel()
-        whole = size // len(stored.plane.slots) if stored.plane.kind.matrix else 1
-        step = max(1, most // whole) * whole
-        yield from (
-            Chunk((stored, begin, min(size, begin + step))) for begin in range(0, size, step)
-        )
+        # The size of what must not be cut.
+        unit = size // len(stored.plane.slots) if stored.plane.kind.matrix else 1
+        units_per_chunk = max(1, most // unit)
+        chunk_size = units_per_chunk * unit
+        for begin in range(0, size, chunk_size):
+            yield Chunk((stored, begin, min(size, begin + chunk_size)))
 
 
 def to_fetch(chunk: Chunk, *, gradient: bool) -> dict[str, Tensor]:
-    """Return by name a chunk's tensors that do not live on the device, the gradient only if
-    `gradient`.
+    """Return a chunk's tensors that must be copied to the device, by name.
+
+    Args:
+        chunk: the chunk.
+        gradient: whether its gradient is copied as well.
     """
-    away = {
-        name: buffer
-        for name, buffer in chunk[0].buffers.items()
-        if buffer.space.home != Home.DEVICE
-    }
-    return {
-        name: chunk.part(buffer) for name, buffer in away.items() if gradient or name != GRADIENT
-    }
+    stored = chunk[0]
+    tensors = dict[str, Tensor]()
+    for name, buffer in stored.buffers.items():
+        wanted = gradient or name != GRADIENT
+        if wanted and buffer.space.home != Home.DEVICE:
+            tensors[name] = chunk.part(buffer)
+    return tensors
 
 
 @dataclass
 class StagingBuffers:
-    """Device memory in which the chunks that are updated take turns."""
+    """Device memory for chunks while they are updated.
+
+    Attributes:
+        lanes: the lanes that copy and compute.
+        buffers: the buffers, in which chunks take turns.
+        turn: how many times a buffer was taken.
+    """
 
     lanes: Lanes
     buffers: list[DeviceBuffer]
     turn: int = 0
 
     def next(self) -> DeviceBuffer:
-        """Return the buffer that was used longest ago, as its copies home are most likely done."""
+        """Return the buffer that was used longest ago: its copies home are most likely finished."""
         self.turn += 1
         return self.buffers[self.turn % len(self.buffers)]
 
 
-class Fetched(NamedTuple):
-    """A chunk on the device: its tensors by name, the spaces that its update writes, and its
-    staging buffer.
+class FetchedChunk(NamedTuple):
+    """A chunk on the device.
+
+    Attributes:
+        chunk: the chunk.
+        parts: its tensors on the device, by name.
+        spaces: the spaces that its update reads and writes.
+        staging: its staging buffer.
     """
 
     chunk: Chunk
@@ -123,49 +152,55 @@ class ChunkedUpdate:
     """The update of one stage.
 
     Attributes:
+        stage: the stage.
+        staging_buffers: the memory that chunks are copied to.
+        gradients: the stage on the device, if its gradients are still in its slot; None if they
+            are at home.
         count: the number of its chunks.
     """
 
     def __init__(
         self, stage: Stage, staging_buffers: StagingBuffers, gradients: StageOnDevice | None = None
     ):
-        """Prepare the update; nothing is copied yet.
-
-        Args:
-            stage: the stage to update.
-            staging_buffers: the memory that chunks are copied to.
-            gradients: the stage on the device, if its gradients are still in its slot; None if they
-                are at home.
-        """
+        """Prepare the update; nothing is copied yet. The arguments are the attributes."""
         self.stage = stage
         self.staging_buffers = staging_buffers
         self.gradients = gradients
-        # This is a generator, as chunks are fetched when buffers become free.
-        self._left = chunks(stage)
+        # A generator of the chunks that are not fetched yet.
+        self._unfetched = chunks(stage)
         self.count = sum(1 for _ in chunks(stage))
-        self._fetched: list[Fetched] = []
+        self._fetched: list[FetchedChunk] = []
 
-    def begin(self) -> None:
+    def fetch_chunks(self) -> None:
         """Fetch chunks until all staging buffers are in use."""
-        for chunk in islice(self._left, STAGING_BUFFERS - len(self._fetched)):
+        free_buffers = STAGING_BUFFERS - len(self._fetched)
+        for chunk in islice(self._unfetched, free_buffers):
             self._fetch(chunk)
 
-    @torch.no_grad()  # it may be called with and without gradients, and must be one captured graph
-    def work(
+    # Callers may have gradients enabled or disabled. Without the decorator, the two would need two
+    # captured graphs.
+    @torch.no_grad()
+    def update_chunks(
         self,
         update_part: UpdatePart,
         scale: Tensor,
         accepted: Tensor,
         into: StageOnDevice | None = None,
     ) -> Iterator[None]:
-        """Update one chunk after another and copy it home, its weights also to the slot `into`, if
-        given.
+        """Update the chunks one after another and copy each one home; yield after each chunk.
+
+        Args:
+            update_part: computes the update of a part of a plane, in place.
+            scale: the gradient's factor.
+            accepted: whether the update is applied.
+            into: the stage in a slot, to which the new weights are copied as well; None: they are
+                only copied home.
 
         Raises:
-            OutOfDeviceMemory: some chunks are updated and others are not, so the update can neither
-                be repeated nor be skipped.
+            OutOfDeviceMemory: some chunks are updated and others are not, so the update can be
+                neither repeated nor skipped.
         """
-        self.begin()
+        self.fetch_chunks()
         while self._fetched:
             try:
                 self._update(self._fetched.pop(0), update_part, scale, accepted, into)
@@ -173,58 +208,61 @@ class ChunkedUpdate:
                 raise OutOfDeviceMemory(
                     f"the update of {self.stage.name} does not fit the device's memory: {HALF_DONE}"
                 ) from error
-            self.begin()
+            self.fetch_chunks()
             yield
-        # Copies of these weights in other slots are now outdated, and are fetched again when they
-        # are needed.
+        # The new version makes copies of these weights in other slots outdated, so they are fetched
+        # again when they are needed.
         self.stage.version += 1
         if into is not None:
-            into.fetch(
-                self.staging_buffers.lanes,
-                [stored for stored in self.stage.stored if stored.on_host],
-            )
+            # Planes that the host has updated are not copied to the slot by `_update`.
+            host_planes = [stored for stored in self.stage.stored if stored.on_host]
+            into.fetch(self.staging_buffers.lanes, host_planes)
             into.slot.holds = (self.stage, self.stage.version)
 
     def _fetch(self, chunk: Chunk) -> None:
+        """Copy a chunk to the next staging buffer."""
         stored, begin, end = chunk
         staging = self.staging_buffers.next()
         lanes = self.staging_buffers.lanes
-        away = to_fetch(chunk, gradient=self.gradients is None)
-        parts = staging.take(away)
+        sources = to_fetch(chunk, gradient=self.gradients is None)
+        parts = staging.take(sources)
         spaces = [staging.space]
         for name, target in parts.items():
-            lanes.copy(target, away[name], staging.space, stored.buffers[name].space)
+            lanes.copy(target, sources[name], staging.space, stored.buffers[name].space)
         for name, buffer in stored.buffers.items():
             if name == GRADIENT and self.gradients is not None:
-                parts[name] = self.gradients.planes[self.stage.stored.index(stored)].grad[begin:end]
+                plane_in_slot = self.gradients.planes[self.stage.stored.index(stored)]
+                parts[name] = plane_in_slot.grad[begin:end]
                 spaces += self.gradients.writes
-            # A buffer that lives on the device is updated in place.
             elif name not in parts:
+                # The buffer lives on the device, and is updated in place.
                 parts[name] = chunk.part(buffer)
                 spaces.append(buffer.space)
-        self._fetched.append(Fetched(chunk, parts, spaces, staging))
+        self._fetched.append(FetchedChunk(chunk, parts, spaces, staging))
 
     def _update(
         self,
-        fetched: Fetched,
+        fetched: FetchedChunk,
         update_part: UpdatePart,
         scale: Tensor,
         accepted: Tensor,
         into: StageOnDevice | None,
     ) -> None:
-        (stored, begin, end), parts, spaces, staging = fetched
+        """Update a fetched chunk, and copy it home and to the slot `into`."""
+        chunk, parts, spaces, staging = fetched
+        stored, begin, end = chunk
         lanes = self.staging_buffers.lanes
-        plane = fetched.chunk.plane(parts, scale.device)
+        plane = chunk.plane(parts, scale.device)
         lanes.compute(
             lambda: update_part(plane, parts.get(REST), parts[GRADIENT], scale, accepted),
             writes=spaces,
         )
         for name, buffer in stored.buffers.items():
             if name != GRADIENT and buffer.space.home != Home.DEVICE:
-                lanes.copy(fetched.chunk.part(buffer), parts[name], buffer.space, staging.space)
+                lanes.copy(chunk.part(buffer), parts[name], buffer.space, staging.space)
         if into is not None and stored.buffers[WEIGHTS].space.home != Home.DEVICE:
-            # Copied on the device, as the next pass needs these weights, which would else cross the
-            # link a second time.
+            # The next pass needs these weights. They are copied within the device, so that they do
+            # not cross the link again.
             target = into.planes[self.stage.stored.index(stored)].param[begin:end]
             lanes.compute(
                 lambda: target.copy_(parts[WEIGHTS]),

@@ -1,10 +1,11 @@
-"""Predict a streamed update's time: a clock takes the device's place, and the walk runs on tensors
-without data.
+"""Predict the time of a streamed update.
 
-Each lane has a time of its own. A piece of work begins when its lane is free and all work that it
-waits for is done. A copy lasts bytes / bandwidth, and computing lasts as long as `Costs` says.
-Walk, slots, staging buffers, boundaries, lanes and waits are those that train, so the schedule that
-is timed is the real one.
+A clock replaces the device, and the walk runs on tensors without data. Each lane has its own time.
+A piece of work begins when its lane is free and all work that it waits for is finished. A copy
+takes bytes / bandwidth, and a computation takes as long as `Costs` says.
+
+Walk, slots, staging buffers, boundaries, lanes and waits are those of training, so the timed
+schedule is the real one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,10 @@ from monograph.stream.lanes import LANES, Home, Lane, LaneWork, Mark
 from monograph.stream.slots import HostPiece, Passes, StageOnDevice
 from monograph.stream.store import Further, Stage
 
-UPDATES = 2  # updates that are run; every later update takes as long as the last of these
-DISK = "disk"
+# Updates that are run. The first one is shorter, because no earlier update is unfinished. Every
+# later update takes as long as the second.
+UPDATES = 2
+DISK = "disk"  # the key of the disk among the lanes of `busy_s`
 T = TypeVar("T")
 
 
@@ -31,8 +34,8 @@ class Link(NamedTuple):
 
     Attributes:
         into: to the device.
-        out: from the device, at the same time.
-        disk: to or from files, one copy at a time.
+        out: from the device; copies to the device may run at the same time.
+        disk: to or from files; one copy runs at a time.
     """
 
     into: float
@@ -41,17 +44,19 @@ class Link(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """The seconds that computing takes: each pass for one micro-batch, and the update of one
-    parameter.
+    """The seconds that computations take.
 
     Attributes:
-        first_s: the forward pass of the parts before the blocks, such as the embedding.
-        forward_s: one block's forward pass.
-        again_s: one block's repeated forward pass and its backward pass.
-        loss_s: the parts after the blocks and the loss, forward and backward.
-        first_again_s: the backward pass of the parts before the blocks.
-        number_s: the update of one parameter on the device.
-        host_number_s: the update of one parameter on the host.
+        first_s: the forward pass of the parts before the blocks (such as the embedding), for one
+            micro-batch.
+        forward_s: the forward pass of one block, for one micro-batch.
+        again_s: the recomputed forward pass and the backward pass of one block, for one
+            micro-batch.
+        loss_s: the forward and backward pass of the parts after the blocks and the loss, for one
+            micro-batch.
+        first_again_s: the backward pass of the parts before the blocks, for one micro-batch.
+        number_s: the update of one weight on the device.
+        host_number_s: the update of one weight on the host.
     """
 
     first_s: float = 0.0
@@ -64,12 +69,12 @@ class Costs(NamedTuple):
 
 
 class UpdateTiming(NamedTuple):
-    """The timing of one update among many.
+    """The timing of one update in the middle of a training.
 
     Attributes:
-        update_s: seconds from the end of one update to the end of the next.
-        busy_s: seconds in these for which "compute", "in", "out", "host" and "disk" are busy.
-        moved_bytes: bytes copied, by (from, to).
+        update_s: seconds from the end of the previous update to the end of this update.
+        busy_s: for how many of these seconds "compute", "in", "out", "host" and "disk" are busy.
+        moved_bytes: bytes copied, by (home of the source, home of the target).
     """
 
     update_s: float
@@ -78,7 +83,7 @@ class UpdateTiming(NamedTuple):
 
     @property
     def bottleneck(self) -> str:
-        """Return the lane that is busy for longest, or "disk"."""
+        """Return what is busy for longest: the name of a lane, or "disk"."""
         return max(self.busy_s, key=lambda name: self.busy_s[name])
 
 
@@ -88,88 +93,103 @@ class Clock:
 
     Attributes:
         link: the rates of copies.
-        now: the second at which each lane is free.
+        now: the time at which each lane is free, in s.
         busy_s: seconds for which each lane and the disk have worked.
-        done: the second at which each piece of work was done.
+        done: the time at which each piece of work was finished, in s.
     """
 
     link: Link
     now: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
     busy_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*LANES, DISK), 0.0))
     done: dict[Mark, float] = field(default_factory=dict)
-    _disk_free: float = 0.0
-    _spent: float = 0.0
+    _disk_free: float = 0.0  # the time at which the disk is free, in s
+    _spent: float = 0.0  # seconds of the current computation
 
     def spend(self, seconds: float) -> None:
-        """Let the current computation last this much longer."""
+        """Make the current computation last this much longer."""
         self._spent += seconds
 
     def run(self, work: LaneWork) -> Any:
-        """Advance the lane by the time that the work takes; only computing is called, not copies."""
+        """Advance the lane by the time that the work takes.
+
+        Returns:
+            The result of a computation; None for a copy, which is not made.
+        """
         lane = work.mark.lane
-        # As on real lanes, work begins after the work before it on its lane and after the work that
-        # it waits for.
+        # As on real lanes, the work waits for earlier work on its lane and for its `waits`.
         begin = max([self.now[lane], *(self.done[mark] for mark in work.waits)])
         result = None
         if lane in ("compute", "host"):
             self._spent = 0.0
             result = work.call()
             seconds = self._spent
+        elif lane == "in":
+            seconds = work.moved_bytes / self.link.into
         else:
-            seconds = work.moved_bytes / (self.link.into if lane == "in" else self.link.out)
-        worked = seconds
-        # All lanes share one disk.
-        if lane != "compute" and any(
-            space.home == Home.DISK for space in (*work.reads, *work.writes)
-        ):
+            seconds = work.moved_bytes / self.link.out
+        busy = seconds
+        touches_disk = any(space.home == Home.DISK for space in (*work.reads, *work.writes))
+        if lane != "compute" and touches_disk:
+            # All lanes share one disk.
             begin = max(begin, self._disk_free)
-            of_disk = work.moved_bytes / self.link.disk
-            self._disk_free = begin + of_disk
-            self.busy_s[DISK] += of_disk
-            seconds = max(seconds, of_disk)
-            # The host is not busy while it waits for a file.
-            worked = worked if lane == "host" else seconds
-        self.now[lane] = self.done[work.mark] = begin + seconds
-        self.busy_s[lane] += worked
+            disk_seconds = work.moved_bytes / self.link.disk
+            self._disk_free = begin + disk_seconds
+            self.busy_s[DISK] += disk_seconds
+            seconds = max(seconds, disk_seconds)
+            # The host is not busy while it waits for a file; the lanes of copies are.
+            if lane != "host":
+                busy = seconds
+        end = begin + seconds
+        self.now[lane] = end
+        self.done[work.mark] = end
+        self.busy_s[lane] += busy
         return result
 
     def finish(self) -> None:
-        """Advance all lanes to the time at which the last one is free."""
+        """Advance all lanes to the time at which the last of them is free."""
         self.now = dict.fromkeys(LANES, max(self.now.values()))
 
 
 class Pretend(Passes):
-    """Passes that compute nothing and spend the clock's time instead."""
+    """Passes that compute nothing, and only advance the clock."""
 
     def __init__(self, step: Step, clock: Clock, costs: Costs, state: Tensor):
-        """Take a `state` on the meta device, which stands for every micro-batch's state between
-        stages.
+        """Take what the passes need.
+
+        Args:
+            step: the step.
+            clock: the clock to advance.
+            costs: the seconds that computations take.
+            state: a tensor on the meta device, which is returned as every state and gradient
+                between stages.
         """
         super().__init__(step)
         self.clock = clock
         self.costs = costs
         self.state = state
 
-    def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], T], backward: bool) -> T:
-        """Run a call; nothing reads the parameters."""
+    def run_with_weights(
+        self, needed: Sequence[StageOnDevice], call: Callable[[], T], backward: bool
+    ) -> T:
+        """Run a call; parameters stay where they are, because nothing reads them."""
         return call()
 
-    def first(self, batch: object) -> tuple[Tensor, Further]:
+    def forward_first(self, batch: object) -> tuple[Tensor, Further]:
         """Spend `first_s`."""
         self.clock.spend(self.costs.first_s)
         return self.state, ()
 
-    def forward(self, stage: Stage, state: Tensor, further: Further) -> Tensor:
+    def forward_blocks(self, stage: Stage, state: Tensor, further: Further) -> Tensor:
         """Spend `forward_s` for each block."""
         self.clock.spend(self.costs.forward_s * len(stage.blocks))
         return state
 
-    def loss(self, planes: Sequence[Plane], state: Tensor, batch: object) -> Tensor:
+    def backward_last(self, planes: Sequence[Plane], state: Tensor, batch: object) -> Tensor:
         """Spend `loss_s`."""
         self.clock.spend(self.costs.loss_s)
         return state
 
-    def again(
+    def backward_blocks(
         self,
         planes: Sequence[Plane],
         state: Tensor,
@@ -182,7 +202,7 @@ class Pretend(Passes):
         self.clock.spend(self.costs.again_s * len(stage.blocks))
         return state
 
-    def first_again(self, planes: Sequence[Plane], batch: object, gradient: Tensor) -> None:
+    def backward_first(self, planes: Sequence[Plane], batch: object, gradient: Tensor) -> None:
         """Spend `first_again_s`."""
         self.clock.spend(self.costs.first_again_s)
 
@@ -193,11 +213,11 @@ class Pretend(Passes):
     def update_part(
         self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor
     ) -> None:
-        """Spend `number_s` for each number."""
+        """Spend `number_s` for each weight."""
         self.clock.spend(self.costs.number_s * plane.param.numel())
 
     def update_on_host(self, update: HostPiece, plane: Plane, rest: Tensor | None) -> None:
-        """Spend `host_number_s` for each number."""
+        """Spend `host_number_s` for each weight."""
         self.clock.spend(self.costs.host_number_s * plane.param.numel())
 
 
@@ -205,25 +225,24 @@ def pretended(engine: Streamed, clock: Clock, micro_batches: int) -> UpdateTimin
     """Return the timing of an update in the middle of a training.
 
     Args:
-        engine: the engine of a model on the meta device, whose lanes the clock runs and whose
-            passes are `Pretend`.
-        clock: the clock, which afterwards stands at the end of the last update.
-        micro_batches: the micro-batches of an update.
+        engine: the engine of a model on the meta device; the executor of its lanes is `clock`, and
+            its passes are `Pretend`.
+        clock: the clock, which is advanced to the end of the last update.
+        micro_batches: the number of micro-batches in an update.
     """
     walk = engine.walk
-    moved = walk.lanes.moved_bytes
-    # A schedule depends on shapes alone, so that a model of any size is timed without its memory.
-    with torch.device("meta"):  # for buffers on the host, too
-        # The first update is shorter than any later one, as no update before it is still being
-        # made.
+    moved_bytes = walk.lanes.moved_bytes
+    # A schedule depends only on shapes, so a model of any size is timed without its memory. Buffers
+    # on the host are on the meta device as well.
+    with torch.device("meta"):
         for _ in range(UPDATES):
-            begin = clock.now["compute"]
-            busy = dict(clock.busy_s)
-            before = moved.copy()
+            begin_s = clock.now["compute"]
+            busy_s_before = dict(clock.busy_s)
+            moved_bytes_before = moved_bytes.copy()
             walk.accumulate([None] * micro_batches)
             walk.update()
     return UpdateTiming(
-        clock.now["compute"] - begin,
-        {name: seconds - busy[name] for name, seconds in clock.busy_s.items()},
-        moved - before,
+        update_s=clock.now["compute"] - begin_s,
+        busy_s={name: seconds - busy_s_before[name] for name, seconds in clock.busy_s.items()},
+        moved_bytes=moved_bytes - moved_bytes_before,
     )

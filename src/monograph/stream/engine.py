@@ -128,7 +128,7 @@ class Streamed(Engine):
     def capture(
         self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "blocks"
     ) -> str | None:
-        """Compile one block for all blocks, the head and the updates; `scope` is always "blocks"."""
+        """Compile one block for all blocks, the head and the updates; `scope` is not used."""
         # torch refuses to call a compiled function in one thread while another thread traces.
         self.walk.lanes.one_by_one = True
         try:

@@ -1,33 +1,35 @@
 """Order copies and computations in four lanes, with exactly the waits between lanes that the data
 require.
 
-Work on one lane is done in the order in which it is given; work on different lanes is done at the
-same time. Each piece of work says which spaces it reads and writes, and the lanes derive what it
-has to wait for:
+A lane is a queue. Work on one lane runs in the order in which it is given; work on different lanes
+may run at the same time. A space is a piece of memory that work reads or writes. Each piece of work
+says which spaces it reads and writes, and the lanes derive what the work has to wait for:
 
-    a reader waits for the last writer;     a writer waits for the last writer and for all readers since
+    a reader waits for the last writer
+    a writer waits for the last writer, and for all readers since then
 
-A wait is made only if no other wait implies it. A vector clock for each lane tells: it says how far
-each lane is known to have come when the lane's newest work is done (Mattern 1988, "Virtual Time and
-Global States of Distributed Systems"). So no wait is missing, none is superfluous, and nobody has
-to write them down.
+A wait is left out if another wait implies it. This is found with a vector clock for each lane: how
+much work of each other lane must be finished when the lane's newest work is finished (Mattern 1988,
+"Virtual Time and Global States of Distributed Systems").
 
-On a GPU each lane is a stream with an event after each piece of work; the host's lane is a thread.
-Several streams use the same memory without `record_stream`, which would keep memory until the other
-stream is seen to be done, and so take more of it than a plan counts. All memory is allocated on the
-compute lane's stream, which makes this safe:
+On a GPU, three lanes are streams, with an event after each piece of work, and the host's lane is a
+thread. Several streams use the same memory without `record_stream`: with it, the allocator would
+keep freed memory until the other stream is seen to be finished, which needs more memory than a plan
+counts. Memory without `record_stream` is safe because it is all allocated on the stream of the
+compute lane:
 
-    freed memory      the compute lane has waited for all copies from it, by writing its space (`Boundaries.passed`),
-                      and the allocator gives it only to later work on this lane.
-    new memory        the compute lane writes its space before any copy (`Boundaries.put`, `fetch`), so that copies wait
-                      for this lane's earlier use of the memory.
-    all other memory  planes, slots and staging buffers live as long as the walk, whose construction
-    ends in `finish`.
+    freed memory: Before memory is freed, the compute lane writes its space, and so waits for all
+        copies from it (`Boundaries.release_inputs` in `monograph.stream.walk`). The allocator gives
+        freed memory only to later work on this lane.
+    new memory: The compute lane writes its space before any copy to it (`Boundaries.store_input`,
+        `fetch_inputs`), so copies wait for this lane's earlier use of the memory.
+    all other memory: Planes, slots and staging buffers are allocated before the walk's constructor
+        calls `finish`, and they live as long as the walk.
 
 The host's thread waits for events of streams, but no stream waits for the host: work that needs the
-host's results is launched only after the caller has waited for the host. So launched work always
-ends, and no wait can last for ever. The stage that computes during such a wait was launched before
-it.
+host's results is launched only after the calling thread has waited for the host. So launched work
+always ends, and no wait can last for ever. While the calling thread waits, the device computes work
+that was launched before.
 """
 
 from collections import Counter, deque
@@ -41,13 +43,16 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+# "compute": computations on the device. "in": copies to the device. "out": copies from the device.
+# "host": work on the host.
 Lane = Literal["compute", "in", "out", "host"]
 LANES: tuple[Lane, ...] = ("compute", "in", "out", "host")
-MARKS = 4096  # this many marks are kept before those that no lane can wait for any more are dropped
+# The number of marks that are kept before the marks that no lane can wait for are dropped.
+MARKS = 4096
 
 
 class Home(StrEnum):
-    """The kind of memory: the device's, the host's, or a file that is mapped into the host's."""
+    """Where memory is: on the device, on the host, or in a file that is mapped into memory."""
 
     DEVICE = "device"
     HOST = "host"
@@ -55,7 +60,7 @@ class Home(StrEnum):
 
 
 class Mark(NamedTuple):
-    """The moment at which the work of a number on a lane is done."""
+    """The moment at which piece `number` of a lane's work is finished; numbers begin at 1."""
 
     lane: Lane
     number: int
@@ -69,7 +74,7 @@ class Space:
         name: a name for messages and tests.
         home: where the memory is.
         written: the mark of its last writer.
-        read: the marks of each lane's last reader since then.
+        read: for each lane, the mark of its last reader since `written`.
     """
 
     name: str
@@ -85,13 +90,13 @@ class LaneWork(NamedTuple):
     """One piece of work.
 
     Attributes:
-        mark: the moment at which it is done.
-        waits: marks on other lanes that must come before it.
+        mark: the moment at which it is finished.
+        waits: marks on other lanes, before which it must not begin.
         call: the function that does it.
         reads: the spaces that it reads.
         writes: the spaces that it writes.
-        moved_bytes: bytes that it copies between homes; for work on the host, bytes that it reads
-            and writes in files.
+        moved_bytes: for a copy, the bytes copied; for work on the host, the bytes read and written
+            in files; for a computation 0.
     """
 
     mark: Mark
@@ -103,49 +108,58 @@ class LaneWork(NamedTuple):
 
 
 class Executor(Protocol):
-    """An object that does the work, at once or later, in an order that obeys lanes and waits."""
+    """Runs work, at once or later, in an order that obeys lanes and waits."""
 
     def run(self, work: LaneWork) -> Any:
-        """Do the work or take it on; return the call's result for work on the compute lane."""
+        """Run the work, or queue it; return the call's result for work on the compute lane."""
 
     def finish(self) -> None:
-        """Wait until everything is done."""
+        """Wait until all work is finished."""
 
 
 class Immediately:
-    """The executor for a CPU: it does everything at once, in the order in which it is given."""
+    """The executor for a CPU: it runs all work at once, in the order in which it is given."""
 
     def run(self, work: LaneWork) -> Any:
-        """Do the work now."""
+        """Run the work now."""
         return work.call()
 
     def finish(self) -> None:
-        """Return at once, as nothing is left to do."""
+        """Do nothing: all work is finished."""
 
 
 class Lanes:
-    """The four lanes, which give work to an executor together with its waits.
+    """The four lanes: give an executor each piece of work, together with its waits.
 
     Attributes:
-        executor: the object that does the work.
-        moved_bytes: bytes copied so far, by (from, to).
-        one_by_one: whether the host's work is done before anything else is begun.
+        executor: runs the work.
+        moved_bytes: bytes copied so far, by (home of the source, home of the target).
+        one_by_one: whether each piece of the host's work is finished before other work begins.
     """
 
     def __init__(self, executor: Executor):
-        """Begin with no work done."""
+        """Begin without work."""
         self.executor = executor
         self.one_by_one = False
         self.moved_bytes: Counter[tuple[Home, Home]] = Counter()
-        self._happened: dict[Lane, dict[Lane, int]] = {
+        # The vector clocks. `_finished_before[lane][other]`: how many pieces of work of `other`
+        # must be finished when the newest work of `lane` is finished.
+        self._finished_before: dict[Lane, dict[Lane, int]] = {
             lane: dict.fromkeys(LANES, 0) for lane in LANES
         }
-        self._at: dict[Mark, dict[Lane, int]] = {}
-        self._most = 0
+        # The vector clock of each mark's lane, as it was at the mark.
+        self._clock_at: dict[Mark, dict[Lane, int]] = {}
+        # The number of kept marks at which they are next searched for marks to drop.
+        self._next_search = 0
 
     def copy(self, target: Tensor, source: Tensor, writes: Space, reads: Space) -> None:
-        """Copy a part of one space to a part of another, on lane "in" to the device or "out" from
-        it.
+        """Copy a tensor on lane "in", if it is copied to the device, else on lane "out".
+
+        Args:
+            target: the tensor that is written, a part of the space `writes`.
+            source: the tensor that is read, a part of the space `reads`.
+            writes: the space of the target.
+            reads: the space of the source.
         """
         lane: Lane = "in" if writes.home == Home.DEVICE else "out"
         self.moved_bytes[reads.home, writes.home] += source.nbytes
@@ -160,8 +174,12 @@ class Lanes:
     def compute(
         self, call: Callable[[], T], reads: Iterable[Space] = (), writes: Iterable[Space] = ()
     ) -> T:
-        """Run a call on the compute lane and return its result; it reads and writes no space but
-        these.
+        """Run a call on the compute lane and return its result.
+
+        Args:
+            call: the call; it must not use spaces that are not given here.
+            reads: the spaces that it reads.
+            writes: the spaces that it writes, or reads and writes.
         """
         result: T = self._give("compute", call, tuple(reads), tuple(writes), 0)
         return result
@@ -175,7 +193,15 @@ class Lanes:
         from_disk: int = 0,
         to_disk: int = 0,
     ) -> None:
-        """Run a call on the host lane; of its spaces it reads and writes this many bytes in files."""
+        """Run a call on the host lane.
+
+        Args:
+            call: the call; it must not use spaces that are not given here.
+            reads: the spaces that it reads.
+            writes: the spaces that it writes, or reads and writes.
+            from_disk: bytes that it reads from files.
+            to_disk: bytes that it writes to files.
+        """
         self.moved_bytes += Counter(
             {(Home.DISK, Home.HOST): from_disk, (Home.HOST, Home.DISK): to_disk}
         )
@@ -184,96 +210,111 @@ class Lanes:
             self.executor.finish()
 
     def finish(self) -> None:
-        """Wait until everything is done; afterwards every space may be read and written without
-        waits.
-        """
+        """Wait until all work is finished; afterwards later work waits for none of it."""
         self.executor.finish()
-        # Every lane knows of all earlier marks now, so they need not be kept.
-        newest = {lane: self._happened[lane][lane] for lane in LANES}
-        self._happened = {lane: dict(newest) for lane in LANES}
-        self._at.clear()
+        # All work is finished in the clock of every lane, so marks need not be kept.
+        newest = {lane: self._finished_before[lane][lane] for lane in LANES}
+        self._finished_before = {lane: dict(newest) for lane in LANES}
+        self._clock_at.clear()
 
     def _give(
         self, lane: Lane, call: Callable[[], Any], reads: Spaces, writes: Spaces, moved_bytes: int
     ) -> Any:
-        happened = self._happened[lane]
+        """Derive the waits of a piece of work, and give it to the executor."""
+        clock = self._finished_before[lane]
         needed = [space.written for space in (*reads, *writes) if space.written]
         needed += [mark for space in writes for mark in space.read.values()]
         waits = []
-        # The newest mark comes first, as it may imply older ones.
+        # Large numbers come first, because a wait for late work often implies other waits.
         for mark in sorted(set(needed), key=lambda mark: -mark.number):
-            if mark.lane != lane and mark.number > happened[mark.lane]:
+            if mark.lane != lane and mark.number > clock[mark.lane]:
                 waits.append(mark)
-                for other, number in self._known(mark).items():
-                    happened[other] = max(happened[other], number)
-        # A later wait in this list may imply an earlier one, by way of a third lane.
+                for other, number in self._clock(mark).items():
+                    clock[other] = max(clock[other], number)
+        # Numbers of different lanes say nothing about order, so a later wait in the list may still
+        # imply an earlier one.
         waits = [mark for mark in waits if not self._implied(mark, waits)]
-        happened[lane] += 1
-        mark = Mark(lane, happened[lane])
-        # What is known to have happened when this is done: a lane that waits for it needs no
-        # further wait for that.
-        self._at[mark] = dict(happened)
-        self._forget()
+        clock[lane] += 1
+        mark = Mark(lane, clock[lane])
+        self._clock_at[mark] = dict(clock)
+        self._drop_old_marks()
         for space in reads:
             space.read[lane] = mark
         for space in writes:
-            # This work waits for all earlier readers, and the next writer waits for this work.
+            # This work waits for all earlier readers, and the next writer waits for this work, so
+            # the earlier readers are no longer needed.
             space.written = mark
             space.read = {}
         return self.executor.run(LaneWork(mark, tuple(waits), call, reads, writes, moved_bytes))
 
-    def _forget(self) -> None:
-        """Drop marks that all lanes in use know to have happened, as none of them has to wait for
-        these any more.
-        """
-        if len(self._at) < max(MARKS, self._most):
-            return
-        used = [happened for lane, happened in self._happened.items() if happened[lane]]
-        known = {lane: min(happened[lane] for happened in used) for lane in LANES}
-        self._at = {mark: at for mark, at in self._at.items() if mark.number > known[mark.lane]}
-        # Marks are next looked through when their number has doubled.
-        self._most = 2 * len(self._at)
+    def _drop_old_marks(self) -> None:
+        """Drop the marks that are finished in the clocks of all lanes in use.
 
-    def _known(self, mark: Mark) -> dict[Lane, int]:
-        """Return how far each lane has come at a mark; for a dropped mark, which a new lane may
-        meet, only the mark.
+        None of these lanes has to wait for such a mark any more.
         """
-        return self._at.get(mark, {mark.lane: mark.number})
+        if len(self._clock_at) < max(MARKS, self._next_search):
+            return
+        clocks_in_use = [clock for lane, clock in self._finished_before.items() if clock[lane]]
+        finished = {lane: min(clock[lane] for clock in clocks_in_use) for lane in LANES}
+        self._clock_at = {
+            mark: clock
+            for mark, clock in self._clock_at.items()
+            if mark.number > finished[mark.lane]
+        }
+        # The next search is made when the number of marks has doubled.
+        self._next_search = 2 * len(self._clock_at)
+
+    def _clock(self, mark: Mark) -> dict[Lane, int]:
+        """Return the vector clock at a mark.
+
+        A lane that is used for the first time may need a mark that was dropped. The clock returned
+        for it has only the mark itself, so the lane may wait more often than necessary.
+        """
+        return self._clock_at.get(mark, {mark.lane: mark.number})
 
     def _implied(self, mark: Mark, waits: list[Mark]) -> bool:
-        return any(
-            self._known(other).get(mark.lane, 0) >= mark.number for other in waits if other != mark
-        )
+        """Return whether one of the other waits implies the wait for a mark."""
+        others = [other for other in waits if other != mark]
+        return any(self._clock(other).get(mark.lane, 0) >= mark.number for other in others)
 
 
-# Events of each lane; when one is used again, its earlier work is long done, or a wait is a bit
-# longer.
+# The number of events of each lane, which are reused. The number is large enough that an event's
+# earlier work is usually finished; otherwise a wait takes a little longer.
 EVENTS = 256
 
 
 class HostThread:
-    """A thread that does work in the order in which it is given; once a piece of work failed, it
-    does no more.
+    """A thread that runs work in the order in which it is given.
+
+    After a piece of work has failed, later pieces are not run.
     """
 
     def __init__(self) -> None:
-        """Begin with no work; the thread starts with the first piece of it."""
+        """Begin without work; the thread starts with the first piece of work."""
+        # One thread, because the order of a lane must hold. torch uses several threads within a
+        # piece of work.
         self._thread = ThreadPoolExecutor(1, "monograph-host")
         self._left: deque[Future[None]] = deque()
         self._done = 0
         self._failed: BaseException | None = None
 
     def give(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
-        """Do the work once all of `wait` have returned; the caller goes on at once."""
-        # There is one thread, as a lane is an order; torch uses several threads inside a piece of
-        # work.
+        """Queue a piece of work, and return at once.
+
+        Args:
+            wait: functions that wait; the thread calls them before the work.
+            call: the work.
+        """
         self._left.append(self._thread.submit(self._do, wait, call))
 
     def until(self, number: int | None = None) -> None:
-        """Wait until `number` pieces of work are done in all, or all that were given.
+        """Wait until the first `number` pieces of work since the start are finished.
+
+        Args:
+            number: the number of pieces; None: all pieces that were given.
 
         Raises:
-            BaseException: the error that one of them, or an earlier one, has raised.
+            BaseException: the error that the thread's work has raised.
         """
         while self._left and (number is None or self._done < number):
             self._left.popleft().result()
@@ -285,23 +326,24 @@ class HostThread:
         if self._failed:
             return
         try:
-            for arrived in wait:
-                arrived()
+            for wait_for_event in wait:
+                wait_for_event()
             call()
         except BaseException as error:  # noqa: BLE001 - `until` raises it
             self._failed = error
 
 
 class Streams:
-    """An executor that launches work on a GPU; only `finish` waits until it is done.
+    """An executor that launches work on a GPU; only `finish` waits until the work is finished.
 
-    Every EVENTS-th piece of work of a lane shares an event. To wait for an older piece of work is
-    to wait for the newest one with the same event: it comes later on the same lane, so the wait
-    suffices, and it was launched before, so the wait ends.
+    A lane has EVENTS events, and piece number n of its work uses event n mod EVENTS. A wait for an
+    old piece of work may therefore wait for a newer piece with the same event. That is correct,
+    because the newer piece comes later on the same lane, and it ends, because the newer piece was
+    already launched.
     """
 
     def __init__(self, device: torch.device):
-        """Take the device's current stream for computing, and new streams for copies."""
+        """Take the device's current stream for computations, and new streams for copies."""
         self.device = device
         self._streams: dict[Lane, torch.cuda.Stream] = {
             "compute": torch.cuda.current_stream(device),
@@ -309,21 +351,22 @@ class Streams:
             "out": torch.cuda.Stream(device),
         }
         self._host = HostThread()
-        # Events are made once, as those made for each copy add up (prime-rl pull request 3200).
-        # They are blocking, so that the host's thread sleeps while it waits and leaves the core to
-        # others.
+        # Events are created once and reused: new events for each copy would accumulate (prime-rl
+        # pull request 3200). They are `blocking`, so that the host's thread sleeps while it waits,
+        # and its core is free.
         self._events = {
             lane: [torch.cuda.Event(blocking=True) for _ in range(EVENTS)] for lane in self._streams
         }
 
     def run(self, work: LaneWork) -> Any:
-        """Launch the work behind the work that it waits for; a result of computing is a tensor yet
-        to be computed.
+        """Launch the work, ordered after its `waits`.
+
+        Returns:
+            The call's result; the device may still be computing a tensor in it.
         """
         if work.mark.lane == "host":
-            return self._host.give(
-                [self._event(mark).synchronize for mark in work.waits], work.call
-            )
+            wait = [self._event(mark).synchronize for mark in work.waits]
+            return self._host.give(wait, work.call)
         # A lane is one stream, so the order within a lane needs no event.
         stream = self._streams[work.mark.lane]
         for mark in work.waits:
@@ -334,12 +377,13 @@ class Streams:
         try:
             with torch.cuda.stream(stream):
                 return work.call()
-        finally:  # if the call failed, a part of its work may have been launched
+        finally:
+            # Recorded even if the call failed, because a part of its work may have been launched.
             self._event(work.mark).record(stream)
 
     def finish(self) -> None:
-        """Wait until host and device have nothing left to do."""
-        # The host comes first, as it waits for streams itself; no stream waits for the host.
+        """Wait until the host and the device have finished all work."""
+        # The host comes first, because its work waits for streams; no stream waits for the host.
         self._host.until()
         torch.cuda.synchronize(self.device)
 

@@ -21,7 +21,7 @@ from monograph.stream.chunked_update import HALF_DONE
 from monograph.stream.lanes import Lanes, executor
 from monograph.stream.placement import Placement
 from monograph.stream.slots import Passes
-from monograph.stream.store import Store, stored
+from monograph.stream.store import Store, store_in_stages
 from monograph.stream.walk import Walk
 
 
@@ -78,7 +78,9 @@ class InStages(Parameters):
             siblings.fuse_known(step.model)
         kinds = step.optim.kinds(step.model)
         rounds = step.precision.rounds
-        self.store = stored(step.model, kinds, step.optim, rounds=rounds, placement=self.placement)
+        self.store = store_in_stages(
+            step.model, kinds, step.optim, rounds=rounds, placement=self.placement
+        )
         return [entry.plane for entry in self.store.stored]
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
@@ -117,7 +119,8 @@ class InStages(Parameters):
     def begin_again(self) -> None:
         """Switch the lanes to one thread if the step is captured.
 
-        The repeated pass compiles its graphs again, and torch cannot trace in one of several threads.
+        The repeated pass compiles its graphs again, and torch cannot trace in one of several
+        threads.
         """
         self.walk.lanes.one_by_one = self.step.scope != "none"
 

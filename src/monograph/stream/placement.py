@@ -1,4 +1,8 @@
-"""Say where the buffers of a streamed model live, and allocate memory there."""
+"""Say where the buffers of a streamed model live, and allocate memory there.
+
+A stage is some consecutive blocks of the model, or the parts before or after the blocks. A plane is
+a flat buffer of parameters of one kind (`monograph.optim.Plane`); a stage has several planes.
+"""
 
 import math
 import mmap
@@ -19,16 +23,19 @@ from monograph.optim.formats import FORMATS
 from monograph.storage.writing import FAILING
 from monograph.stream.lanes import Home
 
+# When and where weights are updated; `Placement` explains the values.
 When = Literal["sweep", "next forward", "backward"]
 Where = Literal["device", "host"]
 
 
 def buffer_names() -> tuple[str, ...]:
-    """Return the names of all buffers that a stage of some optimizer may have."""
+    """Return the names of all buffers that a stage may have, with any optimizer."""
     rules = (rule for kind in OPTIMIZERS.values() for rule in kind.rules)
     moments = [moment for rule in rules for moment in rule.moments]
+    # A format of moments packs each moment into several parts, e.g. codes and scales.
     parts = [part for form in FORMATS.values() for part in form.parts]
     of_moments = [part.buffer_name(moment) for part in parts for moment in moments]
+    # Each name once: optimizers share moments.
     return tuple(dict.fromkeys(("weights", "rest", "gradient", *of_moments, "ema")))
 
 
@@ -38,28 +45,30 @@ class Placement:
 
     Attributes:
         device: the device that computes.
-        when: when weights are updated. "sweep": after the backward pass, stage by stage. "next
-            forward": before each stage's next forward pass, while the stage before it computes; the
-            numbers are the same. "backward": as soon as a stage's gradient is complete, which is
-            then not kept; this needs training without clipping, and a gradient that is not finite
-            is refused stage by stage.
-        where: where weights are updated. "device": all buffers that an update needs are copied
-            there and back. "host": a plane whose buffers are all off the device is updated on the
-            host, once its gradient and the decision on the update have come, while the device
-            computes until it needs the weights; a plane that has a buffer on the device is updated
-            on the device.
-        blocks_per_stage: blocks that are fetched, run and updated together.
-        offload: whether the inputs of stages are kept on the host, so that the device's memory does
+        when: when weights are updated.
+            "sweep": after the backward pass, stage by stage.
+            "next forward": before each stage's next forward pass, while the previous stage
+            computes; the results are those of "sweep".
+            "backward": as soon as a stage's gradient is complete; the gradient is not kept.
+            Gradients cannot be clipped then, and whether a gradient is finite is decided for each
+            stage by itself.
+        where: where weights are updated.
+            "device": all buffers that an update needs are copied to the device and back.
+            "host": planes without a buffer on the device are updated on the host while the device
+            computes; other planes are updated on the device.
+        blocks_per_stage: the number of blocks that are fetched, run and updated together.
+        offload: whether the inputs of stages are kept on the host; then the device's memory does
             not grow with the depth.
         on_device: buffers that stay on the device, as (stage, name of the buffer); their bytes
             never cross the link.
-        on_disk: names of buffers that lie in files, mapped into memory, unless they are on the
-            device.
-        folder: the folder of these files, which vanish with the process.
+        on_disk: names of buffers that are in files, mapped into memory, in all stages where they
+            are not on the device.
+        folder: the folder of these files, which vanish with the process; None: the folder for
+            temporary files.
 
-    Buffers are named "weights", "rest" (the low halves of split weights), "gradient", and as in a
-    checkpoint the moments of the optimizer's rules ("exp_avg", "exp_avg_sq", "momentum_buffer") and
-    "ema", with moments in blocks also `<name>_scale`. Stages are numbered from 0, the stage before the blocks.
+    Stages are numbered from 0, which is the stage before the blocks. The names of buffers are
+    "weights", "rest" (the low halves of split weights), "gradient" and "ema", the moments of the
+    optimizer ("exp_avg", "exp_avg_sq", "momentum_buffer"), and `<moment>_scale` for moments in blocks.
 
     Raises:
         UsageError: a value has no meaning.
@@ -76,81 +85,92 @@ class Placement:
 
     def __post_init__(self) -> None:
         """Refuse values that have no meaning."""
-        known = buffer_names()
-        buffers = ", ".join(known)
-        expected = {
-            "device": (isinstance(self.device, torch.device), "a torch.device(...)"),
-            "when": (self.when in get_args(When), f"one of {', '.join(map(repr, get_args(When)))}"),
-            "where": (
-                self.where in get_args(Where),
-                f"one of {', '.join(map(repr, get_args(Where)))}",
-            ),
-            "blocks_per_stage": (
-                type(self.blocks_per_stage) is int and self.blocks_per_stage > 0,
-                "1 or more",
-            ),
-            "offload": (type(self.offload) is bool, "True or False"),
-            "on_device": (
-                _all(self.on_device, lambda pair: _is_of_a_stage(pair, known)),
-                f"a set of (stage, buffer), buffers being {buffers}",
-            ),
-            "on_disk": (
-                _all(self.on_disk, known.__contains__),
-                f"a set of buffers, of {buffers}",
-            ),
-        }
-        for name, (fine, words) in expected.items():
-            if not fine:
-                raise UsageError(f"Placement: {name} = {getattr(self, name)!r}: expected {words}")
+        self._require(isinstance(self.device, torch.device), "device", "a torch.device(...)")
+        self._require(self.when in get_args(When), "when", _one_of(get_args(When)))
+        self._require(self.where in get_args(Where), "where", _one_of(get_args(Where)))
+        # `type` and not `isinstance`, because True is an int.
+        positive = type(self.blocks_per_stage) is int and self.blocks_per_stage > 0
+        self._require(positive, "blocks_per_stage", "1 or more")
+        self._require(type(self.offload) is bool, "offload", "True or False")
+        known_names = buffer_names()
+        buffers = ", ".join(known_names)
+        self._require(
+            _is_set_of(self.on_device, lambda pair: _is_buffer_of_stage(pair, known_names)),
+            "on_device",
+            f"a set of (stage, buffer), where a buffer is one of {buffers}",
+        )
+        self._require(
+            _is_set_of(self.on_disk, known_names.__contains__),
+            "on_disk",
+            f"a set of buffers, of {buffers}",
+        )
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise UsageError(
                 f"Placement: device = {self.device}: torch finds no GPU; use torch.device('cpu')"
             )
 
+    def _require(self, valid: bool, name: str, expected: str) -> None:
+        """Raise a UsageError about an attribute unless its value is valid."""
+        if not valid:
+            raise UsageError(f"Placement: {name} = {getattr(self, name)!r}: expected {expected}")
+
     def home(self, stage: int, name: str) -> Home:
         """Return where a stage's buffer of that name lives."""
-        # The device has precedence, as a buffer in a file would only be slower.
-        away = Home.DISK if name in self.on_disk else Home.HOST
-        return Home.DEVICE if (stage, name) in self.on_device else away
+        # The device has precedence, because a buffer in a file would only be slower.
+        if (stage, name) in self.on_device:
+            return Home.DEVICE
+        return Home.DISK if name in self.on_disk else Home.HOST
 
 
-def _all(given: object, fine: Callable[[Any], bool]) -> bool:
-    return isinstance(given, Set) and all(map(fine, given))
+def _one_of(values: tuple[str, ...]) -> str:
+    return f"one of {', '.join(map(repr, values))}"
 
 
-def _is_of_a_stage(pair: object, known: tuple[str, ...]) -> bool:
+def _is_set_of(given: object, valid: Callable[[Any], bool]) -> bool:
+    return isinstance(given, Set) and all(map(valid, given))
+
+
+def _is_buffer_of_stage(pair: object, known_names: tuple[str, ...]) -> bool:
     return (
         isinstance(pair, tuple)
         and len(pair) == 2
         and type(pair[0]) is int
         and pair[0] >= 0
-        and pair[1] in known
+        and pair[1] in known_names
     )
 
 
 def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tensor:
-    """Return the tensor's values at their home, in new memory.
+    """Copy a tensor to new memory at its home.
+
+    Args:
+        tensor: the tensor.
+        home: where the new memory is.
+        label: what the memory is for, in messages.
+        placement: the device that computes, and the folder of files.
+
+    Returns:
+        The copy.
 
     Raises:
         DiskFull: a file does not fit, or the disk fails.
-        InputRefused: the host has not enough memory that a GPU can copy from, or the folder cannot
-            hold a file.
+        InputRefused: the host has not enough memory that a GPU can copy from, or no file can be
+            created in the folder.
     """
     if home == Home.DEVICE:
-        # It is copied in any case: on a CPU it would share the host's memory otherwise.
+        # `copy` is needed if the device is a CPU: without it the tensor itself would be returned.
         return tensor.to(placement.device, copy=True)
-    on_disk = home == Home.DISK
-    memory = (
-        _mapped(tensor, label, placement.folder)
-        if on_disk
-        else on_host(tensor, label, placement.device)
-    )
+    if home == Home.DISK:
+        memory = _mapped_file(tensor, label, placement.folder)
+    else:
+        memory = on_host(tensor, label, placement.device)
     return memory.copy_(tensor)
 
 
-def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
-    """Return memory in a file without a name, whose blocks are allocated now, as a full disk later
-    would be fatal.
+def _mapped_file(like: Tensor, label: str, folder: Path | None) -> Tensor:
+    """Return memory of a tensor's shape and dtype in a new file that has no name.
+
+    The file's blocks are allocated now, because a disk that is full later would kill the process.
     """
     size = like.nbytes
     try:
@@ -160,82 +180,100 @@ def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
         raise refusal(
             f"{folder or tempfile.gettempdir()}: cannot hold {label}: {error.strerror}"
         ) from None
-    Path(path).unlink()  # now, so that a killed process leaves no file
+    # Deleted now, so that a killed process leaves no file; the open handle keeps the memory.
+    Path(path).unlink()
     try:
         os.posix_fallocate(handle, 0, max(size, 1))
         return torch.from_file(
             f"/proc/self/fd/{handle}", shared=True, size=like.numel(), dtype=like.dtype
         )
-    except (OSError, RuntimeError) as error:  # a RuntimeError if it cannot be mapped
-        where = os.fstatvfs(handle)
-        free = where.f_bavail * where.f_frsize
-        why = f"{free:,} are free" if free < size else str(getattr(error, "strerror", error))
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # torch raises a RuntimeError if it cannot map the file
+        disk = os.fstatvfs(handle)
+        free = disk.f_bavail * disk.f_frsize
+        reason = f"{free:,} are free" if free < size else str(getattr(error, "strerror", error))
         raise DiskFull(
-            f"{label} needs {size:,} bytes in {Path(path).parent}, and {why}: make room, or keep fewer buffers on disk"
+            f"{label} needs {size:,} bytes in {Path(path).parent}, and {reason}: make room, or keep fewer buffers "
+            "on disk"
         ) from error
     finally:
         os.close(handle)
 
 
-# ── page-locked memory ──────────────────────────────────────────────────────────────────────────
-# A copy between a GPU and the host's other memory goes through a small buffer, and the host waits
-# for it. torch's own allocator of page-locked memory rounds sizes up to a power of two
-# (pytorch/pytorch#95823), which for most planes wastes a third of the host's memory. So pages are
-# mapped at their exact size and locked once.
+# ── pinned memory ───────────────────────────────────────────────────────────────────────────────
+# Pinned memory is host memory whose pages are locked. A copy between a GPU and other host memory
+# goes through a small pinned buffer, and the host has to wait for the copy. torch's own allocator
+# of pinned memory rounds sizes up to a power of two (pytorch/pytorch#95823), which wastes a third
+# of the host's memory for most planes. So pages are mapped here at their exact size.
 
 
-class _Locked(mmap.mmap):
-    """Anonymous pages that are locked as long as an object refers to them."""
+class _LockedPages(mmap.mmap):
+    """Anonymous pages that are locked as long as an object refers to them.
+
+    Attributes:
+        address: the address of the first page, once the pages are locked; 0 before.
+    """
 
     address = 0
 
     def __del__(self) -> None:
-        # Unlocked before they are unmapped, or the driver would take later pages there for these.
+        # Unlocked before they are unmapped: otherwise the driver would take pages that are mapped
+        # later at the same address for these.
         if self.address:
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def on_host(like: Tensor, label: str, device: torch.device) -> Tensor:
-    """Return host memory of a tensor's shape and dtype, page-locked if `device` is a GPU.
+    """Return host memory of a tensor's shape and dtype, from which `device` can copy.
 
-    For another device it is ordinary memory; for the meta device it is on the meta device, too.
-    Arguments and errors are those of `pinned`.
+    Args:
+        like: a tensor with the shape and dtype.
+        label: what the memory is for, in messages.
+        device: the device that computes. For a GPU the memory is pinned; for the meta device it is
+            on the meta device as well.
+
+    Raises:
+        InputRefused: see `pinned`.
     """
     if device.type == "cuda":
         return pinned(like, label)
-    return torch.empty(
-        like.shape, dtype=like.dtype, device="meta" if device.type == "meta" else None
-    )
+    if device.type == "meta":
+        return torch.empty(like.shape, dtype=like.dtype, device="meta")
+    # Allocated on torch's default device, which a caller may have set to the meta device.
+    return torch.empty(like.shape, dtype=like.dtype)
 
 
 def pinned(like: Tensor, label: str) -> Tensor:
-    """Return page-locked memory of a tensor's shape and dtype, filled with zeros; its size is
-    rounded up to pages.
+    """Return pinned memory of a tensor's shape and dtype, filled with zeros.
 
     Args:
         like: a tensor with the shape and dtype.
         label: what the memory is for, in messages.
 
     Raises:
-        InputRefused: the system has no more memory, or does not allow so much to be locked.
+        InputRefused: the system has not enough memory, or does not allow so much to be locked.
     """
     size = like.nbytes
     length = max(1, math.ceil(size / mmap.PAGESIZE)) * mmap.PAGESIZE
     try:
-        pages = _Locked(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = _LockedPages(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise InputRefused(
-            f"{label} needs {length:,} bytes of the host's memory, and there are no more: keep fewer buffers there "
-            "(on the device, or on disk), or in fewer bits"
+            f"{label} needs {length:,} bytes of the host's memory, which has no space for them: keep fewer buffers "
+            "there (on the device, or on disk), or in fewer bits"
         ) from error
-    whole = torch.frombuffer(pages, dtype=torch.uint8)
-    if error_code := int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), length, 0)):
-        raise InputRefused(_refused(label, length, error_code))
-    pages.address = whole.data_ptr()
-    return whole[:size].view(like.dtype).view(like.shape)
+    page_bytes = torch.frombuffer(pages, dtype=torch.uint8)
+    error_code = int(torch.cuda.cudart().cudaHostRegister(page_bytes.data_ptr(), length, 0))
+    if error_code:
+        raise InputRefused(_lock_refusal(label, length, error_code))
+    pages.address = page_bytes.data_ptr()
+    return page_bytes[:size].view(like.dtype).view(like.shape)
 
 
-def _refused(label: str, length: int, error_code: int) -> str:
+def _lock_refusal(label: str, length: int, error_code: int) -> str:
+    """Return the message for pages that cannot be locked."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     allowed = "no limit" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
     return (

@@ -1,7 +1,9 @@
-"""Hold stages in slots, device memory that one stage after another is copied to, and run a stage's
-passes there.
+"""Hold stages in slots on the device, and run a stage's passes there.
 
-A pass is of one micro-batch: forward, and later forward again with the backward pass.
+A stage is some consecutive blocks of the model, or the parts before or after them
+(`monograph.stream.store`). A plane is a flat buffer of a stage's parameters of one kind
+(`monograph.optim.Plane`). A slot is device memory to which one stage after another is copied. A
+pass computes one stage for one micro-batch: forward, or later forward again and backward.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -21,35 +23,46 @@ from monograph.stream.store import GRADIENT, WEIGHTS, Further, Stage, StoredPlan
 Key = Hashable
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
-HostPiece = Callable[[Plane, Tensor | None], None]  # updates a part of a plane on the host
+# Updates a part of a plane on the host: (part, low halves of split weights or None).
+HostPiece = Callable[[Plane, Tensor | None], None]
 BLOCK_SLOTS = 2  # stages of blocks take turns in this many slots
 
 
 class DeviceBuffer:
-    """Device memory for tensors by name, which do not share memory, as a graph would copy inputs
-    that overlap.
+    """Device memory for one set of named tensors at a time.
+
+    Tensors of a set do not overlap: a captured graph would copy inputs that overlap.
 
     Attributes:
         space: all of this memory, for the lanes.
     """
 
-    def __init__(self, name: str, held_in_turn: Iterable[Mapping[K, Tensor]], device: torch.device):
-        """Allocate enough memory to hold each of these sets of tensors, one set at a time."""
+    def __init__(
+        self, name: str, sets_of_tensors: Iterable[Mapping[K, Tensor]], device: torch.device
+    ):
+        """Allocate enough memory for the largest tensors of each name.
+
+        Args:
+            name: the name of the space.
+            sets_of_tensors: the sets, by name; the buffer holds one of them at a time.
+            device: the device of the memory.
+        """
         self.space = Space(name, Home.DEVICE)
         sizes: dict[tuple[Key, torch.dtype], int] = {}
-        for tensors in held_in_turn:
+        for tensors in sets_of_tensors:
             for key, tensor in tensors.items():
-                # The dtype is a part of the key, as weights of one kind are bf16 where they are
-                # split, else fp32.
-                at = key, tensor.dtype
-                sizes[at] = max(sizes.get(at, 0), tensor.numel())
+                # Weights of one kind are bf16 if they are split and fp32 otherwise, so the dtype
+                # is a part of the key.
+                key_and_dtype = key, tensor.dtype
+                sizes[key_and_dtype] = max(sizes.get(key_and_dtype, 0), tensor.numel())
         self._memory = {
-            at: torch.zeros(size, dtype=at[1], device=device) for at, size in sizes.items()
+            (key, dtype): torch.zeros(size, dtype=dtype, device=device)
+            for (key, dtype), size in sizes.items()
         }
 
     @property
     def size_bytes(self) -> int:
-        """Return its bytes."""
+        """Return the bytes of the memory."""
         return sum(memory.nbytes for memory in self._memory.values())
 
     def take(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
@@ -60,13 +73,23 @@ class DeviceBuffer:
         }
 
 
-def traveling(stage: Stage, name: str) -> dict[Key, Tensor]:
-    """Return the stage's buffers of a name that do not live on the device, by their plane's number.
+def tensors_to_fetch(stage: Stage, name: str) -> dict[Key, Tensor]:
+    """Return the stage's buffers of one name that must be copied to the device.
 
-    By this key planes of one kind share memory, and so do embedding and head.
+    Args:
+        stage: the stage.
+        name: the name of the buffers, e.g. "weights".
+
+    Returns:
+        The buffers that do not live on the device, by the number of their plane. Stages whose
+        planes have the same number take turns in the same memory of a slot.
     """
     buffers = {stored.plane.number: stored.buffers[name] for stored in stage.stored}
-    return {at: buffer.tensor for at, buffer in buffers.items() if buffer.space.home != Home.DEVICE}
+    return {
+        number: buffer.tensor
+        for number, buffer in buffers.items()
+        if buffer.space.home != Home.DEVICE
+    }
 
 
 class Slot:
@@ -75,16 +98,17 @@ class Slot:
     Attributes:
         weights: the memory for weights.
         gradients: the memory for gradients.
-        holds: the stage whose weights are there, and the version of these.
+        holds: the stage whose weights are in the slot, and the version of these weights; None:
+            no weights were copied to it yet.
     """
 
     def __init__(self, name: str, stages: list[Stage], device: torch.device):
         """Allocate enough memory for the largest of the stages."""
         self.weights = DeviceBuffer(
-            f"{name}, weights", [traveling(stage, WEIGHTS) for stage in stages], device
+            f"{name}, weights", [tensors_to_fetch(stage, WEIGHTS) for stage in stages], device
         )
         self.gradients = DeviceBuffer(
-            f"{name}, gradients", [traveling(stage, GRADIENT) for stage in stages], device
+            f"{name}, gradients", [tensors_to_fetch(stage, GRADIENT) for stage in stages], device
         )
         self.holds: tuple[Stage, int] | None = None
 
@@ -100,12 +124,12 @@ class StageOnDevice:
 
     def __init__(self, stage: Stage, slot: Slot):
         """Make planes of the slot's memory; nothing is copied."""
-        self.stage, self.slot = stage, slot
-        weights, gradients = (
-            room.take(traveling(stage, name))
-            for room, name in ((slot.weights, WEIGHTS), (slot.gradients, GRADIENT))
-        )
+        self.stage = stage
+        self.slot = slot
+        weights = slot.weights.take(tensors_to_fetch(stage, WEIGHTS))
+        gradients = slot.gradients.take(tensors_to_fetch(stage, GRADIENT))
         self.planes = [
+            # A buffer that lives on the device is not in the slot, and is used where it is.
             replace(
                 stored.plane,
                 param=weights.get(stored.plane.number, stored.plane.param),
@@ -125,8 +149,10 @@ class StageOnDevice:
         return self._spaces(GRADIENT, self.slot.gradients)
 
     def _spaces(self, name: str, memory: DeviceBuffer) -> list[Space]:
-        own = [stored.buffers[name].space for stored in self.stage.stored]
-        return list(dict.fromkeys(s if s.home == Home.DEVICE else memory.space for s in own))
+        """Return the spaces of the planes' buffers of one name on the device, each once."""
+        homes = [stored.buffers[name].space for stored in self.stage.stored]
+        spaces = [home if home.home == Home.DEVICE else memory.space for home in homes]
+        return list(dict.fromkeys(spaces))
 
     def fetch(self, lanes: Lanes, planes: Sequence[StoredPlane]) -> None:
         """Copy these planes' weights to the slot."""
@@ -137,10 +163,11 @@ class StageOnDevice:
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
-        """In the block the model's parameters are the weights on the device, elsewhere those at
-        home.
+        """Let the stage's parameters be the weights on the device, within the block.
+
+        Outside the block they are the weights at home.
         """
-        before = [slot.parameter.data for plane in self.planes for slot in plane.slots]
+        weights_at_home = [slot.parameter.data for plane in self.planes for slot in plane.slots]
         for plane in self.planes:
             plane.hold(plane.param)
             plane.fuse()
@@ -149,14 +176,14 @@ class StageOnDevice:
         try:
             yield
         finally:
-            for parameter, data in zip(self.stage.slots, before, strict=True):
+            for parameter, data in zip(self.stage.parameters, weights_at_home, strict=True):
                 parameter.grad = None
                 parameter.data = data
             for family in self.stage.families:
                 family.look()
 
     def link(self) -> None:
-        """Make the backward pass add gradients to those in the slot."""
+        """Make the backward pass add to the gradients in the slot."""
         for plane in self.planes:
             plane.link()
 
@@ -164,78 +191,105 @@ class StageOnDevice:
 class Slots:
     """The slots of a model, and the stages in them.
 
-    Stages of blocks take turns in two slots. The first and the last stage take turns in a third
-    one, unless they share
-    weights: then each has a slot of its own, and the first stage stays in its slot.
+    Stages of blocks take turns in two slots. If the model is not tied, the first and the last stage
+    take turns in a third slot. If the first and the last stage share weights, each has its own
+    slot, and the first stage stays in its slot.
+
+    Attributes:
+        lanes: the lanes that copy and compute.
+        pools: lists of slots; the stages of a pool take turns in its slots. The slot used longest
+            ago is first.
     """
 
     def __init__(self, stages: list[Stage], tied: bool, lanes: Lanes, device: torch.device):
-        """Allocate the memory."""
+        """Allocate the memory.
+
+        Args:
+            stages: the stages of the model, in order.
+            tied: whether the last stage reads weights of the first.
+            lanes: the lanes that copy and compute.
+            device: the device that computes.
+        """
         self.lanes = lanes
         first, *middle, last = stages
         # The last stage of a tied model reads weights of the first, so both are needed at once.
-        ends = [[first], [last]] if tied else [[first, last]]
+        stages_of_ends = [[first], [last]] if tied else [[first, last]]
         self.pools = [
-            [Slot(f"slot of ends {n}", sharing, device)] for n, sharing in enumerate(ends)
+            [Slot(f"slot of ends {number}", sharing, device)]
+            for number, sharing in enumerate(stages_of_ends)
         ]
-        self.pools.append(
-            [
-                Slot(f"slot {number}", middle, device)
-                for number in range(min(BLOCK_SLOTS, len(middle)))
-            ]
-        )
-        self._pool = dict.fromkeys(middle, self.pools[-1])
-        self._pool |= {first: self.pools[0], last: self.pools[len(ends) - 1]}
+        first_pool, last_pool = self.pools[0], self.pools[-1]
+        block_slots = min(BLOCK_SLOTS, len(middle))
+        block_pool = [Slot(f"slot {number}", middle, device) for number in range(block_slots)]
+        self.pools.append(block_pool)
+        self._pool_of = dict.fromkeys(middle, block_pool)
+        self._pool_of[first] = first_pool
+        self._pool_of[last] = last_pool
 
     @property
     def device_bytes(self) -> int:
         """Return the bytes of all slots."""
-        every = [slot for pool in self.pools for slot in pool]
-        return sum(slot.weights.size_bytes + slot.gradients.size_bytes for slot in every)
+        slots = [slot for pool in self.pools for slot in pool]
+        return sum(slot.weights.size_bytes + slot.gradients.size_bytes for slot in slots)
 
     def fetch(self, stage: Stage) -> StageOnDevice:
-        """Return the stage with its current weights in a slot; they are copied unless they are
-        there already.
-        """
-        here = self.claim(stage)
-        if here.slot.holds != (stage, stage.version):
-            here.fetch(self.lanes, stage.stored)
-            here.slot.holds = (stage, stage.version)
-        return here
+        """Copy the stage's weights to a slot, unless they are there, and return the stage."""
+        stage_on_device = self.claim(stage)
+        if stage_on_device.slot.holds != (stage, stage.version):
+            stage_on_device.fetch(self.lanes, stage.stored)
+            stage_on_device.slot.holds = (stage, stage.version)
+        return stage_on_device
 
     def claim(self, stage: Stage) -> StageOnDevice:
-        """Return the stage in a slot, whatever weights are in it."""
-        # A stage that is in a slot already keeps it, or its weights would be fetched a second time.
-        pool = self._pool[stage]
-        slot = next((slot for slot in pool if slot.holds and slot.holds[0] is stage), pool[0])
+        """Assign a slot to the stage and return the stage in it; no weights are copied."""
+        pool = self._pool_of[stage]
+        slot = pool[0]
+        # A stage that is in a slot keeps it, so that its weights are not fetched a second time.
+        for occupied in pool:
+            if occupied.holds and occupied.holds[0] is stage:
+                slot = occupied
+                break
+        # The last slot is the one used most recently.
         pool.remove(slot)
-        pool.append(slot)  # the slot used longest ago is first
+        pool.append(slot)
         return StageOnDevice(stage, slot)
 
 
-class _Called(Exception):
-    """Raised in place of the model's forward pass, with the arguments that the loss called the
-    model with.
-    """
+class _ModelCalled(Exception):
+    """Stops the loss where it calls the model; its `args` are the call's (args, kwargs)."""
 
 
 class Passes:
-    """All that a walk computes: the passes of a model in stages, with the step's loss, and the
-    updates between them.
+    """Computes the passes of a model in stages, with the step's loss, and the updates of planes.
 
-    A pass runs while the model's parameters are those of the stage on the device, whose planes
-    there are `planes`. Copies are not computed, so a clock that pretends to compute has another
-    class in this one's place.
+    While a pass runs, the model's parameters are the weights of the stage on the device. The
+    argument `planes` of a pass are the stage's planes there. Copies are not made by passes, so a
+    subclass that replaces all computations is enough to predict times (`monograph.stream.clock`).
+
+    A state is the tensor that one stage passes to the next for one micro-batch.
     """
 
     def __init__(self, step: Step):
-        """Take the step's module and loss, and run nothing."""
+        """Take the step's module and loss; nothing is computed.
+
+        Raises:
+            UsageError: the module cannot run in stages.
+        """
         self.step = step
         self.model = staged(step.model)
 
-    def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], T], backward: bool) -> T:
-        """Run a call while the model's parameters are in the slots, and their gradients, too, if
-        `backward`.
+    def run_with_weights(
+        self, needed: Sequence[StageOnDevice], call: Callable[[], T], backward: bool
+    ) -> T:
+        """Run a call while the model's parameters are the weights in the slots.
+
+        Args:
+            needed: the stages whose parameters the call uses.
+            call: the call.
+            backward: whether the call adds to the gradients in the slots.
+
+        Returns:
+            The result of the call.
         """
         with ExitStack() as stack:
             stack.enter_context(self.step.parameters.fusing())
@@ -246,19 +300,23 @@ class Passes:
             return call()
 
     def begin(self, batch: object) -> tuple[Tensor, Further]:
-        """Return the first block's input, and the other arguments of blocks, from the loss's call
-        of the model.
+        """Run the model's `begin` with the arguments that the loss calls the model with.
+
+        Returns:
+            The first block's input, and the further arguments of each block.
+
+        Raises:
+            UsageError: the loss does not call the model.
         """
 
-        def called(*args: object, **kwargs: object) -> None:
-            # An exception keeps the loss from going on after the call, as the model has no output
-            # yet.
-            raise _Called(args, kwargs)
+        def stop(*args: object, **kwargs: object) -> None:
+            # The model has no output yet, so the loss must not continue.
+            raise _ModelCalled(args, kwargs)
 
         try:
-            with self._forward(called):
+            with self._forward_is(stop):
                 self.step.loss(self.step.model, batch)
-        except _Called as stopped:
+        except _ModelCalled as stopped:
             args, kwargs = stopped.args
         else:
             raise UsageError(
@@ -266,34 +324,36 @@ class Passes:
             )
         return self.model.begin(*args, **kwargs)
 
-    def forward(self, stage: Stage, state: Tensor, further: Further) -> Tensor:
+    def forward_blocks(self, stage: Stage, state: Tensor, further: Further) -> Tensor:
         """Return the output of a stage of blocks."""
-        with (
-            torch.no_grad(),
-            self.step.context(),
-            self._repeatable([block for _, block in stage.blocks]),
-        ):
-            return self._blocks(stage, state, further)
+        modules = [block for _, block in stage.blocks]
+        with torch.no_grad(), self.step.context(), self._require_repeatable(modules):
+            return self._run_blocks(stage, state, further)
 
-    def first(self, batch: object) -> tuple[Tensor, Further]:
-        """Return the first stage's output, and the other arguments of blocks."""
-        with torch.no_grad(), self.step.context(), self._repeatable(self.model.parts_before):
+    def forward_first(self, batch: object) -> tuple[Tensor, Further]:
+        """Return the first stage's output, and the further arguments of each block."""
+        modules = self.model.parts_before
+        with torch.no_grad(), self.step.context(), self._require_repeatable(modules):
             return self.begin(batch)
 
-    def score(self, state: Tensor, batch: object) -> tuple[Tensor, Tensor]:
+    def evaluate_last(self, state: Tensor, batch: object) -> tuple[Tensor, Tensor]:
         """Return the sum of losses and the number of targets, from the last stage's input."""
-        with self.step.context(), self._resumed(state):
+        with self.step.context(), self._forward_ends(state):
             return self.step.evaluate(batch)
 
-    def loss(self, planes: Sequence[Plane], state: Tensor, batch: object) -> Tensor:
-        """Add the loss and the last stage's gradient; return the gradient of its input."""
+    def backward_last(self, planes: Sequence[Plane], state: Tensor, batch: object) -> Tensor:
+        """Run the last stage with the loss, and backward; this adds to the loss and the gradient.
+
+        Returns:
+            The gradient of the stage's input `state`.
+        """
         state = state.detach().requires_grad_()
-        with self._tracing(planes), self._resumed(state):
+        with self._recording_graph(planes), self._forward_ends(state):
             loss, loss_sum, count = self.step.forward(batch, self.step.loss_factor)
         self.step.differentiate(loss, loss_sum, count)
         return _gradient_of(state)
 
-    def again(
+    def backward_blocks(
         self,
         planes: Sequence[Plane],
         state: Tensor,
@@ -302,18 +362,35 @@ class Passes:
         further: Further,
         gradient: Tensor,
     ) -> Tensor:
-        """Add a stage's gradient; return the gradient of its input."""
+        """Recompute a stage of blocks, and run it backward; this adds to the stage's gradient.
+
+        Args:
+            planes: the stage's planes on the device.
+            state: the stage's input.
+            stage: the stage.
+            further: the further arguments of each block.
+            gradient: the gradient of the stage's output.
+
+        Returns:
+            The gradient of the stage's input.
+        """
+        # Detached, so that autograd's graph begins at this stage; the gradient is passed to the
+        # previous stage as a tensor.
         state = state.detach().requires_grad_()
-        with self._tracing(planes):
-            out = self._blocks(stage, state, further)
-        # Autograd's graph of a stage ends at its input, whose gradient is passed to the stage
-        # before as a tensor.
-        out.backward(gradient)
+        with self._recording_graph(planes):
+            output = self._run_blocks(stage, state, further)
+        output.backward(gradient)
         return _gradient_of(state)
 
-    def first_again(self, planes: Sequence[Plane], batch: object, gradient: Tensor) -> None:
-        """Add the first stage's gradient."""
-        with self._tracing(planes):
+    def backward_first(self, planes: Sequence[Plane], batch: object, gradient: Tensor) -> None:
+        """Recompute the first stage, and run it backward; this adds to the stage's gradient.
+
+        Args:
+            planes: the stage's planes on the device.
+            batch: the micro-batch.
+            gradient: the gradient of the stage's output.
+        """
+        with self._recording_graph(planes):
             state, _ = self.begin(batch)
         if state.requires_grad:
             state.backward(gradient)
@@ -325,90 +402,101 @@ class Passes:
     def update_part(
         self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor
     ) -> None:
-        """Update a part of a plane on the device; split weights are joined before and split again
-        afterwards.
+        """Update a part of a plane on the device, in place.
+
+        Args:
+            plane: the part; its weights are fp32, or the high halves of split weights.
+            rest: the low halves of split weights; None: the weights are not split.
+            total: the accumulated gradient.
+            scale: the gradient's factor.
+            accepted: whether the update is applied.
         """
         if rest is None:
             self.step.update_plane(plane, total, scale, accepted)
             return
-        whole = replace(plane, param=join(plane.param, rest))
-        self.step.update_plane(whole, total, scale, accepted)
-        split_(whole.param, plane.param, rest)
+        joined = replace(plane, param=join(plane.param, rest))
+        self.step.update_plane(joined, total, scale, accepted)
+        split_(joined.param, plane.param, rest)
 
     def update_on_host(self, update: HostPiece, plane: Plane, rest: Tensor | None) -> None:
-        """Update a part of a plane on the host, by the function that does it there."""
+        """Update a part of a plane on the host, in place, by calling `update`."""
         update(plane, rest)
 
-    def _blocks(self, stage: Stage, hidden: Tensor, further: Further) -> Tensor:
-        for at, block in stage.blocks:
-            hidden = block(hidden, *further[at])
+    def _run_blocks(self, stage: Stage, hidden: Tensor, further: Further) -> Tensor:
+        for index, block in stage.blocks:
+            hidden = block(hidden, *further[index])
         return hidden
 
     @contextmanager
-    def _tracing(self, planes: Sequence[Plane]) -> Iterator[None]:
-        """In the block a forward pass can run whose gradient is computed afterwards."""
+    def _recording_graph(self, planes: Sequence[Plane]) -> Iterator[None]:
+        """Let autograd record the block's forward pass for a backward pass after the block."""
         with torch.enable_grad(), unlinked(planes), self.step.context():
             yield
 
     @contextmanager
-    def _repeatable(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """In the block modules run that will run again for their gradient and must compute the same
-        then.
+    def _require_repeatable(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Check that the modules, which run in the block, would compute the same a second time.
+
+        The backward pass runs them again.
 
         Raises:
             UsageError: a module drew a random number or wrote a buffer.
         """
-        # States are compared instead of refusing such modules, as a dropout may have rate 0 and a
-        # buffer may only be read.
-        draws = self._draws()
-        buffers = _written(modules)
+        # States are compared, instead of refusing kinds of modules: the rate of a dropout may be 0,
+        # and a buffer may only be read.
+        generators_before = self._generator_states()
+        buffers_before = _buffer_versions(modules)
         yield
-        for before, after in zip(draws, self._draws(), strict=True):
+        for before, after in zip(generators_before, self._generator_states(), strict=True):
             if not torch.equal(before, after):
                 raise UsageError(
                     f"memory = stream runs {type(modules[0]).__name__} a second time for its gradient, and it draws "
-                    "random numbers (dropout?), which would be others then: set that to 0, or use memory = device"
+                    "random numbers (dropout?), which would differ then: set the rate to 0, or use memory = device"
                 )
-        for name, now in _written(modules).items():
-            if now != buffers.get(name):
+        for name, version in _buffer_versions(modules).items():
+            if version != buffers_before.get(name):
                 raise UsageError(
                     f"memory = stream runs {type(modules[0]).__name__} a second time for its gradient, and it writes "
                     f"its buffer {name}, which would be written twice: use memory = device"
                 )
 
-    def _draws(self) -> list[Tensor]:
-        """Return the states of torch's random generators."""
-        device = self.step.device
-        return [
-            torch.get_rng_state(),
-            *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
-        ]
+    def _generator_states(self) -> list[Tensor]:
+        """Return the states of torch's random generators, of the host and of the device."""
+        states = [torch.get_rng_state()]
+        if self.step.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.step.device))
+        return states
 
     @contextmanager
-    def _forward(self, instead: Callable[..., Tensor | None]) -> Iterator[None]:
-        """In the block a call of the model runs `instead`."""
+    def _forward_is(self, replacement: Callable[..., Tensor | None]) -> Iterator[None]:
+        """Let a call of the model run `replacement`, within the block."""
         model = self.step.model
-        model.forward = instead
+        model.forward = replacement
         try:
             yield
         finally:
             del model.forward
 
     @contextmanager
-    def _resumed(self, hidden: Tensor) -> Iterator[None]:
-        """In the block a call of the model returns its output from the last block's output
-        `hidden`.
+    def _forward_ends(self, hidden: Tensor) -> Iterator[None]:
+        """Let a call of the model, within the block, compute its output from the last block's.
+
+        Args:
+            hidden: the last block's output.
+
+        Raises:
+            UsageError: the block called the model more than once.
         """
         calls = 0
 
-        def ended(*args: object, **kwargs: object) -> Tensor:
+        def end(*args: object, **kwargs: object) -> Tensor:
             nonlocal calls
-            # A captured loss runs this once, when it is traced, not at each call.
+            # A captured loss runs this line only when it is traced, so calls are not counted then.
             if not torch.compiler.is_compiling():
                 calls += 1
             return self.model.end(hidden)
 
-        with self._forward(ended):
+        with self._forward_is(end):
             yield
         if calls > 1:
             raise UsageError(
@@ -417,14 +505,16 @@ class Passes:
             )
 
 
-def _written(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
-    """Return each buffer's identity and version; one of them changes if the buffer is replaced or
-    written in place.
+def _buffer_versions(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
+    """Return each buffer's (identity, version), by name.
+
+    The identity changes if the buffer is replaced, the version if it is written in place.
     """
-    named = (entry for module in modules for entry in module.named_buffers())
-    return {name: (id(buffer), buffer._version) for name, buffer in named}
+    named_buffers = (entry for module in modules for entry in module.named_buffers())
+    return {name: (id(buffer), buffer._version) for name, buffer in named_buffers}
 
 
 def _gradient_of(state: Tensor) -> Tensor:
-    # A micro-batch without targets gives no gradient, but the stage before expects one.
+    """Return the gradient of a stage's input."""
+    # A micro-batch without targets has no gradient, but the previous stage needs a tensor.
     return torch.zeros_like(state) if state.grad is None else state.grad

@@ -1,9 +1,12 @@
-"""Store a model in stages, each with its planes, whose buffers live where the placement says.
+"""Store a model in stages; the buffers of each stage's planes live where the placement says.
 
-A stage is some consecutive blocks, or the parts before or after the blocks; it is fetched,
-recomputed and updated as a whole. Weights of linear layers that are computed with in bf16 are split
-into two halves (`split`) of 2 bytes each, of which one crosses the link for a pass. Other weights
-(gains, embedding and head) cross it as they are.
+A stage is some consecutive blocks, or the parts before or after the blocks. It is fetched,
+recomputed and updated as a whole. A plane is a flat buffer of a stage's parameters of one kind
+(`monograph.optim.Plane`), with buffers of the same size for the gradient and for the optimizer.
+
+If linear layers compute in bf16, each of their fp32 weights is split into two halves of 2 bytes
+(`split`), and only the high half crosses the link for a pass. Other weights (gains, embedding and
+head) are not split.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,32 +39,38 @@ from monograph.stream.placement import Placement, on_host, place
 WEIGHTS = "weights"
 REST = "rest"
 GRADIENT = "gradient"
-AT_ONCE = 2**22  # elements that are rounded or split at once, which takes some copies of them
-# Sets of host memory in which stages' gradients take turns, where stages are updated in the
-# backward pass.
+# Elements that are rounded or split at once; rounding and splitting need some copies of them.
+AT_ONCE = 2**22
+# Sets of host memory for gradients, if stages are updated in the backward pass: stages take turns
+# in them.
 TURNS = 2
 
-Further = Sequence[tuple[object, ...]]  # each block's arguments after its first one
+Further = Sequence[tuple[object, ...]]  # for each block, its arguments after the first one
 
 
 class Staged(Protocol):
-    """A module that can be trained stage by stage; `monograph.Llama` is one.
+    """A module that can be trained stage by stage, such as `monograph.Llama`.
 
-    `forward(x)` equals `end` of the output of all blocks, one after another, on `begin(x)`.
+    Its `forward(x)` must equal `begin(x)`, then all blocks one after another, then `end`.
     """
 
     parts_before: Sequence[nn.Module]  # modules whose parameters `begin` reads
     parts_after: Sequence[nn.Module]  # modules whose parameters `end` and the loss read
 
     def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, Further]:
-        """Return the first block's input, and each block's further arguments."""
+        """Return the first block's input, and the further arguments of each block."""
 
     def end(self, hidden: Tensor) -> Tensor:
         """Return the module's output from the last block's output."""
 
 
 class Buffer(NamedTuple):
-    """One buffer of a plane: its memory, and the space that the lanes know it by."""
+    """One buffer of a plane.
+
+    Attributes:
+        tensor: its memory.
+        space: the name of this memory for the lanes.
+    """
 
     tensor: Tensor
     space: Space
@@ -72,14 +81,14 @@ class StoredPlane:
     """A plane of one stage.
 
     Attributes:
-        plane: the plane, whose tensors are those of `buffers`; the model's parameters are views of
-            it.
+        plane: the plane; its tensors are those of `buffers`, and the model's parameters are views
+            of its weights.
+        buffers: its buffers by name: "weights", "gradient", the optimizer's buffers, and "rest" if
+            weights are split.
         start: index of its first element in the resident engine's plane of the same number.
-        buffers: its buffers by name: "weights", "rest" if weights are split, "gradient", and the
-            optimizer's.
-        splits: whether "weights" are the high halves, in bf16, and "rest" the low halves of fp32
-            weights.
-        on_host: whether it is updated on the host.
+        splits: whether fp32 weights are split: "weights" are the high halves, in bf16, and "rest"
+            are the low halves.
+        on_host: whether the plane is updated on the host.
     """
 
     plane: Plane
@@ -89,15 +98,18 @@ class StoredPlane:
     on_host: bool
 
     def master(self) -> Tensor:
-        """Return the fp32 (or fp64) weights: a copy on the host if they are split, else the weights
-        themselves.
+        """Return the fp32 (or fp64) weights [size].
+
+        If they are split, they are a copy on the host; otherwise they are the stored weights.
         """
         weights = self.buffers[WEIGHTS].tensor
-        # A device is filled, and has no room for copies.
-        return join(weights.cpu(), self.buffers[REST].tensor.cpu()) if self.splits else weights
+        if not self.splits:
+            return weights
+        # The halves are joined on the host, because the device may have no memory left for a copy.
+        return join(weights.cpu(), self.buffers[REST].tensor.cpu())
 
     def set_master(self, master: Tensor) -> None:
-        """Take over the split weights `master` [size]."""
+        """Split the weights `master` [size] and store the halves."""
         split_(splittable(master), self.buffers[WEIGHTS].tensor, self.buffers[REST].tensor)
 
     @property
@@ -113,11 +125,12 @@ class Stage:
     Attributes:
         name: a name for messages.
         index: its index among the stages.
-        blocks: its blocks, each with its index among the model's blocks; empty in the first and the
+        blocks: its blocks, as (index among the model's blocks, block); empty in the first and the
             last stage.
-        families: the linear layers of its blocks that are computed together.
+        families: the groups of linear layers in its blocks that are computed together.
         stored: its planes.
-        version: the number of times that its weights were changed.
+        version: how many times its weights were changed; a copy in a slot with another version is
+            outdated.
     """
 
     name: str
@@ -128,8 +141,8 @@ class Stage:
     version: int = 0
 
     @property
-    def slots(self) -> Iterator[nn.Parameter]:
-        """Return its parameters."""
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the stage's parameters, in the order of its planes."""
         return (slot.parameter for stored in self.stored for slot in stored.plane.slots)
 
 
@@ -151,44 +164,42 @@ class Store:
         return (stored for stage in self.stages for stored in stage.stored)
 
     def bytes_at(self) -> dict[Home, int]:
-        """Return the bytes of buffers by home; memory that stages share counts once."""
+        """Return the bytes of buffers by home; memory that stages share is counted once."""
         sizes = dict.fromkeys(Home, 0)
-        seen: dict[int, int] = {}
-        for tensor, space in (
-            buffer for stored in self.stored for buffer in stored.buffers.values()
-        ):
-            if not tensor.is_meta:
-                before = seen.get(tensor.data_ptr(), 0)
-                size = tensor.nbytes
-                seen[tensor.data_ptr()] = max(before, size)
-                sizes[space.home] += max(0, size - before)
+        # Buffers that share memory begin at the same address; the largest of them counts.
+        counted_by_address: dict[int, int] = {}
+        buffers = [buffer for stored in self.stored for buffer in stored.buffers.values()]
+        for tensor, space in buffers:
+            if tensor.is_meta:
+                continue
+            address = tensor.data_ptr()
+            counted = counted_by_address.get(address, 0)
+            counted_by_address[address] = max(counted, tensor.nbytes)
+            sizes[space.home] += max(0, tensor.nbytes - counted)
         return sizes
 
 
 def staged(module: nn.Module) -> Staged:
-    """Return the module, typed as one that can be trained in stages.
+    """Return the module, typed as one that can be trained stage by stage.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: the module has no blocks, or lacks an attribute of `Staged`.
     """
-    if missing := [
-        name
-        for name in ("begin", "end", "parts_before", "parts_after")
-        if not hasattr(module, name)
-    ]:
-        raise UsageError(
-            f"memory = stream runs a model stage by stage, and {type(module).__name__} has no {missing[0]}: give it "
-            "begin, end, parts_before and parts_after as monograph.Llama has them, or use memory = device"
-        )
+    for name in ("begin", "end", "parts_before", "parts_after"):
+        if not hasattr(module, name):
+            raise UsageError(
+                f"memory = stream runs a model stage by stage, and {type(module).__name__} has no {name}: give it "
+                "begin, end, parts_before and parts_after as monograph.Llama has them, or use memory = device"
+            )
     if not blocks(module):
         raise UsageError(
-            "memory = stream runs a model block by block, and the module has no block, which is a module with parts "
-            "inside an nn.ModuleList or nn.Sequential: use memory = device"
+            "memory = stream runs a model block by block, and this model has no blocks (modules with parts, inside an "
+            "nn.ModuleList or nn.Sequential): use memory = device"
         )
     return cast(Staged, module)
 
 
-def stored(
+def store_in_stages(
     module: nn.Module,
     kinds: Mapping[str, Kind],
     optim: Optimizer,
@@ -201,69 +212,79 @@ def stored(
     Args:
         module: a module on the host, with its weights.
         kinds: how each of its parameters is updated, by name.
-        optim: the optimizer, which initialises its buffers as in the resident engine.
-        rounds: whether weights are computed with in bf16.
+        optim: the optimizer, whose buffers begin as in the resident engine.
+        rounds: whether linear layers compute in bf16.
         placement: where buffers live.
 
     Raises:
-        UsageError: the module cannot be run in stages.
-        InputRefused: memory or disk cannot hold it.
+        UsageError: the module cannot run in stages, or the placement names a stage that does not
+            exist.
+        InputRefused: memory or disk cannot hold the module.
     """
     parts = staged(module)
-    # Parameters are told apart by identity: a tied parameter is one, and belongs to the first stage
-    # that has it.
+    # Parameters are identified by `id`, because a tied parameter has several names. It belongs to
+    # the first stage that has it.
     names = {id(p): name for name, p in trainable(module).items()}
-    linear = {
+    linear_weights = {
         id(m.weight)
         for block in blocks(module).values()
         for m in block.modules()
         if isinstance(m, MULTIPLYING)
     }
-    # Planes have the numbers and starts of the resident engine's, on which stochastic rounding
-    # depends.
-    numbers = {
-        kind: number
-        for number, kind in enumerate(dict.fromkeys(kinds[name] for name in names.values()))
-    }
-    reached = dict.fromkeys(kinds.values(), 0)
+    # Planes have the numbers and starts of the resident engine's planes, because stochastic
+    # rounding depends on them.
+    distinct_kinds = dict.fromkeys(kinds[name] for name in names.values())
+    numbers = {kind: number for number, kind in enumerate(distinct_kinds)}
+    next_start = dict.fromkeys(kinds.values(), 0)
     store = Store()
-    taken = set[int]()
-    for stage_name, run, holders in _stages(module, parts, placement.blocks_per_stage):
-        held = {id(p): p for holder in holders for p in holder.parameters() if id(p) in names}
-        store.tied = store.tied or bool(held.keys() & taken)
-        own = {names[key]: p for key, p in held.items() if key not in taken}
-        taken |= held.keys()
+    stored_ids = set[int]()
+    for stage_name, stage_blocks, modules in _stages(module, parts, placement.blocks_per_stage):
+        used = {id(p): p for m in modules for p in m.parameters() if id(p) in names}
+        store.tied = store.tied or bool(used.keys() & stored_ids)
+        new = {names[key]: p for key, p in used.items() if key not in stored_ids}
+        stored_ids |= used.keys()
         stage = Stage(
-            stage_name, len(store.stages), run, [f for _, block in run for f in families(block)], []
+            name=stage_name,
+            index=len(store.stages),
+            blocks=stage_blocks,
+            families=[family for _, block in stage_blocks for family in families(block)],
+            stored=[],
         )
-        of_block = {
-            names[id(p)]: at for at, block in run for p in block.parameters() if id(p) in names
+        block_of_parameter = {
+            names[id(p)]: index
+            for index, block in stage_blocks
+            for p in block.parameters()
+            if id(p) in names
         }
-        for plane in planes(own, kinds, optim.state, parts=of_block):
-            plane.number, start = numbers[plane.kind], reached[plane.kind]
-            reached[plane.kind] += plane.param.numel()
-            for part in plane.param.split(AT_ONCE) if rounds and not plane.param.is_meta else ():
-                part.copy_(splittable(part))
-            # The gradient is one zero for now, seen as many times as needed; `_kept` makes the real
-            # one.
+        for plane in planes(new, kinds, optim.state, parts=block_of_parameter):
+            plane.number = numbers[plane.kind]
+            start = next_start[plane.kind]
+            next_start[plane.kind] += plane.param.numel()
+            if rounds and not plane.param.is_meta:
+                for part in plane.param.split(AT_ONCE):
+                    part.copy_(splittable(part))
+            # Until `_move_home` allocates the gradient, it is a view of a single zero, which takes
+            # no memory.
             plane.grad = plane.grad.new_zeros(()).expand_as(plane.grad)
             plane.hold(plane.param)
             initialise(plane, optim)
-            # Autocast rounds the weights of linear layers for its products. Other weights are
-            # looked up or computed with in fp32, and need all of their bits in each pass, so that
-            # splitting would save nothing.
-            splits = rounds and all(id(slot.parameter) in linear for slot in plane.slots)
-            stage.stored.append(_kept(stage, plane, start, splits, placement))
+            # Only weights of linear layers are split, because only these are rounded to bf16 for
+            # computing. Each pass needs all bits of the other weights, so splitting those would
+            # save nothing.
+            splits = rounds and all(id(slot.parameter) in linear_weights for slot in plane.slots)
+            stage.stored.append(_move_home(stage, plane, start, splits, placement))
         store.stages.append(stage)
     if placement.when == "backward":
-        _take_turns(store.stages, placement)
-    if beyond := sorted(stage for stage, _ in placement.on_device if stage >= len(store.stages)):
+        _share_gradient_memory(store.stages, placement)
+    unknown_stages = [stage for stage, _ in placement.on_device if stage >= len(store.stages)]
+    if unknown_stages:
         raise UsageError(
-            f"Placement: on_device names stage {beyond[0]}, and the stages are 0 to {len(store.stages) - 1}"
+            f"Placement: on_device names stage {min(unknown_stages)}, and the stages are 0 to {len(store.stages) - 1}"
         )
-    if odd := [name for key, name in names.items() if key not in taken]:
+    left_out = [name for key, name in names.items() if key not in stored_ids]
+    if left_out:
         raise UsageError(
-            f"memory = stream: {odd[0]} is in no block and in neither parts_before nor parts_after"
+            f"memory = stream: {left_out[0]} is in no block and in neither parts_before nor parts_after"
         )
     return store
 
@@ -271,78 +292,85 @@ def stored(
 def _stages(
     module: nn.Module, parts: Staged, blocks_per_stage: int
 ) -> Iterator[tuple[str, list[tuple[int, nn.Module]], Sequence[nn.Module]]]:
-    """Yield for each stage its name, its blocks with their indices, and the modules that have its
-    parameters.
+    """Yield for each stage its name, its blocks with their indices, and the modules whose
+    parameters it uses.
     """
     yield "before the blocks", [], parts.parts_before
-    of_model = list(blocks(module).values())
-    for begin in range(0, len(of_model), blocks_per_stage):
-        run = list(enumerate(of_model))[begin : begin + blocks_per_stage]
-        last = run[-1][0]
-        yield (
-            f"block {begin}" if begin == last else f"blocks {begin}-{last}",
-            run,
-            [block for _, block in run],
-        )
+    indexed_blocks = list(enumerate(blocks(module).values()))
+    for first in range(0, len(indexed_blocks), blocks_per_stage):
+        stage_blocks = indexed_blocks[first : first + blocks_per_stage]
+        last, _ = stage_blocks[-1]
+        name = f"block {first}" if first == last else f"blocks {first}-{last}"
+        yield name, stage_blocks, [block for _, block in stage_blocks]
     yield "after the blocks", [], parts.parts_after
 
 
-def _kept(
+def _move_home(
     stage: Stage, plane: Plane, start: int, splits: bool, placement: Placement
 ) -> StoredPlane:
-    """Move a plane's buffers to their homes; the parameters become views of the new weights.
+    """Move a plane's buffers to their homes; the parameters become views of the moved weights.
 
-    Buffers are moved one by one, and the old one is freed before the next, so that no more than a
-    stage exists twice.
+    Buffers are moved one by one, and each old buffer is freed before the next is moved, so that at
+    most one stage exists twice.
+
+    Args:
+        stage: the stage of the plane.
+        plane: the plane, which is changed in place.
+        start: index of its first element in the resident engine's plane of the same number.
+        splits: whether its weights are split.
+        placement: where buffers live.
     """
     buffers: dict[str, Buffer] = {}
 
-    def put(name: str, tensor: Tensor) -> Tensor:
+    def move(name: str, tensor: Tensor) -> Tensor:
         home = placement.home(stage.index, name)
-        # It is only in a slot, or in a set of `_take_turns`.
+        # An update in the backward pass reads the gradient in a slot, or in memory that stages
+        # share (`_share_gradient_memory`), so this gradient needs no memory of its own.
         if name == GRADIENT and placement.when == "backward":
             home = Home.HOST
             tensor = tensor.to("meta")
         label = f"{stage.name}, plane {plane.number}, {name}"
-        here = tensor if tensor.is_meta else place(tensor, home, label, placement)
-        buffers[name] = Buffer(here, Space(label, home))
-        return here
+        moved = tensor if tensor.is_meta else place(tensor, home, label, placement)
+        buffers[name] = Buffer(moved, Space(label, home))
+        return moved
 
     for name in list(plane.state):
-        plane.state[name] = put(name, plane.state.pop(name))
-    plane.grad = put(GRADIENT, plane.grad)
+        plane.state[name] = move(name, plane.state.pop(name))
+    plane.grad = move(GRADIENT, plane.grad)
     if splits:
-        hi, lo = _halves(plane.param)
-        put(REST, lo)
-    plane.param = put(WEIGHTS, hi if splits else plane.param)
-    buffers = {
-        name: buffers[name] for name in (WEIGHTS, GRADIENT, *plane.state, REST) if name in buffers
-    }
+        hi, lo = _split_in_parts(plane.param)
+        move(REST, lo)
+        plane.param = move(WEIGHTS, hi)
+    else:
+        plane.param = move(WEIGHTS, plane.param)
+    order = (WEIGHTS, GRADIENT, *plane.state, REST)
+    buffers = {name: buffers[name] for name in order if name in buffers}
     plane.hold(plane.param)
-    # A plane with a buffer on the device is updated there, as the buffer would have to come to the
-    # host and go back.
-    stays = placement.where == "host" and all(
-        buffer.space.home != Home.DEVICE for buffer in buffers.values()
-    )
-    return StoredPlane(plane, buffers, start, splits, stays)
+    # A plane with a buffer on the device is updated on the device: an update on the host would have
+    # to copy that buffer to the host and back.
+    any_on_device = any(buffer.space.home == Home.DEVICE for buffer in buffers.values())
+    updated_on_host = placement.where == "host" and not any_on_device
+    return StoredPlane(plane, buffers, start, splits, updated_on_host)
 
 
-def _halves(param: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a plane part by part, as splitting all of it at once would take several copies of it."""
+def _split_in_parts(param: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the high halves (bf16) and the low halves (int16) of fp32 weights.
+
+    Parts are split one after another, because splitting needs several copies of what it splits.
+    """
     if param.is_meta:
-        return torch.empty_like(param, dtype=torch.bfloat16), torch.empty_like(
-            param, dtype=torch.int16
-        )
-    hi, lo = zip(*map(split, param.split(AT_ONCE)), strict=True)
-    return torch.cat(hi), torch.cat(lo)
+        hi = torch.empty_like(param, dtype=torch.bfloat16)
+        lo = torch.empty_like(param, dtype=torch.int16)
+        return hi, lo
+    halves = [split(part) for part in param.split(AT_ONCE)]
+    return torch.cat([hi for hi, _ in halves]), torch.cat([lo for _, lo in halves])
 
 
-def _take_turns(stages: Sequence[Stage], placement: Placement) -> None:
-    """Give planes that the host updates in the backward pass memory for gradients, the same in
-    every TURNS-th stage.
+def _share_gradient_memory(stages: Sequence[Stage], placement: Placement) -> None:
+    """Allocate host memory for gradients that the host applies in the backward pass.
 
-    So the next stage's gradient can come while a stage is updated, and the host holds only TURNS
-    sets.
+    Every TURNS-th stage uses the same memory. So the next stage's gradient can be copied to the
+    host while a stage is updated, and the host holds only TURNS sets of gradients.
     """
     for turn in range(TURNS):
         host_planes = [
@@ -350,8 +378,8 @@ def _take_turns(stages: Sequence[Stage], placement: Placement) -> None:
         ]
         largest: dict[tuple[int, torch.dtype], Tensor] = {}
         for stored in host_planes:
-            key = (stored.plane.number, stored.plane.grad.dtype)
             grad = stored.plane.grad
+            key = stored.plane.number, grad.dtype
             largest[key] = max(largest.get(key, grad), grad, key=torch.numel)
         label = f"gradients in turn {turn}"
         memory = {key: on_host(like, label, placement.device) for key, like in largest.items()}

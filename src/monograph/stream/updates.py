@@ -1,14 +1,21 @@
-"""Decide when and where the stages of a walk are updated, and update those on the host whose planes
-are off the device.
+"""Decide when and where the stages of a walk are updated; run the updates on the host.
 
-Otherwise a stage is updated on the device between its other work
-(`monograph.stream.chunked_update`). The host updates by the resident engine's own update, while the
-device computes: only gradients come to it for this, and weights go to the device for the passes as
-always. The device's decision, whether an update is applied and by which factor, comes as four
-numbers.
+A stage is some consecutive blocks of the model, or the parts before or after them. A plane is a
+flat buffer of a stage's parameters of one kind (`monograph.optim.Plane`), with further buffers for
+the gradient and the optimizer. The home of a buffer is where it is kept: on the device, on the host
+or in a file. Work is given to lanes, which are queues (`monograph.stream.lanes`).
+
+A plane is updated on the host if the placement says so and none of its buffers is on the device.
+All other planes are updated on the device, between other work (`monograph.stream.chunked_update`).
+
+An update on the host is the resident engine's own update, and runs while the device computes. Only
+gradients are copied to the host for it; weights are copied to the device for every pass anyway. The
+device decides whether the update is applied, and by which factor. This decision is copied to the
+host as four numbers.
 """
 
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -36,30 +43,35 @@ from monograph.stream.placement import Placement, on_host
 from monograph.stream.slots import DeviceBuffer, Passes, StageOnDevice
 from monograph.stream.store import GRADIENT, REST, Buffer, Stage, Store
 
-# Elements of a chunk. Its update should take long compared with calling a graph (0.3 ms), but only
-# a few milliseconds: nothing is launched on the device meanwhile, as generated code keeps Python's
-# lock.
+# The maximum of elements in a chunk. The update of a chunk should take longer than the call of a
+# graph (0.3 ms), but only a few milliseconds: generated code keeps Python's lock, so nothing is
+# launched on the device meanwhile.
 MOST = 2**22
-# Of a decision, in fp64: the gradient's factor, whether it is applied, updates so far, learning
-# rate.
+# The numbers of a decision, in fp64: the gradient's factor, whether the update is applied, the
+# number of updates so far, and the learning rate.
 NUMBERS = 4
 
 
 class Decision(NamedTuple):
-    """The memory of a decision's numbers, on the device (`there`) and on the host (`home`)."""
+    """Memory for the numbers of a decision.
 
-    there: Buffer
-    home: Buffer
+    Attributes:
+        on_device: the numbers [NUMBERS] on the device.
+        on_host: a copy of them on the host.
+    """
+
+    on_device: Buffer
+    on_host: Buffer
 
 
 class HostUpdate:
-    """The updates on the host of a store's planes.
+    """Updates the planes of a store that are updated on the host.
 
     Attributes:
-        scale: factor of the gradient in the current update, on the host like the next three.
-        accepted: whether the update is applied.
-        applied: the number of updates so far.
-        lr: the learning rate.
+        scale: the gradient's factor in the current update, a tensor on the host.
+        accepted: whether the current update is applied, a tensor on the host.
+        applied: the number of updates so far, a tensor on the host.
+        lr: the learning rate, a tensor on the host.
         master: memory in which the split weights of a chunk are joined; only the host lane uses it.
     """
 
@@ -70,84 +82,96 @@ class HostUpdate:
         self.passes = passes
         # On the meta device nothing is computed; shapes and waits are those of a real run.
         self._host = torch.device("meta" if step.device.type == "meta" else "cpu")
-        # Captured functions read this memory, so each decision is copied into it.
-        self.scale, self.lr = (
-            torch.zeros((), dtype=torch.float64, device=self._host) for _ in range(2)
-        )
+        # Captured graphs read this memory, so each decision is copied into it.
+        self.scale = torch.zeros((), dtype=torch.float64, device=self._host)
+        self.lr = torch.zeros((), dtype=torch.float64, device=self._host)
         self.accepted = torch.zeros((), dtype=torch.bool, device=self._host)
         self.applied = torch.zeros((), dtype=torch.int64, device=self._host)
-        halved = (
+        split_sizes = (
             end - begin for stored, begin, end in self._chunks(*store.stages) if stored.splits
         )
-        self.master = torch.empty(max(halved, default=0), device=self._host)
+        self.master = torch.empty(max(split_sizes, default=0), device=self._host)
         self._decisions: dict[int, Decision] = {}
         self.join = Compilable(join_)
         self.split = Compilable(split_)
         self.update_part = Compilable(self._update_part)
 
     def send(self, index: int, scale: Tensor, accepted: Tensor) -> Decision:
-        """Copy a decision to the host, into the memory of that index; decisions of several indices
-        may be under way.
+        """Copy a decision to the host.
+
+        Args:
+            index: which memory the decision takes; decisions with different indices may be copied
+                and used at the same time.
+            scale: the gradient's factor.
+            accepted: whether the update is applied.
+
+        Returns:
+            The decision; work on the host that reads it must wait for its space.
         """
-        decision = self._decisions.get(index) or self._decisions.setdefault(
-            index, self._room(index)
-        )
-        of_step = self.step.applied, self.step.lr
+        decision = self._decisions.get(index)
+        if decision is None:
+            decision = self._decisions[index] = self._new_decision(index)
+        applied, lr = self.step.applied, self.step.lr
 
-        def say() -> None:
-            # One copy takes all four numbers; fp64 holds a count of updates exactly.
-            numbers = [number.to(torch.float64) for number in (scale, accepted, *of_step)]
-            decision.there.tensor.copy_(torch.stack(numbers))
+        def write_numbers() -> None:
+            # All four numbers are in one tensor, so that one copy is enough; fp64 holds the number
+            # of updates exactly.
+            numbers = [number.to(torch.float64) for number in (scale, accepted, applied, lr)]
+            decision.on_device.tensor.copy_(torch.stack(numbers))
 
-        self.lanes.compute(say, writes=[decision.there.space])
-        self.lanes.copy(
-            decision.home.tensor, decision.there.tensor, decision.home.space, decision.there.space
-        )
+        source, target = decision.on_device, decision.on_host
+        self.lanes.compute(write_numbers, writes=[source.space])
+        self.lanes.copy(target.tensor, source.tensor, target.space, source.space)
         return decision
 
     def update(self, stage: Stage, decision: Decision) -> None:
-        """Update a stage's planes that live on the host, as soon as their gradients and the
-        decision are there.
+        """Update a stage's planes that are updated on the host.
+
+        The work begins when the gradients and the decision have arrived on the host.
         """
-        if not (chunks := list(self._chunks(stage))):
+        chunks = list(self._chunks(stage))
+        if not chunks:
             return
-        self.lanes.host(
-            functools.partial(self._receive, decision.home.tensor), [decision.home.space]
-        )
+        numbers = decision.on_host
+        self.lanes.host(functools.partial(self._read_decision, numbers.tensor), [numbers.space])
         for chunk in chunks:
             stored = chunk[0]
             parts = {name: chunk.part(buffer) for name, buffer in stored.buffers.items()}
             spaces = {name: buffer.space for name, buffer in stored.buffers.items()}
-            in_files = {
+            bytes_in_files = {
                 name: part.nbytes for name, part in parts.items() if spaces[name].home == Home.DISK
             }
-            # The gradient is only read, so the next gradient may come once it was read; all other
-            # buffers are written.
+            # The gradient is only read, so the next gradient can be copied there as soon as this
+            # work is done. All other buffers are read and written.
+            gradient_space = spaces.pop(GRADIENT)
             self.lanes.host(
-                functools.partial(self._updated, chunk, parts),
-                [spaces.pop(GRADIENT)],
+                functools.partial(self._update_chunk, chunk, parts),
+                [gradient_space],
                 spaces.values(),
-                from_disk=sum(in_files.values()),
-                to_disk=sum(size for name, size in in_files.items() if name != GRADIENT),
+                from_disk=sum(bytes_in_files.values()),
+                to_disk=sum(size for name, size in bytes_in_files.items() if name != GRADIENT),
             )
         stage.version += 1
 
     def update_piece(self, plane: Plane, rest: Tensor | None) -> None:
-        """Update a part of a plane; split weights are joined before and split again afterwards.
+        """Update a part of a plane in place.
 
-        Each of the three steps is a graph of its own: if an update is fused with 16-bit integers,
-        torch 2.13 vectorises none of it.
+        Args:
+            plane: the part; its weights are fp32, or the high halves of split weights.
+            rest: the low halves of split weights; None: the weights are not split.
         """
         if rest is None:
             self.update_part(plane)
             return
+        # Joining, updating and splitting are three graphs: torch 2.13 does not vectorise an update
+        # that is fused with 16-bit integers.
         master = self.master[: len(rest)]
         self.join(master, plane.param, rest)
         self.update_part(replace(plane, param=master))
         self.split(master, plane.param, rest)
 
     def _update_part(self, plane: Plane) -> None:
-        """Update weights that are not split by the decision received."""
+        """Update weights that are not split, by the decision read last."""
         update_plane(
             plane,
             plane.grad,
@@ -161,36 +185,36 @@ class HostUpdate:
 
     @staticmethod
     def _chunks(*stages: Stage) -> list[Chunk]:
-        return list(
-            cut((stored for stage in stages for stored in stage.stored if stored.on_host), MOST)
-        )
+        host_planes = (stored for stage in stages for stored in stage.stored if stored.on_host)
+        return list(cut(host_planes, MOST))
 
-    def _room(self, index: int) -> Decision:
-        there = torch.zeros(NUMBERS, dtype=torch.float64, device=self.step.device)
+    def _new_decision(self, index: int) -> Decision:
+        """Allocate the memory of one decision."""
         label = f"decision {index}"
-        # Each decision has memory of its own, as the next one may be made while the host still uses
-        # this one.
-        own = on_host(there, label, self.step.device)
+        numbers = torch.zeros(NUMBERS, dtype=torch.float64, device=self.step.device)
+        # Each decision has its own memory, because the next decision may be made while the host
+        # still uses this one.
+        numbers_at_home = on_host(numbers, label, self.step.device)
         decision = Decision(
-            Buffer(there, Space(label, Home.DEVICE)),
-            Buffer(own, Space(f"{label} at home", Home.HOST)),
+            Buffer(numbers, Space(label, Home.DEVICE)),
+            Buffer(numbers_at_home, Space(f"{label} at home", Home.HOST)),
         )
-        # Earlier computations may have used its memory.
-        self.lanes.compute(lambda: None, writes=[decision.there.space])
+        # Earlier computations may have used the memory on the device.
+        self.lanes.compute(lambda: None, writes=[decision.on_device.space])
         return decision
 
-    def _receive(self, decision: Tensor) -> None:
-        for number, target in zip(
-            decision, (self.scale, self.accepted, self.applied, self.lr), strict=True
-        ):
+    def _read_decision(self, numbers: Tensor) -> None:
+        """Copy a decision's numbers [NUMBERS] to the tensors that the updates read."""
+        targets = (self.scale, self.accepted, self.applied, self.lr)
+        for number, target in zip(numbers, targets, strict=True):
             target.copy_(number)
 
-    # A thread may run it, and whether gradients are enabled is a setting of each thread.
+    # The decorator is needed although the caller disables gradients: a thread may run this method,
+    # and each thread has its own setting.
     @torch.no_grad()
-    def _updated(self, chunk: Chunk, parts: dict[str, Tensor]) -> None:
-        self.passes.update_on_host(
-            self.update_piece, chunk.plane(parts, self._host), parts.get(REST)
-        )
+    def _update_chunk(self, chunk: Chunk, parts: dict[str, Tensor]) -> None:
+        plane = chunk.plane(parts, self._host)
+        self.passes.update_on_host(self.update_piece, plane, parts.get(REST))
 
 
 def join_(master: Tensor, hi: Tensor, lo: Tensor) -> None:
@@ -203,13 +227,15 @@ class Updates:
 
     Attributes:
         in_backward: whether stages are updated in the backward pass.
-        host_update: the updates on the host.
-        waiting: stages with planes that are still to be updated on the device, before the next
-            forward pass or update.
-        repeatable: whether a window that failed can be tried again, as no weight was updated by its
-            gradient yet.
-        failed: the error that left some weights updated and others not; nothing can be trained or
-            saved after it.
+        staging_buffers: device memory for the chunks of updates on the device.
+        host_update: makes the updates on the host.
+        waiting: stages that must still be updated on the device, before the next forward pass or
+            update.
+        repeatable: whether a window that failed can be tried again: its gradient has not changed
+            any weight yet.
+        failed: the error that left some weights updated and others not, so that nothing can be
+            trained or saved; None: there was no such error.
+        update_part: updates a part of a plane on the device (`Passes.update_part`).
     """
 
     def __init__(
@@ -222,63 +248,77 @@ class Updates:
         self.placement = placement
         self.passes = passes
         self.in_backward = placement.when == "backward"
-        tensors = [
+        # In the backward pass gradients are still in the stage's slot, so they are not fetched.
+        tensors_of_chunks = [
             to_fetch(chunk, gradient=not self.in_backward)
             for stage in store.stages
             for chunk in chunks(stage)
         ]
         names = [f"staging buffer {number}" for number in range(STAGING_BUFFERS)]
         self.staging_buffers = StagingBuffers(
-            lanes, [DeviceBuffer(name, tensors, placement.device) for name in names]
+            lanes, [DeviceBuffer(name, tensors_of_chunks, placement.device) for name in names]
         )
         self.host_update = HostUpdate(step, store, lanes, passes)
         self.waiting: list[Stage] = []
         self.repeatable = True
         self.failed: OutOfDeviceMemory | None = None
         self.update_part = Compilable(passes.update_part)
+        # Sums of squares of gradients, by (number of the plane, index of the stage, position of the
+        # plane in the stage).
         self._squares: dict[tuple[int, int, int], list[Tensor]] = {}
+        # The current update's (factor of the gradient, whether the update is applied).
         self._decided: tuple[Tensor, Tensor] | None = None
-        self._begun: tuple[ChunkedUpdate, Iterator[None]] | None = None
+        # The update that is under way on the device, and the iterator that updates its chunks.
+        self._current: tuple[ChunkedUpdate, Iterator[None]] | None = None
 
     @property
     def device_bytes(self) -> int:
         """Return the bytes of the staging buffers."""
         return sum(buffer.size_bytes for buffer in self.staging_buffers.buffers)
 
-    def measure(self, here: StageOnDevice) -> None:
-        """Compute the squared norms of the stage's gradient, which is complete."""
-        for at, (stored, plane) in enumerate(zip(here.stage.stored, here.planes, strict=True)):
-            # Keys sort in the order of the resident engine's planes and parts, as the bits of a sum
-            # depend on it.
-            key = stored.plane.number, here.stage.index, at
-            square = functools.partial(self.passes.squares, plane, plane.grad)
-            self._squares[key] = self.lanes.compute(square, here.writes)
+    def measure(self, stage_on_device: StageOnDevice) -> None:
+        """Compute the sums of squares of the stage's gradient, which must be complete."""
+        for position, (stored, plane) in enumerate(
+            zip(stage_on_device.stage.stored, stage_on_device.planes, strict=True)
+        ):
+            # Sorted keys have the order of the resident engine's planes and parts, on which the
+            # bits of the norm depend.
+            key = stored.plane.number, stage_on_device.stage.index, position
+            compute_squares = functools.partial(self.passes.squares, plane, plane.grad)
+            self._squares[key] = self.lanes.compute(compute_squares, stage_on_device.writes)
 
-    def store_gradients(self, here: StageOnDevice) -> None:
-        """Copy the stage's gradient home, unless it is about to be updated on the device."""
-        for stored, plane in zip(here.stage.stored, here.planes, strict=True):
+    def store_gradients(self, stage_on_device: StageOnDevice) -> None:
+        """Copy the stage's gradient home, except parts that are needed only on the device."""
+        for stored, plane in zip(stage_on_device.stage.stored, stage_on_device.planes, strict=True):
             home = stored.buffers[GRADIENT]
-            if home.space.home != Home.DEVICE and (stored.on_host or not self.in_backward):
-                self.lanes.copy(home.tensor, plane.grad, home.space, here.slot.gradients.space)
+            # An update in the backward pass, on the device, reads the gradient in the slot.
+            used_at_home = stored.on_host or not self.in_backward
+            if home.space.home != Home.DEVICE and used_at_home:
+                self.lanes.copy(
+                    home.tensor, plane.grad, home.space, stage_on_device.slot.gradients.space
+                )
 
     # ── after the backward pass ─────────────────────────────────────────────────────────────────
 
     def decide(self, *, fresh: bool) -> Tensor:
-        """Clip the accumulated gradient and apply it, now or when it is time; return its norm
-        before clipping.
+        """Clip the accumulated gradient, and apply it now or later, as the placement says.
 
-        If `fresh`, there is no gradient, and nothing is applied.
+        Args:
+            fresh: whether no window was accumulated; then nothing is applied.
+
+        Returns:
+            The gradient's norm before clipping.
         """
-        self.flush()  # the last update, if no forward pass has followed it
+        # The previous update is unfinished if no forward pass has followed it.
+        self.flush()
         squares = [square for key in sorted(self._squares) for square in self._squares[key]]
         if fresh:
-            # Without a window there is no gradient.
             squares = [torch.zeros_like(self.step.loss_sum)]
-        applied = self.step.applied.clone()
+        applied_before = self.step.applied.clone()
         grad_norm, scale, accepted = self.lanes.compute(lambda: self.step.decide(squares))
         if self.in_backward:
-            # The update was counted already, by `decide_by_losses`.
-            self.step.applied.copy_(applied)
+            # `decide_by_losses` has counted the update already, and `step.decide` counts it again.
+            self.step.applied.copy_(applied_before)
             return grad_norm
         self._decided = scale, accepted
         self._update_on_host(self.store.stages, scale, accepted)
@@ -288,96 +328,121 @@ class Updates:
         return grad_norm
 
     def flush(self) -> None:
-        """Make all updates that are still waiting."""
+        """Make all updates on the device that are still waiting."""
         self.finish_begun()
         for stage in list(self.waiting):
             self.begin(stage)
             self.finish_begun()
 
     def begin(self, stage: Stage, into: StageOnDevice | None = None) -> None:
-        """Begin the update of a stage that waits; its weights are also copied to the slot `into`,
-        if given.
+        """Begin the update of a waiting stage on the device.
+
+        Args:
+            stage: the stage.
+            into: the stage in a slot, to which the new weights are copied as well; None: they are
+                only copied home.
         """
         assert self._decided is not None
-        self._begin(ChunkedUpdate(stage, self.staging_buffers), *self._decided, into)
+        scale, accepted = self._decided
+        self._begin(ChunkedUpdate(stage, self.staging_buffers), scale, accepted, into)
 
     # ── in the backward pass ────────────────────────────────────────────────────────────────────
 
     def decide_by_losses(self) -> None:
-        """Decide from the losses alone whether and by which factor gradients are applied in the
-        backward pass.
+        """Decide whether gradients are applied in the backward pass, and by which factor.
+
+        The decision rests on the losses alone, because the gradient's norm is not known yet.
         """
         step = self.step
         scale = step.gradient_scale()
-        accepted = step.accepts(torch.zeros_like(scale))  # no norm is known yet
+        unknown_norm = torch.zeros_like(scale)
+        accepted = step.accepts(unknown_norm)
         step.applied.add_(accepted)
         self._decided = (scale, accepted)
         self.repeatable = False
 
-    def update_in_backward(self, here: StageOnDevice) -> None:
-        """Update a stage whose gradient is complete."""
+    def update_in_backward(self, stage_on_device: StageOnDevice) -> None:
+        """Begin to update a stage whose gradient is complete, on the host and on the device."""
         assert self._decided is not None
         scale, accepted = self._decided
-        stage = here.stage
-        own = [
+        stage = stage_on_device.stage
+        stage_squares = [
             square
-            for key, squares in self._squares.items()
-            if key[1] == stage.index
+            for (_, index, _), squares in self._squares.items()
+            if index == stage.index
             for square in squares
         ]
-        # The norm over all stages is not known yet, so a stage is refused if its own gradient is
-        # not finite.
-        accepted = accepted & (torch.stack(own).sum().sqrt() * scale <= self.step.largest)
+        # The norm over all stages is not known yet, so each stage's update depends on the norm of
+        # its own gradient. The comparison is false for NaN.
+        stage_norm = torch.stack(stage_squares).sum().sqrt() * scale
+        accepted = accepted & (stage_norm <= self.step.largest)
         self._update_on_host([stage], scale, accepted)
         if any(chunks(stage)):
-            self._begin(ChunkedUpdate(stage, self.staging_buffers, gradients=here), scale, accepted)
+            self._begin(
+                ChunkedUpdate(stage, self.staging_buffers, gradients=stage_on_device),
+                scale,
+                accepted,
+            )
 
     # ── on the host ─────────────────────────────────────────────────────────────────────────────
 
     def _update_on_host(self, stages: list[Stage], scale: Tensor, accepted: Tensor) -> None:
-        # The copy of a decision costs latency, so it is made only for stages that need it.
+        # Copying a decision takes time, so it is copied only if the host updates something.
         if any(stored.on_host for stage in stages for stored in stage.stored):
             decision = self.host_update.send(stages[0].index, scale, accepted)
             for stage in stages:
                 self.host_update.update(stage, decision)
 
-    # ── on the device, between its other work ───────────────────────────────────────────────────
+    # ── on the device, between other work ───────────────────────────────────────────────────────
 
     def _begin(
         self,
-        begun: ChunkedUpdate,
+        update: ChunkedUpdate,
         scale: Tensor,
         accepted: Tensor,
         into: StageOnDevice | None = None,
     ) -> None:
-        """Begin an update, whose chunks are updated between later computations; one update is under
-        way at a time.
+        """Begin an update, after finishing the update that is under way.
+
+        Later calls of `update_some` and `finish_begun` update the chunks.
         """
         self.finish_begun()
-        begun.begin()
-        self._begun = begun, begun.work(self.update_part, scale, accepted, into)
+        update.fetch_chunks()
+        self._current = update, update.update_chunks(self.update_part, scale, accepted, into)
 
     def update_some(self, micro_batches: int) -> None:
-        """Update the chunks that are due after one of `micro_batches` micro-batches."""
-        begun, work = self._begun or (None, iter(()))
-        if begun:
-            # The number is rounded up, so that the update is done with the stage's last
-            # micro-batch.
-            self._make(islice(work, -(-begun.count // micro_batches)))
+        """Update the chunks that are due after one micro-batch.
+
+        Args:
+            micro_batches: the number of micro-batches during which the whole update is made.
+        """
+        if self._current:
+            update, work = self._current
+            # Rounded up, so that the update is finished by the last micro-batch.
+            chunks_due = math.ceil(update.count / micro_batches)
+            self._run(islice(work, chunks_due))
 
     def finish_begun(self) -> None:
-        """Finish the update that is under way."""
-        begun, work = self._begun or (None, iter(()))
-        self._make(work)
-        if begun and begun.stage in self.waiting:
-            self.waiting.remove(begun.stage)
-        self._begun = None
+        """Finish the update that is under way.
 
-    def _make(self, work: Iterable[None]) -> None:
-        """Update chunks; after a failure every later call fails too.
+        Raises:
+            OutOfDeviceMemory: this update or an earlier one failed.
+        """
+        if self._current is None:
+            self._run(())
+            return
+        update, work = self._current
+        self._run(work)
+        if update.stage in self.waiting:
+            self.waiting.remove(update.stage)
+        self._current = None
 
-        The weights are then half updated, and whoever went on would train or save a mixture of two
-        updates.
+    def _run(self, work: Iterable[None]) -> None:
+        """Update chunks by running an iterator.
+
+        Raises:
+            OutOfDeviceMemory: memory ran out now, or in an earlier call: weights that are half
+                updated must be neither trained nor saved.
         """
         if self.failed:
             raise self.failed

@@ -1,9 +1,11 @@
-"""Walk over the stages with all micro-batches, forward and backward, while the next stage is fetched.
+"""Walk over the stages with all micro-batches, forward and backward, and fetch the next stage
+meanwhile.
 
-All micro-batches of a window pass one stage before the next stage. So weights cross the link once in
-the forward pass and once in the backward pass, however many micro-batches there are. The forward
-pass keeps only the inputs of stages, on the device or on the host (`Boundaries`). In the backward
-pass a stage recomputes what its gradient needs.
+A stage is some consecutive blocks of the model, or the parts before or after them. A window is the
+rows of one update. All micro-batches of a window pass one stage before the next stage. So weights
+cross the link between host and device once in the forward pass and once in the backward pass, for
+any number of micro-batches. The forward pass keeps only the inputs of stages, on the device or on
+the host (`Boundaries`). In the backward pass a stage recomputes what its gradient needs.
 
 A state is the tensor that one stage passes to the next for one micro-batch. A window has G
 micro-batches.
@@ -22,7 +24,7 @@ from monograph.step import Step
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.placement import Placement, on_host
 from monograph.stream.slots import Passes, Slots, StageOnDevice
-from monograph.stream.store import GRADIENT, Further, Stage, Store
+from monograph.stream.store import GRADIENT, Buffer, Further, Stage, Store
 from monograph.stream.updates import Updates
 
 T = TypeVar("T")
@@ -38,8 +40,11 @@ class Boundaries:
     back; the host keeps the rest.
 
     Attributes:
-        most_bytes: the maximum of bytes on the device: inputs, and the gradient of the input in
-            use.
+        lanes: the lanes that copy and compute.
+        device: the device that computes.
+        offloaded: whether inputs are kept on the host.
+        last: the index of the last stage.
+        peak_bytes: the peak of bytes on the device: inputs, and the gradient of the input in use.
     """
 
     def __init__(self, lanes: Lanes, device: torch.device, *, offloaded: bool, last: int):
@@ -56,39 +61,49 @@ class Boundaries:
         self.device = device
         self.offloaded = offloaded
         self.last = last
-        self.most_bytes = 0
-        self._states: dict[tuple[int, int], tuple[Tensor, Space]] = {}
-        self._host: dict[tuple[int, int], tuple[Tensor, Space]] = {}
-        self._rings: dict[tuple[int, int], tuple[Tensor, Space]] = {}
+        self.peak_bytes = 0
+        # The inputs on the device, and the memory for kept inputs on the host, by (stage,
+        # micro-batch).
+        self._states: dict[tuple[int, int], Buffer] = {}
+        self._host: dict[tuple[int, int], Buffer] = {}
+        # The memory for inputs that come back, by (number of the set, micro-batch).
+        self._rings: dict[tuple[int, int], Buffer] = {}
 
     @property
     def device_bytes(self) -> int:
         """Return the bytes of inputs on the device now."""
-        distinct = {id(kept): kept for kept, _ in (*self._states.values(), *self._rings.values())}
-        return sum(kept.nbytes for kept in distinct.values())
+        # An input that has come back is in both, and counts once.
+        tensors = [buffer.tensor for buffer in (*self._states.values(), *self._rings.values())]
+        distinct = {id(tensor): tensor for tensor in tensors}
+        return sum(tensor.nbytes for tensor in distinct.values())
 
-    def put(self, stage: int, g: int, state: Tensor, *, keep: bool) -> None:
-        """Store micro-batch g's input of a stage, with `keep` until the backward pass."""
+    def store_input(self, stage: int, g: int, state: Tensor, *, keep: bool) -> None:
+        """Store an input.
+
+        Args:
+            stage: the index of the stage whose input it is.
+            g: the number of the micro-batch.
+            state: the input.
+            keep: whether it is kept until the backward pass.
+        """
         # Each input has its own space, so that a reader waits only for this input.
         space = Space(f"input {g} of stage {stage}", Home.DEVICE)
-        self._states[stage, g] = state, space
-        self.most_bytes = max(self.most_bytes, self.device_bytes)
+        self._states[stage, g] = Buffer(state, space)
+        self.peak_bytes = max(self.peak_bytes, self.device_bytes)
         # The previous stage computed the input; readers wait for that computation.
         self.lanes.compute(lambda: None, writes=[space])
         # The last stage's input stays on the device: the backward pass needs it first.
         if keep and self.offloaded and stage != self.last:
-            like = self._host.get((stage, g))
+            kept = self._host.get((stage, g))
             # Pinned memory is slow to allocate, and the next update's inputs usually have the same
             # shapes, so the memory is kept until a shape differs.
-            if like is None or like[0].shape != state.shape or like[0].dtype != state.dtype:
+            if kept is None or not _fits(kept.tensor, state):
                 label = f"kept input {g} of stage {stage}"
-                like = self._host[stage, g] = (
-                    on_host(state, label, self.device),
-                    Space(label, Home.HOST),
-                )
-            self.lanes.copy(like[0], state, like[1], space)
+                memory = on_host(state, label, self.device)
+                kept = self._host[stage, g] = Buffer(memory, Space(label, Home.HOST))
+            self.lanes.copy(kept.tensor, state, kept.space, space)
 
-    def passed(self, stage: int, *, keep: bool) -> None:
+    def release_inputs(self, stage: int, *, keep: bool) -> None:
         """Release a stage's inputs after its forward pass, unless they stay on the device."""
         if stage == self.last or (keep and not self.offloaded):
             return
@@ -99,30 +114,31 @@ class Boundaries:
             # Later computations may reuse the memory, so they wait for the copy to the host.
             self.lanes.compute(lambda: None, writes=[space])
 
-    def fetch(self, stage: int, count: int) -> None:
+    def fetch_inputs(self, stage: int, count: int) -> None:
         """Copy a stage's inputs for `count` micro-batches back to the device."""
         # The first stage reads the batch itself, and the last stage's inputs never left the device.
         if not self.offloaded or stage in (0, self.last):
             return
         for g in range(count):
-            home, its_space = self._host[stage, g]
-            at = stage % RINGS, g
-            ring = self._rings.get(at)
-            if ring is None or ring[0].shape != home.shape or ring[0].dtype != home.dtype:
-                memory = torch.empty(home.shape, dtype=home.dtype, device=self.device)
-                ring = self._rings[at] = memory, Space(f"ring {at}", Home.DEVICE)
+            kept = self._host[stage, g]
+            place = stage % RINGS, g
+            buffer = self._rings.get(place)
+            if buffer is None or not _fits(buffer.tensor, kept.tensor):
+                memory = torch.empty(kept.tensor.shape, dtype=kept.tensor.dtype, device=self.device)
+                buffer = self._rings[place] = Buffer(memory, Space(f"ring {place}", Home.DEVICE))
                 # Earlier computations may have used this memory.
-                self.lanes.compute(lambda: None, writes=[ring[1]])
-            self.lanes.copy(ring[0], home, ring[1], its_space)
-            self._states[stage, g] = ring
+                self.lanes.compute(lambda: None, writes=[buffer.space])
+            self.lanes.copy(buffer.tensor, kept.tensor, buffer.space, kept.space)
+            self._states[stage, g] = buffer
 
-    def of(self, stage: int, g: int) -> tuple[Tensor, Space]:
-        """Return a stage's input on the device, and the space that its readers read."""
+    def input_of(self, stage: int, g: int) -> Buffer:
+        """Return a stage's input for a micro-batch, on the device."""
         return self._states[stage, g]
 
-    def take(self, stage: int, g: int) -> tuple[Tensor, Space]:
-        """Return the same as `of`, and release the input."""
-        self.most_bytes = max(self.most_bytes, self.device_bytes + self._states[stage, g][0].nbytes)
+    def take_input(self, stage: int, g: int) -> Buffer:
+        """Return the same as `input_of`, and release the input."""
+        gradient_bytes = self._states[stage, g].tensor.nbytes  # the gradient is as large
+        self.peak_bytes = max(self.peak_bytes, self.device_bytes + gradient_bytes)
         return self._states.pop((stage, g))
 
     def clear(self) -> None:
@@ -130,6 +146,12 @@ class Boundaries:
         self._states.clear()
 
 
+def _fits(memory: Tensor, tensor: Tensor) -> bool:
+    """Return whether memory has the shape and dtype of a tensor."""
+    return memory.shape == tensor.shape and memory.dtype == tensor.dtype
+
+
+# Called with a stage's planes on the device when their gradient is complete.
 Observe = Callable[[Sequence[Plane]], None]
 
 
@@ -207,25 +229,28 @@ class Walk:
         gradients: dict[int, Tensor] = {}  # of the states, by micro-batch
         in_backward = updates.in_backward and observe is None
         # The last stage comes first, as all other gradients are computed from its gradient.
-        for here in self._visits([last, *reversed(middle), first], back=len(batches)):
-            self._prepare_gradients(here)
+        for stage_on_device in self._visits([last, *reversed(middle), first], back=len(batches)):
+            self._prepare_gradients(stage_on_device)
             for g, batch in enumerate(batches):
-                self._backward(here, g, batch, further, gradients)
+                self._backward(stage_on_device, g, batch, further, gradients)
                 updates.update_some(len(batches))
             if observe:
-                self.lanes.compute(functools.partial(observe, here.planes), here.writes)
+                self.lanes.compute(
+                    functools.partial(observe, stage_on_device.planes), stage_on_device.writes
+                )
                 continue
             if self.sum_over_ranks:
-                for plane in here.planes:
+                for plane in stage_on_device.planes:
                     self.lanes.compute(
-                        functools.partial(self._sum, plane, self.sum_over_ranks), here.writes
+                        functools.partial(self._sum, plane, self.sum_over_ranks),
+                        stage_on_device.writes,
                     )
-            if in_backward and here.stage is last:
+            if in_backward and stage_on_device.stage is last:
                 updates.decide_by_losses()
-            updates.measure(here)
-            updates.store_gradients(here)
+            updates.measure(stage_on_device)
+            updates.store_gradients(stage_on_device)
             if in_backward:
-                updates.update_in_backward(here)
+                updates.update_in_backward(stage_on_device)
         updates.finish_begun()
         self.fresh = False
 
@@ -233,12 +258,16 @@ class Walk:
         """Return the sum of losses and the number of targets of each micro-batch."""
         self._forward(batches, keep=False)
         last = self.store.stages[-1]
-        here = self._next(last, back=0)()
+        stage_on_device = self._request(last, back=0)()
         scores = []
         for g, batch in enumerate(batches):
-            state, space = self.boundaries.take(last.index, g)
+            state, space = self.boundaries.take_input(last.index, g)
             scores.append(
-                self._compute(here, functools.partial(self.passes.score, state, batch), [space])
+                self._compute(
+                    stage_on_device,
+                    functools.partial(self.passes.evaluate_last, state, batch),
+                    [space],
+                )
             )
         return scores
 
@@ -251,87 +280,87 @@ class Walk:
         further: list[Further] = [() for _ in batches]
         self.updates.finish_begun()
         self.boundaries.clear()
-        for here in self._visits(self.store.stages[:-1]):
-            stage = here.stage
+        for stage_on_device in self._visits(self.store.stages[:-1]):
+            stage = stage_on_device.stage
             for g, batch in enumerate(batches):
                 if stage.blocks:
-                    state, space = self.boundaries.of(stage.index, g)
-                    work = functools.partial(self.passes.forward, stage, state, further[g])
-                    output = self._compute(here, work, [space])
+                    state, space = self.boundaries.input_of(stage.index, g)
+                    work = functools.partial(self.passes.forward_blocks, stage, state, further[g])
+                    output = self._compute(stage_on_device, work, [space])
                 else:
                     output, further[g] = self._compute(
-                        here, functools.partial(self.passes.first, batch)
+                        stage_on_device, functools.partial(self.passes.forward_first, batch)
                     )
-                self.boundaries.put(stage.index + 1, g, output, keep=keep)
+                self.boundaries.store_input(stage.index + 1, g, output, keep=keep)
                 self.updates.update_some(len(batches))
-            self.boundaries.passed(stage.index, keep=keep)
+            self.boundaries.release_inputs(stage.index, keep=keep)
         return further
 
     def _backward(
         self,
-        here: StageOnDevice,
+        stage_on_device: StageOnDevice,
         g: int,
         batch: object,
         further: list[Further],
         gradients: dict[int, Tensor],
     ) -> None:
-        planes = [plane for stage in self._needed(here) for plane in stage.planes]
+        planes = [plane for stage in self._needed(stage_on_device) for plane in stage.planes]
         first, last = self.store.stages[0], self.store.stages[-1]
-        if here.stage is first:
-            last_one = functools.partial(self.passes.first_again, planes, batch, gradients[g])
-            self._compute(here, last_one, backward=True)
+        if stage_on_device.stage is first:
+            run_first = functools.partial(self.passes.backward_first, planes, batch, gradients[g])
+            self._compute(stage_on_device, run_first, backward=True)
             return
-        state, space = self.boundaries.take(here.stage.index, g)
-        if here.stage is last:
-            work = functools.partial(self.passes.loss, planes, state, batch)
+        state, space = self.boundaries.take_input(stage_on_device.stage.index, g)
+        if stage_on_device.stage is last:
+            work = functools.partial(self.passes.backward_last, planes, state, batch)
         else:
             work = functools.partial(
-                self.passes.again,
+                self.passes.backward_blocks,
                 planes,
                 state,
-                stage=here.stage,
+                stage=stage_on_device.stage,
                 further=further[g],
                 gradient=gradients[g],
             )
-        gradients[g] = self._compute(here, work, [space], backward=True)
+        gradients[g] = self._compute(stage_on_device, work, [space], backward=True)
 
     def _visits(self, order: Sequence[Stage], back: int = 0) -> Iterator[StageOnDevice]:
         """Yield the stages on the device, one after another, while the next stage is fetched.
 
         In a backward pass the inputs of `back` micro-batches are fetched as well.
         """
-        ready = self._next(order[0], back)()
+        ready = self._request(order[0], back)()
         for _, following in pairwise([*order, None]):
             # The next stage is requested before this one computes, so that it is copied meanwhile.
-            coming = self._next(following, back) if following else None
+            coming = self._request(following, back) if following else None
             yield ready
             if coming is not None:
                 ready = coming()
 
-    def _next(self, stage: Stage, back: int) -> Callable[[], StageOnDevice]:
+    def _request(self, stage: Stage, back: int) -> Callable[[], StageOnDevice]:
         """Begin to fetch a stage, or to update it if its update is waiting.
 
         Returns:
             A function that finishes this and returns the stage on the device.
         """
         if back:
-            self.boundaries.fetch(stage.index, back)
+            self.boundaries.fetch_inputs(stage.index, back)
         if stage not in self.updates.waiting:
-            here = self.slots.fetch(stage)
-            return lambda: here
+            stage_on_device = self.slots.fetch(stage)
+            return lambda: stage_on_device
         # Weights that are updated on the device are copied to the slot there, instead of crossing
         # the link again.
         into = self.slots.claim(stage)
         self.updates.begin(stage, into)
-        return lambda: self._finished(into)
+        return lambda: self._finish_update(into)
 
-    def _finished(self, into: StageOnDevice) -> StageOnDevice:
+    def _finish_update(self, into: StageOnDevice) -> StageOnDevice:
         self.updates.finish_begun()
         return into
 
     def _compute(
         self,
-        here: StageOnDevice,
+        stage_on_device: StageOnDevice,
         call: Callable[[], T],
         also_reads: Sequence[Space] = (),
         *,
@@ -341,25 +370,27 @@ class Walk:
 
         Weights that the stage shares with another stage are included.
         """
-        needed = self._needed(here)
-        work = functools.partial(self.passes.bound, needed, call, backward)
+        needed = self._needed(stage_on_device)
+        work = functools.partial(self.passes.run_with_weights, needed, call, backward)
         reads = [*also_reads, *(space for stage in needed for space in stage.reads)]
         return self.lanes.compute(
             work, reads, [s for stage in needed for s in stage.writes] if backward else ()
         )
 
-    def _needed(self, here: StageOnDevice) -> list[StageOnDevice]:
+    def _needed(self, stage_on_device: StageOnDevice) -> list[StageOnDevice]:
         first, last = self.store.stages[0], self.store.stages[-1]
         # Tied weights lie in the first stage's slot, where both stages add to one gradient.
-        return [here, self.slots.fetch(first)] if self.store.tied and here.stage is last else [here]
+        if self.store.tied and stage_on_device.stage is last:
+            return [stage_on_device, self.slots.fetch(first)]
+        return [stage_on_device]
 
     # ── gradients ───────────────────────────────────────────────────────────────────────────────
 
-    def _prepare_gradients(self, here: StageOnDevice) -> None:
+    def _prepare_gradients(self, stage_on_device: StageOnDevice) -> None:
         """Set the slot's gradients to zero, or to the sum of earlier windows."""
-        if self.store.tied and here.stage is self.store.stages[0]:
+        if self.store.tied and stage_on_device.stage is self.store.stages[0]:
             return  # the last stage adds to the same gradients, and has prepared them
-        for stage in self._needed(here):
+        for stage in self._needed(stage_on_device):
             for stored, plane in zip(stage.stage.stored, stage.planes, strict=True):
                 home = stored.buffers[GRADIENT]
                 if self.fresh:

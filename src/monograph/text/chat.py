@@ -1,5 +1,7 @@
-"""Turn a chat into token ids, where control tokens come from the template and never from a message;
-find its stops.
+"""Turn a chat into token ids, and find the ids that end an answer.
+
+Control tokens are special tokens that structure a chat, e.g. <|im_end|>. They come only from the
+template, never from the text of a message.
 """
 
 import json
@@ -13,28 +15,28 @@ from monograph.text.template import TOOL_USE, ChatTemplate, Message, Unspeakable
 from monograph.text.tokenizer import Tokenizer
 
 _PRIVATE_USE = range(0xE000, 0xF900)
-_SYSTEM = ("system", "developer")  # who says what holds for the whole chat
+_SYSTEM = ("system", "developer")  # the roles whose messages are instructions for the whole chat
 # A chat of one turn, which every template can render.
 _QUESTION, _ANSWER = "What is it?", "It is an answer."
 
 
 def template_of(tokenizer: Tokenizer, tools: object = None) -> ChatTemplate:
-    """Return the tokenizer's chat template: with tools the one named "tool_use" if there is one, as
-    in transformers.
+    """Return the tokenizer's chat template for a chat with these tools; None: without tools.
+
+    As in transformers, a chat with tools takes the template named "tool_use", if there is one.
 
     Raises:
-        InputRefused: the tokenizer has none.
+        InputRefused: the tokenizer has no chat template.
     """
-    if tokenizer.config.template is None:
+    template = tokenizer.config.template
+    if template is None:
         raise InputRefused(
             "the model has no chat template: put its chat_template.jinja next to its tokenizer.json "
             "(docs/finetune.md has one), or give plain text"
         )
-    return (
-        tokenizer.config.template
-        if tools is None
-        else tokenizer.config.named.get(TOOL_USE, tokenizer.config.template)
-    )
+    if tools is None:
+        return template
+    return tokenizer.config.named.get(TOOL_USE, template)
 
 
 def chat_ids(
@@ -43,17 +45,22 @@ def chat_ids(
     add_generation_prompt: bool = False,
     **variables: Any,
 ) -> list[int]:
-    """Return the ids of a chat; it begins with a beginning-of-text token only if the template
-    writes one.
+    """Return the ids of a chat; they begin with a bos token only if the template writes one.
 
-    "<|im_start|>" inside a message means the letters that someone typed, not the token, so no message can end its turn.
-    To tell the two apart, a chat with such letters is rendered a second time, with a marker (a
-    character that occurs nowhere else) inside them; if this changes anything else in the text, the
-    chat is refused.
+    The letters of a control token in a message are encoded as letters, so no message can end its
+    turn. To tell them from the control tokens of the template, a chat with such letters is rendered
+    a second time. In this rendering a marker, a character that occurs nowhere else, is inside the
+    typed letters.
+
+    Args:
+        tokenizer: the tokenizer, with the chat template.
+        messages: the chat.
+        add_generation_prompt: whether to end with the beginning of an assistant's turn.
+        variables: other variables of the template.
 
     Raises:
-        InputRefused: as in `ChatTemplate.render` and `for_template`, or the template does not copy
-            such letters unchanged.
+        InputRefused: as in `ChatTemplate.render` and `for_template`, or the marker changes other
+            parts of the text, because the template does not copy the letters unchanged.
     """
     template = template_of(tokenizer, variables.get("tools"))
     read = for_template(template, messages, **variables)
@@ -64,59 +71,65 @@ def chat_ids(
 
 
 def require_read(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
-    """Require that the chat template reads what stands beside a chat's messages, which would be
-    lost otherwise.
+    """Require that the chat template reads each variable of a chat besides its messages.
 
     Raises:
-        InputRefused: it does not, or there is no template; the message names the first such
-            variable.
+        InputRefused: the template does not read a variable, which would be lost; or there is no
+            template.
     """
     source = template_of(tokenizer, variables.get("tools")).source
     for name in variables:
         if not re.search(rf"\b{re.escape(name)}\b", source):
             raise InputRefused(
-                f"{name!r} changes nothing, as the model's chat template does not read it: remove it, or name its key "
-                "in data.ignore_keys"
+                f"{name!r} changes nothing, because the model's chat template does not read it: remove it, or name its "
+                "key in data.ignore_keys"
             )
 
 
 def require_system(text: str, messages: Sequence[Message]) -> None:
-    """Require that a rendered chat has what its system says, which some templates leave out without
-    a word.
+    """Require that a rendered chat contains its system messages; some templates leave them out.
 
     Raises:
-        Unspeakable: it has not.
+        Unspeakable: a system message is missing in `text`.
     """
     for message in messages:
         role = message.get("role")
         content = message.get("content")
         if role not in _SYSTEM or not isinstance(content, str):
             continue
-        said = content.strip()
-        if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+        instructions = content.strip()
+        # A template may write a message as a string of JSON.
+        in_json = json.dumps(instructions, ensure_ascii=False)[1:-1]
+        if instructions not in text and in_json not in text:
             raise Unspeakable(
-                f"the chat template leaves out what the {role} says, {said[:40]!r}: say it in the user's first message"
+                f"the chat template leaves out what the {role} says, {instructions[:40]!r}: "
+                "say it in the user's first message"
             )
 
 
-def marker_for(tokenizer: Tokenizer, template: ChatTemplate, said: object) -> str:
-    """Return a character that is neither in `said` nor in the template, to split typed control
-    tokens.
+def marker_for(tokenizer: Tokenizer, template: ChatTemplate, content: object) -> str:
+    """Return a character to split typed control tokens with.
 
-    It is "" if `said` has none of these.
+    Args:
+        tokenizer: the tokenizer.
+        template: the chat template, which does not have the character.
+        content: all texts of the chat, which do not have the character.
+
+    Returns:
+        The character; "" if no control token is typed in `content`.
 
     Raises:
         InputRefused: there is no such character.
     """
-    if not _typed(tokenizer, said):
+    if not _typed_tokens(tokenizer, content):
         return ""
-    taken = json.dumps(said, ensure_ascii=False, default=str) + template.source
-    marker = next((chr(code) for code in _PRIVATE_USE if chr(code) not in taken), None)
-    if marker is None:
-        raise InputRefused(
-            "a chat with all of Unicode's private characters and a control token is not supported"
-        )
-    return marker
+    used_characters = json.dumps(content, ensure_ascii=False, default=str) + template.source
+    for code in _PRIVATE_USE:
+        if chr(code) not in used_characters:
+            return chr(code)
+    raise InputRefused(
+        "a chat with all of Unicode's private characters and a control token is not supported"
+    )
 
 
 def rendered(
@@ -127,30 +140,39 @@ def rendered(
     add_generation_prompt: bool = False,
     **variables: object,
 ) -> str:
-    """Return a chat as text, with `marker` after the first letter of each control token that
-    somebody typed.
+    """Return a chat as text, with a marker after the first letter of each typed control token.
+
+    Args:
+        template: the chat template.
+        tokenizer: the tokenizer.
+        messages: the chat.
+        marker: the marker, from `marker_for`.
+        add_generation_prompt: whether to end with the beginning of an assistant's turn.
+        variables: other variables of the template.
 
     Raises:
         InputRefused: see `chat_ids`.
     """
     text = template.render(messages, add_generation_prompt, **variables)
-    typed = _typed(tokenizer, [list(messages), variables]) if marker else []
+    typed = _typed_tokens(tokenizer, [list(messages), variables]) if marker else []
     if not typed:
         return text
-    apart = [_apart(dict(message), typed, marker) for message in messages]
-    marked = template.render(apart, add_generation_prompt, **_apart(variables, typed, marker))
-    if marked.replace(marker, "") != text or _typed(tokenizer, apart):
+    marked_messages = [_with_markers(dict(message), typed, marker) for message in messages]
+    marked_variables = _with_markers(variables, typed, marker)
+    marked_text = template.render(marked_messages, add_generation_prompt, **marked_variables)
+    # Control tokens that overlap may still be there after one of them was split.
+    if marked_text.replace(marker, "") != text or _typed_tokens(tokenizer, marked_messages):
         raise InputRefused(
             f"the text {typed[0]!r} in a message is a control token of this model, and its chat template does not "
-            "copy it as it is; write it in another way"
+            "copy it unchanged; write it in another way"
         )
-    return marked
+    return marked_text
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """Return the special token that the chat template writes after an answer.
+    """Return the id of the first special token that the chat template writes after an answer.
 
-    None if the model has no template, or if the template writes only text there or changes the
+    None: the model has no template, the template writes no special token there, or it changes the
     answer's letters.
 
     Raises:
@@ -159,60 +181,63 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     if tokenizer.config.template is None:
         return None
     chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-    _, marker, rest = tokenizer.config.template.render(chat).rpartition(_ANSWER)
-    controls = set(tokenizer.special.values())
-    after = tokenizer.encode_rendered(rest) if marker else []
-    return next((index for index in after if index in controls), None)
+    _, answer, text_after = tokenizer.config.template.render(chat).rpartition(_ANSWER)
+    if not answer:
+        return None
+    special_ids = set(tokenizer.special.values())
+    ids_after = tokenizer.encode_rendered(text_after)
+    return next((index for index in ids_after if index in special_ids), None)
 
 
 def stop_ids(tokenizer: Tokenizer, own: Collection[int] = ()) -> tuple[int, ...]:
-    """Return all ids that stop inference, without duplicates.
+    """Return all ids that stop inference, each once.
 
-    They are the tokenizer's end of text, the ids in generation_config.json, and the special token
+    They are the tokenizer's eos token, the ids in generation_config.json, and the special token
     that the chat template writes after an answer.
 
     Args:
-        tokenizer: the text's tokenizer.
-        own: ids that end a document by the model's configuration; used if generation_config.json
-            lists none.
+        tokenizer: the tokenizer.
+        own: the eos tokens in the model's configuration; if generation_config.json lists no ids,
+            those that are special tokens stop inference as well.
 
     Raises:
         InputRefused: the template does not render.
     """
-    known = () if tokenizer.config.stops else sorted({*own} & {*tokenizer.special.values()})
-    ends = [tokenizer.eos_id, *tokenizer.config.stops, end_of_turn(tokenizer), *known]
+    stops = [tokenizer.eos_id, *tokenizer.config.stops, end_of_turn(tokenizer)]
+    if not tokenizer.config.stops:
+        stops += sorted({*own} & {*tokenizer.special.values()})
     return tuple(
-        dict.fromkeys(end for end in ends if end is not None and end < tokenizer.vocab_size)
+        dict.fromkeys(stop for stop in stops if stop is not None and stop < tokenizer.vocab_size)
     )
 
 
-def _typed(tokenizer: Tokenizer, said: object) -> list[str]:
-    """Return the special tokens whose letters occur in `said`."""
-    # Joined to search all texts at once, as there may be a thousand special tokens.
-    letters = "\0".join(_texts(said))
-    return [content for content in tokenizer.special if content in letters]
+def _typed_tokens(tokenizer: Tokenizer, content: object) -> list[str]:
+    """Return the special tokens whose letters occur in the texts of `content`."""
+    # The texts are joined, because there may be a thousand special tokens, and each of them is then
+    # searched once.
+    letters = "\0".join(_texts(content))
+    return [token for token in tokenizer.special if token in letters]
 
 
 def _texts(value: object) -> Iterator[str]:
+    """Yield all texts in a value of JSON's types, except the keys of objects."""
     if isinstance(value, str):
         yield value
-    values = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    for inner in values:
-        yield from _texts(inner)
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
 
 
-def _apart(value: object, contents: Sequence[str], marker: str) -> Any:
+def _with_markers(value: object, tokens: Sequence[str], marker: str) -> Any:
+    """Return a value of JSON's types, with `marker` after the first letter of each token in it."""
     if isinstance(value, dict):
-        return {key: _apart(inner, contents, marker) for key, inner in value.items()}
+        return {key: _with_markers(inner, tokens, marker) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_apart(inner, contents, marker) for inner in value]
+        return [_with_markers(inner, tokens, marker) for inner in value]
     if isinstance(value, str):
-        for content in contents:
-            value = value.replace(content, content[0] + marker + content[1:])
+        for token in tokens:
+            value = value.replace(token, token[0] + marker + token[1:])
     return value

@@ -1,8 +1,8 @@
 """The keys of a chat's messages, and the form in which a chat template reads them.
 
-`monograph.data.messages` reads messages from records and requests. What a template makes of a key
-is known only where the template is, so a key that no table here has is refused here, unless this
-template reads it.
+`monograph.data.messages` reads messages from records and requests. Whether a key of a message has
+an effect depends on the template. So unknown keys are refused here, where the template is known,
+unless it reads them.
 """
 
 from collections import Counter
@@ -36,14 +36,16 @@ MESSAGE_KEYS: Mapping[str, str] = MappingProxyType(
 METADATA = frozenset(
     "id index turn timestamp created_at date source model lang language country meta metadata".split()
 )
-WEIGHT = "weight"  # 0 in a message that was read; left out where it is 1
+# The key that a message has after it was read, if it is not trained on; its value is 0.
+WEIGHT = "weight"
 CALLS = "tool_calls"
 THOUGHTS = frozenset({"reasoning_content", "thinking", "reasoning"})
+# Keys that may be there although the template does not read them.
 _ALWAYS = frozenset({"role", "content", "name", "tool_call_id", *METADATA})
 
 
 class Unread(InputRefused):
-    """A chat has something that its template does not read, so that it would be lost."""
+    """A part of a chat would be lost, because the template does not read it."""
 
 
 def for_template(
@@ -54,37 +56,43 @@ def for_template(
 ) -> list[dict[str, Any]]:
     """Return messages as a template reads them.
 
-    The weight of a message is left out. If a call's arguments are a text of JSON and this template
-    writes a text as a string inside JSON, so that it would be escaped twice, they become the
-    object.
+    The weight of a message is left out. The arguments of a tool call, if they are the text of a
+    JSON object, become this object if the template needs it (`ChatTemplate.wants_objects`).
 
     Args:
         template: the template.
         messages: the messages.
-        counts: gets the number of messages with each key that is left aside ("unread KEY"), and of
-            arguments that became objects ("parsed") or are the text of none ("kept").
+        counts: is increased by the number of messages with each known key that the template does
+            not read ("unread KEY"), by the number of arguments that became objects ("parsed"), and
+            by the number of arguments that are not the text of an object ("kept"); None: nothing is
+            counted.
         variables: the template's other variables.
 
     Raises:
-        Unread: a message has an unknown key, or calls, and the template does not read them.
+        Unread: the template does not read an unknown key of a message, or tool calls.
     """
     counted = Counter[str]() if counts is None else counts
-    read = [_read(template, message, counted) for message in messages]
+    read = [_read_message(template, message, counted) for message in messages]
     words = template.words
     for number, message in enumerate(read):
         for key in message.keys() - words - {"role", "content"}:
+            # A template that reads one name of the thoughts gets them by this name.
             if key in THOUGHTS and not THOUGHTS.isdisjoint(words):
                 continue
             if key in _ALWAYS or key in THOUGHTS:
                 counted[f"unread {key}"] += 1
-            elif not _changes(template, read, number, key, variables):
-                known = ", ".join(MESSAGE_KEYS)
+                continue
+            # A template may read all keys without naming them, so it is tried out.
+            if _has_effect(template, read, number, key, variables):
+                continue
+            if key in MESSAGE_KEYS:
                 raise Unread(
-                    f"message {number} has the key {ascii(key[:40])}, which the chat template does not read, and which "
-                    f"is none of {known}: it would be lost; leave it out"
-                    if key not in MESSAGE_KEYS
-                    else f"message {number} has {key}, which the chat template does not read: they would be lost"
+                    f"message {number} has {key}, which the chat template does not read: they would be lost"
                 )
+            raise Unread(
+                f"message {number} has the key {ascii(key[:40])}, which the chat template does not read, and which "
+                f"is none of {', '.join(MESSAGE_KEYS)}: it would be lost; leave it out"
+            )
     return read
 
 
@@ -102,33 +110,37 @@ def unread_notes(counts: Mapping[str, int]) -> list[str]:
             f"keys of messages that the chat template does not read, and which change nothing: {keys}"
         )
     if counts["parsed"]:
-        count = f"{counts['parsed']:,}"
         notes.append(
-            f"the chat template writes a call's arguments from an object: {count} texts of JSON became objects"
+            "the chat template writes a call's arguments from an object: "
+            f"{counts['parsed']:,} texts of JSON became objects"
         )
     if counts["kept"]:
         notes.append(
-            "the chat template writes a call's arguments from an object, but these are texts that are no JSON object, "
-            f"and are trained on as strings in quotes: {counts['kept']:,}"
+            "the chat template writes a call's arguments from an object, but these are texts that are not a JSON "
+            f"object, and are trained on as strings in quotes: {counts['kept']:,}"
         )
     return notes
 
 
-def _read(template: ChatTemplate, message: Message, counted: Counter[str]) -> dict[str, Any]:
+def _read_message(
+    template: ChatTemplate, message: Message, counted: Counter[str]
+) -> dict[str, Any]:
+    """Return a message as the template reads it."""
     if not isinstance(message, Mapping):
         raise InputRefused(
             f"a chat's message is {type(message).__name__}: expected an object with a role and a content"
         )
     read = {key: value for key, value in message.items() if key != WEIGHT and value is not None}
     if isinstance(read.get(CALLS), list):
-        read[CALLS] = [_call(template, call, counted) for call in read[CALLS]]
+        read[CALLS] = [_read_call(template, call, counted) for call in read[CALLS]]
     return read
 
 
-def _call(template: ChatTemplate, call: object, counted: Counter[str]) -> object:
-    """Return a call of a function, with its arguments as an object where the template wants that."""
+def _read_call(template: ChatTemplate, call: object, counted: Counter[str]) -> object:
+    """Return a tool call as the template reads it: with arguments as an object if it needs that."""
     if not isinstance(call, dict):
         return call
+    # Some records have the name and the arguments in the call itself.
     function = call.get("function", call)
     if not isinstance(function, dict):
         return call
@@ -143,18 +155,18 @@ def _call(template: ChatTemplate, call: object, counted: Counter[str]) -> object
         counted["kept"] += 1
         return call
     counted["parsed"] += 1
-    parsed = {**function, "arguments": arguments}
-    return {**call, "function": parsed} if function is not call else parsed
+    read_function = {**function, "arguments": arguments}
+    return read_function if function is call else {**call, "function": read_function}
 
 
-def _changes(
+def _has_effect(
     template: ChatTemplate,
     messages: Sequence[Message],
     number: int,
     key: str,
     variables: Mapping[str, Any],
 ) -> bool:
-    """Return whether a key of a message changes what the template writes."""
-    without = [dict(message) for message in messages]
-    del without[number][key]
-    return template.render(messages, **variables) != template.render(without, **variables)
+    """Return whether `key` of message `number` changes the rendered text."""
+    without_key = [dict(message) for message in messages]
+    del without_key[number][key]
+    return template.render(messages, **variables) != template.render(without_key, **variables)

@@ -1,14 +1,17 @@
-"""Render a chat template where it can do no harm: in a process of its own, under limits of memory
-and time.
+"""Render a chat template in a separate process, with limits of memory and time, where it can do no
+harm.
 
-A template comes with a model from anywhere. Jinja's sandbox keeps it away from Python's internals,
-but not from endless loops and strings of gigabytes, which only the end of a process stops. This
-program imports nothing of the package, so that it starts in a tenth of a second.
+A template comes with a model, from anywhere. Jinja's sandbox keeps it away from Python's internals,
+but does not stop endless loops and strings of gigabytes. Only the end of the process stops these.
+This program imports nothing of this package, so that it starts in a tenth of a second.
 
-The first line of standard input is, in JSON, [the template's source, the date that it sees or null
-for today]. Each further line is a list of requests, each a text in JSON again: [the template's
-variables, null or two texts to put around what is tagged as an answer]. The reply to a line is a
-list of one {"text": ...} or {"error": ...} per request.
+The program reads and writes lines of JSON:
+
+- The first line of standard input is [source of the template, date]. The template sees the date as
+  today's; null: the real date.
+- Each further line is a list of requests. A request is again a text of JSON, [variables of the
+  template, marks]. The marks are two texts that are put around text tagged as an answer, or null.
+- The reply to a line is a list with one {"text": ...} or {"error": ...} for each request.
 
 A template has the filters, functions and extensions that transformers gives it
 (`apply_chat_template`, release 5).
@@ -28,15 +31,13 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MEMORY_BYTES = 1 << 29  # of address space, of which Python and jinja take a tenth
+MEMORY_BYTES = 1 << 29  # of address space; Python and jinja take a tenth of it
 SECONDS = 2  # of processor time for one rendering
-OLDEST = (3, 1, 6)  # older releases of jinja2 have known ways out of the sandbox
+OLDEST = (3, 1, 6)  # the oldest safe release of jinja2; earlier ones have ways out of the sandbox
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}` around an assistant's text, which renders to that text between two
-    requested marks.
-    """
+    """The tag `{% generation %}`, which renders to the text inside it, between the two marks."""
 
     tags = {"generation"}
 
@@ -67,20 +68,20 @@ class _Dict:
 class _Namespace(Namespace):
     """`namespace` for templates, without names that begin with an underscore."""
 
-    # No `self`, as a template may use this name.
-    def __init__(*pairs: object, **values: object) -> None:
-        own = pairs[0]
-        given = dict(*pairs[1:], **values)
+    # There is no parameter `self`, because a template may give a value this name.
+    def __init__(*self_and_pairs: object, **values: object) -> None:
+        self, *pairs = self_and_pairs
+        given = dict(*pairs, **values)
         for name in given:
-            _public(name)
-        Namespace.__init__(own, given)
+            _require_public(name)
+        Namespace.__init__(self, given)
 
     def __setitem__(self, name: str, value: object) -> None:
-        _public(name)
+        _require_public(name)
         super().__setitem__(name, value)
 
 
-def _public(name: object) -> None:
+def _require_public(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(
             f"the name {name!r} in a namespace begins with an underscore"
@@ -94,7 +95,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes < and > for web pages.
+    """Write a value as JSON; jinja's own filter would also escape < and > for web pages."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -105,10 +106,20 @@ def _raise_exception(message: object) -> None:
 
 
 def compiled(source: str, day: str | None) -> jinja2.Template:
-    """Return the compiled template; raise jinja's errors."""
+    """Compile a template.
+
+    Args:
+        source: its source.
+        day: the date that it sees as today's, e.g. "2024-07-26"; None: the real date.
+
+    Raises:
+        jinja2.exceptions.TemplateError: the source is not valid, or this release of jinja2 is not
+            safe.
+    """
 
     def strftime_now(form: str) -> str:
-        return (datetime.fromisoformat(day) if day else datetime.now()).strftime(form)
+        now = datetime.fromisoformat(day) if day else datetime.now()
+        return now.strftime(form)
 
     if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < OLDEST:
         raise jinja2.exceptions.SecurityError(
@@ -127,42 +138,47 @@ def compiled(source: str, day: str | None) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def _pieces(template: jinja2.Template, variables: dict[str, Any], longest: int) -> Iterator[str]:
+def _pieces(template: jinja2.Template, variables: dict[str, Any], limit: int) -> Iterator[str]:
+    """Yield the pieces of the rendered text, up to `limit` characters."""
     length = 0
     for piece in template.generate(**variables):
         length += len(piece)
-        if length > longest:
-            raise jinja2.exceptions.SecurityError(f"it writes more than {longest} characters")
+        if length > limit:
+            raise jinja2.exceptions.SecurityError(f"it writes more than {limit} characters")
         yield piece
 
 
 class _Renderer:
-    """A renderer of one template, compiled at the first request, so that its faults are in the
-    reply.
+    """Renders one template.
+
+    The template is compiled at the first request, so that its errors are in the reply.
     """
 
     def __init__(self, source: str, day: str | None) -> None:
-        self._source, self._day = source, day
+        self._source = source
+        self._day = day
         self._template: jinja2.Template | None = None
 
-    def __call__(self, asked: str) -> dict[str, str]:
-        # The limit counts whole seconds of processor time since the process began. At the limit the
-        # kernel ends it.
+    def render(self, request: str) -> dict[str, str]:
+        """Return {"text": ...} or {"error": ...} for a request."""
+        # The limit is in whole seconds of processor time since the process began. When it is
+        # reached, the kernel ends the process.
         used = resource.getrusage(resource.RUSAGE_SELF)
-        resource.setrlimit(
-            resource.RLIMIT_CPU,
-            (int(used.ru_utime + used.ru_stime) + SECONDS, resource.RLIM_INFINITY),
-        )
+        limit_s = int(used.ru_utime + used.ru_stime) + SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, resource.RLIM_INFINITY))
         try:
-            template = self._template = self._template or compiled(self._source, self._day)
-            variables, marks = json.loads(asked)
-            template.environment.generation_marks = marks or ("", "")  # type: ignore[attr-defined]
-            return {"text": "".join(_pieces(template, variables, 64 * len(asked) + (1 << 20)))}
+            if self._template is None:
+                self._template = compiled(self._source, self._day)
+            variables, marks = json.loads(request)
+            environment = self._template.environment
+            environment.generation_marks = marks or ("", "")  # type: ignore[attr-defined]
+            limit = 64 * len(request) + (1 << 20)
+            return {"text": "".join(_pieces(self._template, variables, limit))}
         except MemoryError:
             return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
         except RecursionError:
             return {"error": "it calls itself without end"}
-        except Exception as error:  # a template can make Python raise anything
+        except Exception as error:  # a template can make Python raise any error
             return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
@@ -170,9 +186,11 @@ def main() -> None:
     """Answer requests until standard input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    render = _Renderer(*json.loads(sys.stdin.readline()))
+    source, day = json.loads(sys.stdin.readline())
+    renderer = _Renderer(source, day)
     for line in sys.stdin:
-        sys.stdout.write(json.dumps([render(asked) for asked in json.loads(line)]) + "\n")
+        replies = [renderer.render(request) for request in json.loads(line)]
+        sys.stdout.write(json.dumps(replies) + "\n")
         sys.stdout.flush()
 
 

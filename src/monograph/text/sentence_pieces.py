@@ -1,8 +1,9 @@
-"""Read the parts of a `tokenizer.json` in SentencePiece's way (Llama 2, Mistral 7B, Phi-3, Gemma).
+"""Read the parts of a `tokenizer.json` that write text as SentencePiece does (Llama 2, Mistral 7B,
+Phi-3, Gemma).
 
-Each space is written as the letter ▁, most tokenizers put one ▁ before a text, and a character that
-the vocabulary lacks is written as one token <0xXX> per byte of its UTF-8. Only known parts, which
-take linear time, are accepted.
+Each space is written as the letter ▁. Most of these tokenizers insert one ▁ before a text. A
+character that the vocabulary lacks is written as one token <0xXX> for each byte of its UTF-8. Only
+known parts, which take linear time, are accepted.
 """
 
 import re
@@ -12,14 +13,15 @@ MARK = "▁"
 PREPEND = {"type": "Prepend", "prepend": MARK}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
 KNOWN_NORMALIZERS = (PREPEND, _REPLACE)
-# Gemma has this step after spaces are replaced, so that it splits nothing.
+# Gemma has this step after the spaces were replaced, so it splits nothing.
 _SPLIT = {
     "type": "Split",
     "pattern": {"String": " "},
     "behavior": "MergedWithPrevious",
     "invert": False,
 }
-_BACK = [
+# The decoder's steps that undo the encoding.
+_DECODERS = [
     {"type": "Replace", "pattern": {"String": MARK}, "content": " "},
     {"type": "ByteFallback"},
     {"type": "Fuse"},
@@ -29,13 +31,15 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Marks(NamedTuple):
-    """The way in which a tokenizer of this kind treats spaces and bytes.
+    """How a tokenizer of this kind writes spaces and bytes. A stretch is text between added tokens.
 
     Attributes:
-        scheme: where a ▁ is inserted. "prepend": before each text, and before each stretch after an
-            added token that is matched before normalisation. "always": before each stretch between
-            added tokens, unless the stretch begins with a space. "first": only at the beginning of
-            a text. "never": nowhere.
+        scheme: where a ▁ is inserted.
+            "prepend": before a text, and before each stretch after an added token that is matched
+            before normalisation.
+            "always": before each stretch, unless it begins with a space.
+            "first": only at the beginning of a text.
+            "never": nowhere.
         strips: whether decoding leaves out one space at the beginning.
         byte_tokens: whether decoding turns the token <0xXX> into that byte.
     """
@@ -53,12 +57,12 @@ class Marks(NamedTuple):
 
 
 def is_marked(normalizers: list[Any], pre_tokenizers: list[Any]) -> bool:
-    """Return whether some step of a tokenizer writes spaces as ▁."""
+    """Return whether a step of a tokenizer writes spaces as ▁."""
     return _REPLACE in normalizers or any(is_metaspace(step) for step in pre_tokenizers)
 
 
 def is_metaspace(step: object) -> TypeGuard[dict[str, Any]]:
-    """Return whether a pre-tokenizer is SentencePiece's, with its usual letter."""
+    """Return whether a step is a Metaspace, SentencePiece's pre-tokenizer, with the letter ▁."""
     return (
         isinstance(step, dict)
         and step.get("type") == "Metaspace"
@@ -67,10 +71,11 @@ def is_metaspace(step: object) -> TypeGuard[dict[str, Any]]:
 
 
 def scheme_of(step: dict[str, Any]) -> str:
-    """Return where a Metaspace inserts a ▁; older files only say whether it does."""
-    return str(
-        step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
-    )
+    """Return where a Metaspace inserts a ▁; see `Marks.scheme`."""
+    if "prepend_scheme" in step:
+        return str(step["prepend_scheme"])
+    # Older files have this key instead.
+    return "always" if step.get("add_prefix_space", True) else "never"
 
 
 def marks(
@@ -80,55 +85,70 @@ def marks(
     model: dict[str, Any],
     added: list[str],
 ) -> Marks:
-    """Return how a tokenizer's steps treat spaces and bytes; `added` are the texts of its added
-    tokens, except special.
+    """Return how a tokenizer writes spaces and bytes.
+
+    Args:
+        normalizers: the steps of its normalizer.
+        pre_tokenizers: the steps of its pre-tokenizer.
+        decoders: the steps of its decoder.
+        model: its BPE model.
+        added: the texts of its added tokens that are not special.
 
     Raises:
         ValueError: the tokenizer would lose text, or has an unknown decoder; the message says
             which.
     """
     metaspaces = [step for step in pre_tokenizers if is_metaspace(step)]
-    schemes = {scheme_of(step) for step in metaspaces} | {
-        "prepend" for step in normalizers if step == PREPEND
-    }
-    scheme = next(iter(schemes - {"never"}), "never")
-    if (
-        len(schemes) > 1
-        or normalizers.count(PREPEND) > 1
-        or not schemes <= {"prepend", "always", "first", "never"}
-    ):
+    schemes = {scheme_of(step) for step in metaspaces}
+    if PREPEND in normalizers:
+        schemes.add("prepend")
+    unknown = not schemes <= {"prepend", "always", "first", "never"}
+    if unknown or len(schemes) > 1 or normalizers.count(PREPEND) > 1:
         shown = ", ".join(sorted(schemes))
         raise ValueError(
             f"puts spaces before a text in more ways than one, or in an unknown one ({shown[:80]})"
         )
-    marks_of = _decoded(decoders, scheme, metaspaces, bool(model.get("byte_fallback")))
+    scheme = schemes.pop() if schemes else "never"
+    marks = _marks_of_decoder(decoders, scheme, metaspaces, bool(model.get("byte_fallback")))
     vocab = model.get("vocab")
-    merges = model.get("merges")
     if not isinstance(vocab, dict) or MARK not in vocab:
         raise ValueError(
             f"model.vocab has no {MARK!r} for a single space: 'a  b' would not come back"
         )
-    merges = merges if isinstance(merges, list) else []
-    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
-    joined = ["".join(map(str, pair)) for pair in pairs if isinstance(pair, list)]
-    if marks_of.byte_tokens and (
-        model.get("ignore_merges") or any(map(_BYTE.fullmatch, [*joined, *added]))
-    ):
+    # If decoding turns <0xXX> into a byte, text must not be encoded to such a token: by merges, as
+    # a whole vocabulary entry, or as an added token.
+    merges = model.get("merges")
+    pairs = [
+        merge.split(" ") if isinstance(merge, str) else merge
+        for merge in (merges if isinstance(merges, list) else [])
+    ]
+    merged = ["".join(map(str, pair)) for pair in pairs if isinstance(pair, list)]
+    from_text = model.get("ignore_merges") or any(map(_BYTE.fullmatch, [*merged, *added]))
+    if marks.byte_tokens and from_text:
         raise ValueError(
             r"reads the letters of a byte's token as the byte: '<0x0A>' would come back as '\n'"
         )
-    return marks_of
+    return marks
 
 
-def _decoded(decoders: list[Any], scheme: str, metaspaces: list[Any], byte_fallback: bool) -> Marks:
-    if decoders in (_BACK, [*_BACK, _STRIP]):
+def _marks_of_decoder(
+    decoders: list[Any], scheme: str, metaspaces: list[Any], byte_fallback: bool
+) -> Marks:
+    """Return the marks of a tokenizer, whose decoder must be a known one.
+
+    Raises:
+        ValueError: the decoder is unknown, or would lose text.
+    """
+    if decoders in (_DECODERS, [*_DECODERS, _STRIP]):
         return Marks(scheme, decoders[-1] == _STRIP, byte_tokens=True)
     if len(decoders) != 1 or not is_metaspace(decoders[0]):
         raise ValueError(
             "decoder is not one of the known ones: Replace, ByteFallback, Fuse, maybe Strip; or Metaspace"
         )
     if byte_fallback:
-        raise ValueError(r"decoder Metaspace reads no bytes: '\n' would come back as '<0x0A>'")
+        raise ValueError(
+            r"decoder Metaspace does not decode bytes: '\n' would come back as '<0x0A>'"
+        )
     if not metaspaces or any(step.get("split", True) is not True for step in metaspaces):
         raise ValueError(
             "decoder Metaspace leaves out all spaces of the first token: '   a' would come back as 'a'"
@@ -137,7 +157,7 @@ def _decoded(decoders: list[Any], scheme: str, metaspaces: list[Any], byte_fallb
 
 
 def pre_tokenizer(step: object) -> dict[str, Any] | None:
-    """Return a pre-tokenizer in the library's current form, or None for an unknown one."""
+    """Return a pre-tokenizer's step in the library's current form; None: the step is unknown."""
     if is_metaspace(step):
         split = step.get("split", True) is True
         return {

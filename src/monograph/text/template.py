@@ -1,7 +1,8 @@
 """Render a model's chat template as transformers does: turn messages into the text that the model
 continues.
 
-Templates are programs by strangers, so a separate process renders them (`sandbox`), never this one.
+Templates are programs by strangers, so they are never rendered in this process, but in a separate
+one (`monograph.text.sandbox`).
 """
 
 import functools
@@ -26,22 +27,24 @@ from monograph.text import sandbox
 FILE = "chat_template.jinja"
 NAMED_FOLDER = "additional_chat_templates"
 _SUFFIX = ".jinja"
-DEFAULT, TOOL_USE = "default", "tool_use"  # the names of templates that transformers chooses by
+# The names of the templates for chats without and with tools, as in transformers.
+DEFAULT, TOOL_USE = "default", "tool_use"
 MAX_SOURCE_BYTES = 1 << 16
-MOST_NAMED = 64
+MOST_NAMED = 64  # the maximum of files in NAMED_FOLDER
 _NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-AT_ONCE = 16  # most renderings requested in one line
-# Longest wait for the reply to one line, on a busy machine too.
+AT_ONCE = 16  # the maximum of renderings that are requested in one line
+# The longest wait for the reply to one line; it is long enough for a busy machine.
 PATIENCE_S = 30.0 + 2 * sandbox.SECONDS * AT_ONCE
 
 Message = Mapping[str, Any]  # "role", "content", and any other keys that a template reads
 # The names that transformers accepts for a model's reasoning; templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_ARGUMENTS = {"key": "needle"}  # of a call that shows in which form a template takes them
+# Arguments of a tool call that is rendered to find out which form of arguments a template needs.
+_PROBE_ARGUMENTS = {"key": "needle"}
 
 
 class Unspeakable(InputRefused):
-    """A template refuses a chat with a message of its own, such as that roles do not take turns."""
+    """A template refuses a chat with its own message, such as that roles must take turns."""
 
 
 class ChatTemplate:
@@ -49,8 +52,8 @@ class ChatTemplate:
 
     Attributes:
         source: the template's text.
-        tokens: the special tokens that it may use by name, such as {"bos_token": "<s>"}.
-        day: the date that it sees as today's, such as "2024-07-26"; None for the real one.
+        tokens: the special tokens that the template may use by name, e.g. {"bos_token": "<s>"}.
+        day: the date that the template sees as today's, e.g. "2024-07-26"; None: the real date.
 
     Raises:
         InputRefused: the source is larger than 64 KiB, which no model's template is.
@@ -63,6 +66,14 @@ class ChatTemplate:
         tokens: Mapping[str, str] | None = None,
         day: str | None = None,
     ):
+        """Store the template; it is not compiled yet.
+
+        Args:
+            source: see the attributes.
+            where: the template's place, for messages.
+            tokens: see the attributes; None: none.
+            day: see the attributes.
+        """
         if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
             raise InputRefused(
                 f"{where}: the chat template is larger than {MAX_SOURCE_BYTES >> 10} KiB"
@@ -71,19 +82,21 @@ class ChatTemplate:
         self.tokens = dict(tokens or {})
         self.day = day
         self._where = where
-        # Ends the process that renders, if there is one.
-        self._end: Callable[[], object] | None = None
-        # One thread at a time asks the process, or it would read another's chat.
-        self._turn = threading.Lock()
+        # Ends the process that renders; None: there is no process.
+        self._end_process: Callable[[], object] | None = None
+        # Held while a thread waits for the process, so that no thread reads the reply to another
+        # thread's request.
+        self._lock = threading.Lock()
+        # The answers to requests of `expect`.
         self._ready: dict[str, dict[str, str]] = {}
 
     @functools.cached_property
     def words(self) -> frozenset[str]:
-        """Return all words of the source, among them every name that it reads."""
+        """Return all words of the source, including each name that the template reads."""
         return frozenset(re.findall(r"\w+", self.source))
 
     def on(self, day: str) -> Self:
-        """Return the same template with another date as today's."""
+        """Return a copy of the template that sees `day` as today's date."""
         return type(self)(self.source, self._where, self.tokens, day)
 
     @property
@@ -93,20 +106,20 @@ class ChatTemplate:
 
     @functools.cached_property
     def wants_objects(self) -> bool:
-        """Return whether a call's arguments have to be an object, as a text of JSON would be
-        escaped a second time.
+        """Return whether the arguments of a tool call must be an object, not the text of its JSON.
 
-        A call is rendered with its arguments in both forms. A template that writes the text as it
-        is takes the text.
+        To find out, a call is rendered with its arguments in both forms. A template that writes
+        arguments as JSON would escape the quotes of a text a second time, so it needs an object.
+        Another template writes the text unchanged, so it needs a text.
         """
-        as_text, as_object = (
-            self._called(arguments) for arguments in (json.dumps(_ARGUMENTS), _ARGUMENTS)
-        )
-        [needle] = _ARGUMENTS.values()
-        return needle in as_object and json.dumps(_ARGUMENTS) not in as_text
+        probe_json = json.dumps(_PROBE_ARGUMENTS)
+        rendered_with_text = self._render_call(probe_json)
+        rendered_with_object = self._render_call(_PROBE_ARGUMENTS)
+        [needle] = _PROBE_ARGUMENTS.values()
+        return needle in rendered_with_object and probe_json not in rendered_with_text
 
-    def _called(self, arguments: object) -> str:
-        """Return a chat with a call of a tool; "" if the template refuses it."""
+    def _render_call(self, arguments: object) -> str:
+        """Return a chat with a tool call as text; "" if the template refuses it."""
         function = {
             "name": "probe",
             "description": "Probes.",
@@ -117,60 +130,69 @@ class ChatTemplate:
             "type": "function",
             "function": {"name": "probe", "arguments": arguments},
         }
-        asked, answer = (
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        )
+        question = {"role": "user", "content": "?"}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        tools = [{"type": "function", "function": function}]
         try:
-            return self.render([asked, answer], tools=[{"type": "function", "function": function}])
+            return self.render([question, answer], tools=tools)
         except InputRefused:
             return ""
 
     @property
     def tags_answers(self) -> bool:
-        """Return whether the template marks the assistant's text by `{% generation %}`."""
+        """Return whether the template tags the assistant's text with `{% generation %}`."""
         return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
 
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: object
     ) -> str:
-        """Return the chat as text with special tokens, equal to transformers'
-        `apply_chat_template(tokenize=False)`.
+        """Return the chat as text with special tokens.
+
+        It equals transformers' `apply_chat_template(tokenize=False)`.
 
         Args:
             messages: the chat, each {"role": ..., "content": ...}, with values of JSON's types.
             add_generation_prompt: whether to end with the beginning of an assistant's turn.
-            variables: other variables of the template, such as enable_thinking or date_string.
+            variables: other variables of the template, e.g. enable_thinking or date_string.
 
         Raises:
-            Unspeakable: the template refuses the messages with a message of its own.
-            InputRefused: the template is not valid Jinja, or does what no template needs: reaches
-                for Python's internals, computes for more than 2 s, takes more than 512 MiB, or
-                writes more than 64 times its input and 1 MiB.
+            Unspeakable: the template refuses the messages with its own message.
+            InputRefused: the template is not valid Jinja, or does what no template needs: it
+                accesses Python's internals, computes for more than 2 s, takes more than 512 MiB, or
+                writes more than 64 times its input plus 1 MiB.
         """
-        return self._rendered(self._request(messages, add_generation_prompt, variables, None))
+        return self._render_request(self._request(messages, add_generation_prompt, variables, None))
 
     def expect(self, chats: Iterable[tuple[Sequence[Message], bool]], **variables: object) -> None:
-        """Render these (messages, add_generation_prompt) together, which is faster, for later calls
-        of `render`.
+        """Render chats in advance, for later calls of `render`.
 
-        Results of an earlier call of `expect` that were not used are dropped.
+        To render them together is faster. Results of an earlier call of `expect` are dropped.
+
+        Args:
+            chats: the chats, as (messages, add_generation_prompt).
+            variables: other variables of the template.
         """
         self._ready = {}
-        asked = [self._request(messages, prompt, variables, None) for messages, prompt in chats]
-        for begin in range(0, len(asked), AT_ONCE):
-            part = asked[begin : begin + AT_ONCE]
-            # If the process ended, each of these is rendered singly when it is needed, which shows
-            # the one at fault.
-            self._ready |= zip(part, self._answers(part) or (), strict=False)
+        requests = [self._request(messages, prompt, variables, None) for messages, prompt in chats]
+        for begin in range(0, len(requests), AT_ONCE):
+            batch = requests[begin : begin + AT_ONCE]
+            # If the process ends, these requests have no answers. `render` then renders each of
+            # them alone, so that the error names the right chat.
+            answers = self._answers(batch) or ()
+            self._ready |= zip(batch, answers, strict=False)
 
     def tagged(
         self, messages: Sequence[Message], marks: tuple[str, str], **variables: object
     ) -> str:
-        """Return the chat as text like `render`, with `marks` around the text that the template
-        tags as an answer.
+        """Return the chat as text like `render`, with marks around tagged text.
+
+        Args:
+            messages: the chat.
+            marks: the texts before and after each text that the template tags with
+                `{% generation %}`.
+            variables: other variables of the template.
         """
-        return self._rendered(self._request(messages, False, variables, marks))
+        return self._render_request(self._request(messages, False, variables, marks))
 
     def _request(
         self,
@@ -179,7 +201,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         marks: tuple[str, str] | None,
     ) -> str:
-        """Return a request in the form that the process reads."""
+        """Return the JSON of a request to the process; `sandbox` describes it."""
         request = {
             "tools": None,
             "documents": None,
@@ -193,100 +215,113 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise InputRefused(f"a chat's messages must be JSON: {error}") from None
 
-    def _rendered(self, request: str) -> str:
+    def _render_request(self, request: str) -> str:
+        """Return the text of a request; `expect` may have rendered it already."""
         answer = self._ready.pop(request, None)
         if answer is None:
-            fault = {
-                "error": f"it computes for more than {sandbox.SECONDS} s, or breaks its interpreter"
-            }
-            [answer] = self._answers([request]) or [fault]
+            answers = self._answers([request])
+            if answers is None:
+                seconds = sandbox.SECONDS
+                fault = f"it computes for more than {seconds} s, or breaks its interpreter"
+                answers = [{"error": fault}]
+            [answer] = answers
         if "text" not in answer:
+            # "TemplateError" is the type of the error that a template raises itself.
             refused = Unspeakable if answer["error"].startswith("TemplateError: ") else InputRefused
             raise refused(f"{self._where}: the chat template does not render: {answer['error']}")
         return str(answer["text"])
 
     def _answers(self, requests: list[str]) -> list[dict[str, str]] | None:
-        """Return the process's answers; None if it ended instead."""
-        with self._turn:
-            return self._answers_in_turn(json.dumps(requests))
+        """Return the process's answers to requests; None if the process ended instead."""
+        with self._lock:
+            line = json.dumps(requests)
+            if self._end_process is None:
+                self._start_process()
+                line = json.dumps([self.source, self.day]) + "\n" + line
+            assert self._end_process is not None
+            try:
+                self._pipe.write(line.encode() + b"\n")
+                self._pipe.flush()
+                reply = self._pipe.readline()
+            except OSError:  # the process ended, or has not answered in time
+                reply = b""
+            if reply.endswith(b"\n"):
+                answers: list[dict[str, str]] = json.loads(reply)
+                return answers
+            self._end_process()
+            self._end_process = None
+            return None
 
-    def _answers_in_turn(self, line: str) -> list[dict[str, str]] | None:
-        if self._end is None:
-            ours, theirs = socket.socketpair()
-            with ours, theirs:
-                ours.settimeout(PATIENCE_S)
-                self._pipe = ours.makefile("rwb")
-                # In a session of its own, so that Ctrl-C does not end it: the run still has to
-                # save.
-                process = subprocess.Popen(
-                    [sys.executable, "-P", sandbox.__file__],
-                    stdin=theirs.fileno(),
-                    stdout=theirs.fileno(),
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            self._end = weakref.finalize(self, _end, process, self._pipe)
-            line = json.dumps([self.source, self.day]) + "\n" + line
-        try:
-            self._pipe.write(line.encode() + b"\n")
-            self._pipe.flush()
-            reply = self._pipe.readline()
-        except OSError:  # it is gone, or has not answered in time
-            reply = b""
-        if reply.endswith(b"\n"):
-            pieces: list[dict[str, str]] = json.loads(reply)
-            return pieces
-        self._end()
-        self._end = None
-        return None
+    def _start_process(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.settimeout(PATIENCE_S)
+            self._pipe = ours.makefile("rwb")
+            # The process has its own session, so that Ctrl-C does not end it: the run still has to
+            # save.
+            process = subprocess.Popen(
+                [sys.executable, "-P", sandbox.__file__],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._end_process = weakref.finalize(self, _end_process, process, self._pipe)
 
 
-def _end(process: subprocess.Popen[bytes], pipe: BufferedRWPair) -> None:
+def _end_process(process: subprocess.Popen[bytes], pipe: BufferedRWPair) -> None:
     process.kill()
     process.wait()
-    with suppress(OSError):  # the process ended before it read everything
+    with suppress(OSError):  # raised if the process ended before it read everything
         pipe.close()
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """Return a message as transformers gives it to a template: without nulls, its thoughts under
-    both names.
+    """Return a message as transformers gives it to a template.
+
+    Keys with null are left out, and the model's reasoning has the two names that templates read.
     """
     if not isinstance(message, Mapping):
         raise InputRefused(
             f"a chat's message is {type(message).__name__}: expected an object with a role and a content"
         )
-    there = {key: value for key, value in message.items() if value is not None}
-    thought = next((there[key] for key in _REASONING if key in there), None)
-    return (
-        there if thought is None else {"thinking": thought, **there, "reasoning_content": thought}
-    )
+    without_nulls = {key: value for key, value in message.items() if value is not None}
+    for key in _REASONING:
+        if key in without_nulls:
+            reasoning = without_nulls[key]
+            # A template may read "thinking" as well; a value that the message has there is kept.
+            return {"thinking": reasoning, **without_nulls, "reasoning_content": reasoning}
+    return without_nulls
 
 
 def read_sources(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sources of a folder's chat templates by name, as transformers reads them; {} if
-    there is none.
+    """Return the sources of a folder's chat templates by name, as transformers reads them.
 
-    They are chat_template.jinja, named "default", and additional_chat_templates/NAME.jinja. If
-    there is no such file, they are in tokenizer_config.json: a text, named "default", or several
-    with their names.
+    They are in chat_template.jinja, which is named "default", and in
+    additional_chat_templates/NAME.jinja. If there are no such files, they are in
+    tokenizer_config.json: a text, which is named "default", or several texts with names. {}: there
+    are no templates.
+
+    Args:
+        folder: the folder of a model.
+        tokenizer_config: the content of its tokenizer_config.json.
 
     Raises:
         InputRefused: a file cannot be read, is too large or not UTF-8, `chat_template` has another
             form, or there are templates but none is named "default".
     """
-    path, config = folder / FILE, folder / "tokenizer_config.json"
     sources = {}
-    if status(path, follow=False) is not None:
-        sources[DEFAULT] = _read_source(folder, path.name)
+    if status(folder / FILE, follow=False) is not None:
+        sources[DEFAULT] = _read_source(folder, FILE)
     for path in _named_files(folder / NAMED_FOLDER):
         sources[path.name.removesuffix(_SUFFIX)] = _read_source(path.parent, path.name)
     if not sources:
-        sources = _stored_sources(tokenizer_config.get("chat_template"), config)
+        config_path = folder / "tokenizer_config.json"
+        sources = _stored_sources(tokenizer_config.get("chat_template"), config_path)
     for name in sources:
         if not _NAME.fullmatch(name):
             raise InputRefused(
-                f"{folder}: a chat template has the name {name[:60]!r}: give it one of letters and digits"
+                f"{folder}: a chat template has the name {name[:60]!r}: give it a name of letters and digits"
             )
     if sources and DEFAULT not in sources:
         names = ", ".join(sorted(sources))
@@ -298,6 +333,7 @@ def read_sources(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str,
 
 
 def _named_files(folder: Path) -> list[Path]:
+    """Return the files of named chat templates in `folder`, which may be missing."""
     entry = status(folder, follow=False)
     if entry is None:
         return []
@@ -317,17 +353,26 @@ def _read_source(folder: Path, name: str) -> str:
 
 
 def _stored_sources(stored: object, path: Path) -> dict[str, str]:
-    """Return the templates by name of the value of `chat_template` in a tokenizer_config.json."""
+    """Return the chat templates in a tokenizer_config.json, by name.
+
+    Args:
+        stored: the value of `chat_template`; None: there is no such key.
+        path: the path of the file, for messages.
+    """
     if stored is None:
         return {}
-    sources = stored
+    refusal = InputRefused(
+        f"{path}: chat_template is {str(stored)[:60]!r}: expected a text, or texts by name"
+    )
+    named: dict[Any, Any]
     if isinstance(stored, str):
-        sources = {DEFAULT: stored}
-    if isinstance(stored, list) and all(isinstance(entry, dict) for entry in stored):
-        sources = {entry.get("name"): entry.get("template") for entry in stored[:MOST_NAMED]}
-    named = sources if isinstance(sources, dict) else None
-    if named is None or not all(isinstance(text, str) for pair in named.items() for text in pair):
-        raise InputRefused(
-            f"{path}: chat_template is {str(stored)[:60]!r}: expected a text, or texts by name"
-        )
-    return dict(named)
+        named = {DEFAULT: stored}
+    elif isinstance(stored, dict):
+        named = dict(stored)
+    elif isinstance(stored, list) and all(isinstance(entry, dict) for entry in stored):
+        named = {entry.get("name"): entry.get("template") for entry in stored[:MOST_NAMED]}
+    else:
+        raise refusal
+    if not all(isinstance(text, str) for pair in named.items() for text in pair):
+        raise refusal
+    return named

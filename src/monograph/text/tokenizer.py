@@ -1,5 +1,8 @@
-"""Train, read and apply BPE tokenizers that lose no text: trained here, from a `tokenizer.json`, or
-plain bytes.
+"""Train, read and apply BPE tokenizers that lose no text.
+
+A tokenizer is trained here, read from a `tokenizer.json`, or has one id for each byte. An added
+token is a token in addition to the BPE vocabulary; it is found in a text before BPE runs. A special
+token is an added token that stands for no text, such as <|eos|>.
 """
 
 import copy
@@ -21,16 +24,16 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from monograph.errors import InputRefused, UsageError
 from monograph.storage.reading import is_folder
 from monograph.text import tokenizer_config, tokenizer_file, tokenizer_trial
-from monograph.text.losses import Losses, require_apart
+from monograph.text.losses import Losses, require_distinct_texts
 from monograph.text.tokenizer_config import TokenizerConfig
 
 BOS = "<|bos|>"
 EOS = "<|eos|>"
 PAD = "<|pad|>"
 DEFAULT_VOCABULARY = 4096  # entries of a tokenizer that is trained here
-SMALLEST_VOCABULARY = 256 + 3
+SMALLEST_VOCABULARY = 256 + 3  # the bytes, and three special tokens
 
-# The names of the tokens that begin and end documents in published tokenizers, most specific first.
+# The tokens that begin and end documents in published tokenizers, the most specific names first.
 _BOS_NAMES = (BOS, "<|begin_of_text|>", "<|startoftext|>", "[BOT]", "[BOS]", "<s>", "<bos>")
 _EOS_NAMES = (
     EOS,
@@ -44,34 +47,34 @@ _EOS_NAMES = (
 )
 _PAD_NAMES = (PAD, "<|finetune_right_pad_id|>", "[PAD]", "<pad>")
 
-ByteString = bytes  # `Tokenizer.bytes` hides the builtin's name inside the class
+ByteString = bytes  # inside the class, `bytes` is the method `Tokenizer.bytes`
 
 
 class Tokenizer:
-    """A BPE tokenizer, byte-level or in SentencePiece's way; transformers can load the files that
-    it saves.
+    """A BPE tokenizer, byte-level or like SentencePiece's; transformers can load what it saves.
 
-    Special tokens that occur in a text as letters ("<|eos|>" in a file about tokenizers) are encoded as letters, so
-    that no text can end a document. Encoding adds no beginning or end token. A tokenizer trained
-    here gives any text back unchanged; one from a file may put a text into a normal form of Unicode
-    or insert a space before it, as the tokenizers library does with that file. Text that the
-    vocabulary cannot represent is refused and never left out.
+    The letters of a special token in a text ("<|eos|>" in a file about tokenizers) are encoded as
+    letters, so no text can end a document. Encoding adds no bos or eos token.
+
+    A tokenizer that was trained here gives any text back unchanged. A tokenizer from a file may
+    change a text to a normal form of Unicode, or insert a space before it, as the tokenizers
+    library does with this file. Text that the vocabulary cannot represent is refused; no part of a
+    text is left out.
 
     Attributes:
-        vocab_size: V; ids are 0..V-1 without gaps.
-        bos_id, eos_id: ids that begin and end a document; equal if the tokenizer file has only one
-            of them.
-        pad_id: id for unused positions, which are never a target; `eos_id` if the file has none.
         special: {content: id} of the special tokens.
+        space_first: whether a space is inserted before a text that does not begin with a space.
         pieces: the bytes that each id stands for, [V]; empty for special tokens.
         token_bytes: the lengths of `pieces`, int32 [V].
-        hash: hex sha256 of everything that decides ids: patterns, vocabulary, merges, special
-            tokens.
-        space_first: whether a space is inserted before a text that does not begin with one.
-        strips: whether decoding omits one space at the beginning of a text; that space is not a
-            byte of the text.
-        config: the settings next to the tokenizer file, above all the chat template; empty unless
-            made by `from_file`.
+        vocab_size: V; the ids are 0 to V - 1 without gaps.
+        bos_id: the id that begins a document; equal to `eos_id` if the file has only that one.
+        eos_id: the id that ends a document; equal to `bos_id` if the file has only that one.
+        pad_id: the id for unused positions, which is never a target; `eos_id` if the file has none.
+        strips: whether decoding leaves out one space at the beginning of a text; that space is not
+            a byte of the text.
+        hash: the hex sha256 of all that decides ids: patterns, vocabulary, merges, special tokens.
+        config: the settings next to the tokenizer file, e.g. the chat template; empty if the
+            tokenizer is not from a file.
     """
 
     config = TokenizerConfig()
@@ -84,26 +87,44 @@ class Tokenizer:
         eos: str | None = None,
         trusted: bool = True,
     ) -> None:
-        """Read the JSON object of a `tokenizer.json`; see `from_file`."""
+        """Read the JSON object of a `tokenizer.json`.
+
+        Args:
+            content: the object.
+            where: the tokenizer's name in messages.
+            bos: the special token that begins a document; None: a token with a known name.
+            eos: the special token that ends a document; None: a token with a known name.
+            trusted: whether Monograph made the object; any other is first loaded in a process with
+                limits.
+
+        Raises:
+            InputRefused: see `from_file`.
+        """
         try:
-            checked = tokenizer_file.Checked(content, where)
+            checked = tokenizer_file.CheckedTokenizer(content, where)
         except InputRefused as error:
-            if trusted or not (lost := tokenizer_trial.loss(json.dumps(content))):
+            lost = None if trusted else tokenizer_trial.loss(json.dumps(content))
+            if lost is None:
                 raise
+            text, changed_text = lost
             raise InputRefused(
-                f"{error}. With it {lost[0]!r} would come back as {lost[1][:40]!r}"
+                f"{error}. With it {text!r} would come back as {changed_text[:40]!r}"
             ) from None
         self.special: dict[str, int] = checked.special
         self._json = checked.json
         self.space_first = checked.space_first
+        # The ids of special tokens after which a space is inserted.
         self._opening = checked.opening
-        self._engine = self._inner = _loaded(checked, where, trusted)
+        # The library's tokenizers: `_engine` for a text at the beginning, and `_inner` for a text
+        # that follows other text, without the inserted space.
+        self._engine = _load(checked, where, trusted)
+        self._inner = self._engine
         if self.space_first:
-            self._inner = _literal(tokenizer_file.inside(self._json))
-        require_apart(self._json["added_tokens"], self._engine, where)
+            self._inner = _load_literal(tokenizer_file.without_inserted_space(self._json))
+        require_distinct_texts(self._json["added_tokens"], self._engine, where)
         added = [token["id"] for token in self._json["added_tokens"] if not token["special"]]
         for index in added:
-            # The library's normal form.
+            # `id_to_token` returns the normal form, which is what is decoded.
             checked.pieces[index] = checked.piece(self._engine.id_to_token(index) or "")
         self._losses = Losses(checked, added, self._engine, self._inner)
         self.pieces: list[ByteString] = checked.pieces
@@ -111,17 +132,25 @@ class Tokenizer:
             [len(piece) for piece in checked.pieces], dtype=np.int32
         )
         self.vocab_size = len(checked.pieces)
-        self.bos_id, self.eos_id = _borders(checked.special, where, bos, eos)
-        self.pad_id = next(
-            (checked.special[name] for name in _PAD_NAMES if name in checked.special), self.eos_id
-        )
+        self.bos_id, self.eos_id = _document_ids(checked.special, where, bos, eos)
+        self.pad_id = self.eos_id
+        for name in _PAD_NAMES:
+            if name in checked.special:
+                self.pad_id = checked.special[name]
+                break
         self.strips = checked.marks is not None and checked.marks.strips
-        # [V]: whether, after this id, a space at the beginning of a stretch is not part of the
-        # text.
-        self._begins = np.zeros(self.vocab_size, dtype=np.bool_)
-        self._begins[[self.bos_id, *(self._opening if self.space_first else ())]] = self.strips
-        self._spaced = np.array([piece[:1] == b" " for piece in checked.pieces])
-        self._lacking, self._marks = checked.lacking, checked.marks
+        # [V]: whether a space directly after this id is inserted, and so is not part of the text.
+        self._strips_after = np.zeros(self.vocab_size, dtype=np.bool_)
+        self._strips_after[self.bos_id] = self.strips
+        if self.space_first:
+            self._strips_after[[*self._opening]] = self.strips
+        # [V]: whether the text of this id begins with a space.
+        self._begins_with_space = np.array([piece[:1] == b" " for piece in checked.pieces])
+        self._lacking = checked.lacking
+        self._marks = checked.marks
+        self.hash = self._identity_hash()
+
+    def _identity_hash(self) -> str:
         model = self._json["model"]
         steps = [self._json[key] for key in ("added_tokens", "normalizer", "pre_tokenizer")]
         vocab = sorted(model["vocab"].items(), key=lambda item: item[1])
@@ -132,7 +161,8 @@ class Tokenizer:
             self.eos_id,
             self.pad_id,
         ]
-        if checked.marks:
+        # In a byte-level tokenizer these do not decide ids.
+        if self._marks:
             identity.append(
                 [
                     self._json["decoder"],
@@ -141,18 +171,21 @@ class Tokenizer:
                     model["fuse_unk"],
                 ]
             )
-        self.hash = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     @classmethod
     def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> Self:
-        """Train on `texts` with GPT-2's split pattern; the same texts in the same order give the
-        same tokenizer.
+        """Train on texts with GPT-2's split pattern.
 
-        Ids 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, followed by the 256 bytes and the merges, most frequent first. There
-        are fewer than `vocab_size` ids if the texts have no pair left to merge.
+        The same texts in the same order give the same tokenizer. Ids 0, 1 and 2 are <|bos|>,
+        <|eos|> and <|pad|>. The 256 bytes follow, and then the merges, the most frequent first.
+
+        Args:
+            texts: the texts.
+            vocab_size: the number of ids; there are fewer if the texts have no pair left to merge.
 
         Raises:
-            UsageError: vocab_size is outside 259..2^20.
+            UsageError: vocab_size is not from 259 to 2^20.
         """
         if not SMALLEST_VOCABULARY <= vocab_size <= tokenizer_file.MAX_VOCABULARY:
             raise UsageError(
@@ -174,8 +207,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path, trusted: bool = False) -> Self:
-        """Read a `tokenizer.json`, or the one in a folder, with its chat template and the other
-        files next to it.
+        """Read a `tokenizer.json`, and the files next to it, e.g. the chat template.
 
         Args:
             path: the file or its folder.
@@ -183,8 +215,8 @@ class Tokenizer:
                 limits.
 
         Raises:
-            InputRefused: the file is no BPE of known parts with a known bos or eos, or a file next
-                to it is damaged.
+            InputRefused: the file is not a BPE tokenizer of known parts, has no known bos or eos
+                token, or a file next to it is damaged.
         """
         path = Path(os.path.expanduser(path))
         path = path / "tokenizer.json" if is_folder(path) else path
@@ -195,11 +227,14 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls) -> Self:
-        """Return the tokenizer with an id per byte: 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, then by sorted character."""
+        """Return the tokenizer with one id for each byte.
+
+        Ids 0, 1 and 2 are <|bos|>, <|eos|> and <|pad|>. The bytes follow, in the order of the
+        characters that stand for them (`tokenizer_file.byte_alphabet`).
+        """
         specials = {name: index for index, name in enumerate((BOS, EOS, PAD))}
-        vocab = specials | {
-            letter: 3 + index for index, letter in enumerate(sorted(tokenizer_file.byte_alphabet()))
-        }
+        letters = sorted(tokenizer_file.byte_alphabet())
+        vocab = specials | {letter: 3 + index for index, letter in enumerate(letters)}
         content = {
             "added_tokens": [
                 {"id": index, "content": name, "special": True} for name, index in specials.items()
@@ -217,17 +252,17 @@ class Tokenizer:
         return cls(content, "bytes")
 
     def on(self, day: str) -> Self:
-        """Return the same tokenizer, whose chat template sees another date as today's."""
+        """Return a copy of the tokenizer, whose chat template sees `day` as today's date."""
         dated = copy.copy(self)
         dated.config = self.config.on(day)
         return dated
 
     def encode(self, text: str, inside: bool = False) -> list[int]:
-        """Return the ids of a text, without beginning and end tokens; `decode` gives the text back.
+        """Return the ids of a text, without bos and eos; `decode` gives the text back.
 
         Args:
-            text: any text.
-            inside: whether the text follows other text, so that no space is inserted before it.
+            text: the text.
+            inside: whether the text follows other text; then no space is inserted before it.
 
         Raises:
             InputRefused: the text has a lone surrogate (an undecodable byte), or the tokenizer
@@ -236,7 +271,7 @@ class Tokenizer:
         return self.encode_batch([text], inside)[0]
 
     def encode_batch(self, texts: Sequence[str], inside: bool = False) -> list[list[int]]:
-        """Return the ids of each text, on all cores."""
+        """Return the ids of each text, computed on all cores; see `encode`."""
         engine = self._inner if inside else self._engine
         try:
             encodings = engine.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -245,29 +280,30 @@ class Tokenizer:
                 "text with a lone surrogate (U+D800 to U+DFFF) cannot be encoded; give valid Unicode"
             ) from None
         ids = [encoding.ids for encoding in encodings]
-        for text, own in zip(texts, ids, strict=True):
-            if loss := self._losses.of(text, inside, own):
+        for text, ids_of_text in zip(texts, ids, strict=True):
+            loss = self._losses.describe(text, inside, ids_of_text)
+            if loss:
                 raise InputRefused(f"{loss}; give other text, or a tokenizer that can write it")
         return ids
 
     def loss(self, text: str, inside: bool = False) -> str:
-        """Return a sentence on the part of a text that would come back changed, or ""; see `encode`
-        for `inside`.
+        """Return a sentence on the part of a text that would come back changed, or "".
+
+        The arguments are those of `encode`.
         """
-        return self._losses.of(text, inside)
+        return self._losses.describe(text, inside)
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
-        """Return lines for the user on text that would come back changed, except for text composed
-        by NFC.
+        """Return lines for the user on text that would come back changed.
+
+        Text that is only composed (NFC) is not mentioned.
         """
-        normal = json.dumps(self._json["normalizer"])
-        forms = [
-            form for form in tokenizer_file.NORMAL_FORMS if form != "NFC" and f'"{form}"' in normal
-        ]
+        normalizer = json.dumps(self._json["normalizer"])
         notes = [
-            f"the tokenizer rewrites text ({form}), and what it makes of it is trained and measured"
-            for form in forms
+            f"the tokenizer rewrites text ({form}), and the rewritten text is trained and measured"
+            for form in tokenizer_file.NORMAL_FORMS
+            if form != "NFC" and f'"{form}"' in normalizer
         ]
         if self.space_first and not self.strips:
             notes.append(
@@ -278,109 +314,135 @@ class Tokenizer:
                 "the tokenizer leaves out one space at the beginning of a text that begins with spaces"
             )
         added = [token["content"] for token in self._json["added_tokens"] if not token["special"]]
-        if cut := [content for content in added if _CUT_INSIDE.search(content)]:
+        may_be_cut = [content for content in added if _CUT_INSIDE.search(content)]
+        if may_be_cut:
             notes.append(
-                f"long texts are encoded in parts, so {_some(cut)} may be cut in two there"
+                f"long texts are encoded in parts, so {_shown_examples(may_be_cut)} may be cut in two there"
             )
-        if self.space_first or self._marks:
-            texts = [f"a{content}a" for content in added]
-            encodings = self._engine.encode_batch_fast(texts, add_special_tokens=False)
-            both = zip(
-                added,
-                self._engine.decode_batch([encoding.ids for encoding in encodings]),
-                strict=True,
+        spaced = self._added_tokens_with_spaces(added)
+        if spaced:
+            notes.append(
+                f"the tokenizer puts a space next to {_shown_examples(spaced)}, as part of the text"
             )
-            if apart := [
-                content
-                for content, text in both
-                if f"a {content}" in text or f"{content} a" in text
-            ]:
-                notes.append(
-                    f"the tokenizer puts a space next to {_some(apart)}, as part of the text"
-                )
         if self._lacking:
+            # A generator, so that the search ends after the first examples.
             lost = (
                 chr(code)
                 for code in (*range(0x20, 0xD800), *range(0x10000, 0x20000))
                 if self.loss(chr(code))
             )
-            examples = _some(lost) or "control characters"
+            examples = _shown_examples(lost) or "control characters"
             notes.append(
-                f"the tokenizer has no tokens for {examples} and the like: text with such is refused"
+                f"the tokenizer has no tokens for {examples} and the like: text with such characters is refused"
             )
         return tuple(notes)
 
+    def _added_tokens_with_spaces(self, added: Sequence[str]) -> list[str]:
+        """Return the added tokens next to which encoding and decoding insert a space."""
+        if not self.space_first and not self._marks:
+            return []
+        texts = [f"a{content}a" for content in added]
+        encodings = self._engine.encode_batch_fast(texts, add_special_tokens=False)
+        decoded = self._engine.decode_batch([encoding.ids for encoding in encodings])
+        return [
+            content
+            for content, text in zip(added, decoded, strict=True)
+            if f"a {content}" in text or f"{content} a" in text
+        ]
+
     def encode_rendered(self, text: str, marker: str = "", inside: bool = False) -> list[int]:
-        """Return the ids of a rendered chat, in which special tokens are recognised and text
-        between them is `encode`d.
+        """Return the ids of a rendered chat, with special tokens where their letters occur.
 
         Args:
             text: a text that a chat template wrote.
             marker: the character that splits typed letters of special tokens (see
-                `monograph.text.chat`); it is left out of the encoded text.
+                `monograph.text.chat`); it is removed from the text between special tokens.
             inside: whether the text follows other text.
 
         Raises:
             InputRefused: as in `encode`.
         """
         ids = list[int]()
-        at = 0
+        position = 0
         for start, end, index in self.controls(text):
-            ids += [*self.encode_between(text[at:start].replace(marker, ""), ids, inside), index]
-            at = end
-        return ids + self.encode_between(text[at:].replace(marker, ""), ids, inside)
+            text_before = text[position:start].replace(marker, "")
+            ids += self.encode_between(text_before, ids, inside)
+            ids.append(index)
+            position = end
+        return ids + self.encode_between(text[position:].replace(marker, ""), ids, inside)
 
     def encode_between(self, text: str, before: Sequence[int], inside: bool = False) -> list[int]:
-        """Return the ids of a stretch of a rendered chat between special tokens; `before` are the
-        ids before it.
+        """Return the ids of the text between two special tokens of a rendered chat.
+
+        Args:
+            text: the text.
+            before: the ids before it, the last of which is a special token; may be empty.
+            inside: whether the text follows other text, if `before` is empty.
         """
-        return self.encode(text, before[-1] not in self._opening if before else inside)
+        if before:
+            inside = before[-1] not in self._opening
+        return self.encode(text, inside)
 
     def controls(self, text: str) -> list[tuple[int, int, int]]:
-        """Return (begin, end, id) of each special token in a rendered chat, with adjacent spaces
-        that it matches.
+        """Return (begin, end, id) of each special token in a rendered chat.
+
+        The positions include adjacent spaces, if the token matches them as well.
         """
         try:
-            encoded = self._recognising.encode(text, add_special_tokens=False)
+            encoded = self._engine_with_special.encode(text, add_special_tokens=False)
         except TypeError:
-            self.encode(text)  # raises an error that says what is wrong with it
+            self.encode(text)  # raises an error that says what is wrong with the text
             raise
-        special = set(self.special.values())
-        both = zip(encoded.ids, encoded.offsets, strict=True)
-        return [(start, end, index) for index, (start, end) in both if index in special]
+        special_ids = set(self.special.values())
+        return [
+            (start, end, index)
+            for index, (start, end) in zip(encoded.ids, encoded.offsets, strict=True)
+            if index in special_ids
+        ]
 
     @functools.cached_property
-    def _recognising(self) -> tokenizers.Tokenizer:
+    def _engine_with_special(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer that recognises special tokens in a text."""
         return tokenizers.Tokenizer.from_str(json.dumps(self._json))
 
     def texts(self) -> dict[int, str]:
-        """Return {id: text} of all tokens, as `to_json` writes them; the text of a special token is
-        its content.
-        """
+        """Return {id: text} of all tokens, as `to_json` writes them."""
         return tokenizer_file.texts(self._json, "tokenizer")
 
     def id_of(self, text: str) -> int | None:
         """Return the id of the token that stands for exactly this text, or None."""
         if text in self.special:
             return self.special[text]
-        wanted = text.encode()
-        indices = (
-            [index for index, piece in enumerate(self.pieces) if piece == wanted] if wanted else []
-        )
-        # If a byte's token stands for the same text, return the one that the text is encoded to.
-        return next(iter(self.encode(text, inside=True) if len(indices) > 1 else indices), None)
+        piece_of_text = text.encode()
+        if not piece_of_text:
+            return None
+        indices = [index for index, piece in enumerate(self.pieces) if piece == piece_of_text]
+        # A letter and a byte's token may stand for the same text: then encoding decides.
+        if len(indices) > 1:
+            indices = self.encode(text, inside=True)
+        return indices[0] if indices else None
 
     def lead(self, before: Sequence[int]) -> ByteString:
-        """Return b" " if one space at the beginning of a text after these ids is not part of the
-        text, else b"".
+        """Return the space that is inserted before a text, and is not part of it.
+
+        Args:
+            before: the ids before the text; empty: the text begins a document.
+
+        Returns:
+            b" ", or b"" if no space is inserted there, or decoding does not leave it out.
         """
-        return b" " if self.strips and self._begins[before[-1] if before else self.bos_id] else b""
+        last_id = before[-1] if before else self.bos_id
+        return b" " if self._strips_after[last_id] else b""
 
     def bytes_of(self, ids: NDArray[Any], before: NDArray[Any]) -> int:
-        """Return the bytes of text of ids, given the id before each (same shape), without spaces
-        that are not text.
+        """Return the number of bytes of the text of ids, without inserted spaces.
+
+        Args:
+            ids: the ids, of any shape.
+            before: the id before each of them, of the same shape.
         """
-        return int(self.token_bytes[ids].sum() - (self._begins[before] & self._spaced[ids]).sum())
+        inserted_spaces = self._strips_after[before] & self._begins_with_space[ids]
+        return int(self.token_bytes[ids].sum() - inserted_spaces.sum())
 
     def decode_bytes(self, ids: Iterable[int]) -> ByteString:
         """Return the UTF-8 bytes of the text of ids; special tokens have none."""
@@ -388,7 +450,8 @@ class Tokenizer:
         return decoded.removeprefix(b" ") if self.strips else decoded
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
+        # Such bytes occur if the ids begin or end within a character.
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
@@ -405,10 +468,10 @@ class Tokenizer:
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
 
-# A place where long texts are cut (see `data.reading`); no token but an added one can have it
-# inside.
+# A place where long texts may be cut (see `monograph.data.reading`). Only added tokens can contain
+# such a place.
 _CUT_INSIDE = re.compile(r"[^\W_][ \n][^\W_]")
-# With this post-processor, transformers begins a prompt in the way in which each document began in
+# With this post-processor, transformers begins a prompt with bos, as each document began in
 # training.
 _BEGIN_WITH_BOS: dict[str, Any] = {
     "type": "TemplateProcessing",
@@ -425,21 +488,31 @@ _BEGIN_WITH_BOS: dict[str, Any] = {
 }
 
 
-def _some(texts: Iterable[str]) -> str:
+def _shown_examples(texts: Iterable[str]) -> str:
+    """Return the first three texts, for a message."""
     return ", ".join(map(repr, itertools.islice(texts, 3)))
 
 
-def _literal(content: dict[str, Any]) -> tokenizers.Tokenizer:
+def _load_literal(content: dict[str, Any]) -> tokenizers.Tokenizer:
+    """Load a tokenizer that encodes the letters of special tokens as text."""
     engine = tokenizers.Tokenizer.from_str(json.dumps(content))
     engine.encode_special_tokens = True
     return engine
 
 
-def _loaded(checked: tokenizer_file.Checked, where: str, trusted: bool) -> tokenizers.Tokenizer:
-    if not trusted and (fault := tokenizer_trial.fault(json.dumps(checked.json))):
+def _load(
+    checked: tokenizer_file.CheckedTokenizer, where: str, trusted: bool
+) -> tokenizers.Tokenizer:
+    """Load the library's tokenizer for whole texts.
+
+    Raises:
+        InputRefused: the library refuses the tokenizer, or has other ids.
+    """
+    fault = None if trusted else tokenizer_trial.fault(json.dumps(checked.json))
+    if fault:
         raise InputRefused(f"{where}: the tokenizers library cannot load it: {fault}")
     try:
-        engine = _literal(checked.json)
+        engine = _load_literal(checked.json)
     except Exception as error:  # the library raises a bare Exception
         raise InputRefused(
             f"{where}: the tokenizers library refuses it: {str(error)[:200]}"
@@ -455,46 +528,57 @@ def _loaded(checked: tokenizer_file.Checked, where: str, trusted: bool) -> token
     return engine
 
 
-def _borders(
+def _document_ids(
     special: dict[str, int], where: str, bos: str | None, eos: str | None
 ) -> tuple[int, int]:
+    """Return the ids that begin and end a document.
+
+    Args:
+        special: {content: id} of the special tokens.
+        where: the tokenizer's name in messages.
+        bos: the token that begins a document; None: `eos`, or a token with a known name.
+        eos: the token that ends a document; None: `bos`, or a token with a known name.
+    """
     for name in (bos, eos):
         if name is not None and name not in special:
             raise InputRefused(
-                f"{where}: has no special token {name[:60]!r}; its special tokens are {_few(special)}"
+                f"{where}: has no special token {name[:60]!r}; its special tokens are {_shown_names(special)}"
             )
     if bos is None and eos is None:
         bos = next((name for name in _BOS_NAMES if name in special), None)
         eos = next((name for name in _EOS_NAMES if name in special), None)
-    begin, end = bos if bos is not None else eos, eos if eos is not None else bos
+    begin = eos if bos is None else bos
+    end = bos if eos is None else eos
     if begin is None or end is None:
         raise InputRefused(
-            f"{where}: no special token to begin and end documents with among {_few(special)}; "
+            f"{where}: no special token to begin and end documents with among {_shown_names(special)}; "
             "name them as bos_token and eos_token in a tokenizer_config.json next to it"
         )
     return special[begin], special[end]
 
 
-def _few(special: dict[str, int]) -> str:
+def _shown_names(special: dict[str, int]) -> str:
+    """Return up to eight names of special tokens, for a message."""
     names = sorted(name[:40] for name in special)
-    return (
-        ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        if names
-        else "none"
-    )
+    if not names:
+        return "none"
+    shown = ", ".join(names[:8])
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
 def parse(asked: str | Path | Tokenizer, vocab_size: int | None = None) -> Tokenizer | int:
-    """Return the tokenizer that a `tokenizer` setting names, or the number of entries of one that
-    is to be trained.
+    """Read the setting of a tokenizer.
 
     Args:
-        asked: "bpe" for one that is trained on the text, "bytes", the path of a tokenizer.json, or
-            a tokenizer.
-        vocab_size: entries of the one that is trained; None: DEFAULT_VOCABULARY.
+        asked: "bpe": a tokenizer to be trained on the text; or "bytes", the path of a
+            tokenizer.json, or a tokenizer.
+        vocab_size: the number of entries of a tokenizer to be trained; None: DEFAULT_VOCABULARY.
+
+    Returns:
+        The tokenizer; for "bpe" the number of its entries.
 
     Raises:
-        UsageError: the size is out of range, or of a tokenizer that is not trained.
+        UsageError: the size is out of range, or is given for a tokenizer that is not trained.
         InputRefused: the file is missing or cannot be used.
     """
     if asked == "bpe":
@@ -502,9 +586,10 @@ def parse(asked: str | Path | Tokenizer, vocab_size: int | None = None) -> Token
         if isinstance(size, int) and SMALLEST_VOCABULARY <= size <= tokenizer_file.MAX_VOCABULARY:
             return size
         bounds = f"{SMALLEST_VOCABULARY} to {tokenizer_file.MAX_VOCABULARY}"
-        # Python writes no number of thousands of digits.
-        said = "" if isinstance(size, int) and abs(size) > 10**18 else f" = {size!r}"
-        raise UsageError(f"data.vocab_size{said}: expected a whole number from {bounds}")
+        # A huge number is not shown: Python refuses to print thousands of digits.
+        is_huge = isinstance(size, int) and abs(size) > 10**18
+        shown_size = "" if is_huge else f" = {size!r}"
+        raise UsageError(f"data.vocab_size{shown_size}: expected a whole number from {bounds}")
     if vocab_size is not None:
         shown = "a tokenizer" if isinstance(asked, Tokenizer) else asked
         raise UsageError(

@@ -1,8 +1,8 @@
-"""Read the files next to a tokenizer.json: special tokens by role, the chat template, ids that end
-a text.
+"""Read the files next to a tokenizer.json: the special tokens by role, the chat template, and the
+ids that end a text.
 
-These files of a Hugging Face folder are all optional: tokenizer_config.json, chat_template.jinja,
-and generation_config.json or else config.json.
+These files of a Hugging Face folder are tokenizer_config.json, chat_template.jinja, and
+generation_config.json or else config.json. All are optional.
 """
 
 import hashlib
@@ -30,14 +30,15 @@ _ROLES = (
 
 
 class TokenizerConfig(NamedTuple):
-    """The part of these files' content that is used here.
+    """The settings in these files that are used here.
 
     Attributes:
-        tokens: contents of special tokens by role, such as {"eos_token": "<|im_end|>"}; a role may be missing.
-        template: the chat template for chats without tools, or None.
+        tokens: the special tokens by role, e.g. {"eos_token": "<|im_end|>"}; any role may be
+            missing.
+        template: the chat template for chats without tools; None: there is no chat template.
+        stops: the ids that end a text, from generation_config.json, or from config.json if the
+            first has none.
         named: further chat templates by name; a chat with tools takes "tool_use".
-        stops: ids that end a text, by generation_config.json or, if that names none, by
-            config.json.
     """
 
     tokens: dict[str, str] = {}  # noqa: RUF012 (never written to)
@@ -47,19 +48,20 @@ class TokenizerConfig(NamedTuple):
 
     @property
     def borders(self) -> tuple[str | None, str | None]:
-        """Return the contents of the tokens that begin and end a document."""
+        """Return the tokens that begin and end a document; None: the files do not name one."""
         return self.tokens.get("bos_token"), self.tokens.get("eos_token")
 
     def on(self, day: str) -> Self:
-        """Return the same settings with another date as the chat template's today."""
+        """Return a copy of the settings, whose chat templates see `day` as today's date."""
         if self.template is None:
             return self
         named = {name: template.on(day) for name, template in self.named.items()}
         return self._replace(template=self.template.on(day), named=named)
 
     def files(self) -> dict[str, str]:
-        """Return {name: content} of the files from which transformers reads these settings, without
-        empty files.
+        """Return {name: content} of the files from which transformers reads these settings.
+
+        Files that would have no settings are left out.
         """
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -93,23 +95,27 @@ def read(folder: Path) -> TokenizerConfig:
     """Read the files that exist in a folder.
 
     Raises:
-        InputRefused: a file cannot be read, or holds another type where a token, an id or a
-            template is expected.
+        InputRefused: a file cannot be read, or a token, an id or a template has another type than
+            expected.
     """
-    config = _read(folder, CONFIG)
-    tokens = _tokens(config, folder / CONFIG)
+    config = _read_settings(folder, CONFIG)
+    tokens = _special_tokens(config, folder / CONFIG)
     sources = read_sources(folder, config)
     templates = {
         name: ChatTemplate(source, str(folder), tokens) for name, source in sources.items()
     }
     template = templates.pop(DEFAULT, None)
-    return TokenizerConfig(tokens, template, _stops(folder), templates)
+    return TokenizerConfig(tokens, template, _read_stops(folder), templates)
 
 
-def _tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
+def _special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Return the special tokens in a tokenizer_config.json, by role."""
     tokens = {}
     for role, token in config.items():
-        if role not in _ROLES and not (role.endswith("_token") and isinstance(token, str | dict)):
+        # Models have other roles as well, e.g. "image_token". Keys such as "add_bos_token" are not
+        # roles, and have other types.
+        is_other_role = role.endswith("_token") and isinstance(token, str | dict)
+        if role not in _ROLES and not is_other_role:
             continue
         content = token.get("content") if isinstance(token, dict) else token
         if content is None:
@@ -120,25 +126,31 @@ def _tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
     return tokens
 
 
-def _read(folder: Path, name: str) -> dict[str, Any]:
+def _read_settings(folder: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file; {} if the file is missing."""
     if status(folder / name, follow=False) is None:
         return {}
     return read_json(inside(folder, name), "; put the model's own there")
 
 
-def _stops(folder: Path) -> tuple[int, ...]:
+def _read_stops(folder: Path) -> tuple[int, ...]:
+    """Return the ids that end a text."""
     for name in (_GENERATION, "config.json"):
-        if (stored := _read(folder, name).get("eos_token_id")) is not None:
+        stored = _read_settings(folder, name).get("eos_token_id")
+        if stored is not None:
             return _ids(stored, folder / name)
     return ()
 
 
 def _ids(stored: object, path: Path) -> tuple[int, ...]:
-    stops: Sequence[object] = stored if isinstance(stored, list) else [stored]
+    """Return the ids in the value of eos_token_id, an id or a list of ids."""
+    values: Sequence[object] = stored if isinstance(stored, list) else [stored]
     ids = [
-        stop for stop in stops if isinstance(stop, int) and not isinstance(stop, bool) and stop >= 0
+        value
+        for value in values
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0
     ]
-    if len(ids) < len(stops) or len(ids) > MAX_STOPS:
+    if len(ids) < len(values) or len(ids) > MAX_STOPS:
         raise InputRefused(
             f"{path}: eos_token_id is {str(stored)[:60]}: expected a token id or a list of at most {MAX_STOPS}"
         )

@@ -1,13 +1,13 @@
-"""Check a `tokenizer.json` before the tokenizers library sees it: only BPE of known parts is
+"""Check a `tokenizer.json` before the tokenizers library loads it: only BPE of known parts is
 accepted.
 
-It is byte-level like GPT-2's, or in SentencePiece's way (`sentence_pieces`). Encoding and decoding
-may change a text in three ways, which are all known here: a normal form of Unicode (Qwen composes
-its text), a space at its beginning, and characters that the vocabulary has no token for.
+The tokenizer is byte-level like GPT-2's, or writes text as SentencePiece does (`sentence_pieces`).
+With these parts, encoding and decoding can change a text in three ways only: it gets a normal form
+of Unicode (Qwen composes text), a space at its beginning, or loses characters that have no token.
 
 The library aborts, hangs or panics on some hostile files (a padding of 4e9 tokens, a pattern with
-catastrophic backtracking, a normaliser that inflates text), which Python cannot catch, so all
-checks are allow-lists.
+catastrophic backtracking, a normalizer that inflates text). Python cannot catch this, so only known
+parts are allowed, instead of refusing bad ones.
 """
 
 from pathlib import Path
@@ -47,15 +47,16 @@ KNOWN_PATTERNS = {
 
 
 _KNOWN_REGEXES = [{"Regex": pattern} for pattern in KNOWN_PATTERNS.values()]
+# The behaviors of a split that keep all of the text; "Removed" drops the delimiters.
 _KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
-# The bytes that never occur in UTF-8: a tokenizer that learned its alphabet from text has no tokens
+# The bytes that never occur in UTF-8. A tokenizer that learned its alphabet from text has no tokens
 # for them.
 NEVER_IN_TEXT = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 
 
-# Both put two special tokens around a text and do nothing else.
-_ENDS = ("RobertaProcessing", "BertProcessing")
+# Post-processors that put two special tokens around a text and do nothing else.
+_PUT_AROUND = ("RobertaProcessing", "BertProcessing")
 _BYTE_LEVEL_DECODER = {
     "type": "ByteLevel",
     "add_prefix_space": True,
@@ -65,16 +66,18 @@ _BYTE_LEVEL_DECODER = {
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's characters for bytes, {character: byte}: printable Latin-1 for itself, U+0100
-    and up for the rest.
+    """Return {character: byte}, with the characters that GPT-2's tokenizer writes for bytes.
+
+    A printable character of Latin-1 stands for its own byte. The characters from U+0100 stand for
+    the other bytes, in order.
 
     Source: https://github.com/openai/gpt-2/blob/master/src/encoder.py, `bytes_to_unicode`.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + i): byte for i, byte in enumerate(others)
-    }
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet |= {chr(0x100 + number): byte for number, byte in enumerate(others)}
+    return alphabet
 
 
 _ALPHABET = byte_alphabet()
@@ -92,40 +95,47 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def texts(content: dict[str, Any], where: str) -> dict[int, str]:
-    """Return {id: text} of all tokens, as the file writes them, for any kind of tokenizer with such
-    a list.
+    """Return {id: text} of all tokens of any kind of tokenizer, as the file writes them.
+
+    Args:
+        content: the JSON object of a tokenizer file, which need not be an accepted one.
+        where: the tokenizer's name in messages.
 
     Raises:
-        InputRefused: there is no such list.
+        InputRefused: there is no list of tokens with their ids.
     """
     model = content.get("model")
     added = content.get("added_tokens") or []
-    vocab = model.get("vocab") if isinstance(model, dict) else None
+    vocab: Any = model.get("vocab") if isinstance(model, dict) else None
+    # The parts may have any type, which raises an error.
     try:
-        by_id = {index: text for text, index in vocab.items() if _is_id(index)}  # type: ignore[union-attr]
+        by_id = {index: text for text, index in vocab.items() if _is_id(index)}
         by_id |= {token["id"]: str(token["content"]) for token in added if _is_id(token["id"])}
-        if by_id:
-            return by_id
-        raise KeyError("vocab")
     except (AttributeError, TypeError, KeyError):
+        by_id = {}
+    if not by_id:
         raise InputRefused(
-            f"{where}: has no list of tokens with their ids, so that none can be compared"
-        ) from None
+            f"{where}: has no list of tokens with their ids, so no token can be compared"
+        )
+    return by_id
 
 
-class Checked:
+class CheckedTokenizer:
     """The accepted parts of a tokenizer.json.
 
+    A step is one part of the normalizer, pre-tokenizer, post-processor or decoder.
+
     Attributes:
-        json: a tokenizer.json object of known parts only; padding and truncation are dropped.
-        pieces: the bytes that each id stands for, [V]; empty for added tokens.
         special: {content: id} of the special tokens.
+        marks: how spaces and bytes are written as SentencePiece does; None for a byte-level
+            tokenizer.
+        pieces: the bytes that each id stands for, [V]; empty for added tokens.
         lacking: the bytes that occur in UTF-8 text but have no token.
-        characters: the characters that have a token, even if some of their bytes are in `lacking`.
-        marks: how spaces are written in SentencePiece's way; None for a byte-level tokenizer.
-        space_first: whether a space is inserted before a text that does not begin with one.
-        opening: the ids of special tokens after which a space is inserted, too.
-        made: the ids of added tokens that merges can produce from the letters of a text.
+        characters: characters that have a token, although some of their bytes may be in `lacking`.
+        space_first: whether a space is inserted before a text that does not begin with a space.
+        opening: the ids of the special tokens after which a space is inserted as well.
+        json: a tokenizer.json object of known parts only, without padding and truncation.
+        ids_from_merges: the ids of added tokens that merges can produce from the letters of a text.
 
     Raises:
         InputRefused: a part is unknown, changes text in an unknown way, or is inconsistent; the
@@ -139,45 +149,51 @@ class Checked:
         vocab = self._vocab(model)
         added = self._added(content.get("added_tokens", []), vocab)
         self.special = {token["content"]: token["id"] for token in added if token["special"]}
-        steps = _steps(content.get("pre_tokenizer"), "pretokenizers")
-        unknown = model.get("unk_token")
-        normal = _steps(content.get("normalizer"), "normalizers")
-        self.marks = (
-            self._marks(content, normal, steps, added)
-            if sentence_pieces.is_marked(normal, steps)
-            else None
-        )
+        normalizers = _steps(content.get("normalizer"), "normalizers")
+        pre_tokenizers = _steps(content.get("pre_tokenizer"), "pretokenizers")
+        self.marks = None
+        if sentence_pieces.is_marked(normalizers, pre_tokenizers):
+            self.marks = self._marks(content, normalizers, pre_tokenizers, added)
         self.pieces = self._pieces(vocab, added)
-        has_bytes = not self.marks or model.get("byte_fallback")
-        single = {piece[0] for piece in map(self.piece, vocab) if len(piece) == 1 and has_bytes}
-        self.lacking = {*range(256)} - NEVER_IN_TEXT - single
-        # Metaspace writes " " as ▁.
-        mark = {" "} if any(map(sentence_pieces.is_metaspace, steps)) else set[str]()
-        self.characters = (
-            mark.union(token for token in vocab if len(token) == 1) if self.marks else mark
-        )
-        scheme = self.marks.scheme if self.marks else "always"
-        inserts = self.marks is not None or any(
-            _is_byte_level(step) and step["add_prefix_space"] for step in steps
-        )
-        self.space_first = scheme != "never" and inserts
-        opening = [
-            token
+        self.lacking = self._lacking_bytes(vocab, bool(model.get("byte_fallback")))
+        self.characters = set[str]()
+        if self.marks:
+            self.characters |= {token for token in vocab if len(token) == 1}
+        # A Metaspace writes a space as ▁, which has a token.
+        if any(map(sentence_pieces.is_metaspace, pre_tokenizers)):
+            self.characters.add(" ")
+        if self.marks:
+            scheme = self.marks.scheme
+            inserts_space = True
+        else:
+            scheme = "always"
+            inserts_space = any(
+                _is_byte_level(step) and step["add_prefix_space"] for step in pre_tokenizers
+            )
+        self.space_first = scheme != "never" and inserts_space
+        self.opening = frozenset(
+            token["id"]
             for token in added
-            if scheme == "always" or (scheme == "prepend" and not token["normalized"])
-        ]
-        self.opening = frozenset(token["id"] for token in opening if token["special"])
+            if token["special"]
+            and (scheme == "always" or (scheme == "prepend" and not token["normalized"]))
+        )
+        unknown = model.get("unk_token")
+        normalizer = self._normalizer(content.get("normalizer"))
+        pre_tokenizer = self._pre_tokenizer(content.get("pre_tokenizer"))
+        post_processor = self._post_processor(content.get("post_processor"))
+        if self.marks:
+            decoder = content["decoder"]
+        else:
+            decoder = self._byte_level_decoder(content.get("decoder"))
         self.json: dict[str, Any] = {
             "version": "1.0",
             "truncation": None,
             "padding": None,
             "added_tokens": added,
-            "normalizer": self._normalizer(content.get("normalizer")),
-            "pre_tokenizer": self._pre_tokenizer(content.get("pre_tokenizer")),
-            "post_processor": self._post_processor(content.get("post_processor")),
-            "decoder": content["decoder"]
-            if self.marks
-            else self._byte_level_decoder(content.get("decoder")),
+            "normalizer": normalizer,
+            "pre_tokenizer": pre_tokenizer,
+            "post_processor": post_processor,
+            "decoder": decoder,
             "model": {
                 "type": "BPE",
                 "dropout": None,
@@ -191,103 +207,121 @@ class Checked:
                 "merges": self._merges(model.get("merges", []), vocab),
             },
         }
-        made = {"".join(pair) for pair in self.json["model"]["merges"]}
-        made |= {
+        # Entries of one letter or one byte need no merge, and with `ignore_merges` no entry does.
+        from_text = {"".join(pair) for pair in self.json["model"]["merges"]}
+        from_text |= {
             token
             for token in vocab
             if model.get("ignore_merges") or 1 in (len(token), len(self.piece(token)))
         }
-        self.made = frozenset(token["id"] for token in added if token["content"] in made)
+        self.ids_from_merges = frozenset(
+            token["id"] for token in added if token["content"] in from_text
+        )
 
-    def _refuse(self, fault: str) -> InputRefused:
+    def _refusal(self, fault: str) -> InputRefused:
+        """Return the error for a part that is not accepted."""
         return InputRefused(
             f"{self._where}: {fault}; give a BPE tokenizer (as GPT-2, Llama, Qwen and Gemma have), bpe or bytes"
         )
 
     def _section(self, content: dict[str, Any], key: str) -> dict[str, Any]:
+        """Return the object at a key."""
         section = content.get(key)
         if not isinstance(section, dict):
-            raise self._refuse(f"has no {key!r} object")
+            raise self._refusal(f"has no {key!r} object")
         return section
+
+    def _lacking_bytes(self, vocab: dict[str, int], byte_fallback: bool) -> set[int]:
+        """Return the bytes that occur in UTF-8 text but have no token."""
+        single_bytes = set[int]()
+        # Without byte fallback, a tokenizer like SentencePiece's writes whole characters only, never
+        # single bytes; `characters` are those that it can write.
+        if not self.marks or byte_fallback:
+            single_bytes = {piece[0] for piece in map(self.piece, vocab) if len(piece) == 1}
+        return {*range(256)} - NEVER_IN_TEXT - single_bytes
 
     def _check_model(self, model: dict[str, Any]) -> None:
         if model.get("type", "BPE") != "BPE":
-            raise self._refuse(f"model.type is {str(model['type'])[:60]!r}, not 'BPE'")
+            raise self._refusal(f"model.type is {str(model['type'])[:60]!r}, not 'BPE'")
         for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(key):
-                raise self._refuse(f"model.{key} = {str(model[key])[:60]} is not supported")
+                raise self._refusal(f"model.{key} = {str(model[key])[:60]} is not supported")
 
     def _vocab(self, model: dict[str, Any]) -> dict[str, int]:
+        """Return the vocabulary, {entry: id}."""
         vocab = self._section(model, "vocab")
         if not all(map(_is_id, vocab.values())):
-            raise self._refuse(
+            raise self._refusal(
                 f"model.vocab has an id that is not a whole number from 0 to {MAX_VOCABULARY - 1}"
             )
         return vocab
 
     def _added(self, tokens: object, vocab: dict[str, int]) -> list[dict[str, Any]]:
+        """Return the added tokens, in the order of their ids."""
         if not isinstance(tokens, list):
-            raise self._refuse("added_tokens is not a list")
+            raise self._refusal("added_tokens is not a list")
         added: list[dict[str, Any]] = []
         for token in tokens:
             content = token.get("content") if isinstance(token, dict) else None
             if not isinstance(content, str) or not content or not _is_id(token.get("id")):
-                raise self._refuse(
+                raise self._refusal(
                     f"added token {str(token)[:60]!r} needs a content and an id from 0 to {MAX_VOCABULARY - 1}"
                 )
             if vocab.get(content, token["id"]) != token["id"]:
-                raise self._refuse(
+                raise self._refusal(
                     f"added token {content[:60]!r} has id {token['id']}, but model.vocab says {vocab[content]}"
                 )
             flags = {
                 key: bool(token.get(key))
                 for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
             }
-            # A token that matches adjacent spaces would lose them in text. Marked as special, it is
-            # only recognised in rendered chats.
-            flags["special"] |= flags["lstrip"] or flags["rstrip"]
+            # In a text, a token that also matches adjacent spaces would lose them. As a special
+            # token it is recognised in rendered chats only.
+            if flags["lstrip"] or flags["rstrip"]:
+                flags["special"] = True
             added.append({"id": token["id"], "content": content} | flags)
         return sorted(added, key=lambda token: int(token["id"]))
 
     def _pieces(self, vocab: dict[str, int], added: list[dict[str, Any]]) -> list[bytes]:
+        """Return the bytes that each id stands for; empty for added tokens."""
         pieces: dict[int, bytes] = {}
-        contents = {token["content"] for token in added}
+        added_contents = {token["content"] for token in added}
         for token, index in vocab.items():
-            if token in contents:
+            if token in added_contents:
                 continue
             if index in pieces:
-                raise self._refuse(f"id {index} is given twice")
-            if not self.marks and not _ALPHABET.keys() >= {*token}:
-                raise self._refuse(
+                raise self._refusal(f"id {index} is given twice")
+            if not self.marks and not _is_byte_level_text(token):
+                raise self._refusal(
                     f"vocabulary entry {token[:60]!r} is not written in the byte-level alphabet"
                 )
             pieces[index] = self.piece(token)
         for entry in added:
             if entry["id"] in pieces:
-                raise self._refuse(f"id {entry['id']} is given twice")
-            pieces[entry["id"]] = b""  # `Tokenizer` sets the bytes of those that are not special
+                raise self._refusal(f"id {entry['id']} is given twice")
+            # `Tokenizer` sets the bytes of added tokens that are not special.
+            pieces[entry["id"]] = b""
         if max(pieces) != len(pieces) - 1:
             gap = next(index for index in range(len(pieces)) if index not in pieces)
-            raise self._refuse(
+            raise self._refusal(
                 f"ids are not 0 to {len(pieces) - 1}: {gap} is missing and {max(pieces)} is there"
             )
         return [pieces[index] for index in range(len(pieces))]
 
     def piece(self, token: str) -> bytes:
-        """Return the bytes to which the library decodes a token's text."""
+        """Return the bytes to which the library decodes a token."""
         if self.marks:
             return self.marks.piece(token)
-        return (
-            bytes([_ALPHABET[letter] for letter in token])
-            if _ALPHABET.keys() >= {*token}
-            else token.encode()
-        )
+        if _is_byte_level_text(token):
+            return bytes([_ALPHABET[letter] for letter in token])
+        return token.encode()
 
     def _byte_level_decoder(self, part: object) -> dict[str, Any]:
+        """Check that a decoder is ByteLevel, and return it."""
         steps = _steps(part, "decoders")
         if [_kind(step) for step in steps] != ["ByteLevel"]:
             shown = ", ".join(map(_kind, steps)) or None
-            raise self._refuse(
+            raise self._refusal(
                 f"decoder {str(shown)[:80]} is not supported: the bytes of text need ByteLevel alone"
             )
         return _BYTE_LEVEL_DECODER
@@ -295,20 +329,24 @@ class Checked:
     def _marks(
         self,
         content: dict[str, Any],
-        normal: list[Any],
-        steps: list[Any],
+        normalizers: list[Any],
+        pre_tokenizers: list[Any],
         added: list[dict[str, Any]],
     ) -> sentence_pieces.Marks:
-        text = [token["content"] for token in added if not token["special"]]
-        decoder = _steps(content.get("decoder"), "decoders")
+        """Return how the tokenizer writes spaces and bytes."""
+        not_special = [token["content"] for token in added if not token["special"]]
+        decoders = _steps(content.get("decoder"), "decoders")
         try:
-            return sentence_pieces.marks(normal, steps, decoder, content["model"], text)
+            return sentence_pieces.marks(
+                normalizers, pre_tokenizers, decoders, content["model"], not_special
+            )
         except ValueError as error:
-            raise self._refuse(str(error)) from None
+            raise self._refusal(str(error)) from None
 
     def _merges(self, merges: object, vocab: dict[str, int]) -> list[list[str]]:
+        """Return the merges as pairs; files have pairs, or texts with a space between the two."""
         if not isinstance(merges, list):
-            raise self._refuse("model.merges is not a list")
+            raise self._refusal("model.merges is not a list")
         pairs = []
         for number, merge in enumerate(merges):
             pair = merge.split(" ") if isinstance(merge, str) else merge
@@ -318,39 +356,42 @@ class Checked:
                 and all(isinstance(part, str) for part in pair)
             )
             if not is_pair or not {*pair, "".join(pair)} <= vocab.keys():
-                raise self._refuse(
+                raise self._refusal(
                     f"model.merges[{number}] = {str(merge)[:60]!r} does not join two vocabulary entries into a third"
                 )
             pairs.append(pair)
         return pairs
 
     def _normalizer(self, part: object) -> object:
+        """Check that a normalizer is known, and return it."""
         for step in _steps(part, "normalizers"):
             known = step in [{"type": form} for form in NORMAL_FORMS]
             if not known and not (self.marks and step in sentence_pieces.KNOWN_NORMALIZERS):
-                raise self._refuse(
+                raise self._refusal(
                     f"normalizer {_kind(step)} is not supported (only {', '.join(NORMAL_FORMS)} are, and ▁ for spaces)"
                 )
         return part
 
     def _pre_tokenizer(self, part: object) -> object:
+        """Check that a pre-tokenizer is known, and return it in the library's current form."""
         steps = _steps(part, "pretokenizers")
+        # Each step in the current form; None for an unknown step.
+        known: list[Any]
         if self.marks:
             known = [
                 step if _is_digits(step) else sentence_pieces.pre_tokenizer(step) for step in steps
             ]
         elif not steps or _kind(steps[-1]) != "ByteLevel":
-            raise self._refuse(
-                "pre_tokenizer does not end in ByteLevel, the one order known, nor are spaces written as ▁"
+            raise self._refusal(
+                "pre_tokenizer does not end in ByteLevel, and does not write spaces as ▁"
             )
         else:
-            known = [
-                step if _is_digits(step) or _is_known_split(step) else None for step in steps[:-1]
-            ]
-            known += [steps[-1] if _is_byte_level(steps[-1]) else None]
+            *splits, byte_level = steps
+            known = [step if _is_digits(step) or _is_known_split(step) else None for step in splits]
+            known.append(byte_level if _is_byte_level(byte_level) else None)
         if None in known:
             step = str(steps[known.index(None)])[:80]
-            raise self._refuse(
+            raise self._refusal(
                 f"pre_tokenizer step {step!r} is not one of the known ones, which take linear time"
             )
         if not self.marks:
@@ -358,22 +399,27 @@ class Checked:
         return {"type": "Sequence", "pretokenizers": known} if known else None
 
     def _post_processor(self, part: object) -> object:
-        ends = [[*item] for item in self.special.items()]
+        """Check that a post-processor is known, and return it."""
         for step in _steps(part, "processors"):
-            kind = _kind(step)
             known = (
-                _is(step, "ByteLevel")
-                or (_is(step, "TemplateProcessing") and self._is_small_template(step))
-                or (_is(step, *_ENDS) and all(step.get(key) in ends for key in ("sep", "cls")))
+                _has_type(step, "ByteLevel")
+                or (_has_type(step, "TemplateProcessing") and self._is_small_template(step))
+                or (_has_type(step, *_PUT_AROUND) and self._puts_special_tokens(step))
             )
             if not known:
-                raise self._refuse(
-                    f"post_processor {kind} is not supported (only ByteLevel, TemplateProcessing, "
-                    f"{' and '.join(_ENDS)} of special tokens are)"
+                raise self._refusal(
+                    f"post_processor {_kind(step)} is not supported (only ByteLevel, TemplateProcessing, "
+                    f"{' and '.join(_PUT_AROUND)} of special tokens are)"
                 )
         return part
 
+    def _puts_special_tokens(self, step: dict[str, Any]) -> bool:
+        """Return whether the two tokens of a post-processor are special tokens with their ids."""
+        pairs = [[content, index] for content, index in self.special.items()]
+        return all(step.get(key) in pairs for key in ("sep", "cls"))
+
     def _is_small_template(self, step: dict[str, Any]) -> bool:
+        """Return whether a template has few parts, and special tokens with their ids."""
         specials = step.get("special_tokens")
         if not isinstance(specials, dict) or len(specials) > 16:
             return False
@@ -385,18 +431,26 @@ class Checked:
         )
 
 
-def inside(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a checked tokenizer.json without the steps that insert a space before a text."""
-    normal = _steps(content["normalizer"], "normalizers")
-    steps = _steps(content["pre_tokenizer"], "pretokenizers")
-    never = {"add_prefix_space": False, "prepend_scheme": "never"}
-    steps = [step | {key: value for key, value in never.items() if key in step} for step in steps]
+def without_inserted_space(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the tokenizer.json of the tokenizer for a text that follows other text.
+
+    It is a checked tokenizer.json without the steps that insert a space before a text.
+    """
+    normalizers = [
+        step
+        for step in _steps(content["normalizer"], "normalizers")
+        if step != sentence_pieces.PREPEND
+    ]
+    without_space = {"add_prefix_space": False, "prepend_scheme": "never"}
+    pre_tokenizers = [
+        step | {key: value for key, value in without_space.items() if key in step}
+        for step in _steps(content["pre_tokenizer"], "pretokenizers")
+    ]
     return content | {
-        "normalizer": {
-            "type": "Sequence",
-            "normalizers": [step for step in normal if step != sentence_pieces.PREPEND],
-        },
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if steps else None,
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": (
+            {"type": "Sequence", "pretokenizers": pre_tokenizers} if pre_tokenizers else None
+        ),
     }
 
 
@@ -405,38 +459,54 @@ def _is_id(value: object) -> bool:
 
 
 def _kind(step: object) -> str:
-    return str(step.get("type"))[:40] if isinstance(step, dict) else str(step)[:40]
+    """Return the type of a step; of something else the beginning of its text."""
+    return str(step.get("type") if isinstance(step, dict) else step)[:40]
 
 
 def _steps(part: object, key: str) -> list[Any]:
+    """Return the steps of a normalizer, pre-tokenizer, post-processor or decoder.
+
+    Args:
+        part: a step, a sequence of steps, or None.
+        key: the key of a sequence's steps.
+    """
     if part is None:
         return []
-    steps = part.get(key) if isinstance(part, dict) and part.get("type") == "Sequence" else [part]
-    return steps if isinstance(steps, list) else [steps]
+    if isinstance(part, dict) and part.get("type") == "Sequence":
+        steps = part.get(key)
+        return steps if isinstance(steps, list) else [steps]
+    return [part]
 
 
-def _is(step: object, *kinds: str) -> TypeGuard[dict[str, Any]]:
+def _is_byte_level_text(token: str) -> bool:
+    """Return whether each letter of a token stands for a byte."""
+    return _ALPHABET.keys() >= {*token}
+
+
+def _has_type(step: object, *kinds: str) -> TypeGuard[dict[str, Any]]:
     """Return whether a step is an object of one of these types."""
     return isinstance(step, dict) and _kind(step) in kinds
 
 
 def _is_byte_level(step: object) -> TypeGuard[dict[str, Any]]:
-    return _is(step, "ByteLevel") and isinstance(step.get("add_prefix_space"), bool)
+    return _has_type(step, "ByteLevel") and isinstance(step.get("add_prefix_space"), bool)
 
 
 def _is_digits(step: object) -> bool:
-    return _is(step, "Digits") and isinstance(step.get("individual_digits"), bool)
+    return _has_type(step, "Digits") and isinstance(step.get("individual_digits"), bool)
 
 
 def _is_known_split(step: object) -> bool:
-    """Return whether a step splits text in linear time and drops nothing: at fixed letters or by a
-    known pattern.
+    """Return whether a step splits text in linear time and keeps all of the text.
+
+    It must split at punctuation, at a fixed text, or by a known pattern.
     """
-    if not _is(step, "Split", "Punctuation") or step.get("behavior") not in _KEEPING:
+    if not _has_type(step, "Split", "Punctuation") or step.get("behavior") not in _KEEPING:
         return False
+    if _has_type(step, "Punctuation"):
+        return True
     pattern = step.get("pattern")
-    at_letters = _kind(step) == "Punctuation" or (
-        isinstance(pattern, dict) and list(pattern) == ["String"]
-    )
-    kept = step["behavior"] == "Isolated" and step.get("invert") is False
-    return at_letters or (kept and pattern in _KNOWN_REGEXES)
+    if isinstance(pattern, dict) and list(pattern) == ["String"]:
+        return True
+    as_published = step["behavior"] == "Isolated" and step.get("invert") is False
+    return as_published and pattern in _KNOWN_REGEXES

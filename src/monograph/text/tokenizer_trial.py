@@ -1,10 +1,10 @@
-"""Load a tokenizer for the first time where it can do no harm: in a process of its own, with limits
-of memory and time.
+"""Load a tokenizer for the first time in a separate process, with limits of memory and time, where
+it can do no harm.
 
-The library aborts, panics or loops on some files, which Python cannot catch. Files that the
-allow-list of `tokenizer_file` accepts are tried here against dangers that nobody thought of, and
-files that it refuses to find an example of a text that they would lose. This program imports
-nothing of the package.
+The library aborts, panics or loops on some files, which Python cannot catch. A file that the
+allow-list of `tokenizer_file` accepts is tried here, in case the list missed a danger. A file that
+the list refuses is tried here to find a text that it would lose, as an example for the message.
+This program imports nothing of the package.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ import resource
 import subprocess
 import sys
 
-MEMORY_BYTES = 4 << 30  # of address space, enough for any vocabulary that is accepted
+MEMORY_BYTES = 4 << 30  # of address space, enough for the largest accepted vocabulary
 SECONDS = 10  # of processor time; a vocabulary of 150,000 entries takes about one second
 _PROBE = "The cat's  naïve 数据\r\n\n\t12345 🙂 don't "
-# Texts that common tokenizers lose: spaces, capitals, tabs, accents, forms of letters, line ends,
+# Texts that some tokenizers lose: spaces, capitals, tabs, accents, forms of letters, line ends,
 # names of bytes.
 _EASILY_LOST = (
     "a  b",
@@ -33,37 +33,43 @@ _EASILY_LOST = (
     "<0x0A>",
     "don 't",
 )
-
-
-# Digests of contents that this process has already tried without a fault.
+# Digests of contents that were tried in this process and loaded without a fault.
 _harmless: set[bytes] = set()
 
 
 def fault(content: str) -> str | None:
-    """Return the fault of a process that loads a tokenizer.json and encodes with it, or None."""
+    """Load a tokenizer.json in a process, encode with it, and return what went wrong, or None."""
     digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
     if digest in _harmless:
         return None
-    if (done := _run(content, SECONDS)) is None:
+    completed = _try(content, SECONDS)
+    if completed is None:
         return "it does not come to an end"
-    if not done.returncode:
+    if not completed.returncode:
         _harmless.add(digest)
         return None
-    lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    lines = completed.stderr.decode("utf-8", "replace").strip().splitlines()
+    # After a panic, Rust prints notes on how to debug it.
     messages = [line for line in lines if not line.startswith("note: ")]
-    return messages[-1][:200] if messages else f"it ends its process (signal {-done.returncode})"
+    if messages:
+        return messages[-1][:200]
+    return f"it ends its process (signal {-completed.returncode})"
 
 
 def loss(content: str) -> tuple[str, str] | None:
-    """Return a text that a tokenizer.json would lose and the text that would come back; None if
-    none shows in 3 s.
+    """Return a text that a tokenizer.json would lose, and the text that would come back.
+
+    None: no such text was found in 3 s.
     """
-    done = _run(content, SECONDS // 3)
-    answer = json.loads(done.stdout) if done and not done.returncode else None
+    completed = _try(content, SECONDS // 3)
+    if completed is None or completed.returncode:
+        return None
+    answer = json.loads(completed.stdout)
     return (answer[0], answer[1]) if answer else None
 
 
-def _run(content: str, seconds: int) -> subprocess.CompletedProcess[bytes] | None:
+def _try(content: str, seconds: int) -> subprocess.CompletedProcess[bytes] | None:
+    """Run this program on a tokenizer.json; None: it did not end in time."""
     try:
         return subprocess.run(
             [sys.executable, "-P", __file__, str(seconds)],
@@ -71,15 +77,19 @@ def _run(content: str, seconds: int) -> subprocess.CompletedProcess[bytes] | Non
             capture_output=True,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
             timeout=10 * seconds,
-            start_new_session=True,  # Ctrl-C does not end it, only this process
+            start_new_session=True,  # so that Ctrl-C ends only the calling process
         )
     except subprocess.TimeoutExpired:
         return None
 
 
 def main(seconds: int) -> None:
-    """Load the tokenizer on standard input, encode with it, and print [lost text, text that comes
-    back] or null.
+    """Load the tokenizer on standard input, and encode with it.
+
+    The program prints [text, changed text], for a text that encoding and decoding change, or null.
+
+    Args:
+        seconds: the limit of processor time.
     """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
@@ -88,15 +98,14 @@ def main(seconds: int) -> None:
 
     engine = tokenizers.Tokenizer.from_str(sys.stdin.buffer.read().decode())
     engine.decode(engine.encode(_PROBE * 20).ids)
-    texts = (
-        (text, engine.decode(engine.encode(text, add_special_tokens=False).ids))
-        for text in _EASILY_LOST
-    )
-    # One space before a text is no reason to refuse.
-    lost = (
-        pair for pair in texts if pair[1] not in (pair[0], f" {pair[0]}", pair[0].removeprefix(" "))
-    )
-    print(json.dumps(next(lost, None)))
+    lost = None
+    for text in _EASILY_LOST:
+        decoded = engine.decode(engine.encode(text, add_special_tokens=False).ids)
+        # A tokenizer may add or remove one space before a text.
+        if decoded not in (text, f" {text}", text.removeprefix(" ")):
+            lost = (text, decoded)
+            break
+    print(json.dumps(lost))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from monograph.config import Settings
 from monograph.config.keys import WAYS_TO_LEARN, WayToLearn
-from monograph.data.forms import Asked
+from monograph.data.forms import RecordSettings
 from monograph.errors import UsageError
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
@@ -50,7 +50,7 @@ def with_records(settings: Settings) -> Settings:
     given = settings.values()
     if given["data.text_key"] is not None or objective_of(settings).is_named:  # they ask for a kind
         return settings
-    asked = Asked.of(None, given["data.ignore_keys"])
+    asked = RecordSettings.of(None, given["data.ignore_keys"])
     for objective in OBJECTIVES:
         value = objective.of_records(
             given["data.source"], asked, given["data.bad_records"] == "skip"

@@ -15,7 +15,7 @@ from torch import nn
 from monograph.config import Settings
 from monograph.config.keys import PREFERENCES_WAY, PreferSection
 from monograph.data.corpus import Corpus
-from monograph.data.forms import Asked
+from monograph.data.forms import RecordSettings
 from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation
 from monograph.graph.trial import Trial
@@ -77,7 +77,9 @@ class Preferences(Objective):
         """Return what its records are."""
         return "labelled answers" if preference_of(settings).labelled else "pairs of answers"
 
-    def of_records(self, source: str | Sequence[str], asked: Asked, skip_bad: bool) -> str | None:
+    def of_records(
+        self, source: str | Sequence[str], asked: RecordSettings, skip_bad: bool
+    ) -> str | None:
         """Return the usual loss for records that are judged answers; None for others."""
         return loss_for(source, asked, skip_bad)
 
