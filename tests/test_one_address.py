@@ -224,7 +224,9 @@ def test_a_new_number_is_checked_drawn_compared_and_printed(
         for update in range(1, 9)
     ]
     rows.append({"update": 8, "tokens": 80, "eval_surprise": 3.0})
-    assert metrics.printed(rows[0]) == ["surprise"] and set(new.keys) <= set(metrics.keys())
+    assert metrics.printed_keys(rows[0]) == ["surprise"] and set(new.keys) <= set(
+        metrics.metric_keys()
+    )
     page = run_page(tmp_path, {}, rows, About())
     assert "Surprise, shannons" in page
     assert re.search(r"Scores on held-out text.*>surprise</button>.*3\.0000", page, re.DOTALL)
@@ -261,7 +263,7 @@ def test_each_schedule_has_its_word_its_meaning_and_whether_a_floor_says_somethi
 
 def test_every_number_that_is_drawn_is_described() -> None:
     pages = "".join(path.read_text() for path in Path("docs").glob("*.md"))
-    assert not [key for key in metrics.keys() if f"`{key}`" not in pages]
+    assert not [key for key in metrics.metric_keys() if f"`{key}`" not in pages]
 
 
 class Listing(Export):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monograph.report.charts import Chart, Line, Row, columns, limits, lines_of, present
-from monograph.report.metrics import keys, shown
+from monograph.report.metrics import metric_keys, shown_metrics
 from monograph.report.page import Cell, Drawings, number, page, section, table
 from monograph.report.quantities import count
 
@@ -77,9 +77,9 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], lines: Sequen
 def _drawings(sides: Sequence[Compared]) -> Drawings:
     """Return a chart for each metric that is compared, with the lines of all runs."""
     runs = [(side_index, rows) for side_index, side in enumerate(sides) for rows in side.curves]
-    tables = [columns(rows, keys()) for _, rows in runs]
+    tables = [columns(rows, metric_keys()) for _, rows in runs]
     charts = list[Chart]()
-    for metric in shown({key for run_table in tables for key in run_table}):
+    for metric in shown_metrics({key for run_table in tables for key in run_table}):
         if not metric.is_compared:
             continue
         lines = list[Line]()

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from monograph.report import quantities
 from monograph.report.charts import last_memory_ledger, limits, moving_median
-from monograph.report.metrics import BITS_PER_BYTE, SPEED, Metric, shown
+from monograph.report.metrics import BITS_PER_BYTE, SPEED, Metric, shown_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -180,7 +180,7 @@ def draw(
     keys_with_values = {key for row in metrics for key, value in row.items() if value is not None}
     panels: dict[Metric, Panel] = {
         metric: partial(_draw_metric, metrics=metrics, metric=metric, yardsticks=yardsticks)
-        for metric in shown(keys_with_values)
+        for metric in shown_metrics(keys_with_values)
     }
     memory_panel: Panel | None = None
     if ledger := last_memory_ledger(metrics):

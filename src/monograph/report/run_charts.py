@@ -13,7 +13,15 @@ from monograph.report.charts import (
     lines_of,
     present,
 )
-from monograph.report.metrics import BITS_PER_BYTE, LEARNING_RATE, LOSS, SPEED, Metric, keys, shown
+from monograph.report.metrics import (
+    BITS_PER_BYTE,
+    LEARNING_RATE,
+    LOSS,
+    SPEED,
+    Metric,
+    metric_keys,
+    shown_metrics,
+)
 from monograph.report.page import Bar, Drawings, bars
 from monograph.report.quantities import counted, memory
 
@@ -29,8 +37,10 @@ def drawings_of(metrics: Sequence[Row], yardsticks: Yardsticks, moments: Moments
         yardsticks: bits per byte to draw in the chart of held-out bits per byte.
         moments: moments to mark in the chart of the learning rate, such as the end of the warm-up.
     """
-    table = columns(metrics, keys())
-    charts = [_chart(metric, table, metrics, yardsticks, moments) for metric in shown(table)]
+    table = columns(metrics, metric_keys())
+    charts = [
+        _chart(metric, table, metrics, yardsticks, moments) for metric in shown_metrics(table)
+    ]
     ledger = last_memory_ledger(metrics)
     return Drawings([table], charts, [_memory_bars(ledger)] if ledger else [])
 

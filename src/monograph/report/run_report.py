@@ -12,7 +12,7 @@ from monograph.report import quantities
 from monograph.report.figures import Picture, Row, Yardsticks, draw
 from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
-from monograph.report.metrics import LOSS, held_out, shown
+from monograph.report.metrics import LOSS, held_out_metrics, shown_metrics
 from monograph.report.page import column, config_of, number, page, pairs, section, table
 from monograph.report.run_charts import drawings_of
 
@@ -118,7 +118,7 @@ def run_page(
     samples_heading = "Samples, from the same prompt"
     if "reward" in known_keys:
         samples_heading = "Samples"  # each answers a prompt of its own
-    if LOSS not in shown(known_keys):
+    if LOSS not in shown_metrics(known_keys):
         known_keys -= {*LOSS.keys}
     warning = ""
     if about.doubt:
@@ -242,7 +242,7 @@ def _score_columns() -> dict[str, tuple[str, str]]:
     return {
         "update": ("update", "{:,}"),
         "tokens": ("tokens", "{:,}"),
-        **{metric.held_out: (metric.head or metric.key, "{:.4f}") for metric in held_out()},
+        **{metric.held_out: (metric.head or metric.key, "{:.4f}") for metric in held_out_metrics()},
         "eval_pass_at_1": ("correct answers", "{:.4f}"),
         "eval_rows": ("rows", "{:,}"),
         "eval_prompts": ("prompts", "{:,}"),
@@ -251,7 +251,7 @@ def _score_columns() -> dict[str, tuple[str, str]]:
 
 def _evaluations(rows: Sequence[Row]) -> str:
     """Return a table of the held-out curve's points, for readers who want the numbers."""
-    scores = [metric.held_out for metric in held_out()]
+    scores = [metric.held_out for metric in held_out_metrics()]
     scored = [row for row in rows if any(row.get(key) is not None for key in scores)]
     columns = {
         key: head_and_form
