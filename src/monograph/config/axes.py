@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from monograph.config.given import COMMAND_LINE, Given, raise_all
-from monograph.config.keys import KEYS, described
+from monograph.config.keys import KEYS, key_declaration
 from monograph.config.renamed import Texts, joined, translated, translated_each
 from monograph.config.settings import a_run_each, as_typed, check
 from monograph.config.toml_file import from_toml
@@ -23,7 +23,7 @@ from monograph.ensemble.knobs import log_range, require_ends
 from monograph.errors import UsageError
 
 SEED = "train.seed"
-_DESCRIBED = {key: described(key) for key in KEYS}
+_DESCRIBED = {key: key_declaration(key) for key in KEYS}
 # Keys that can be an axis, by how members may differ in them (`monograph.config.keys.Varies`).
 IN_ONE_GRAPH = tuple(key for key, about in _DESCRIBED.items() if about.varies == "in one graph")
 BETWEEN_GRAPHS = tuple(key for key, about in _DESCRIBED.items() if about.varies == "between graphs")

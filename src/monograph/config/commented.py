@@ -7,7 +7,7 @@ The file has every key with its meaning, the values that it accepts, and its ori
 import textwrap
 from collections.abc import Iterator
 
-from monograph.config.keys import SECTIONS, described
+from monograph.config.keys import SECTIONS, key_declaration
 from monograph.config.settings import EXCLUSIVE, Settings, toml_of
 from monograph.terminal import one_line
 
@@ -42,7 +42,7 @@ def _lines(settings: Settings) -> Iterator[str]:
         yield from _text(section.about())
         for field in section.model_fields:
             key = f"{name}.{field}"
-            description = described(key)
+            description = key_declaration(key)
             yield ""
             yield from _text(description.meaning)
             yield from _text(f"Accepts: {description.expected}.")
@@ -86,7 +86,7 @@ def _reason_unset(key: str, settings: Settings) -> str:
         for other in group:
             if other in settings.origins:
                 return f"not set, as {other} is"
-    description = described(key)
+    description = key_declaration(key)
     if description.default is not None:
         return "default"
     if description.otherwise:

@@ -7,7 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from monograph.config.elsewhere import ELSEWHERE
-from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.settings import toml_of
 from monograph.errors import UsageError, did_you_mean
 
@@ -71,7 +71,7 @@ def names_elsewhere(key: str) -> list[str]:
 
 def example_of(key: str) -> Any:
     """Return an example of a key's value: its declared example, or else its default."""
-    description = described(key)
+    description = key_declaration(key)
     return description.default if description.example is None else description.example
 
 

@@ -16,7 +16,14 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from monograph.config import keys
-from monograph.config.keys import DEFAULT_MINUTES, KEYS, SECTIONS, WAYS_TO_LEARN, Section, described
+from monograph.config.keys import (
+    DEFAULT_MINUTES,
+    KEYS,
+    SECTIONS,
+    WAYS_TO_LEARN,
+    Section,
+    key_declaration,
+)
 from monograph.config.renamed import Texts, translated, translated_each
 from monograph.config.slips import meant_value
 from monograph.errors import UsageError
@@ -29,9 +36,11 @@ CODE_KEYS = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_c
 # By key, the default of each key that a resumed run may change (`is_of_place` of
 # `monograph.config.keys.Key`). In the fingerprint it stands for all values of the key. An ignored
 # key of records may change since the fingerprint of the records shows whether the records changed.
-CHANGEABLE_ON_RESUME = {key: described(key).default for key in KEYS if described(key).is_of_place}
+CHANGEABLE_ON_RESUME = {
+    key: key_declaration(key).default for key in KEYS if key_declaration(key).is_of_place
+}
 # The keys that a run that begins from another run decides anew.
-RUN_SPECIFIC_KEYS = frozenset(key for key in KEYS if described(key).is_of_one_run)
+RUN_SPECIFIC_KEYS = frozenset(key for key in KEYS if key_declaration(key).is_of_one_run)
 # At most one key of each group counts: the one that was given at the highest rank (`Given.rank`).
 EXCLUSIVE = (
     ("train.updates", "train.tokens", "train.epochs", "train.minutes"),
@@ -39,7 +48,7 @@ EXCLUSIVE = (
     *(group for way in WAYS_TO_LEARN for group in way.exclusive),
 )
 # By key, the keys that say something about its value, such as prefer.gamma about prefer.loss.
-DEPENDENT_KEYS = keys.belonging()
+DEPENDENT_KEYS = keys.dependent_keys()
 WaySection = TypeVar("WaySection", bound=Section)
 
 
@@ -242,7 +251,7 @@ def check(key: str, value: object, origin: str, *, from_text: bool, written: str
         text = written or json.dumps(value, ensure_ascii=False, default=str)
         hint = _hint(key, value) if isinstance(value, str) else ""
         raise UsageError(
-            f"{origin}: {key} = {text}: expected {described(key).expected}{hint}"
+            f"{origin}: {key} = {text}: expected {key_declaration(key).expected}{hint}"
         ) from None
     return checked
 

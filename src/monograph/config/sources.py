@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monograph.config.given import COMMAND_LINE, Given, raise_all
-from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.recipes import recipes
 from monograph.config.renamed import translated
 from monograph.config.settings import (
@@ -282,7 +282,7 @@ def _without_split_assignments(
         if value:
             advice = f"write {shell_words(f'{key}={value}')}"
         else:
-            advice = f"it takes {described(key).expected}"
+            advice = f"it takes {key_declaration(key).expected}"
         faults.append(UsageError(f"{COMMAND_LINE}: {key} and its value are one word: {advice}"))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monograph.config.given import Given, raise_all
-from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.lookup import example_of
 from monograph.config.settings import toml_of
 from monograph.config.toml_slips import toml_error_message
@@ -168,7 +168,7 @@ def _not_a_value_message(origin: str, key: str, table: dict[str, Any]) -> str:
     example = f"{name} = {toml_of(example_of(key))}"
     return (
         f"{origin}: {key} is a key, not a section: write `{example}` under [{section}]; it takes "
-        f"{described(key).expected}"
+        f"{key_declaration(key).expected}"
     )
 
 

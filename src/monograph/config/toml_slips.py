@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from monograph.config.keys import KEYS, described
+from monograph.config.keys import KEYS, key_declaration
 from monograph.config.settings import check, toml_of
 from monograph.errors import UsageError
 
@@ -148,7 +148,7 @@ def _wrong_value_message(line: str, section: str) -> str:
             check(key, value, "", from_text=False)
         except UsageError:
             text = line.partition("=")[2].strip(" \"'")
-            return f"{name} = {text[:_MAX_SHOWN]}: expected {described(key).expected}"
+            return f"{name} = {text[:_MAX_SHOWN]}: expected {key_declaration(key).expected}"
     return ""
 
 

@@ -5,7 +5,7 @@ import shlex
 from contextlib import suppress
 
 from monograph.config.elsewhere import ELSEWHERE, VALUES
-from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.lookup import example_of, typed
 from monograph.config.settings import as_typed, check, in_toml
 from monograph.errors import UsageError, did_you_mean
@@ -87,7 +87,7 @@ def _suggest(keys: list[str], value: str | None) -> str:
         return f"; {elsewhere}"
     key = keys[0]
     example = as_typed({key: typed(example_of(key))})
-    return f"; did you mean {key}? It takes {described(key).expected}, as in {example}"
+    return f"; did you mean {key}? It takes {key_declaration(key).expected}, as in {example}"
 
 
 def _with_toml_assignments(sentence: str) -> str:
