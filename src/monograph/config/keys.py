@@ -264,13 +264,14 @@ def _with_parameters(
     fields: dict[str, Any] = {}
     for name, parameter in parameters.items():
         if len(rows_by_default[name]) == 1:
-            defaults = _Details(implied=parameter.default, otherwise="", example=parameter.example)
+            details = _Details(implied=parameter.default, otherwise="", example=parameter.example)
         else:
             words = _defaults_in_words(rows_by_default[name])
-            defaults = _Details(implied=None, otherwise=words, example=parameter.default)
+            details = _Details(implied=None, otherwise=words, example=parameter.default)
+        details["belongs_to"] = chosen_by
         values = parameter.values
         expected = values.expected if isinstance(values, Range) else values
-        field = _key(None, expected, parameter.meaning, **defaults, belongs_to=chosen_by)
+        field = _key(None, expected, parameter.meaning, **details)
         fields[name] = (_type_of(values) | None, field)
     return create_model(section.__name__, __base__=section, **fields)
 
