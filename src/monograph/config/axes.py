@@ -1,8 +1,8 @@
 """Parse the axes of a sweep, such as `key=1,2` or `key=log:1e-5..1e-2:8`, and list their points.
 
 An axis is a key with several values: a list of values, or a range of numbers from which values are
-sampled. A point is one value for each axis. Each point is a member of the sweep: a run that the sweep
-trains. Members may train in one graph (as an ensemble), or in a graph for each value.
+sampled. A point is one value for each axis. Each point is a member of the sweep: a run that the
+sweep trains. Members may train in one graph (as an ensemble), or in a graph for each value.
 """
 
 import itertools
@@ -46,7 +46,8 @@ class Axis(NamedTuple):
     Attributes:
         key: the dotted key.
         values: the values in the given order; empty for a range to sample from.
-        stretch: (log or lin, first end, last end) of a range to sample from; None for listed values.
+        stretch: (log or lin, first end, last end) of a range to sample from; None for listed
+            values.
     """
 
     key: str
@@ -155,8 +156,9 @@ def _typed(value: object) -> str:
 def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
     """Return every combination of the axes' values, or random points.
 
-    Seeds are not sampled: each random point is repeated with every seed, so that it has an error bar,
-    too. The points depend only on the axes and the number of samples, and are the same each time.
+    Seeds are not sampled: each random point is repeated with every seed, so that it has an error
+    bar, too. The points depend only on the axes and the number of samples, and are the same each
+    time.
 
     Args:
         axes: the axes.

@@ -1,7 +1,7 @@
 """Define every key of the configuration: its type, default, accepted values and meaning.
 
-A section is a table of the TOML file, such as [optim], and a pydantic model here. A key is a field of
-it. Pages, `--print-config` and errors show what a key's declaration says (`key_declaration`).
+A section is a table of the TOML file, such as [optim], and a pydantic model here. A key is a field
+of it. Pages, `--print-config` and errors show what a key's declaration says (`key_declaration`).
 """
 
 import re
@@ -40,8 +40,8 @@ _MULTIPLES = {
 }
 
 
-# The functions `_parse_...` run before a key's type is checked. They turn a text, as a shell gives it,
-# into a value of the type, and return any other value unchanged: the type then refuses it.
+# The functions `_parse_...` run before a key's type is checked. They turn a text, as a shell gives
+# it, into a value of the type, and return any other value unchanged: the type then refuses it.
 
 
 def _parse_count(value: object) -> Any:
@@ -50,7 +50,7 @@ def _parse_count(value: object) -> Any:
         text = value.lower()
         with_suffix = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgbt]|[kmg]i)", text)
         if with_suffix:
-            # As decimals, since 1.1 * 10**3 is not a whole number in floating point.
+            # As decimals, since 8.2 * 10**6 is not a whole number in floating point.
             value = float(Decimal(with_suffix[1]) * _MULTIPLES[with_suffix[2]])
         elif re.fullmatch(r"[0-9]+(\.[0-9]+)?e[0-9]+", text):
             value = float(value)
@@ -93,8 +93,8 @@ def _without_nul(value: str) -> str:
 
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_parse_texts)]
-# Larger numbers are refused at once. No model needs them, and building such a model, or only counting
-# its parameters, would take hours before it could be refused for want of memory.
+# Larger numbers are refused at once. No model needs them, and building such a model, or only
+# counting its parameters, would take hours before it could be refused for want of memory.
 MOST_LAYERS = 2**12
 MOST_SIZE = 2**24
 MOST_LENGTH = 2**22
@@ -146,8 +146,8 @@ class Key(NamedTuple):
             best value of such an axis is its last one, that is no reason to extend the axis.
         is_of_place: whether a resumed run may change it. Such a key says on which devices and in
             which graphs the run trains, or which records it can read. It changes no equation.
-        is_of_one_run: whether it does not carry over to a run that begins from this one: the length,
-            what depends on the length, and the ranks.
+        is_of_one_run: whether it does not carry over to a run that begins from this one: the
+            length, what depends on the length, and the ranks.
     """
 
     meaning: str

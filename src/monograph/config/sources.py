@@ -172,7 +172,8 @@ def _one_of_each_exclusive_group(
 ) -> dict[str, Given]:
     """Return the values with at most one key of each group of `EXCLUSIVE`.
 
-    The key with the highest rank stays. If two keys of a group have the same rank, a fault is appended to `faults`.
+    The key with the highest rank stays. If two keys of a group have the same rank, a fault is
+    appended to `faults`.
     """
     dropped: set[str] = set()
     for group in EXCLUSIVE:
