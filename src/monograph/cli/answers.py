@@ -295,6 +295,7 @@ def _takes_no_keys(command: Command) -> str:
 
 
 def _list_arguments(command: Command) -> str:
+    """Return the arguments and the options of a command, in a sentence."""
     metavars = [
         str(param.metavar) for param in command.params if param.param_type_name == "argument"
     ]

@@ -15,8 +15,12 @@ from monograph.config.settings import check, toml_of
 from monograph.errors import UsageError
 
 _KEY = r"\s*[\w.\"'-]+\s*"
+_HEADER = re.compile(r"\s*\[\s*([\w.\"'-]+)\s*\]")
+# Typographic quotes, and the straight quotes of TOML.
 _QUOTES = str.maketrans({"“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "‘": "'", "’": "'"})
+# Characters that look like a space, or like nothing.
 _SPACES = re.compile("[\u00a0\u1680\u2000-\u200d\u202f\u205f\u2060\u3000\ufeff]")
+# Other spellings of TOML's truth values.
 _WORDS = {
     "True": "true",
     "False": "false",
@@ -25,12 +29,12 @@ _WORDS = {
     "yes": "true",
     "no": "false",
 }
+# What people write for a key without a value.
 _NOTHING = {"", "None", "none", "null", "nil", "~"}
 _MAX_SHOWN = 120  # characters of a line that a message shows
 # A longer line is not corrected: no person types one, and the patterns take time.
 _MAX_CORRECTED = 500
 _MAX_OPEN_LINES = 20  # lines with an open bracket that are tried, before the line of the parser
-_HEADER = re.compile(r"\s*\[\s*([\w.\"'-]+)\s*\]")
 
 
 def toml_error_message(path: Path, text: str, parser_message: str) -> str:

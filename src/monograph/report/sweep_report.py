@@ -269,7 +269,9 @@ def sweep_page(
 
 
 def _commands(advice: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [f"<pre>{escaped(each['command'])}</pre>" for each in advice if each["command"]]
+    """Return the markup of each command that the sweep's advice has."""
+    commands = [entry["command"] for entry in advice if entry["command"]]
+    return [f"<pre>{escaped(command)}</pre>" for command in commands]
 
 
 def _headline(best: Mapping[str, Any] | None, *, so_far: bool) -> str:

@@ -109,9 +109,10 @@ def _wandb(name: str, key: str, settings: Settings, out: Path | None) -> Tracker
         reinit="create_new",  # other runs of this process stay open
         settings=wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True),
     )
-    view = str(run.url)
-    if mode == "offline":
+    if mode == "offline":  # in which the run has no URL
         view = f"wandb sync {shell_words(Path(run.dir).parent)}"
+    else:
+        view = str(run.url)
 
     def require_disk_space() -> None:
         # wandb drops rows on a full disk without an error, so try to write 1 MiB. A mode that
