@@ -92,7 +92,7 @@
     return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
   }
 
-  // The moving median of values.
+  // The moving median of values, over the share of the run that the reader chose.
   function smoothed(values) {
     const half = Math.floor(values.length * state.smoothing / 200);
     return half ? values.map((_, i) => median(values.slice(Math.max(0, i - half), i + half + 1))) : values;
@@ -133,12 +133,14 @@
 
   // ---- drawing beside the lines ----
 
+  // Sets font, colour (the name of a CSS variable) and line width of what is drawn next.
   function setPen(u, role, width) {
     u.ctx.font = FONT.replace("12px", `${12 * uPlot.pxRatio}px`);
     u.ctx.strokeStyle = u.ctx.fillStyle = colour(role);
     u.ctx.lineWidth = width * uPlot.pxRatio;
   }
 
+  // Draws a dotted line at each level, and writes at its right what it is; also at the run's last value.
   function drawLevels(u, chart, series) {
     const ratio = uPlot.pxRatio, { left, top, width, height } = u.bbox, gap = 15 * ratio;
     const last = series.find((each) => each.isReadOut);
@@ -184,10 +186,11 @@
       u.ctx.stroke();
       u.ctx.setLineDash([]);
       if (!label) continue;
-      const wide = u.ctx.measureText(label).width, room = x + wide + 6 * ratio < left + width;
-      const begin = room ? x + 4 * ratio : Math.max(left, x - 4 * ratio - wide);
+      const labelWidth = u.ctx.measureText(label).width, fitsAtRight = x + labelWidth + 6 * ratio < left + width;
+      const begin = fitsAtRight ? x + 4 * ratio : Math.max(left, x - 4 * ratio - labelWidth);
+      // A label that would touch an earlier one is written in the next line.
       line = begin < end ? line + 1 : 0;
-      end = Math.max(end, begin + wide + 8 * ratio);
+      end = Math.max(end, begin + labelWidth + 8 * ratio);
       u.ctx.textAlign = "left";
       u.ctx.textBaseline = "top";
       u.ctx.fillText(label, begin, top + (2 + 15 * line) * ratio);
@@ -263,7 +266,7 @@
     const x = { ...common, size: 30 };
     if (chart.axis) {
       x.splits = () => chart.axis.ticks.map(([at]) => at);
-      x.filter = (u, ticks) => ticks;
+      x.filter = (u, ticks) => ticks; // uPlot would drop some on a logarithmic axis
       x.values = (u) => tickTextsApart(u, chart.axis.ticks, ruler);
     } else {
       x.space = 56;
@@ -285,7 +288,7 @@
       size: 7,
       width: 0,
       fill: (u, i) => colour(series[i - 1].shade),
-      // uPlot's first series is the horizontal axis. `undefined` is its default, a shown point.
+      // `i` is uPlot's index, whose first series is the horizontal axis. `undefined` shows the point, uPlot's default.
       show: (u, i) => series[i - 1].isReadOut ? undefined : false,
     };
     const drag = { x: true, y: false, dist: 6 };
@@ -306,6 +309,7 @@
     };
   }
 
+  // The indices are uPlot's, whose first series is the horizontal axis.
   function bandOf(chart, series) {
     const [low, high] = chart.band.map((key) => series.findIndex((each) => each.key === key) + 1);
     return { series: [high, low], fill: colour("--band") };
