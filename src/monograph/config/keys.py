@@ -124,7 +124,7 @@ Varies = Literal["in one graph", "between graphs"]
 # Reasons why members cannot differ in a key.
 _SAME_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"
-_OF_ONE_TIME = "how much a member learns in a time is the machine's doing"
+_OF_ONE_TIME = "how much a member learns in a given time depends on the machine"
 _OF_TEXTS = "members of one graph learn from texts alone: start a run for each value"
 
 
@@ -727,8 +727,8 @@ class TrainSection(Section):
         {
             "none": "nothing",
             "pointwise": "what is between products, convolutions and attention",
-            "full": "each block, of which the input is kept",
-            "offload": "each block, of which the input is kept in host memory",
+            "full": "each block; its input is kept",
+            "offload": "each block; its input is kept in host memory",
         },
         also=FRACTION.expected,
         auto="the fastest that fits",
@@ -863,7 +863,7 @@ class LoraSection(Section):
         implied="auto",
         auto="no others",
         example=["<|im_start|>"],
-        fixed="which tokens a base never saw is no choice",
+        fixed="which tokens are new to a base is a fact, not a choice",
     )
 
 
@@ -914,7 +914,7 @@ class RlSection(_OfRewards):  # type: ignore[misc]
     draws: Size | None = _key(
         None,
         _EXPECTS_SIZE,
-        "Most times that an update samples, until rl.prompts groups have unequal rewards.",
+        "Maximum number of samplings in an update, which end when rl.prompts groups have unequal rewards.",
         implied=1,
     )
     updates: Size | None = _key(
@@ -949,7 +949,7 @@ class RlSection(_OfRewards):  # type: ignore[misc]
     max_new_tokens: Size | None = _key(
         None,
         _EXPECTS_SIZE,
-        "Most tokens of an answer. Longer ones are cut.",
+        "Maximum tokens of an answer. Longer answers are cut.",
         otherwise="half of data.sequence_length",
         example=128,
     )
