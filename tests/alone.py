@@ -27,7 +27,7 @@ class Alone:
 
     def _loss(self, model, batch):
         self.functions.site = 0
-        with compat.functional(
+        with compat.replace_functional(
             self.functions.functions() | {"scaled_dot_product_attention": self._attention}
         ):
             result = self.loss(model, batch)

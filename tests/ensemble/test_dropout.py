@@ -117,7 +117,7 @@ def test_each_member_drops_what_it_drops_alone_bit_by_bit():
     found = masks(ensemble, x)
     for i, rate in enumerate(rates):
         functions = Dropout(counter(5 + i)).functions()
-        with compat.functional(functions):
+        with compat.replace_functional(functions):
             alone = functions["dropout"](functions["dropout"](x, rate), 0.25)
         assert torch.equal(found[i], alone != 0)
 

@@ -85,7 +85,7 @@ class Members:
         self._counter = DropoutCounter(seeds[0], self.draw)
         self._dropout = Dropout(self._counter)
         # torch's own warnings of loops over members are off: `_call_eagerly` warns after its trial.
-        compat.warn_of_loops(False)
+        compat.set_vmap_loop_warning(False)
         # For each training mode (True, False): whether the module must run as if compiling.
         self._as_if_compiling: dict[bool, bool] = {}
         modules = list(stack.module.named_modules())
@@ -307,8 +307,10 @@ class Members:
             "normalize": _normalize,
         }
         with (
-            compat.functional(functions | self._dropout.functions()),
-            compat.layers(KERNELS, _weight_norm, _cumulative_batch_norm, _refuse_checkpoint),
+            compat.replace_functional(functions | self._dropout.functions()),
+            compat.replace_layer_functions(
+                KERNELS, _weight_norm, _cumulative_batch_norm, _refuse_checkpoint
+            ),
             compat.without_fast_path(),
         ):
             yield

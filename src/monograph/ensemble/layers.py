@@ -71,7 +71,7 @@ class PassObserver:
         with (
             register_module_forward_pre_hook(lambda module, _: self._called.add(module)),
             running_modules(self.module) as self.running,
-            compat.loops_told(self._note_loop),
+            compat.report_vmap_loops(self._note_loop),
         ):
             yield
 

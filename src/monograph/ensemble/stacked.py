@@ -172,7 +172,7 @@ class Stacked(OnDevice):
             raise UsageError(
                 "an ensemble recomputes only in captured graphs: engine.capture(window) first"
             )
-        with self.members.context(), compat.activations_kept(self.kept_share):
+        with self.members.context(), compat.limit_saved_activations(self.kept_share):
             yield
 
     def rates(self) -> tuple[float, ...]:

@@ -23,7 +23,7 @@ key-value head, E head dimension, F = E / 2, L blocks of the cache, C slots of a
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -264,7 +264,8 @@ def attend_fits(device: torch.device, slots: int, head_dim: int, dtype: torch.dt
     Data centers' cards have 163 KiB and more, and others 99.
     """
     needed_bytes = (2 * slots + ROWS) * head_dim * dtype.itemsize
-    return needed_bytes <= torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    card: Any = torch.cuda.get_device_properties(device)  # torch's types lack this attribute
+    return bool(needed_bytes <= card.shared_memory_per_block_optin)
 
 
 def _precision(dtype: torch.dtype) -> str:

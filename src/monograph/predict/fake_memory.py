@@ -59,7 +59,7 @@ class Graphs:
             return run
 
         if function not in self._compiled:
-            backend = compat.partitioned(
+            backend = compat.partitioning_backend(
                 lambda graph: make_runner(graph, False), lambda graph: make_runner(graph, True)
             )
             self._compiled[function] = torch.compile(
@@ -278,7 +278,7 @@ class _Listener(TorchDispatchMode):
         if "add_product_" in str(function):
             total, left, right = args
             workspace_bytes = inner_bytes(total, left, right, self.memory.device_type)
-        elif function is torch.ops.aten.add.Tensor and compat.sums_gradients():
+        elif function is torch.ops.aten.add.Tensor and compat.is_accumulating_gradients():
             # Autograd writes the sum of two gradients over one of them. For tensors without data it
             # allocates the sum, whose bytes are taken off again.
             sum_bytes = self.memory._allocated_bytes(result.untyped_storage().nbytes())

@@ -25,7 +25,7 @@ from monograph.config.axes import (
     require_single_values,
 )
 from monograph.config.keys import DEFAULT_MINUTES as DEFAULT_RUN_MINUTES
-from monograph.config.settings import NAME_CODE, OF_ONE_RUN
+from monograph.config.settings import CODE_KEYS, RUN_SPECIFIC_KEYS
 from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
@@ -176,7 +176,7 @@ DEFAULT_EXPONENTS = range(-4, 4)
 # Settings that a sweep does not take over from the newest run: those of one run, the knobs, and
 # those of one model's memory and checkpoints.
 _NOT_TAKEN_OVER = {
-    *OF_ONE_RUN,
+    *RUN_SPECIFIC_KEYS,
     "optim.lr",
     SEED,
     "train.keep",
@@ -236,7 +236,7 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
         raise
     target: Settings | None = None
     settings = settings.vouching(
-        digests(value for axis in axes if axis.key in NAME_CODE for value in axis.values)
+        digests(value for axis in axes if axis.key in CODE_KEYS for value in axis.values)
     )
     require_text(settings)
     require_texts(settings, "sweep")
