@@ -49,7 +49,7 @@ from monograph.run.models import save
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, digest
 from monograph.run.recipe import recorded as options
-from monograph.run.run_index import serial
+from monograph.run.run_index import serial_number
 from monograph.run.writing import discard, record_parent, write_tokenizer
 from monograph.session import reporting
 from monograph.session.objectives.teachers import write_teachers
@@ -115,7 +115,7 @@ def append_metrics(folder: Path) -> None:
 def look_at_metrics(folder: Path) -> str:
     run = Run.open(folder / "run")
     rows = run.rows()
-    assert serial(run.folder) == 1
+    assert serial_number(run.folder) == 1
     assert rows == LOGGED[: len(rows)] and len(rows) >= BEFORE, rows
     return "new" if rows == LOGGED else "former"
 
@@ -233,7 +233,7 @@ def resume(folder: Path) -> None:
 
 def look_at_resumed(folder: Path) -> str:
     run = Run.open(folder / "run")
-    assert run.rows()[:BEFORE] == LOGGED[:BEFORE] and serial(run.folder) == 1
+    assert run.rows()[:BEFORE] == LOGGED[:BEFORE] and serial_number(run.folder) == 1
     found = checkpointing.newest(run.checkpoints, quiet)
     assert found.update in (2, 3) and same(found, checkpoint(found.update))
     assert found.update == 2 or run.rows() == LOGGED[: BEFORE + 1], (

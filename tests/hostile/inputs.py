@@ -61,7 +61,7 @@ from monograph.model.hub import mapped_model, save_model
 from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe
-from monograph.run.run_index import record, serial
+from monograph.run.run_index import lock_record, serial_number
 from monograph.run.source import ModelSource, checked
 from monograph.run.writing import recorded_parent
 from monograph.session.objectives.teachers import recorded_teachers
@@ -490,7 +490,7 @@ def within(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
         (folder / "adapter" / "adapter_config.json", lambda: read_adapter(folder / "adapter")),
         (saved(folder) / "MANIFEST.json", lambda: checkpointing.load(saved(folder))),
         (saved(folder) / "model.safetensors", lambda: checkpointing.load(saved(folder))),
-        (run.lock_file, lambda: (record(run.folder), serial(run.folder), Run.located(run.folder))),
+        (run.lock_file, lambda: (lock_record(run.folder), serial_number(run.folder), Run.located(run.folder))),
         (run.metrics, run.rows), (run.config, lambda: load(run.config, {}, {})),
         (run.parent_file, lambda: recorded_parent(run)), (run.folder / "sweep.json", lambda: Sweep.open(run.folder)),
     ]  # fmt: skip

@@ -28,7 +28,7 @@ from monograph.run import recorded_state
 from monograph.run.folder import DEFAULT_ROOT, Run, standard_json
 from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
 from monograph.run.recipe import names_run, tokenizer_of
-from monograph.run.run_index import record, serial
+from monograph.run.run_index import lock_record, serial_number
 from monograph.run.writing import recorded_parent
 from monograph.session.recorded import run_settings
 from monograph.session.reference import REFERENCE, verify_reference
@@ -179,7 +179,7 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
         )
 
     def lock() -> None:
-        if serial(folder.folder) <= 0 or record(folder.folder) == {}:
+        if serial_number(folder.folder) <= 0 or lock_record(folder.folder) == {}:
             raise InputRefused(f"{folder.lock_file}: does not say which run this is")
 
     saved: dict[str, Any] = {}

@@ -24,7 +24,7 @@ from monograph.errors import DiskFull, InputRefused, MonographError, RunInUse
 from monograph.interrupts import taken_back
 from monograph.report.quantities import counted
 from monograph.report.trackers import Opener, Point, Settings, Tracker, tracker_named
-from monograph.run.folder import Run, explained
+from monograph.run.folder import Run, write_errors_explained
 from monograph.run.run_index import SWEEP, parsed, runs_in, wait_until_free
 from monograph.storage.reading import contents, is_file, open_input, refusing, without_links
 
@@ -42,7 +42,7 @@ def run(run: str, *, to: str, out: Path | None) -> None:
     folder = Run.located(run, saved=False)
     tracker = tracker_named(to)
     if out:
-        with explained(out):
+        with write_errors_explained(out):
             out.mkdir(parents=True, exist_ok=True)
             # Some trackers write elsewhere, or wait, if they cannot write here.
             tempfile.TemporaryFile(dir=out).close()

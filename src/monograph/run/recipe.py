@@ -34,7 +34,7 @@ from monograph.model.families import FIRST_FAMILY
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
 from monograph.run.folder import Run, names_mixture
-from monograph.run.run_index import checkpoint_named, placed
+from monograph.run.run_index import checkpoint_named, resolve_checkpoint
 from monograph.storage.code import Code, code_named
 from monograph.storage.reading import is_file, is_folder, without_links
 from monograph.text import tokenizer_file
@@ -162,7 +162,7 @@ def names_run(folder: str | Path) -> bool:
     """
     if isinstance(folder, str) and code_named(folder):
         return False
-    path = placed(Path(folder))
+    path = resolve_checkpoint(Path(folder))
     path = path if checkpoint_named(path) is None else path.parent.parent
     return path.parts[:1] == ("last",) or is_file(path / "run.lock") or names_mixture(path)
 

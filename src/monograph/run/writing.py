@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from monograph.errors import DiskFull, InputRefused
 from monograph.interrupts import taken_back
-from monograph.run.folder import Run, claim_new_folder, explained
+from monograph.run.folder import Run, claim_new_folder, write_errors_explained
 from monograph.run.run_index import SWEEP
 from monograph.storage.reading import contents, entries, exists, is_file, parse_json, without_links
 from monograph.storage.writing import write_durably
@@ -116,7 +116,7 @@ def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
         raise InputRefused(f"--out {out}: holds something already; name a new folder")
     given = root if out is None else out
     new = [made for made in (given, *given.parents) if not exists(made)]
-    with explained(given):
+    with write_errors_explained(given):
         folder = claim_new_folder(root) if out is None else out
         folder.mkdir(parents=True, exist_ok=True)
     try:
