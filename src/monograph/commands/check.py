@@ -27,7 +27,7 @@ from monograph.report.quantities import gibibytes, megabytes
 from monograph.run import recorded_state
 from monograph.run.folder import DEFAULT_ROOT, Run, standard_json
 from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
-from monograph.run.recipe import names_run, tokenizer_of
+from monograph.run.recipe import names_run, require_tokenizer
 from monograph.run.run_index import lock_record, serial_number
 from monograph.run.writing import recorded_parent
 from monograph.session.recorded import run_settings
@@ -262,7 +262,7 @@ def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError
         )
     files = {
         "weights": _fault(lambda: require_all_finite(load_to_export(folder)[0], folder)),
-        "tokenizer.json": _fault(lambda: Tokenizer.from_file(tokenizer_of(folder))),
+        "tokenizer.json": _fault(lambda: Tokenizer.from_file(require_tokenizer(folder))),
     }
     lines = {name: _said(fault) for name, fault in files.items()}
     error = next((fault for fault in files.values() if fault), None)

@@ -29,19 +29,19 @@ from monograph.run import recorded_state
 from monograph.run.folder import Run, no_folder
 from monograph.run.recipe import (
     Recipe,
-    compared,
+    add_missing_rows,
+    build_from_file,
+    compare_tokenizers,
     digest,
-    extended,
-    from_file,
+    find_tokenizer,
     is_weight_file,
-    lora_of,
+    no_tokenizer_error,
+    recorded_lora,
     require_base,
     require_base_of,
     require_same_file,
+    require_tokenizer,
     run_named,
-    tokenizer_in,
-    tokenizer_of,
-    without_tokenizer,
 )
 from monograph.run.repository import fetched
 from monograph.run.source import ModelSource
@@ -80,7 +80,7 @@ def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
     if recipe.init is None:
         return Llama(recipe.shape(), seed=recipe.seed), token_loss
     if recipe.code:
-        return from_file(recipe, recipe.code)
+        return build_from_file(recipe, recipe.code)
     if recipe.init.endswith(".py"):
         raise InputRefused(
             f"model.init = {recipe.init}: name the function that builds the module, {recipe.init}:NAME"
@@ -109,7 +109,7 @@ def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tok
         return load_run(run, warn)[:2]
     model = materialize_(_merged(_load(folder, warn, None, {})))
     require_all_finite(model, folder)  # a run saves only finite weights
-    path = tokenizer_in(folder)
+    path = find_tokenizer(folder)
     return model, Tokenizer.from_file(path) if path else None
 
 
@@ -124,7 +124,7 @@ def load_with_tokenizer(
     folder = fetched(folder)
     model, tokenizer = load(folder, warn)
     if tokenizer is None:
-        raise without_tokenizer(folder)
+        raise no_tokenizer_error(folder)
     return model, tokenizer
 
 
@@ -158,7 +158,7 @@ def load_to_export(
     if run is None:
         if names := ModelSource.open(str(folder)).left_out:
             warn(f"{folder}: only the text model is written: {names} are left out")
-        return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder)), None
+        return _load(folder, warn, None, {}), Tokenizer.from_file(require_tokenizer(folder)), None
     checkpoint = recorded_state.newest(run, warn)
     model, base = _of_run(run, checkpoint, None)
     recipe = Recipe.recorded(checkpoint.state["recipe"])
@@ -166,7 +166,7 @@ def load_to_export(
     stored = None
     if recipe.lora:
         try:
-            stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init), base)
+            stored = adapter.packed(model, recorded_lora(recipe.lora), str(recipe.init), base)
         except InputRefused as error:
             warn(f"{error}: the model is written merged, without a folder of its adapters")
             return model, tokenizer, None
@@ -200,7 +200,7 @@ def _of_run(
     require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
     if recipe.vocabulary:
         extend(model, *recipe.vocabulary)
-    adapt(model, lora_of(recipe.lora | {"base": "auto"}))
+    adapt(model, recorded_lora(recipe.lora | {"base": "auto"}))
     load_weights(model, weights_of(checkpoint))
     if "sampling" in checkpoint.state:  # an older run's are those that its base has now
         model.sampling = checkpoint.state["sampling"] or {}
@@ -250,7 +250,9 @@ def _load(
         if stored.weights_sha256:
             require_base_of(stored, digest(model))
         if file := hub.tokenizer_file(folder):
-            extended(model, compared(Tokenizer.from_file(file), base, str(file)), base)
+            add_missing_rows(
+                model, compare_tokenizers(Tokenizer.from_file(file), base, str(file)), base
+            )
         adapter.put(model, stored.lora, start=stored)
         return model
     if is_weight_file(folder):
@@ -293,7 +295,7 @@ def load_trained(
             require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
             if recipe.vocabulary and isinstance(model, Llama):
                 extend(model, *recipe.vocabulary)
-            adapter.put(model, lora_of(recipe.lora), precision=precision)
+            adapter.put(model, recorded_lora(recipe.lora), precision=precision)
         load_weights(model, weights_of(checkpoint))
         materialize_(model)
     else:

@@ -203,7 +203,7 @@ class Rewards(Objective):
             teacher = ModelSource.open(rl.teacher)
             run = teacher.run  # record its path: `last` will soon name the new run
             values["rl.teacher"] = str(run.named if run else without_links(rl.teacher))
-            teacher = teacher.under(values["rl.teacher"])
+            teacher = teacher.renamed(values["rl.teacher"])
         if values["rl.max_new_tokens"] >= length:
             raise UsageError(
                 f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
