@@ -54,7 +54,7 @@ class ModelSource:
         return cls(name, read_adapter(name) if is_adapter(name) else None)
 
     def renamed(self, name: str) -> Self:
-        """Return the same model under another name, such as its full path, with all cached answers."""
+        """Return the same model under another name, e.g. its full path, with all cached answers."""
         if self.adapter is None:
             return self._with_cached_answers(type(self)(name, None))
         adapter = self.adapter._replace(folder=Path(name))
@@ -112,7 +112,7 @@ class ModelSource:
 
     @cached_property
     def positions(self) -> int | None:
-        """Return the base's number of positions; None if it is unknown before the base is loaded."""
+        """Return the base's number of positions; None if only loading the base can tell."""
         if self.run is None:
             return self.shape.max_position_embeddings if self.shape else None
         recorded = recorded_state.newest_state(self.run).get("model_config")
