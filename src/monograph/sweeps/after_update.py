@@ -93,7 +93,7 @@ class AfterUpdate:
         if moment.done % self._intervals.eval_every == 0 or moment.is_last or moment.all_lost:
             self.logs.flush()
             self.state.evaluate(self.batch, moment.done, last=moment.is_last)
-            self.block.retell()
+            self.block.refresh_table()
 
     def save(self, moment: Moment) -> None:
         """Write a checkpoint of each member, if that is due, and the page of the sweep so far."""
@@ -118,6 +118,6 @@ class AfterUpdate:
         again = command("sweep", "--out", str(self.state.sweep.run.folder))
         raise Stopped(f"saved at update {moment.done} of {self.updates}; continue: {again}")
 
-    def spare(self, moment: Moment) -> None:
+    def drop_work(self, moment: Moment) -> None:
         """Take the updates that nobody needs any more off the display's work."""
-        self.block.spare(len(self.batch.members) * (self.updates - moment.done))
+        self.block.drop_work(len(self.batch.members) * (self.updates - moment.done))
