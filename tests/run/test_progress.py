@@ -355,7 +355,7 @@ def test_a_terminal_of_any_size_is_drawn_on(
             with crowd:
                 crowd.update(5, "figures " * 9)
             before, region = len(stream.getvalue()), [*block._region(), *crowd._region()]
-            with progress.screen.live(region.copy, block._spoken, str):
+            with progress.screen.live(region.copy, block._plain_line, str):
                 pass
             drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", stream.getvalue()[before:])
             assert bool(drawn) == live
