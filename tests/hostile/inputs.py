@@ -38,7 +38,7 @@ from monograph.automata.dfa import compile_expression
 from monograph.automata.pattern import whole as whole_pattern
 from monograph.automata.schema import document, parsed
 from monograph.checkpointing.folder import FileEntry, Manifest
-from monograph.commands.generate import LARGEST_SCHEMA_BYTES, _text_of, prompts_of, sampling_of
+from monograph.commands.generate import LARGEST_SCHEMA_BYTES, _read_text, prompts_of, sampling_of
 from monograph.commands.plan import memory_size
 from monograph.config import load
 from monograph.config.axes import axes_of, points
@@ -463,7 +463,7 @@ def given(path: Path) -> dict[str, Callable[[], object]]:
         ".py": lambda: checked_recipe(Recipe(None, "nano", {}, 0), ModelSource.open(f"{path}:build")),
         ".json": lambda: Tokenizer.from_file(path),
         ".prompts": lambda: list(prompts_of(path, chat=False)), ".ndjson": lambda: read_questions([str(path)]),
-        ".schema": lambda: _text_of(path, "", LARGEST_SCHEMA_BYTES),
+        ".schema": lambda: _read_text(path, "", LARGEST_SCHEMA_BYTES),
         ".raw.parquet": lambda: list(table_rows(path, "text")),
         ".raw.arrow": lambda: list(table_rows(path, "text")), ".raw.gz": lambda: list(read_blocks(path)),
         **{kind: lambda: find(path, path.parent) for kind in sources},
