@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -216,11 +215,7 @@ def _read_text(path: Path, flag: str, most_bytes: int) -> str:
         if path == Path("-"):
             content = _read_at_most(sys.stdin.buffer, most_bytes + 1)
         else:
-            # `open_input` refuses pipes, but here the user's own shell has made them.
-            open_file = (
-                partial(path.open, "rb") if path.parent == _PIPES else partial(open_input, path)
-            )
-            with readable(path), open_file() as file:
+            with readable(path), _open_file_or_pipe(path) as file:
                 content = _read_at_most(file, most_bytes + 1)
     except OSError as error:
         raise InputRefused(f"{flag} {path}: cannot be read: {error.strerror}") from None
@@ -233,6 +228,11 @@ def _read_text(path: Path, flag: str, most_bytes: int) -> str:
         raise InputRefused(
             f"{flag} {path}: byte {error.start} (line {line}) is not UTF-8; convert it"
         ) from None
+
+
+def _open_file_or_pipe(path: Path) -> BinaryIO:
+    """Open a file, or a pipe that the user's shell has made, which `open_input` would refuse."""
+    return path.open("rb") if path.parent == _PIPES else open_input(path)
 
 
 def _read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
