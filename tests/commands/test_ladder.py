@@ -17,7 +17,13 @@ import pytest
 
 from commands.forked import CommandServer
 from commands.inputs import TINY, over
-from monograph.commands.profile import Climb, _climb_rungs, _ladder_json, _print_ladder, measured_rungs
+from monograph.commands.profile import (
+    Climb,
+    _climb_rungs,
+    _ladder_json,
+    _print_ladder,
+    measured_rungs,
+)
 from monograph.config import classify, load
 from monograph.device import describe
 from monograph.run.progress import Progress

@@ -284,7 +284,9 @@ def begin_adapted(folder: Path) -> None:
     base = mapped_model(folder / "model")
     sha256 = digest(base)
     put(base, SMALL)
-    recipe = Recipe(str(folder / "model"), "auto", {}, 0, lora=lora_record(SMALL), base_sha256=sha256)
+    recipe = Recipe(
+        str(folder / "model"), "auto", {}, 0, lora=lora_record(SMALL), base_sha256=sha256
+    )
     state = recorded(recipe.entries(), base.config.to_hf(), 2) | {
         "tokenizer": Tokenizer.bytes().digest
     }

@@ -74,4 +74,9 @@ def test_an_adapter_is_known_by_its_name_and_its_weights_by_its_base(here: Path)
 
 def test_what_a_program_builds_is_no_folder() -> None:
     source = ModelSource.open("own.py:build")
-    assert source.code and not source.run and source.shape is None and source.recorded_name == "own.py:build"
+    assert (
+        source.code
+        and not source.run
+        and source.shape is None
+        and source.recorded_name == "own.py:build"
+    )
