@@ -26,7 +26,7 @@ from rich.cells import cell_len
 from monograph.report import figures, quantities
 from monograph.report.figures import themed
 from monograph.run.progress import LABEL_WIDTH
-from monograph.run.screen import YARDSTICK_WIDTH, curve_pieces, cut, shown
+from monograph.run.screen import YARDSTICK_WIDTH, curve_pieces, cut_to_width, one_line
 
 FIGURES = Path(__file__).resolve().parent / "figures"
 RECORDING, FIRST_RUN, HELD_OUT = (
@@ -266,7 +266,7 @@ def samples(screen: Screen, run: Recording) -> None:
         if "sample" in row:
             head = f"  sample at {100 * row['share']:.0f} %".ljust(18)
             screen.words(0, head, "dim")
-            screen.words(len(head), cut(shown(row["sample"]), COLUMNS - len(head)))
+            screen.words(len(head), cut_to_width(one_line(row["sample"]), COLUMNS - len(head)))
             screen.row += 1
 
 
@@ -276,7 +276,7 @@ def _baseline(row: int) -> float:
 
 def _place(column: int, row: int, text: str) -> str:
     """Return position and text; `textLength` keeps the columns in place with any monospace font."""
-    text = cut(text.rstrip(), COLUMNS - column)
+    text = cut_to_width(text.rstrip(), COLUMNS - column)
     kept = text.lstrip(" ")
     column += len(text) - len(kept)
     x, length = MARGIN + column * CELL_WIDTH, cell_len(kept) * CELL_WIDTH

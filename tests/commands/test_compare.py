@@ -92,7 +92,7 @@ def test_before_and_after_on_answers(server: CommandServer, taught: Path) -> Non
 
 def test_what_cannot_be_compared_is_said_in_one_line(server: CommandServer, taught: Path) -> None:
     done = server.run(taught, "compare", "chatty", "delta")
-    assert done.code == 2 and "chatty is no run, so nothing was held out for it" in done.err
+    assert done.code == 2 and "chatty is not a run, so it has no held-out text" in done.err
     done = server.run(taught, "compare", "delta", "chatty", "--chat")
     assert done.code == 2 and "--chat is how questions are asked" in done.err
     done = server.run(taught, "evaluate", "delta", "--chat")

@@ -211,7 +211,7 @@ def test_a_second_call_is_refused_for_the_same_tracker_alone(
 ) -> None:
     run = begun(tmp_path / "run")
     run.log(update(1, 3.5))
-    with follow._alone(run.folder, "wandb"):
+    with follow._lock_following(run.folder, "wandb"):
         assert monograph_("follow", str(run.folder), "--to", "wandb") == 8
         assert "run: another process sends this run to wandb" in capsys.readouterr().err
         assert monograph_("follow", str(run.folder), "--to", "mlflow") == 0
@@ -288,11 +288,11 @@ def test_what_cannot_be_followed_is_one_line(
 
 def test_numbers_that_no_tracker_takes_are_left_out() -> None:
     row = {"a": 10**400, "b": float("inf"), "c": None, "d": "1", "e": [1], "f": {"g": True}}
-    assert dict(follow._numbers(row)) == {"f/g": 1}
+    assert dict(follow._finite_numbers(row)) == {"f/g": 1}
     deep: dict[str, Any] = {}
     for _ in range(5000):
         deep = {"x": deep}
-    assert dict(follow._numbers(deep)) == {}
+    assert dict(follow._finite_numbers(deep)) == {}
 
 
 def test_following_needs_no_torch_and_no_tracker_but_its_own() -> None:

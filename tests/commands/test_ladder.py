@@ -17,7 +17,13 @@ import pytest
 
 from commands.forked import CommandServer
 from commands.inputs import TINY, over
-from monograph.commands.profile import Climb, _climbed, _ladder_object, _show_ladder, measured_rungs
+from monograph.commands.profile import (
+    Climb,
+    _climb_rungs,
+    _ladder_json,
+    _print_ladder,
+    measured_rungs,
+)
 from monograph.config import classify, load
 from monograph.device import describe
 from monograph.run.progress import Progress
@@ -107,8 +113,8 @@ def test_without_held_out_text_the_loss_is_the_trainings(
     settings = load(*classify(over(TINY, "data.held_out=0", "train.precision=fp32"))[:2])
     ladder = Ladder.of(resolve(settings, describe()), here / "seen", Progress())
     monkeypatch.setattr(Ladder, "obstacle", lambda self, way, rung: "no" if rung.fields else None)
-    found = _ladder_object(ladder, _climbed(ladder, Progress()), here / "seen")
-    _show_ladder(found, here / "seen")
+    found = _ladder_json(ladder, _climb_rungs(ladder, Progress()), here / "seen")
+    _print_ladder(found, here / "seen")
     first, (out, error) = found["rungs"][0], capsys.readouterr()
     assert (
         first["eval_loss"] is None

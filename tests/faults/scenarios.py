@@ -47,9 +47,8 @@ from monograph.model.llama import Llama
 from monograph.run.folder import TEACHERS, Run
 from monograph.run.models import save
 from monograph.run.progress import Progress
-from monograph.run.recipe import Recipe, digest
-from monograph.run.recipe import recorded as options
-from monograph.run.run_index import serial
+from monograph.run.recipe import Recipe, digest, lora_record
+from monograph.run.run_index import serial_number
 from monograph.run.writing import discard, record_parent, write_tokenizer
 from monograph.session import reporting
 from monograph.session.objectives.teachers import write_teachers
@@ -115,7 +114,7 @@ def append_metrics(folder: Path) -> None:
 def look_at_metrics(folder: Path) -> str:
     run = Run.open(folder / "run")
     rows = run.rows()
-    assert serial(run.folder) == 1
+    assert serial_number(run.folder) == 1
     assert rows == LOGGED[: len(rows)] and len(rows) >= BEFORE, rows
     return "new" if rows == LOGGED else "former"
 
@@ -233,7 +232,7 @@ def resume(folder: Path) -> None:
 
 def look_at_resumed(folder: Path) -> str:
     run = Run.open(folder / "run")
-    assert run.rows()[:BEFORE] == LOGGED[:BEFORE] and serial(run.folder) == 1
+    assert run.rows()[:BEFORE] == LOGGED[:BEFORE] and serial_number(run.folder) == 1
     found = checkpointing.newest(run.checkpoints, quiet)
     assert found.update in (2, 3) and same(found, checkpoint(found.update))
     assert found.update == 2 or run.rows() == LOGGED[: BEFORE + 1], (
@@ -285,7 +284,9 @@ def begin_adapted(folder: Path) -> None:
     base = mapped_model(folder / "model")
     sha256 = digest(base)
     install_adapters(base, SMALL)
-    recipe = Recipe(str(folder / "model"), "auto", {}, 0, lora=options(SMALL), base_sha256=sha256)
+    recipe = Recipe(
+        str(folder / "model"), "auto", {}, 0, lora=lora_record(SMALL), base_sha256=sha256
+    )
     state = recorded(recipe.entries(), base.config.to_hf(), 2) | {
         "tokenizer": Tokenizer.bytes().digest
     }

@@ -38,7 +38,7 @@ from monograph.automata.dfa import compile_expression
 from monograph.automata.pattern import fullmatch_expression
 from monograph.automata.schema import parse_schema, schema_expression
 from monograph.checkpointing.folder import FileEntry, Manifest
-from monograph.commands.generate import LARGEST_SCHEMA_BYTES, _text_of, prompts_of, sampling_of
+from monograph.commands.generate import LARGEST_SCHEMA_BYTES, _read_text, prompts_of, sampling_of
 from monograph.commands.plan import memory_size
 from monograph.config import load
 from monograph.config.axes import axes_of, points
@@ -67,8 +67,8 @@ from monograph.model.hub import mapped_model, save_model
 from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe
-from monograph.run.run_index import record, serial
-from monograph.run.source import ModelSource, checked
+from monograph.run.run_index import lock_record, serial_number
+from monograph.run.source import ModelSource, checked_recipe
 from monograph.run.writing import recorded_parent
 from monograph.session.objectives.teachers import recorded_teachers
 from monograph.session.record import write_config
@@ -466,10 +466,10 @@ def given(path: Path) -> dict[str, Callable[[], object]]:
     sources = [".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.zst", ".parquet", ".arrow"]
     return {
         ".toml": lambda: load(classify([str(path)]).toml, {}, {}), ".pth": lambda: torch_file.read(path, {}),
-        ".py": lambda: checked(Recipe(None, "nano", {}, 0), ModelSource.open(f"{path}:build")),
+        ".py": lambda: checked_recipe(Recipe(None, "nano", {}, 0), ModelSource.open(f"{path}:build")),
         ".json": lambda: Tokenizer.from_file(path),
         ".prompts": lambda: list(prompts_of(path, chat=False)), ".ndjson": lambda: read_questions([str(path)]),
-        ".schema": lambda: _text_of(path, "", LARGEST_SCHEMA_BYTES),
+        ".schema": lambda: _read_text(path, "", LARGEST_SCHEMA_BYTES),
         ".raw.parquet": lambda: list(table_rows(path, "text")),
         ".raw.arrow": lambda: list(table_rows(path, "text")), ".raw.gz": lambda: list(read_blocks(path)),
         **{kind: lambda: find(path, path.parent) for kind in sources},
@@ -496,7 +496,7 @@ def within(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
         (folder / "adapter" / "adapter_config.json", lambda: read_adapter(folder / "adapter")),
         (saved(folder) / "MANIFEST.json", lambda: checkpointing.load(saved(folder))),
         (saved(folder) / "model.safetensors", lambda: checkpointing.load(saved(folder))),
-        (run.lock_file, lambda: (record(run.folder), serial(run.folder), Run.located(run.folder))),
+        (run.lock_file, lambda: (lock_record(run.folder), serial_number(run.folder), Run.located(run.folder))),
         (run.metrics, run.rows), (run.config, lambda: load(run.config, {}, {})),
         (run.parent_file, lambda: recorded_parent(run)), (run.folder / "sweep.json", lambda: Sweep.open(run.folder)),
     ]  # fmt: skip

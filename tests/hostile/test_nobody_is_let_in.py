@@ -125,7 +125,9 @@ def test_what_runs_a_file_knows_who_named_it(nodes: dict[str, list[ast.AST]]) ->
     or writes it itself.
     """
     runs = {
-        file for file, found in nodes.items() if imports(found, "from_file", "monograph.run.recipe")
+        file
+        for file, found in nodes.items()
+        if imports(found, "build_from_file", "monograph.run.recipe")
     }
     assert runs == {"run/models.py"}
     homes = "monograph.config", "monograph.config.sources"

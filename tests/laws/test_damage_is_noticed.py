@@ -103,7 +103,7 @@ def runs(folder: Path) -> Kind:
         return "another spelling of the same"
 
     def look(path: Path) -> str:
-        _, lines, error = check._run(run)
+        _, lines, error = check._verify_run(run)
         if error is None:
             return harmless(path)
         assert isinstance(error, InputRefused) and path.name in str(error)

@@ -15,7 +15,7 @@ import pytest
 from faults.harness import ERRORS, EVERY_UNREAD, FaultServer, Outcome, unavailable
 from faults.reading import COMMANDS, KEPT, RUNS, kept, prepare, printed_in, results, sound_updates
 from monograph.run.folder import Run
-from monograph.run.run_index import serial
+from monograph.run.run_index import serial_number
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 REFUSED, NOT_WRITTEN, DONE = "refused", "not written", "done all the same"
@@ -41,7 +41,7 @@ class Judge:
 
     def __init__(self, name: str, faults: FaultServer, prepared: Path, scratch: Path) -> None:
         self.name, self.faults, self.before = name, faults, kept(prepared)
-        self.serial = serial(prepared / "runs" / "newest")
+        self.serial = serial_number(prepared / "runs" / "newest")
         whole = scratch / "whole"
         shutil.copytree(prepared, whole)
         done = faults.run(COMMANDS[name], whole, "record-reads")
@@ -80,7 +80,7 @@ class Judge:
 
     def _nothing_is_lost(self, folder: Path, done: bool) -> None:
         newest = folder / "runs" / "newest"
-        assert serial(newest) == self.serial
+        assert serial_number(newest) == self.serial
         if self.name not in RUNS:
             assert kept(folder) == self.before
             return

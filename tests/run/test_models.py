@@ -18,8 +18,8 @@ from monograph.model.exports import EXPORTS
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.run.models import build, load, load_trained, load_weights, save
-from monograph.run.recipe import Recipe, tokenizer_of
-from monograph.run.source import ModelSource, checked
+from monograph.run.recipe import Recipe, require_tokenizer
+from monograph.run.source import ModelSource, checked_recipe
 from monograph.run.trust import marked
 from monograph.storage.code import digests
 from monograph.text.tokenizer import Tokenizer
@@ -145,13 +145,13 @@ def test_a_file_finds_its_neighbours(tmp_path: Path) -> None:
 def test_a_recipe_knows_its_file_by_its_bytes(file: Path) -> None:
     recipe = Recipe(f"{file}:build", "auto", {}, 0)
     source = ModelSource.open(f"{file}:build")
-    first = checked(recipe, source)
+    first = checked_recipe(recipe, source)
     assert (
-        first == checked(recipe, source)
+        first == checked_recipe(recipe, source)
         and Recipe.recorded(first._asdict()).entries() == first.entries()
     )
     file.write_text(MODULE + "\n")
-    assert checked(recipe, source) != first
+    assert checked_recipe(recipe, source) != first
 
 
 @pytest.mark.parametrize("text", ["folder", "last", "a:b", "own.pyc:x"])
@@ -160,7 +160,7 @@ def test_what_is_no_file(text: str) -> None:
 
 
 def test_a_run_of_an_own_module(file: Path, tmp_path: Path) -> None:
-    recipe = checked(
+    recipe = checked_recipe(
         Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0), ModelSource.open(f"{file}:build")
     )
     model, _ = built(recipe)
@@ -189,7 +189,7 @@ def test_a_run_of_a_llama_and_its_export(tmp_path: Path) -> None:
             torch.equal(tensor, other.state_dict()[name])
             for name, tensor in model.state_dict().items()
         )
-    assert tokenizer_of(tmp_path / "hf") == tmp_path / "hf/tokenizer.json"
+    assert require_tokenizer(tmp_path / "hf") == tmp_path / "hf/tokenizer.json"
     with pytest.raises(UsageError, match=f"--format onnx: expected {join_with_or(EXPORTS)}"):
         save(mine, tmp_path / "b", tokenizer, format="onnx")
     model_from_folder, _ = build(Recipe(str(tmp_path / "hf"), "auto", {}, 0))
@@ -201,7 +201,7 @@ def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NoValidCheckpoint):
         load(run.folder)
     with pytest.raises(InputRefused, match="no tokenizer.json"):
-        tokenizer_of(run.folder)
+        require_tokenizer(run.folder)
 
 
 def test_tied_weights_are_stored_once_and_loaded_into_both(tmp_path: Path) -> None:

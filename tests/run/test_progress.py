@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import pytest
 
 from monograph.run import screen
-from monograph.run.progress import Progress, SweepDisplay, TrainingBlock, wrapped
+from monograph.run.progress import Progress, SweepDisplay, TrainingBlock, wrap_lines
 
 YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97}
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -127,7 +127,7 @@ def test_a_stream_that_is_not_utf8_gets_ascii() -> None:
 
 def test_a_long_stage_speaks_now_and_then_but_not_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "REDRAW_S", 0.01)
-    monkeypatch.setattr(screen, "SPEAK_S", 0.15)
+    monkeypatch.setattr(screen, "FIRST_LINE_S", 0.15)
     stream = io.StringIO()
     with Progress(stream).stage("compile", "whole step") as stage:
         stage.report("graphs", 3, 5)
@@ -185,7 +185,7 @@ def test_a_run_that_is_to_end_earlier_ends_at_100_percent() -> None:
     with TrainingBlock(progress.screen, 410, 4_100_000, {}) as block:
         block.update(200, loss=3.0, tokens_per_s=1.0, memory_bytes=None)
         block.held_out(200, 2_000_000, 2.0)
-        block.ends_at(237)
+        block.set_end(237)
         block.update(237, loss=3.0, tokens_per_s=1.0, memory_bytes=None)
         block.held_out(237, 2_370_000, 2.0)
     assert "update 237/237 100 %" in stream.getvalue()
@@ -291,13 +291,13 @@ def test_other_text_on_standard_error_appears_above_the_block(
 
 
 def test_samples_cannot_act_on_the_terminal() -> None:
-    assert screen.shown("a\x1b[2J\rb\n\tc\x07\u202e") == r"a\x1b[2J\rb⏎    c\x07\u202e"
+    assert screen.one_line("a\x1b[2J\rb\n\tc\x07\u202e") == r"a\x1b[2J\rb⏎    c\x07\u202e"
 
 
 def test_a_number_stays_on_the_line_of_its_unit() -> None:
-    assert wrapped("fp32, about 5 min 05 s more", 18) == ["fp32, about", "5 min 05 s more"]
-    assert wrapped("peak memory 152.3 MiB planned", 18) == ["peak memory", "152.3 MiB planned"]
-    assert wrapped("1.46 M tokens", 13) == ["1.46 M tokens"]
+    assert wrap_lines("fp32, about 5 min 05 s more", 18) == ["fp32, about", "5 min 05 s more"]
+    assert wrap_lines("peak memory 152.3 MiB planned", 18) == ["peak memory", "152.3 MiB planned"]
+    assert wrap_lines("1.46 M tokens", 13) == ["1.46 M tokens"]
 
 
 def test_a_long_text_is_wrapped_before_its_time() -> None:
@@ -355,7 +355,7 @@ def test_a_terminal_of_any_size_is_drawn_on(
             with crowd:
                 crowd.update(5, "figures " * 9)
             before, region = len(stream.getvalue()), [*block._region(), *crowd._region()]
-            with progress.screen.live(region.copy, block._spoken, str):
+            with progress.screen.live(region.copy, block._plain_line, str):
                 pass
             drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", stream.getvalue()[before:])
             assert bool(drawn) == live

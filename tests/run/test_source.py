@@ -23,11 +23,11 @@ def test_last_stays_the_run_that_it_was_when_the_source_was_opened() -> None:
     with first.lock(new=True):
         first.config.write_text("")
     source = ModelSource.open("last")
-    assert source.run and source.kept == "runs/first"
+    assert source.run and source.recorded_name == "runs/first"
     with Run.create(Path("runs/second")).lock(new=True):
         Path("runs/second/config.toml").write_text("")
-    assert source.run.folder == first.folder and source.kept == "runs/first"
-    assert ModelSource.open("last").kept == "runs/second"
+    assert source.run.folder == first.folder and source.recorded_name == "runs/first"
+    assert ModelSource.open("last").recorded_name == "runs/second"
 
 
 def test_a_folder_is_read_once(here: Path) -> None:
@@ -36,7 +36,7 @@ def test_a_folder_is_read_once(here: Path) -> None:
     source = ModelSource.open(str(here))
     assert source.shape is not None
     (here / "config.json").unlink()
-    for same in (source, source.under(f"{here}/.")):
+    for same in (source, source.renamed(f"{here}/.")):
         assert same.positions == 32 and not same.run and not same.is_weight_file
 
 
@@ -66,12 +66,17 @@ def test_an_adapter_is_known_by_its_name_and_its_weights_by_its_base(here: Path)
     )
     source = ModelSource.open("adapter")
     assert source.adapter and source.adapter.lora.rank == 4
-    assert (source.kept, source.base) == ("adapter", str(here / "base"))
+    assert (source.recorded_name, source.base) == ("adapter", str(here / "base"))
     assert source.shape and source.shape.vocab_size == 64
-    named = source.under(str(here / "adapter"))
+    named = source.renamed(str(here / "adapter"))
     assert named.adapter and named.adapter.folder == here / "adapter" and named.base == source.base
 
 
 def test_what_a_program_builds_is_no_folder() -> None:
     source = ModelSource.open("own.py:build")
-    assert source.code and not source.run and source.shape is None and source.kept == "own.py:build"
+    assert (
+        source.code
+        and not source.run
+        and source.shape is None
+        and source.recorded_name == "own.py:build"
+    )

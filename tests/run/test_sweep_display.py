@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 
 
 def test_elsewhere_there_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "SPEAK_S", 0.0)
+    monkeypatch.setattr(screen, "FIRST_LINE_S", 0.0)
     monkeypatch.setattr(screen, "REDRAW_S", 0.01)
     stream = io.StringIO()
     with SweepDisplay(Screen(stream), 200, lambda: ["lr", "1"], done=50) as block:
@@ -43,7 +43,7 @@ def test_on_a_terminal_the_table_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> 
     block = SweepDisplay(Screen(Terminal()), 100, lambda: table)
     table[1] = "1e-3   2.500"
     assert "2.500" not in "".join(line.plain for line in block._region())
-    block.retell()
+    block.refresh_table()
     block.update(30, "12 k tok/s")
     bar, *rows = (line.plain for line in block._region())
     assert (
@@ -70,7 +70,7 @@ def test_it_ends_at_100_percent_of_what_it_then_is() -> None:
     with SweepDisplay(Screen(stream), 200, list, done=50) as block:
         block.resume(40)
         block.update(120, "12 k tok/s")
-        block.spare(80)
+        block.drop_work(80)
     assert stream.getvalue() == "  100 %   12 k tok/s   0:00\n"
 
 

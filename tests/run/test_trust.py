@@ -84,7 +84,7 @@ def test_a_secret_that_others_may_know_is_none(spoilt: str, home: Path) -> None:
     assert not vouched()
     Path("config.toml").write_text(marked(TEXT, digests(["own.py:build"])))
     assert vouched(), "to this process"
-    trust._of_this_process.cache_clear()
+    trust._process_secret.cache_clear()
     assert not vouched(), "and to no other"
 
 

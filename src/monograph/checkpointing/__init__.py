@@ -1,5 +1,6 @@
-"""Save and load a run's state so that a crash, a full disk or a flipped bit costs no more than the
-last save.
+"""Save and load a run's state, so that a crash, a full disk or a flipped bit loses little.
+
+At most the progress since the last save is lost.
 """
 
 from monograph.checkpointing.folder import (

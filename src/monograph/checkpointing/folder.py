@@ -1,8 +1,8 @@
-"""Read and verify one checkpoint: a folder of three files and a manifest with digests of every
-byte, its own included.
+"""Read and verify one checkpoint.
 
-If a file is too large to be in memory next to its tensors' destination, each tensor is read when it
-is requested.
+A checkpoint is a folder of three files and a manifest. The manifest has a digest of each block of
+each file (`monograph.storage.blocks`), and a digest of itself. In a file of more than LARGE_BYTES,
+each tensor is read when it is requested, so that the memory never holds the whole file.
 """
 
 import errno
@@ -34,16 +34,16 @@ from monograph.storage.reading import (
     status,
 )
 
-# Number of blocks kept in memory: a tensor may begin in the block in which the one before it ended.
+# Number of blocks of a `LargeFile` in memory. A block may contain the end of one tensor and the
+# begin of the next, and should not be read twice.
 KEPT_BLOCKS = 4
 
 
 class LargeFile(Mapping[str, Tensor]):
-    """The tensors of a safetensors file by name, in the file's order, read and verified block by
-    block when requested.
+    """The tensors of a safetensors file by name, in the file's order.
 
-    The file stays open, so the tensors are those of this file even if its name is later given to
-    another one.
+    A tensor is read and verified when it is requested. The file stays open, so the tensors remain
+    those of this file even if another file gets its name.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class LargeFile(Mapping[str, Tensor]):
         start: int,
         read: Callable[[int, int], bytes],
     ):
-        """Keep the file open for as long as this object lives.
+        """Keep the file open until this object is deleted.
 
         Args:
-            descriptor: descriptor of the open file; a duplicate is kept.
+            descriptor: the file descriptor. A duplicate of it is kept, so the caller may close it.
             entries: the file's tensors.
             start: the offset of the tensors' bytes in the file.
-            read: a function of descriptor and index that returns a block, or raises if its digest
-                is wrong.
+            read: a function of descriptor and index of a block. It returns the block's bytes, or
+                raises CheckpointDamaged if their digest is wrong.
         """
         self._file = os.dup(descriptor)
         weakref.finalize(self, os.close, self._file)
@@ -78,10 +78,10 @@ class LargeFile(Mapping[str, Tensor]):
         entry = self._entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         target = tensor_layout.bytes_of(tensor)
-        at = self._start + entry.begin
-        done = 0
+        tensor_start = self._start + entry.begin
+        done = 0  # bytes of the tensor that are copied
         while done < len(target):
-            index, offset = divmod(at + done, blocks.BLOCK_BYTES)
+            index, offset = divmod(tensor_start + done, blocks.BLOCK_BYTES)
             part = self._block(index)[offset : offset + len(target) - done]
             target[done : done + len(part)] = part
             done += len(part)
@@ -98,10 +98,9 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "MANIFEST.json"
 FORMAT = "monograph-checkpoint-1"
-# Above this size tensors are read one by one, so that the file is never in memory as a whole.
+# The tensors of a larger file are read one by one, so that the memory never holds the whole file.
 LARGE_BYTES = 2**30
-# A checkpoint's folder has this suffix for the moment in which its successor of the same update
-# takes its place.
+# The suffix of an old folder while a new checkpoint of the same update gets the folder's name.
 REPLACED = ".replaced"
 FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
 
@@ -111,11 +110,12 @@ class Checkpoint:
     """The whole state of a run between two updates.
 
     Attributes:
-        update: the number of updates done.
-        model: the module's tensors by name; tied weights appear once.
+        update: the number of updates that are done.
+        model: the module's tensors by name; tied weights are there once.
         optimizer: the optimizer's tensors by name.
-        state: everything else, as JSON returns it (string keys, lists for tuples).
-        run: identity of the run that wrote the checkpoint, so that a caller can detect another
+        state: everything else, as values of JSON. A loaded state has string keys, and lists in
+            place of tuples.
+        run: the identity of the run that wrote the checkpoint, by which a caller can tell another
             run's folder.
     """
 
@@ -127,7 +127,13 @@ class Checkpoint:
 
 
 class CheckpointDamaged(InputRefused):
-    """A file of a checkpoint differs from its manifest, or the manifest is damaged."""
+    """A file of a checkpoint differs from the manifest, or the manifest is damaged.
+
+    Attributes:
+        file: the file or folder.
+        expected: a description of what was expected, such as a digest.
+        actual: a description of what was found.
+    """
 
     def __init__(self, file: Path, expected: str, actual: str) -> None:
         super().__init__(f"{file}: expected {expected}, found {actual}")
@@ -138,7 +144,12 @@ class CheckpointDamaged(InputRefused):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """The manifest's entry for one file: its length and the SHA-256 of each of its blocks."""
+    """The manifest's entry for one file.
+
+    Attributes:
+        bytes: the file's length.
+        sha256: the digest of each block of the file.
+    """
 
     bytes: int
     sha256: list[str]
@@ -146,8 +157,12 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of MANIFEST.json: the identity of a checkpoint and an entry for each of its
-    files.
+    """The content of MANIFEST.json.
+
+    Attributes:
+        run: the identity of the run, see `Checkpoint`.
+        update: the number of updates that are done.
+        files: the entry of each file by the file's name.
     """
 
     run: str
@@ -156,14 +171,17 @@ class Manifest:
 
     @property
     def root(self) -> str:
-        """Return the SHA-256 digest of the manifest's content, which covers every byte of the
-        checkpoint.
+        """Return the SHA-256 of the manifest's content.
+
+        The content has digests of the files, so this digest covers every byte of the checkpoint.
         """
         return hashlib.sha256(json.dumps(self._content()).encode()).hexdigest()
 
     def encode(self) -> bytes:
-        """Return the manifest's only valid bytes: any others count as damage, so that every flipped
-        bit is noticed.
+        """Return the bytes of MANIFEST.json.
+
+        Any other bytes count as damage, even with the same content, so that every flipped bit is
+        noticed.
         """
         return (json.dumps({**self._content(), "root": self.root}, indent=1) + "\n").encode()
 
@@ -178,11 +196,10 @@ class Manifest:
 
 
 def is_gone(folder: Path) -> bool:
-    """Return whether a checkpoint's name is there no more: a run that still trains removes those
-    that it replaces.
+    """Return whether there is nothing at a checkpoint's path.
 
-    Anything else that stands in its place, such as a file or a link to nothing, is a damaged
-    checkpoint.
+    A run that still trains removes its old checkpoints at any time. In contrast, a file or a broken
+    link at this path is a damaged checkpoint.
     """
     return status(folder, follow=False) is None
 
@@ -191,19 +208,22 @@ def verify(folder: Path) -> None:
     """Check every byte of a checkpoint against its manifest, in constant memory.
 
     Raises:
-        CheckpointDamaged: a file is damaged; the message names it with the expected and the actual
-            digest, length or list of files.
+        CheckpointDamaged: a file is damaged. The message names the file, and the expected and the
+            actual digest, length or list of files.
     """
     for name, entry in read_manifest(folder).files.items():
-        with _opened(folder / name, entry.bytes) as descriptor:
-            _require(folder / name, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
+        with _open_regular(folder / name, entry.bytes) as descriptor:
+            _require_digests(
+                folder / name, entry.sha256, blocks.digests_of(descriptor, entry.bytes)
+            )
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint into memory, and verify the bytes in memory rather than the file.
+    """Read a checkpoint into memory and verify it.
 
-    Files of more than LARGE_BYTES are verified now, and again when their tensors are requested,
-    which may then raise.
+    What is verified are the bytes in memory, since the file might change after it was verified. A
+    file of more than LARGE_BYTES is verified now, and each tensor again when it is requested. Such
+    a request may also raise CheckpointDamaged.
 
     Raises:
         CheckpointDamaged: see `verify`.
@@ -219,16 +239,19 @@ def load(folder: Path) -> Checkpoint:
 
 
 def load_state(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return a checkpoint's update and state, without reading its tensors; raise CheckpointDamaged
-    like `verify`.
+    """Return a checkpoint's update and state, without reading its tensors.
+
+    Raises:
+        CheckpointDamaged: the manifest or the state is damaged; see `verify`.
     """
     manifest = read_manifest(folder)
     return manifest.update, _load_state(folder / STATE, manifest.files[STATE])
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest and make all cheap checks: its own digest, the folder's name, the list and
-    lengths of files.
+    """Read the manifest of a checkpoint, and check all that takes little time.
+
+    These are the manifest's digest, the folder's name, and the list and the lengths of the files.
 
     Raises:
         CheckpointDamaged: see `verify`.
@@ -236,52 +259,57 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not is_folder(folder):
         raise CheckpointDamaged(folder, "a folder", kind_of(folder))
-    with _opened(path) as descriptor:
+    with _open_regular(path) as descriptor:
         data = os.read(descriptor, min(os.fstat(descriptor).st_size, MOST_JSON_BYTES))
         present = sorted(os.listdir(folder))
-    manifest = _parse(path, data)
-    named = FOLDER_NAME.fullmatch(folder.name)
-    if named and int(named[1]) != manifest.update:
+    manifest = _parse_manifest(path, data)
+    match = FOLDER_NAME.fullmatch(folder.name)
+    if match and int(match[1]) != manifest.update:
         raise CheckpointDamaged(
-            path, f"update {int(named[1])} as in the folder's name", f"update {manifest.update}"
+            path, f"update {int(match[1])} as in the folder's name", f"update {manifest.update}"
         )
     expected = sorted([*manifest.files, MANIFEST])
     if present != expected:
         raise CheckpointDamaged(folder, f"the files {', '.join(expected)}", ", ".join(present))
     for name, entry in manifest.files.items():
-        with _opened(folder / name, entry.bytes):
-            pass
+        with _open_regular(folder / name, entry.bytes):
+            pass  # opened only to check that it is a regular file of this length
     return manifest
 
 
-def _parse(path: Path, data: bytes) -> Manifest:
+def _parse_manifest(path: Path, data: bytes) -> Manifest:
+    """Return the manifest that is encoded in the bytes of MANIFEST.json.
+
+    Raises:
+        CheckpointDamaged: the bytes are not those that `Manifest.encode` returns, or an entry has a
+            wrong type.
+    """
     try:
         content = parse_json(data)
-        kind = f"format {content['format']} with blocks of {content['block_bytes']} bytes"
-        ours = f"format {FORMAT} with blocks of {blocks.BLOCK_BYTES} bytes"
-        if kind != ours:
-            raise CheckpointDamaged(path, ours, kind)
-        # The names come from this list and never from the manifest, which so cannot make other
-        # files be opened.
+        actual_format = f"format {content['format']} with blocks of {content['block_bytes']} bytes"
+        expected_format = f"format {FORMAT} with blocks of {blocks.BLOCK_BYTES} bytes"
+        if actual_format != expected_format:
+            raise CheckpointDamaged(path, expected_format, actual_format)
+        # The names are not taken from the manifest, since a false one could name any other file.
         files = {name: FileEntry(**content["files"][name]) for name in (MODEL, OPTIMIZER, STATE)}
         manifest = Manifest(content["run"], content["update"], files)
-        stated = content["root"]
+        recorded_root = content["root"]
         canonical = manifest.encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(
             path, "a manifest", f"something else ({type(error).__name__}: {error})"
         ) from error
     if data != canonical:
-        actual = (
-            f"sha256 {manifest.root}"
-            if manifest.root != stated
-            else "the same content spelled otherwise"
-        )
-        raise CheckpointDamaged(path, f"content of sha256 {stated}", actual)
+        if manifest.root != recorded_root:
+            actual = f"sha256 {manifest.root}"
+        else:
+            actual = "the same content spelled otherwise"
+        raise CheckpointDamaged(path, f"content of sha256 {recorded_root}", actual)
+    # The digest is right, but whoever writes false entries can write a matching digest.
     numbers = [manifest.update, *(entry.bytes for entry in files.values())]
-    kinds = [(manifest.run, str), *((entry.sha256, list) for entry in files.values())]
-    natural = all(type(number) is int and number >= 0 for number in numbers)
-    if not (natural and all(isinstance(*kind) for kind in kinds)):
+    are_natural = all(type(number) is int and number >= 0 for number in numbers)
+    are_lists = all(isinstance(entry.sha256, list) for entry in files.values())
+    if not (are_natural and are_lists and isinstance(manifest.run, str)):
         raise CheckpointDamaged(
             path, "natural numbers, a text and lists of digests in their places", "something else"
         )
@@ -289,11 +317,12 @@ def _parse(path: Path, data: bytes) -> Manifest:
 
 
 def _load_state(path: Path, entry: FileEntry) -> dict[str, Any]:
+    """Read and verify state.json; raises CheckpointDamaged."""
     if entry.bytes > MOST_JSON_BYTES:
         raise CheckpointDamaged(path, f"at most {MOST_JSON_BYTES} bytes", f"{entry.bytes} bytes")
     text = bytearray(entry.bytes)
-    with _opened(path, entry.bytes) as descriptor:
-        _require(path, entry.sha256, blocks.read_pieces(descriptor, [memoryview(text)]))
+    with _open_regular(path, entry.bytes) as descriptor:
+        _require_digests(path, entry.sha256, blocks.read_pieces(descriptor, [memoryview(text)]))
     try:
         return dict(parse_json(text))
     except (ValueError, TypeError, RecursionError) as error:
@@ -301,9 +330,14 @@ def _load_state(path: Path, entry: FileEntry) -> dict[str, Any]:
 
 
 def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
-    with _opened(path, entry.bytes) as descriptor:
+    """Read and verify a file of tensors; of a large file, read only the header.
+
+    Raises:
+        CheckpointDamaged: the file is damaged.
+    """
+    with _open_regular(path, entry.bytes) as descriptor:
         if entry.bytes > LARGE_BYTES:
-            _require(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
+            _require_digests(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
         try:
             start = os.pread(descriptor, tensor_layout.LENGTH_BYTES, 0)
             prefix = os.pread(descriptor, tensor_layout.header_bytes(start, entry.bytes), 0)
@@ -314,41 +348,46 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
                 )
             tensors = tensor_layout.decode(prefix, entry.bytes)
         except tensor_layout.LayoutError as error:
-            # The header was read before its digest was checked, so first see whether a wrong digest
-            # explains the error.
-            _require(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
+            # The header was read before its digest was checked. A wrong digest is the better
+            # explanation, so it is raised first.
+            _require_digests(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
             raise CheckpointDamaged(path, "a safetensors file", str(error)) from error
-        again = bytearray(len(prefix))
-        pieces = [memoryview(again), *map(tensor_layout.bytes_of, tensors.values())]
-        _require(path, entry.sha256, blocks.read_pieces(descriptor, pieces))
-        # `tensors` were laid out by a header that was read before its digest was checked.
-        if again != prefix:
+        verified_prefix = bytearray(len(prefix))
+        pieces = [memoryview(verified_prefix), *map(tensor_layout.bytes_of, tensors.values())]
+        _require_digests(path, entry.sha256, blocks.read_pieces(descriptor, pieces))
+        # The shapes of `tensors` come from the first read of the header, before its verification.
+        if verified_prefix != prefix:
             raise CheckpointDamaged(path, "the same header when read twice", "another one")
     return tensors
 
 
 def _read_block(path: Path, entry: FileEntry, descriptor: int, index: int) -> bytes:
-    """Return one block of the open file, checked against its digest."""
+    """Read one block of an open file, and verify it; raises CheckpointDamaged."""
     with readable(path):
         content = os.pread(descriptor, blocks.BLOCK_BYTES, index * blocks.BLOCK_BYTES)
+    # All digests are passed, so that the message can say which block of how many is damaged.
     expected = list(entry.sha256)
     actual = list(entry.sha256)
     actual[index] = hashlib.sha256(content).hexdigest()
-    _require(path, expected, actual)
+    _require_digests(path, expected, actual)
     return content
 
 
 @contextmanager
-def _opened(path: Path, expected_bytes: int | None = None) -> Iterator[int]:
-    """Open a regular file for reading, never through a symbolic link.
+def _open_regular(path: Path, expected_bytes: int | None = None) -> Iterator[int]:
+    """Open a regular file for reading during the `with` block, and yield its file descriptor.
+
+    Args:
+        path: the file; a symbolic link is refused.
+        expected_bytes: the file's length; None for any length.
 
     Raises:
         CheckpointDamaged: the file is missing, not a regular file, or not of the expected length.
-        Unreadable: the system failed to read it, so its content is unknown.
+        Unreadable: the system failed to read the file, so its content is unknown.
     """
     try:
         with readable(path):
-            # Without O_NONBLOCK a pipe of that name would hang.
+            # O_NONBLOCK: without it, opening a pipe of that name would wait for a writer forever.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 entry = os.fstat(descriptor)
@@ -366,8 +405,11 @@ def _opened(path: Path, expected_bytes: int | None = None) -> Iterator[int]:
         raise CheckpointDamaged(path, "a readable file", obstacle) from error
 
 
-def _require(path: Path, expected: list[str], actual: list[str]) -> None:
-    for number, (want, have) in enumerate(zip_longest(expected, actual), 1):
-        if want != have:
+def _require_digests(path: Path, expected: list[str], actual: list[str]) -> None:
+    """Require that the digests of all blocks are as expected; raises CheckpointDamaged."""
+    for number, (expected_digest, actual_digest) in enumerate(zip_longest(expected, actual), 1):
+        if expected_digest != actual_digest:
             where = f" in block {number} of {len(expected)}" if len(expected) > 1 else ""
-            raise CheckpointDamaged(path, f"sha256 {want}{where}", f"sha256 {have}")
+            raise CheckpointDamaged(
+                path, f"sha256 {expected_digest}{where}", f"sha256 {actual_digest}"
+            )

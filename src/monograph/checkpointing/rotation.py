@@ -1,8 +1,8 @@
-"""Save a run's next checkpoint and remove the oldest; load the newest one that passes verification.
+"""Save a run's next checkpoint and remove old ones; load the newest valid checkpoint.
 
-The order of a save's operations matters, since each must be durable before the next one relies on
-it: the files with their fsync, the manifest, the folder, its rename, the parent folder. Only then
-are older checkpoints removed. There is one writer at a time: the caller holds the run's lock.
+A save is a sequence of steps, each of which must be durable before the next: write the files, write
+the manifest, sync the temporary folder, rename it, sync the parent folder, remove old checkpoints.
+Only one process may save at a time, so the caller holds the run's lock.
 """
 
 import errno
@@ -27,38 +27,39 @@ from monograph.storage import blocks, tensor_layout
 from monograph.storage.reading import entries, free_bytes, is_folder
 from monograph.storage.writing import sync
 
-FEWEST_KEPT = 1
-TEMPORARY = ".tmp-"
+FEWEST_KEPT = 1  # the smallest allowed number of checkpoints to keep
+TEMPORARY = ".tmp-"  # the prefix of folders that are never loaded
 
-Encoded = Mapping[str, tuple[int, Iterator[memoryview]]]  # {file name: (length in bytes, pieces)}
+# {file name: (length in bytes, pieces of the content)}
+Encoded = Mapping[str, tuple[int, Iterator[memoryview]]]
+# A function like `blocks.write_file`: it creates a file, and returns the digests of its blocks.
 Write = Callable[[Path, Iterator[memoryview]], list[str]]
 
 
 def save(
     checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write | None = None
 ) -> Path:
-    """Write a checkpoint; at any moment, even after a crash, the newest valid checkpoint is the
-    previous or this one.
+    """Write a checkpoint, and remove old ones.
 
-    Afterwards the `keep` newest complete checkpoints up to this update remain. Later ones, which a
-    resumed run must have skipped as damaged, are removed with the older ones. An existing
-    checkpoint of this update is replaced.
+    After a crash at any moment, the newest valid checkpoint is the previous one or this one. An
+    existing checkpoint of this update is replaced. Of the complete checkpoints up to this update,
+    the `keep` newest remain. Checkpoints of later updates are removed: the run has gone back before
+    them, e.g. since they were damaged.
 
     Args:
-        checkpoints: the run's folder of checkpoints, made if it does not exist.
-        checkpoint: its tensors may live on a device, be strided or share storage; they must not
-            change during the call.
-        keep: the number of checkpoints to keep, at least 1; with 1 there is no fallback if it is
-            damaged later.
-        write: a function that creates a file from its pieces, instead of `blocks.write_file`.
+        checkpoints: the run's folder of checkpoints; it is made if it does not exist.
+        checkpoint: the checkpoint. Its tensors may be on a device, be strided or share storage, but
+            must not change during the call.
+        keep: number of checkpoints to keep, at least 1. With 1, damage to it loses the whole run.
+        write: a function that creates a file; None for `blocks.write_file`.
 
     Returns:
         The checkpoint's folder, which is durable.
 
     Raises:
-        DiskFull: writing failed, for lack of room or any other reason; existing checkpoints are
+        DiskFull: a write failed, for lack of space or any other reason. Existing checkpoints are
             untouched.
-        Unreadable: the existing checkpoints could not be read; nothing has been touched.
+        Unreadable: the existing checkpoints could not be read; nothing is changed.
         UsageError: keep < 1.
         TypeError: the state is not JSON, or safetensors lacks a tensor's dtype.
     """
@@ -74,76 +75,80 @@ def save(
     temporary = unfinished(checkpoints, checkpoint.update)
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
-        # Also if the folder existed: a save that was killed right here may have made it.
+        # Needed even if the folder existed: it may have been made by a save that was killed before
+        # this line.
         sync(checkpoints.parent)
         remove_leftovers(checkpoints)
-        if free_bytes(checkpoints) < _length(files):
+        if free_bytes(checkpoints) < _total_bytes(files):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(checkpoints))
         _write(temporary, checkpoint, files, write or blocks.write_file)
         _publish(temporary, final)
     except OSError as error:
         _remove(temporary)
-        sound = "earlier checkpoints are untouched"
-        kept = sound if checkpoint.update else "nothing was trained yet, so nothing is lost"
+        if checkpoint.update:
+            loss = "earlier checkpoints are untouched"
+        else:
+            loss = "nothing was trained yet, so nothing is lost"
         raise DiskFull(
             f"{error.filename or checkpoints}: cannot save the checkpoint of update {checkpoint.update}:"
-            f" {error.strerror} ({_needed(checkpoints, files)}); {kept}: make room there or mend it, then resume"
+            f" {error.strerror} ({_space_needed(checkpoints, files)}); {loss}: make room there or mend it, then resume"
         ) from error
-    # The new checkpoint is durable, so a failure to remove an old one is no error: the next save
-    # tries again.
+    # The new checkpoint is durable. So if an old one cannot be removed, that is not an error: the
+    # next save tries again.
     with suppress(OSError, Unreadable):
-        _prune(final, checkpoint.update, keep)
+        _remove_old(final, checkpoint.update, keep)
     return final
 
 
 def unfinished(checkpoints: Path, update: int) -> Path:
-    """Return the temporary folder in which an update's checkpoint is written until it is complete."""
+    """Return the path of the temporary folder in which an update's checkpoint is written."""
     return checkpoints / f"{TEMPORARY}step-{update:08d}"
 
 
 def newest(
     checkpoints: Path, warn: Warn, at: int | None = None, until: int | None = None
 ) -> Checkpoint:
-    """Load the newest checkpoint that passes verification, or the one of update `at`.
+    """Load the newest valid checkpoint, or the checkpoint of one update.
 
     Args:
         checkpoints: the run's folder of checkpoints.
-        warn: called with one line if newer checkpoints were skipped as damaged: which ones and why.
-        at: if given, consider only the checkpoint of this update.
-        until: if given, ignore checkpoints of later updates.
+        warn: called with one line that names the newer checkpoints that are damaged, if there are
+            any.
+        at: the update whose checkpoint to load; None for the newest.
+        until: the last update whose checkpoint may be loaded; None for no limit.
 
     Raises:
-        NoValidCheckpoint: no checkpoint is valid; the message names each candidate with its fault.
-        Unreadable: a checkpoint could not be read. It may be sound, and resuming from an older one
-            would remove it.
+        NoValidCheckpoint: no checkpoint is valid. The message names each with its fault.
+        Unreadable: the system failed to read a checkpoint, which may still be valid. An older one
+            is not taken, since the next save of the resumed run would remove the newer one.
     """
     listed = candidates(checkpoints)
-    refused: list[str] = []
+    faults: list[str] = []
     for update, folder in listed:
         if at not in (None, update) or (until is not None and update > until):
             continue
         try:
             checkpoint = load(folder)
         except CheckpointDamaged as error:
-            # The run is still training: it has just removed this one and has newer ones.
+            # A run that still trains may have removed this checkpoint, and then has a newer one.
             if stored.is_gone(folder):
                 return newest(checkpoints, warn, at, until)
-            refused.append(str(error))
+            faults.append(str(error))
             continue
         except Unreadable as error:
-            way_out = (
+            remedy = (
                 f"if it never can, move {folder} elsewhere, and the checkpoint before it is taken"
             )
-            raise Unreadable(f"{error}; {way_out}", error.errno) from error
-        if refused:
-            warn(f"skipped damaged checkpoints ({'; '.join(refused)}); going on from {folder.name}")
+            raise Unreadable(f"{error}; {remedy}", error.errno) from error
+        if faults:
+            warn(f"skipped damaged checkpoints ({'; '.join(faults)}); going on from {folder.name}")
         return checkpoint
-    if refused:
-        raise NoValidCheckpoint(f"{checkpoints}: no valid checkpoint: {'; '.join(refused)}")
+    if faults:
+        raise NoValidCheckpoint(f"{checkpoints}: no valid checkpoint: {'; '.join(faults)}")
     if at is not None and listed:
-        there = ", ".join(str(update) for update in sorted({update for update, _ in listed}))
+        updates = ", ".join(str(update) for update in sorted({update for update, _ in listed}))
         raise NoValidCheckpoint(
-            f"{checkpoints}: no checkpoint of update {at}; there are those of {there}"
+            f"{checkpoints}: no checkpoint of update {at}; there are those of {updates}"
         )
     raise NoValidCheckpoint(
         f"{checkpoints}: no checkpoint to load; expected a folder such as step-00001000"
@@ -151,41 +156,49 @@ def newest(
 
 
 def remove_leftovers(checkpoints: Path) -> None:
-    """Remove the temporary folders of a process killed while it saved or pruned; the caller holds
-    the run's lock.
+    """Remove the temporary folders of a process that was killed while it saved.
+
+    The caller holds the run's lock.
     """
     for path in entries(checkpoints, TEMPORARY):
         _remove(path)
 
 
 def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded, write: Write) -> None:
+    """Write the files and the manifest of a checkpoint into a new folder, and sync the folder."""
     temporary.mkdir()
-    entries = {
-        name: FileEntry(length, write(temporary / name, pieces))
-        for name, (length, pieces) in files.items()
-    }
-    manifest = Manifest(checkpoint.run, checkpoint.update, entries)
+    entries_by_name = {}
+    for name, (length, pieces) in files.items():
+        digests = write(temporary / name, pieces)
+        entries_by_name[name] = FileEntry(length, digests)
+    manifest = Manifest(checkpoint.run, checkpoint.update, entries_by_name)
     blocks.write_file(temporary / stored.MANIFEST, [memoryview(manifest.encode())])
     sync(temporary)
 
 
 def _publish(temporary: Path, final: Path) -> None:
+    """Give a complete checkpoint its final name, and make the name durable."""
     if not stored.is_gone(final):
-        # A folder cannot be renamed onto another one, so the old one is renamed first, and stays
-        # valid as `.replaced`.
+        # A folder cannot be renamed onto another one, so the old folder is renamed first. With the
+        # suffix REPLACED it can still be loaded if the process is killed before the next line.
         replaced = final.with_name(final.name + stored.REPLACED)
-        final.rename(
-            replaced if stored.is_gone(replaced) else final.with_name(TEMPORARY + replaced.name)
-        )
+        if not stored.is_gone(replaced):
+            # `replaced` remains from an earlier save that was killed. It stays as the fallback.
+            replaced = final.with_name(TEMPORARY + replaced.name)
+        final.rename(replaced)
     temporary.rename(final)
     sync(final.parent)
 
 
-def _prune(saved: Path, head: int, keep: int) -> None:
-    """Remove checkpoints that are incomplete, or not among the `keep` newest up to the one just
-    saved.
+def _remove_old(saved: Path, head: int, keep: int) -> None:
+    """Remove all checkpoints but the `keep` newest complete ones up to the one just saved.
 
-    A checkpoint that cannot be read now may be sound: it stays and does not count towards `keep`.
+    A checkpoint that the system failed to read may be valid. It stays, and is not counted.
+
+    Args:
+        saved: the folder of the checkpoint just saved.
+        head: its update.
+        keep: number of checkpoints to keep, including this one.
     """
     remove_leftovers(saved.parent)
     kept = {head}
@@ -201,29 +214,31 @@ def _prune(saved: Path, head: int, keep: int) -> None:
                 continue
             except CheckpointDamaged:
                 pass
-        # Rename the folder first to a name that is never loaded, so that a half-removed one is not
-        # a candidate.
-        doomed = folder.with_name(TEMPORARY + folder.name)
-        folder.rename(doomed)
-        _remove(doomed)
+        # The folder first gets a name that is never loaded, so that a folder whose removal was
+        # interrupted is not taken for a checkpoint.
+        removed = folder.with_name(TEMPORARY + folder.name)
+        folder.rename(removed)
+        _remove(removed)
 
 
 def candidates(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Return (update, folder) of all that has a checkpoint's name, newest first.
+    """Return (update, path) of all entries with a checkpoint's name, newest first.
 
-    It may be damaged, or no folder at all. The current folder of an update precedes a replaced one.
+    An entry may be damaged, or may not even be a folder. If an update has two folders, the one with
+    the suffix REPLACED comes second.
     """
-    named = [(stored.FOLDER_NAME.fullmatch(path.name), path) for path in entries(checkpoints)]
-    return sorted(
-        ((int(match[1]), path) for match, path in named if match),
-        key=lambda one: (-one[0], one[1].name),
-    )
+    found = []
+    for path in entries(checkpoints):
+        match = stored.FOLDER_NAME.fullmatch(path.name)
+        if match:
+            found.append((int(match[1]), path))
+    return sorted(found, key=lambda pair: (-pair[0], pair[1].name))
 
 
 def _remove(path: Path) -> None:
-    """Remove a temporary folder, or what else had a checkpoint's name.
+    """Remove a folder with a temporary name, or a file or link with such a name.
 
-    What cannot be removed now is harmless: it is never loaded, and the next save tries again.
+    A failure is ignored: the folder is never loaded, and the next save tries again.
     """
     with suppress(OSError, Unreadable):
         if is_folder(path) and not path.is_symlink():
@@ -232,12 +247,14 @@ def _remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _length(files: Encoded) -> int:
+def _total_bytes(files: Encoded) -> int:
+    """Return the sum of the lengths of all files."""
     return sum(length for length, _ in files.values())
 
 
-def _needed(checkpoints: Path, files: Encoded) -> str:
-    needed = f"it needs {_length(files):,} bytes"
+def _space_needed(checkpoints: Path, files: Encoded) -> str:
+    """Return a text that says how many bytes a checkpoint needs and, if known, how many are free."""
+    needed = f"it needs {_total_bytes(files):,} bytes"
     # An error here must not hide the one that is being reported.
     with suppress(OSError, Unreadable):
         needed += f", {free_bytes(checkpoints):,} are free"

@@ -1,6 +1,4 @@
-"""`monograph chat`: talk to a model in the terminal, or through a pipe that holds one message a
-line.
-"""
+"""`monograph chat`: talk to a model in the terminal, or through a pipe with one message per line."""
 
 import signal
 import sys
@@ -14,7 +12,7 @@ from monograph.decode import Sampling
 from monograph.errors import InputRefused, UsageError, did_you_mean
 from monograph.terminal import is_terminal, shell_words
 
-# What a person types instead of a message, with the help for it.
+# The commands that a person can type instead of a message, with their help.
 HELP = {
     "/help": "list these commands",
     "/system TEXT": "set the system prompt; without TEXT remove it",
@@ -25,11 +23,11 @@ HELP = {
 KEYS = (
     "Ctrl-C stops an answer. A line that begins with a space is sent as it is, even if a / follows."
 )
-# The first is ours, the others are what other programs have.
+# Commands that end the chat: /quit, and those of other programs that do the same.
 _LEAVING = ("/quit", "/exit", "/bye", "/q")
 _COMMANDS = tuple(line.split()[0] for line in HELP)
-# How an answer may end besides at its own end, and what a person can do then.
-_ENDED = {
+# What to tell the person about an answer that did not end by itself, by its reason to end.
+_END_NOTES = {
     "length": "the answer was cut: --max-tokens is its longest length",
     "stopped": "stopped",
     "not_finite": "the model's numbers are not finite",
@@ -38,18 +36,25 @@ _ENDED = {
 
 
 class Answers(Protocol):
-    """What writes an answer: a model, or a stand-in."""
+    """A function that writes answers: `answers_of` a model, or a substitute in tests."""
 
     def __call__(
         self, messages: list[Message], sampling: Sampling
     ) -> Iterator[tuple[str, str | None]]:
-        """Yield pieces of the answer, each with how the answer ended, which is None until the last
-        piece.
+        """Yield pieces (text, reason to end) of the answer to the last message.
+
+        The reason is None except in the last piece.
         """
 
 
 class Chat:
-    """A chat: its messages, its system prompt and its seed, which lines of a person change."""
+    """A chat with a model.
+
+    Attributes:
+        messages: the messages so far, without the system prompt.
+        sampling: the options of sampling.
+        system_prompt: the system prompt; None for none.
+    """
 
     def __init__(
         self, answers: Answers, sampling: Sampling, system: str | None, live: bool
@@ -57,21 +62,30 @@ class Chat:
         """Begin a chat.
 
         Args:
-            answers: what writes an answer.
-            sampling: how each answer is sampled.
-            system: the system prompt, if there is one.
-            live: whether a person types, who can go on after an error; a pipe ends with it.
+            answers: writes the answers.
+            sampling: the options of sampling.
+            system: the system prompt; None for none.
+            live: whether a person types the lines. After an error, a person can type another line,
+                but a pipe cannot, so the chat ends.
         """
         self.messages: list[Message] = []
-        self.sampling, self.system_prompt = sampling, system
-        self._answers, self._live = answers, live
+        self.sampling = sampling
+        self.system_prompt = system
+        self._answers = answers
+        self._live = live
 
     def take(self, line: str) -> bool:
-        """Carry out a command, or answer a message; return whether the chat goes on.
+        """Carry out a command, or answer a message.
+
+        Args:
+            line: what was typed.
+
+        Returns:
+            Whether the chat continues.
 
         Raises:
-            InputRefused: the model cannot answer the message, and nobody is there to send another.
-            UsageError: a command is wrong, and nobody is there to repeat it.
+            InputRefused: the model cannot answer the message, and the chat is not `live`.
+            UsageError: the command is wrong, and the chat is not `live`.
         """
         if not line.strip():
             return True
@@ -86,16 +100,14 @@ class Chat:
         return True
 
     def _command(self, name: str, value: str = "") -> bool:
+        """Carry out a command, and return whether the chat continues; raises UsageError."""
         value = value.strip()
         if name in _LEAVING:
             return False
         if name == "/help":
             width = max(map(len, HELP)) + 2
-            tell(
-                "\n".join(
-                    [*(f"{command:<{width}}{meaning}" for command, meaning in HELP.items()), KEYS]
-                )
-            )
+            lines = [f"{command:<{width}}{meaning}" for command, meaning in HELP.items()]
+            tell("\n".join([*lines, KEYS]))
         elif name == "/system":
             self.system_prompt = value or None
             tell("system prompt set" if value else "no system prompt")
@@ -118,26 +130,25 @@ class Chat:
         tell(f"seed {int(value)}")
 
     def _answer(self, line: str) -> None:
-        said = [*self.messages, {"role": "user", "content": line}]
-        system = (
-            []
-            if self.system_prompt is None
-            else [{"role": "system", "content": self.system_prompt}]
-        )
+        """Print the answer to a message while it is written, and add both to the chat."""
+        messages = [*self.messages, {"role": "user", "content": line}]
+        system: list[Message] = []
+        if self.system_prompt is not None:
+            system = [{"role": "system", "content": self.system_prompt}]
         pieces = list[str]()
-        ended = "stop"
-        with _stopped_by_interrupt(self._live) as stopped:
-            for text, end in self._answers([*system, *said], self.sampling):
+        end_reason = "stop"
+        with _first_interrupt_requests_stop(self._live) as stop_requested:
+            for text, reason in self._answers([*system, *messages], self.sampling):
                 print(text, end="", flush=True)
                 pieces.append(text)
-                ended = end or ended
-                if stopped():
-                    ended = "stopped"
+                end_reason = reason or end_reason
+                if stop_requested():
+                    end_reason = "stopped"
                     break
         print(flush=True)
-        if ended in _ENDED:
-            tell(f"({_ENDED[ended]})")
-        self.messages = [*said, {"role": "assistant", "content": "".join(pieces)}]
+        if end_reason in _END_NOTES:
+            tell(f"({_END_NOTES[end_reason]})")
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
 
 def run(run: str, *, system: str | None, options: Options) -> None:
@@ -149,18 +160,20 @@ def run(run: str, *, system: str | None, options: Options) -> None:
             f"`monograph generate {shell_words(run)} TEXT` continues one; to give it a template, put a "
             "chat_template.jinja next to its tokenizer.json"
         )
+    # Any message will do, since the tokens right before an answer are the same for all messages.
     model = constrained(model, [Asked(".", model.sampling)])
     live = is_terminal(sys.stdin)
     chat = Chat(answers_of(model), model.sampling, system, live)
     if live:
         tell(f"{run}: type a message. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
-    read = _typed if live else _piped
-    while (line := read()) is not None and chat.take(line):
-        pass
+    read_line = _read_typed_line if live else _read_piped_line
+    line = read_line()
+    while line is not None and chat.take(line):
+        line = read_line()
 
 
 def answers_of(model: Model) -> Answers:
-    """Return what writes answers with a model."""
+    """Return a function that writes answers with a model."""
 
     def answers(messages: list[Message], sampling: Sampling) -> Iterator[tuple[str, str | None]]:
         ids = model.question(messages)
@@ -171,31 +184,32 @@ def answers_of(model: Model) -> Answers:
                 "one, with /reset"
             )
         for piece in model.write([ids], [sampling]).stream():
-            yield piece.text, piece.completion.finish_reason if piece.completion else None
+            reason = piece.completion.finish_reason if piece.completion else None
+            yield piece.text, reason
 
     return answers
 
 
 def tell(text: str) -> None:
-    """Print what is no part of the chat, on standard error, so that a pipe gets answers alone."""
+    """Print a text that is not part of the chat on standard error, since a pipe wants only answers."""
     print(text, file=sys.stderr, flush=True)
 
 
-def _piped() -> str | None:
+def _read_piped_line() -> str | None:
+    """Return the next line of standard input; None at the end."""
     line = sys.stdin.readline()
     return line.rstrip("\n") if line else None
 
 
-def _typed() -> str | None:
-    """Return the next line of a terminal, with line editing and history where Python has readline;
-    None at its end.
-    """
-    with suppress(ImportError):
-        import readline  # noqa: F401 - `input` uses it once it is imported
+def _read_typed_line() -> str | None:
+    """Return the next line that a person types; None after Ctrl-D."""
+    with suppress(ImportError):  # some Pythons lack it
+        import readline  # noqa: F401 - once imported, it gives `input` line editing and history
     while True:
         try:
             if is_terminal(sys.stdout):
                 return input("> ")
+            # `input` would write the prompt to standard output, among the answers.
             print("> ", end="", file=sys.stderr, flush=True)
             return input()
         except EOFError:
@@ -206,22 +220,27 @@ def _typed() -> str | None:
 
 
 @contextmanager
-def _stopped_by_interrupt(live: bool) -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C inside the block be asked for, and a second one end the program.
+def _first_interrupt_requests_stop(live: bool) -> Iterator[Callable[[], bool]]:
+    """Make the first Ctrl-C in the `with` block set a flag. A second Ctrl-C ends the program.
 
-    It is asked for between two pieces, so that no step of the model is cut in its middle. Through a
-    pipe, where nobody could go on after it, Ctrl-C ends the program as everywhere.
+    The flag is read between two pieces of an answer, so that no step of the model is interrupted.
+
+    Args:
+        live: whether a person types. Otherwise the first Ctrl-C ends the program.
+
+    Yields:
+        A function that returns the flag.
     """
-    asked = False
+    is_requested = False
 
-    def stop(*_: object) -> None:
-        nonlocal asked
-        asked = True
+    def request_stop(*_: object) -> None:
+        nonlocal is_requested
+        is_requested = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = signal.signal(signal.SIGINT, stop) if live else None
+    former_handler = signal.signal(signal.SIGINT, request_stop) if live else None
     try:
-        yield lambda: asked
+        yield lambda: is_requested
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        if former_handler is not None:
+            signal.signal(signal.SIGINT, former_handler)

@@ -1,4 +1,7 @@
-"""`monograph check`: verify this machine, a run or a model's folder."""
+"""`monograph check`: verify this machine, a run or a model's folder.
+
+Each check returns facts for --json, lines to print as {name: text}, and the first error, or None.
+"""
 
 import json as jsonlib
 import os
@@ -27,8 +30,8 @@ from monograph.report.quantities import gibibytes, megabytes
 from monograph.run import recorded_state
 from monograph.run.folder import DEFAULT_ROOT, TEACHERS, Run, standard_json
 from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
-from monograph.run.recipe import names_run, tokenizer_of
-from monograph.run.run_index import record, serial
+from monograph.run.recipe import names_run, require_tokenizer
+from monograph.run.run_index import lock_record, serial_number
 from monograph.run.writing import recorded_parent
 from monograph.session.recorded import run_settings
 from monograph.session.reference import REFERENCE, verify_reference
@@ -44,21 +47,29 @@ from monograph.text.tokenizer import Tokenizer
 
 
 def run(run: str | None, *, laws: bool = False, json: bool) -> None:
-    """Print one fact a line, then raise the first fault; with `json`, also print one object with
-    units in its keys.
+    """Print what is checked, one line each, and raise the first error that was found.
+
+    Args:
+        run: the run or the model's folder; None for this machine.
+        laws: whether to compare fast computations with slow ones on this machine.
+        json: whether to print the facts as one JSON object, too.
+
+    Raises:
+        UsageError: `laws` and a run are given.
+        MonographError: the first error that was found.
     """
     if laws:
         if run is not None:
             raise UsageError(
                 f"--laws compares computations of this machine, and {run} has none: leave it out"
             )
-        facts, lines, error = _laws()
+        facts, lines, error = _check_laws()
     elif run is None:
-        facts, lines, error = *_machine(), None
+        facts, lines, error = *_check_machine(), None
     elif not names_run(run) and is_folder(run):
-        facts, lines, error = _folder(run)
+        facts, lines, error = _verify_folder(run)
     else:
-        facts, lines, error = _run(Run.open(run, saved=False))
+        facts, lines, error = _verify_run(Run.open(run, saved=False))
     width = max(16, *(len(name) + 2 for name in lines)) if lines else 0
     for name, text in lines.items():
         print(f"{name:<{width}}{text}")
@@ -68,10 +79,8 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> None:
         raise error
 
 
-def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Compare fast paths with slow ones; a law's name is printed first, as its comparison may end
-    the process.
-    """
+def _check_laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
+    """Compare fast computations with slow ones (`monograph.profiling.laws`)."""
     from monograph.profiling.laws import Comparison, laws
 
     keep_compiled()
@@ -85,16 +94,16 @@ def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
     )
     for number, name, compare in laws(device):
         start = clock()
+        # Printed before the comparison, which may crash the process.
         print(f"{start - began:>5.0f} s{number:>5}  {name:<34}", end="", flush=True)
         try:
             found = compare()
-        except Exception as error:  # of torch or a driver: the other laws are compared all the same
-            found = Comparison(
-                float("inf"), 0, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-            )
+        except Exception as error:  # torch and drivers may raise anything; the other laws go on
+            first_line = str(error).partition("\n")[0][:200]
+            found = Comparison(float("inf"), 0, f"{type(error).__name__}: {first_line}")
         spent_s = clock() - start
-        off, bound, verdict = found.said
-        print(f"{off:>10}{bound:>9}{spent_s:>9.1f}  {verdict}")
+        difference, bound, verdict = found.said
+        print(f"{difference:>10}{bound:>9}{spent_s:>9.1f}  {verdict}")
         law = {
             "number": number,
             "name": name,
@@ -103,26 +112,36 @@ def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
             "seconds": spent_s,
         }
         listed.append(standard_json(law))
-        broken += [] if found.holds else [f"{number} ({name})"]
+        if not found.holds:
+            broken.append(f"{number} ({name})")
     facts = {"device": describe().name, "torch_version": torch.__version__, "laws": listed}
-    said = f"computes wrong on this machine with torch {torch.__version__}: law {', '.join(broken)}; please report it"
-    return facts, {}, MonographError(said) if broken else None
+    if not broken:
+        return facts, {}, None
+    message = (
+        f"computes wrong on this machine with torch {torch.__version__}: law {', '.join(broken)}; "
+        "please report it"
+    )
+    return facts, {}, MonographError(message)
 
 
-def _machine() -> tuple[dict[str, Any], dict[str, str]]:
-    # Before torch._dynamo is imported, which sets its own cache path in the environment.
+def _check_machine() -> tuple[dict[str, Any], dict[str, str]]:
+    """Measure this machine, and describe it."""
+    # Called before torch._dynamo is imported, which sets its own cache path in the environment.
     keep_compiled()
     device = default_device()
     machine = describe()
+    dtypes = {"fp32": torch.float32}
+    if machine.has_bf16:
+        dtypes["bf16"] = torch.bfloat16
     obstacle = compiler_obstacle()
-    dtypes = {"fp32": torch.float32, **({"bf16": torch.bfloat16} if machine.has_bf16 else {})}
     rates = {name: measured_matmul_flops(device, dtype) for name, dtype in dtypes.items()}
-    compiled = obstacle or compiled_obstacle(device)
+    obstacle = obstacle or compiled_obstacle(device)
     disks = [disk(folder) for folder in (DEFAULT_ROOT, cache_root()[0])]
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled_folder()))
-    allowed = limits()
-    kept_bytes = sum(each[1] for each in files_in(folder))
-    most = f", at most {gibibytes(MOST_COMPILED_BYTES)}" if folder == compiled_folder() else ""
+    process_limits = limits()
+    compiled_bytes = sum(size for _, size, _ in files_in(folder))
+    # Only the folder in the cache is kept below a size.
+    limit = f", at most {gibibytes(MOST_COMPILED_BYTES)}" if folder == compiled_folder() else ""
     versions = {
         "monograph": __version__,
         "torch": torch.__version__,
@@ -131,11 +150,12 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
     lines = {
         "machine": machine.summary,
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "compiler": compiled or "found; what it compiles agrees with what is not compiled",
+        "compiler": obstacle or "found; what it compiles agrees with what is not compiled",
         **{name: f"{rate / 1e12:.3g} TFLOP/s measured" for name, rate in rates.items()},
-        **{name: _disk(room) for name, room in zip(("runs", "cache"), disks, strict=True)},
-        "compiled": f"{megabytes(kept_bytes)} in {folder}{most}",
-        "limits": limits_said(allowed),
+        "runs": _disk_text(disks[0]),
+        "cache": _disk_text(disks[1]),
+        "compiled": f"{megabytes(compiled_bytes)} in {folder}{limit}",
+        "limits": limits_said(process_limits),
     }
     facts = {
         "device": machine.name,
@@ -148,96 +168,101 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
         "peak_flops_per_s": dict(machine.peak_flops),
         "measured_flops_per_s": rates,
         "bandwidth_bytes_per_s": machine.bandwidth_bytes_per_s,
-        "compiler_obstacle": compiled,
-        "compiled_bytes": kept_bytes,
-        "disks": [room._asdict() for room in disks],
-        "limits": allowed,
+        "compiler_obstacle": obstacle,
+        "compiled_bytes": compiled_bytes,
+        "disks": [one_disk._asdict() for one_disk in disks],
+        "limits": process_limits,
         **{f"{name.lower()}_version": version for name, version in versions.items()},
     }
     return facts, lines
 
 
-def _disk(disk: Disk) -> str:
+def _disk_text(disk: Disk) -> str:
     free = f"{gibibytes(disk.free_bytes)} free in {disk.folder}"
     if disk.written_bytes_per_s is None:
         return f"{free}, which cannot be written: {disk.obstacle}"
     return f"{free}, written at {megabytes(disk.written_bytes_per_s)}/s"
 
 
-def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Verify the files that later commands rely on.
+def _verify_run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
+    """Verify the files of a run that later commands need.
 
-    The report can be drawn again from them, and a text's hash is verified when the text is read.
+    The report is not verified, since it can be drawn again. A text is verified when it is read.
     """
+    saved: dict[str, Any] = {}  # the state of the newest sound checkpoint
 
-    def metrics() -> str | None:
-        folder.rows()
-        return (
-            folder.metrics_digest(saved.get("metrics_offset"))
-            if "metrics_sha256" in saved
-            else None
-        )
-
-    def lock() -> None:
-        if serial(folder.folder) <= 0 or record(folder.folder) == {}:
-            raise InputRefused(f"{folder.lock_file}: does not say which run this is")
-
-    saved: dict[str, Any] = {}
-
-    def verified(path: Path) -> None:
+    def verify_checkpoint(path: Path) -> None:
         nonlocal saved
         checkpointing.verify(path)
         saved = recorded_state.state_in(path, folder)
 
+    def verify_lock() -> None:
+        if serial_number(folder.folder) <= 0 or lock_record(folder.folder) == {}:
+            raise InputRefused(f"{folder.lock_file}: does not say which run this is")
+
+    def read_metrics() -> str | None:
+        folder.rows()  # called for its errors
+        if "metrics_sha256" not in saved:
+            return None
+        return folder.metrics_digest(saved.get("metrics_offset"))
+
+    # Oldest first, so that `saved` ends as the state of the newest.
     folders = [path for _, path in reversed(checkpointing.candidates(folder.checkpoints))]
-    checkpoints = {path.name: _fault(partial(verified, path)) for path in folders}
-    if any(
-        fault and checkpointing.is_gone(folder.checkpoints / name)
-        for name, fault in checkpoints.items()
-    ):
-        # The run is still training, and has replaced a checkpoint that was listed above.
-        return _run(folder)
+    checkpoints = {path.name: _fault(partial(verify_checkpoint, path)) for path in folders}
+    for name, fault in checkpoints.items():
+        if fault and checkpointing.is_gone(folder.checkpoints / name):
+            # The run still trains, and has removed this checkpoint since the list was made.
+            return _verify_run(folder)
     sound = [path for path in folders if checkpoints[path.name] is None]
     files = {
-        "run.lock": _fault(lock),
+        "run.lock": _fault(verify_lock),
         "config.toml": _fault(lambda: run_settings(folder, runs=())),
         "tokenizer.json": _fault(lambda: own_tokenizer(folder, saved)),
-        "metrics.jsonl": _fault(metrics, saved.get("metrics_sha256")),
-        **_of_some_runs(folder, saved),
+        "metrics.jsonl": _fault(read_metrics, saved.get("metrics_sha256")),
+        **_faults_of_optional_files(folder, saved),
     }
     faults = files | checkpoints
-    lines = {name: _said(fault) for name, fault in faults.items()}
-    # An unreadable file is reported first: while it is unread, it is unknown whether a checkpoint
-    # is sound.
+    lines = {name: _state_text(fault) for name, fault in faults.items()}
+    # An unreadable file is reported first: before it is read, nobody knows what is damaged.
     error: MonographError | None = next(
         (fault for fault in faults.values() if isinstance(fault, Unreadable)), None
     )
     damaged = [name for name, line in lines.items() if line != "sound"]
     if not sound and not error:
-        why = next(filter(None, reversed(checkpoints.values())), "none was saved")
-        instead = (
-            "put a copy of one back"
-            if folders or folder.metrics_offset
-            else "the run begins with --resume"
+        reason = next(filter(None, reversed(checkpoints.values())), "none was saved")
+        if folders or folder.metrics_offset:
+            remedy = "put a copy of one back"
+        else:
+            remedy = "the run begins with --resume"
+        error = NoValidCheckpoint(
+            f"{folder.checkpoints}: no checkpoint is sound: {reason}; {remedy}"
         )
-        error = NoValidCheckpoint(f"{folder.checkpoints}: no checkpoint is sound: {why}; {instead}")
     elif damaged and not error:
         error = InputRefused(
             f"{folder.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}"
         )
-    return (
-        {"run": str(folder.folder), "files": _listed(files), "checkpoints": _listed(checkpoints)},
-        lines,
-        error,
-    )
+    facts = {
+        "run": str(folder.folder),
+        "files": _fault_objects(files),
+        "checkpoints": _fault_objects(checkpoints),
+    }
+    return facts, lines, error
 
 
 def _sha256(path: Path) -> str:
+    """Return the hex SHA-256 of a file, or of no bytes if there is no such file."""
     return sha256(contents(path) or b"").hexdigest()
 
 
-def _of_some_runs(folder: Run, saved: Mapping[str, Any]) -> dict[str, MonographError | None]:
-    """Return the faults of files that only some runs have."""
+def _faults_of_optional_files(
+    folder: Run, saved: Mapping[str, Any]
+) -> dict[str, MonographError | None]:
+    """Return {name: fault} of the files that only some runs have.
+
+    Args:
+        folder: the run.
+        saved: the state of its newest sound checkpoint.
+    """
     files = {}
     if exists(folder.parent_file):
         files["from.json"] = _fault(lambda: recorded_parent(folder))
@@ -251,27 +276,29 @@ def _of_some_runs(folder: Run, saved: Mapping[str, Any]) -> dict[str, MonographE
     return files
 
 
-def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Verify the files of a model's folder. It has no digests, so a changed finite weight goes
-    unnoticed.
+def _verify_folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
+    """Verify the files of a model's folder.
+
+    The folder has no digests, so a weight that has changed to another finite number is not noticed.
     """
-    if not (
-        has_weights(Path(folder)) or is_file(Path(folder, "config.json")) or is_adapter(folder)
-    ):
+    is_model = has_weights(Path(folder)) or is_file(Path(folder, "config.json"))
+    if not is_model and not is_adapter(folder):
         raise InputRefused(
             f"{folder}: neither a run nor a model: expected a run's folder or a Hugging Face folder"
         )
     files = {
         "weights": _fault(lambda: require_all_finite(load_to_export(folder)[0], folder)),
-        "tokenizer.json": _fault(lambda: Tokenizer.from_file(tokenizer_of(folder))),
+        "tokenizer.json": _fault(lambda: Tokenizer.from_file(require_tokenizer(folder))),
     }
-    lines = {name: _said(fault) for name, fault in files.items()}
+    lines = {name: _state_text(fault) for name, fault in files.items()}
     error = next((fault for fault in files.values() if fault), None)
-    error = InputRefused(str(error)) if error and not isinstance(error, Unreadable) else error
-    return {"run": folder, "files": _listed(files), "checkpoints": []}, lines, error
+    if error and not isinstance(error, Unreadable):
+        error = InputRefused(str(error))  # one exit code for all kinds of damage
+    return {"run": folder, "files": _fault_objects(files), "checkpoints": []}, lines, error
 
 
-def _listed(faults: Mapping[str, MonographError | None]) -> list[dict[str, str | None]]:
+def _fault_objects(faults: Mapping[str, MonographError | None]) -> list[dict[str, str | None]]:
+    """Return faults as JSON objects."""
     return [
         {"name": name, "fault": None if fault is None else str(fault)}
         for name, fault in faults.items()
@@ -279,8 +306,11 @@ def _listed(faults: Mapping[str, MonographError | None]) -> list[dict[str, str |
 
 
 def _fault(read: Callable[[], object], recorded: str | None = None) -> MonographError | None:
-    """Return the error of reading a file, or one that says that its digest is not the recorded one;
-    None if sound.
+    """Read a file, and return its fault as an error; None if it is sound.
+
+    Args:
+        read: reads the file, and returns its digest if `recorded` is given.
+        recorded: the digest that the newest sound checkpoint records; None if it records none.
     """
     try:
         content = read()
@@ -292,9 +322,9 @@ def _fault(read: Callable[[], object], recorded: str | None = None) -> Monograph
     return InputRefused(f"not what it was when the newest sound checkpoint was saved: {expected}")
 
 
-def _said(fault: MonographError | None) -> str:
-    return (
-        "sound"
-        if fault is None
-        else f"{'unknown' if isinstance(fault, Unreadable) else 'damaged'}: {fault}"
-    )
+def _state_text(fault: MonographError | None) -> str:
+    """Return whether a file is sound, damaged or unknown, and why."""
+    if fault is None:
+        return "sound"
+    state = "unknown" if isinstance(fault, Unreadable) else "damaged"
+    return f"{state}: {fault}"

@@ -1,5 +1,7 @@
-"""`monograph compare`: test whether a model is better than another on the same text or questions,
-and how surely.
+"""`monograph compare`: tell whether one model is better than another, or the difference is noise.
+
+The models are measured on the same text, or on the same questions with several choices. A side is
+one of the compared models; a side may have several seeds.
 """
 
 import json as jsonlib
@@ -50,17 +52,17 @@ from monograph.terminal import warn
 
 @dataclass(frozen=True)
 class _Side:
-    """One of the compared: a run, a model's folder, a sweep's best setting with all its seeds, or
-    all its members.
+    """What is compared: a run, a model's folder, a sweep's best setting, or a sweep's mixture.
+
+    A mixture is all members of a sweep, whose predictions are averaged.
 
     Attributes:
         name: the name that the user gave.
-        subjects: a model for each seed.
-        knobs: the seed of each model, if there are several models.
-        tokens_per_s: the training speed; None if it was not measured, or if other members trained
-            at the same time.
-        runs: the run of each model; empty for a model's folder and for all members of a sweep
-            together.
+        subjects: the models: one for each seed of a sweep's best setting, otherwise one.
+        knobs: {"seed": seed} of each model, if there are several.
+        tokens_per_s: the training speed; None if it was not measured, or if members of a sweep
+            trained at the same time.
+        runs: the run of each model; empty for a model's folder and for a mixture.
     """
 
     name: str
@@ -71,12 +73,12 @@ class _Side:
 
     @property
     def members(self) -> list[torch.nn.Module]:
-        """Return the models."""
+        """Return the models' modules."""
         return [subject.module for subject in self.subjects]
 
     @property
     def is_run(self) -> bool:
-        """Return whether this is a run, which records how it reads text and what text it held out."""
+        """Return whether this is a run, which records how it reads text, and its held-out text."""
         return bool(self.subjects[0].own_text)
 
     @property
@@ -85,11 +87,14 @@ class _Side:
         return parameter_count(self.members[0])
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the sum of losses and the number of targets for each of N seeds, both [N], as an
-        engine does.
+        """Return the sum of losses and the number of targets of each of N models, both [N].
+
+        This is the interface of an engine with members, for which `compare_on` was written.
         """
         sums = [subject.evaluate(batch) for subject in self.subjects]
-        return torch.stack([total for total, _ in sums]), torch.stack([size for _, size in sums])
+        totals = torch.stack([total for total, _ in sums])
+        sizes = torch.stack([size for _, size in sums])
+        return totals, sizes
 
 
 @dataclass(frozen=True)
@@ -97,9 +102,9 @@ class _Result:
     """The measurements of all sides.
 
     Attributes:
-        scores: for each side, bits per byte or the share of questions answered correctly.
-        comparisons: the comparison of every other side with the first.
-        documents: the number of the text's documents; 0 for questions.
+        scores: for each side, bits per byte or the share of correctly answered questions.
+        comparisons: the comparison of each other side with the first.
+        documents: number of documents of the text; 0 for questions.
         accuracies: the accuracy of each side's first model; empty for text.
     """
 
@@ -119,68 +124,83 @@ def run(
         )
     if not data and not names_run(runs[0]):
         raise UsageError(
-            f"{runs[0]} is no run, so nothing was held out for it: name a run first, or a text with --data"
+            f"{runs[0]} is not a run, so it has no held-out text: name a run first, or give a text with --data"
         )
     if report:
         _require_page(report)
-    sides = [_side(name) for name in runs]
+    sides = [_open_side(name) for name in runs]
     if not data and not sides[0].subjects[0].own_text:
         raise UsageError(
             f"{runs[0]} learned from answers, not from text, so no text was held out for it: give one with --data"
         )
+    # How the first run reads text; sides that are not runs read the text in the same way.
     reading = next((side.subjects[0].reading for side in sides if side.is_run), {})
-    quiz = hold_questions(data, reading.get("text_key"), chat)
+    has_questions = hold_questions(data, reading.get("text_key"), chat)
     first = sides[0]
-    on = f"on {' and '.join(data)}" if data else f"on what {first.name} held out"
+    on_data = f"on {' and '.join(data)}" if data else f"on what {first.name} held out"
     progress = Progress()
-    with progress.stage("compare", on) as stage:
-        result = (
-            _asked(sides, data, chat, stage.report)
-            if quiz
-            else _read(sides, data, reading, stage.report)
-        )
+    with progress.stage("compare", on_data) as stage:
+        if has_questions:
+            result = _compare_answers_to_questions(sides, data, chat, stage.report)
+        else:
+            result = _compare_texts(sides, data, reading, stage.report)
     width = max(map(len, runs))
-    for side, score in zip(sides, result.scores, strict=True):
+    for side, value in zip(sides, result.scores, strict=True):
         speed = f"   {count(side.tokens_per_s, 'tok/s')}" if side.tokens_per_s else ""
         seeds = f"   {counted(len(side.subjects), 'seed')}" if len(side.subjects) > 1 else ""
-        scored = f"acc {score:.4f}" if quiz else f"{score:.4f} bits/byte"
-        print(f"{side.name:<{width}}   {scored}   {count(side.params)} parameters{speed}{seeds}")
+        score = f"acc {value:.4f}" if has_questions else f"{value:.4f} bits/byte"
+        print(f"{side.name:<{width}}   {score}   {count(side.params)} parameters{speed}{seeds}")
     lines = [
-        _line(first, side, comparison, result.documents)
+        _difference_line(first, side, comparison, result.documents)
         for side, comparison in zip(sides[1:], result.comparisons, strict=True)
     ]
     for line in lines:
         print(line)
     if report:
-        unit = "share correct" if quiz else "bits/byte"
-        page = compare_page(f"{' and '.join(runs)} {on}", unit, _compared(sides, result), lines)
+        title = f"{' and '.join(runs)} {on_data}"
+        unit = "share correct" if has_questions else "bits/byte"
+        page = compare_page(title, unit, _page_sides(sides, result), lines)
         write_whole(report, page)
         progress.line("report", str(report))
     if json:
-        print(jsonlib.dumps(_json(sides, result)))
+        print(jsonlib.dumps(_json_object(sides, result)))
 
 
-def _side(name: str) -> _Side:
-    runs: dict[int, Run] = {}
+def _open_side(name: str) -> _Side:
+    """Load the models of one side.
+
+    Raises:
+        InputRefused: there is no such run or folder, or its model cannot be used.
+        NoValidCheckpoint: a run has no valid checkpoint.
+    """
+    runs: dict[int, Run] = {}  # by seed; empty for a mixture and for a model's folder
     members = mixture_members(name)
+    # A name that does not exist goes to `Run.located`, whose error suggests other names.
     if not members and (names_run(name) or not exists(name)):
         folder = Run.located(name)
         runs = seeds_of_best(folder) if is_file(folder / SWEEP) else {0: Run.open(name)}
-    subjects = [of_run(run, warn) for run in members or runs.values()] or [of_folder(name, warn)]
-    subjects = [mixed(subjects, name)] if members else subjects
+    if members:
+        subjects = [mixed([of_run(run, warn) for run in members], name)]
+    elif runs:
+        subjects = [of_run(run, warn) for run in runs.values()]
+    else:
+        subjects = [of_folder(name, warn)]
     for subject in subjects:
         subject.module.to(default_device()).eval()
     knobs = tuple({"seed": seed} for seed in runs) if len(runs) > 1 else ()
-    speed = _speed(next(iter(runs.values()))) if runs and not subjects[0].drew_answers else None
+    speed = None
+    # Not for a run that learned from sampled answers: its speed includes the sampling.
+    if runs and not subjects[0].drew_answers:
+        speed = _median_speed(next(iter(runs.values())))
     return _Side(name, subjects, knobs, speed, tuple(runs.values()))
 
 
 def _require_page(path: Path) -> None:
-    """Refuse a place where no page can be written, before the models are measured.
+    """Require a path where a page can be written. Called before the models are measured.
 
     Raises:
         UsageError: the name does not end in .html, so the file may be something else.
-        InputRefused: there is no such folder, or a folder has that name.
+        InputRefused: there is no such folder, or the path is a folder.
     """
     if path.suffix != ".html":
         raise UsageError(f"--report {path}: expected a name that ends in .html")
@@ -192,68 +212,77 @@ def _require_page(path: Path) -> None:
         raise InputRefused(f"--report {path}: there is no folder {path.parent}; make it first")
 
 
-def _compared(sides: Sequence[_Side], result: _Result) -> list[Compared]:
-    """Return the sides as their page shows them."""
-    made = []
-    for place, (side, score) in enumerate(zip(sides, result.scores, strict=True)):
+def _page_sides(sides: Sequence[_Side], result: _Result) -> list[Compared]:
+    """Return the sides as the page shows them."""
+    page_sides = []
+    for index, (side, score) in enumerate(zip(sides, result.scores, strict=True)):
         curves = [run.rows() for run in side.runs]
         config = ""
         if side.runs:
             config = (contents(side.runs[0].config) or b"").decode("utf-8", "replace")
-        known = Compared(side.name, side.params, score, side.tokens_per_s, curves, config)
-        if place:
-            comparison = result.comparisons[place - 1]
-            gap = comparison.difference
-            known = replace(
-                known,
-                difference=gap.value,
-                standard_error=gap.standard_error,
-                pairs=_pairs(comparison, result.documents),
+        page_side = Compared(side.name, side.params, score, side.tokens_per_s, curves, config)
+        if index > 0:  # the first side is not compared with itself
+            comparison = result.comparisons[index - 1]
+            page_side = replace(
+                page_side,
+                difference=comparison.difference.value,
+                standard_error=comparison.difference.standard_error,
+                pairs=_pairs_text(comparison, result.documents),
                 verdict=_verdict(sides[0], side, comparison),
             )
-        made.append(known)
-    return made
+        page_sides.append(page_side)
+    return page_sides
 
 
-def _read(
+def _compare_texts(
     sides: Sequence[_Side], data: list[str], reading: dict[str, Any], report: Report
 ) -> _Result:
-    """Measure every side's bits per byte on the same text."""
+    """Measure each side's bits per byte on the same text.
+
+    Args:
+        sides: the sides.
+        data: the text; empty for the first side's held-out text.
+        reading: how to read text for a side that is not a run.
+        report: shows the progress.
+    """
     first = sides[0]
     if first.subjects[0].strange and not data:
         warn(first.subjects[0].strange)
-    texts = [_rows(side, first, data, reading) for side in sides]
-    own = statistics.fmean(bits_per_byte(first, texts[0], report))
-    others = zip(sides[1:], texts[1:], strict=True)
-    comparisons = [
-        compare_on(first, texts[0], side, rows, progress=report) for side, rows in others
-    ]
-    scores = [own, *(comparison.b for comparison in comparisons)]
+    texts = [_rows_for(side, first, data, reading) for side in sides]
+    first_score = statistics.fmean(bits_per_byte(first, texts[0], report))
+    comparisons = []
+    for side, rows in zip(sides[1:], texts[1:], strict=True):
+        comparisons.append(compare_on(first, texts[0], side, rows, progress=report))
+    scores = [first_score, *(comparison.b for comparison in comparisons)]
     for side, score in zip(sides, scores, strict=True):
         require_finite(score, side.name, "this text")
     return _Result(scores, comparisons, texts[0].documents)
 
 
-def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -> Rows:
-    """Return the given text, or the first side's held-out text, in rows of this side's tokenizer."""
+def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -> Rows:
+    """Return the text as rows of one side's tokens.
+
+    The arguments are those of `_compare_texts`; `side` is the side whose tokenizer is used.
+    """
     subject = side.subjects[0]
-    own = first.subjects[0].own_text
-    # A folder does not record how to read text: it reads as the runs do, in rows no longer than it
-    # has positions.
-    shortest = min(
-        int(config["sequence_length"]) for config in (subject.reading, reading) if config
-    )
-    how = subject.reading if side.is_run else reading | {"sequence_length": shortest}
+    text_of_first = first.subjects[0].own_text
+    side_reading = subject.reading
+    if not side.is_run:
+        # A folder does not record how to read text, so it reads as the first run does. Its rows
+        # must not be longer than the number of its positions.
+        configs = [config for config in (subject.reading, reading) if config]
+        length = min(int(config["sequence_length"]) for config in configs)
+        side_reading = reading | {"sequence_length": length}
     if data:
-        return corpus(tokenizer=subject.tokenizer, **how, source=data, held_out=0.0).train
+        return corpus(tokenizer=subject.tokenizer, **side_reading, source=data, held_out=0.0).train
     if not side.is_run:
         warn(
             f"{side.name} does not say what it was trained on: what {first.name} held out may be part of it"
         )
-    elif subject.own_text != own:
+    elif subject.own_text != text_of_first:
         warn(f"{side.name} was trained on other text: what {first.name} held out may be part of it")
-    text = corpus(tokenizer=subject.tokenizer, **how, **own)
-    if subject.own_text == own and text.fingerprint != subject.fingerprint:
+    text = corpus(tokenizer=subject.tokenizer, **side_reading, **text_of_first)
+    if subject.own_text == text_of_first and text.fingerprint != subject.fingerprint:
         warn(
             f"{text.name} changed since {side.name}: what is held out now may have been trained on"
         )
@@ -264,36 +293,49 @@ def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -
     return text.held_out
 
 
-def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) -> _Result:
+def _compare_answers_to_questions(
+    sides: Sequence[_Side], data: list[str], chat: bool, report: Report
+) -> _Result:
     """Measure the share of questions that each side answers correctly."""
     questions = read_questions(data)
-    answers: list[dict[Hashable, list[ChoiceMarks]]] = []
+    answers_of_sides: list[dict[Hashable, list[ChoiceMarks]]] = []  # answers by seed
     accuracies = []
     for side in sides:
-        per_seed = [answered(subject, questions, chat, report, warn) for subject in side.subjects]
-        names = [knobs["seed"] for knobs in side.knobs] or [0]
-        answers.append({name: given for name, (given, _) in zip(names, per_seed, strict=True)})
-        accuracies.append(per_seed[0][1])
-    comparisons = [compare_answers(answers[0], others) for others in answers[1:]]
-    scores = [
-        statistics.fmean(answer.acc for given in side.values() for answer in given)
-        for side in answers
-    ]
+        seeds = [knobs["seed"] for knobs in side.knobs] or [0]
+        answers_by_seed: dict[Hashable, list[ChoiceMarks]] = {}
+        accuracy_by_seed = []
+        for seed, subject in zip(seeds, side.subjects, strict=True):
+            answers, accuracy = answered(subject, questions, chat, report, warn)
+            answers_by_seed[seed] = answers
+            accuracy_by_seed.append(accuracy)
+        answers_of_sides.append(answers_by_seed)
+        accuracies.append(accuracy_by_seed[0])
+    first_answers, *other_answers = answers_of_sides
+    comparisons = [compare_answers(first_answers, others) for others in other_answers]
+    scores = []
+    for answers_by_seed in answers_of_sides:
+        correct = [answer.acc for answers in answers_by_seed.values() for answer in answers]
+        scores.append(statistics.fmean(correct))
     return _Result(scores, comparisons, accuracies=tuple(accuracies))
 
 
-def _speed(run: Run) -> float | None:
-    """Return the median training speed; None for a sweep's member, as members train together."""
+def _median_speed(run: Run) -> float | None:
+    """Return a run's median training speed in tokens per second; None if it was not recorded.
+
+    It is also None for a member of a sweep, since members train at the same time.
+    """
+    # A member's folder is SWEEP/members/NUMBER.
     if is_file(without_links(run.folder).parent.parent / SWEEP):
         return None
     rates = [row["tokens_per_s"] for row in run.rows() if row.get("tokens_per_s")]
     return statistics.median(rates) if rates else None
 
 
-def _line(first: _Side, side: _Side, comparison: Comparison, documents: int) -> str:
+def _difference_line(first: _Side, side: _Side, comparison: Comparison, documents: int) -> str:
+    """Return the line that says how a side differs from the first, and how certain this is."""
     gap = comparison.difference
     error = "" if gap.standard_error is None else f" ± {gap.standard_error:.4f}"
-    pairs = _pairs(comparison, documents)
+    pairs = _pairs_text(comparison, documents)
     verdict = _verdict(first, side, comparison)
     cost = [f"{percent(first.params, side.params)} parameters"]
     if first.tokens_per_s and side.tokens_per_s:
@@ -302,18 +344,22 @@ def _line(first: _Side, side: _Side, comparison: Comparison, documents: int) -> 
     return " · ".join([difference, verdict, *cost])
 
 
-def _pairs(comparison: Comparison, documents: int) -> str:
+def _pairs_text(comparison: Comparison, documents: int) -> str:
+    """Return how many pairs of measurements the difference is made from, and what a pair is."""
     n = comparison.difference.n
-    grouped = comparison.paired_by == "document" and n < documents
-    return f"{n} groups of documents" if grouped else counted(n, comparison.paired_by)
+    if comparison.paired_by == "document" and n < documents:
+        return f"{n} groups of documents"
+    return counted(n, comparison.paired_by)
 
 
 def _verdict(first: _Side, side: _Side, comparison: Comparison) -> str:
+    """Return the verdict of a comparison with the sides' names in place of a and b."""
     better = {"a is better": first, "b is better": side}.get(comparison.verdict)
     return f"{better.name} is better" if better else comparison.verdict
 
 
-def _json(sides: Sequence[_Side], result: _Result) -> dict[str, Any]:
+def _json_object(sides: Sequence[_Side], result: _Result) -> dict[str, Any]:
+    """Return the measurements as the object that --json prints."""
     accuracies = result.accuracies or (None,) * len(sides)
     runs = [
         {

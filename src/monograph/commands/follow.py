@@ -1,9 +1,8 @@
-"""`monograph follow`: send a run's metrics to a tracker, while it trains or afterwards, from a
-process of its own.
+"""`monograph follow`: send a run's metrics to a tracker, during its training or afterwards.
 
-The process that trains knows nothing of it: only `metrics.jsonl` and `config.toml` are read, and
-nothing is written to the run. A run that goes back cuts rows off, which no tracker can; then the
-run there is begun anew.
+This is a separate process. It reads only `metrics.jsonl` and `config.toml`, and writes nothing into
+the run's folder. A run that goes back to a checkpoint removes rows. A tracker cannot remove rows,
+so the tracker's run is then replaced by a new one with all rows.
 """
 
 import errno
@@ -24,75 +23,77 @@ from monograph.errors import DiskFull, InputRefused, MonographError, RunInUse
 from monograph.interrupts import taken_back
 from monograph.report.quantities import counted
 from monograph.report.trackers import Opener, Point, Settings, Tracker, tracker_named
-from monograph.run.folder import Run, explained
+from monograph.run.folder import Run, write_errors_explained
 from monograph.run.run_index import SWEEP, parsed, runs_in, wait_until_free
 from monograph.storage.reading import contents, is_file, open_input, refusing, without_links
+from monograph.storage.writing import FAILING
 
-POLL_S = 1.0
-# So many bytes before the next row are compared, to see that the run did not go back and write as
-# many others: about twenty rows, each with its times.
+POLL_S = 1.0  # seconds between two looks at the metrics
+# This many bytes before the next row are compared with what was read before. They differ if the run
+# has gone back and written other rows. They are about twenty rows, each with its times.
 COMPARED_BYTES = 4096
 
 
 def run(run: str, *, to: str, out: Path | None) -> None:
-    """Send the rows until no process holds the run; see the command line's help.
-
-    What the tracker's library prints is left out: it has escape sequences, and is not the result.
-    """
+    """Send rows until no process trains the run; see the command line's help."""
     folder = Run.located(run, saved=False)
     tracker = tracker_named(to)
     if out:
-        with explained(out):
+        with write_errors_explained(out):
             out.mkdir(parents=True, exist_ok=True)
-            # Some trackers write elsewhere, or wait, if they cannot write here.
+            # A test whether `out` can be written. If not, some trackers write elsewhere, or wait.
             tempfile.TemporaryFile(dir=out).close()
     followed: dict[Path, _Followed] = {}
-    over = False
+    is_over = False
     with (
         taken_back(),
-        _refused(to),
-        redirect_stdout(io.StringIO()),
-        _watched_threads(),
+        _tracker_errors_explained(to),
+        redirect_stdout(io.StringIO()),  # drops what the tracker's library prints
+        _thread_errors_raised(),
         ExitStack() as trackers,
     ):
-        while not over:
-            # Asked first, so that no row comes after the last look.
-            over = wait_until_free(folder, POLL_S)
-            for each in _runs(folder):
-                if each not in followed:
-                    trackers.enter_context(_alone(each, to))
-                    followed[each] = trackers.enter_context(closing(_Followed(each, tracker, out)))
-                followed[each].send()
-    if not any(each.rows for each in followed.values()):
+        while not is_over:
+            # Asked before the rows are read, so that no row is written after the last read.
+            is_over = wait_until_free(folder, POLL_S)
+            for run_folder in _runs_to_follow(folder):
+                if run_folder not in followed:
+                    trackers.enter_context(_lock_following(run_folder, to))
+                    new = closing(_Followed(run_folder, tracker, out))
+                    followed[run_folder] = trackers.enter_context(new)
+                followed[run_folder].send()
+    with_rows = [each for each in followed.values() if each.rows]
+    if not with_rows:
         raise InputRefused(f"{folder} has no metrics yet: follow it while it trains, or afterwards")
-    for one in (each for each in followed.values() if each.rows):
-        print(f"{one.name}: {counted(one.rows, 'row')}, up to update {one.update}; {one.seen}")
+    for each in with_rows:
+        print(f"{each.name}: {counted(each.rows, 'row')}, up to update {each.update}; {each.seen}")
 
 
-def _runs(folder: Path) -> list[Path]:
-    """Return the folders of the runs: a sweep's members and what learned from them, without its
-    link to the best.
+def _runs_to_follow(folder: Path) -> list[Path]:
+    """Return the folders of a run or, for a sweep, of its members and of the runs beside them.
+
+    Runs beside the members are those that were distilled from them. The link to the best member is
+    left out, as it is the same folder.
     """
-    if is_file(folder / SWEEP):
-        return [
-            *dict.fromkeys(map(without_links, [*runs_in(folder / "members"), *runs_in(folder)]))
-        ]
-    return [without_links(folder)]
+    if not is_file(folder / SWEEP):
+        return [without_links(folder)]
+    runs = [*runs_in(folder / "members"), *runs_in(folder)]
+    return [*dict.fromkeys(map(without_links, runs))]
 
 
 class _Followed:
-    """A run and its place in the tracker, which is opened with the first row.
+    """A run whose rows are sent to a tracker. The tracker is opened with the first row.
 
     Attributes:
-        name: the run's name; that of a sweep's member is SWEEP/MEMBER.
-        rows, update: how many rows the tracker has, and the last one's update.
-        seen: how to look at them.
+        name: the run's name; for a member of a sweep SWEEP/MEMBER.
+        rows: number of rows that the tracker has.
+        update: the update of the last of them.
+        seen: a text that says how to look at them.
     """
 
     def __init__(self, folder: Path, tracker: Opener, out: Path | None):
-        sweeps = [
-            above.name for above in (folder.parent, folder.parent.parent) if is_file(above / SWEEP)
-        ]
+        # A member's folder is SWEEP/members/MEMBER; that of a distilled run is SWEEP/RUN.
+        parents = (folder.parent, folder.parent.parent)
+        sweeps = [parent.name for parent in parents if is_file(parent / SWEEP)]
         self.name = "/".join([*sweeps, folder.name])
         self.rows = 0
         self.update = 0
@@ -101,19 +102,19 @@ class _Followed:
         self._tracker = tracker
         self._out = out
         self._open: Tracker | None = None
-        self._config = b""
-        self._before = b""
-        self._offset = 0
+        self._config = b""  # the settings that were sent
+        self._offset = 0  # bytes of the metrics that were sent
+        self._before = b""  # the last of these bytes, at most COMPARED_BYTES
 
     def send(self) -> None:
-        """Send the rows since the last call, or all rows if earlier ones are void or the settings
-        have changed.
+        """Send the rows since the last call.
 
-        Settings change once, when a run knows the number of its updates.
+        If the run has gone back or its settings have changed, all rows are sent to a new run of the
+        tracker. Settings change once, when a run knows its number of updates.
 
         Raises:
             InputRefused: a row or `config.toml` is damaged.
-            Unreadable: the system failed to read one.
+            Unreadable: the system failed to read a file.
         """
         config = contents(self._run.config) or b""
         content = self._content(self._offset - len(self._before))
@@ -124,32 +125,32 @@ class _Followed:
             self._before = b""
             self._offset = 0
             content = self._content(0)
-        added = content[len(self._before) : content.rfind(b"\n") + 1]  # a row may be half written
+        # Only whole lines, since the last row may be half written.
+        added = content[len(self._before) : content.rfind(b"\n") + 1]
         if not added:
             return
-        points = [
-            self._point(number, line)
-            for number, line in enumerate(added.splitlines(), self.rows + 1)
-        ]
+        numbered_lines = enumerate(added.splitlines(), self.rows + 1)
+        points = [self._point(number, line) for number, line in numbered_lines]
         if not self._open:
-            self._open = self._tracker(
-                self.name, _key(self._run.folder), self._settings(), self._out
-            )
+            key = _run_key(self._run.folder)
+            self._open = self._tracker(self.name, key, self._settings(), self._out)
         self._open.write(points)
-        self.rows, self.update, self.seen = self.rows + len(points), points[-1][0], self._open.view
-        self._offset, self._before = (
-            self._offset + len(added),
-            (self._before + added)[-COMPARED_BYTES:],
-        )
+        last_update, _ = points[-1]
+        self.rows += len(points)
+        self.update = last_update
+        self.seen = self._open.view
+        self._offset += len(added)
+        self._before = (self._before + added)[-COMPARED_BYTES:]
 
     def close(self) -> None:
-        """Finish what is open in the tracker."""
+        """Close the tracker if it is open."""
         opened = self._open
         self._open = None
         if opened:
             opened.close()
 
     def _content(self, offset: int) -> bytes:
+        """Return the bytes of metrics.jsonl from an offset on."""
         with refusing(self._run.metrics):
             if not is_file(self._run.metrics):
                 return b""
@@ -158,13 +159,15 @@ class _Followed:
                 return file.read()
 
     def _point(self, number: int, line: bytes) -> Point:
+        """Return the update and the numbers of a row; `number` is its line, for the message."""
         row = parsed(line)
         update = row.pop("update", None)
         if type(update) is not int or not 0 <= update <= 10**15:
             raise InputRefused(f"{self._run.metrics}:{number}: not a row of metrics; put it back")
-        return update, dict(_numbers(row))
+        return update, dict(_finite_numbers(row))
 
     def _settings(self) -> Settings:
+        """Return {SECTION.KEY: value} of the run's config.toml; raises InputRefused."""
         try:
             sections = tomllib.loads(self._config.decode("utf-8-sig"))
             return {
@@ -178,72 +181,87 @@ class _Followed:
             ) from None
 
 
-def _key(folder: Path) -> str:
+def _run_key(folder: Path) -> str:
+    """Return a short text that differs from folder to folder."""
     return hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
 
 
 @contextmanager
-def _alone(folder: Path, to: str) -> Iterator[None]:
-    """Keep away a second call, which would take the run in the tracker away from this one.
+def _lock_following(folder: Path, to: str) -> Iterator[None]:
+    """Refuse a second process that sends the same run to the same tracker, during the `with` block.
 
-    The lock is a socket's name without a file: the run is not touched, and the kernel frees it
-    however this ends.
+    Two processes would replace each other's run in the tracker. The lock is the name of a socket
+    without a file, so nothing is written into the run's folder. The kernel frees the name even if
+    this process is killed.
+
+    Raises:
+        RunInUse: another process sends this run to the tracker.
     """
     with socket.socket(socket.AF_UNIX) as lock:
         try:
-            lock.bind(f"\0monograph follow {_key(folder)} {to}")
+            lock.bind(f"\0monograph follow {_run_key(folder)} {to}")
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:  # other systems than Linux have no such names
+            # Another error comes from a system other than Linux, which has no such names. There is
+            # then no lock.
+            if error.errno == errno.EADDRINUSE:
                 raise RunInUse(
                     f"{folder}: another process sends this run to {to}; wait, or end it first"
                 ) from None
         yield
 
 
-def _numbers(
+def _finite_numbers(
     row: Mapping[str, Any], prefix: str = "", depth: int = 3
 ) -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers of a row; those of an object inside have its name before theirs."""
+    """Yield (name, value) of each finite number in a row.
+
+    Args:
+        row: the row, or an object in it.
+        prefix: what stands before the names: the names of the outer objects, each with a slash.
+        depth: number of levels of objects in the row that are read.
+    """
     for name, value in row.items():
         if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
             yield prefix + name, float(value)
         elif isinstance(value, Mapping) and depth:
-            yield from _numbers(value, f"{prefix}{name}/", depth - 1)
+            yield from _finite_numbers(value, f"{prefix}{name}/", depth - 1)
 
 
 @contextmanager
-def _watched_threads() -> Iterator[None]:
-    """Raise at the end of the block what ended a thread of the tracker's library in it, which
-    Python only prints.
+def _thread_errors_raised() -> Iterator[None]:
+    """Raise, at the end of the `with` block, the first error that ended another thread.
+
+    The tracker's library writes in threads. Python only prints their errors.
     """
-    faults: list[BaseException] = []
+    errors: list[BaseException] = []
 
-    def fell(thread: threading.ExceptHookArgs) -> None:
+    def record_error(thread: threading.ExceptHookArgs) -> None:
         if thread.exc_value is not None:
-            faults.append(thread.exc_value)
+            errors.append(thread.exc_value)
 
-    before = threading.excepthook, sys.unraisablehook
-    threading.excepthook = fell
-    # Of an object that is removed; what it could not write is no news.
+    former_hooks = threading.excepthook, sys.unraisablehook
+    threading.excepthook = record_error
+    # Nor print the errors of objects that are deleted: the first error has the reason.
     sys.unraisablehook = lambda fault: None
     try:
         yield
     finally:
-        threading.excepthook, sys.unraisablehook = before
-    if faults:
-        raise faults[0]
+        threading.excepthook, sys.unraisablehook = former_hooks
+    if errors:
+        raise errors[0]
 
 
 @contextmanager
-def _refused(to: str) -> Iterator[None]:
-    """Turn an error of the tracker's library into one line."""
+def _tracker_errors_explained(to: str) -> Iterator[None]:
+    """Turn any error of the tracker's library in the `with` block into DiskFull or InputRefused."""
     try:
         yield
     except MonographError:
         raise
     except Exception as error:
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-        if full or "disk is full" in str(error):  # SQLite's words, which MLflow's error repeats
+        is_disk = getattr(error, "errno", None) in FAILING
+        # MLflow's error has only SQLite's words.
+        if is_disk or "disk is full" in str(error):
             raise DiskFull(
                 f"{to}: its files cannot be written: {error}; see the disk, then follow again"
             ) from error

@@ -2,6 +2,7 @@
 
 import itertools
 import json as jsonlib
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,22 +30,30 @@ from monograph.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 Prompt = str | list[Message]
+# Flags of the command that are not options of `Sampling`.
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
+# The types of values that are not written as JSON, with the words for them in messages.
 _EXPECTED = {int: "a whole number", float: "a number", str: "a text"}
+# The type of each option of `Sampling`. Options whose default is None are whole numbers.
 _KINDS = {
     name: type(value) if value is not None else int for name, value in vars(Sampling()).items()
 }
-LARGEST_SCHEMA_BYTES, LARGEST_PROMPTS_BYTES = 1 << 20, 1 << 28
+LARGEST_SCHEMA_BYTES = 1 << 20
+LARGEST_PROMPTS_BYTES = 1 << 28
 _PIPES = Path("/dev/fd")  # the folder of the pipes that a shell makes for <(command)
 
 
 def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
-    """Return the `Sampling` that flags and --sampler KEY=VALUE give; a value that is no number or
-    text is JSON.
+    """Return the options of sampling from the command line.
+
+    Args:
+        numbers: the options that have a flag of their own.
+        pairs: KEY=VALUE of each --sampler. VALUE is a number, a text or JSON, by KEY.
 
     Raises:
-        UsageError: a key is unknown, given twice or has its own flag, or a value is impossible.
+        UsageError: a key is unknown, given twice or has a flag of its own, or a value is
+            impossible.
     """
     values = dict(numbers)
     for pair in pairs:
@@ -53,30 +62,36 @@ def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
             raise UsageError(
                 f"--sampler {pair}: it has a flag of its own, --{key.replace('_', '-')}"
             )
-        if not equals and (colon := re.match(r"(\w+):(.+)", pair)):
+        with_colon = re.match(r"(\w+):(.+)", pair)
+        if with_colon and not equals:
             raise UsageError(
-                f"--sampler {pair}: = stands between an option and its value: {colon[1]}={colon[2]}"
+                f"--sampler {pair}: write = between option and value: {with_colon[1]}={with_colon[2]}"
             )
         if key not in _KINDS:
             raise UsageError(
-                f"--sampler {pair}: there is no option {_unknown(key, set(_KINDS) - set(numbers))}"
+                f"--sampler {pair}: there is no option {_unknown_key_hint(key, set(_KINDS) - set(numbers))}"
             )
         if not equals:
             raise UsageError(f"--sampler {pair}: expected a value, {key}=VALUE")
         if key in values:
             raise UsageError(f"--sampler {pair}: {key} is given twice")
+        kind = _KINDS[key]
         try:
-            values[key] = _KINDS[key](text) if _KINDS[key] in _EXPECTED else parse_json(text)
+            values[key] = kind(text) if kind in _EXPECTED else parse_json(text)
         except (ValueError, RecursionError) as error:
-            what = f'JSON: {{"ID": BIAS, ...}} or ["TEXT", ...] ({json_fault(error)})'
-            raise UsageError(
-                f"--sampler {pair}: expected {_EXPECTED.get(_KINDS[key], what)}"
-            ) from None
-    return _sampling(Sampling(), values)
+            form = f'JSON: {{"ID": BIAS, ...}} or ["TEXT", ...] ({json_fault(error)})'
+            raise UsageError(f"--sampler {pair}: expected {_EXPECTED.get(kind, form)}") from None
+    return _replace_options(Sampling(), values)
 
 
 class Asked(NamedTuple):
-    """A prompt with its options; `where` is its file and line, or "" for one from the command line."""
+    """A prompt to continue or answer.
+
+    Attributes:
+        prompt: a text, or the messages of a chat.
+        sampling: its options of sampling.
+        where: its file and line, for messages; "" for a prompt from the command line.
+    """
 
     prompt: Prompt
     sampling: Sampling
@@ -84,101 +99,124 @@ class Asked(NamedTuple):
 
 
 def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> Iterator[Asked]:
-    """Yield each prompt of a file with its options: a line, or a JSON line's key `prompt` or, in a
-    chat, `messages`.
+    """Yield each prompt of a file.
 
-    A file holds JSON lines if its name ends with .jsonl, or if it begins with an object that has
-    one of these keys. The object's other keys are options of `Sampling` that replace those of the
-    command line, except `order`, which all texts share.
+    In a file of JSON lines, each line is an object with the key `prompt` or, in a chat, `messages`.
+    Its other keys are options of `Sampling` for this prompt, except `order`, which all texts share.
+    In any other file each line is a prompt. Empty lines are skipped.
+
+    A file has JSON lines if its name ends with .jsonl, or if its first line is an object with
+    `prompt` or `messages`.
+
+    Args:
+        path: the file; "-" for standard input.
+        chat: whether prompts are messages to answer.
+        sampling: the command line's options, which a JSON line may replace.
+        vocabulary: number of tokens of the model, which limits the ids in options.
 
     Raises:
         InputRefused: the file cannot be read, or a line has no prompt, an unknown key or an
             impossible value.
     """
-    # `splitlines` would also split at other line separators, which JSON may hold unescaped.
-    lines = _text_of(path, "--prompts", LARGEST_PROMPTS_BYTES).replace("\r\n", "\n").split("\n")
-    messages_too = ', or "messages", a list of objects with "role" and "content", texts'
-    expected = 'expected an object with "prompt", a text' + (messages_too if chat else "")
+    # Not `splitlines`, which also splits at other line separators. JSON may contain them unescaped.
+    lines = _read_text(path, "--prompts", LARGEST_PROMPTS_BYTES).replace("\r\n", "\n").split("\n")
+    expected = 'expected an object with "prompt", a text'
+    known = {"prompt", *_KINDS} - {"order"}
+    if chat:
+        expected += ', or "messages", a list of objects with "role" and "content", texts'
+        known.add("messages")
     first = parsed(next(filter(str.strip, lines), ""))
-    records = path.suffix == ".jsonl" or not first.keys().isdisjoint(("prompt", "messages"))
+    has_records = path.suffix == ".jsonl" or not first.keys().isdisjoint(("prompt", "messages"))
     for number, line in enumerate(lines, 1):
+        where = f"{path}:{number}"
         if not line.strip():
             continue
-        if not records:
-            yield Asked(line, sampling, f"{path}:{number}")
+        if not has_records:
+            yield Asked(line, sampling, where)
             continue
         try:
             record = parse_json(line)
         except (ValueError, RecursionError) as error:
-            raise InputRefused(
-                f"{path}:{number}: no JSON: {json_fault(error)}; {expected}"
-            ) from None
+            raise InputRefused(f"{where}: not JSON: {json_fault(error)}; {expected}") from None
         options = dict(record) if isinstance(record, dict) else {}
-        prompt = options.pop("prompt", None)
+        text = options.pop("prompt", None)
         messages = options.pop("messages", None) if chat else None
-        if prompt is not None and messages is not None:
-            raise InputRefused(f"{path}:{number}: has prompt and messages: give one of them")
-        given: Prompt = (
-            _messages(messages, f"{path}:{number}") if isinstance(messages, list) else ""
-        )
-        if isinstance(prompt, str):
-            given = prompt
-        elif not given:
-            raise InputRefused(f"{path}:{number}: {expected}")
-        known = {"prompt", *(["messages"] if chat else []), *_KINDS} - {"order"}
-        if unknown := options.keys() - known:
-            raise InputRefused(f"{path}:{number}: there is no key {_unknown(min(unknown), known)}")
+        if text is not None and messages is not None:
+            raise InputRefused(f"{where}: has prompt and messages: give one of them")
+        prompt: Prompt = ""
+        if isinstance(messages, list):
+            prompt = _messages(messages, where)
+        if isinstance(text, str):
+            prompt = text  # which may be empty, unlike a list of messages
+        elif not prompt:
+            raise InputRefused(f"{where}: {expected}")
+        unknown = options.keys() - known
+        if unknown:
+            hint = _unknown_key_hint(min(unknown), known)
+            raise InputRefused(f"{where}: there is no key {hint}")
         try:
-            own = _sampling(sampling, options)
-            own.check_vocabulary(vocabulary)
+            own_sampling = _replace_options(sampling, options)
+            own_sampling.check_vocabulary(vocabulary)
         except UsageError as error:
-            raise InputRefused(f"{path}:{number}: {error}") from None
-        yield Asked(given, own, f"{path}:{number}")
+            raise InputRefused(f"{where}: {error}") from None
+        yield Asked(prompt, own_sampling, where)
 
 
-def _sampling(first: Sampling, values: dict[str, Any]) -> Sampling:
-    """Return the options with values replaced; the keys of `logit_bias` are strings here, as in
-    JSON.
+def _replace_options(sampling: Sampling, values: dict[str, Any]) -> Sampling:
+    """Return the options with some of them replaced.
+
+    Args:
+        sampling: the options.
+        values: the new values by name. The keys of `logit_bias`, which are ids, may be strings, as
+            in JSON.
+
+    Raises:
+        UsageError: a value is impossible.
     """
     bias = values.get("logit_bias")
     if isinstance(bias, dict):
-        ids = {
-            int(key) if re.fullmatch("0|[1-9][0-9]{0,17}", key) else key: value
-            for key, value in bias.items()
-        }
-        values = {**values, "logit_bias": ids}
-    return replace(first, **values)
+        bias_by_id = {}
+        for key, value in bias.items():
+            # `Sampling` refuses a key that is not an id.
+            is_id = re.fullmatch("0|[1-9][0-9]{0,17}", key)
+            bias_by_id[int(key) if is_id else key] = value
+        values = {**values, "logit_bias": bias_by_id}
+    return replace(sampling, **values)
 
 
-def _unknown(key: str, known: Iterable[str]) -> str:
+def _unknown_key_hint(key: str, known: Iterable[str]) -> str:
+    """Return an unknown key with the known key that was probably meant, or with all known keys."""
     return key + (did_you_mean(key, known) or f"; expected one of {', '.join(sorted(known))}")
 
 
 def _messages(value: list[Any], where: str) -> list[Message]:
-    """Return the messages of a record; raise InputRefused for a bad one."""
+    """Return the messages in a record's list; raises InputRefused if one is not a message."""
     try:
         return [
-            message_of(each, f"messages[{number}]", roles=None) for number, each in enumerate(value)
+            message_of(message, f"messages[{index}]", roles=None)
+            for index, message in enumerate(value)
         ]
     except Unusable as unusable:
         raise InputRefused(f"{where}: {unusable}") from None
 
 
-def _text_of(path: Path, flag: str, most_bytes: int) -> str:
-    """Return the text of a file, or of standard input for "-".
+def _read_text(path: Path, flag: str, most_bytes: int) -> str:
+    """Read the text of a file.
+
+    Args:
+        path: the file; "-" for standard input.
+        flag: the flag that names the file, for messages.
+        most_bytes: the largest size.
 
     Raises:
         InputRefused: the text cannot be read, is larger than `most_bytes`, or is not UTF-8.
     """
     try:
         if path == Path("-"):
-            content = _at_most(sys.stdin.buffer, most_bytes + 1)
+            content = _read_at_most(sys.stdin.buffer, most_bytes + 1)
         else:
-            with (
-                readable(path),
-                path.open("rb") if path.parent == _PIPES else open_input(path) as file,
-            ):
-                content = _at_most(file, most_bytes + 1)
+            with readable(path), _open_file_or_pipe(path) as file:
+                content = _read_at_most(file, most_bytes + 1)
     except OSError as error:
         raise InputRefused(f"{flag} {path}: cannot be read: {error.strerror}") from None
     if len(content) > most_bytes:
@@ -192,24 +230,29 @@ def _text_of(path: Path, flag: str, most_bytes: int) -> str:
         ) from None
 
 
-def _at_most(file: BinaryIO, most_bytes: int) -> bytes:
-    """Read about `most_bytes`, rounded up to whole pieces. A single `read` would allocate the whole
-    limit.
-    """
+def _open_file_or_pipe(path: Path) -> BinaryIO:
+    """Open a file, or a pipe that the user's shell has made, which `open_input` would refuse."""
+    return path.open("rb") if path.parent == _PIPES else open_input(path)
+
+
+def _read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
+    """Read a file, and stop at the first whole piece after which `most_bytes` are read."""
+    # Pieces, since a single `read` would allocate memory for the whole limit.
     pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
-    return b"".join(itertools.islice(pieces, -(-most_bytes // _PIECE_BYTES)))
+    return b"".join(itertools.islice(pieces, math.ceil(most_bytes / _PIECE_BYTES)))
 
 
 class Options(NamedTuple):
     """The command line's options, without the model and the prompts.
 
     Attributes:
-        numbers: the options of `Sampling` that have a flag.
-        pairs: KEY=VALUE for its other options.
-        n: number of continuations of each prompt.
-        max_tokens: largest number of tokens of a continuation.
-        stop: strings that end a text.
-        constraints: limits on the text, by kind; at most one of them is not None.
+        numbers: the options of `Sampling` that have a flag of their own.
+        pairs: KEY=VALUE for the other options of `Sampling`.
+        n: number of completions of each prompt.
+        max_tokens: largest number of tokens of a completion.
+        stop: strings that end a completion.
+        constraints: the constraint on completions by its kind, e.g. "choices"; at most one value is
+            not None.
         chat: whether prompts are messages to answer.
         json: whether to print one JSON object.
     """
@@ -225,7 +268,16 @@ class Options(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A model with its tokenizer and the options for writing."""
+    """A model that is ready to write completions.
+
+    Attributes:
+        model: the model.
+        tokenizer: its tokenizer.
+        sampling: the command line's options of sampling.
+        stop: strings and ids of tokens that end a completion.
+        constraint: the automaton of all allowed completions; None for no constraint.
+        options: the command line's options.
+    """
 
     model: Llama
     tokenizer: Tokenizer
@@ -237,7 +289,12 @@ class Model(NamedTuple):
     def write(
         self, prompts: Sequence[str | Sequence[int]], samplings: Sequence[Sampling] | None = None
     ) -> Generation:
-        """Begin to continue the prompts, each with its own sampling if `samplings` are given."""
+        """Start to write completions.
+
+        Args:
+            prompts: for each prompt, its text or its ids.
+            samplings: for each prompt, its options; None for those of the command line.
+        """
         return decode(
             self.model,
             self.tokenizer,
@@ -250,65 +307,70 @@ class Model(NamedTuple):
         )
 
     def question(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a chat up to where the model's answer begins."""
+        """Return the ids of a chat, up to the place where the model's answer begins."""
         return chat_ids(self.tokenizer, messages, add_generation_prompt=True)
 
 
 def open_model(run: str, options: Options) -> Model:
-    """Load a model with its tokenizer, to write with these options, as yet without a constraint.
+    """Load a model with its tokenizer. `constrained` adds the constraint, which needs the prompts.
 
     Raises:
         UsageError: an option is wrong.
         InputRefused: the model cannot be loaded.
     """
-    # Before torch._dynamo is imported, which sets its own cache path in the environment.
+    # Called before torch._dynamo is imported, which sets its own cache path in the environment.
     keep_compiled()
     sampling = sampling_of(options.numbers, options.pairs)
     if sum(value is not None for value in options.constraints.values()) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
     network, tokenizer = load_with_tokenizer(run, warn)
-    ends = list(stop_ids(tokenizer, network.config.ends)) if options.chat else [tokenizer.eos_id]
+    ends = [tokenizer.eos_id]
+    if options.chat:
+        ends = list(stop_ids(tokenizer, network.config.ends))
     network.to(default_device())
     return Model(network, tokenizer, sampling, [*options.stop, *ends], None, options)
 
 
 def constrained(model: Model, given: Sequence[Asked]) -> Model:
-    """Return the model with the constraint that its options ask for, if any, on texts that follow
-    the prompts.
+    """Return the model with the constraint that its options ask for, if there is one.
+
+    Args:
+        model: the model.
+        given: the prompts, since the constraint is on texts that follow them.
 
     Raises:
         InputRefused: the constraint cannot be used.
+        UsageError: the constraint would differ from prompt to prompt.
     """
     for kind, value in model.options.constraints.items():
         if value is None:
             continue
-        wanted = (
-            _text_of(value, "--json-schema", LARGEST_SCHEMA_BYTES)
-            if isinstance(value, Path)
-            else value
-        )
-        for lost in map(model.tokenizer.loss, wanted if kind == "choices" else ()):
-            if lost:  # leaving this choice out would ask a different question
-                raise InputRefused(f"--choice: {lost}")
-        ends = [end for end in model.stop if not isinstance(end, str)]
-        automaton = constraint(kind, wanted, model.tokenizer.pieces, ends, _lead(model, given))
+        if isinstance(value, Path):
+            value = _read_text(value, "--json-schema", LARGEST_SCHEMA_BYTES)
+        if kind == "choices":
+            for choice in value:
+                loss = model.tokenizer.loss(choice)
+                if loss:  # not left out, since fewer choices would be a different question
+                    raise InputRefused(f"--choice: {loss}")
+        end_ids = [end for end in model.stop if not isinstance(end, str)]
+        lead = _lead_bytes(model, given)
+        automaton = constraint(kind, value, model.tokenizer.pieces, end_ids, lead)
         model = model._replace(constraint=automaton)
     return model
 
 
 def run(run: str, prompts: list[str], *, file: Path | None, options: Options) -> None:
-    """Print each prompt with its continuation as it is written; see the command line's help."""
+    """Print each prompt with its completions while they are written; see the command line's help."""
     model = open_model(run, options)
     sampling = model.sampling
     records = prompts_of(file, options.chat, sampling, model.tokenizer.vocab_size) if file else ()
     given = [*(Asked(prompt, sampling) for prompt in prompts), *records]
     if file is not None and not given:
         raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
-    given = given or [Asked("", sampling)]
+    given = given or [Asked("", sampling)]  # without any prompt, texts from the beginning
     model = constrained(model, given)
-    written = model.write(
-        [_ids(model, asked) for asked in given], [asked.sampling for asked in given]
-    )
+    encoded = [_prompt_or_ids(model, asked) for asked in given]
+    written = model.write(encoded, [asked.sampling for asked in given])
     if written.generator.compiled:
         print(
             "compiling the step first: with so much to write that is the faster way",
@@ -316,13 +378,12 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: Options) ->
         )
     if options.json:
         return _print_json(written)
+
+    def text_before(number: int) -> str:
+        return "" if options.chat else str(given[number // options.n].prompt)
+
     began = clock()
-    limited = model.constraint is not None
-    _print_text(
-        written,
-        lambda number: "" if options.chat else str(given[number // options.n].prompt),
-        limited,
-    )
+    _print_text(written, text_before, model.constraint is not None)
     speed = f"{counted(written.tokens, 'token')}, {written.tokens / max(clock() - began, 1e-9):.0f} tok/s"
     print(
         f"{speed}, sampled in the graph; same seed, same text (--seed {sampling.seed})",
@@ -330,11 +391,21 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: Options) ->
     )
 
 
-def _lead(model: Model, given: Sequence[Asked]) -> bytes:
-    """Return the bytes that the tokenizer puts before a text that follows the prompts."""
-    asked = [_ids(model, each) for each in given] if model.tokenizer.strips else []
-    encode, lead = model.tokenizer.encode, model.tokenizer.lead
-    leads = {lead(encode(prompt) if isinstance(prompt, str) else prompt) for prompt in asked}
+def _lead_bytes(model: Model, given: Sequence[Asked]) -> bytes:
+    """Return the bytes that the tokenizer puts before a text that follows the prompts.
+
+    Some tokenizers put a space before the first text, which decoding removes (`strips`).
+
+    Raises:
+        UsageError: the bytes differ from prompt to prompt.
+    """
+    if not model.tokenizer.strips:
+        return b""
+    leads = set[bytes]()
+    for asked in given:
+        prompt = _prompt_or_ids(model, asked)
+        ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        leads.add(model.tokenizer.lead(ids))
     if len(leads) > 1:
         raise UsageError(
             "under a constraint, give an empty prompt alone: the tokenizer puts a space before its text"
@@ -342,17 +413,17 @@ def _lead(model: Model, given: Sequence[Asked]) -> bytes:
     return leads.pop() if leads else b""
 
 
-def _ids(model: Model, asked: Asked) -> str | list[int]:
-    """Return a prompt's text, or the ids of its chat; raise InputRefused, which names its file and
-    line.
+def _prompt_or_ids(model: Model, asked: Asked) -> str | list[int]:
+    """Return a prompt's text or, in a chat, the ids of its messages.
+
+    Raises:
+        InputRefused: the messages cannot be encoded; the message names the prompt's file and line.
     """
     if not model.options.chat:
         return str(asked.prompt)
-    messages = (
-        [{"role": "user", "content": asked.prompt}]
-        if isinstance(asked.prompt, str)
-        else asked.prompt
-    )
+    messages = asked.prompt
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
     try:
         return model.question(messages)
     except InputRefused as refused:
@@ -363,16 +434,17 @@ def _print_text(written: Generation, head: Callable[[int], str], limited: bool) 
     """Print each completion after its prompt while it is written, with empty lines between.
 
     Args:
-        written: the texts that are being written.
-        head: returns the text printed before a completion, by the completion's number.
-        limited: whether a constraint limits the texts; a warning then says that a text was cut
-            before it satisfied it.
+        written: the completions that are being written.
+        head: returns the text to print before a completion, by the completion's number.
+        limited: whether there is a constraint. A warning then says if a completion was cut before
+            it satisfied the constraint.
     """
-    shown = -1
+    last_number = -1
     for piece in written.stream():
-        if piece.number != shown:
-            _write(("\n" if shown >= 0 else "") + head(piece.number))
-            shown = piece.number
+        if piece.number != last_number:
+            separator = "\n" if last_number >= 0 else ""
+            _write(separator + head(piece.number))
+            last_number = piece.number
         _write(piece.text)
         if piece.completion is not None:
             _write("\n")
@@ -383,6 +455,7 @@ def _print_text(written: Generation, head: Callable[[int], str], limited: bool) 
 
 
 def _print_json(written: Generation) -> None:
+    """Write all completions, and print them with measurements as one JSON object."""
     began = clock()
     done = list[Completion]()
     with Progress().stage("generate", counted(written.count, "completion")) as stage:
@@ -395,7 +468,7 @@ def _print_json(written: Generation) -> None:
     generator = written.generator
     result = {
         "schema": "monograph.generate/1",
-        "completions": [_shown(completion) for completion in done],
+        "completions": [_completion_values(completion) for completion in done],
         "tokens_per_s": written.tokens / max(seconds, 1e-9),
         "prefill_s": generator.prefill_s,
         "graphs": generator.replays.variants,
@@ -405,13 +478,14 @@ def _print_json(written: Generation) -> None:
     print(jsonlib.dumps(result))
 
 
-def _shown(completion: Completion) -> dict[str, Any]:
-    """Return a completion as JSON values, with log-probabilities only where they were asked for."""
-    shown = {key: getattr(completion, key) for key in ("text", "token_ids", "finish_reason")}
+def _completion_values(completion: Completion) -> dict[str, Any]:
+    """Return a completion as JSON values, with log-probabilities if they were asked for."""
+    values = {key: getattr(completion, key) for key in ("text", "token_ids", "finish_reason")}
     if completion.logprobs is not None:
-        shown["logprobs"] = [logprob._asdict() for logprob in completion.logprobs]
-    return shown
+        values["logprobs"] = [logprob._asdict() for logprob in completion.logprobs]
+    return values
 
 
 def _write(text: str) -> None:
+    """Print a text at once, without a line end."""
     print(text, end="", flush=True)

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from monograph.commands.plan_screen import Drawing, Length, as_object, screen
+from monograph.commands.plan_screen import AnswerSampling, Length, as_object, screen
 from monograph.config import Settings
 from monograph.device import Device, describe, named
 from monograph.errors import UsageError
@@ -105,7 +105,7 @@ def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
     for line in (*notes_on(plan, target), *token_notes(new, rows)):
         print(f"note     {line}")
     seconds = objective.seconds_beside(plan, config, target, known)
-    drawing = None if seconds is None else Drawing(*seconds, beside)
+    drawing = None if seconds is None else AnswerSampling(*seconds, beside)
     fresh = job.recipe.init is None
     length = _length(plan, answer, config, open_end=asked.elsewhere and fresh)
     choices = _choices(asked, job, target)

@@ -1,4 +1,8 @@
-"""Write a plan for people, in about one screen, and for programs, as an object."""
+"""Write a plan as about one screen of text, and as a JSON object.
+
+A way is a combination of settings with which the run could be trained: `Candidate` in the planner.
+All ways have the same result. A change is a setting with another result.
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +16,12 @@ from monograph.predict.estimate import trained_numbers
 from monograph.predict.roofline import EFFICIENCIES
 from monograph.report.quantities import count, counted, duration, gibibytes
 
-BAR = 60  # characters
-MOST_WAYS, MOST_CHANGES = 5, 6  # rows of a table
-SAMPLE_TOKENS = 1_000_000  # whose time is given where the text's length is unknown
+BAR = 60  # characters in the bar of memory
+# The largest number of rows in the tables of ways and of changes.
+MOST_WAYS = 5
+MOST_CHANGES = 6
+# If the text's length is unknown, the time for this many tokens is printed.
+SAMPLE_TOKENS = 1_000_000
 _HEADS: tuple[str, ...] = (
     "rows at once",
     "graph",
@@ -25,6 +32,7 @@ _HEADS: tuple[str, ...] = (
     "MFU",
     "",
 )
+# The letter in the bar for each origin of bytes.
 _SHADES = {
     "weights": "W",
     "gradients": "G",
@@ -36,24 +44,31 @@ _SHADES = {
     "staging buffers": "t",
     "boundaries": "b",
 }
+# How frozen weights are stored, by `Lora.base`.
 _FROZEN = {"auto": "in 16 bits", "int8": "in 8 bits", "nf4": "in 4 bits"}
 
 
 class Length(NamedTuple):
-    """How long a run is: its updates, its tokens, and why so many; None if nothing tells."""
+    """The length of a run.
+
+    Attributes:
+        updates: number of updates; None if unknown.
+        tokens: number of tokens; None if unknown.
+        why: the reason for this length; "" for none.
+    """
 
     updates: int | None = None
     tokens: int | None = None
     why: str = ""
 
 
-class Drawing(NamedTuple):
-    """The answers of a run with rewards.
+class AnswerSampling(NamedTuple):
+    """The sampling of answers in a run with rewards.
 
     Attributes:
-        seconds: seconds of drawing those of an update.
-        calibrated: whether earlier runs corrected the seconds.
-        beside: bytes beside the step, by origin.
+        seconds: the time to sample the answers of one update.
+        calibrated: whether `seconds` was corrected by the times of earlier runs.
+        beside: {origin: bytes} of memory that the training step cannot use.
     """
 
     seconds: float
@@ -66,20 +81,31 @@ def screen(
     model: str,
     request: Request,
     length: Length,
-    drawing: Drawing | None,
+    drawing: AnswerSampling | None,
     changes: Sequence[Remedy],
     supposed: Sequence[str],
 ) -> Iterator[str]:
-    """Yield the lines."""
+    """Yield the lines of the screen.
+
+    Args:
+        plan: the plan.
+        model: the model's name.
+        request: what was planned.
+        length: the run's length.
+        drawing: the sampling of answers; None for a run without rewards.
+        changes: changes with which the run would fit or be faster.
+        supposed: the settings that the plan supposes because the user gave none, as arguments of
+            `train`.
+    """
     device = plan.device
-    # The planner is told of a card that is smaller by what stands beside the step.
+    # The planner was given a device without the memory in `beside`, so it is added again here.
     beside = drawing.beside if drawing else {}
     free = gibibytes(device.free_memory_bytes + sum(beside.values()))
     yield f"device   {device.name}, {free}, {gibibytes(plan.budget_bytes)} usable{_source_of_times(plan)}"
     if beside:
         sizes = ", ".join(f"{name} {gibibytes(size)}" for name, size in beside.items())
         yield f"         beside {sizes}"
-    yield f"model    {_model(model, plan, request)}"
+    yield f"model    {_model_text(model, plan, request)}"
     usual = ", as usual for this size" if supposed else ""
     rows = f"{counted(request.rows, 'row')} of {request.training.length:,} tokens{usual}"
     yield f"update   {request.tokens_per_update:,} tokens: {rows}"
@@ -87,49 +113,53 @@ def screen(
         yield "         rows as long as a prompt with its answer may be; shorter ones need less of all"
     if supposed:
         yield f"         add to train: {' '.join(supposed)}"
-    yield from _chosen(plan, length)
+    yield from _choice_lines(plan, length)
     if drawing:
-        source = (
-            "as earlier runs took it"
-            if drawing.calibrated
-            else "by a formula that no run here has corrected"
-        )
-        yield f"drawing  at most {_short(drawing.seconds)} for the answers of an update, {source}"
+        if drawing.calibrated:
+            source = "as earlier runs took it"
+        else:
+            source = "by a formula that no run here has corrected"
+        yield f"drawing  at most {_short_duration(drawing.seconds)} for the answers of an update, {source}"
     if plan.chosen:
         yield ""
-        yield from _ways(plan)
+        yield from _way_rows(plan)
     if changes:
         yield ""
-        yield from _changes(plan, changes)
+        yield from _change_rows(plan, changes)
 
 
 def _source_of_times(plan: Plan) -> str:
+    """Return where the plan's times come from, unless they come from measured efficiencies."""
     if plan.calibrated:
         return "; time as earlier runs took it"
     known = plan.device.name in EFFICIENCIES or plan.device.type == "cpu"
     return "" if known else "; speed by datasheet"
 
 
-def _model(model: str, plan: Plan, request: Request) -> str:
-    config, lora = request.training.config, request.training.lora
+def _model_text(model: str, plan: Plan, request: Request) -> str:
+    """Return the model's name, its vocabulary and its numbers of parameters."""
+    config = request.training.config
+    lora = request.training.lora
     size = f"{count(config.parameter_count())} parameters"
     if lora is None:
         return f"{model}, vocabulary {config.vocab_size:,}: {size}"
     precision = request.precisions[0]
     adapters = count(trained_numbers(config, lora, precision))
-    frozen = "in 32 bits" if (lora.base, precision) == ("auto", "fp32") else _FROZEN[lora.base]
+    # "auto" stores the frozen weights in the bits of the computation.
+    is_32_bit = lora.base == "auto" and precision == "fp32"
+    frozen = "in 32 bits" if is_32_bit else _FROZEN[lora.base]
     return f"{model}, vocabulary {config.vocab_size:,}: {size} frozen {frozen}; adapters {adapters}"
 
 
-def _chosen(plan: Plan, length: Length) -> Iterator[str]:
-    """Yield the choice with its time and its memory; or why there is none."""
+def _choice_lines(plan: Plan, length: Length) -> Iterator[str]:
+    """Yield the lines on the chosen way, or on the nearest way if none fits."""
     if not plan.candidates:
         yield f"plan     {plan.refusal}"
         return
     best = plan.nearest
     if plan.chosen is None:
-        short = gibibytes(best.peak_memory_bytes - plan.budget_bytes)
-        yield f"plan     does not fit: {short} too large in the way that needs least,"
+        excess = gibibytes(best.peak_memory_bytes - plan.budget_bytes)
+        yield f"plan     does not fit: {excess} too large in the way that needs least,"
         yield f"         {describe_work(best.work)}"
     else:
         if isinstance(best, StreamCandidate):
@@ -138,93 +168,96 @@ def _chosen(plan: Plan, length: Length) -> Iterator[str]:
         else:
             yield f"plan     fits, {describe_work(best.work)}"
         use = "" if best.mfu is None else f", MFU {best.mfu:.0%}"
-        yield f"speed    {count(best.tokens_per_s, 'tok/s')}{use}, {_short(best.update_s)} an update"
-        yield f"time     {_time(best, length)}"
+        yield f"speed    {count(best.tokens_per_s, 'tok/s')}{use}, {_short_duration(best.update_s)} an update"
+        yield f"time     {_run_time(best, length)}"
     if best.by_origin:
         yield f"memory   {_bar(best.by_origin, plan.budget_bytes)} {gibibytes(best.peak_memory_bytes)}"
-        parts = (
+        origins = (
             f"{_SHADES[name]} {name.removesuffix(' buffers')} {size / 2**30:.2f}"
             for name, size in best.by_origin.items()
             if size
         )
-        more = (
-            f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)"
-            if best.residual_bytes
-            else ""
-        )
-        yield f"   GiB   {', '.join(parts)}{more}"
+        correction = ""
+        if best.residual_bytes:
+            correction = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)"
+        yield f"   GiB   {', '.join(origins)}{correction}"
     if isinstance(best, StreamCandidate):
         for tier, text in describe_tiers(best):
-            first, _, rest = text.partition("; ")
+            first, _, rest = text.partition("; ")  # a text of two parts takes two lines
             yield f"{tier:8} {first}"
             if rest:
                 yield f"         {rest}"
 
 
-def _time(best: Candidate, length: Length) -> str:
+def _run_time(best: Candidate, length: Length) -> str:
+    """Return the time of the whole run or, if its length is unknown, of SAMPLE_TOKENS."""
     if length.updates and length.tokens:
         why = f" ({length.why})" if length.why else ""
-        whole = _long(best.update_s * length.updates)
-        return (
-            f"{whole} for {count(length.tokens)} tokens in {counted(length.updates, 'update')}{why}"
-        )
+        run_time = _long_duration(best.update_s * length.updates)
+        return f"{run_time} for {count(length.tokens)} tokens in {counted(length.updates, 'update')}{why}"
     return f"{duration(SAMPLE_TOKENS / best.tokens_per_s)} for each {count(SAMPLE_TOKENS)} tokens of text"
 
 
-def _long(seconds: float) -> str:
-    """Return a length of time, in days from two days on."""
+def _long_duration(seconds: float) -> str:
+    """Return a length of time. From two days on it is in days and hours."""
     days, rest = divmod(round(seconds / 3600), 24)
     return f"{days:,} days {rest} h" if days >= 2 else duration(seconds)
 
 
-def _short(seconds: float) -> str:
+def _short_duration(seconds: float) -> str:
+    """Return a length of time, in milliseconds below 0.1 s."""
     return f"{1000 * seconds:.3g} ms" if seconds < 0.0995 else duration(seconds)
 
 
-def _ways(plan: Plan) -> Iterator[str]:
-    """Yield the table of ways to train with the same result, the first few."""
+def _way_rows(plan: Plan) -> Iterator[str]:
+    """Yield the table of the first MOST_WAYS ways."""
     shown = _worth_a_line(plan.candidates)[:MOST_WAYS]
-    lines = [_HEADS, *(_line(candidate, chosen=candidate is plan.chosen) for candidate in shown)]
+    lines = [_HEADS, *(_way_row(candidate, chosen=candidate is plan.chosen) for candidate in shown)]
     if not any(isinstance(candidate, StreamCandidate) for candidate in shown):
-        lines = [(*line[:3], *line[4:]) for line in lines]
+        streamed = _HEADS.index("streamed")
+        lines = [(*line[:streamed], *line[streamed + 1 :]) for line in lines]
     yield from _table(lines)
-    if more := len(plan.candidates) - len(shown):
+    more = len(plan.candidates) - len(shown)
+    if more:
         yield f"and {more} slower or larger {'way' if more == 1 else 'ways'} (--json lists all)"
 
 
 def _worth_a_line(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without those that differ from an earlier one in their graph alone."""
-    first: dict[Any, Candidate] = {}
+    """Return the candidates without those that differ from an earlier one only in their graph."""
+    firsts: dict[Any, Candidate] = {}
     for candidate in candidates:
         way = describe_way(candidate) if isinstance(candidate, StreamCandidate) else ""
-        first.setdefault((candidate.work.rows, candidate.work.remat, way), candidate)
-    return [*first.values()]
+        key = (candidate.work.rows, candidate.work.remat, way)
+        firsts.setdefault(key, candidate)
+    return [*firsts.values()]
 
 
-def _line(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
+def _way_row(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
+    """Return the cells of a way, in the order of `_HEADS`."""
     work = candidate.work
-    use = "" if candidate.mfu is None else f"{candidate.mfu:.0%}"
+    is_estimate = not candidate.by_origin  # without sizes by origin, the sum is an estimate
+    memory = gibibytes(candidate.peak_memory_bytes)
     return (
         str(work.rows),
         work.compile,
         str(work.remat),
         _streamed(candidate) if isinstance(candidate, StreamCandidate) else "",
-        ("" if candidate.by_origin else "~") + gibibytes(candidate.peak_memory_bytes),
+        f"~{memory}" if is_estimate else memory,
         count(candidate.tokens_per_s),
-        use,
+        "" if candidate.mfu is None else f"{candidate.mfu:.0%}",
         "chosen" if chosen else candidate.why,
     )
 
 
 def _streamed(candidate: StreamCandidate) -> str:
-    """Return in a few words how a model is streamed; `describe_way` says it in full."""
+    """Return in a few words how a model is streamed. `describe_way` has more words."""
     placement = candidate.placement
     where = "host" if placement.where == "host" else "device"
     return f"{counted(placement.blocks_per_stage, 'block')}, {placement.when}, {where}"
 
 
-def _changes(plan: Plan, changes: Sequence[Remedy]) -> Iterator[str]:
-    """Yield the table of changes with which it fits, or is faster."""
+def _change_rows(plan: Plan, changes: Sequence[Remedy]) -> Iterator[str]:
+    """Yield the table of changes with which the run fits or is faster."""
     head = "what would fit" if plan.chosen is None else "what else fits"
     rows = [
         (
@@ -239,35 +272,34 @@ def _changes(plan: Plan, changes: Sequence[Remedy]) -> Iterator[str]:
 
 
 def _table(lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    """Yield lines of cells as text with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        yield "  ".join(
-            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
-        ).rstrip()
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        yield "  ".join(cells).rstrip()
 
 
 def _bar(by_origin: Mapping[str, int], limit: int) -> str:
-    """Return a bar with each origin's share of the limit in letters, free memory as dots, any
-    excess after its end.
+    """Return a bar of the memory, such as "[WWGGaa....]".
+
+    Each origin's bytes are letters, and free memory is dots. What exceeds the limit stands after
+    the bar's end.
     """
     total = max(limit, sum(by_origin.values()))
-    edges = [
-        *map(
-            round,
-            itertools.accumulate((BAR * size / total for size in by_origin.values()), initial=0.0),
-        )
-    ]
-    cells = "".join(
-        _SHADES[name] * (b - a) for name, a, b in zip(by_origin, edges, edges[1:], strict=False)
-    )
+    lengths = (BAR * size / total for size in by_origin.values())
+    # The sums are rounded rather than the lengths, so that rounding errors do not add up.
+    edges = [round(edge) for edge in itertools.accumulate(lengths, initial=0.0)]
+    cells = ""
+    for name, (begin, stop) in zip(by_origin, itertools.pairwise(edges), strict=True):
+        cells += _SHADES[name] * (stop - begin)
     end = round(BAR * limit / total)
     return f"[{cells[:end].ljust(end, '.')}]{cells[end:]}"
 
 
 def as_object(
-    plan: Plan, length: Length, drawing: Drawing | None, changes: Sequence[Remedy]
+    plan: Plan, length: Length, drawing: AnswerSampling | None, changes: Sequence[Remedy]
 ) -> dict[str, Any]:
-    """Return the plan as JSON values."""
+    """Return the plan as the object that --json prints; the arguments are those of `screen`."""
     updates = length.updates
     found: dict[str, Any] = {
         "schema": "monograph.plan/1",
@@ -277,11 +309,11 @@ def as_object(
         "budget_bytes": plan.budget_bytes,
         "updates": updates,
         "tokens": length.tokens,
-        "chosen": None if plan.chosen is None else _entry(plan.chosen, updates),
+        "chosen": None if plan.chosen is None else _candidate_object(plan.chosen, updates),
         "refusal": None if plan.chosen else plan.refusal,
-        "candidates": [_entry(candidate, updates) for candidate in plan.candidates],
+        "candidates": [_candidate_object(candidate, updates) for candidate in plan.candidates],
         "changes": [
-            {"change": change.change, "cost": change.cost} | _entry(change.best, updates)
+            {"change": change.change, "cost": change.cost} | _candidate_object(change.best, updates)
             for change in changes
         ],
     }
@@ -292,10 +324,11 @@ def as_object(
     return found
 
 
-def _entry(candidate: Candidate, updates: int | None) -> dict[str, Any]:
+def _candidate_object(candidate: Candidate, updates: int | None) -> dict[str, Any]:
+    """Return a way as JSON values; `updates` is the run's number of updates, if it is known."""
     work = candidate.work
     origins = candidate.by_origin
-    return {
+    values = {
         "memory": "stream" if isinstance(candidate, StreamCandidate) else "device",
         "micro_batch": work.rows,
         **{key: getattr(work, key) for key in ("remat", "precision", "compile")},
@@ -307,15 +340,19 @@ def _entry(candidate: Candidate, updates: int | None) -> dict[str, Any]:
         "tokens_per_s": candidate.tokens_per_s,
         "mfu": candidate.mfu,
         "why": candidate.why or None,
-    } | (_stream_entry(candidate) if isinstance(candidate, StreamCandidate) else {})
+    }
+    if isinstance(candidate, StreamCandidate):
+        values |= _stream_entry(candidate)
+    return values
 
 
 def _in_bytes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return sizes under keys that end with their unit."""
+    """Return sizes in bytes under keys that end with "_bytes"."""
     return {f"{name.replace(' ', '_')}_bytes": size for name, size in sizes.items()}
 
 
 def _stream_entry(candidate: StreamCandidate) -> dict[str, Any]:
+    """Return the values that only a streamed way has."""
     placement = candidate.placement
     return {
         "placement": {

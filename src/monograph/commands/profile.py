@@ -1,7 +1,8 @@
-"""`monograph profile`: trace a few updates of a run that is not kept; show where time goes and what
-to change.
+"""`monograph profile`: trace a few updates, and show where their time goes and what to change.
 
-With `--ladder` it measures what each usual way to save time or memory is worth, one after another.
+With `--ladder`, `monograph profile` instead measures what each usual way to save time or memory is
+worth, one after another (`monograph.session.ladder`). Such a way is called a rung. No run is kept
+in either case.
 """
 
 import json as jsonlib
@@ -61,27 +62,25 @@ REPORT = "report.html"
 
 
 def run(settings: Settings, *, out: Path | None, json: bool) -> None:
-    """Open the session as `train` does, trace a few updates and print the result; no run is
-    written.
-    """
+    """Trace a few updates of the training that `train` would start, and print the result."""
     with results_folder(out, DEFAULT_ROOT) as folder:
-        progress = _started()
-        session = _open(_planned(settings, progress), folder, progress)
-        measured = _watched(session, folder, progress)
+        progress = _start_process()
+        session = _open_and_prepare(_plan_run(settings, progress), folder, progress)
+        measured = _profile_session(session, folder, progress)
         size = session.plan.training.tokens_per_update
         tokens_per_s = session.text.stats.packed_share * size / measured.update_s
         drawing = draw_profile(measured.verdict, f"An update of {size:,} tokens")
         write_whole(folder / PICTURE, themed(drawing))
         config = session.plan.record.toml
         write_whole(folder / REPORT, profile_page(folder.name, measured, tokens_per_s, config))
-    _show(measured, tokens_per_s, folder)
+    _print_profile(measured, tokens_per_s, folder)
     if json:
-        print(jsonlib.dumps(_object(measured, tokens_per_s, session, folder)))
+        print(jsonlib.dumps(_json_object(measured, tokens_per_s, session, folder)))
 
 
-def _started() -> Progress:
-    """Set up this process to compute as `train` does, print the device and return the display."""
-    # Before torch._dynamo is imported, which sets its own cache path in the environment.
+def _start_process() -> Progress:
+    """Set up this process as `train` does, print the device, and return the display."""
+    # Called before torch._dynamo is imported, which sets its own cache path in the environment.
     keep_compiled()
     compat.quiet_profiler()
     progress = Progress()
@@ -91,22 +90,22 @@ def _started() -> Progress:
 
 
 def warn_if_busy(progress: Progress) -> None:
-    """Warn if other programs use more than one core of this machine."""
+    """Print a warning if other programs use more than one core of this machine."""
     load = os.getloadavg()[0]
     cores = describe().cores
-    if load > cores + 1:
+    if load > cores + 1:  # this process itself keeps all cores busy
         progress.line(
             "warning",
             f"load {load:.0f} on {counted(cores, 'core')}: other programs slow these measurements down",
         )
 
 
-def _planned(settings: Settings, progress: Progress) -> Plan:
-    """Return the plan of a run whose text can be read again.
+def _plan_run(settings: Settings, progress: Progress) -> Plan:
+    """Decide the settings that were left at "auto", and return the plan.
 
     Raises:
-        UsageError: the text comes from standard input or is a run, or this machine cannot train as
-            asked.
+        UsageError: the text comes from standard input or is a run, or this machine cannot train
+            with these settings.
     """
     require_texts(settings, "profile")
     require_one_device(settings, "profile")
@@ -120,16 +119,17 @@ def _planned(settings: Settings, progress: Progress) -> Plan:
             raise UsageError(
                 f"{run.folder} is a run, not text: `monograph profile {shell_words(run.config)}` takes its settings"
             )
-    plan = resolve(settings, machine := describe())
+    machine = describe()
+    plan = resolve(settings, machine)
     for line in notes_on(plan, machine):
         progress.line("note", line)
     return plan
 
 
-def _open(plan: Plan, folder: Path, progress: Progress) -> Session:
-    session = open_session(
-        Run(folder), plan, Texts().open(plan, progress), default_device(), progress
-    )
+def _open_and_prepare(plan: Plan, folder: Path, progress: Progress) -> Session:
+    """Open the session of a run in `folder`, and compile its step; raises UsageError."""
+    text = Texts().open(plan, progress)
+    session = open_session(Run(folder), plan, text, default_device(), progress)
     if isinstance(session.engine, Streamed):
         raise UsageError("train.memory = stream: profile watches a model that lives on the device")
     session.engine.step.announce = partial(progress.line, "note")
@@ -137,15 +137,17 @@ def _open(plan: Plan, folder: Path, progress: Progress) -> Session:
     return session
 
 
-def _watched(session: Session, folder: Path, progress: Progress) -> Profile:
-    plan, share = session.plan, session.text.stats.packed_share
-    whole = share if plan.job.reading.is_packed else 1.0
-    rows = session.text.batches(
-        plan.training.tokens_per_update, seed=plan.job.seed, pin=default_device().type == "cuda"
-    )
+def _profile_session(session: Session, folder: Path, progress: Progress) -> Profile:
+    """Time and trace a few updates, and write the trace into `folder`."""
+    plan = session.plan
+    # The share of the rows' positions that hold tokens, and the share if the rows were packed.
+    used = session.text.stats.packed_share
+    packed = used if plan.job.reading.is_packed else 1.0
+    is_on_gpu = default_device().type == "cuda"
+    rows = session.text.batches(plan.training.tokens_per_update, seed=plan.job.seed, pin=is_on_gpu)
     try:
         with progress.stage("profile", "timing a few updates (discarded)") as stage:
-            measured = profile(session.engine, rows, folder / TRACE, used=share, packed=whole)
+            measured = profile(session.engine, rows, folder / TRACE, used=used, packed=packed)
             stage.result = f"{1e3 * measured.update_s:.3g} ms each, {1e3 * measured.watched_s:.3g} ms with the profiler"
     finally:
         rows.close()
@@ -153,7 +155,8 @@ def _watched(session: Session, folder: Path, progress: Progress) -> Profile:
     return measured
 
 
-def _show(measured: Profile, tokens_per_s: float, folder: Path) -> None:
+def _print_profile(measured: Profile, tokens_per_s: float, folder: Path) -> None:
+    """Print the times, the limits and the changes that would help."""
     judged = measured.verdict
     machine = measured.machine
     steps = counted(measured.micro_steps, "micro-step")
@@ -161,28 +164,34 @@ def _show(measured: Profile, tokens_per_s: float, folder: Path) -> None:
     print(f"{'part':<14}{'share':>7}{'ms':>10}{'best ms':>10}  mostly limited by")
     for part in PARTS:
         share = judged.spent.share(part)
-        taken = 1e3 * judged.spent.parts[part]
-        least = 1e3 * judged.floors[part]
-        bound = largest_bound(judged.bounds.get(part, {}))
-        print(f"{part:<14}{share:>7.1%}{taken:>10.3g}{least:>10.3g}  {bound}".rstrip())
+        spent_ms = 1e3 * judged.spent.parts[part]
+        best_ms = 1e3 * judged.floors[part]
+        limit = largest_bound(judged.bounds.get(part, {}))
+        print(f"{part:<14}{share:>7.1%}{spent_ms:>10.3g}{best_ms:>10.3g}  {limit}".rstrip())
     faster = measured.update_s / max(judged.floor_s, 1e-12)
     rates = f"{count(machine.matmul_flops)}FLOP/s of a large product, {count(machine.copy_bytes_per_s)}B/s of a copy"
     print(f"\nbest      {1e3 * judged.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
     print(f"limit     {describe_limit(measured)}")
     for index, change in enumerate(judged.changes):
-        begun = f"change    {change.what}" if index == 0 else f"          or {change.what}"
-        why = f", as {change.why}" if index == 0 else ""
+        if index == 0:
+            start = f"change    {change.what}"
+            reason = f", as {change.why}"
+        else:
+            start = f"          or {change.what}"
+            reason = ""
         other = "" if change.same_training else " (changes the training)"
-        print(f"{begun}: predicted {judged.gain(change):.2f} × as fast{why}{other}")
+        print(f"{start}: predicted {judged.gain(change):.2f} × as fast{reason}{other}")
     print(
         f"written   {folder / REPORT}, {folder / PICTURE}, and {folder / TRACE} for ui.perfetto.dev"
     )
 
 
-def _object(
+def _json_object(
     measured: Profile, tokens_per_s: float, session: Session, folder: Path
 ) -> dict[str, Any]:
-    judged, step = measured.verdict, session.engine.step
+    """Return the measurements as the object that --json prints."""
+    judged = measured.verdict
+    step = session.engine.step
     return {
         "schema": "monograph.profile/1",
         "device": describe().name,
@@ -220,33 +229,36 @@ def _object(
     }
 
 
-_LADDER, _NUMBERS = "ladder.svg", "ladder.json"
-# The columns on a terminal.
-_SHOWN = ("rung", "tokens/s", "speed", "peak memory", "memory", "loss", "compiling, s")
+_LADDER = "ladder.svg"
+_NUMBERS = "ladder.json"
+# The columns of the page's table that are also printed.
+_PRINTED_COLUMNS = ("rung", "tokens/s", "speed", "peak memory", "memory", "loss", "compiling, s")
 
 
 def run_ladder(settings: Settings, *, out: Path | None, json: bool) -> None:
-    """Train and measure one rung after another, as `train` would, and print the gains; no run is
-    written.
-    """
+    """Train a little with each rung as `train` would, measure it, and print the gains."""
     began = clock()
     with results_folder(out, DEFAULT_ROOT) as folder:
-        progress = _started()
-        ladder = Ladder.of(_planned(settings, progress), folder, progress)
-        result = _ladder_object(ladder, _climbed(ladder, progress), folder)
+        progress = _start_process()
+        ladder = Ladder.of(_plan_run(settings, progress), folder, progress)
+        result = _ladder_json(ladder, _climb_rungs(ladder, progress), folder)
         result["wall_s"] = clock() - began
         drawing = draw_ladder(result)
         write_whole(folder / _LADDER, themed(drawing))
         write_whole(folder / _NUMBERS, jsonlib.dumps(result, indent=1) + "\n")
         write_whole(folder / REPORT, ladder_page(folder.name, result, ladder.plan.record.toml))
-    _show_ladder(result, folder)
+    _print_ladder(result, folder)
     if json:
         print(jsonlib.dumps(result))
 
 
 class Climb(NamedTuple):
-    """A rung, the name of the rung it is compared with ("" for the first), and its measurements or
-    its obstacle.
+    """The measurement of one rung.
+
+    Attributes:
+        rung: the rung.
+        over: the name of the rung that it is compared with; "" for the first rung.
+        outcome: the measurements, or the reason why the rung is impossible here.
     """
 
     rung: Rung
@@ -254,34 +266,41 @@ class Climb(NamedTuple):
     outcome: Climbed | str
 
 
-def _climbed(ladder: Ladder, progress: Progress) -> list[Climb]:
-    made = list[Climb]()
-    stack = {"": RungWay()}
+def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
+    """Measure each rung that is possible here."""
+    climbs = list[Climb]()
+    # The settings with each rung that later rungs build on, by the rung's name, in order.
+    ways = {"": RungWay()}
     began = clock()
     for number, rung in enumerate(RUNGS, start=1):
-        over = rung.over if rung.over in stack else [*stack][-1]
-        measured = sum(not isinstance(climb.outcome, str) for climb in made)
-        left = sum(
-            not ladder.obstacle(later.after(stack[over]), later) for later in RUNGS[number - 1 :]
-        )
-        about = (
-            f"   about {clock_time((clock() - began) / measured * left)} left"
-            if measured and left
-            else ""
-        )
-        progress.line("rung", f"{number} of {len(RUNGS)}   {rung.name}{about}")
-        way, outcome = ladder.climb(rung, stack[over], progress)
-        made.append(Climb(rung, over, outcome))
+        # The rung that this one changes, and is compared with. If it is not named or was impossible
+        # here, it is the last one in `ways`.
+        over = rung.over if rung.over in ways else [*ways][-1]
+        measured = sum(not isinstance(climb.outcome, str) for climb in climbs)
+        left = 0  # number of possible rungs, this one included
+        for later in RUNGS[number - 1 :]:
+            if not ladder.obstacle(later.after(ways[over]), later):
+                left += 1
+        estimate = ""
+        if measured and left:
+            left_s = (clock() - began) / measured * left
+            estimate = f"   about {clock_time(left_s)} left"
+        progress.line("rung", f"{number} of {len(RUNGS)}   {rung.name}{estimate}")
+        way, outcome = ladder.climb(rung, ways[over], progress)
+        climbs.append(Climb(rung, over, outcome))
         if isinstance(outcome, str):
             progress.line("", f"not here: {outcome}")
         elif rung.over is None:
-            stack[rung.name] = way
+            ways[rung.name] = way
     warn_if_busy(progress)
-    return made
+    return climbs
 
 
-def _ladder_object(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[str, Any]:
-    machine, plan = ladder.machine, ladder.plan
+def _ladder_json(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[str, Any]:
+    """Return the measurements of all rungs as the object that --json prints."""
+    machine = ladder.machine
+    plan = ladder.plan
+    # On a CPU, time of the processor depends less on other programs than wall time does.
     timed = "cpu" if machine.type == "cpu" else "wall"
     return {
         "schema": "monograph.ladder/2",
@@ -299,25 +318,31 @@ def _ladder_object(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[s
 
 
 def measured_rungs(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
-    """Return the rungs as JSON objects; ratios of speed are of tokens per second of "wall" or of
-    "cpu" time.
+    """Return the rungs as JSON objects.
+
+    Args:
+        climbed: the rungs' measurements.
+        timed: "wall" or "cpu": the time to which the ratios of speeds refer.
     """
     rungs = dict[str, dict[str, Any]]()
     for rung, over, outcome in climbed:
-        rungs[rung.name] = {
+        values = {
             "rung": rung.name,
             "change": rung.change,
             "over": over or None,
-            **_measured(outcome),
+            **_rung_values(outcome),
         }
-        one = rungs[rung.name]
-        other = rungs.get(over)
-        for name, key in (("times", SPEED_KEYS[timed]), ("memory_times", "peak_memory_bytes")):
-            one[name] = one[key] / other[key] if other and one[key] else None
+        rungs[rung.name] = values
+        reference = rungs.get(over)
+        for ratio, key in (("times", SPEED_KEYS[timed]), ("memory_times", "peak_memory_bytes")):
+            values[ratio] = None
+            if reference and values[key]:
+                values[ratio] = values[key] / reference[key]
     return [*rungs.values()]
 
 
-def _measured(outcome: Climbed | str) -> dict[str, Any]:
+def _rung_values(outcome: Climbed | str) -> dict[str, Any]:
+    """Return a rung's measurements as JSON values, all None if the rung is impossible here."""
     keys = (
         "tokens_per_s",
         "tokens_per_cpu_s",
@@ -333,27 +358,31 @@ def _measured(outcome: Climbed | str) -> dict[str, Any]:
     if isinstance(outcome, str):
         return {"obstacle": outcome, "notes": [], **dict.fromkeys((*keys, *scores))}
     seconds = sorted(outcome.seconds)
+    quarter = len(seconds) // 4  # "low" and "high" are the quartiles
     held_out = outcome.held_out
     return standard_json(
         {
             "obstacle": None,
             "notes": [*outcome.notes],
             **{key: getattr(outcome, key) for key in keys},
-            "update_s_low": seconds[len(seconds) // 4],
-            "update_s_high": seconds[-1 - len(seconds) // 4],
+            "update_s_low": seconds[quarter],
+            "update_s_high": seconds[-1 - quarter],
             "eval_loss": held_out.loss if held_out else None,
             "eval_bits_per_byte": held_out.bits_per_byte if held_out else None,
         }
     )
 
 
-def _show_ladder(result: dict[str, Any], folder: Path) -> None:
-    table = [
-        [cell if isinstance(cell, str) else cell[0] for cell in row]
-        for row in [LADDER_HEADS, *ladder_cells(result["rungs"])]
-    ]
-    lines = [[line[LADDER_HEADS.index(head)] for head in _SHOWN] for line in table]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_SHOWN))]
+def _print_ladder(result: dict[str, Any], folder: Path) -> None:
+    """Print a table of the rungs, and what they are worth."""
+    places = [LADDER_HEADS.index(head) for head in _PRINTED_COLUMNS]
+    lines = []
+    for row in [LADDER_HEADS, *ladder_cells(result["rungs"])]:
+        # A cell is a text, or a pair of a text and its number, by which the page sorts.
+        texts = [cell if isinstance(cell, str) else cell[0] for cell in row]
+        lines.append([texts[place] for place in places])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    # The rungs with `over` come last; each of them is compared with the same rung.
     saving = [values for values, rung in zip(result["rungs"], RUNGS, strict=True) if rung.over]
     for line, rung in zip(lines, [None, *result["rungs"]], strict=True):
         if rung is saving[0]:

@@ -183,7 +183,7 @@ def _round(
             after.save(moment)
         after.stop(moment)
         if moment.all_lost:
-            after.spare(moment)
+            after.drop_work(moment)
             break
     state.write_summaries(batch)
     batch.close()

@@ -1,9 +1,10 @@
-"""Manage run folders: create them without races, lock them while in use, and log metrics as one
-JSON object a line.
+"""Create, find and lock run folders, and read and write their metrics.
 
-A folder with a `run.lock` is a run: the file is a JSON record with the run's serial number and the
-current or last holder of the lock. A run has begun once `config.toml` exists; before that it has
-nothing worth keeping and counts as empty.
+A folder that contains `run.lock` is a run. `run.lock` is a JSON object, the lock record: the run's
+serial number, and the process and host that held the lock last. A run has begun once `config.toml`
+exists. A run that has not begun contains nothing worth keeping, so `Run.create` may replace it.
+`metrics.jsonl` has one JSON object on each line, called a row. A sweep is a folder of many runs
+(`monograph.sweeps`) and is itself a run folder with the file sweep.json.
 """
 
 import errno
@@ -28,12 +29,12 @@ from monograph.report import metrics
 from monograph.run.run_index import (
     SWEEP,
     checkpoint_named,
+    lock_record,
     locked_in,
     parsed,
-    placed,
-    record,
+    resolve_checkpoint,
     runs_in,
-    serial,
+    serial_number,
 )
 from monograph.storage.reading import (
     contents,
@@ -49,9 +50,12 @@ from monograph.storage.writing import sync
 from monograph.terminal import shell_words
 
 DEFAULT_ROOT = Path("runs")
-MIXTURE = "mixture"  # SWEEP/mixture, which is no folder, names all members of a sweep together
-TEACHERS = "teachers.json"  # a run's folder with this file learns from the members of a sweep
-_BEFORE_IT_BEGAN = {
+# The name SWEEP/mixture means all members of a sweep, evaluated together. No such folder exists.
+MIXTURE = "mixture"
+# A run whose folder contains this file is distilled from the members of a sweep.
+TEACHERS = "teachers.json"
+# The files that a run folder may contain before the run has begun.
+_FILES_BEFORE_BEGIN = {
     "run.lock",
     "from.json",
     "from.partial",
@@ -65,52 +69,55 @@ _BEFORE_IT_BEGAN = {
     "starts.jsonl",
     "starts.partial",
 }
-_RECORD = b'{"serial": '  # the first bytes of run.lock
+_LOCK_RECORD_START = b'{"serial": '  # the first bytes of run.lock
 
 # The numbers that a row may have, besides times, whose names end in their unit.
 _NUMBERS = (*metrics.metric_keys(), "share")
-# A function that says why a folder in runs/ cannot be what `last` means, such as "is a sweep"; ""
-# if it can be.
-WhyNot = Callable[[Path], str]
-# The entries of a row that commands rely on, with their types.
+# A function of a run's folder. It returns why "last" cannot mean this run, such as "is a sweep", or
+# "" if it can.
+Obstacle = Callable[[Path], str]
+_STRICT = ConfigDict(strict=True)
+_Summary = create_model("_Summary", __config__=_STRICT, update=(int, 0))
+# The entries of a row that commands rely on, as name=(type, default). A row may have other entries.
 _Row = create_model(
     "_Row",
-    __config__=ConfigDict(strict=True),
+    __config__=_STRICT,
     **dict.fromkeys(("update", "tokens", "diverged"), (int, 0)),  # type: ignore[call-overload]
     **dict.fromkeys(_NUMBERS, (float | None, None)),
-    summary=(
-        create_model("_Summary", __config__=ConfigDict(strict=True), update=(int, 0)) | None,
-        None,
-    ),
+    summary=(_Summary | None, None),
     sample=(str, ""),
 )
 _TIME = TypeAdapter[float | None](float | None, config=ConfigDict(strict=True))
 
-# Descriptors of the locks that this process holds. A forked child inherits them, and the locks
-# would outlive this process unless the child closed them.
-_held: set[int] = set()
+# File descriptors of the locks that this process holds. A forked child inherits the descriptors,
+# and a lock is free only after every copy of its descriptor is closed. So the child closes its own.
+_held_locks: set[int] = set()
 
 
-def _forget_inherited_locks() -> None:
-    for descriptor in _held:
+def _close_inherited_locks() -> None:
+    for descriptor in _held_locks:
         os.close(descriptor)
-    _held.clear()
+    _held_locks.clear()
 
 
-os.register_at_fork(after_in_child=_forget_inherited_locks)
+os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 class Run:
-    """A run's folder. `create` makes one and `open` finds one; `lock` it before writing anything.
+    """A run's folder and the paths of its files.
+
+    `create` makes a new run, and `open` finds an existing one. Hold `lock` while you write into the
+    folder.
 
     Attributes:
         folder: the run's folder.
-        at: the update of the checkpoint by whose folder the run was named; None means the newest
-            checkpoint.
+        at: the update of the checkpoint to read, if the user named the run by the folder of a
+            checkpoint; None for the newest checkpoint.
     """
 
     def __init__(self, folder: Path, at: int | None = None) -> None:
-        self.folder, self.at = folder, at
+        self.folder = folder
+        self.at = at
         self.config = folder / "config.toml"
         self.checkpoints = folder / "checkpoints"
         self.report = folder / "report.html"
@@ -122,225 +129,267 @@ class Run:
 
     @classmethod
     def create(cls, out: str | Path | None = None, root: str | Path = DEFAULT_ROOT) -> Self:
-        """Make a new run in `out`, or in `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it if that
-        minute has one.
+        """Make a new run folder, write its lock record, and return the run.
 
-        Raises InputRefused if `out` holds something or cannot be written, RunInUse if another
-        process is writing a run there, and DiskFull. A run in `out` that was killed before it had
-        begun is replaced.
+        Args:
+            out: the folder, which must be new or empty, or contain a run that was killed before it
+                began. None for a new folder in `root`, see `claim_new_folder`.
+            root: the folder of all runs.
+
+        Raises:
+            InputRefused: `out` contains anything else, or cannot be written.
+            RunInUse: another process holds the lock of the run in `out`.
+            DiskFull: there is no space left.
         """
-        with explained(Path(root if out is None else out)):
-            run = cls(
-                claim_new_folder(Path(root)) if out is None else _claim_given_folder(Path(out))
-            )
+        with write_errors_explained(Path(root if out is None else out)):
+            if out is None:
+                folder = claim_new_folder(Path(root))
+            else:
+                folder = _claim_given_folder(Path(out))
+            run = cls(folder)
             others = locked_in(run.folder.parent)
-            number = 1 + (serial(others[-1]) if others else 0)
+            number = 1 + (serial_number(others[-1]) if others else 0)
             for other in others:
-                _drop_text(other)
-            with _exclusive(run.lock_file) as descriptor:
-                if not _is_as_good_as_empty(run.folder):
+                _remove_stdin_copy(other)
+            with _locked(run.lock_file) as descriptor:
+                if not _has_not_begun(run.folder):
                     raise _already_a_run(run.folder)
-                for name in _BEFORE_IT_BEGAN - {"run.lock"}:
+                for name in _FILES_BEFORE_BEGIN - {"run.lock"}:
                     (run.folder / name).unlink(missing_ok=True)
-                run._sign(descriptor, number)
+                run._write_lock_record(descriptor, number)
         return run
 
     @classmethod
     def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT, *, saved: bool = True) -> Self:
-        """Return the run at path `name`; "last" is the newest run in `root`, and "last/..." a path
-        inside one.
+        """Return the run that a user names.
 
-        The folder of a checkpoint names the run at that update, `Run.at`. The newest run has the
-        highest serial number, which does not depend on the clock. With `saved`, "last" passes over
-        newer runs without a checkpoint and newer sweeps, which a line on standard error says.
-        Raises InputRefused, also for a sweep, of which one run must be named.
+        Args:
+            name: the path of a run or of one of its checkpoints, which sets `Run.at`. "last" is the
+                run in `root` with the highest serial number, so that the clock does not matter.
+                "last/PATH" is a path inside that run.
+            root: the folder of all runs.
+            saved: whether "last" passes over sweeps and over runs without a checkpoint. A line on
+                standard error then says which run was passed over.
+
+        Raises:
+            InputRefused: there is no such run, or the name is that of a whole sweep.
         """
-        name = placed(Path(name))
-        folder = _located(name, root, _why_no_model if saved else _why_not_begun)
+        name = resolve_checkpoint(Path(name))
+        folder = _located(name, root, _obstacle_to_one_model if saved else _no_obstacle)
         at = checkpoint_named(name)
         if is_file(folder / SWEEP):
-            best = "best" if exists(folder / "best") else "members/000"
+            example = "best" if exists(folder / "best") else "members/000"
             raise InputRefused(
-                f"{folder} is a sweep: name one of its runs, such as {Path(name) / best}"
+                f"{folder} is a sweep: name one of its runs, such as {Path(name) / example}"
             )
         return cls(folder, at)
 
     @staticmethod
     def located(name: str | Path, root: str | Path = DEFAULT_ROOT, *, saved: bool = True) -> Path:
-        """Return the folder of the run or sweep called `name`; see `open`. Raises InputRefused."""
-        return _located(name, root, _why_no_models if saved else _why_not_begun)
+        """Return the folder of the run or of the sweep that a user names; see `open`.
+
+        Raises:
+            InputRefused: there is no such run or sweep.
+        """
+        return _located(name, root, _obstacle_to_models if saved else _no_obstacle)
 
     @property
     def named(self) -> Path:
-        """Return the folder that names this run: its own, or that of the checkpoint of update `at`."""
+        """Return the path that names this run: the checkpoint of update `at`, or the run's folder."""
         return self.folder if self.at is None else self.checkpoints / f"step-{self.at:08d}"
 
     @property
     def begun(self) -> bool:
-        """Return whether the run's settings are written; from then on it can be resumed."""
+        """Return whether config.toml is written. From then on the run can be resumed."""
         return is_file(self.config)
 
     @property
     def handle(self) -> str:
-        """Return this run's name on a command line: "last" while it is the newest in ./runs,
-        otherwise its path.
+        """Return this run's name for a command line: "last" for the newest run in ./runs, or the
+        path.
         """
         with suppress(Unreadable):  # if a run.lock cannot be read, the newest run is unknown
             runs = runs_in(DEFAULT_ROOT)
-            return (
-                "last"
-                if runs and without_links(runs[-1]) == without_links(self.folder)
-                else str(self.folder)
-            )
+            if runs and without_links(runs[-1]) == without_links(self.folder):
+                return "last"
         return str(self.folder)
 
     @contextmanager
     def lock(self, new: bool = False) -> Iterator[None]:
-        """Hold the run's lock for the `with` block; the kernel frees it however the process ends
-        (flock(2)).
+        """Hold the run's lock during the `with` block.
 
-        Raises RunInUse, which names the process and host that hold it, and InputRefused for a `new`
-        run that another process has begun since it was created here.
+        The kernel frees the lock even if the process is killed (flock(2)).
+
+        Args:
+            new: whether the run must not have begun yet.
+
+        Raises:
+            RunInUse: another process holds the lock; the message names the process and its host.
+            InputRefused: the run is `new` here, but another process has begun it.
         """
-        with _exclusive(self.lock_file) as descriptor:
+        with _locked(self.lock_file) as descriptor:
             if new and self.begun:
                 raise _already_a_run(self.folder)
-            self._sign(descriptor, serial(self.folder))
+            self._write_lock_record(descriptor, serial_number(self.folder))
             yield
 
-    def _sign(self, descriptor: int, number: int) -> None:
-        """Write the run's number and the holder into run.lock.
+    def _write_lock_record(self, descriptor: int, number: int) -> None:
+        """Write the run's serial number and this process into run.lock.
 
-        Equal bytes at the beginning are not written again, so that even a power cut cannot lose the
-        number. Leftover bytes at the end are cut off last, so that a reader never sees an empty
-        file.
+        Args:
+            descriptor: the file descriptor of run.lock.
+            number: the run's serial number.
         """
-        content = json.dumps(
-            {"serial": number, "pid": os.getpid(), "host": socket.gethostname()}
-        ).encode()
-        kept = len(os.path.commonprefix([contents(self.lock_file) or b"", content]))
-        with explained(self.lock_file):
-            os.lseek(descriptor, kept, os.SEEK_SET)
-            _write_all(descriptor, content[kept:])
+        lock_record = {"serial": number, "pid": os.getpid(), "host": socket.gethostname()}
+        content = json.dumps(lock_record).encode()
+        # Bytes that the file has already are not written again: a power cut during the write then
+        # cannot lose the serial number.
+        unchanged = len(os.path.commonprefix([contents(self.lock_file) or b"", content]))
+        with write_errors_explained(self.lock_file):
+            os.lseek(descriptor, unchanged, os.SEEK_SET)
+            _write_all(descriptor, content[unchanged:])
+            # The file is truncated after the write, so that no reader finds an empty file.
             os.ftruncate(descriptor, len(content))
             os.fsync(descriptor)
 
     def log(self, *rows: Mapping[str, Any]) -> None:
-        """Append each row to metrics.jsonl as one line; a kill after this returns does not lose it.
+        """Append each row to metrics.jsonl as one line.
 
-        NaN and infinities are written as null, since JSON has neither. Raises DiskFull and then
-        leaves no partial line.
+        A process that is killed after this returns does not lose the rows. NaN and infinities are
+        written as null, since JSON has neither.
+
+        Raises:
+            DiskFull: there is no space left; the file then ends as before, without a partial line.
         """
-        lines = (
-            json.dumps(standard_json(row), allow_nan=False, separators=(", ", ": ")) for row in rows
-        )
-        content = "".join(f"{line}\n" for line in lines).encode()
-        with explained(self.metrics), open(self.metrics, "ab", buffering=0) as file:
-            before = os.fstat(file.fileno()).st_size
+        lines = []
+        for row in rows:
+            text = json.dumps(standard_json(row), allow_nan=False, separators=(", ", ": "))
+            lines.append(f"{text}\n")
+        content = "".join(lines).encode()
+        with write_errors_explained(self.metrics), open(self.metrics, "ab", buffering=0) as file:
+            size_before = os.fstat(file.fileno()).st_size
             try:
                 _write_all(file.fileno(), content)
             except OSError:
                 with suppress(OSError):
-                    os.ftruncate(file.fileno(), before)
+                    os.ftruncate(file.fileno(), size_before)
                 raise
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows so far, without a last line that was cut off; raises InputRefused if one
-        is damaged.
-        """
-        content = self._metrics()
-        return self._parsed(content[: content.rfind(b"\n") + 1])
+        """Return the complete rows of metrics.jsonl.
 
-    def _metrics(self) -> bytes:
+        The last line is left out if it does not end with a line end, since a kill may have cut it.
+
+        Raises:
+            InputRefused: a complete row is damaged.
+        """
+        content = self._read_metrics()
+        return self._checked_rows(content[: content.rfind(b"\n") + 1])
+
+    def _read_metrics(self) -> bytes:
+        """Return the bytes of metrics.jsonl, or none if the file does not exist."""
         try:
-            # Without a limit, since a long run's metrics must stay readable.
+            # No limit on the size, since the metrics of a long run must stay readable.
             return read_input(self.metrics, None)
         except FileNotFoundError:
             return b""
         except OSError as error:
             raise InputRefused(f"{self.metrics}: cannot be read: {error.strerror}") from None
 
-    def _parsed(self, content: bytes) -> list[dict[str, Any]]:
+    def _checked_rows(self, content: bytes) -> list[dict[str, Any]]:
+        """Return the rows in whole lines of metrics.jsonl; raises InputRefused for a damaged row."""
         rows = [parsed(line) for line in content.splitlines()]
         for number, row in enumerate(rows, 1):
             try:
+                # `parsed` returns {} for a line that is not a JSON object. None makes it invalid.
                 _Row.model_validate(row or None)
                 for key, value in row.items():
                     if key.endswith("_s"):
                         _TIME.validate_python(value)
             except ValidationError:
-                instead = "put it back, or start a new run with --from"
                 raise InputRefused(
-                    f"{self.metrics}:{number}: not a row of metrics; {instead}"
+                    f"{self.metrics}:{number}: not a row of metrics; put it back, or start a new run with --from"
                 ) from None
         return rows
 
     @property
     def metrics_offset(self) -> int:
-        """Return the length of metrics.jsonl in bytes, for a checkpoint to record."""
+        """Return the length of metrics.jsonl in bytes, which each checkpoint records."""
         entry = status(self.metrics)
         return entry.st_size if entry else 0
 
     def sync_metrics(self) -> int:
-        """Flush the rows to disk, so that a power cut keeps them, before a checkpoint; return
+        """Flush metrics.jsonl to disk, so that a power cut cannot lose rows, and return
         `metrics_offset`.
         """
         if exists(self.metrics):
-            with explained(self.metrics):
+            with write_errors_explained(self.metrics):
                 sync(self.metrics)
         return self.metrics_offset
 
     def metrics_digest(self, offset: int | None = None) -> str:
-        """Return the hex SHA-256 of the rows before byte `offset`, or of all rows if it is None."""
-        return hashlib.sha256(self._metrics()[:offset]).hexdigest()
+        """Return the hex SHA-256 of the rows before byte `offset`; None means all rows."""
+        return hashlib.sha256(self._read_metrics()[:offset]).hexdigest()
 
     def truncate_metrics(self, offset: int, sha256: str | None = None) -> None:
-        """Drop the rows after byte `offset`; raises what `require_metrics` does."""
+        """Remove the rows after byte `offset`. The arguments and errors are those of
+        `require_metrics`.
+        """
         self.require_metrics(offset, sha256)
         if exists(self.metrics):
-            with explained(self.metrics):
+            with write_errors_explained(self.metrics):
                 os.truncate(self.metrics, offset)
 
     def require_metrics(self, offset: int, sha256: str | None) -> None:
-        """Raise InputRefused if a row before byte `offset` is missing or damaged, or the rows'
-        digest differs.
+        """Require that metrics.jsonl still has the rows that a checkpoint recorded.
+
+        Args:
+            offset: the length of metrics.jsonl at that checkpoint, in bytes.
+            sha256: the digest of the rows before `offset`; None for older checkpoints, which did
+                not record it.
+
+        Raises:
+            InputRefused: a row before `offset` is missing or damaged, or the digest differs.
         """
-        instead = "put the file back, or start a new run from this one with --from"
+        remedy = "put the file back, or start a new run from this one with --from"
         if self.metrics_offset < offset:
             raise InputRefused(
                 f"{self.metrics} has {self.metrics_offset} bytes but its checkpoint recorded {offset}: rows are "
-                f"missing; {instead}"
+                f"missing; {remedy}"
             )
         if exists(self.metrics):
-            self._parsed(self._metrics()[:offset])
+            self._checked_rows(self._read_metrics()[:offset])
             digest = self.metrics_digest(offset)
             if sha256 not in (None, digest):
                 raise InputRefused(
-                    f"{self.metrics}: expected rows of sha256 {sha256}, found {digest}; {instead}"
+                    f"{self.metrics}: expected rows of sha256 {sha256}, found {digest}; {remedy}"
                 )
 
 
-def _located(name: str | Path, root: str | Path, why_not: WhyNot) -> Path:
-    first, *inner = Path(name).parts or (".",)
-    folder = placed(Path(name))
+def _located(name: str | Path, root: str | Path, obstacle_of: Obstacle) -> Path:
+    """Return the folder of the run or sweep that a user names; raises InputRefused."""
+    first, *inner = Path(name).parts or (".",)  # Path(".") has no parts
+    folder = resolve_checkpoint(Path(name))
     if first == "last":
         runs = runs_in(Path(root))
         if not runs:
             raise InputRefused(f"no run in {Path(root)}/ yet: start one with `monograph train`")
-        folder = _newest(runs, inner, why_not)
-    folder = folder if checkpoint_named(folder) is None else folder.parent.parent
+        folder = _newest_usable(runs, inner, obstacle_of)
+    if checkpoint_named(folder) is not None:
+        folder = folder.parent.parent  # from RUN/checkpoints/step-UPDATE to RUN
     if names_mixture(folder):
-        again = f"monograph sweep --out {shell_words(folder.parent)} --distill"
+        distill = f"monograph sweep --out {shell_words(folder.parent)} --distill"
         raise InputRefused(
-            f"{folder} is all members of a sweep together, which only `evaluate` and `compare` take: `{again}` "
+            f"{folder} means all members of a sweep together; only `evaluate` and `compare` take it: `{distill}` "
             f"trains one model on them, {folder.parent / 'distilled'}"
         )
     if not is_file(folder / "run.lock"):
-        missing = "there is no such folder" if not exists(folder) else "it has no run.lock"
-        some = runs_in(Path(root))[:-4:-1]  # three, the newest first
-        hint = f"; newest runs: {', '.join(map(str, some))}" if some else ""
-        hint = _meant(folder, root) or hint
-        raise InputRefused(f"{folder} is not a run: {missing}{hint}")
+        reason = "it has no run.lock" if exists(folder) else "there is no such folder"
+        newest = runs_in(Path(root))[:-4:-1]  # the last three in reverse: the newest first
+        hint = _suggestion(folder, root)
+        if newest and not hint:
+            hint = f"; newest runs: {', '.join(map(str, newest))}"
+        raise InputRefused(f"{folder} is not a run: {reason}{hint}")
     run = Run(folder)
     for path in (run.config, run.tokenizer, run.metrics, run.parent_file):
         if exists(path) and not is_file(path):
@@ -348,101 +397,138 @@ def _located(name: str | Path, root: str | Path, why_not: WhyNot) -> Path:
     return folder
 
 
-def _meant(name: str | Path, root: str | Path = DEFAULT_ROOT) -> str:
-    """Return the end of an error that says which run has this name in the folder of runs; empty if
-    none has.
+def _suggestion(name: str | Path, root: str | Path = DEFAULT_ROOT) -> str:
+    """Return "; did you mean PATH?" if `root` has a run of this name and there is no such path;
+    else "".
     """
     path = Path(root) / name
-    return f"; did you mean {path}?" if not exists(name) and is_file(path / "run.lock") else ""
+    if not exists(name) and is_file(path / "run.lock"):
+        return f"; did you mean {path}?"
+    return ""
 
 
 def no_folder(name: str | Path) -> str:
-    """Return the error for a name of a model that no folder has."""
-    if meant := _meant(name):
-        return f"{name}: no such folder{meant}"
+    """Return the error message for the name of a model if there is no such folder."""
+    hint = _suggestion(name)
+    if hint:
+        return f"{name}: no such folder{hint}"
     return f"{name}: no such folder; expected a run (`last` is the newest), a Hugging Face folder or hf://OWNER/NAME"
 
 
-def _why_not_begun(folder: Path) -> str:
-    return ""  # `runs_in` lists only what has begun
+# Three functions of the type `Obstacle`.
 
 
-def _why_no_models(folder: Path) -> str:
+def _no_obstacle(folder: Path) -> str:
+    return ""  # any run that has begun is usable, and `runs_in` lists no others
+
+
+def _obstacle_to_models(folder: Path) -> str:
+    """Return why a folder has no model: it has no checkpoint and is not a sweep."""
+    if is_file(folder / SWEEP):
+        return ""
     saved = any(checkpoint_named(path) is not None for path in entries(folder / "checkpoints"))
-    return "" if saved or is_file(folder / SWEEP) else "has no checkpoint yet"
+    return "" if saved else "has no checkpoint yet"
 
 
-def _why_no_model(folder: Path) -> str:
-    return "is a sweep" if is_file(folder / SWEEP) else _why_no_models(folder)
+def _obstacle_to_one_model(folder: Path) -> str:
+    """Return why a folder is not one run with a checkpoint."""
+    return "is a sweep" if is_file(folder / SWEEP) else _obstacle_to_models(folder)
 
 
-def _newest(runs: Sequence[Path], inner: Sequence[str], why_not: WhyNot) -> Path:
-    """Return the newest of some runs, oldest first, that `last` can mean, or the path inside of the
-    newest that has it.
+def _newest_usable(runs: Sequence[Path], inner: Sequence[str], obstacle_of: Obstacle) -> Path:
+    """Return the path that "last" or "last/PATH" means.
 
-    If there is none, it is the newest of all, whose error says what is missing.
+    Args:
+        runs: the runs, oldest first; at least one.
+        inner: the parts of PATH. If there are any, the newest run that contains PATH is meant.
+        obstacle_of: without PATH, the newest run for which this returns "" is meant.
+
+    Returns:
+        The path. If no run is usable, it is that of the newest run, so that the caller's error says
+        what the newest run lacks.
     """
     passed_over = list[str]()
     for folder in reversed(runs):
-        meant = folder.joinpath(*inner)
-        if inner:
-            obstacle = "" if exists(meant) else f"has no {Path(*inner)}"
+        path = folder.joinpath(*inner)
+        if not inner:
+            obstacle = obstacle_of(folder)
+        elif exists(path):
+            obstacle = ""
         else:
-            obstacle = why_not(folder)
+            obstacle = f"has no {Path(*inner)}"
         if not obstacle:
-            _tell_of(meant, passed_over)
-            return meant
+            _report_passed_over(path, passed_over)
+            return path
         passed_over.append(f"{folder} {obstacle}")
     return runs[-1].joinpath(*inner)
 
 
-def _tell_of(last: Path, passed_over: Sequence[str]) -> None:
-    """Say which newer runs `last` does not mean, the newest first."""
+def _report_passed_over(last: Path, passed_over: Sequence[str]) -> None:
+    """Print which path "last" means, and why it is not a newer run.
+
+    Args:
+        last: the path.
+        passed_over: each newer run with its obstacle, the newest first. If empty, nothing is
+            printed.
+    """
     if passed_over:
         more = f" (and {len(passed_over) - 1} more)" if len(passed_over) > 1 else ""
-        _tell(f"using {last}, as {passed_over[0]}{more}")
+        _print_note_once(f"using {last}, as {passed_over[0]}{more}")
 
 
-@functools.cache  # a command may ask several times what `last` is
-def _tell(line: str) -> None:
+@functools.cache  # prints the same line only once, since a command may ask for "last" repeatedly
+def _print_note_once(line: str) -> None:
     print(f"note: {line}", file=sys.stderr)
 
 
 def names_mixture(path: Path) -> bool:
-    """Return whether a path is SWEEP/mixture."""
+    """Return whether a path is SWEEP/mixture; see `MIXTURE`."""
     return path.name == MIXTURE and is_file(path.parent / SWEEP)
 
 
 @contextmanager
-def _exclusive(lock_file: Path) -> Iterator[int]:
-    """Lock a file for the `with` block and yield its descriptor; raises RunInUse."""
-    with explained(lock_file):
+def _locked(lock_file: Path) -> Iterator[int]:
+    """Lock a run.lock during the `with` block, without waiting, and yield its file descriptor.
+
+    Raises:
+        RunInUse: another process holds the lock.
+        InputRefused, DiskFull: the file cannot be opened or locked.
+    """
+    with write_errors_explained(lock_file):
         descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o666)
-    _held.add(descriptor)
+    _held_locks.add(descriptor)
     try:
-        with explained(lock_file):
+        with write_errors_explained(lock_file):
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _in_use(lock_file.parent) from None
         yield descriptor
     finally:
-        if descriptor in _held:  # in a forked child it is closed already
-            _held.remove(descriptor)
+        if descriptor in _held_locks:  # a forked child has closed it: `_close_inherited_locks`
+            _held_locks.remove(descriptor)
             os.close(descriptor)
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn the system's error in writing `path` into one that says what the user can do."""
+def write_errors_explained(path: Path) -> Iterator[None]:
+    """Turn an OSError of the `with` block into an error that says what the user can do.
+
+    Args:
+        path: the file or folder that the block writes; the message names it.
+
+    Raises:
+        DiskFull: the disk is full or fails, or a quota or file size limit is reached.
+        InputRefused: any other OSError.
+    """
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-            first = "look at the disk" if error.errno == errno.EIO else "free some space"
+            remedy = "look at the disk" if error.errno == errno.EIO else "free some space"
             raise DiskFull(
-                f"cannot write {path}: {reason}; {first}, then go on with --resume"
+                f"cannot write {path}: {reason}; {remedy}, then go on with --resume"
             ) from error
         raise InputRefused(
             f"cannot write {path}: {reason}; name another folder with --out"
@@ -450,10 +536,14 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def claim_new_folder(root: Path) -> Path:
-    """Make `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it if that minute has one already."""
+    """Make the folder `root`/YYYY-MM-DD-HHMM and return it.
+
+    If the folder exists, the name ends with -2, -3, ... instead.
+    """
     root.mkdir(parents=True, exist_ok=True)
-    # Datetime ends at 9999.
-    folder = wanted = root / time.strftime("%Y-%m-%d-%H%M", time.localtime(time.time()))
+    # Not `datetime`, which fails on a clock beyond the year 9999.
+    wanted = root / time.strftime("%Y-%m-%d-%H%M", time.localtime(time.time()))
+    folder = wanted
     attempt = 1
     while True:
         try:
@@ -465,6 +555,11 @@ def claim_new_folder(root: Path) -> Path:
 
 
 def _claim_given_folder(folder: Path) -> Path:
+    """Make a folder for a run if it does not exist, and return it.
+
+    Raises:
+        InputRefused: `folder` is a file, or contains other files than those of a run.
+    """
     if exists(folder) and not is_folder(folder):
         raise InputRefused(f"{folder} is a file; name a folder that is new or empty")
     folder.mkdir(parents=True, exist_ok=True)
@@ -475,61 +570,72 @@ def _claim_given_folder(folder: Path) -> Path:
     return folder
 
 
-def _is_as_good_as_empty(folder: Path) -> bool:
-    """Return whether `folder` holds only files of a run that was killed before it began."""
-    record = contents(folder / "run.lock")
-    # It may be cut off.
-    ours = record is not None and _RECORD.startswith(record.rstrip(b"\0")[: len(_RECORD)])
-    return ours and {path.name for path in entries(folder)} <= _BEFORE_IT_BEGAN
+def _has_not_begun(folder: Path) -> bool:
+    """Return whether a folder contains a run.lock of this package, and otherwise at most files that
+    a run writes before it begins.
+    """
+    content = contents(folder / "run.lock")
+    if content is None:
+        return False
+    # A kill or a power cut may have cut run.lock after any byte, or left zeros at its end. So the
+    # first bytes need only be a prefix of those that a run writes.
+    first_bytes = content.rstrip(b"\0")[: len(_LOCK_RECORD_START)]
+    if not _LOCK_RECORD_START.startswith(first_bytes):
+        return False
+    return {path.name for path in entries(folder)} <= _FILES_BEFORE_BEGIN
 
 
-def _drop_text(folder: Path) -> None:
-    """Remove the text of standard input from a run that was killed before it began, which a free
-    lock shows.
+def _remove_stdin_copy(folder: Path) -> None:
+    """Remove the copy of standard input from a run that was killed before it began.
+
+    Nothing else would remove this file, which may be large. A run whose lock is held is still
+    starting and keeps its copy. Errors are ignored, since no later step depends on the removal.
     """
     run = Run(folder)
     with suppress(RunInUse, InputRefused, Unreadable, OSError):
         if exists(folder / "stdin") and not run.begun:
-            with _exclusive(run.lock_file):
+            with _locked(run.lock_file):
+                # Asked again, since another process may have begun the run before we had the lock.
                 if not run.begun:
                     (folder / "stdin").unlink()
 
 
 def _already_a_run(folder: Path) -> InputRefused:
-    again = f"continue it with --resume {shell_words(folder)}, or give another --name or --out"
-    return InputRefused(f"{folder} already holds a run; {again}")
+    remedy = f"continue it with --resume {shell_words(folder)}, or give another --name or --out"
+    return InputRefused(f"{folder} already holds a run; {remedy}")
 
 
 def _in_use(folder: Path) -> RunInUse:
     holder: dict[str, Any] = {}
     with suppress(Unreadable):  # the run is in use even if its record is unreadable
-        holder = record(folder)
-    who = (
-        f"process {holder['pid']} on {holder['host']}"
-        if {"pid", "host"} <= holder.keys()
-        else "another process"
-    )
+        holder = lock_record(folder)
+    who = "another process"
+    if {"pid", "host"} <= holder.keys():
+        who = f"process {holder['pid']} on {holder['host']}"
     return RunInUse(
         f"{folder} is in use by {who}; wait for it, stop it, or name another folder with --out"
     )
 
 
 def standard_json(value: object) -> Any:
-    """Return a value with None for NaN and infinities, which JSON does not have."""
+    """Return a copy of a value for JSON, with None for each NaN and infinity, which JSON lacks."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: standard_json(inner) for key, inner in value.items()}
-    return [standard_json(inner) for inner in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [standard_json(inner) for inner in value]
+    return value
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
+    """Write all bytes, since one call of os.write may write only some."""
     while content:
         content = content[os.write(descriptor, content) :]
 
 
 class Follower(Run):
-    """A run in a process other than rank 0, which reads the run and never writes it."""
+    """A run in a process other than rank 0. Only rank 0 writes the run, so this class does not."""
 
     @contextmanager
     def lock(self, new: bool = False) -> Iterator[None]:

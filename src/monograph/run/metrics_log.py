@@ -1,4 +1,8 @@
-"""Write updates, evaluations and samples as rows of metrics.jsonl, for one run or for many."""
+"""Write updates as rows of metrics.jsonl, for one run or for the runs of several members.
+
+A member is one of several models that one engine trains at once (`monograph.ensemble`). A skipped
+update changes no weights, e.g. since its gradient is not finite (`Update.skipped`).
+"""
 
 import itertools
 import math
@@ -12,53 +16,79 @@ from monograph.run.folder import Run
 from monograph.step import Update
 from monograph.step.parts import seconds
 
-PATIENCE = 20  # so many skipped updates in a row are no accident
+# This many skipped updates in a row are taken for divergence rather than for an accident.
+PATIENCE = 20
 
 
-class _Pending(ABC):
-    """Updates whose numbers are still on the device; one read fetches those of several."""
+class _PendingUpdates(ABC):
+    """Updates whose numbers are still on the device.
+
+    The numbers of `every` updates are read from the device at once, since each read waits for the
+    device.
+    """
 
     def __init__(self, every: int):
-        """Read and write the numbers of each `every` updates."""
+        """Start without updates.
+
+        Args:
+            every: number of updates after which their rows are written.
+        """
         self.every = every
         self.pending: list[tuple[Update, dict[str, Any]]] = []
 
     def add(self, update: Update, extra: dict[str, Any]) -> bool:
-        """Add an update with extra values for its row; return whether the rows were written now."""
+        """Add an update, and write the pending rows if there are `every` of them.
+
+        Args:
+            update: the update.
+            extra: further entries of its row.
+
+        Returns:
+            Whether the rows were written.
+        """
         self.pending.append((update, extra))
         if len(self.pending) >= self.every:
             self.flush()
         return not self.pending
 
     def flush(self) -> None:
-        """Write the pending rows. Only here does the training loop read tensors."""
+        """Write the pending rows. The training loop reads tensors of updates only here."""
         if self.pending:
             updates, extras = zip(*self.pending, strict=True)
-            self._write(numbers(updates), extras)
+            self._write(rows_of(updates), extras)
             self.pending.clear()
 
     @abstractmethod
     def _write(
         self, rows: Sequence[Sequence[dict[str, Any]]], extras: Sequence[dict[str, Any]]
     ) -> None:
-        """Write rows of updates, each with those of all members, and extra values for each update."""
+        """Write rows to the metrics of all members.
+
+        Args:
+            rows: for each update, a row for each member.
+            extras: for each update, further entries of its rows.
+        """
 
 
-class MetricsLog(_Pending):
-    """The log of one run's updates. It writes after every `every` updates and so waits for the
-    device only then.
+class MetricsLog(_PendingUpdates):
+    """The log of one run's updates.
+
+    Attributes:
+        run: the run.
+        last: the row of the last update that was written; empty before the first.
+        skipped: number of skipped updates since the run's start.
+        streak: number of skipped updates in a row up to `last`; 0 if `last` was applied.
     """
 
     def __init__(self, run: Run, every: int):
-        """Open the log of `run` and read the metrics that a resumed run has already."""
+        """Open the log of a run, and read the rows that a resumed run already has."""
         super().__init__(every)
         self.run = run
-        rows = [row for row in run.rows() if "skipped" in row]
+        rows = [row for row in run.rows() if "skipped" in row]  # without evaluations and samples
         self.last: dict[str, Any] = rows[-1] if rows else {}
         self.skipped = sum(row["skipped"] for row in rows)
-        self.streak = sum(
-            1 for _ in itertools.takewhile(lambda row: row["skipped"], reversed(rows))
-        )
+        last_skipped = itertools.takewhile(lambda row: row["skipped"], reversed(rows))
+        self.streak = len(list(last_skipped))
 
     def _write(
         self, rows: Sequence[Sequence[dict[str, Any]]], extras: Sequence[dict[str, Any]]
@@ -67,12 +97,16 @@ class MetricsLog(_Pending):
 
     @property
     def is_lost(self) -> bool:
-        """Return whether more updates in a row were skipped than an accident explains."""
+        """Return whether the run has diverged, by the number of skipped updates in a row."""
         return self.streak >= PATIENCE
 
     def write(self, rows: Sequence[dict[str, Any]], extras: Sequence[dict[str, Any]]) -> None:
-        """Write rows of updates with extra values for each; their `skipped` is the count since the
-        run's start.
+        """Append a row for each update to the run's metrics.
+
+        Args:
+            rows: the rows. Their `skipped` is the number of skipped updates since the run's start.
+                In the metrics `skipped` says whether this update was skipped.
+            extras: further entries of each row.
         """
         written = []
         for row, extra in zip(rows, extras, strict=True):
@@ -84,98 +118,99 @@ class MetricsLog(_Pending):
         self.run.log(*written)
 
     def has_lost(self, updates: int) -> bool:
-        """Return whether a run of `updates` updates ends skipping them, by a non-finite loss or for
-        half of the run.
+        """Return whether a run that ends now has diverged.
+
+        It has diverged if its last update was skipped and either the loss is not finite, or at
+        least the last half of all updates was skipped.
+
+        Args:
+            updates: the run's number of updates.
         """
+        if self.streak == 0:
+            return False
         loss = self.last.get("train_loss")
-        return self.streak > 0 and (
-            loss is None or not math.isfinite(loss) or 2 * self.streak >= updates
-        )
+        is_finite = loss is not None and math.isfinite(loss)
+        return not is_finite or 2 * self.streak >= updates
 
 
-class MetricsLogs(_Pending):
-    """The logs of models that train at once, whose tensors are read from the device together.
+class MetricsLogs(_PendingUpdates):
+    """The logs of all members of one engine.
 
     Attributes:
-        ended: the update after which each diverged member learned nothing more, by the member's
-            place.
+        logs: the log of each member.
+        ended: {index of a diverged member: the last update that it applied}.
     """
 
     def __init__(self, runs: Sequence[Run], every: int):
-        """Open the logs of `runs`, in the order of the members; see `MetricsLog`."""
+        """Open the log of each member's run; see `MetricsLog`."""
         super().__init__(every)
         self.logs = [MetricsLog(run, every) for run in runs]
-        self.ended = {
-            i: row["diverged"]
-            for i, run in enumerate(runs)
-            for row in run.rows()
-            if "diverged" in row
-        }
+        self.ended: dict[int, int] = {}
+        for index, run in enumerate(runs):
+            for row in run.rows():
+                if "diverged" in row:
+                    self.ended[index] = row["diverged"]
 
     def _write(
         self, rows: Sequence[Sequence[dict[str, Any]]], extras: Sequence[dict[str, Any]]
     ) -> None:
-        """Write the rows of all members that have not ended."""
+        """Write the rows of all members that have not diverged."""
         for index, log in enumerate(self.logs):
             if index not in self.ended:
                 log.write([members[index] for members in rows], extras)
 
     def diverged(self, updates: int | None = None) -> list[int]:
-        """Return the members that have diverged since the last call, by too many skipped updates in
-        a row.
+        """Record the members that have diverged since the last call, and return their indices.
 
-        They are recorded in `ended` and in their metrics, and no more rows of updates are written
-        for them.
+        Each of them gets an entry in `ended` and a row with `diverged` in its metrics. After that
+        no rows of updates are written for it.
 
         Args:
-            updates: the run's number of updates if it ends now. Then members whose loss is not
-                finite, or whose updates were skipped in at least the last half of the run, count as
-                diverged, too.
+            updates: the run's number of updates if the run ends now; None if it goes on. At the end
+                fewer skipped updates count as divergence, see `MetricsLog.has_lost`.
         """
-        going = [i for i in range(len(self.logs)) if i not in self.ended]
-        lost = [
-            i for i in going if self.logs[i].is_lost or (updates and self.logs[i].has_lost(updates))
-        ]
-        for index in lost:
-            log = self.logs[index]
-            self.ended[index] = log.last["update"] - log.streak
-            log.run.log({"update": log.last["update"], "diverged": self.ended[index]})
+        lost = []
+        for index, log in enumerate(self.logs):
+            if index in self.ended:
+                continue
+            if log.is_lost or (updates and log.has_lost(updates)):
+                lost.append(index)
+                self.ended[index] = log.last["update"] - log.streak
+                log.run.log({"update": log.last["update"], "diverged": self.ended[index]})
         return lost
 
 
-def numbers(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
-    """Return a row for each update and member, by one read of the device; an engine of one model
-    has one member.
+def rows_of(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
+    """Read the numbers of some updates from the device, all at once.
+
+    Returns:
+        For each update, a row for each member. An engine of one model has one member.
     """
-    columns = [
-        torch.stack(
-            [
-                torch.atleast_1d(value).double()
-                for value in (u.loss, u.grad_norm, u.tokens, u.skipped)
-            ]
-        )
-        for u in updates
-    ]
+    tensors = []
+    for update in updates:
+        values = (update.loss, update.grad_norm, update.tokens, update.skipped)
+        tensors.append(torch.stack([torch.atleast_1d(value).double() for value in values]))
     rows = []
-    for update, (loss, norm, tokens, skipped) in zip(
-        updates, torch.stack(columns).tolist(), strict=True
-    ):
-        rate = update.lr
-        lr = rate if isinstance(rate, tuple) else (rate,) * len(loss)
-        # Which would be those of all members.
-        parts = {} if isinstance(rate, tuple) else seconds(update.marks)
+    for update, values_of_members in zip(updates, torch.stack(tensors).tolist(), strict=True):
+        losses, norms, tokens, skipped = values_of_members
+        if isinstance(update.lr, tuple):
+            rates = update.lr
+            times = {}  # the measured times are those of all members together
+        else:
+            rates = (update.lr,) * len(losses)
+            times = seconds(update.marks)
         rows.append(
             [
                 {
                     "update": update.index + 1,
                     "tokens": int(tokens[i]),
-                    "train_loss": loss[i],
-                    "lr": lr[i],
-                    "grad_norm": norm[i],
+                    "train_loss": losses[i],
+                    "lr": rates[i],
+                    "grad_norm": norms[i],
                     "skipped": int(skipped[i]),
-                    **parts,
+                    **times,
                 }
-                for i in range(len(loss))
+                for i in range(len(losses))
             ]
         )
     return rows

@@ -1,5 +1,7 @@
-"""Build a model from settings, or load one by name from a run, a Hugging Face folder or a weight
-file.
+"""Build the model that a run starts from, load a model by its name, and save one for other tools.
+
+A weight file is a file of torch.save. An adapter is merged when its product is added to the
+weights of its base, and the adapter itself is removed.
 """
 
 import hashlib
@@ -29,19 +31,19 @@ from monograph.run import recorded_state
 from monograph.run.folder import Run, no_folder
 from monograph.run.recipe import (
     Recipe,
-    compared,
+    add_missing_rows,
+    build_from_file,
+    compare_tokenizers,
     digest,
-    extended,
-    from_file,
+    find_tokenizer,
     is_weight_file,
-    lora_of,
+    no_tokenizer_error,
+    recorded_lora,
     require_base,
     require_base_of,
     require_same_file,
+    require_tokenizer,
     run_named,
-    tokenizer_in,
-    tokenizer_of,
-    without_tokenizer,
 )
 from monograph.run.repository import fetched
 from monograph.run.source import ModelSource
@@ -54,8 +56,14 @@ from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 
 class Trained(NamedTuple):
-    """A run's newest model with its loss, tokenizer and checkpoint's state, and whether its weights
-    are averaged.
+    """A run's newest model.
+
+    Attributes:
+        model: the module.
+        loss: the run's loss.
+        tokenizer: the run's tokenizer.
+        state: the state of the checkpoint from which the model was loaded.
+        averaged: whether `model` has averaged weights (`optim.ema`).
     """
 
     model: nn.Module
@@ -66,79 +74,88 @@ class Trained(NamedTuple):
 
 
 def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
-    """Return the module that a run starts from, and its loss.
+    """Build the module that a run starts from, and return it with its loss.
 
-    Weights of a folder or file are mapped as fp32 (`monograph.graph.mmap_weights`); `materialize_`
-    later reads those that no plane has read, which are narrower or quantised by then.
+    Weights that come from a folder or a file stay there and count as fp32
+    (`monograph.graph.mmap_weights`). They are read later, some of them straight into the flat
+    buffers of the optimizer and the rest by `materialize_`. By then some may have fewer bits.
 
     Raises:
         InputRefused: the folder or file cannot be used, or the sizes do not fit together.
     """
-    # A function that takes no seed draws its weights from torch's global generator.
+    # For a Python function that takes no seed and samples weights with torch's global generator.
     torch.manual_seed(recipe.seed)
     if recipe.init is None:
         return Llama(recipe.shape(), seed=recipe.seed), token_loss
     if recipe.code:
-        return from_file(recipe, recipe.code)
+        return build_from_file(recipe, recipe.code)
     if recipe.init.endswith(".py"):
         raise InputRefused(
             f"model.init = {recipe.init}: name the function that builds the module, {recipe.init}:NAME"
         )
-    return _merged(_load(recipe.init, lambda line: None, torch.float32, recipe.sizes)), token_loss
+    return _merge_adapters(
+        _load_unmerged(recipe.init, lambda line: None, torch.float32, recipe.sizes)
+    ), token_loss
 
 
 def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer | None]:
-    """Load a language model and its tokenizer from a run ("last" or a folder), a Hugging Face
-    folder or a weight file.
+    """Load a language model and its tokenizer by name.
 
-    The tokenizer is None if a folder has none; `monograph.save` and what reads or writes text then
-    need another. The model of a run is its newest checkpoint that passes verification, or the
-    checkpoint whose folder is named, with averaged weights if the run kept an average
-    (`optim.ema`). The tokenizer.json of a weight file is in its folder. Only for the name
-    hf://OWNER/NAME is the network asked, see `monograph.run.repository.fetched`.
+    A run's model is that of its newest valid checkpoint, or of the checkpoint whose folder is
+    named. Its weights are averaged if the run kept an average (`optim.ema`).
+
+    Args:
+        folder: a run, a checkpoint of one, "last", a Hugging Face folder, an adapter, a weight file
+            or hf://OWNER/NAME. Only the last of these uses the network
+            (`monograph.run.repository.fetched`).
+        warn: called with each line that the user should read.
+
+    Returns:
+        The model and its tokenizer. The tokenizer of a weight file is the tokenizer.json next to
+        it. The tokenizer is None if there is no tokenizer.json.
 
     Raises:
-        InputRefused: the name is none of these, or the files are damaged; the message says what is
-            wrong.
+        InputRefused: the name is none of these, or a file is damaged.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
     folder = fetched(folder)
     run = run_named(folder)
     if run:
         return load_run(run, warn)[:2]
-    model = materialize_(_merged(_load(folder, warn, None, {})))
-    require_all_finite(model, folder)  # a run saves only finite weights
-    path = tokenizer_in(folder)
+    model = materialize_(_merge_adapters(_load_unmerged(folder, warn, None, {})))
+    require_all_finite(model, folder)  # not needed for a run, which saves only finite weights
+    path = find_tokenizer(folder)
     return model, Tokenizer.from_file(path) if path else None
 
 
 def load_with_tokenizer(
     folder: str | Path, warn: Warn = lambda line: None
 ) -> tuple[Llama, Tokenizer]:
-    """Load a language model and its tokenizer, for what reads or writes text; see `load`.
+    """Load a language model that must have a tokenizer; see `load`.
 
     Raises:
-        InputRefused: there is no tokenizer.json; see also `load`.
+        InputRefused: there is no tokenizer.json, or any reason of `load`.
+        NoValidCheckpoint: the run has no valid checkpoint.
     """
     folder = fetched(folder)
     model, tokenizer = load(folder, warn)
     if tokenizer is None:
-        raise without_tokenizer(folder)
+        raise no_tokenizer_error(folder)
     return model, tokenizer
 
 
 def load_run(run: Run, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer, int]:
-    """Load a run's newest sound model, its tokenizer and the update after which it was saved; see
-    `load`.
-    """
+    """Load a run's model and its tokenizer, and return them with the update of the checkpoint."""
     checkpoint = recorded_state.newest(run, warn)
-    model = materialize_(_merged(_of_run(run, checkpoint, None)[0]))
+    model = materialize_(_merge_adapters(_load_run_unmerged(run, checkpoint, None)[0]))
     return model, own_tokenizer(run, checkpoint.state), checkpoint.update
 
 
 def require_all_finite(model: nn.Module, folder: str | Path) -> None:
-    """Refuse a model with NaN or an infinity in a weight; raises InputRefused, which names the
-    first such weight.
+    """Require finite weights.
+
+    Raises:
+        InputRefused: a weight has a NaN or an infinity; the message names `folder` and the weight.
     """
     for name, weight in model.named_parameters():
         require_finite(weight, f"{folder}: {name}")
@@ -147,38 +164,64 @@ def require_all_finite(model: nn.Module, folder: str | Path) -> None:
 def load_to_export(
     folder: str | Path, warn: Warn = lambda line: None
 ) -> tuple[Llama, Tokenizer, Packed | None]:
-    """Load a model for `save`, with weights still in their files and adapters unmerged, and a run's
-    trained adapters.
+    """Load a model for `save`, with weights still in their files and adapters unmerged.
+
+    Args:
+        folder: the model's name; see `load`.
+        warn: called with each line that the user should read.
+
+    Returns:
+        The model, its tokenizer, and a copy of the adapters that a run has trained. The copy is
+        None if there are no such adapters, or if PEFT's format cannot express them.
 
     Raises:
         InputRefused, NoValidCheckpoint: see `load`.
     """
     run = run_named(folder)
     if run is None:
-        if names := ModelSource.open(str(folder)).left_out:
-            warn(f"{folder}: only the text model is written: {names} are left out")
-        return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder)), None
+        left_out = ModelSource.open(str(folder)).left_out
+        if left_out:
+            warn(f"{folder}: only the text model is written: {left_out} are left out")
+        return (
+            _load_unmerged(folder, warn, None, {}),
+            Tokenizer.from_file(require_tokenizer(folder)),
+            None,
+        )
     checkpoint = recorded_state.newest(run, warn)
-    model, base = _of_run(run, checkpoint, None)
+    model, base = _load_run_unmerged(run, checkpoint, None)
     recipe = Recipe.recorded(checkpoint.state["recipe"])
     tokenizer = own_tokenizer(run, checkpoint.state)
     stored = None
     if recipe.lora:
         try:
-            stored = adapter.pack_adapters(model, lora_of(recipe.lora), str(recipe.init), base)
+            stored = adapter.pack_adapters(
+                model, recorded_lora(recipe.lora), str(recipe.init), base
+            )
         except InputRefused as error:
             warn(f"{error}: the model is written merged, without a folder of its adapters")
             return model, tokenizer, None
-        base_of = {**stored.base, "weights_sha256": str(recipe.base_sha256)}
-        stored = stored._replace(base=base_of, tokenizer=tokenizer if recipe.vocabulary else None)
+        base_record = {**stored.base, "weights_sha256": str(recipe.base_sha256)}
+        # Without new tokens, the base's own tokenizer is that of the adapters.
+        own = tokenizer if recipe.vocabulary else None
+        stored = stored._replace(base=base_record, tokenizer=own)
     return model, tokenizer, stored
 
 
-def _of_run(
+def _load_run_unmerged(
     run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None
 ) -> tuple[Llama, LlamaConfig]:
-    """Return a run's model, with its adapters unmerged if it has any, and the shape of the stored
-    base.
+    """Load a run's model, with its adapters unmerged.
+
+    Args:
+        run: the run.
+        checkpoint: the checkpoint from which to load.
+        dtype: the dtype of the base of adapters; None for the dtype in which they can be merged.
+
+    Returns:
+        The model, and the shape of the base before rows for new tokens were added.
+
+    Raises:
+        InputRefused: the model is not a Llama, or the base cannot be used.
     """
     if checkpoint.state["model_config"] is None:
         init = checkpoint.state["recipe"]["init"]
@@ -188,74 +231,93 @@ def _of_run(
         )
     recipe = Recipe.recorded(checkpoint.state["recipe"])
     if recipe.lora is None or recipe.code:
-        model = _restored(run, checkpoint)
+        model = _restore_llama(run, checkpoint)
         model.sampling = checkpoint.state.get("sampling") or {}
         return model, model.config
     assert recipe.init is not None
-    model = _merged(
-        _load(recipe.init, lambda line: None, dtype or _one_dtype(recipe.init), recipe.sizes)
+    base_dtype = dtype or _dtype_to_merge_in(recipe.init)
+    model = _merge_adapters(
+        _load_unmerged(recipe.init, lambda line: None, base_dtype, recipe.sizes)
     )
     base = model.config
     require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
     if recipe.vocabulary:
         extend(model, *recipe.vocabulary)
-    adapt(model, lora_of(recipe.lora | {"base": "auto"}))
+    # "auto" keeps the base's weights unchanged, even if the run trained with them in 4 or 8 bits.
+    adapt(model, recorded_lora(recipe.lora | {"base": "auto"}))
     load_weights(model, weights_of(checkpoint))
-    if "sampling" in checkpoint.state:  # an older run's are those that its base has now
+    # An older checkpoint does not record `sampling`; the model then keeps its base's.
+    if "sampling" in checkpoint.state:
         model.sampling = checkpoint.state["sampling"] or {}
     return model, base
 
 
-def _restored(run: Run, checkpoint: Checkpoint) -> Llama:
-    """Return the Llama that a checkpoint holds whole, with its own tensors rather than copies."""
+def _restore_llama(run: Run, checkpoint: Checkpoint) -> Llama:
+    """Return the Llama whose weights are all in a checkpoint. It uses the checkpoint's tensors
+    without copying those in fp32.
+    """
     config = LlamaConfig.from_hf(checkpoint.state["model_config"])
     weights = {name: tensor.float() for name, tensor in weights_of(checkpoint).items()}
     hub.check_tensors(weights, config, run.checkpoints, "state.json")
     return hub.assembled(config, weights, run.folder)
 
 
-def _merged(model: Llama) -> Llama:
-    """Return the model with its adapters merged and all weights trainable."""
+def _merge_adapters(model: Llama) -> Llama:
+    """Merge a model's adapters, make all its weights trainable, and return the model."""
     merge(model)
     return model.requires_grad_(True)
 
 
-def _one_dtype(init: str) -> torch.dtype | None:
-    """Return None if a model's weights are stored in one dtype, else fp32, as for a run."""
+def _dtype_to_merge_in(init: str) -> torch.dtype | None:
+    """Return the dtype in which to load a base for adapters; None for the stored dtype.
+
+    It is fp32 for a run, and for a Hugging Face folder whose tensors have several dtypes.
+    """
     if run_named(init):
-        return torch.float32  # merged in fewer bits, its adapters would give other weights
+        # The run may have adapters itself. Merged in fewer bits they would give other weights.
+        return torch.float32
     if is_weight_file(init):
         return None
-    return (
-        torch.float32
-        if len({tensor.dtype for tensor in hub.read_headers_of(init)[1].values()}) > 1
-        else None
-    )
+    dtypes = {tensor.dtype for tensor in hub.read_headers_of(init)[1].values()}
+    return torch.float32 if len(dtypes) > 1 else None
 
 
-def _load(
+def _load_unmerged(
     folder: str | Path, warn: Warn, dtype: torch.dtype | None, sizes: Mapping[str, Any]
 ) -> Llama:
-    """Return a model whose weights may still be in their files, and whose adapters are not merged
-    yet.
+    """Load a model with its adapters unmerged. Its weights may still be in their files.
+
+    Args:
+        folder: the model's name; see `load`.
+        warn: called with each line that the user should read.
+        dtype: the dtype of the weights; None for the stored dtype.
+        sizes: sizes that a weight file does not record.
+
+    Raises:
+        InputRefused, NoValidCheckpoint: see `load`.
     """
-    if run := run_named(folder):
-        return _of_run(run, recorded_state.newest(run, warn), dtype)[0]
+    run = run_named(folder)
+    if run:
+        return _load_run_unmerged(run, recorded_state.newest(run, warn), dtype)[0]
     if adapter.is_adapter(folder):
         stored = adapter.read_adapter(folder)
         base = adapter.resolved_base(stored)
-        model = _merged(_load(base, warn, dtype or _one_dtype(base), sizes))
+        model = _merge_adapters(
+            _load_unmerged(base, warn, dtype or _dtype_to_merge_in(base), sizes)
+        )
         stored.require(model.config)
-        if stored.weights_sha256:
+        if stored.weights_sha256:  # not needed for the result, but a digest reads all weights
             require_base_of(stored, digest(model))
-        if file := hub.tokenizer_file(folder):
-            extended(model, compared(Tokenizer.from_file(file), base, str(file)), base)
+        file = hub.tokenizer_file(folder)
+        if file:
+            vocabulary = compare_tokenizers(Tokenizer.from_file(file), base, str(file))
+            add_missing_rows(model, vocabulary, base)
         adapter.install_adapters(model, stored.lora, start=stored)
         return model
     if is_weight_file(folder):
         shape, tensors = torch_file.read(Path(folder), sizes)
-        own = {name: mapped(tensor, dtype or tensor.dtype) for name, tensor in tensors.items()}
-        return hub.assembled(shape, own, Path(folder))
+        weights = {name: mapped(tensor, dtype or tensor.dtype) for name, tensor in tensors.items()}
+        return hub.assembled(shape, weights, Path(folder))
     if not exists(folder):
         raise InputRefused(no_folder(folder))
     return hub.mapped_model(folder, dtype)
@@ -264,39 +326,38 @@ def _load(
 def load_trained(
     run: Run, warn: Warn, precision: Precision | None = None, named: Collection[str] = ()
 ) -> Trained:
-    """Load a run's newest sound model of any kind; a module from a Python file is built again by
-    that file.
+    """Load a run's newest model of any kind. Its Python file, if there is one, builds the module.
 
     Args:
         run: the run.
         warn: called with each line that the user should read.
-        precision: the precision in which a model with adapters will compute; a base in a 16-bit
-            precision is kept in 16 bits.
-        named: every value of the run's settings that may name code, which its mark covers.
+        precision: the precision in which a model with adapters will compute. If it has 16 bits, the
+            base is stored in 16 bits.
+        named: every value of the run's settings that may name code; the run's mark covers these
+            (`monograph.run.trust`).
 
     Raises:
-        InputRefused: the Python file has changed or is not trusted, or its module does not fit the
-            weights.
+        InputRefused: the Python file has changed or is not trusted, or the saved weights do not fit
+            its module.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
     checkpoint = recorded_state.newest(run, warn)
     recipe = Recipe.recorded(checkpoint.state["recipe"])
     loss: Loss = token_loss
     if recipe.code or recipe.lora:
-        recipe = recipe._replace(
-            vouched=require_trusted(run.config, named, [recipe.init], recipe.sha256)
-        )
+        vouched = require_trusted(run.config, named, [recipe.init], recipe.sha256)
+        recipe = recipe._replace(vouched=vouched)
         require_same_file(recipe, run)
         model, loss = build(recipe)
         if recipe.lora:
             require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
             if recipe.vocabulary and isinstance(model, Llama):
                 extend(model, *recipe.vocabulary)
-            adapter.install_adapters(model, lora_of(recipe.lora), precision=precision)
+            adapter.install_adapters(model, recorded_lora(recipe.lora), precision=precision)
         load_weights(model, weights_of(checkpoint))
         materialize_(model)
     else:
-        model = _restored(run, checkpoint)
+        model = _restore_llama(run, checkpoint)
     return Trained(
         model,
         loss,
@@ -308,29 +369,28 @@ def load_trained(
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return a checkpoint's tensors of the model by name, averaged if the run kept an average."""
-    average = averages(checkpoint)
-    return {
-        name: average[name] if name in average else checkpoint.model[name]
-        for name in checkpoint.model
-    }
+    averaged = averages(checkpoint)
+    tensors = {}
+    for name in checkpoint.model:
+        tensors[name] = averaged[name] if name in averaged else checkpoint.model[name]
+    return tensors
 
 
 def averages(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the averaged weights by the parameters' names; an empty mapping for a run that kept no
-    average.
+    """Return a checkpoint's averaged weights by the names of the parameters; empty without
+    `optim.ema`.
     """
-    kept = [name for name in checkpoint.optimizer if name.startswith("ema.")]
-    return {name.removeprefix("ema."): checkpoint.optimizer[name] for name in kept}
+    names = [name for name in checkpoint.optimizer if name.startswith("ema.")]
+    return {name.removeprefix("ema."): checkpoint.optimizer[name] for name in names}
 
 
 def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
-    """Return a run's tokenizer.
+    """Read a run's tokenizer, and require that its files are unchanged.
 
     Args:
         run: the run.
         state: the state of the run's checkpoint, which records the digests of the tokenizer and of
-            the files next to it; empty if there is no checkpoint. The user may add a chat template
-            to a run without one.
+            the files next to it; empty if there is no checkpoint.
 
     Raises:
         InputRefused: a file is damaged or was replaced; the message says where to find a copy.
@@ -338,51 +398,57 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
     recorded = state.get("tokenizer")
     recorded_files = state.get("tokenizer_files")
     try:
-        own = (
-            hashlib.sha256((contents(run.tokenizer, MAX_FILE_BYTES) or b"").rstrip()).hexdigest()
-            == recorded
-        )
-        tokenizer = Tokenizer.from_file(run.tokenizer, trusted=own)
+        # The recorded digest is that of the text without its last line end. A file with this digest
+        # is as the run wrote it, so it need not pass the checks of a stranger's file.
+        content = contents(run.tokenizer, MAX_FILE_BYTES) or b""
+        is_unchanged = hashlib.sha256(content.rstrip()).hexdigest() == recorded
+        tokenizer = Tokenizer.from_file(run.tokenizer, trusted=is_unchanged)
         if recorded not in (None, tokenizer.digest):
             raise InputRefused(
                 f"{run.tokenizer}: expected content of sha256 {recorded}, found {tokenizer.digest}"
             )
     except InputRefused as error:
-        fault = str(error).rpartition("; ")[0] or str(error)
-        copy = f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
-        raise InputRefused(f"{fault}; put it back: {copy}") from None
+        fault = str(error).rpartition("; ")[0] or str(error)  # without its own advice
+        remedy = (
+            f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
+        )
+        raise InputRefused(f"{fault}; put it back: {remedy}") from None
     if recorded_files is None:  # no checkpoint, or one from before these files were recorded
         return tokenizer
+    # Other files may have been added: the user may give a chat template to a run without one.
     for name in sorted({*recorded_files, tokenizer_config.CONFIG}):
-        expected, there = (
-            files.get(name, "nothing") for files in (recorded_files, tokenizer.config.digests)
-        )
-        if expected != there:
+        expected = recorded_files.get(name, "nothing")
+        actual = tokenizer.config.digests.get(name, "nothing")
+        if expected != actual:
             raise InputRefused(
-                f"{run.folder / name}: expected content of sha256 {expected}, found {there}; put it back as the run "
+                f"{run.folder / name}: expected content of sha256 {expected}, found {actual}; put it back as the run "
                 "wrote it: a branch or an export of the run has it, too"
             )
     return tokenizer
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy saved tensors into a module by name; tied weights are stored once.
+    """Copy saved tensors into a module.
+
+    Args:
+        model: the module.
+        tensors: the tensors by the names of the module's state; tied weights are there once.
 
     Raises:
-        InputRefused: a tensor is missing, left over or of another shape.
+        InputRefused: a tensor is missing, unknown or of another shape.
     """
-    own = kept_state(model)
-    if odd := sorted(own.keys() ^ tensors.keys()):
-        raise InputRefused(
-            f"the saved model does not fit: {odd[0]} is {'missing' if odd[0] in own else 'unknown'}"
-        )
-    for name, tensor in own.items():
-        if tensor.shape != tensors[name].shape:
+    targets = kept_state(model)
+    unmatched = sorted(targets.keys() ^ tensors.keys())
+    if unmatched:
+        fault = "missing" if unmatched[0] in targets else "unknown"
+        raise InputRefused(f"the saved model does not fit: {unmatched[0]} is {fault}")
+    for name, target in targets.items():
+        if target.shape != tensors[name].shape:
             raise InputRefused(
-                f"the saved model does not fit: {name} is {list(tensors[name].shape)}, not {list(tensor.shape)}"
+                f"the saved model does not fit: {name} is {list(tensors[name].shape)}, not {list(target.shape)}"
             )
-    for name, tensor in own.items():
-        write(tensor.detach(), tensors[name])
+    for name, target in targets.items():
+        write(target.detach(), tensors[name])
 
 
 def save(
@@ -394,9 +460,19 @@ def save(
     warn: Warn = lambda line: None,
     beside: Callable[[Path], None] = nothing_beside,
 ) -> None:
-    """Write a model for other tools in one of the formats of `monograph.model.exports`.
+    """Write a model into a new folder, for other tools, in one of the formats of
+    `monograph.model.exports`.
 
-    `beside` writes what belongs beside the model into the folder before it gets its name.
+    Args:
+        model: the model.
+        folder: the folder, which must be new or empty.
+        tokenizer: the model's tokenizer; needed for "gguf", and left out of "hf" if None.
+        format: a name of `monograph.model.exports.EXPORTS`, such as "hf" for a Hugging Face folder or
+            "gguf" for llama.cpp.
+        dtype: the dtype of the weights in "gguf"; None for its default.
+        warn: called with each line that the user should read.
+        beside: a function that writes further files. It is called with a temporary folder, which is
+            renamed to `folder` after the call.
 
     Raises:
         UsageError: an unknown format or dtype, a missing package, or a module that is not a Llama
@@ -408,7 +484,7 @@ def save(
     model = unwrapped(model)
     if any(isinstance(part, FrozenWeight) for part in model.modules()):
         raise UsageError(
-            "the model has weights in 8 or 4 bits: monograph.graph.lora.merge(model) first"
+            "the model has weights in 8 or 4 bits: call monograph.graph.lora.merge(model) before save"
         )
     if not isinstance(model, Llama):
         raise UsageError(

@@ -1,4 +1,9 @@
-"""Show a run on standard error: stages as aligned lines, and the training block with its curve."""
+"""Show what a run does, on standard error.
+
+A stage is a piece of work with a name, such as "compile". It is shown as one line. The training of
+a run, or of a sweep, is shown as a bar with figures, a curve or a table. On a terminal, what runs
+now is redrawn in place. Elsewhere plain lines are printed.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +14,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from types import TracebackType
-from typing import Self, TextIO
+from typing import NamedTuple, Self, TextIO
 
 from rich.text import Text
 
 from monograph.errors import Stopped
 from monograph.report import quantities
-from monograph.run.screen import ASCII, BRAILLE, YARDSTICK_WIDTH, Screen, curve_pieces, cut, shown
+from monograph.run.screen import (
+    ASCII,
+    BRAILLE,
+    YARDSTICK_WIDTH,
+    Screen,
+    curve_pieces,
+    cut_to_width,
+    one_line,
+)
 
-LABEL_WIDTH = 10
-_TIME_COLUMN = 78  # where a stage's time ends
-_CURVE_ROWS = 8
+LABEL_WIDTH = 10  # characters of the column of labels at the left
+_TIME_COLUMN = 78  # the column in which a stage's time ends
+_CURVE_ROWS = 8  # the largest height of a curve
 _LABEL_STYLES = {
     "done": "bold green",
     "stopped": "bold yellow",
@@ -28,31 +41,36 @@ _LABEL_STYLES = {
 }
 _CURVE_STYLES = {"scale": "dim", "curve": "cyan", "level": "dim", "name": ""}
 
-# A time, or a number and its unit.
+# The last digit of a number with its unit. A time may have two numbers, as in "5 min 05 s".
 _WITH_UNIT = re.compile(r"\d(?: min \d+)? (?:s|min|h|ms|B|kB|MB|GB|KiB|MiB|GiB|k|M|G|tok/s)\b")
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
-def wrapped(text: str, width: int) -> list[str]:
-    """Return a text in lines of at most `width` characters, each number on the line of its unit."""
-    kept = _WITH_UNIT.sub(lambda found: found[0].replace(" ", _NO_BREAK), text)
-    return [line.replace(_NO_BREAK, " ") for line in textwrap.wrap(kept, width)]
+def wrap_lines(text: str, width: int) -> list[str]:
+    """Wrap a text into lines of at most `width` characters, without a break between a number and
+    its unit.
+    """
+    unbroken = _WITH_UNIT.sub(lambda match: match[0].replace(" ", _NO_BREAK), text)
+    return [line.replace(_NO_BREAK, " ") for line in textwrap.wrap(unbroken, width)]
 
 
 class Progress:
-    """The display of a run on standard error, from its first line to its last; it is never silent
-    for long.
+    """The lines that a run prints on standard error.
 
         progress = Progress()
         progress.line("data", "Python's standard library, 612 files, 10.1 MB")
-        with progress.stage("compile", "whole step") as stage: ...; stage.result = "0 graph breaks"
-        with TrainingBlock(progress.screen, updates=1465, tokens=3_000_000, yardsticks={...}) as
-        block:
-            block.update(index, loss=4.9, tokens=450_000, tokens_per_s=15_800,
-            memory_bytes=236_000_000)
+        with progress.stage("compile", "whole step") as stage:
+            ...
+            stage.result = "0 graph breaks"
+        with TrainingBlock(progress.screen, updates=1465, tokens=3_000_000, yardsticks={}) as block:
+            block.update(1, loss=4.9, tokens_per_s=15_800, memory_bytes=236_000_000)
 
     On a terminal the current stage or block is redrawn in place twice a second. Elsewhere a plain
-    line is printed at the end of each stage and, in between, now and then if something changed.
+    line is printed at the end of each stage. During a stage or block, lines are printed at growing
+    intervals, if something changed.
+
+    Attributes:
+        screen: where the lines are printed.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -60,16 +78,20 @@ class Progress:
         self._watch: Callable[[str], None] = lambda _: None
 
     def header(self, text: str) -> None:
-        """Print a line without a label, followed by an empty one."""
-        self.screen.print(
-            *(Text(row, style="bold") for row in wrapped(text, self.screen.width)), Text("")
-        )
+        """Print a text without a label, and an empty line."""
+        lines = wrap_lines(text, self.screen.width)
+        self.screen.print(*(Text(line, style="bold") for line in lines), Text(""))
 
     def line(self, label: str, *texts: str) -> None:
-        """Print `label` in its column and each of `texts` on a line of its own next to it, wrapped."""
+        """Print a label in the column at the left, and texts next to it.
+
+        Each text begins on a new line, and is wrapped.
+        """
         width = self.screen.width - LABEL_WIDTH
-        rows = [row for text in texts for row in wrapped(text, width) or [""]]
-        self.screen.print(*(_labelled(label if i == 0 else "", row) for i, row in enumerate(rows)))
+        lines = list[str]()
+        for text in texts:
+            lines += wrap_lines(text, width) or [""]  # an empty text is an empty line
+        self.screen.print(*_with_label_first(label, lines))
 
     def gap(self) -> None:
         """Print an empty line."""
@@ -77,21 +99,26 @@ class Progress:
 
     @contextmanager
     def watched(self, watch: Callable[[str], None]) -> Iterator[None]:
-        """Call `watch` for each report of a stage that begins in the `with` block; it may end the
-        work by an exception.
+        """Call a function at each `Stage.report` of the stages that begin in the `with` block.
 
-        It gets the stage's text with what was reported.
+        Args:
+            watch: gets the stage's text and what was reported. It may raise an error, which then
+                ends the stage's work.
         """
-        before, self._watch = self._watch, watch
+        former_watch = self._watch
+        self._watch = watch
         try:
             yield
         finally:
-            self._watch = before
+            self._watch = former_watch
 
     @contextmanager
     def stage(self, label: str, text: str) -> Iterator[Stage]:
-        """Show a stage of work with its elapsed time while it runs; its line with the time stays on
-        the screen.
+        """Show a stage with its elapsed time during the `with` block, and print its final line.
+
+        Args:
+            label: the word in the column at the left.
+            text: what the stage does.
         """
         stage = Stage(label, text, self._watch)
         try:
@@ -100,26 +127,27 @@ class Progress:
         except Exception:
             stage.outcome = "failed after "
             raise
-        except BaseException:
+        except BaseException:  # such as Ctrl-C
             stage.outcome = "stopped after "
             raise
         finally:
-            self.screen.print(*stage.ended(self.screen.width))
+            self.screen.print(*stage.final_lines(self.screen.width))
 
 
 def silent() -> Progress:
-    """Return a display that shows nothing."""
+    """Return a `Progress` that shows nothing."""
     return Progress(io.StringIO())
 
 
 class Stage:
-    """A running stage of work.
+    """A stage that runs now; see `Progress.stage`.
 
     Attributes:
-        label: the word in the left column; text: what the stage does.
-        outcome: words before the time of a stage that did not come to its end, such as "failed
-            after ".
-        result: the text shown after the time; the caller sets it.
+        label: the word in the column at the left.
+        text: what the stage does.
+        outcome: words before the time in the final line: "failed after ", "stopped after ", or ""
+            if the stage was completed.
+        result: a text after the time in the final line, which the caller sets; "" for none.
     """
 
     def __init__(
@@ -134,41 +162,56 @@ class Stage:
         self._detail = ""
 
     def report(self, what: str, done: int, total: int | None = None) -> None:
-        """Show how far the work is, as in "file 3 of 10"; a `monograph.data.progress.Progress`
-        callback.
+        """Show how much of the work is done, as in "file 3 of 10".
+
+        Its type is that of `monograph.data.progress.Progress`.
+
+        Args:
+            what: a noun in the singular for a unit of work.
+            done: the number of the unit that is done now.
+            total: the number of all units; None if it is unknown.
         """
-        self._detail = f"   {what} {done:,}" + (f" of {total:,}" if total else "")
+        self._detail = f"   {what} {done:,}"
+        if total:
+            self._detail += f" of {total:,}"
         self._watch(f"{self.text}: {self._detail.strip()}")
 
     def state(self) -> str:
-        """Return what `running` shows, without the time."""
+        """Return what the stage last reported."""
         return self._detail
 
     def running(self) -> Text:
-        """Return the line shown while the stage runs."""
+        """Return the line that is shown while the stage runs."""
         elapsed = quantities.duration(int(monotonic() - self._start_s))
-        return _labelled(self.label, f"{self.text}{self._detail}   {elapsed}")
+        return _with_label(self.label, f"{self.text}{self._detail}   {elapsed}")
 
-    def ended(self, width: int) -> list[Text]:
-        """Return the lines that stay after the stage, for a screen of `width` characters."""
+    def final_lines(self, width: int) -> list[Text]:
+        """Return the lines that stay after the stage.
+
+        Args:
+            width: the screen's width in characters.
+        """
         time = self.outcome + quantities.duration(monotonic() - self._start_s)
         room = min(_TIME_COLUMN, width) - LABEL_WIDTH
-        *rows, last = wrapped(self.text, room - len(time) - 5) or [""]
-        rows.append(f"{last} {'.' * (room - len(last) - len(time) - 2)} {time}")
-        if self.result and LABEL_WIDTH + len(rows[-1]) + 3 + len(self.result) <= width:
-            rows[-1] += f"   {self.result}"
+        # Room for the time, two spaces and at least three dots.
+        *lines, last = wrap_lines(self.text, room - len(time) - 5) or [""]
+        dots = "." * (room - len(last) - len(time) - 2)
+        last = f"{last} {dots} {time}"
+        result_lines = list[str]()
+        if self.result and LABEL_WIDTH + len(last) + 3 + len(self.result) <= width:
+            last += f"   {self.result}"
         elif self.result:
-            rows += wrapped(self.result, width - LABEL_WIDTH)
-        return [_labelled(self.label if i == 0 else "", row) for i, row in enumerate(rows)]
+            result_lines = wrap_lines(self.result, width - LABEL_WIDTH)
+        return _with_label_first(self.label, [*lines, last, *result_lines])
 
 
 class _Display:
-    """A context manager that shows a bar with figures and a note, redrawn in place on a terminal.
+    """A context manager that shows a bar with figures and a note; the base class of two displays.
 
     Args:
-        screen: the screen to print on.
-        work: the number of units of work in all.
-        start: the number of units that were done before.
+        screen: where it is shown.
+        work: number of all units of work.
+        start: number of units that were done by earlier processes.
     """
 
     def __init__(self, screen: Screen, work: int, start: int) -> None:
@@ -176,10 +219,13 @@ class _Display:
         self._work = work
         self._start = start
         self._done = start
-        self._figures = self._note = ""
+        self._figures = ""
+        self._note = ""
         self._since_s = monotonic()
         self._outcome = ""
-        self._live = screen.live(self._region, self._spoken, lambda: (self._done, self._figures))
+        self._live = screen.live(
+            self._region, self._plain_line, lambda: (self._done, self._figures)
+        )
 
     def __enter__(self) -> Self:
         self._since_s = monotonic()
@@ -194,16 +240,16 @@ class _Display:
     ) -> None:
         self._live.__exit__(kind, error, trace)
         if kind is not None:
-            stopped = issubclass(kind, Stopped) or not issubclass(kind, Exception)
-            self._outcome = "stopped after " if stopped else "failed after "
-        self._leave()
+            was_stopped = issubclass(kind, Stopped) or not issubclass(kind, Exception)
+            self._outcome = "stopped after " if was_stopped else "failed after "
+        self._print_final()
 
-    def _leave(self) -> None:
-        """Print what stays on the screen."""
-        self._screen.print(self._bar() if self._screen.is_live else self._spoken())
+    def _print_final(self) -> None:
+        """Print what stays on the screen after the `with` block."""
+        self._screen.print(self._bar() if self._screen.is_live else self._plain_line())
 
-    def ends_at(self, work: int) -> None:
-        """Report that there is another amount of work than at first."""
+    def set_end(self, work: int) -> None:
+        """Change the number of all units of work."""
         self._work = work
 
     def note(self, text: str) -> None:
@@ -211,50 +257,74 @@ class _Display:
         self._note = text
 
     def _region(self) -> list[Text]:
-        return [self._bar(), *([Text(f"  {self._note}", style="dim")] if self._note else [])]
+        """Return the lines that are redrawn on a terminal."""
+        lines = [self._bar()]
+        if self._note:
+            lines.append(Text(f"  {self._note}", style="dim"))
+        return lines
 
     def _bar(self) -> Text:
-        head = self._head()
-        tail = f" {self._progress()}"
-        room = max(0, self._screen.width - len(head) - len(tail))
+        start = self._bar_start()
+        end = f" {self._progress()}"
+        room = max(0, self._screen.width - len(start) - len(end))
         filled = round(min(1.0, self._done / self._work) * room)
-        return Text.assemble(head, ("━" * filled, "cyan"), ("─" * (room - filled), "dim"), tail)
+        return Text.assemble(start, ("━" * filled, "cyan"), ("─" * (room - filled), "dim"), end)
 
-    def _spoken(self) -> Text:
-        return Text(self._head() + self._progress())
+    def _plain_line(self) -> Text:
+        """Return the bar's figures without the bar, for a stream that is not a terminal."""
+        return Text(self._bar_start() + self._progress())
 
-    def _head(self) -> str:
+    def _bar_start(self) -> str:
+        """Return the text before the bar."""
         return "  "
 
     def _progress(self) -> str:
+        """Return the text after the bar: the share of the work, figures, and the time."""
         share = f"{100 * self._done / self._work:>3.0f} %"
         return "   ".join(filter(None, [share, self._figures, self._time()]))
 
     def _time(self) -> str:
+        """Return the time that is left; if it cannot be estimated, the elapsed time."""
         elapsed_s = monotonic() - self._since_s
-        done = self._done - self._start
+        done_here = self._done - self._start
         if self._outcome:
             return self._outcome + quantities.clock_time(elapsed_s)
-        # A run may go back before the update it resumed from.
-        if done <= 0 or self._done >= self._work:
+        # `done_here` may be negative: a run whose updates are skipped goes back to a checkpoint,
+        # which may be older than the one that it was resumed from.
+        if done_here <= 0 or self._done >= self._work:
             return quantities.clock_time(elapsed_s)
-        return f"{quantities.clock_time(elapsed_s / done * (self._work - self._done))} left"
+        left_s = elapsed_s / done_here * (self._work - self._done)
+        return f"{quantities.clock_time(left_s)} left"
+
+
+class _Score(NamedTuple):
+    """A point of the held-out curve: a measure of held-out text, after some update.
+
+    Attributes:
+        update: the update.
+        tokens: number of tokens trained on until then.
+        value: the measure.
+    """
+
+    update: int
+    tokens: int
+    value: float
 
 
 class TrainingBlock(_Display):
-    """A context manager that shows a run's bar, its held-out curve among the yardsticks, and its
-    samples.
+    """A context manager that shows a run's bar, its held-out curve, and texts that the model wrote.
 
     On a terminal it is redrawn in place, and its last state stays. Elsewhere it prints a line of
-    figures now and then, samples as they come, and the curve at the end.
+    figures at growing intervals, each text at once, and the curve at the end.
 
     Args:
         screen: where it is shown.
-        updates: of the whole run.
-        tokens: of the whole run, until a point of the curve tells how many an update has.
-        yardsticks: values among which the curve is drawn, by name.
-        start: the update from which the run goes on.
-        measure: what is measured on held-out text.
+        updates: number of updates of the whole run.
+        tokens: number of tokens of the whole run, as estimated. It scales the curve until the first
+            point says how many tokens an update has.
+        yardsticks: {name: value} of levels that are drawn with the curve.
+        start: the update after which this process continues the run.
+        measure: the name of the values of the curve.
     """
 
     def __init__(
@@ -270,13 +340,14 @@ class TrainingBlock(_Display):
         self._tokens = tokens
         self._yardsticks = yardsticks
         self._measure = measure
-        self._held_out: list[tuple[int, float, float]] = []  # update, tokens, value
-        self._samples: list[tuple[float, str]] = []
+        self._held_out: list[_Score] = []
+        self._samples: list[tuple[float, str]] = []  # share of the run, text
 
-    def _leave(self) -> None:
-        self._screen.print(
-            *(self._region() if self._screen.is_live else [self._spoken(), *self._curve()])
-        )
+    def _print_final(self) -> None:
+        if self._screen.is_live:
+            self._screen.print(*self._region())
+        else:
+            self._screen.print(self._plain_line(), *self._curve())
 
     def update(
         self,
@@ -288,7 +359,16 @@ class TrainingBlock(_Display):
         skipped: int = 0,
         score: str = "",
     ) -> None:
-        """Report that update `at` (counted from 1) is done; cheap enough for every update."""
+        """Report that an update is done. It takes so little time that every update may be reported.
+
+        Args:
+            at: the update, counted from 1.
+            loss: the loss, shown if `score` is "".
+            tokens_per_s: the speed.
+            memory_bytes: the memory in use; None to show none.
+            skipped: number of skipped updates since the run's start.
+            score: a text in place of the loss.
+        """
         parts = [score or f"loss {loss:.3f}", quantities.count(tokens_per_s, "tok/s")]
         if memory_bytes is not None:
             parts.append(quantities.memory(memory_bytes))
@@ -297,78 +377,117 @@ class TrainingBlock(_Display):
         self._done = at
         self._figures = "   ".join(parts)
 
-    def ends_at(self, work: int) -> None:
-        """Report that the run has another number of updates than it had at first."""
+    def set_end(self, work: int) -> None:
+        """Change the run's number of updates, and in proportion the number of tokens."""
         self._tokens = round(self._tokens * work / self._work)
-        super().ends_at(work)
+        super().set_end(work)
 
     def held_out(self, at: int, tokens: int, value: float) -> None:
-        """Add a point after update `at` to the curve; after a resume the caller adds the earlier
-        points, too.
+        """Add a point to the curve.
+
+        The caller of a resumed run adds the points of earlier processes, too.
+
+        Args:
+            at: the update after which held-out text was measured.
+            tokens: number of tokens trained on until then.
+            value: the measure.
         """
-        self._held_out.append((at, tokens, value))
+        self._held_out.append(_Score(at, tokens, value))
 
     def sample(self, share: float, text: str) -> None:
-        """Show a text that the model wrote after `share` (0 to 1) of the run."""
+        """Show a text that the model wrote.
+
+        Args:
+            share: the share of the run after which it was written, from 0 to 1.
+            text: the text.
+        """
         self._samples.append((share, text))
         if not self._screen.is_live:
             self._screen.print(self._sample_line(share, text))
 
     def _region(self) -> list[Text]:
-        above = super()._region()
+        bar = super()._region()
         samples = [self._sample_line(share, text) for share, text in self._samples]
-        return [*above, *self._curve(self._screen.height - len(samples) - len(above) - 3), *samples]
+        # Three more lines: the curve's heading, its x axis, and one below the region.
+        room = self._screen.height - len(samples) - len(bar) - 3
+        return [*bar, *self._curve(room), *samples]
 
-    def _spoken(self) -> Text:
-        held_out = (
-            f"   held-out {self._measure} {self._held_out[-1][2]:.2f}" if self._held_out else ""
-        )
-        return super()._spoken().append(held_out)
+    def _plain_line(self) -> Text:
+        line = super()._plain_line()
+        if self._held_out:
+            line.append(f"   held-out {self._measure} {self._held_out[-1].value:.2f}")
+        return line
 
-    def _head(self) -> str:
+    def _bar_start(self) -> str:
         return f"  update {self._done:>{len(str(self._work))}}/{self._work} "
 
     def _time(self) -> str:
-        return super()._time() + (
-            " so far" if self._done == self._start and not self._outcome else ""
-        )
+        time = super()._time()
+        if self._done == self._start and not self._outcome:
+            time += " so far"
+        return time
 
-    def _curve(self, spare_rows: int = _CURVE_ROWS) -> list[Text]:
-        rows = min(_CURVE_ROWS, spare_rows)
-        if len(self._held_out) + len(self._yardsticks) < 2 or not self._held_out or rows < 4:
-            return []  # one point alone is no curve
+    def _curve(self, room: int = _CURVE_ROWS) -> list[Text]:
+        """Return the lines of the curve with its heading; none if there is too little to draw.
+
+        Args:
+            room: number of lines that the plot may take.
+        """
+        rows = min(_CURVE_ROWS, room)
+        is_single_point = len(self._held_out) + len(self._yardsticks) < 2
+        if not self._held_out or is_single_point or rows < 4:
+            return []
         width = self._screen.width
-        updates, xs, ys = zip(*self._held_out, strict=True)
-        # Answers, which alone count in some runs, are as long as they are.
-        x_end = xs[-1] * self._work / updates[-1] if updates[-1] and xs[-1] else self._tokens
-        cells = BRAILLE if self._screen.is_utf8 else ASCII
-        pieces = curve_pieces(xs, ys, width, rows, self._yardsticks, x_end, cells)
-        title = f"  held-out {self._measure}   {ys[-1]:.2f} now"
+        last = self._held_out[-1]
+        # The number of tokens at the end of the run is extrapolated: in some runs only the tokens
+        # of sampled answers count, and nobody knows the length of an answer beforehand.
+        x_end: float = self._tokens
+        if last.update and last.tokens:
+            x_end = last.tokens * self._work / last.update
+        pieces_of_rows = curve_pieces(
+            [score.tokens for score in self._held_out],
+            [score.value for score in self._held_out],
+            width,
+            rows,
+            self._yardsticks,
+            x_end,
+            BRAILLE if self._screen.is_utf8 else ASCII,
+        )
+        title = f"  held-out {self._measure}   {last.value:.2f} now"
         note = "  on the same text" if self._yardsticks else ""
-        heading = Text.assemble(title.ljust(width - YARDSTICK_WIDTH), (note, "dim"))
-        return [
-            heading,
-            *(
-                Text.assemble(*((text, _CURVE_STYLES[role]) for role, text in row))
-                for row in pieces
-            ),
-        ]
+        lines = [Text.assemble(title.ljust(width - YARDSTICK_WIDTH), (note, "dim"))]
+        for pieces in pieces_of_rows:
+            lines.append(Text.assemble(*((text, _CURVE_STYLES[role]) for role, text in pieces)))
+        return lines
 
     def _sample_line(self, share: float, text: str) -> Text:
         head = f"  sample at {share:.0%}".replace("%", " %").ljust(18)
-        return Text.assemble((head, "dim"), cut(shown(text), self._screen.width - len(head)))
+        return Text.assemble(
+            (head, "dim"), cut_to_width(one_line(text), self._screen.width - len(head))
+        )
 
 
-def _labelled(label: str, text: str) -> Text:
+def _with_label(label: str, text: str) -> Text:
+    """Return a line with a label in the column at the left; "" leaves the column empty."""
     return Text.assemble((label.ljust(LABEL_WIDTH), _LABEL_STYLES.get(label, "bold")), text)
 
 
-class SweepDisplay(_Display):
-    """A context manager that shows a sweep's bar and table, redrawn in place on a terminal, else as
-    occasional lines.
+def _with_label_first(label: str, lines: Sequence[str]) -> list[Text]:
+    """Return lines of which the first has the label; the column of the others is empty."""
+    return [_with_label(label if i == 0 else "", line) for i, line in enumerate(lines)]
 
-    Work is counted in updates of single members. `table` returns the table's lines; it is called
-    again at `retell`.
+
+class SweepDisplay(_Display):
+    """A context manager that shows a sweep's bar and table.
+
+    On a terminal they are redrawn in place. Elsewhere the bar's figures are printed at growing
+    intervals.
+
+    Args:
+        screen: where they are shown.
+        work: number of all units of work. A unit is one update of one member.
+        table: returns the table's lines. It is called now and at each `refresh_table`.
+        done: number of units that were done by earlier processes.
     """
 
     def __init__(
@@ -379,40 +498,45 @@ class SweepDisplay(_Display):
         self._lines = list(table())
 
     def update(self, done: int, figures: str) -> None:
-        """Report that `done` units of work are finished; cheap enough for every update."""
-        self._done, self._figures = done, figures
+        """Report how much is done. It takes so little time that every update may be reported.
+
+        Args:
+            done: number of units that are done.
+            figures: a text after the share, such as the speed.
+        """
+        self._done = done
+        self._figures = figures
 
     def resume(self, units: int) -> None:
-        """Report that `units` units of work were finished by an earlier process."""
+        """Report that `units` more units of work were done by an earlier process."""
         self._done += units
         self._start += units
 
-    def spare(self, units: int) -> None:
-        """Report that `units` units of the remaining work are not needed."""
-        self.ends_at(max(1, self._work - units))
+    def drop_work(self, units: int) -> None:
+        """Report that `units` units of the remaining work will not be done."""
+        self.set_end(max(1, self._work - units))  # never 0, by which the share is divided
 
-    def _leave(self) -> None:
+    def _print_final(self) -> None:
         if self._done > self._start:
-            super()._leave()
+            super()._print_final()
 
-    def retell(self) -> None:
-        """Report that the table has changed."""
+    def refresh_table(self) -> None:
+        """Get the table's lines again, since they have changed."""
         self._lines = list(self._table())
 
     def note(self, text: str) -> None:
-        """Show a line under the bar."""
+        """Show a line under the bar; without a terminal, print the line at once."""
         super().note(text)
         if not self._screen.is_live:
             self._screen.print(Text(f"  {text}"))
 
     def _region(self) -> list[Text]:
-        above = super()._region()
-        room = max(2, self._screen.height - 2 - len(above))
-        shown = self._lines if len(self._lines) <= room else [*self._lines[: room - 1], "..."]
-        return [
-            *above,
-            *(
-                Text(f"  {line}", style="dim" if number == 0 else "")
-                for number, line in enumerate(shown)
-            ),
-        ]
+        region = super()._region()
+        room = max(2, self._screen.height - 2 - len(region))
+        lines = self._lines
+        if len(lines) > room:
+            lines = [*lines[: room - 1], "..."]
+        for number, line in enumerate(lines):
+            is_heading = number == 0
+            region.append(Text(f"  {line}", style="dim" if is_heading else ""))
+        return region

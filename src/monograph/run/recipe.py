@@ -1,10 +1,7 @@
-"""Describe what a module is built from (a shape, a folder, a Python file, an adapter), and compare
-it to a run's base.
+"""Describe what a run's module is built from (`Recipe`), and check that a base model fits.
 
-Checkpoints record the description. Of the model that a run begins from its weights are compared
-with those of adapters, and its tokens with a tokenizer's.
-
-Shapes: V rows of the model's embedding.
+Each checkpoint records its run's recipe. The base is the model that a run begins from. Its weights
+must be those that adapters were trained on, and its tokenizer must agree with the run's tokenizer.
 """
 
 import hashlib
@@ -34,15 +31,16 @@ from monograph.model.families import FIRST_FAMILY
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
 from monograph.run.folder import Run, names_mixture
-from monograph.run.run_index import checkpoint_named, placed
+from monograph.run.run_index import checkpoint_named, resolve_checkpoint
 from monograph.storage.code import Code, code_named
 from monograph.storage.reading import is_file, is_folder, without_links
 from monograph.text import tokenizer_file
 from monograph.text.tokenizer import Tokenizer
 
-# Entries that older checkpoints lack, or that none has.
+# Entries that were added after the first version: checkpoints have them only if they differ from
+# the default, so that the checkpoints of runs without them stay the same.
 _ADDED = ("lora", "adapter", "base_sha256", "vocabulary", "family", "norm_eps")
-# The preset that gives rope, head and initialisation to a shape given by sizes alone.
+# The preset from which a shape takes what its sizes do not say, e.g. rope and initialisation.
 SHAPE_OF_SIZES = "micro"
 
 
@@ -50,25 +48,26 @@ class Recipe(NamedTuple):
     """The inputs from which a module is built, as a checkpoint records them.
 
     Attributes:
-        init: None for a new Llama; "file.py:function" for any module; else a Hugging Face folder, a
-            file of torch.save or a run to start from.
-        preset: the name of a new model's shape; "auto" if `sizes` give the whole shape.
-        sizes: sizes by their Hugging Face names. They override the preset's, are passed to
-            `function` if it takes them, and complete a file of torch.save.
-        seed: seed of new weights, for torch's generator and for `function` if it takes a `seed`.
-        sha256: digest of the file that holds the function; None if there is no such file.
-        lora: the options of adapters that are trained on frozen weights; None if the module itself
-            is trained.
-        adapter: the folder of a stored adapter to begin from; `init` is then its base.
-        base_sha256: digest of the frozen weights as they are stored, if there are adapters.
-        vocabulary: (first id that the weights of `init` were not trained with, number of tokens),
-            if rows were added (`monograph.model.vocabulary.extend`); None otherwise.
-        family: the family of a new model.
-        norm_eps: the rms_norm_eps of a new Llama that a checkpoint of its run, or of the run's
-            parent, records; None if none does: presets of hybrids once had another one. It is not
-            recorded itself.
+        init: None for a new Llama; "FILE.py:FUNCTION" for any module; otherwise the Hugging Face
+            folder, file of torch.save or run to start from.
+        preset: the name of a new Llama's shape; "auto" if `sizes` give the shape.
+        sizes: sizes by their Hugging Face names. They override the preset's sizes. FUNCTION gets
+            those that it takes. A file of torch.save gets those that it does not record.
+        seed: the seed of new weights, for torch's generator and for FUNCTION if it takes a `seed`.
+        sha256: the digest of FILE.py; None without FILE.py.
+        lora: the options of the adapters that are trained on frozen weights; None if the module
+            itself is trained.
+        adapter: the folder of a stored adapter to start from, whose base is `init`; None without.
+        base_sha256: the `digest` of the base's weights as they are stored; None without adapters.
+        vocabulary: (first new id, number of tokens) if the model got rows for new tokens
+            (`monograph.model.vocabulary.extend`); otherwise None. New ids are those that the
+            weights of `init` were not trained with.
+        family: the family of a new Llama.
+        norm_eps: the rms_norm_eps of a new Llama, from a checkpoint of its run or of the run's
+            parent; None for the preset's value. Needed since the presets of hybrid models once had
+            another value. Checkpoints do not record this entry.
         vouched: the digest of each Python file that may run, by the value of `init` that names it
-            (`monograph.run.trust`). It is not recorded itself.
+            (`monograph.run.trust`). Checkpoints do not record this entry.
     """
 
     init: str | None
@@ -86,129 +85,143 @@ class Recipe(NamedTuple):
 
     @classmethod
     def recorded(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the recipe in a run's checkpoint, which `monograph.run.recorded_state` has checked
-        before.
+        """Return the recipe that a checkpoint records.
+
+        Args:
+            saved: the checkpoint's entry, already checked by `monograph.run.recorded_state`.
         """
-        recorded = [
-            name for name in cls._fields if name in saved and name not in ("norm_eps", "vouched")
-        ]
-        values = {name: saved[name] for name in recorded}
-        # Until version 0.2 a family was named before the preset, as in "olmo2:nano".
+        recorded_names = set(cls._fields) - {"norm_eps", "vouched"}
+        values = {name: value for name, value in saved.items() if name in recorded_names}
+        # Until version 0.2 a preset's name contained the family, as in "olmo2:nano".
         family, _, preset = str(values["preset"]).rpartition(":")
         if family:
             values |= {"family": family, "preset": preset}
         return cls(**values)
 
     def entries(self) -> dict[str, Any]:
-        """Return the recipe as a checkpoint records it, without usual values of entries that older
-        ones lack.
-        """
+        """Return the recipe as a checkpoint records it; see `_ADDED`."""
         values = self._replace(norm_eps=None)._asdict()
         del values["vouched"]
-        usual = self._field_defaults
+        defaults = self._field_defaults
         return {
-            key: value for key, value in values.items() if key not in _ADDED or value != usual[key]
+            key: value
+            for key, value in values.items()
+            if key not in _ADDED or value != defaults[key]
         }
 
     @property
     def code(self) -> Code | None:
-        """Return the function that builds the module, if a Python file does."""
+        """Return the Python function that builds the module; None if `init` does not name one."""
         return code_named(self.init)
 
     def shape(self, **defaults: int) -> LlamaConfig:
-        """Return the shape of a new Llama; `defaults` are the sizes that the recipe leaves open."""
+        """Return the shape of a new Llama.
+
+        Args:
+            **defaults: values of the sizes that `sizes` does not give.
+        """
         sizes = defaults | self.sizes
         if self.norm_eps is not None:
             sizes["rms_norm_eps"] = self.norm_eps
         if self.preset != "auto":
             return LlamaConfig.preset(self.preset, family=self.family, **sizes)
-        # As in the first Llama, there are as many key-value heads as heads, and the feed-forward
-        # layer has 8/3 of the width, rounded up to a multiple of 8.
-        wide = -(-8 * sizes["hidden_size"] // 3 // 8) * 8
-        sizes = {"num_key_value_heads": 0, "intermediate_size": wide} | sizes
+        # The defaults are those of the first Llama: a feed-forward layer 8/3 times as wide as the
+        # model, rounded up to a multiple of 8, and as many key-value heads as heads, which 0 means.
+        # (n + 2) // 3 is n / 3 rounded up.
+        intermediate_size = 8 * ((sizes["hidden_size"] + 2) // 3)
+        sizes = {"num_key_value_heads": 0, "intermediate_size": intermediate_size} | sizes
         return LlamaConfig.preset(SHAPE_OF_SIZES, family=self.family, **sizes)
 
 
-def lora_of(saved: Mapping[str, Any]) -> Lora:
-    """Return the adapters' options that a recipe records."""
+def recorded_lora(saved: Mapping[str, Any]) -> Lora:
+    """Return the options of adapters from `Recipe.lora`; the inverse of `lora_record`."""
     targets = saved["targets"]
+    if not isinstance(targets, str):
+        targets = tuple(targets)
     tokens = tuple(saved.get("tokens", ()))
-    targets = targets if isinstance(targets, str) else tuple(targets)
     return Lora(**{**saved, "targets": targets, "tokens": tokens})
 
 
 def require_same_file(recipe: Recipe, run: Run) -> None:
-    """Require that the file that built a run's module is unchanged.
+    """Require that the Python file that built a run's module is unchanged, if there is one.
 
     Raises:
         InputRefused: the file has changed, or cannot be read.
     """
     if recipe.code and recipe.code.digest() != recipe.sha256:
         raise InputRefused(
-            f"{recipe.code.path}: not the file that {run.folder} was trained with: put it back, "
+            f"{recipe.code.path}: not the file that {run.folder} was trained with: put that file back, "
             "or start a new run from this one with --from"
         )
 
 
 def run_named(folder: str | Path) -> Run | None:
-    """Return the run that a folder or `last` names, or None for any other folder."""
+    """Return the run that a path or "last" names; None if it does not name a run."""
     return Run.open(folder) if names_run(folder) else None
 
 
 def names_run(folder: str | Path) -> bool:
-    """Return whether a folder is a run, one of its checkpoints, a sweep, or all members of one.
-
-    A text that names code names no folder.
+    """Return whether a path or "last" names a run, a checkpoint of one, a sweep, or a sweep's
+    mixture.
     """
     if isinstance(folder, str) and code_named(folder):
         return False
-    path = placed(Path(folder))
-    path = path if checkpoint_named(path) is None else path.parent.parent
+    path = resolve_checkpoint(Path(folder))
+    if checkpoint_named(path) is not None:
+        path = path.parent.parent  # from RUN/checkpoints/step-UPDATE to RUN
     return path.parts[:1] == ("last",) or is_file(path / "run.lock") or names_mixture(path)
 
 
 def is_weight_file(name: str | Path) -> bool:
-    """Return whether a name, by its ending, is that of a file of torch.save, existing or not, and
-    not a folder.
+    """Return whether a name has the ending of a file of torch.save, and is not a folder.
+
+    The file need not exist.
     """
     return str(name).endswith(WEIGHT_FILES) and not is_folder(name)
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    """A loader of bytes that were read before. Python's own reads the file again, or compiled code
-    in __pycache__.
+class _LoaderOfBytes(importlib.machinery.SourceFileLoader):
+    """A loader that compiles `source`, the bytes whose digest was checked.
+
+    Python's own loader would read the file again, or take compiled code from __pycache__.
     """
 
     source = b""
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compile the bytes."""
+        """Compile `source`."""
         return self.source_to_code(self.source, self.path)
 
 
-def from_file(recipe: Recipe, code: Code) -> tuple[nn.Module, Loss]:
-    """Return the module that a Python file's function builds, and the file's loss or else the loss
-    of tokens.
+def build_from_file(recipe: Recipe, code: Code) -> tuple[nn.Module, Loss]:
+    """Run a Python file, and return the module that its function builds, and the module's loss.
+
+    The loss is the function `loss` of the file, or `token_loss` if the file has none.
+
+    Args:
+        recipe: what is passed to the function, and which files may run (`Recipe.vouched`).
+        code: the file and the function, as `Recipe.init` names them.
 
     Raises:
-        InputRefused: the file or the function cannot be used or returns no usable module, or nobody
-            vouches for the file as it is.
+        InputRefused: the file may not run or cannot be used, or its function returns no usable
+            module.
     """
     where = f"model.init = {code.value!r}"
     function_name = code.function
     source = code.vouched_source(recipe.vouched.get(code.value))
-    # Dataclasses and Dynamo look up a class's module in sys.modules, where the file's own name may
-    # be taken.
+    # Dataclasses and Dynamo look up a class's module in sys.modules, which may already have another
+    # module of the file's own name. So the module gets a name that is unique to the file's path.
     file = without_links(code.path)
     folder = str(file.parent)
     name = f"{OTHERS}{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
-    loader = _Loader(name, str(file))
+    loader = _LoaderOfBytes(name, str(file))
     loader.source = source
     spec = importlib.util.spec_from_file_location(name, file, loader=loader)
     assert spec
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     if folder not in sys.path:
-        sys.path.append(folder)  # the file must find its neighbours, as it does when Python runs it
+        sys.path.append(folder)  # so that the file can import files next to it
     try:
         loader.exec_module(module)
         function = getattr(module, function_name, None)
@@ -217,12 +230,13 @@ def from_file(recipe: Recipe, code: Code) -> tuple[nn.Module, Loss]:
                 function_name, [name for name, value in vars(module).items() if callable(value)]
             )
             raise InputRefused(f"{where}: {file} has no function {function_name!r}{hint}")
-        takes = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
         offered = {"seed": recipe.seed, **recipe.sizes}
-        built = function(**{key: value for key, value in offered.items() if key in takes})
+        arguments = {key: value for key, value in offered.items() if key in parameters}
+        built = function(**arguments)
     except InputRefused:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # the file is a user's program: it may raise anything
         raise InputRefused(
             f"{where}: {file} failed: {type(error).__name__}: {said_by(error)}"
         ) from error
@@ -239,114 +253,134 @@ def from_file(recipe: Recipe, code: Code) -> tuple[nn.Module, Loss]:
         )
     loss = getattr(module, "loss", token_loss)
     if not hasattr(loss, "fill"):
-        # A loss that takes no attributes has short micro-batches, not filled ones.
+        # `fill` has the values of a row without targets, with which short micro-batches are padded
+        # (`monograph.loss`). A loss that cannot have attributes gets short micro-batches instead.
         with suppress(AttributeError):
-            loss.fill = token_loss.fill  # the content of rows without targets
+            loss.fill = token_loss.fill
     return unwrap_(built), loss
 
 
-LONGEST = 40  # characters of a token in a message
+_MAX_SHOWN_CHARACTERS = 40  # of a token in a message
 
 
 class Vocabulary(NamedTuple):
-    """The number of tokens in a model's tokenizer and in the tokenizer that is used with the model.
+    """The sizes of a base model's own tokenizer and of the run's tokenizer, which extends it.
 
     Attributes:
-        own: tokens of the model's tokenizer; None if it has none.
-        all: tokens of the tokenizer that is used, whose first tokens are the same.
+        own: number of tokens of the base's tokenizer; None if the base has no tokenizer.
+        all: number of tokens of the run's tokenizer. Its first `own` tokens are those of the base.
     """
 
     own: int | None
     all: int
 
     def new(self, rows: int) -> range:
-        """Return the ids that a model of V rows was not trained with; if that is unknown, the ids
-        without a row.
+        """Return the ids of the run's tokenizer that the base was not trained with.
+
+        Args:
+            rows: number of rows of the base's embedding. Without a tokenizer of the base, the new
+                ids are those without a row.
         """
-        return range(min(rows if self.own is None else self.own, rows), self.all)
+        trained = rows if self.own is None else min(self.own, rows)
+        return range(trained, self.all)
 
 
-def tokenizer_in(folder: str | Path) -> Path | None:
-    """Find the tokenizer.json of a run, of a Hugging Face folder, or in a weight file's folder, or
-    None.
+def find_tokenizer(folder: str | Path) -> Path | None:
+    """Return the tokenizer.json of a model; None if there is none.
+
+    An adapter without a tokenizer.json has that of its base. See also `tokenizer_path`.
     """
-    path = own_file(folder)
+    path = tokenizer_path(folder)
     if path is None and adapter.is_adapter(folder):
-        return tokenizer_in(adapter.resolved_base(adapter.read_adapter(folder)))
+        return find_tokenizer(adapter.resolved_base(adapter.read_adapter(folder)))
     return path if path is not None and is_file(path) else None
 
 
-def tokenizer_of(folder: str | Path) -> Path:
-    """Return `tokenizer_in` of a folder that has a tokenizer.
+def require_tokenizer(folder: str | Path) -> Path:
+    """Return the tokenizer.json of a model; see `find_tokenizer`.
 
     Raises:
         InputRefused: there is no tokenizer.json.
     """
-    path = tokenizer_in(folder)
+    path = find_tokenizer(folder)
     if path is None:
-        raise without_tokenizer(folder)
+        raise no_tokenizer_error(folder)
     return path
 
 
-def without_tokenizer(folder: str | Path) -> InputRefused:
-    """Return the refusal of a folder that has no tokenizer."""
+def no_tokenizer_error(folder: str | Path) -> InputRefused:
+    """Return the error for a model without a tokenizer.json, for the caller to raise."""
     return InputRefused(f"{folder}: there is no tokenizer.json: copy the model's own there")
 
 
 def tokenizer_named(name: str) -> str:
-    """Return the tokenizer.json of the run or checkpoint that a `tokenizer` setting names, else the
-    setting itself.
+    """Return the path or word for the value of a `tokenizer` key.
+
+    It is the tokenizer.json of a run if the value names a run, and otherwise the value itself.
     """
     run = None if name in ("auto", "bytes") else run_named(name)
     return str(run.tokenizer) if run else name
 
 
-def own_file(folder: str | Path) -> Path | None:
-    """Return the path of the tokenizer.json that belongs to a model's weights; None if a folder has
-    none.
+def tokenizer_path(folder: str | Path) -> Path | None:
+    """Return the path of a model's own tokenizer.json, which may not exist.
+
+    Args:
+        folder: a run, a file of torch.save or a Hugging Face folder. The tokenizer.json of a file
+            of torch.save is next to it. The result may be None for a Hugging Face folder.
     """
     run = run_named(folder)
-    return (
-        run.tokenizer
-        if run
-        else hub.tokenizer_file(Path(folder).parent if is_weight_file(folder) else folder)
-    )
+    if run:
+        return run.tokenizer
+    return hub.tokenizer_file(Path(folder).parent if is_weight_file(folder) else folder)
 
 
-def compared(tokenizer: Tokenizer, base: str, named: str = "data.tokenizer") -> Vocabulary:
-    """Compare a tokenizer with that of the model in `base`, token by token.
+def compare_tokenizers(
+    tokenizer: Tokenizer, base: str, named: str = "data.tokenizer"
+) -> Vocabulary:
+    """Require that a tokenizer has the same text as the base's tokenizer for each id of both.
+
+    Args:
+        tokenizer: the run's tokenizer.
+        base: the base model, whose own tokenizer.json is read.
+        named: the key or file that `tokenizer` comes from, for the message.
+
+    Returns:
+        The sizes of both tokenizers.
 
     Raises:
-        InputRefused: an id of both stands for different texts, or the model's file cannot be read.
+        InputRefused: an id has two different texts, or the base's tokenizer.json cannot be read.
     """
-    path = own_file(base)
+    path = tokenizer_path(base)
     if path is None or not is_file(path):
         return Vocabulary(None, tokenizer.vocab_size)
-    own = tokenizer_file.texts(tokenizer_file.read(path), str(path))
-    ours = tokenizer.texts()
-    for index in sorted(own.keys() & ours.keys()):
-        if own[index] != ours[index]:
+    texts_of_base = tokenizer_file.texts(tokenizer_file.read(path), str(path))
+    texts = tokenizer.texts()
+    for index in sorted(texts_of_base.keys() & texts.keys()):
+        if texts_of_base[index] != texts[index]:
             raise InputRefused(
-                f"{named}: another tokenizer than {path}: id {index} is {_shown(ours[index])}, and of the model "
-                f"{_shown(own[index])}, whose row it has: take the model's own with tokens added at its end"
+                f"{named}: another tokenizer than {path}: id {index} is {_shown(texts[index])}, but the model has "
+                f"trained its row for {_shown(texts_of_base[index])}: take the model's own tokenizer, with new tokens "
+                "at its end"
             )
-    return Vocabulary(max(own, default=-1) + 1, tokenizer.vocab_size)
+    return Vocabulary(max(texts_of_base, default=-1) + 1, tokenizer.vocab_size)
 
 
-def extended(model: Llama, vocabulary: Vocabulary, base: str) -> list[int] | None:
-    """Give a model the rows that it lacks.
+def add_missing_rows(model: Llama, vocabulary: Vocabulary, base: str) -> list[int] | None:
+    """Give a model, in place, a row for each new token of the run's tokenizer.
 
     Args:
         model: the model as it was loaded.
-        vocabulary: the result of `compared`.
-        base: where the model comes from.
+        vocabulary: the result of `compare_tokenizers`.
+        base: where the model comes from, for the message.
 
     Returns:
-        The arguments for `monograph.model.vocabulary.extend`, to repeat it later; None if there was
-        nothing to do.
+        The arguments for `monograph.model.vocabulary.extend`, to repeat it later; None if no token
+        is new.
 
     Raises:
-        InputRefused: rows are missing, and which of the tokens are new cannot be known.
+        InputRefused: rows are missing, but the model has no tokenizer, so that nobody knows which
+            tokens are new.
     """
     rows = model.config.vocab_size
     new = vocabulary.new(rows)
@@ -362,17 +396,19 @@ def extended(model: Llama, vocabulary: Vocabulary, base: str) -> list[int] | Non
 
 
 def _shown(text: str) -> str:
-    return repr(text if len(text) <= LONGEST else text[:LONGEST] + "...")
+    """Return a token's text in quotes, cut after `_MAX_SHOWN_CHARACTERS`."""
+    if len(text) > _MAX_SHOWN_CHARACTERS:
+        text = text[:_MAX_SHOWN_CHARACTERS] + "..."
+    return repr(text)
 
 
-def recorded(lora: Lora) -> dict[str, Any]:
-    """Return the adapters' options as JSON values, for a recipe."""
-    values = {
-        **vars(lora),
-        "targets": lora.targets if isinstance(lora.targets, str) else list(lora.targets),
-    }
+def lora_record(lora: Lora) -> dict[str, Any]:
+    """Return the options of adapters as JSON values for `Recipe.lora`; see `recorded_lora`."""
+    values = dict(vars(lora))
+    if not isinstance(lora.targets, str):
+        values["targets"] = list(lora.targets)
     values["tokens"] = list(lora.tokens)
-    # Runs from before there were these lack them.
+    # These options were added later. Left out where they are off, as in the records of older runs.
     return {
         key: value
         for key, value in values.items()
@@ -381,21 +417,27 @@ def recorded(lora: Lora) -> dict[str, Any]:
 
 
 def digest(module: nn.Module) -> str:
-    """Return the hex SHA-256 of a base's names, shapes and numbers; equal numbers in bf16 and fp32
-    give the same.
+    """Return the hex SHA-256 of the names, shapes and numbers of a module's state.
+
+    Numbers of at most 32 bits are hashed as fp32, so that the same numbers in bf16 and in fp32 have
+    the same digest.
     """
     sha256 = hashlib.sha256()
     for name, tensor in sorted(unique_state(module).items()):
-        narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
-        numbers = (tensor.detach().float() if narrow else tensor.detach()).contiguous()
+        numbers = tensor.detach()
+        if tensor.is_floating_point() and tensor.dtype != torch.float64:
+            numbers = numbers.float()
         sha256.update(f"{name} {list(tensor.shape)} ".encode())
-        sha256.update(numbers.reshape(-1).view(torch.uint8).numpy().data)
+        sha256.update(numbers.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha256.hexdigest()
 
 
 def require_base_of(adapter: Adapter, base_sha256: str) -> None:
-    """Refuse a base whose weights differ from those that a stored adapter records, if it records
-    any.
+    """Require that a base has the weights that a stored adapter was trained on, if it records them.
+
+    Args:
+        adapter: the stored adapter.
+        base_sha256: the `digest` of the base.
 
     Raises:
         InputRefused: the base has other weights.
@@ -403,16 +445,21 @@ def require_base_of(adapter: Adapter, base_sha256: str) -> None:
     if adapter.weights_sha256 not in (None, base_sha256):
         raise InputRefused(
             f"{adapter.folder}: this adapter was trained on other weights than those of {adapter.base}: write the "
-            f"folder of its own base into adapter_config.json, or, to put it on these all the same, remove {BASE}"
+            f"folder of its base into adapter_config.json, or, to use it with these weights all the same, remove {BASE}"
         )
 
 
 def require_base(actual: str | None, expected: str | None, init: str | None, folder: Path) -> None:
-    """Refuse a base whose digest differs from that of the base that a run's adapters were trained
-    on.
+    """Require that a base has the weights that a run's adapters were trained on.
+
+    Args:
+        actual: the `digest` of the base.
+        expected: the digest that the run records.
+        init: the name of the base, for the message.
+        folder: the run's folder, for the message.
 
     Raises:
-        InputRefused: the base differs.
+        InputRefused: the digests differ.
     """
     if actual != expected:
         raise InputRefused(

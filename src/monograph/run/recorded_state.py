@@ -1,9 +1,8 @@
-"""Check the state that a run's checkpoint records next to its tensors, and set random generators to
-it.
+"""Check the state of a run's checkpoint, and set random generators to a recorded state.
 
-The digests of a checkpoint show that its bytes are those that were written, but anybody can write
-bytes and matching digests. So each reader of a run checks the types, the ranges and whether the
-parts agree, before it uses any of them.
+The state is the JSON object that a checkpoint stores next to its tensors. A checkpoint's digests
+only show that its bytes are unchanged: whoever writes false entries can write matching digests. So
+each reader of a run checks here the types and ranges of all entries, and that they agree.
 """
 
 import json
@@ -24,12 +23,15 @@ from monograph.errors import InputRefused, MonographError, Warn
 from monograph.model import sampling_defaults
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import TEACHERS, Run
-from monograph.run.recipe import lora_of
+from monograph.run.recipe import recorded_lora
 
-MOST_TOKENS = 2**24  # of a tokenizer, since a row of weights is made for each
-# Of updates, tokens, rows and bytes; no run has more, and a larger number would mean endless work.
+# The largest size of a tokenizer. A false size must not exhaust the memory, since the model gets a
+# row for each token.
+MOST_TOKENS = 2**24
+# The largest number of updates, tokens, rows or bytes. No run has more, and a false number must not
+# mean endless work.
 MOST = 10**15
-_MOST_SHOWN = 60
+_MAX_SHOWN_CHARACTERS = 60  # of a value in a message
 
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -40,16 +42,17 @@ FileName = Annotated[str, Field(pattern="^[a-z][a-z_]*[.][a-z]+$")]  # in the ru
 Pair = Annotated[list[Natural], Field(min_length=2, max_length=2)]
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True)]
-# The words of NumPy's generator MT19937, and its position among them.
+# NumPy's generator MT19937 has a state of 624 words of 32 bits, and the position of the next word.
 Words = Annotated[
     list[Annotated[Int, Field(ge=0, lt=2**32)]], Field(min_length=624, max_length=624)
 ]
 Place = Annotated[Int, Field(ge=0, le=624)]
-_FROM_LIST = Field(strict=False)  # JSON has no tuples; the items stay strict
+# Takes a list for a tuple, since JSON has no tuples. The types of the items are strict, see `Int`.
+_FROM_LIST = Field(strict=False)
 
 
 class Strict(BaseModel):
-    """The base of records from JSON files, which converts no value to another type."""
+    """A base class for records from JSON files that does not convert values to other types."""
 
     model_config = ConfigDict(strict=True)
 
@@ -72,7 +75,7 @@ class _Position(Strict):
 
 class _Generators(Strict):
     python: Annotated[tuple[Int, list[Int], Float | None], _FROM_LIST]
-    # Unchecked by numpy.
+    # NumPy's set_state does not check the position, so `Place` does.
     numpy: Annotated[tuple[Literal["MT19937"], Words, Place, Int, Float], _FROM_LIST]
     torch: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
     cuda: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None
@@ -130,11 +133,14 @@ def recorded_files(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def newest(run: Run, warn: Warn) -> Checkpoint:
-    """Load a run's newest checkpoint that passes verification, or the one of `run.at`, and check
-    its state.
+    """Load a run's newest valid checkpoint, or that of update `run.at`, and check its state.
+
+    Args:
+        run: the run.
+        warn: called with a line for each newer checkpoint that is damaged.
 
     Raises:
-        InputRefused: the state is not one that a run records; see `require`.
+        InputRefused: the state is invalid; see `require`.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
     checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at)
@@ -143,11 +149,11 @@ def newest(run: Run, warn: Warn) -> Checkpoint:
 
 
 def state_in(folder: Path, run: Run) -> dict[str, Any]:
-    """Return the checked state in the folder of one of a run's checkpoints.
+    """Return the state in the folder of one of a run's checkpoints, after checking it.
 
     Raises:
-        CheckpointDamaged: see `checkpointing.verify`.
-        InputRefused: see `require`.
+        CheckpointDamaged: the folder fails verification; see `checkpointing.verify`.
+        InputRefused: the state is invalid; see `require`.
     """
     update, state = checkpointing.load_state(folder)
     require(state, update, run)
@@ -155,7 +161,11 @@ def state_in(folder: Path, run: Run) -> dict[str, Any]:
 
 
 def newest_state(run: Run) -> dict[str, Any]:
-    """Return the state of the newest sound checkpoint; an empty mapping if there is none."""
+    """Return the state of a run's newest valid checkpoint; an empty dict if there is none.
+
+    Raises:
+        InputRefused: the state is invalid; see `require`.
+    """
     for _, folder in checkpointing.candidates(run.checkpoints):
         with suppress(CheckpointDamaged):
             return state_in(folder, run)
@@ -163,106 +173,122 @@ def newest_state(run: Run) -> dict[str, Any]:
 
 
 def require_metrics(run: Run) -> None:
-    """Require the metrics whose digest the newest sound checkpoint of a run records; raises
-    InputRefused.
+    """Require that a run has the metrics that its newest valid checkpoint records.
+
+    Raises:
+        InputRefused: rows are missing or damaged; see `Run.require_metrics`.
     """
-    if state := newest_state(run):
+    state = newest_state(run)
+    if state:
         run.require_metrics(state["metrics_offset"], state.get("metrics_sha256"))
 
 
 def require(state: Mapping[str, Any], update: int, run: Run) -> None:
-    """Require that a checkpoint's state has the entries, types and ranges of one that a run
-    records.
+    """Require that all entries of a checkpoint's state are valid and agree with each other.
+
+    Args:
+        state: the state.
+        update: the update after which the checkpoint was saved.
+        run: the run, whose folder the message names.
 
     Raises:
-        InputRefused: an entry is wrong; the message names the file, the entry and its value, and
-            what was expected.
+        InputRefused: an entry is wrong. The message names the file, the entry, its value and what
+            was expected.
     """
     folder = run.checkpoints / f"step-{update:08d}"
     try:
         _require(state, update, run)
     except InputRefused as error:
-        way_out = f"put the file back, or move {folder.name} elsewhere, and the checkpoint before it is taken"
-        raise InputRefused(f"{folder / 'state.json'}: {error}; {way_out}") from None
+        remedy = f"put the file back, or move {folder.name} elsewhere, and the checkpoint before it is taken"
+        raise InputRefused(f"{folder / 'state.json'}: {error}; {remedy}") from None
 
 
 def _require(state: Mapping[str, Any], update: int, run: Run) -> None:
+    """Do the work of `require`. Its messages do not name the file; `require` adds the file."""
     try:
-        known = _State.model_validate(state)
+        checked = _State.model_validate(state)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False)[0]
         name = ".".join(map(str, fault["loc"]))
         if fault["type"] == "missing":
             raise InputRefused(f"{name} is missing") from None
-        what = fault["msg"].replace("Input should", "it should")
-        raise InputRefused(f"{name} = {_shown(fault['input'])}: {what}") from None
-    if known.engine.index != update:
+        reason = fault["msg"].replace("Input should", "it should")
+        raise InputRefused(f"{name} = {_quoted(fault['input'])}: {reason}") from None
+    if checked.engine.index != update:
         raise InputRefused(
-            f"engine.index = {known.engine.index}: expected {update}, as in MANIFEST.json"
+            f"engine.index = {checked.engine.index}: expected {update}, as in MANIFEST.json"
         )
-    begin, end = known.cooled or (update, known.length)
-    if not begin <= end >= update:
+    # `cooled` is [first, last] update of a cool-down that replaced the schedule, and so the end.
+    begin, end = checked.cooled or (update, checked.length)
+    if end < begin or end < update:
         raise InputRefused(
-            f"length = {known.length}, cooled = {known.cooled}: they end before update {update}"
+            f"length = {checked.length}, cooled = {checked.cooled}: they end before update {update}"
         )
-    if known.shape is not None:
+    if checked.shape is not None:
         try:
-            LlamaConfig.from_hf(known.shape)
+            LlamaConfig.from_hf(checked.shape)
         except InputRefused as error:
             raise InputRefused(f"model_config: {error}") from None
-    sampling = known.sampling or {}
-    if unknown := sorted(
-        sampling.keys() - sampling_defaults.select_defaults(sampling, "sampling").keys()
-    ):
+    sampling = checked.sampling or {}
+    known_keys = sampling_defaults.select_defaults(sampling, "sampling").keys()
+    unknown = sorted(sampling.keys() - known_keys)
+    if unknown:
         raise InputRefused(
-            f"sampling.{unknown[0]} = {_shown(sampling[unknown[0]])}: no key of a number for sampling"
+            f"sampling.{unknown[0]} = {_quoted(sampling[unknown[0]])}: not a known key of sampling with a number"
         )
     try:
+        # Tried on new generators, since only a generator can tell whether a state is valid.
         set_generators(state["random"], random.Random(), np.random.RandomState(), torch.Generator())
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputRefused(f"random: not the state of random generators ({error})") from None
-    if known.data.seed != known.recipe.seed:
+    if checked.data.seed != checked.recipe.seed:
         raise InputRefused(
-            f"data.seed = {known.data.seed}: expected {known.recipe.seed}, as in its recipe"
+            f"data.seed = {checked.data.seed}: expected {checked.recipe.seed}, as in its recipe"
         )
-    _require_adapters(known.recipe)
+    _require_adapters(checked.recipe)
 
 
 def _require_adapters(recipe: _Recipe) -> None:
-    first, tokens = recipe.vocabulary or (1, 2)
+    """Require valid ids of new tokens and valid options of adapters; raises InputRefused."""
+    first, tokens = recipe.vocabulary or (1, 2)  # (1, 2) is any valid pair
     if not 0 < first < tokens <= MOST_TOKENS:
         raise InputRefused(
-            f"recipe.vocabulary = [{first}, {tokens}]: expected the first new id and how many there are"
+            f"recipe.vocabulary = [{first}, {tokens}]: expected the first new id and the number of all tokens"
         )
     if recipe.lora is None:
         return
     try:
-        adapters = lora_of(recipe.lora)
-        names = [adapters.targets] if isinstance(adapters.targets, str) else [*adapters.targets]
-        good = all(isinstance(name, str) for name in [recipe.init, *names])
-        good = good and all(isinstance(token, int) for token in adapters.tokens)
+        adapters = recorded_lora(recipe.lora)
+        targets = [adapters.targets] if isinstance(adapters.targets, str) else [*adapters.targets]
+        # `init` names the base of the adapters, so it must not be None.
+        are_texts = all(isinstance(name, str) for name in [recipe.init, *targets])
+        are_ids = all(isinstance(token, int) for token in adapters.tokens)
+        is_valid = are_texts and are_ids
     except (TypeError, ValueError, KeyError, AttributeError, MonographError):
-        good = False
-    if not good:
+        is_valid = False
+    if not is_valid:
         raise InputRefused(
-            f"recipe.lora = {_shown(recipe.lora)}: expected adapters, and recipe.init to be their base"
+            f"recipe.lora = {_quoted(recipe.lora)}: expected adapters, and recipe.init to be their base"
         )
 
 
-def _shown(value: object) -> str:
+def _quoted(value: object) -> str:
+    """Return a value as JSON, cut after `_MAX_SHOWN_CHARACTERS`."""
     text = json.dumps(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    if len(text) <= _MAX_SHOWN_CHARACTERS:
+        return text
+    return f"{text[:_MAX_SHOWN_CHARACTERS]}..."
 
 
 class PythonGenerator(Protocol):
-    """The module `random`, or a generator of its own."""
+    """Python's global generator, the module `random`, or a `random.Random`."""
 
     def setstate(self, state: tuple[Any, ...], /) -> None:
         """Set the state."""
 
 
 class NumpyGenerator(Protocol):
-    """The module `numpy.random`, or a generator of its own."""
+    """NumPy's global generator, the module `numpy.random`, or a `numpy.random.RandomState`."""
 
     def set_state(self, state: tuple[str, NDArray[np.uint32], int, int, float], /) -> None:
         """Set the state."""
@@ -271,7 +297,14 @@ class NumpyGenerator(Protocol):
 def set_generators(
     saved: Mapping[str, Any], python: PythonGenerator, numpy: NumpyGenerator, own: torch.Generator
 ) -> None:
-    """Set generators of Python, NumPy and torch, global or not, to a recorded state."""
+    """Set three random generators to a recorded state.
+
+    Args:
+        saved: the entry `random` of a checkpoint's state.
+        python: a generator of Python.
+        numpy: a generator of NumPy.
+        own: a generator of torch on the CPU.
+    """
     version, words, gauss = saved["python"]
     python.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = saved["numpy"]
@@ -280,5 +313,5 @@ def set_generators(
 
 
 def tensor_of(text: str) -> torch.Tensor:
-    """Return the bytes written as hexadecimal digits as a uint8 tensor."""
+    """Return the bytes that hexadecimal digits write, as a uint8 tensor."""
     return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

@@ -1,5 +1,6 @@
-"""Fetch a model from the Hugging Face Hub, and push one there; only a name that begins with hf://
-asks the network.
+"""Fetch a model from the Hugging Face Hub, and push one to it.
+
+The network is used only for a name that begins with hf://.
 """
 
 import importlib
@@ -16,7 +17,7 @@ from monograph.storage.code import HUB
 from monograph.storage.reading import error_number, is_file, matching
 from monograph.storage.writing import FULL
 
-# The files of a model that are read here, and no others: neither code nor pickles are fetched.
+# The files of a model that this package reads. Nothing else is fetched, such as code and pickles.
 FILES = (
     "config.json",
     "generation_config.json",
@@ -30,7 +31,7 @@ FILES = (
     "adapter_model.safetensors",
     "monograph_base.json",
 )
-# Of these a plan needs what says a shape: the model's, or the adapters' and their base's name.
+# The files from which a plan takes a model's shape. An adapter's folder names the adapter's base.
 SHAPE_FILES = (
     "config.json",
     "adapter_config.json",
@@ -49,22 +50,25 @@ _REASONS = {  # by the classes of huggingface_hub's errors, and of the errors of
 
 
 def fetched(name: str | Path, files: tuple[str, ...] = FILES) -> str | Path:
-    """Return the folder of a model hf://OWNER/NAME[@REVISION] in the Hub's own cache, and any other
-    name as it is.
+    """Fetch a model from the Hub into the Hub's own cache.
 
     Args:
-        name: the name.
-        files: the files that are fetched, as patterns.
+        name: hf://OWNER/NAME or hf://OWNER/NAME@REVISION.
+        files: patterns of the files to fetch.
+
+    Returns:
+        The model's folder in the cache. Any name that does not begin with hf:// is returned
+        unchanged.
 
     Raises:
-        UsageError: no such form of name, or the library `huggingface_hub` is not installed.
-        InputRefused: the Hub has no such model, refuses it, or cannot be reached while the cache
-            lacks it.
-        DiskFull: there is no room in the cache; what has arrived is used by the next attempt.
+        UsageError: the name has another form, or the library `huggingface_hub` is not installed.
+        InputRefused: the Hub has no such model or refuses it; or the Hub cannot be reached, and the
+            model is not in the cache.
+        DiskFull: there is no room in the cache. The next attempt uses what has arrived.
     """
     if not str(name).startswith(HUB):
         return name
-    with _asking(str(name)) as (library, repository, revision):
+    with _hub_access(str(name)) as (library, repository, revision):
         folder = library.snapshot_download(repository, revision=revision, allow_patterns=[*files])
     if not any(is_file(Path(folder, file)) for file in ("config.json", "adapter_config.json")):
         raise InputRefused(
@@ -74,22 +78,20 @@ def fetched(name: str | Path, files: tuple[str, ...] = FILES) -> str | Path:
 
 
 def require_account(name: str) -> None:
-    """Require that the Hub can be reached and knows whose token is sent, before anything is
-    exported.
+    """Require that the Hub can be reached and accepts the user's token. Call it before an export.
 
     Raises:
         UsageError, InputRefused: see `fetched`.
     """
-    with _asking(name) as (library, *_):
+    with _hub_access(name) as (library, *_):
         library.HfApi().whoami()
 
 
 def push(folder: Path, name: str) -> str:
-    """Make a folder's files the model of hf://OWNER/NAME[@REVISION], by one commit, and return its
-    address.
+    """Upload a model to hf://OWNER/NAME[@REVISION] in one commit, and return its address.
 
-    The same commit removes files of the model that was there before, which would be read with the
-    new ones. A repository that does not exist is made, and is private.
+    The commit also removes files of a former model, which would be read together with the new ones.
+    If the repository does not exist, a private one is made.
 
     Raises:
         UsageError, InputRefused: see `fetched`.
@@ -99,29 +101,33 @@ def push(folder: Path, name: str) -> str:
         for path in matching(folder / "**" / "*")
         if is_file(path)
     }
-    with _asking(name) as (library, repository, revision):
+    with _hub_access(name) as (library, repository, revision):
         api = library.HfApi()
         address = api.create_repo(repository, private=True, exist_ok=True)
-        there = [
-            file for file in api.list_repo_files(repository, revision=revision) if file not in new
-        ]
-        stale = [file for file in there if any(_matches(file, pattern) for pattern in FILES)]
         changes = [library.CommitOperationAdd(file, str(path)) for file, path in new.items()]
+        stale = list[str]()
+        for file in api.list_repo_files(repository, revision=revision):
+            if file not in new and any(_matches_pattern(file, pattern) for pattern in FILES):
+                stale.append(file)
         changes += map(library.CommitOperationDelete, stale)
         api.create_commit(repository, changes, commit_message="Upload a model", revision=revision)
     return str(address)
 
 
-def _matches(file: str, pattern: str) -> bool:
+def _matches_pattern(file: str, pattern: str) -> bool:
+    """Return whether a path matches a pattern, in which * does not match a slash."""
     return fnmatchcase(file, pattern) and file.count("/") == pattern.count("/")
 
 
 @contextmanager
-def _asking(name: str) -> Iterator[tuple[Any, str, str | None]]:
-    """Yield the library, a repository's name and its revision, and turn the library's errors into
-    lines.
+def _hub_access(name: str) -> Iterator[tuple[Any, str, str | None]]:
+    """Yield (library, repository, revision), and turn errors of the `with` block into one line.
+
+    Raises:
+        UsageError, InputRefused, DiskFull: see `fetched`.
     """
-    if not (match := _NAME.fullmatch(name)):
+    match = _NAME.fullmatch(name)
+    if not match:
         raise UsageError(f"{name}: expected {HUB}OWNER/NAME, or {HUB}OWNER/NAME@REVISION")
     try:
         library = importlib.import_module("huggingface_hub")

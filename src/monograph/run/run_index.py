@@ -1,4 +1,7 @@
-"""List the runs of a folder in the order of their creation, and read their run.lock."""
+"""List the runs of a folder in the order of their creation, and read their run.lock.
+
+run.lock contains the lock record, a JSON object; see `monograph.run.folder`.
+"""
 
 import errno
 import fcntl
@@ -19,86 +22,94 @@ from monograph.storage.reading import (
     without_links,
 )
 
-CONFIG = "config.toml"  # a folder with this file is a run that has begun
-SWEEP = "sweep.json"  # a run's folder with this file is a sweep's
-POLL_S = 0.1
+CONFIG = "config.toml"  # a run whose folder contains this file has begun
+SWEEP = "sweep.json"  # a run whose folder contains this file is a sweep
+POLL_S = 0.1  # seconds between two attempts to get a lock
 _CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 _SERIAL = re.compile(rb'\{"serial": (\d{1,18})[,}]')
 
 
 def checkpoint_named(path: Path) -> int | None:
-    """Return the update of the checkpoint that a path RUN/checkpoints/step-UPDATE names; None for
-    any other path.
-    """
-    inside = path.parent.name == "checkpoints" and not is_file(path / "run.lock")
-    match = _CHECKPOINT.fullmatch(path.name) if inside else None
+    """Return UPDATE if a path is RUN/checkpoints/step-UPDATE; None for any other path."""
+    # A run may itself be in a folder called "checkpoints".
+    if path.parent.name != "checkpoints" or is_file(path / "run.lock"):
+        return None
+    match = _CHECKPOINT.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
-def placed(path: Path) -> Path:
-    """Return the path, resolved only if that names a checkpoint: the path is a link to one, or `.`
-    inside one.
+def resolve_checkpoint(path: Path) -> Path:
+    """Return the path of a checkpoint in the form that `checkpoint_named` knows; any other path
+    unchanged.
+
+    The path of a checkpoint has another form if it is a link, or "." in the checkpoint's folder.
     """
-    if (
-        checkpoint_named(path) is None
-        and is_folder(path)
-        and checkpoint_named(without_links(path)) is not None
-    ):
-        return without_links(path)
-    return path
+    if checkpoint_named(path) is not None or not is_folder(path):
+        return path
+    resolved = without_links(path)
+    return path if checkpoint_named(resolved) is None else resolved
 
 
 def runs_in(root: Path) -> list[Path]:
-    """Return the folders of `root` that are runs and have begun, oldest first."""
+    """Return the folders in `root` that are runs and have begun, oldest first."""
     return [folder for folder in locked_in(root) if is_file(folder / CONFIG)]
 
 
 def locked_in(root: Path) -> list[Path]:
-    """Return the folders of `root` that have a run.lock, oldest first; those of equal number by
+    """Return the folders in `root` that contain a run.lock, sorted by serial number and then by
     name.
 
-    Folders that this user may not read are left out. Raises Unreadable for other failures, since
-    the newest run is then unknown.
+    Folders that this user may not read are left out.
+
+    Raises:
+        Unreadable: a read fails for any other reason; the newest run is then unknown.
     """
     folders = []
     for folder in entries(root):
         try:
             if is_file(folder / "run.lock"):
-                folders.append((serial(folder), _natural(folder.name), folder))
+                folders.append((serial_number(folder), _natural_key(folder.name), folder))
         except Unreadable as error:
             if error.errno != errno.EACCES:
                 raise
     return [folder for *_, folder in sorted(folders)]
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key by which "a-10" comes after "a-9"."""
-    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
 
-def serial(folder: Path) -> int:
-    """Return a run's number, which counts from 1 in the order of creation in a folder; 0 if
-    run.lock has none.
+def serial_number(folder: Path) -> int:
+    """Return a run's serial number; 0 if run.lock does not contain one.
 
-    Each process rewrites the text after the number, so that may be cut off. Raises Unreadable.
+    The runs of a folder are numbered from 1 in the order of their creation.
+
+    Raises:
+        Unreadable: run.lock exists but cannot be read.
     """
+    # Not parsed as JSON: each process rewrites the text after the number, which may be incomplete.
     match = _SERIAL.match(contents(folder / "run.lock") or b"")
     return int(match[1]) if match else 0
 
 
-def record(folder: Path) -> dict[str, Any]:
-    """Return the record in run.lock; empty if it is damaged or another process is still writing it.
+def lock_record(folder: Path) -> dict[str, Any]:
+    """Return the JSON object in run.lock; empty if run.lock is damaged or is being written now.
 
-    Raises Unreadable.
+    Raises:
+        Unreadable: run.lock exists but cannot be read.
     """
     return parsed(contents(folder / "run.lock") or b"")
 
 
 def wait_until_free(folder: Path, limit_s: float) -> bool:
-    """Wait until no other process holds the run's lock, at most `limit_s` seconds; return whether
-    none does.
+    """Wait until no process holds the run's lock, and return whether the lock is free.
 
-    If that cannot be asked, as the folder is gone, none does.
+    Args:
+        folder: the run's folder. If its run.lock cannot be opened, e.g. since the folder was
+            removed, the lock counts as free.
+        limit_s: the longest time to wait, in seconds.
     """
     end = time.monotonic() + limit_s
     with suppress(OSError, Unreadable), open_input(folder / "run.lock") as file:
@@ -114,8 +125,9 @@ def wait_until_free(folder: Path, limit_s: float) -> bool:
 
 
 def parsed(text: str | bytes) -> dict[str, Any]:
-    """Return the JSON object in a text; an empty one if the text is no JSON object."""
+    """Return the JSON object in a text; an empty dict if the text is not a JSON object."""
     with suppress(ValueError, RecursionError):
         value = parse_json(text)
-        return value if isinstance(value, dict) else {}
+        if isinstance(value, dict):
+            return value
     return {}

@@ -1,8 +1,8 @@
-"""Show progress on a terminal, in a region that is redrawn in place, or as plain lines on another
-stream; draw curves.
+"""Print lines on a terminal or another stream, and draw curves as text.
 
-A curve is text, in Braille or in ASCII characters. A cell is one character. A dot is a part of a
-cell; a Braille cell (Unicode block U+2800) has 2 x 4 dots.
+On a terminal, a region below the printed lines is redrawn in place. A curve consists of cells. A
+cell is one character, in Braille (Unicode block U+2800) or ASCII. It has several dots, e.g. 2 x 4
+in Braille, each of which may be lit.
 """
 
 import itertools
@@ -32,24 +32,31 @@ YARDSTICK_WIDTH = 18  # characters after it, such as "  order 6 1.87"
 
 
 class Cells(NamedTuple):
-    """A set of characters to draw with: the number of dots across and down a cell, and the
-    character for lit dots.
+    """A set of characters to draw with.
+
+    Attributes:
+        across: number of dots in a cell from left to right.
+        down: number of dots in a cell from top to bottom.
     """
 
     across: int
     down: int
 
     def character(self, lit: set[Dot]) -> str:
-        """Return the character for the lit dots (column, row), at least one of them; row 0 is on
-        top.
+        """Return the character of a cell.
+
+        Args:
+            lit: the lit dots (column, row) in the cell, at least one; row 0 is at the top.
         """
-        if self.across == 1:
-            return {(0,): "'", (1,): ".", (0, 1): ":"}[tuple(sorted(row for _, row in lit))]
+        if self.across == 1:  # ASCII
+            rows = tuple(sorted(row for _, row in lit))
+            return {(0,): "'", (1,): ".", (0, 1): ":"}[rows]
         return chr(0x2800 + sum(_BRAILLE_BIT[dot] for dot in lit))
 
 
 BRAILLE = Cells(across=2, down=4)
 ASCII = Cells(across=1, down=2)
+# The bit of each dot (column, row) in the code of a Braille character.
 _BRAILLE_BIT = {
     (0, 0): 0x01,
     (0, 1): 0x02,
@@ -71,24 +78,34 @@ def curve_pieces(
     x_end: float | None = None,
     cells: Cells = BRAILLE,
 ) -> list[list[Piece]]:
-    """Return the plot's rows as pieces (role, text); the roles to colour are "scale", "curve",
-    "level" and "name".
+    """Draw a curve, and return its rows, the last of which is the x axis.
 
-    Points (xs, ys), ascending in x, are joined; x runs from 0 to `x_end` (default: the last x).
-    Each yardstick is a dotted level with its name and value at the right, a row off if two would
-    collide. The scale covers the yardsticks and the curve's end. Values above 2.2 times the last
-    one are drawn on the upper edge, since the steep start would flatten the rest. Values that are
-    not finite are left out.
+    Args:
+        xs: the points' x, ascending. Points are joined by lines.
+        ys: the points' y. Points whose y is not finite are left out.
+        width: number of characters in a row, including the scale and the names of the yardsticks.
+        height: number of rows without the x axis.
+        yardsticks: {name: y} of dotted levels. The name and value are written at the right, on
+            another row if two would collide.
+        x_end: the right end of the x axis, which begins at 0; None for the last x.
+        cells: the characters to draw with.
+
+    Returns:
+        For each row, pieces (role, text) from left to right. The role says how to colour the text:
+        "scale", "curve", "level" or "name".
     """
     points = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
-    values = [y for _, y in points] + list(yardsticks.values())
-    low = min(values, default=0.0)
-    reach = min(max(y for _, y in points), 2.2 * points[-1][1]) if points else low
-    high = max([reach, *yardsticks.values()])
+    low = min([y for _, y in points] + list(yardsticks.values()), default=0.0)
+    curve_top = low
+    if points:
+        # The steep start of a curve would flatten the rest. So values above 2.2 times the last one
+        # are drawn at the upper edge.
+        curve_top = min(max(y for _, y in points), 2.2 * points[-1][1])
+    high = max([curve_top, *yardsticks.values()])
     margin = max(0.04 * (high - low), 0.02)
     columns = width - SCALE_WIDTH - YARDSTICK_WIDTH
-    # Before the first token, too, there is an axis.
-    right = x_end or (points[-1][0] if points else 0.0) or 1.0
+    last_x = points[-1][0] if points else 0.0
+    right = x_end or last_x or 1.0  # 1.0, so that there is an axis even before the first token
     grid = _Grid(cells, columns, height, low - margin, high + margin, right)
     curve = grid.by_cell(grid.joined(points))
     levels = grid.by_cell(dot for level in yardsticks.values() for dot in grid.dotted(level))
@@ -97,19 +114,32 @@ def curve_pieces(
     rows: list[list[Piece]] = []
     for row in range(height):
         pieces: list[Piece] = [("scale", f"{scale.get(row, ''):>{SCALE_WIDTH - 1}} ")]
-        # The curve hides a level, since two lines in a cell are illegible.
         for column in range(columns):
-            role, lit = ("curve", curve) if (column, row) in curve else ("level", levels)
-            dots = lit.get((column, row))
-            pieces.append((role, cells.character(dots) if dots else " "))
-        rows.append([*pieces, ("name", names.get(row, ""))])
-    return [*rows, [("scale", " " * SCALE_WIDTH + _x_labels(grid.x_end, columns))]]
+            cell = (column, row)
+            # The curve hides a level, since two lines in a cell are illegible.
+            if cell in curve:
+                pieces.append(("curve", cells.character(curve[cell])))
+            elif cell in levels:
+                pieces.append(("level", cells.character(levels[cell])))
+            else:
+                pieces.append(("level", " "))
+        pieces.append(("name", names.get(row, "")))
+        rows.append(pieces)
+    x_axis = " " * SCALE_WIDTH + _x_labels(grid.x_end, columns)
+    return [*rows, [("scale", x_axis)]]
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """The map from values to dots; dot (0, 0) is the upper left one; `rows` and `columns` count
-    cells.
+    """A map from values to dots. Dot (0, 0) is at the upper left.
+
+    Attributes:
+        cells: the characters to draw with.
+        columns: number of cells from left to right.
+        rows: number of cells from top to bottom.
+        low: the y of the lowest dots.
+        high: the y of the uppermost dots.
+        x_end: the x of the rightmost dots; that of the leftmost is 0.
     """
 
     cells: Cells
@@ -120,16 +150,19 @@ class _Grid:
     x_end: float
 
     def dot(self, x: float, y: float) -> Dot:
-        right, bottom = self.columns * self.cells.across - 1, self.rows * self.cells.down - 1
+        """Return the dot of a point; for a point outside, the nearest dot at the edge."""
+        right = self.columns * self.cells.across - 1
+        bottom = self.rows * self.cells.down - 1
         column = round(x / self.x_end * right)
         row = round((self.high - y) / (self.high - self.low) * bottom)
         return min(right, max(0, column)), min(bottom, max(0, row))
 
     def cell_row(self, y: float) -> int:
+        """Return the row of cells that a value is in."""
         return self.dot(0, y)[1] // self.cells.down
 
     def by_cell(self, dots: Iterable[Dot]) -> dict[Dot, set[Dot]]:
-        """Group dots by cell (column, row); a dot's position is then relative to its cell."""
+        """Return {cell (column, row): its lit dots}, each dot relative to its cell."""
         cells: dict[Dot, set[Dot]] = {}
         for column, row in dots:
             cell_column, inner_column = divmod(column, self.cells.across)
@@ -138,33 +171,32 @@ class _Grid:
         return cells
 
     def dotted(self, y: float) -> list[Dot]:
+        """Return the dots of a dotted level at `y`: one in every second cell."""
         row = self.dot(0, y)[1]
         across = self.cells.across
         return [(column, row) for column in range(0, self.columns * across, 2 * across)]
 
     def joined(self, points: Sequence[tuple[float, float]]) -> list[Dot]:
+        """Return the dots of straight lines from each point to the next."""
         corners = [self.dot(x, y) for x, y in points]
-        dots = corners[-1:]
+        dots = corners[-1:]  # each line below has its first dot, but not its last one
         for (column, row), (next_column, next_row) in itertools.pairwise(corners):
             steps = max(abs(next_column - column), abs(next_row - row), 1)
-            dots += [
-                (
-                    round(column + (next_column - column) * i / steps),
-                    round(row + (next_row - row) * i / steps),
-                )
-                for i in range(steps)
-            ]
+            for i in range(steps):
+                dot_column = round(column + (next_column - column) * i / steps)
+                dot_row = round(row + (next_row - row) * i / steps)
+                dots.append((dot_column, dot_row))
         return dots
 
     def scale_labels(self) -> dict[int, str]:
-        """Return y labels by cell row, at multiples of the finest of 0.1, 0.2, 0.5, ... that leaves
-        a row between.
+        """Return {row of cells: label} for the y axis.
+
+        The labels are at multiples of the smallest step of which two labels are at least two rows
+        apart.
         """
         rows_per_unit = self.rows / (self.high - self.low)
-        step = next(
-            (step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if step * rows_per_unit >= 2),
-            None,
-        )
+        steps = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
+        step = next((step for step in steps if step * rows_per_unit >= 2), None)
         if step is None:
             return {}
         multiples = range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
@@ -172,40 +204,46 @@ class _Grid:
 
 
 def _spread_names(yardsticks: Mapping[str, float], grid: _Grid) -> dict[int, str]:
-    """Return the yardsticks' labels by row: each in its own row, or the nearest free one above, or
-    else below.
+    """Return {row of cells: label} of the yardsticks.
+
+    A label is in the row of its level. If that row is taken, it is in the nearest free row above,
+    or else below.
     """
-    taken: dict[int, str] = {}
+    labels: dict[int, str] = {}
     for name, value in sorted(yardsticks.items(), key=lambda item: item[1]):
-        wanted = grid.cell_row(value)
-        candidates = [*range(wanted, -1, -1), *range(wanted + 1, grid.rows)]
-        row = next((row for row in candidates if row not in taken), None)
+        level_row = grid.cell_row(value)
+        candidates = [*range(level_row, -1, -1), *range(level_row + 1, grid.rows)]
+        row = next((row for row in candidates if row not in labels), None)
         if row is not None:
-            taken[row] = f"  {name} {value:.2f}"[:YARDSTICK_WIDTH]
-    return taken
+            labels[row] = f"  {name} {value:.2f}"[:YARDSTICK_WIDTH]
+    return labels
 
 
 def _x_labels(x_end: float, columns: int) -> str:
-    """Return the labels of the x axis's quarters, each ending at its place, as far as gaps remain
-    between them.
+    """Return the labels of the x axis at each quarter of its length.
+
+    A label ends at its quarter. A label that would touch another is left out.
     """
     line = f"{quantities.count(x_end)} tokens".rjust(columns)
     for quarter in (3, 2, 1):
         label = quantities.count(x_end * quarter / 4)
         end = columns * quarter // 4
-        if not line[max(0, end - len(label)) : end + 2].strip() and len(label) <= end:
-            line = line[: end - len(label)] + label + line[end:]
+        begin = end - len(label)
+        is_free = not line[max(0, begin) : end + 2].strip()
+        if is_free and begin >= 0:
+            line = line[:begin] + label + line[end:]
     return line
 
 
-WIDTH = 100  # longest line, in characters
-NARROWEST = 40  # printed lines are not cut below this; a narrower terminal wraps them
+WIDTH = 100  # characters of the longest line
+NARROWEST = 40  # lines are not cut to fewer characters; a narrower terminal wraps them
 REDRAW_S = 0.5  # interval of redrawing on a terminal
-# Elsewhere a line is printed after SPEAK_S, then after twice as long each time, up to
-# SPEAK_AT_MOST_S.
-SPEAK_S, SPEAK_AT_MOST_S = 10.0, 60.0
+# Elsewhere a first line is printed after FIRST_LINE_S. The interval to the next line is twice as
+# long each time, up to MAX_LINE_INTERVAL_S.
+FIRST_LINE_S = 10.0
+MAX_LINE_INTERVAL_S = 60.0
 
-# ASCII for a stream that is not UTF-8; any other character that its encoding lacks becomes "?"
+# ASCII for a stream that is not UTF-8. Any other character that its encoding lacks becomes "?".
 _ASCII = str.maketrans(
     {
         "━": "=",
@@ -223,11 +261,11 @@ _ASCII = str.maketrans(
 )
 
 
-class _Stream:
-    """A text stream that replaces characters its encoding lacks, and drops all output once a write
-    has failed.
+class _FailsafeStream:
+    """A text stream whose writes do not fail.
 
-    A closed terminal, or a pipe that nobody reads, must not end a run after hours of work.
+    Characters that the encoding lacks are replaced. After a failed write, all further output is
+    dropped: a closed terminal, or a pipe that nobody reads, must not end a run after hours of work.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -262,14 +300,18 @@ class _Stream:
 
 
 class Screen:
-    """The lines printed to `stream` (default: standard error), with one live region below them.
+    """Lines that are printed to a stream, with one live region below them.
 
-    Without support for escape sequences, lines are plain, without colour or redrawing. NO_COLOR
-    only turns colour off.
+    A stream that does not take escape sequences gets plain lines, without colour or redrawing. The
+    environment variable NO_COLOR only turns colour off.
+
+    Attributes:
+        is_live: whether a region can be redrawn in place.
+        is_utf8: whether the stream's encoding is UTF-8.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = _Stream(sys.stderr if stream is None else stream)
+        self._stream = _FailsafeStream(sys.stderr if stream is None else stream)
         self.is_live = takes_escapes(self._stream)
         self.is_utf8 = self._stream.is_utf8
         self._is_terminal = is_terminal(self._stream)
@@ -286,10 +328,11 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """Return how many characters fit a line: one less than the terminal has, as some wrap after
-        the last.
-        """
-        return max(NARROWEST, min(WIDTH, self._console.width - 1)) if self._is_terminal else WIDTH
+        """Return the largest number of characters in a line."""
+        if not self._is_terminal:
+            return WIDTH
+        # One less than the terminal has, since some terminals wrap after the last character.
+        return max(NARROWEST, min(WIDTH, self._console.width - 1))
 
     @property
     def height(self) -> int:
@@ -297,8 +340,8 @@ class Screen:
         return self._console.height
 
     def print(self, *lines: Text) -> None:
-        """Write `lines` above the live region, each cut to `width` characters."""
-        for line in _fitted(lines, self.width):
+        """Write lines above the live region, each cut to `width` characters."""
+        for line in _cut_lines(lines, self.width):
             self._console.print(line)
         self._stream.flush()
 
@@ -309,31 +352,40 @@ class Screen:
         status: Callable[[], Text],
         state: Callable[[], object],
     ) -> Iterator[None]:
-        """Keep `region()` on the terminal during the `with` block; elsewhere print `status()` now
-        and then.
+        """Show progress during the `with` block.
 
-        It is printed only if `state()` differs from what it was the time before. All three are
-        called from another thread, so that progress shows while the main thread is busy. The region
-        vanishes at the end. Any other text written to standard error appears above it.
+        On a terminal a region is redrawn in place, and disappears at the end of the block. Other
+        text that is written to standard error appears above it. Elsewhere lines are printed at
+        growing intervals. The three functions are called from another thread, so that progress is
+        shown while the main thread is busy.
+
+        Args:
+            region: returns the lines of the region.
+            status: returns the line to print if the stream is not a terminal.
+            state: returns a value that changes with the progress. If it is the same as at the last
+                line, no line is printed.
         """
         if not self.is_live:
-            with _every(REDRAW_S, _Speaker(self, status, state).speak):
+            with _every(REDRAW_S, _OccasionalLines(self, status, state).print_if_due):
                 yield
             return
+
+        def cut_region() -> Text:
+            # Lines are cut even on a terminal that is narrower than `width`: a wrapped line would
+            # take more rows than are redrawn.
+            width = max(1, min(self.width, self._console.width - 1))
+            return Text("\n").join(_cut_lines(region(), width))
+
         view = Live(
-            # Wrapped lines would take more rows than are redrawn, so lines are cut even on a narrow
-            # terminal.
-            get_renderable=lambda: Text("\n").join(
-                _fitted(region(), max(1, min(self.width, self._console.width - 1)))
-            ),
+            get_renderable=cut_region,
             console=self._console,
             auto_refresh=False,
             transient=True,
             redirect_stdout=False,  # standard output is for results
-            redirect_stderr=False,
+            redirect_stderr=False,  # `_ErrorsAboveRegion` does this, and makes texts visible
         )
         with (
-            redirect_stderr(_Above(self._console, sys.stderr)),
+            redirect_stderr(_ErrorsAboveRegion(self._console, sys.stderr)),
             view,
             _every(REDRAW_S, view.refresh),
         ):
@@ -341,10 +393,8 @@ class Screen:
             yield
 
 
-class _Speaker:
-    """What prints lines about a region that is not redrawn, at growing intervals and only where
-    something changed.
-    """
+class _OccasionalLines:
+    """Lines about the progress, at growing intervals, in place of a region; see `Screen.live`."""
 
     def __init__(
         self, screen: Screen, status: Callable[[], Text], state: Callable[[], object]
@@ -352,54 +402,64 @@ class _Speaker:
         self._screen = screen
         self._status = status
         self._state = state
-        self._interval_s = SPEAK_S
-        self._next_s = monotonic() + SPEAK_S
-        self._said: object = None
+        self._interval_s = FIRST_LINE_S
+        self._next_s = monotonic() + FIRST_LINE_S
+        self._last_state: object = None
 
-    def speak(self) -> None:
-        """Print a line if it is time and something changed."""
-        if monotonic() < self._next_s or (state := self._state()) == self._said:
+    def print_if_due(self) -> None:
+        """Print a line if it is time and the state has changed."""
+        if monotonic() < self._next_s:
             return
-        self._said = state
-        self._interval_s = min(2 * self._interval_s, SPEAK_AT_MOST_S)
+        state = self._state()
+        if state == self._last_state:
+            return
+        self._last_state = state
+        self._interval_s = min(2 * self._interval_s, MAX_LINE_INTERVAL_S)
         self._next_s = monotonic() + self._interval_s
         self._screen.print(self._status())
 
 
-class _Above(FileProxy):
-    """The standard error stream while a region is live below it; it writes above the region."""
+class _ErrorsAboveRegion(FileProxy):
+    """The standard error stream while a region is live; it writes above the region."""
 
     def write(self, text: str) -> int:
         return self.own(visible(text))
 
-    def own(self, text: str) -> int:
+    def own(self, text: str) -> int:  # `monograph.terminal.own` looks for a method of this name
         return super().write(text)
 
 
-def _fitted(lines: Sequence[Text], width: int) -> list[Text]:
-    # A line with escaped characters loses its colours, because they refer to character positions.
-    fitted = [
-        line if visible(line.plain) == line.plain else Text(visible(line.plain), line.style)
-        for line in lines
-    ]
-    for line in fitted:
+def _cut_lines(lines: Sequence[Text], width: int) -> list[Text]:
+    """Return lines with control characters made visible, each cut to `width` characters.
+
+    The given lines may be cut in place.
+    """
+    cut_lines = []
+    for line in lines:
+        visible_text = visible(line.plain)
+        if visible_text != line.plain:
+            # The colours of parts are lost, because they refer to positions in the former text.
+            line = Text(visible_text, line.style)
         line.truncate(width, overflow="ellipsis")
-    return fitted
+        cut_lines.append(line)
+    return cut_lines
 
 
-def shown(text: str) -> str:
-    """Return `text` from a model or a file as one line, in which each line end is a sign."""
+def one_line(text: str) -> str:
+    """Return a text of a model or a file as one line, with a sign for each line end."""
     return visible(text.expandtabs(4).replace("\n", "⏎"))
 
 
-def cut(text: str, width: int) -> str:
-    """Return `text` cut to at most `width` terminal cells; a wide character takes two."""
-    return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
+def cut_to_width(text: str, width: int) -> str:
+    """Return a text cut to at most `width` columns of a terminal; a wide character takes two."""
+    if cell_len(text) <= width:
+        return text
+    return set_cell_size(text, width - 1) + "…"
 
 
 @contextmanager
 def _every(seconds: float, act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` every `seconds` from a thread while the `with` block runs."""
+    """Call `act` from another thread every `seconds` during the `with` block."""
     ended = threading.Event()
 
     def repeat() -> None:

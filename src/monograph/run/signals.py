@@ -1,5 +1,6 @@
-"""Handle signals: the first asks the loop to finish its update and save, a second Ctrl-C leaves at
-once.
+"""Handle signals during training.
+
+The first stop signal lets the loop finish its update and save. A second Ctrl-C ends the process.
 """
 
 import os

@@ -1,5 +1,7 @@
-"""Open the model that a run starts from: what its name stands for is found out once, and then
-known.
+"""Open the model that a run starts from.
+
+`ModelSource` finds out what the model's name stands for, and remembers each answer, so that no
+later question reads the disk again.
 """
 
 from collections.abc import Mapping
@@ -15,19 +17,28 @@ from monograph.model.config import LlamaConfig
 from monograph.model.files import has_weights
 from monograph.run import recorded_state
 from monograph.run.folder import Run, no_folder
-from monograph.run.recipe import Recipe, is_weight_file, own_file, run_named, tokenizer_of
+from monograph.run.recipe import (
+    Recipe,
+    is_weight_file,
+    require_tokenizer,
+    run_named,
+    tokenizer_path,
+)
 from monograph.storage.code import Code, code_named, folder_named
 from monograph.storage.reading import exists, is_folder
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that exists: a run, a Hugging Face folder, a file of torch.save, a Python function,
-    or an adapter on one.
+    """A model that a run can start from.
+
+    The model is a run, a Hugging Face folder, a file of torch.save, a Python function, or a stored
+    adapter and its base. What has the weights is called the base: the adapter's base, or the model
+    itself.
 
     Attributes:
-        name: what `model.init` says.
-        adapter: the stored adapter that it names; None if it names a whole model.
+        name: the value of `model.init`.
+        adapter: the stored adapter that `name` names; None for a whole model.
     """
 
     name: str
@@ -35,68 +46,73 @@ class ModelSource:
 
     @classmethod
     def open(cls, name: str) -> Self:
-        """Find out whether the name is an adapter's, and read its configuration.
+        """Return the model of a name. If the name is that of an adapter, read its configuration.
 
         Raises:
-            InputRefused: it is one, and cannot be used.
+            InputRefused: the adapter cannot be used.
         """
         return cls(name, read_adapter(name) if is_adapter(name) else None)
 
-    def under(self, name: str) -> Self:
-        """Return the same model under another name, such as its full path; what is known of it
-        stays known.
-        """
-        adapter = self.adapter._replace(folder=Path(name)) if self.adapter else None
-        return self._known_for(type(self)(name, adapter), *(("base",) if adapter else ()))
+    def renamed(self, name: str) -> Self:
+        """Return the same model under another name, e.g. its full path, with all cached answers."""
+        if self.adapter is None:
+            return self._with_cached_answers(type(self)(name, None))
+        adapter = self.adapter._replace(folder=Path(name))
+        # The base of an adapter does not depend on the adapter's own name.
+        return self._with_cached_answers(type(self)(name, adapter), "base")
 
-    def _known_for(self, other: Self, *more: str) -> Self:
-        """Return another source that has the same weights, of which all is known that is known of
-        these.
+    def _with_cached_answers(self, other: Self, *more: str) -> Self:
+        """Copy cached answers to another source with the same base, and return that source.
+
+        Args:
+            other: the source that gets the answers.
+            more: names of properties to copy, in addition to those that depend only on the base.
         """
-        facts = {"run", "is_weight_file", "shape", "positions", *more}
-        vars(other).update((fact, value) for fact, value in vars(self).items() if fact in facts)
+        copied = {"run", "is_weight_file", "shape", "positions", *more}
+        # `cached_property` stores its value in the instance's dict, under the property's name.
+        for name, value in vars(self).items():
+            if name in copied:
+                vars(other)[name] = value
         return other
 
     @cached_property
     def base(self) -> str:
-        """Return what has the weights, which is an adapter's base or the name itself.
+        """Return the name of what has the weights: the adapter's base, or `name`.
 
         Raises:
-            InputRefused: an adapter's base is no folder here.
+            InputRefused: the adapter's base is not a folder on this machine.
         """
         return resolved_base(self.adapter) if self.adapter else self.name
 
     @property
     def code(self) -> Code | None:
-        """Return the Python function that builds the model, if one does."""
+        """Return the Python function that builds the base; None if the base is anything else."""
         return code_named(self.base)
 
     @cached_property
     def run(self) -> Run | None:
-        """Return the run that has the weights, if one has."""
+        """Return the run that is the base; None if the base is anything else."""
         return run_named(self.base)
 
     @cached_property
     def is_weight_file(self) -> bool:
-        """Return whether a file of torch.save has the weights."""
+        """Return whether the base is a file of torch.save."""
         return is_weight_file(self.base)
 
     @cached_property
     def shape(self) -> LlamaConfig | None:
-        """Return the shape in a Hugging Face folder's config.json; None for a model whose shape
-        only loading tells.
-        """
+        """Return the shape in the config.json of a Hugging Face folder; None for any other base."""
         return hub.read_config(self.base) if self._is_folder else None
 
     @property
     def _is_folder(self) -> bool:
-        """Return whether a Hugging Face folder has the weights."""
+        """Return whether the base is a Hugging Face folder."""
         other = self.base.endswith(".py") or self.code or self.is_weight_file or self.run
         return not other and is_folder(self.base)
 
     @cached_property
     def positions(self) -> int | None:
-        """Return how many positions the model has; None if only loading tells."""
+        """Return the base's number of positions; None if only loading the base can tell."""
         if self.run is None:
             return self.shape.max_position_embeddings if self.shape else None
         recorded = recorded_state.newest_state(self.run).get("model_config")
@@ -104,24 +120,28 @@ class ModelSource:
 
     @property
     def left_out(self) -> str:
-        """Return which tensors of a Hugging Face folder are left out, as no text model has them,
-        such as "a.*, b.*".
+        """Return the tensors of a Hugging Face folder that are not loaded, such as "a.*, b.*".
+
+        They belong to parts that no text model has. The result is "" if there are none, or if the
+        base is anything else.
         """
-        held = self._is_folder and has_weights(Path(self.base))
-        return ", ".join(f"{name}*" for name in hub.left_out(self.base)) if held else ""
+        if not self._is_folder or not has_weights(Path(self.base)):
+            return ""
+        return ", ".join(f"{prefix}*" for prefix in hub.left_out(self.base))
 
     def require_headers(self, sizes: Mapping[str, Any]) -> None:
-        """Refuse weights that cannot be used, as far as the headers of their files show.
+        """Require usable weights, as far as the headers of their files show; no weights are read.
 
         Args:
-            sizes: the sizes that the user gave, which complete a file of torch.save.
+            sizes: the user's sizes, for those that a file of torch.save does not record.
 
         Raises:
-            InputRefused: they cannot be used, or are not those that the adapter was trained on.
+            InputRefused: the weights cannot be used, or the adapter was trained on another base.
         """
         if self.adapter:
             base = self.open(self.base)
-            base = base if base.adapter else self._known_for(base)
+            if base.adapter is None:  # otherwise the base has a base of its own, and other answers
+                base = self._with_cached_answers(base)
             base.require_headers(sizes)
             self.adapter.require(base.shape)
         elif self.is_weight_file:
@@ -132,43 +152,47 @@ class ModelSource:
             hub.read_headers_of(self.name, self.shape)
 
     @property
-    def kept(self) -> str:
-        """Return the name under which a run records it: a run's folder, since `last` will soon name
-        the new run.
+    def recorded_name(self) -> str:
+        """Return the name under which a new run records this model: a run's folder, or `name`.
+
+        Not "last", which means the new run as soon as it has begun.
         """
-        return folder_named(self.run.named) if self.run and not self.adapter else self.name
+        if self.run and not self.adapter:
+            return folder_named(self.run.named)
+        return self.name
 
     @cached_property
     def tokenizer(self) -> str:
-        """Return its tokenizer.json: an adapter's own, which may have more tokens than its base and
+        """Return the path of the model's tokenizer.json.
+
+        It is the adapter's own if there is one, since that may have more tokens than the base's and
         a chat template.
 
         Raises:
-            InputRefused: there is none.
+            InputRefused: there is no tokenizer.json.
         """
-        return str(tokenizer_of(self.name))
+        return str(require_tokenizer(self.name))
 
     @cached_property
     def own_tokenizer(self) -> str:
-        """Return the path of the tokenizer.json that belongs to what the name says, existing or
-        not.
-        """
-        return str(own_file(self.name))
+        """Return the path of the tokenizer.json next to `name`, which may not exist."""
+        return str(tokenizer_path(self.name))
 
 
-def checked(recipe: Recipe, source: ModelSource | None) -> Recipe:
-    """Return a recipe that can be followed, as far as headers show; of a function it has the digest
-    of the file.
+def checked_recipe(recipe: Recipe, source: ModelSource | None) -> Recipe:
+    """Check a recipe as far as the headers of files show, and return it.
+
+    If a Python function builds the module, the returned recipe has the digest of its file.
 
     Args:
         recipe: the recipe.
-        source: the model that it starts from, opened; None for a new one.
+        source: the model that the recipe starts from; None for a new one.
 
     Raises:
-        InputRefused: sizes do not fit together, or a folder or file cannot be used.
+        InputRefused: the sizes do not fit together, or a folder or file cannot be used.
     """
     if source is None:
-        recipe.shape(vocab_size=1)
+        recipe.shape(vocab_size=1)  # any size: the tokenizer is not read yet
     elif source.code:
         return recipe._replace(sha256=recipe.vouched.get(source.code.value) or source.code.digest())
     else:

@@ -1,5 +1,6 @@
-"""Record how a run was started: a line of starts.jsonl for each process that began it or went on
-with it.
+"""Record how a run was started, in starts.jsonl.
+
+Each process that begins or resumes a run adds one line, a JSON object called a start.
 """
 
 import json
@@ -22,10 +23,9 @@ from monograph.terminal import shell_words
 
 
 def note_start(run: Run) -> None:
-    """Add this process's command, versions and time, and the commit of the working folder, to the
-    run's record.
+    """Add a start with this process's command, time and versions, and the working folder's commit.
 
-    A run goes on without the record if it cannot be written.
+    If the file cannot be written, nothing happens, since no run needs it.
     """
     start: dict[str, Any] = {
         "command": shell_words(_program(), *sys.argv[1:]),
@@ -44,9 +44,7 @@ def note_start(run: Run) -> None:
 
 
 def starts_of(run: Run) -> list[dict[str, Any]]:
-    """Return what `note_start` recorded, the oldest first, without damaged lines, as nothing needs
-    them.
-    """
+    """Return the starts of a run, the oldest first, without damaged lines."""
     content = b""
     with suppress(Unreadable, OSError):
         content = contents(run.starts) or b""
@@ -60,7 +58,7 @@ def starts_of(run: Run) -> list[dict[str, Any]]:
 
 
 def told(run: Run) -> list[tuple[str, str]]:
-    """Return (name, text) pairs on how a run was started, for people."""
+    """Return (name, text) pairs that tell a person how a run was started."""
     starts = starts_of(run)
     if not starts:
         return []
@@ -85,12 +83,8 @@ def _program() -> str:
 
 
 def _commit() -> str:
-    """Return the commit that the working folder's git repository has checked out; "" outside a
-    repository.
-
-    It is read from git's own files, since git itself would run programs that a repository's
-    settings name.
-    """
+    """Return the commit of the git repository of the working folder; "" if there is none."""
+    # Read from git's files. The program git would run programs that a repository's settings name.
     folder = Path.cwd()
     repository = next((each for each in (folder, *folder.parents) if exists(each / ".git")), None)
     if repository is None:

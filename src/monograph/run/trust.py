@@ -1,16 +1,16 @@
-"""Decide whether the Python file that a run names may run: this user wrote the run here, or allows
-it now.
+"""Decide whether the Python file that a run names may run.
 
-A run's config.toml ends with a mark, which is an HMAC of its text and of the code that it names,
-under a secret that only this user can read:
+It may run if this user wrote the run on this machine, or allows it now with --trust-code. The first
+is shown by a mark, with which a run's config.toml ends. The mark is an HMAC of the text of
+config.toml and of the code that it names, under a secret that only this user can read:
 
     mark = HMAC-SHA256(secret, text, [(value, path of its file, SHA-256 of the file), ...])
 
-Here a value is that of a key that may name code, such as FILE.py:FUNCTION
-(`monograph.storage.code`). A mark is only made over files that the user named, or whose run has a
-valid mark. So a mark is invalid if it is copied to another run, or if the Python file was replaced
-or moved alone. A run that is moved as a whole keeps a valid mark. If no secret can be stored, this
-process makes a temporary one: training goes on, and a later command asks the user.
+A value is that of a key that names code, such as FILE.py:FUNCTION (`monograph.storage.code`). A
+mark is only made for files that the user named, or whose run has a valid mark. A mark is invalid if
+it was copied to another run, or if the Python file was replaced or moved without the run. If no
+secret can be stored, this process makes a temporary one. Training then works, but a later command
+asks the user.
 """
 
 import errno
@@ -31,38 +31,36 @@ from monograph.storage.reading import contents, exists, read_input, readable, wi
 OPTION = "--trust-code"
 _SECRET_BYTES = 32
 _MARK = "# mark "
-_by_word: set[str] = set()  # contains OPTION once the user has given it to this process
+_given_options: set[str] = set()  # contains OPTION once the user has given it to this process
 
 
 def trust_code() -> None:
     """Allow this process to run the code that any run names, since the user gave --trust-code."""
-    _by_word.add(OPTION)
+    _given_options.add(OPTION)
 
 
 def is_all_trusted() -> bool:
     """Return whether the user gave --trust-code."""
-    return OPTION in _by_word
+    return OPTION in _given_options
 
 
 def carries_mark(toml: Path) -> bool:
-    """Return whether a TOML file has any user's mark, valid or not, and so was written by a run."""
+    """Return whether a TOML file has a mark, valid or not, which shows that a run wrote the file."""
     return f"\n{_MARK}".encode() in (contents(toml) or b"")
 
 
 def marked(text: str, digests: Mapping[str, str]) -> str:
-    """Return the text of a config.toml with this user's mark.
+    """Return a text for config.toml with this user's mark at its end.
 
     Args:
         text: the settings as TOML.
-        digests: the digest of each Python file that the settings name and this user vouches for, by
-            the value that names it.
+        digests: {value that names code: digest of its Python file}, for files that may run.
     """
     return f"{text}{_MARK}{_mark(text, digests, create=True)}\n"
 
 
 def is_ours(config: Path, named: Collection[str]) -> bool:
-    """Return whether this user wrote that config.toml on this machine and the code is unchanged;
-    see `marked`.
+    """Return whether config.toml has a valid mark of this user.
 
     Args:
         config: the run's config.toml.
@@ -77,8 +75,7 @@ def is_ours(config: Path, named: Collection[str]) -> bool:
 def require_trusted(
     config: Path, named: Collection[str], runs: Collection[str | None], sha256: object = None
 ) -> Mapping[str, str]:
-    """Refuse to run the code that a run names, unless this user wrote the run here or said
-    --trust-code.
+    """Require that the code of a run may run: it is this user's, or --trust-code was given.
 
     Args:
         config: the run's config.toml.
@@ -87,24 +84,22 @@ def require_trusted(
         sha256: the digest of the Python file that the run records; None if it records none.
 
     Returns:
-        The digest of each Python file that may run, by the value that names it: only bytes of that
-        digest may run.
+        {value that names code: digest of its Python file}. Only bytes with this digest may run.
 
     Raises:
-        InputRefused: the code is not trusted, and the message names the file that would run; or it
-            cannot be read.
+        InputRefused: the code may not run, or cannot be read. The message names the file.
     """
     running = [code for code in map(code_named, runs) if code is not None]
     if not running:
         return {}
     vouched = digests(code.value for code in running)
-    if _by_word:
+    if _given_options:
         return vouched
     covered = digests(named)
-    if _has_mark(config, covered) and all(
-        covered.get(value) == digest for value, digest in vouched.items()
-    ):
-        return vouched
+    if _has_mark(config, covered):
+        # The files are read twice; between the two reads they may have changed.
+        if all(covered.get(value) == digest for value, digest in vouched.items()):
+            return vouched
     first = min(running, key=lambda code: code.value)
     if sha256 not in (None, vouched[first.value]):
         raise InputRefused(
@@ -127,30 +122,35 @@ def _has_mark(config: Path, covered: Mapping[str, str]) -> bool:
 
 
 def _mark(text: str, covered: Mapping[str, str], create: bool = False) -> str:
+    """Return the mark of a text and of the Python files with these digests.
+
+    Args:
+        text: the text of config.toml before the mark.
+        covered: {value that names code: digest of its Python file}.
+        create: whether to make a secret if this user has none.
+    """
     codes = filter(None, map(code_named, covered))
     programs = sorted(
         (code.value, str(without_links(code.path)), covered[code.value]) for code in codes
     )
-    return hmac.new(
-        _secret(state_root(), create), json.dumps([text, programs]).encode(), "sha256"
-    ).hexdigest()
+    message = json.dumps([text, programs]).encode()
+    return hmac.new(_user_secret(state_root(), create), message, "sha256").hexdigest()
 
 
-def _secret(folder: Path, create: bool) -> bytes:
-    """Return this user's secret in the folder, or one for this process if it cannot be stored or
-    kept private.
-    """
+def _user_secret(folder: Path, create: bool) -> bytes:
+    """Return this user's secret; a temporary secret of this process if none can be stored."""
     try:
-        # People may share the folder.
-        return _kept_secret(folder / f"secret-{os.geteuid()}", create)
+        # The name has the user's id, since several users may share the folder.
+        return _stored_secret(folder / f"secret-{os.geteuid()}", create)
     except Unreadable as error:
-        # A secret may be there, which a new one would replace.
+        # After another error there may be a secret, without which valid marks would look invalid.
         if error.errno not in (errno.EACCES, errno.EPERM):
             raise
-        return _of_this_process()
+        return _process_secret()
 
 
-def _kept_secret(path: Path, create: bool) -> bytes:
+def _stored_secret(path: Path, create: bool) -> bytes:
+    """Return the secret in a file that only this user can read; otherwise the process's secret."""
     folder = path.parent
     with suppress(OSError):
         if create and not exists(path):
@@ -167,9 +167,10 @@ def _kept_secret(path: Path, create: bool) -> bytes:
             secret = file.read(_SECRET_BYTES + 1)
         if (entry.st_uid, entry.st_mode & 0o077, len(secret)) == (os.geteuid(), 0, _SECRET_BYTES):
             return secret
-    return _of_this_process()
+    return _process_secret()
 
 
 @functools.cache
-def _of_this_process() -> bytes:
+def _process_secret() -> bytes:
+    """Return a random secret, the same at each call in this process."""
     return os.urandom(_SECRET_BYTES)

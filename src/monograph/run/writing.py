@@ -1,4 +1,7 @@
-"""Write files of a run's folder, and folders of results, each whole or not at all."""
+"""Write files of a run's folder, and folders of results.
+
+A crash during a write leaves either the old content or the new content.
+"""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +11,7 @@ from typing import NamedTuple
 
 from monograph.errors import DiskFull, InputRefused
 from monograph.interrupts import taken_back
-from monograph.run.folder import Run, claim_new_folder, explained
+from monograph.run.folder import Run, claim_new_folder, write_errors_explained
 from monograph.run.run_index import SWEEP
 from monograph.storage.reading import contents, entries, exists, is_file, parse_json, without_links
 from monograph.storage.writing import write_durably
@@ -20,8 +23,15 @@ from monograph.text.tokenizer import Tokenizer
 def write_whole(
     path: Path, content: str | bytes, kept: str = "what was there before is untouched"
 ) -> None:
-    """Write a file so that a crash leaves either the old or the new content; raises DiskFull, which
-    says `kept`.
+    """Write a file. After a crash it has either the old content or the new one.
+
+    Args:
+        path: the file.
+        content: its new content.
+        kept: what the error says about the old content.
+
+    Raises:
+        DiskFull: the file cannot be written.
     """
     partial = path.with_suffix(".partial")
     try:
@@ -34,8 +44,9 @@ def write_whole(
 
 
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
-    """Write tokenizer.json and the files next to it, each whole or not at all; tokenizer.json comes
-    last.
+    """Write tokenizer.json and the files that belong to it; see `write_whole`.
+
+    tokenizer.json is written last, since `mended_tokenizer` looks at this file alone.
     """
     for name, text in tokenizer.config.files().items():
         (run.folder / name).parent.mkdir(exist_ok=True)
@@ -44,8 +55,14 @@ def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
 
 
 def mended_tokenizer(run: Run, tokenizer: Tokenizer) -> bool:
-    """Write the tokenizer of a run's text again if the run's file differs from it; return whether
-    it was written.
+    """Write a run's tokenizer again if the run's file is damaged or differs.
+
+    Args:
+        run: the run.
+        tokenizer: the tokenizer of the run's text.
+
+    Returns:
+        Whether the tokenizer was written.
     """
     with suppress(InputRefused):
         if Tokenizer.from_file(run.tokenizer).digest == tokenizer.digest:
@@ -55,7 +72,12 @@ def mended_tokenizer(run: Run, tokenizer: Tokenizer) -> bool:
 
 
 class Parent(NamedTuple):
-    """The run that another one begins from, and the update at which it does; None: the newest."""
+    """The run that another run branches from.
+
+    Attributes:
+        run: the parent.
+        at: the update of the parent's checkpoint; None for its newest checkpoint.
+    """
 
     run: Run
     at: int | None
@@ -69,8 +91,10 @@ def record_parent(run: Run, parent: Run, at: int | None) -> None:
 
 
 def recorded_parent(run: Run) -> Parent | None:
-    """Return the parent that `record_parent` wrote, or None if there is none. Raises InputRefused
-    if damaged.
+    """Return the parent that `record_parent` wrote; None if there is none.
+
+    Raises:
+        InputRefused: the file is damaged.
     """
     content = contents(run.parent_file)
     if content is None:
@@ -87,9 +111,7 @@ def recorded_parent(run: Run) -> Parent | None:
 
 
 def discard(run: Run) -> None:
-    """Remove the folder of a new run that never began, so that `last` still names the newest one
-    that did.
-    """
+    """Remove the files of a new run that never began, and its folder if nothing else is in it."""
     templates = run.folder / NAMED_FOLDER
     others = [run.folder / name for name in (*tokenizer_config.NAMES, "stdin", SWEEP)] + entries(
         templates
@@ -105,8 +127,12 @@ def discard(run: Run) -> None:
 
 @contextmanager
 def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
-    """Yield a folder for the block to fill: `out`, or `root`/YYYY-MM-DD-HHMM. If the block fails,
-    remove the folder.
+    """Yield a folder for results. If the `with` block fails, remove the folder.
+
+    Args:
+        out: the folder, which must be new or empty; None for a new folder in `root`, named by the
+            time.
+        root: the folder of such folders.
 
     Raises:
         InputRefused: `out` is a file, holds something, or cannot be made.
@@ -116,7 +142,7 @@ def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
         raise InputRefused(f"--out {out}: holds something already; name a new folder")
     given = root if out is None else out
     new = [made for made in (given, *given.parents) if not exists(made)]
-    with explained(given):
+    with write_errors_explained(given):
         folder = claim_new_folder(root) if out is None else out
         folder.mkdir(parents=True, exist_ok=True)
     try:

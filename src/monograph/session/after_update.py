@@ -157,7 +157,7 @@ class AfterUpdate:
         )
         if due and not moment.is_last:
             self.report.keep_time(moment.done)
-            self.block.ends_at(self.session.updates)
+            self.block.set_end(self.session.updates)
 
     def sample(self, moment: Moment) -> None:
         """Show what the model writes, if that is due; the last sample comes after the loop."""

@@ -18,7 +18,7 @@ from monograph.optim import OPTIMIZERS
 from monograph.planner import defaults
 from monograph.predict.footprint import Training
 from monograph.run.recipe import Recipe, tokenizer_named
-from monograph.run.source import ModelSource, checked
+from monograph.run.source import ModelSource, checked_recipe
 from monograph.session.adapting import fixed_lora, lora_of, rates
 from monograph.session.by_key import by_field
 from monograph.session.job import AskedIntervals, AskedLength, AskedTransfer, Job, OpenChoice
@@ -188,8 +188,8 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
         given = None if per_update == "auto" else per_update
         length = defaults.sequence_length(model.init is None, positions, given)
         chosen["data.sequence_length"] = length
-    if source and source.kept != source.name:
-        chosen["model.init"] = source.kept
+    if source and source.recorded_name != source.name:
+        chosen["model.init"] = source.recorded_name
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = defaults.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
@@ -208,7 +208,7 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
     recipe = (
         recipe
         if shape_alone and not has_weights(Path(str(model.init)))
-        else checked(recipe, source)
+        else checked_recipe(recipe, source)
     )
     if transfer:
         rule = transfer.of(None if model.init else recipe.shape(vocab_size=1))
@@ -231,7 +231,7 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
     if source is None:
         return _Found(settings, objective, recipe, None, optimizer)
     # What is recorded; errors until here show what was typed.
-    source = source.under(str(settings.model.init))
+    source = source.renamed(str(settings.model.init))
     recipe = recipe._replace(init=source.base, adapter=source.name if source.adapter else None)
     return _Found(settings, objective, recipe, source, optimizer)
 

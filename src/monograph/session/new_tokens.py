@@ -9,7 +9,7 @@ from typing import NamedTuple
 from monograph.config import Settings
 from monograph.errors import InputRefused, UsageError
 from monograph.report.quantities import counted
-from monograph.run.recipe import Vocabulary, compared
+from monograph.run.recipe import Vocabulary, compare_tokenizers
 from monograph.run.source import ModelSource
 from monograph.text.tokenizer import Tokenizer
 
@@ -100,7 +100,7 @@ class TokenSource:
                 return None
             file = source.tokenizer if self.tokenizer == AUTO else self.tokenizer
             tokenizer = Tokenizer.bytes() if file == "bytes" else Tokenizer.from_file(file)
-        vocabulary = None if source.code else compared(tokenizer, source.base)
+        vocabulary = None if source.code else compare_tokenizers(tokenizer, source.base)
         stored = source.adapter.lora.tokens if source.adapter else None
         return NewTokens(
             tokenizer, vocabulary, self._ids(tokenizer), stored, source.name, self.adapted

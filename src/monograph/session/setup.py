@@ -24,7 +24,7 @@ from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
-from monograph.run.recipe import Recipe, digest, extended, recorded, require_base_of
+from monograph.run.recipe import Recipe, add_missing_rows, digest, lora_record, require_base_of
 from monograph.run.recorded_state import newest_state
 from monograph.run.writing import recorded_parent
 from monograph.session.new_tokens import token_notes
@@ -179,9 +179,11 @@ def build_run(
     tokens = new.trained(rows) if new else ()
     notes = token_notes(new, rows)
     if lora := job.adapters(tokens):
-        recipe = recipe._replace(lora=recorded(lora), base_sha256=digest(model))
+        recipe = recipe._replace(lora=lora_record(lora), base_sha256=digest(model))
     if new and new.vocabulary and isinstance(model, Llama):
-        recipe = recipe._replace(vocabulary=extended(model, new.vocabulary, str(recipe.init)))
+        recipe = recipe._replace(
+            vocabulary=add_missing_rows(model, new.vocabulary, str(recipe.init))
+        )
     if config := _shape(model):
         _require_fit(config, text.vocab_size, plan.training.length)
     if not known_shape:

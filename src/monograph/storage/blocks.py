@@ -1,5 +1,7 @@
-"""Move whole files between memory and disk in blocks of 64 MiB, and compute each block's SHA-256
-digest in threads.
+"""Read and write whole files in blocks of 64 MiB, and compute each block's SHA-256 in threads.
+
+A piece is any part of a file's content, in memory. A block is a list of pieces of BLOCK_BYTES
+together; the last block of a file may be shorter.
 """
 
 import errno
@@ -9,19 +11,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-# One thread computes SHA-256 (0.3 to 2 GB/s, by processor) more slowly than a disk reads; hashlib
-# releases the GIL.
 BLOCK_BYTES = 64 * 1024 * 1024
+# Several threads, since one computes SHA-256 (0.3 to 2 GB/s) more slowly than a disk reads. They
+# run in parallel, because hashlib releases the GIL.
 HASH_THREADS = min(8, os.cpu_count() or 1)
-MOST_PIECES = os.sysconf("SC_IOV_MAX")
+_MAX_PIECES = os.sysconf("SC_IOV_MAX")  # that one call of os.preadv or os.pwritev takes
 
 Block = list[memoryview]
 
 
 def in_blocks(pieces: Iterable[memoryview]) -> Iterator[Block]:
-    """Regroup pieces of any length, without copying, into blocks of exactly BLOCK_BYTES (the last
-    may be shorter).
-    """
+    """Group pieces of any length into blocks. Pieces are cut where a block ends, but not copied."""
     block: Block = []
     room = BLOCK_BYTES
     for piece in pieces:
@@ -39,25 +39,25 @@ def in_blocks(pieces: Iterable[memoryview]) -> Iterator[Block]:
 
 
 def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
-    """Create the file from its pieces and make its content durable.
+    """Create a file from its pieces, and make its content durable.
 
     Returns:
-        The SHA-256 digest of each block of BLOCK_BYTES.
+        The SHA-256 digest of each block.
 
     Raises:
-        OSError: with the path; also if the file exists. A failed fsync is never retried: the kernel
-            may have dropped the pages that it could not write, so that a second fsync would succeed
-            and prove nothing (PostgreSQL's "fsyncgate", 2018).
+        OSError: the file exists, or cannot be written; `filename` is the path.
     """
     try:
         with open(path, "xb", buffering=0) as file:
 
-            def written() -> Iterator[Block]:
+            def write_blocks() -> Iterator[Block]:
                 for index, block in enumerate(in_blocks(pieces)):
                     _transfer(os.pwritev, file.fileno(), block, index * BLOCK_BYTES)
                     yield block
 
-            digests = _digests(written())
+            digests = _digests(write_blocks())
+            # A failed fsync is not retried. The kernel may have dropped the pages that it could not
+            # write, and a second fsync would then succeed (PostgreSQL's "fsyncgate", 2018).
             os.fsync(file.fileno())
     except OSError as error:
         error.filename = str(path)
@@ -66,18 +66,22 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
 
 
 def read_pieces(descriptor: int, pieces: Iterable[memoryview]) -> list[str]:
-    """Fill the pieces from the file's start, and return the digest of each block of the bytes now
-    in the pieces.
+    """Fill the pieces from the start of an open file.
+
+    Returns:
+        The digest of each block, of the bytes that are then in memory.
     """
-    return _digests(
-        in_blocks(pieces),
-        lambda at, block: _transfer(os.preadv, descriptor, block, at * BLOCK_BYTES),
-    )
+
+    def fill(index: int, block: Block) -> None:
+        _transfer(os.preadv, descriptor, block, index * BLOCK_BYTES)
+
+    return _digests(in_blocks(pieces), fill)
 
 
 def digests_of(descriptor: int, length: int) -> list[str]:
-    """Return the digest of each block of the file's first `length` bytes, with a few blocks in
-    memory at a time.
+    """Return the digest of each block in the first `length` bytes of an open file.
+
+    Only a few blocks are in memory at a time.
     """
     lengths = (min(BLOCK_BYTES, length - start) for start in range(0, length, BLOCK_BYTES))
     return read_pieces(descriptor, (memoryview(bytearray(size)) for size in lengths))
@@ -90,7 +94,13 @@ def write_at(descriptor: int, piece: memoryview, start: int) -> None:
 
 
 def digest_at(descriptor: int, index: int, length: int) -> bytes:
-    """Return the SHA-256 digest of one block of a file of `length` bytes, in binary."""
+    """Return the SHA-256 of a block of an open file, as 32 bytes.
+
+    Args:
+        descriptor: the file descriptor.
+        index: the block's index.
+        length: the length of the whole file in bytes.
+    """
     block = memoryview(bytearray(min(BLOCK_BYTES, length - index * BLOCK_BYTES)))
     _transfer(os.preadv, descriptor, [block], index * BLOCK_BYTES)
     return hashlib.sha256(block).digest()
@@ -99,6 +109,14 @@ def digest_at(descriptor: int, index: int, length: int) -> bytes:
 def _digests(
     blocks: Iterable[Block], fill: Callable[[int, Block], None] | None = None
 ) -> list[str]:
+    """Return the hex digest of each block.
+
+    Args:
+        blocks: the blocks. Their generator runs in this thread.
+        fill: a function of a block and its index that fills the block. It is called in the block's
+            thread, before the digest is computed; None if the blocks are already filled.
+    """
+
     def digest(index: int, block: Block) -> str:
         if fill is not None:
             fill(index, block)
@@ -111,8 +129,8 @@ def _digests(
         pending: list[Future[str]] = []
         for index, block in enumerate(blocks):
             pending.append(pool.submit(digest, index, block))
-            # A block may be a copy (from a device, or of a strided view), so keep only a few in
-            # memory.
+            # Wait for an earlier block, so that only a few blocks are in memory. A block may be a
+            # copy, from a device or of a strided tensor.
             if index >= HASH_THREADS:
                 pending[index - HASH_THREADS].result()
         return [future.result() for future in pending]
@@ -121,20 +139,28 @@ def _digests(
 def _transfer(
     call: Callable[[int, Sequence[memoryview], int], int], descriptor: int, block: Block, start: int
 ) -> None:
-    """Repeat `os.pwritev` or `os.preadv`, which may move only a part of the block, until all of it
-    has moved.
+    """Write or read a whole block.
+
+    Args:
+        call: os.pwritev or os.preadv, each call of which may move only a part of the block.
+        descriptor: the file descriptor.
+        block: the block.
+        start: the block's offset in the file.
+
+    Raises:
+        OSError: the call failed, or the file ends before the block.
     """
     pieces = list(block)
     offset = start
     while pieces:
-        moved = call(descriptor, pieces[:MOST_PIECES], offset)
+        moved = call(descriptor, pieces[:_MAX_PIECES], offset)
         if moved == 0:
             raise OSError(errno.EIO, "the file ended early")
         offset += moved
-        whole = 0
-        while whole < len(pieces) and moved >= len(pieces[whole]):
-            moved -= len(pieces[whole])
-            whole += 1
-        del pieces[:whole]
-        if moved:
+        done = 0  # number of pieces that have moved entirely
+        while done < len(pieces) and moved >= len(pieces[done]):
+            moved -= len(pieces[done])
+            done += 1
+        del pieces[:done]
+        if moved:  # what is left are bytes of a piece that has moved in part
             pieces[0] = pieces[0][moved:]

@@ -1,5 +1,7 @@
-"""Find the folders for data that can be made again (tokens, compiled code), and for state that must
-not be lost.
+"""Find the cache folder and the state folder, and manage compiled code in the cache.
+
+What is in the cache, e.g. tokens and compiled code, can be made again. What is in the state folder
+must not be lost.
 """
 
 import hashlib
@@ -13,36 +15,39 @@ from pathlib import Path
 
 
 def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
-    """Return the cache folder (`given`, $MONOGRAPH_HOME or the system's), and whether the user
-    chose it.
+    """Return the cache folder, and whether the user chose it.
 
-    If the user chose a folder that cannot be written, that is an error and no other folder is used.
+    A caller that cannot write a folder of the user's choice reports an error and uses no other.
+
+    Args:
+        given: the value of the key `cache`; None for $MONOGRAPH_HOME or, if that is not set, the
+            system's folder for caches.
     """
     if given is not None:
         return Path(os.path.expanduser(given)), True
-    if home := os.environ.get("MONOGRAPH_HOME"):
+    home = os.environ.get("MONOGRAPH_HOME")
+    if home:
         return Path(os.path.expanduser(home)), True
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    if xdg:
         return Path(xdg) / "monograph", False
     return Path(os.path.expanduser("~")) / ".cache" / "monograph", False
 
 
 def state_root() -> Path:
-    """Return the folder for data that a user must not lose or share: $MONOGRAPH_HOME or the
-    system's.
+    """Return the folder for data that a user must not lose or share.
 
-    Relative paths are ignored: such a folder could belong to another user, the owner of the working
-    directory.
+    It is $MONOGRAPH_HOME or, if that is not set, a folder in the system's folder for state. A
+    relative path in a variable is ignored, since it would be below the working folder, which may
+    belong to another user.
     """
-    home, xdg = (
-        Path(os.path.expanduser(os.environ.get(name, "")))
-        for name in ("MONOGRAPH_HOME", "XDG_STATE_HOME")
-    )
+    home = Path(os.path.expanduser(os.environ.get("MONOGRAPH_HOME", "")))
     if home.is_absolute():
         return home
-    return (
-        xdg if xdg.is_absolute() else Path(os.path.expanduser("~")) / ".local" / "state"
-    ) / "monograph"
+    xdg = Path(os.path.expanduser(os.environ.get("XDG_STATE_HOME", "")))
+    if xdg.is_absolute():
+        return xdg / "monograph"
+    return Path(os.path.expanduser("~")) / ".local" / "state" / "monograph"
 
 
 def calibration_file() -> Path:
@@ -51,130 +56,140 @@ def calibration_file() -> Path:
 
 
 def keep_compiled() -> None:
-    """Let torch keep compiled code in the cache folder, since its default is a temporary one, gone
-    after a reboot.
+    """Make torch store compiled code in the cache folder, by $TORCHINDUCTOR_CACHE_DIR.
 
-    $TORCHINDUCTOR_CACHE_DIR has precedence. If the cache folder cannot be written, torch's default
-    stays. While this process goes on, another one fills a new folder with what the first graph
-    would wait for. A folder that has grown beyond `MOST_COMPILED_BYTES` loses the half that was
-    used longest ago.
+    Torch's default is a temporary folder, which a reboot removes. If the variable is set, or the
+    cache folder cannot be written, nothing is changed.
+
+    If the folder is new, another process compiles a small graph into it at the same time, so that
+    this process need not wait for what its first graph needs. If the files in the folder exceed
+    `MOST_COMPILED_BYTES`, the least recently used are removed.
     """
     folder = compiled_folder()
     with suppress(OSError):
-        new = not folder.exists()
+        is_new = not folder.exists()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK) and os.environ.setdefault(
-            "TORCHINDUCTOR_CACHE_DIR", str(folder)
-        ) == str(folder):
-            if new:
-                python_aside(_FIRST_GRAPH)
-            _trim(folder)
+        if not os.access(folder, os.W_OK):
+            return
+        used_folder = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        if used_folder == str(folder):
+            if is_new:
+                python_aside(_COMPILE_SMALL_GRAPH)
+            _remove_least_recent(folder)
 
 
 MOST_COMPILED_BYTES = 4 * 2**30  # a run's compiled step takes about 10 MB
 
 
 def compiled_folder() -> Path:
-    """Return the folder in which torch keeps compiled code unless $TORCHINDUCTOR_CACHE_DIR names
-    another.
-    """
+    """Return the folder of compiled code in the cache; see `keep_compiled`."""
     return cache_root()[0] / "compiled"
 
 
 def files_in(folder: Path) -> list[tuple[float, int, Path]]:
-    """Return (time of last use, bytes, path) of each file in a folder and those below, the one used
-    last first.
-
-    Another process may remove some of them meanwhile.
-    """
+    """Return (time of last use, bytes, path) of each file below a folder, the last used first."""
     files = []
-    for place, _, names in os.walk(folder):
-        for path in (Path(place, name) for name in names):
-            with suppress(OSError):
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            with suppress(OSError):  # another process may have just removed the file
                 entry = path.lstat()
                 if stat.S_ISREG(entry.st_mode):
-                    files.append((max(entry.st_atime, entry.st_mtime), entry.st_size, path))
+                    last_use = max(entry.st_atime, entry.st_mtime)
+                    files.append((last_use, entry.st_size, path))
     return sorted(files, reverse=True)
 
 
-def _trim(folder: Path) -> None:
+def _remove_least_recent(folder: Path) -> None:
+    """If the files exceed MOST_COMPILED_BYTES, remove all but the last used, of half this size."""
     files = files_in(folder)
     if sum(size for _, size, _ in files) <= MOST_COMPILED_BYTES:
         return
-    kept = 0
+    seen_bytes = 0
     for _, size, path in files:
-        kept += size
-        if kept > MOST_COMPILED_BYTES // 2:
+        seen_bytes += size
+        if seen_bytes > MOST_COMPILED_BYTES // 2:
             with suppress(OSError):
                 path.unlink()
 
 
-# It makes torch try the processor's vector instructions and compile its headers, which takes
-# seconds.
-_FIRST_GRAPH = """
+# Before its first graph, torch tests the processor's vector instructions and compiles its headers.
+# Both take seconds, and the results are stored in the folder.
+_COMPILE_SMALL_GRAPH = """
 import torch
 from monograph.graph.capture import compiled
 compiled(lambda x: x + 1)(torch.ones(64))
 """
 
 
-# Its standard input ends when this process does, even if that was killed.
-_ENDS_WITH_ITS_PARENT = """
+# The child's standard input ends when this process ends, even if this process is killed.
+_EXIT_WITH_PARENT = """
 import os, threading
 threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
 """
 
 
 def python_aside(code: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Let another process of this Python run this package's `code`, silently; it ends with this
-    process at the latest.
+    """Start another Python process that prints nothing and ends with this process at the latest.
 
-    It reads `arguments` in sys.argv, and finds modules as this process does, but not in the working
-    folder.
+    Args:
+        code: what it runs. It can import what this process can, except from the working folder.
+        *arguments: its sys.argv[1:].
     """
-    command = [sys.executable, "-P", "-c", _ENDS_WITH_ITS_PARENT + code, *arguments]
+    # -P: the working folder, whose files may be a stranger's, is not searched for modules.
+    command = [sys.executable, "-P", "-c", _EXIT_WITH_PARENT + code, *arguments]
     quiet = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
 
 
 def is_compiled(key: str) -> bool:
-    """Return whether the step of this key was compiled into the cache before; True if there is no
-    cache.
+    """Return whether the training step of a key was compiled into the cache before.
+
+    Without a cache the answer is True, since then nobody should compile in advance.
+
+    Args:
+        key: a text that has all that the compiled code depends on.
     """
-    return (mark := _mark(key)) is None or mark.exists()
+    mark = _mark_file(key)
+    return mark is None or mark.exists()
 
 
 def mark_compiled(key: str) -> None:
-    """Note that the step of this key is compiled."""
-    if mark := _mark(key):
+    """Record in the cache that the training step of a key is compiled; see `is_compiled`."""
+    mark = _mark_file(key)
+    if mark:
         with suppress(OSError):
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
 
 
-def _mark(key: str) -> Path | None:
+def _mark_file(key: str) -> Path | None:
+    """Return the path of the empty file that says that a step is compiled; None without a cache."""
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     return Path(folder, "steps", digest(key)) if folder else None
 
 
 def found_once(key: str, find: Callable[[], bool]) -> bool:
-    """Return what `find` returned when it was first called with this key, which the cache folder
-    keeps.
+    """Return the answer to a question, from the cache if it was found before.
+
+    Args:
+        key: a text that names the question, and all that the answer depends on.
+        find: finds the answer. It is called only if the cache does not have the answer.
     """
-    answers = {
-        answer: cache_root()[0] / "found" / f"{digest(key)}.{answer}" for answer in (True, False)
-    }
+    folder = cache_root()[0] / "found"
+    # An empty file per question; the end of its name is the answer.
+    files = {answer: folder / f"{digest(key)}.{answer}" for answer in (True, False)}
     with suppress(OSError):
-        for answer, path in answers.items():
+        for answer, path in files.items():
             if path.exists():
                 return answer
     found = find()
     with suppress(OSError):
-        answers[found].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        answers[found].touch()
+        files[found].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files[found].touch()
     return found
 
 
 def digest(key: str) -> str:
-    """Return a name for a key of the cache."""
+    """Return the hex SHA-256 of a key, as a name for a file in the cache."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -1,8 +1,7 @@
-"""Name a function in a Python file. Everything that asks whether a value names code, or reads such
-a file, asks here.
+"""Decide whether a value of a key names code, a function in a Python file, and read such a file.
 
-What is code depends on the value alone, never on the files that lie around, since those may be a
-stranger's.
+The decision depends on the value alone, and never on which files exist, since a stranger may have
+made them.
 """
 
 import hashlib
@@ -13,19 +12,20 @@ from pathlib import Path
 from monograph.errors import InputRefused
 from monograph.storage.reading import read_input
 
-# Longer than any program that a person writes; a sparse file may be huge.
+# The largest size of a Python file, more than a person writes. Without a limit, a huge sparse file
+# would exhaust the memory.
 MOST_CODE_BYTES = 16 * 1024 * 1024
-HUB = "hf://"  # a value that begins like this names a repository
+HUB = "hf://"  # a value with this prefix names a repository on the Hugging Face Hub
 
 
 @dataclass(frozen=True)
 class Code:
-    """A function in a Python file, as FILE.py:FUNCTION names it.
+    """A function in a Python file.
 
     Attributes:
-        value: the value as it was given.
-        path: the file; it is looked for from the working folder.
-        function: the function's name.
+        value: the value that names it, FILE.py:FUNCTION.
+        path: FILE.py; a relative path begins at the working folder.
+        function: FUNCTION.
     """
 
     value: str
@@ -36,8 +36,8 @@ class Code:
         """Read the file.
 
         Raises:
-            InputRefused: it cannot be read, or is larger than MOST_CODE_BYTES.
-            Unreadable: the system failed to read it.
+            InputRefused: the file is missing, or is larger than MOST_CODE_BYTES.
+            Unreadable: the system failed to read the file.
         """
         try:
             return read_input(self.path, MOST_CODE_BYTES)
@@ -51,13 +51,15 @@ class Code:
         return hashlib.sha256(self.source()).hexdigest()
 
     def vouched_source(self, sha256: str | None) -> bytes:
-        """Read the file to run it: the caller runs these bytes, and opens the file no second time.
+        """Read the file in order to run it, and verify its digest.
+
+        The caller must run the returned bytes. The file may have changed if it is read again.
 
         Args:
-            sha256: the digest of the file that may run; None if none may.
+            sha256: the digest that the file must have; None if the file may not run.
 
         Raises:
-            InputRefused: no file may run, or this is not the one that may; or see `source`.
+            InputRefused: the file may not run, or has another digest; or see `source`.
         """
         if sha256 is None:
             raise InputRefused(
@@ -70,11 +72,10 @@ class Code:
 
 
 def code_named(value: str | None) -> Code | None:
-    """Return the code that a value names, or None if it names something else.
+    """Return the code that a value names; None if the value names anything else.
 
-    A value is code if what stands before its last colon ends with .py and what stands after it is a
-    Python name, unless the value begins with HUB. A folder that is called so is named with a slash
-    at the end.
+    A value names code if the part before its last colon ends with .py and the part after it is a
+    Python identifier, unless the value begins with HUB. A slash at the end names a folder instead.
     """
     if value is None or value.startswith(HUB):
         return None
@@ -85,13 +86,15 @@ def code_named(value: str | None) -> Code | None:
 
 
 def folder_named(path: Path) -> str:
-    """Return the name of a folder, with a slash at the end if it would name code without one."""
+    """Return the name of a folder. It ends with a slash if it would name code otherwise."""
     return f"{path}/" if code_named(str(path)) else str(path)
 
 
 def digests(values: Iterable[str | None]) -> Mapping[str, str]:
-    """Return the digest of each file that the values name as code, by value; raises like
-    `Code.source`.
+    """Return {value: digest of its file} for those of the values that name code.
+
+    Raises:
+        InputRefused, Unreadable: see `Code.source`.
     """
     codes = [code_named(value) for value in values]
     return {code.value: code.digest() for code in codes if code is not None}

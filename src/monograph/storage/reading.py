@@ -1,9 +1,9 @@
 """Read files and folders without mistaking an unreadable file for a missing one.
 
-`Path.exists` and similar functions return False on some system errors, in newer Pythons on all of
-them, and `glob` finds no files in a folder that cannot be listed. A decision based on that (that a
-run has not begun, that a checkpoint is incomplete, that a number starts at 0) costs data. So all
-access to a user's files goes through this module.
+`Path.exists` and similar functions return False after some system errors, and in newer Pythons
+after all of them. `glob` finds nothing in a folder that cannot be listed. Whoever then concludes
+that a run has not begun, or that a checkpoint is incomplete, destroys data. So all access to a
+user's files goes through this module.
 """
 
 import errno
@@ -22,10 +22,12 @@ from typing import Any, BinaryIO
 
 from monograph.errors import InputRefused, Unreadable
 
-MOST_JSON_BYTES = 1 << 24  # an index of weights has about 100 bytes per tensor
-# Errors which make certain that nothing is there, or something other than a file.
-# ENXIO is a socket's.
-_CERTAIN = {
+# The largest size of a JSON file. The largest that is needed is an index of weights, with about 100
+# bytes per tensor.
+MOST_JSON_BYTES = 1 << 24
+# Errors after which it is certain that there is nothing at the path, or something other than a
+# file. A socket gives ENXIO.
+_NOT_A_FILE = {
     errno.EINVAL,
     errno.ENOENT,
     errno.ENOTDIR,
@@ -44,49 +46,65 @@ _REMEDIES = {
 
 
 def error_number(error: BaseException) -> int | None:
-    """Return the errno of an error, or None; safetensors and torch only mention it in their
-    messages.
+    """Return the errno of an error, or None if the error has none.
+
+    The errors of safetensors and torch have no attribute `errno`, but a message such as
+    "No such file or directory (os error 2)".
     """
-    if number := getattr(error, "errno", None):
+    number = getattr(error, "errno", None)
+    if number:
         return int(number)
-    written = map(int, re.findall(r"\((?:os error )?(\d{1,3})\)", str(error)))
-    return next((number for number in written if os.strerror(number) in str(error)), None)
+    message = str(error)
+    for text in re.findall(r"\((?:os error )?(\d{1,3})\)", message):
+        # The system's own text for the number must be there, too.
+        if os.strerror(int(text)) in message:
+            return int(text)
+    return None
 
 
 def unreadable(path: str | os.PathLike[str], error: BaseException) -> InputRefused | Unreadable:
     """Return an error that says which file could not be read, why, and what to do.
 
-    It is InputRefused if nothing is there, or something other than a file; else Unreadable.
+    Args:
+        path: the file, if `error` does not name one.
+        error: the error of the read.
+
+    Returns:
+        InputRefused if there is no file at the path, otherwise Unreadable.
     """
     number = error_number(error) or 0
-    named = getattr(error, "filename", None)
-    reason = getattr(error, "strerror", None) or (os.strerror(number) if number else error)
-    why = f"{named if isinstance(named, str) else path}: cannot be read: {reason}"
-    if number in _CERTAIN:
-        return InputRefused(f"{why}; name one that is there, or leave it out")
-    return Unreadable(f"{why}; {_REMEDIES.get(number, 'run again when it can be')}", number)
+    filename = getattr(error, "filename", None)
+    file = filename if isinstance(filename, str) else path
+    reason = getattr(error, "strerror", None)
+    if not reason:
+        reason = os.strerror(number) if number else error
+    fault = f"{file}: cannot be read: {reason}"
+    if number in _NOT_A_FILE:
+        return InputRefused(f"{fault}; name one that is there, or leave it out")
+    remedy = _REMEDIES.get(number, "run again when it can be")
+    return Unreadable(f"{fault}; {remedy}", number)
 
 
 @contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the system's errors in the block into `Unreadable`, except for those in `_CERTAIN`.
+    """Turn an OSError of the `with` block into Unreadable, unless it says that there is no file.
 
     Raises:
-        Unreadable: the system failed to read; the message names the file of the system's error,
-            else `path`.
-        OSError: nothing is there, or something other than a file.
+        Unreadable: the system failed to read. The message names the file of the system's error or,
+            if that names none, `path`.
+        OSError: there is nothing at the path, or something other than a file.
     """
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.errno in _CERTAIN:
+        if error.errno is None or error.errno in _NOT_A_FILE:
             raise
         raise unreadable(path, error) from error
 
 
 @contextmanager
 def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the system's errors in the block into those of `unreadable`."""
+    """Turn an OSError of the `with` block into InputRefused or Unreadable, see `unreadable`."""
     try:
         yield
     except OSError as error:
@@ -94,22 +112,23 @@ def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def open_input(path: Path) -> BinaryIO:
-    """Open a user's file for reading; nothing else in the package does. Wrap reads of the file in
-    `readable`.
+    """Open a regular file for reading.
 
-    Only regular files are opened: a FIFO may wait for its writer for ever, and a device may never
-    end.
+    No other function of the package opens a user's file. Reads of the opened file may fail, too:
+    wrap them in `readable`.
 
     Raises:
-        Unreadable: see `readable`.
-        OSError: nothing is there, or it is a folder, a FIFO, a device or a socket.
+        Unreadable: the system failed to open the file.
+        OSError: there is nothing at the path, or a folder, a FIFO, a device or a socket.
     """
-    with readable(path):  # O_NONBLOCK, as opening a FIFO would wait for its writer
+    with readable(path):
         try:
+            # O_NONBLOCK: without it, opening a FIFO would wait for a writer.
             file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
         except ValueError:
             raise OSError(errno.EINVAL, "no file has a NUL in its name", str(path)) from None
         try:
+            # A read from a FIFO may wait forever, and a device may never end.
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "is not a regular file", str(path))
         except OSError:
@@ -119,12 +138,15 @@ def open_input(path: Path) -> BinaryIO:
 
 
 def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
-    """Return the content of a user's file, reading no more bytes than the file system reports.
+    """Return the content of a user's file. If the file grows meanwhile, the new bytes are left out.
+
+    Args:
+        path: the file.
+        most_bytes: the largest size of a file that is read; None for no limit.
 
     Raises:
-        Unreadable: see `readable`.
-        OSError: see `open_input`; or the file has more than `most_bytes` (None: no limit), and was
-            not read.
+        Unreadable: the system failed to read the file.
+        OSError: there is no such file, see `open_input`; or the file is larger than `most_bytes`.
     """
     with readable(path), open_input(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -137,10 +159,10 @@ def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
 
 
 def contents(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes | None:
-    """Return the content of a file, or None if there is no such file.
+    """Return the content of a file; None if there is no such file.
 
     Raises:
-        Unreadable: see `readable`.
+        Unreadable: the system failed to read the file.
         InputRefused: the file is larger than `most_bytes`.
     """
     with refusing(path):
@@ -148,11 +170,14 @@ def contents(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes | No
 
 
 def status(path: str | os.PathLike[str], follow: bool = True) -> os.stat_result | None:
-    """Return `os.stat` of a path, or None if nothing is there; raise Unreadable.
+    """Return `os.stat` of a path; None if there is nothing at the path.
 
     Args:
-        path: the path of a file, folder or anything else.
-        follow: whether a symbolic link stands for its target; otherwise for itself.
+        path: the path of a file, a folder or anything else.
+        follow: whether to describe the target of a symbolic link rather than the link.
+
+    Raises:
+        Unreadable: the system failed to tell.
     """
     with suppress(OSError, ValueError), readable(path):  # ValueError comes from a name with a NUL
         return os.stat(path, follow_symlinks=follow)
@@ -160,18 +185,18 @@ def status(path: str | os.PathLike[str], follow: bool = True) -> os.stat_result 
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Return whether something is there; raise Unreadable."""
+    """Return whether there is anything at a path; raises Unreadable."""
     return status(path) is not None
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether a regular file is there; raise Unreadable."""
+    """Return whether there is a regular file at a path; raises Unreadable."""
     entry = status(path)
     return entry is not None and stat.S_ISREG(entry.st_mode)
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder is there; raise Unreadable."""
+    """Return whether there is a folder at a path; raises Unreadable."""
     entry = status(path)
     return entry is not None and stat.S_ISDIR(entry.st_mode)
 
@@ -188,28 +213,32 @@ _KINDS = {
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """Return what is there in words, such as "a folder", "a link to nothing" or "nothing"; raise
-    Unreadable.
+    """Return in words what there is at a path, such as "a folder", "a link to nothing" or "nothing".
+
+    Raises:
+        Unreadable: the system failed to tell.
     """
-    own = status(path, follow=False)
-    if own is None:
+    if status(path, follow=False) is None:
         return "nothing"
-    meant = status(path)
-    if meant is None:
+    target = status(path)
+    if target is None:
         return "a link to nothing"
-    return _KINDS.get(stat.S_IFMT(meant.st_mode), "something else")
+    return _KINDS.get(stat.S_IFMT(target.st_mode), "something else")
 
 
 def free_bytes(folder: Path) -> int:
-    """Return what is free on the disk of a folder, or of its nearest parent that exists."""
-    return shutil.disk_usage(
-        next(path for path in (folder, *folder.absolute().parents) if exists(path))
-    ).free
+    """Return the number of free bytes on the disk of a folder. The folder need not exist yet."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if exists(path))
+    return shutil.disk_usage(nearest).free
 
 
 def entries(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
-    """Return a folder's entries that begin with `prefix`, sorted; [] if there is no such folder.
-    Raise Unreadable.
+    """Return the entries of a folder whose names begin with `prefix`, sorted by name.
+
+    The list is empty if there is no such folder.
+
+    Raises:
+        Unreadable: the system failed to list the folder.
     """
     with suppress(OSError, ValueError), readable(folder):
         return [
@@ -219,39 +248,45 @@ def entries(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
 
 
 def matching(pattern: str | os.PathLike[str]) -> list[Path]:
-    """Return the paths that match a pattern like `glob.glob`, but raise Unreadable if a folder
-    cannot be listed.
+    """Return the paths that match a pattern, with the rules of `glob.glob(recursive=True)`.
+
+    Raises:
+        Unreadable: the system failed to list a folder, which `glob` would ignore.
     """
     path = Path(pattern)
-    return sorted(set(_matching(Path(path.anchor), path.parts[bool(path.anchor) :])), key=str)
+    parts = path.parts[1:] if path.anchor else path.parts  # the anchor of "/a/*" is "/"
+    return sorted(set(_matching(Path(path.anchor), parts)), key=str)
 
 
 def _matching(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the paths below a folder that match the parts of a pattern; some may come twice."""
     if not parts:
         yield folder
         return
-    first, *_ = parts
+    first = parts[0]
+    rest = parts[1:]
     if not glob.has_magic(first):
-        if parts[1:] or exists(folder / first):
-            yield from _matching(folder / first, parts[1:])
+        if rest or exists(folder / first):
+            yield from _matching(folder / first, rest)
         return
-    if first == "**" and (parts[1:] or is_folder(folder)):
-        yield from _matching(folder, parts[1:])
+    # "**" matches no folder, or a folder and then "**" again.
+    if first == "**" and (rest or is_folder(folder)):
+        yield from _matching(folder, rest)
     for entry in entries(folder):
         if entry.name.startswith(".") and not first.startswith("."):
             continue
         if first == "**" and is_folder(entry):
             yield from _matching(entry, parts)
-        elif fnmatch.fnmatchcase(entry.name, first) and (not parts[1:] or is_folder(entry)):
-            yield from _matching(entry, parts[1:])
+        elif fnmatch.fnmatchcase(entry.name, first) and (not rest or is_folder(entry)):
+            yield from _matching(entry, rest)
 
 
 def resolved(path: Path) -> Path:
-    """Return the real path of a file, with all links followed.
+    """Return the real path of a file that exists, with all links followed.
 
     Raises:
-        InputRefused: nothing is there.
-        Unreadable: a part of its path cannot be read.
+        InputRefused: there is nothing at the path.
+        Unreadable: a part of the path cannot be read.
     """
     try:
         with readable(path):
@@ -264,8 +299,7 @@ def without_links(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path, with links followed as far as the path exists.
 
     Raises:
-        InputRefused: links in the path form a circle, or it is not a valid path (it contains a
-            NUL).
+        InputRefused: links in the path form a circle, or the path contains a NUL.
         Unreadable: a part of the path cannot be read.
     """
     try:
@@ -278,8 +312,10 @@ def without_links(path: str | os.PathLike[str]) -> Path:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a regular file in the folder; a link may only lead into Hugging Face's
-    cache of that model.
+    """Return the path of a regular file in a folder that a stranger may have made.
+
+    The file may be a link into Hugging Face's cache of the same model. Any other link that leads
+    out of the folder is refused, since it could lead to any file of the user.
 
     Raises:
         InputRefused: the name contains a path, there is no such file, or a link leads elsewhere.
@@ -287,14 +323,15 @@ def inside(folder: Path, name: str) -> Path:
     path = folder / name
     if Path(name).name != name or not is_file(path):
         raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
-    home = resolved(folder)
+    real_folder = resolved(folder)
     target = resolved(path)
-    # A snapshot's own folder, or a folder in it.
-    homes = [
-        home,
-        *(above.parent / "blobs" for above in home.parents[:2] if above.name == "snapshots"),
-    ]
-    if target.parent not in homes:
+    allowed = [real_folder]
+    # In the cache, MODEL/snapshots/REVISION has links to MODEL/blobs. `folder` is a REVISION, or a
+    # folder in it.
+    for parent in real_folder.parents[:2]:
+        if parent.name == "snapshots":
+            allowed.append(parent.parent / "blobs")
+    if target.parent not in allowed:
         raise InputRefused(
             f"{path}: is a link out of its folder, to {target}; put the file itself there"
         )
@@ -302,19 +339,23 @@ def inside(folder: Path, name: str) -> Path:
 
 
 class KeyTwice(ValueError):
-    """An object in JSON has a key twice, so that different readers would take different values."""
+    """A JSON object has a key twice. Different readers would take different values."""
 
 
 def object_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dict of a JSON decoder's (key, value) pairs; raise KeyTwice."""
-    once = dict(pairs)
-    if len(once) != len(pairs):
+    """Return a dict of the (key, value) pairs of a JSON object; a hook of JSON decoders.
+
+    Raises:
+        KeyTwice: a key is there twice.
+    """
+    values = dict(pairs)
+    if len(values) != len(pairs):
         counts = Counter(key for key, _ in pairs)
         raise KeyTwice(next(key for key in counts if counts[key] > 1))
-    return once
+    return values
 
 
-_ONCE = json.JSONDecoder(object_pairs_hook=object_once)
+_DECODER = json.JSONDecoder(object_pairs_hook=object_once)
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
@@ -325,9 +366,9 @@ def parse_json(text: str | bytes | bytearray) -> Any:
             `json_fault`.
         RecursionError: the text is nested too deeply.
     """
-    return _ONCE.decode(
-        text if isinstance(text, str) else text.decode(json.detect_encoding(text), "surrogatepass")
-    )
+    if not isinstance(text, str):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")  # as json.loads does
+    return _DECODER.decode(text)
 
 
 def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) -> dict[str, Any]:
@@ -336,12 +377,12 @@ def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) 
     Args:
         path: the file.
         instead: the end of the error message, which says what to do.
-        most_bytes: the largest size; a larger file is refused.
+        most_bytes: the largest size of a file that is read.
 
     Raises:
-        InputRefused: the file is missing, too large, or not a JSON object, or an object has a key
+        InputRefused: the file is missing, too large or not a JSON object, or an object has a key
             twice.
-        Unreadable: see `readable`.
+        Unreadable: the system failed to read the file.
     """
     try:
         values = parse_json(read_input(path, most_bytes))
@@ -357,9 +398,11 @@ def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) 
 
 
 def json_fault(error: ValueError | RecursionError) -> str:
-    """Return why `parse_json` refused a text, in plain words."""
+    """Return in plain words why `parse_json` raised an error."""
     if isinstance(error, KeyTwice):
         return f"has the key {ascii(str(error)[:40])} twice in one object"
     if isinstance(error, RecursionError):
         return "nested too deeply"
-    return "a number has too many digits" if "digits" in str(error) else str(error)
+    if "digits" in str(error):  # Python's limit on the digits of an integer
+        return "a number has too many digits"
+    return str(error)

@@ -1,12 +1,12 @@
 """Encode and decode the safetensors layout without a second copy of the tensors in memory.
 
-Layout: u64 little-endian header length, JSON header padded with spaces, then the tensors' bytes
-without gaps (https://github.com/huggingface/safetensors#format).
+A file has the length of its header (8 bytes, little-endian), a JSON header padded with spaces, and
+the bytes of all tensors without gaps (https://github.com/huggingface/safetensors#format).
 
-The tests compare with the `safetensors` library. It is not used here because its writer refuses
-strided tensors and shared storage (so all of them would have to be copied at once), creates files
-with mode 0600 and renames without fsync; and because its reader maps the file, so that the bytes
-may change on the disk after they were verified.
+The `safetensors` library is not used, for two reasons. Its writer refuses strided tensors and
+shared storage, so that all these tensors would have to be copied at once; it also creates files of
+mode 0600 and renames without fsync. Its reader maps the file, so that the bytes may change on the
+disk after they were verified. The tests compare both with the library.
 """
 
 import json
@@ -20,8 +20,8 @@ from torch import Tensor
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
-# The library's order of dtypes, by falling element size, so that every tensor is aligned to its
-# element size.
+# The dtypes in the library's order of tensors. Larger elements come first, so that each tensor is
+# aligned to its element size.
 DTYPES = {
     "U64": torch.uint64,
     "I64": torch.int64,
@@ -41,36 +41,34 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ORDER = list(NAMES)
-LENGTH_BYTES = 8
-MOST_HEADER_BYTES = 1 << 24  # 100,000 tensors; the library's own limit is 100 MB
-ALIGNMENT = 8
-MOST_ELEMENTS = 2**60
+LENGTH_BYTES = 8  # bytes of the header's length at the begin of a file
+MOST_HEADER_BYTES = 1 << 24  # enough for 100,000 tensors; the library's own limit is 100 MB
+ALIGNMENT = 8  # the tensors' bytes begin at a multiple of this
+MOST_ELEMENTS = 2**60  # of a tensor, whose strides must not overflow 64 bits
 
 
 class LayoutError(ValueError):
-    """The header is not a safetensors header of a file of this length."""
+    """A header is damaged, or does not fit the length of its file."""
 
 
 def encode(
     tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
 ) -> tuple[int, Iterator[memoryview]]:
-    """Lay out tensors as one safetensors file, ordered by dtype and then name, exactly as the
-    library does.
+    """Encode tensors as a safetensors file, in the library's order: by dtype, then by name.
 
-    Tensors may share storage, be strided views or live on a device: each is made contiguous on the
-    host only when its turn comes, and a contiguous host tensor is not copied at all. They must not
-    change until the pieces are used.
+    Tensors may share storage, be strided or be on a device. A tensor is copied, if it is not
+    contiguous on the host, when its piece is taken. So tensors must not change until then.
 
     Args:
         tensors: the tensors by name.
-        read: a function that returns a tensor by name when its turn comes; `tensors` then only give
-            shapes and dtypes.
+        read: a function that returns the tensor of a name, when its piece is taken. `tensors` are
+            then used only for their shapes and dtypes. None to encode `tensors` themselves.
 
     Returns:
-        The file's length in bytes and its pieces in order.
+        The file's length in bytes, and the pieces of its content in order.
 
     Raises:
-        TypeError: a tensor has a dtype that the format lacks (complex, quantised).
+        TypeError: the format lacks the dtype of a tensor (complex, quantised).
         InputRefused: the header would be larger than `decode` accepts.
     """
     for name, tensor in tensors.items():
@@ -98,14 +96,21 @@ def encode(
 
     def pieces() -> Iterator[memoryview]:
         yield memoryview(prefix)
-        yield from (bytes_of(tensors[name] if read is None else read(name)) for name in ordered)
+        for name in ordered:
+            yield bytes_of(tensors[name] if read is None else read(name))
 
     return len(prefix) + end, pieces()
 
 
 def header_bytes(first: bytes, file_bytes: int) -> int:
-    """Return the length of a file's header, including the LENGTH_BYTES `first` that give it; raise
-    LayoutError.
+    """Return the number of bytes before the tensors: the header and the length before it.
+
+    Args:
+        first: the first LENGTH_BYTES of the file, which give the header's length.
+        file_bytes: the file's length.
+
+    Raises:
+        LayoutError: the header is longer than the file or than MOST_HEADER_BYTES.
     """
     length = LENGTH_BYTES + int.from_bytes(first, "little")
     if length > min(file_bytes, LENGTH_BYTES + MOST_HEADER_BYTES):
@@ -116,8 +121,14 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
 
 
 class Entry(NamedTuple):
-    """The place, dtype and shape of a tensor in a file; `begin` and `end` count bytes from the end
-    of the header.
+    """A tensor in a file.
+
+    Attributes:
+        name: the tensor's name.
+        begin: its first byte, counted from the end of the header.
+        end: the byte after its last one.
+        dtype: its dtype.
+        shape: its shape.
     """
 
     name: str
@@ -128,11 +139,9 @@ class Entry(NamedTuple):
 
 
 def decode(prefix: bytes, file_bytes: int) -> dict[str, Tensor]:
-    """Allocate, but do not fill, the tensors that a file's first `header_bytes` describe, in the
-    order of their bytes.
+    """Allocate the tensors of a file without filling them, in the order of their bytes.
 
-    Raises:
-        LayoutError: see `entries`.
+    The arguments and errors are those of `entries`.
     """
     return {
         entry.name: torch.empty(entry.shape, dtype=entry.dtype)
@@ -141,19 +150,21 @@ def decode(prefix: bytes, file_bytes: int) -> dict[str, Tensor]:
 
 
 def entries(prefix: bytes, file_bytes: int) -> list[Entry]:
-    """Return the tensors that a file's first `header_bytes` describe, in the order of their bytes.
+    """Return the tensors that a header describes, in the order of their bytes.
+
+    Args:
+        prefix: the bytes before the tensors, see `header_bytes`.
+        file_bytes: the file's length. Together the tensors are never larger.
 
     Raises:
-        LayoutError: the tensors do not fill the file from the header to its end without gaps or
-            overlaps. So tensors allocated by these entries never exceed the file's length.
+        LayoutError: the header is damaged, or the tensors do not fill the rest of the file without
+            gaps and overlaps.
     """
     try:
         header = parse_json(prefix[LENGTH_BYTES:].decode())
         header.pop("__metadata__", None)
-        in_order = sorted(
-            (_entry(name, value) for name, value in header.items()),
-            key=lambda one: (one.begin, one.end),
-        )
+        unordered = [_entry(name, value) for name, value in header.items()]
+        in_order = sorted(unordered, key=lambda entry: (entry.begin, entry.end))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise LayoutError(f"an unreadable header ({error})") from error
     at = 0
@@ -172,19 +183,18 @@ def entries(prefix: bytes, file_bytes: int) -> list[Entry]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the tensor's elements as bytes, without a copy if the tensor is contiguous and on the
-    host.
-    """
+    """Return a tensor's elements as bytes. A contiguous tensor on the host is not copied."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _entry(name: str, value: dict[str, Any]) -> Entry:
+    """Return the entry of a tensor in a header; raises ValueError and others for damage."""
     dtype = DTYPES[value["dtype"]]
     shape = value["shape"]
     begin, end = value["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise ValueError(f"tensor {name} has a shape or offset that is not a natural number")
+    # A size of 0 counts as 1, since the strides of an empty tensor would overflow, too.
     if math.prod(number or 1 for number in shape) > MOST_ELEMENTS:
-        # The strides of an empty one would overflow too.
         raise ValueError(f"tensor {name} has an impossible shape")
     return Entry(name, begin, end, dtype, shape)

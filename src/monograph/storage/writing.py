@@ -1,4 +1,4 @@
-"""Write durably: either the data is on the disk, or one clear error says why not."""
+"""Write files durably, lock folders, and make temporary folders."""
 
 import errno
 import fcntl
@@ -13,22 +13,24 @@ from pathlib import Path
 from monograph.errors import DiskFull, InputRefused, Unreadable
 from monograph.storage.reading import entries, open_input
 
-_TEMPORARY, _LOCK = "monograph-", "in-use"
+_TEMPORARY = "monograph-"  # the prefix of temporary folders
+_LOCK = "in-use"  # the file in a temporary folder that is locked while the folder's process lives
 
-
-# No room, over quota, above the limit on a file's size.
+# Errors of a write: no space, over quota, beyond the limit on a file's size.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-FAILING = FULL | {errno.EIO}  # of the disk, and not of what was asked of it
+FAILING = FULL | {errno.EIO}  # errors for which the disk is the reason
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn the operating system's errors while writing under `folder` into Monograph's.
+    """Turn an OSError of the `with` block into an error that says what the user can do.
+
+    Args:
+        folder: the folder in the cache that the block writes; the message names it.
 
     Raises:
-        DiskFull: there is no room, the user is over quota, the file is too large for the system's
-            limit, or the disk fails.
-        InputRefused: writing failed for any other reason.
+        DiskFull: an error of `FAILING`.
+        InputRefused: any other OSError.
     """
     try:
         yield
@@ -42,22 +44,23 @@ def writing(folder: Path) -> Iterator[None]:
                 f"{error.filename or folder}: cannot be written ({error.strerror}); look at the disk, or set `cache` "
                 "or MONOGRAPH_HOME to another"
             ) from None
-        what = f"{error.filename or folder}: cannot be written ({error.strerror or error})"
-        raise InputRefused(f"{what}; set `cache` or MONOGRAPH_HOME to a folder of yours") from None
+        raise InputRefused(
+            f"{error.filename or folder}: cannot be written ({error.strerror or error}); set `cache` or MONOGRAPH_HOME "
+            "to a folder of yours"
+        ) from None
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a new folder that is removed after the block or, if this process is killed, by the next
-    call of anyone.
+    """Yield a new folder, and remove it after the `with` block.
 
-    A locked file in the folder shows that its process lives; the kernel frees the lock however the
-    process ends.
+    If this process is killed, the next call in any process removes the folder. A locked file in the
+    folder shows that its process lives: the kernel frees the lock even if the process is killed.
     """
-    with suppress(Unreadable):  # the parent folder of all temporary folders
+    with suppress(Unreadable):  # raised if the folder of all temporary folders cannot be listed
         for other in entries(tempfile.gettempdir(), _TEMPORARY):
-            # OSError: the lock is held, or it or the folder is gone or half made. Unreadable: it is
-            # another user's.
+            # OSError: the lock is held, or the file does not exist any more or yet. Unreadable: the
+            # folder is another user's.
             with suppress(OSError, Unreadable), open_input(other / _LOCK) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if other.lstat().st_uid == os.getuid():
@@ -65,14 +68,16 @@ def temporary_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, ignore_cleanup_errors=True) as name:
         with open(Path(name, "new"), "xb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # The file gets this name locked, so no process sees it unlocked.
+            # The file is locked before it gets this name, so that no process finds it unlocked.
             os.rename(lock.name, Path(name, _LOCK))
             yield Path(name)
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Lock a folder for the `with` block; the kernel frees the lock however the process ends.
+    """Lock a folder during the `with` block, without waiting.
+
+    The kernel frees the lock even if the process is killed.
 
     Raises:
         OSError: another process holds the lock, or there is no such folder.
@@ -86,8 +91,12 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def write_durably(path: Path, content: str | bytes, new: bool = True) -> None:
-    """Create a file, or replace its content if it need not be `new`, and wait until it is on the
-    disk.
+    """Write a file, and wait until its content is on the disk.
+
+    Args:
+        path: the file.
+        content: its content.
+        new: whether the file must not exist yet; otherwise its content is replaced.
     """
     with open(path, "xb" if new else "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -96,9 +105,7 @@ def write_durably(path: Path, content: str | bytes, new: bool = True) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries (new files, renames), would survive a
-    power cut.
-    """
+    """Wait until a file's content, or a folder's list of entries, would survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -107,7 +114,7 @@ def sync(path: Path) -> None:
 
 
 def sync_below(folder: Path) -> None:
-    """Wait until a folder and everything below it would survive a power cut."""
+    """Wait until a folder and all files and folders below it would survive a power cut."""
     for path in folder.iterdir():
         if stat.S_ISDIR(path.lstat().st_mode):
             sync_below(path)

@@ -105,7 +105,7 @@ class AfterUpdate:
         if moment.done % self._intervals.eval_every == 0 or moment.is_last or moment.all_lost:
             self.logs.flush()
             self.state.evaluate(self.batch, moment.done, last=moment.is_last)
-            self.block.retell()
+            self.block.refresh_table()
 
     def save(self, moment: Moment) -> None:
         """Write a checkpoint of each member, if it is time for that or the user asked for it, and
@@ -134,7 +134,7 @@ class AfterUpdate:
             f"saved at update {moment.done} of {self.updates}; continue: {continue_command}"
         )
 
-    def spare(self, moment: Moment) -> None:
+    def drop_work(self, moment: Moment) -> None:
         """Subtract updates that the round will not make from the display's total."""
         remaining = self.updates - moment.done
-        self.block.spare(len(self.batch.members) * remaining)
+        self.block.drop_work(len(self.batch.members) * remaining)

@@ -372,7 +372,7 @@ def _model_named(name: str) -> ModelSource:
     model = ModelSource.open(name)
     # `last` will soon name the new run.
     path = model.run.named if model.run else without_links(name)
-    return model.under(str(path))
+    return model.renamed(str(path))
 
 
 def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
