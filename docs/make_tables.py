@@ -149,7 +149,7 @@ def values(key: str) -> list[str]:
         for value in get_args(kind)
         if value != "auto"
     ]
-    if Fraction in kinds:
+    if listed and Fraction in kinds:
         return [*listed, "a number between 0 and 1"]
     return listed if len(kinds) == 1 else []
 

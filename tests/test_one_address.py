@@ -295,9 +295,9 @@ def test_a_new_format_is_exported_and_refused_as_the_others_are(
     written = (tmp_path / "out" / "shapes.txt").read_text()
     assert f"model.embed_tokens.weight [{shape.vocab_size}, 16]" in written
     for to, named, dtype, said in (
-        ("out", "onnx", None, "expected hf, gguf or list"),
+        ("out", "onnx", None, f"expected {join_with_or(EXPORTS)}"),
         ("out", "ls", None, "did you mean list?"),
-        ("out", "list", "f16", "is for --format gguf; a list keeps the weights' dtype"),
+        ("out", "list", "f16", "a list keeps the weights' dtype"),
         ("hf://me/model", "list", None, "only hf is pushed"),
     ):
         with pytest.raises(UsageError) as refused:

@@ -130,6 +130,10 @@ DIVISORS = {
 }
 
 
+def test_each_advantage_has_its_gradient_here() -> None:
+    assert {*FACTORS, *DIVISORS} == ADVANTAGES.keys()
+
+
 # By day one that is the gradient of the expected reward, and one that is not.
 @pytest.mark.parametrize(
     "advantage",

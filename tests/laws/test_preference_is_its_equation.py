@@ -44,6 +44,10 @@ PARAMETERS = {
 }
 
 
+def test_each_loss_has_its_equation_here() -> None:
+    assert PARAMETERS.keys() == room.LOSSES.keys()
+
+
 def pairs(count: int = 7, labelled: bool = False) -> list[Pair]:
     draws = random.Random(5)
 

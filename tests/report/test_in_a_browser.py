@@ -153,9 +153,10 @@ def test_the_reader_chooses_the_axis_the_scale_and_the_smoothing(run: Visitor) -
         == "true"
     )
     run.read("location.reload() || 1")
-    assert run.wait(f"{READ}.startsWith('after 7:34') && {READ}"), (
-        "a page that loads itself again keeps the choices"
-    )
+    # While the page loads, there is no chart to ask.
+    assert run.wait(
+        f"document.readyState === 'complete' && {READ}.startsWith('after 7:34') && {READ}"
+    ), "a page that loads itself again keeps the choices"
     assert run.said() == []
 
 

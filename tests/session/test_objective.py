@@ -164,7 +164,7 @@ def test_a_new_way_to_learn_with_its_own_keys_is_a_file_and_a_row(tmp_path: Path
     )
     (package / "session" / "objectives" / "logits.py").write_text(NEW_FILE)
     keys = package / "config" / "keys.py"
-    table = re.compile(r"^WAYS_TO_LEARN.*\n", re.MULTILINE)
+    table = re.compile(r"^WAYS_TO_LEARN[^=]*= \([^)]*\)\n", re.MULTILINE)
     written, replaced = table.subn(lambda _: NEW_ROW, keys.read_text())
     assert replaced == 1
     keys.write_text(written)
