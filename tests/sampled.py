@@ -66,7 +66,7 @@ def left(
     """
     rows = rows_of([options] * len(logits_BV), logits_BV.shape[1], position=position)
     candidates = narrowed(logits_BV, rows, chain_of([options]), truncation)  # type: ignore[arg-type]
-    return scattered(candidates, logits_BV), candidates.held_B1[:, 0]
+    return scattered(candidates, logits_BV), candidates.sufficed_B1[:, 0]
 
 
 def chi_square_p(counts: Tensor, expected: Tensor, constraints: int = 1) -> float:

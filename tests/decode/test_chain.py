@@ -289,13 +289,13 @@ def test_processed_log_probabilities_of_some_tokens_are_those_of_all(n: int) -> 
         torch.tensor([[0.0, -1.5, -3.0], [-0.5, 0.0, -2.0]]),
     )
     scores_BV.scatter_(-1, ids_BN, scores_BN)
-    token_B, high_B1, held_B1 = (
+    token_B, high_B1, sufficed_B1 = (
         torch.tensor([5, 0]),
         torch.zeros(2, 1),
         torch.ones(2, 1, dtype=torch.bool),
     )
-    some = Candidates(scores_BN, scores_BN, ids_BN, high_B1, held_B1, None, "nearest", None)
-    every = Candidates(scores_BV, scores_BV, None, high_B1, held_B1, None, "nearest", None)
+    some = Candidates(scores_BN, scores_BN, ids_BN, high_B1, sufficed_B1, None, "nearest", None)
+    every = Candidates(scores_BV, scores_BV, None, high_B1, sufficed_B1, None, "nearest", None)
     found, expected = _processed(some, token_B, n), _processed(every, token_B, n)
     assert torch.equal(found.chosen_B, expected.chosen_B) and torch.equal(
         found.values_BN, expected.values_BN

@@ -98,7 +98,7 @@ def test_looking_at_few_tokens_draws_what_looking_at_all_does(vocabulary: int, o
     """
     requests = [replace(SHORT[i % len(SHORT)], seed=i, order=order) for i in range(64)]  # type: ignore[arg-type]
     chain, logits_BV = chain_of(requests), some_logits(8, 64, vocabulary)
-    assert chain.few == 128
+    assert chain.likeliest_count == 128
     everyone, all_looked_at = list(range(64)), replace(chain, few=None)
     few = drawn_rows(logits_BV, requests, everyone, chain, "window")
     assert torch.equal(few, drawn_rows(logits_BV, requests, everyone, all_looked_at, "search"))
@@ -117,8 +117,8 @@ def test_few_tokens_that_may_not_hold_all_those_level_with_the_last_say_so() -> 
     )
     kept_B = (logits_BV >= logits_BV.sort(descending=True).values[:, 19:20]).sum(-1)
     assert (
-        torch.equal(few.status_B == OVERFLOW, kept_B >= chain.few)
-        and 5 < (kept_B >= chain.few).sum() < 95
+        torch.equal(few.status_B == OVERFLOW, kept_B >= chain.likeliest_count)
+        and 5 < (kept_B >= chain.likeliest_count).sum() < 95
     )
     decided_B = few.status_B == OK
     assert (

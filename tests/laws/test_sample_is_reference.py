@@ -276,9 +276,9 @@ def kept_after_edits(logits_BV: Tensor, rows: Rows, chain: Chain) -> Tensor:
     quick, exact = (
         narrowed(edited_BV, rows, chain, truncation) for truncation in ("window", "search")
     )
-    assert exact.held_B1.all()
+    assert exact.sufficed_B1.all()
     return (
-        torch.where(quick.held_B1, scattered(quick, edited_BV), scattered(exact, edited_BV))
+        torch.where(quick.sufficed_B1, scattered(quick, edited_BV), scattered(exact, edited_BV))
         > -torch.inf
     )
 

@@ -321,7 +321,7 @@ def sample(
     """
     edited_BV = edited_or_nan(logits_BV, rows, allowed_BV, chain)
     greatest_B1 = edited_BV.amax(-1, keepdim=True)
-    held_B = torch.ones_like(rows.position_B, dtype=torch.bool)
+    sufficed_B = torch.ones_like(rows.position_B, dtype=torch.bool)
     token_B = edited_BV.argmax(-1)
     # Only these need the probabilities that are sampled from.
     is_reported = chain.logprobs is not None and chain.processed
@@ -333,7 +333,7 @@ def sample(
         candidates = narrowed(edited_BV, rows, chain, truncation)
         token_B = torch.where(greedy_B, token_B, _sampled_from(candidates, rows))
         # A greedy row ignores the filters, so their overflow does not matter.
-        held_B = candidates.held_B1[:, 0] | greedy_B
+        sufficed_B = candidates.sufficed_B1[:, 0] | greedy_B
         if logprobs is not None:
             of_greedy = logprobs
             of_sampled = _processed(candidates, token_B, chain.logprobs or 0)
@@ -346,7 +346,7 @@ def sample(
             )
     is_number_B = greatest_B1[:, 0] < torch.inf
     # NAN is set last, since the other statuses mean nothing in a row with a NaN.
-    status_B = torch.where(held_B, OK, OVERFLOW)
+    status_B = torch.where(sufficed_B, OK, OVERFLOW)
     status_B = torch.where(greatest_B1[:, 0] == -torch.inf, DEAD, status_B)
     status_B = torch.where(is_number_B, status_B, NAN).to(torch.int32)
     return Drawn(torch.where(status_B == OK, token_B, 0), status_B, logprobs)
@@ -370,7 +370,7 @@ def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation
         knobs["xtc_uniform"] = row_uniform(rows.seed_B, rows.position_B)[:, None]
     if rows.mu_B is not None:
         knobs["mu"] = rows.mu_B[:, None]
-    candidates = everything(edited_BV, truncation, chain.few)
+    candidates = everything(edited_BV, truncation, chain.likeliest_count)
     for stage in chain.stages:
         if stage not in EDITS:
             before = candidates
@@ -389,13 +389,13 @@ def _with_at_least(min_keep_B1: Tensor, before: Candidates, after: Candidates) -
 
     In a row with fewer tokens these are the likeliest ones before the filter.
     """
-    min_keep_B1 = min_keep_B1.minimum(before.left())
-    too_few_B1 = after.left() < min_keep_B1
+    min_keep_B1 = min_keep_B1.minimum(before.count_left())
+    too_few_B1 = after.count_left() < min_keep_B1
     kept = before.likeliest(one_each, min_keep_B1.clamp(min=1), too_few_B1)
     return after._replace(
         scores_BN=torch.where(too_few_B1, kept.scores_BN, after.scores_BN),
         high_B1=torch.where(too_few_B1, kept.high_B1, after.high_B1),
-        held_B1=torch.where(too_few_B1, kept.held_B1, after.held_B1),
+        sufficed_B1=torch.where(too_few_B1, kept.sufficed_B1, after.sufficed_B1),
     )
 
 
@@ -461,7 +461,7 @@ def _processed(candidates: Candidates, token_B: Tensor, n: int) -> LogProbabilit
     likeliest_ids_BN = likeliest.indices
     if ids_BN is not None:
         likeliest_ids_BN = ids_BN.gather(-1, likeliest.indices)
-    # `nearest` may have left fewer than n tokens. Padding has the probability 0, as a token has that
+    # `shortened` may have left fewer than n tokens. Padding has the probability 0, as a token has that
     # was dropped.
     padding = (0, n - available)
     return LogProbabilities(

@@ -288,7 +288,7 @@ class FastSampler:
             return False
         if not chain.draws:
             return True
-        if chain.few is None or chain.few >= vocabulary:
+        if chain.likeliest_count is None or chain.likeliest_count >= vocabulary:
             return False
         stages = _filters(chain)
         if any(name not in _NUMBERS for name in stages):
@@ -316,7 +316,7 @@ class FastSampler:
             [_NUMBERS[name] for name in filters],
             [rows.knobs[names.get(name, name)] for name in filters],
             rows.knobs["temperature"] if chain.draws else None,
-            chain.few or GREEDY_WIDTH,
+            chain.likeliest_count or GREEDY_WIDTH,
         )
         return Drawn(token_B, status_B)
 
