@@ -123,7 +123,7 @@ def quiet_selective_recompute() -> None:
     logger.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
-def quiet_inputs_of_blocks() -> None:
+def ignore_warning_of_block_input_grad() -> None:
     """Drop torch's warning that the gradient of a block's input is accessed: Dynamo does that in a
     capture.
     """

@@ -28,8 +28,8 @@ from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
 from monograph.graph.mmap_weights import (
     MappedWeight,
     in_file_order,
-    keep,
     kept_dtype,
+    replace_data,
     require_finite,
 )
 from monograph.graph.siblings import families
@@ -394,7 +394,7 @@ def merge(module: nn.Module) -> None:
             layer._buffers.clear()  # NF4's table
             layer.register_parameter("weight", nn.Parameter(weight.to(dtype), requires_grad=False))
         else:
-            keep(layer.weight, weight)
+            replace_data(layer.weight, weight)
         layer.__class__ = ExpertLinear if isinstance(layer, ExpertLinear) else nn.Linear  # type: ignore[assignment]
     merge_rows(module)
 
@@ -542,4 +542,4 @@ def narrow(
     for parameter in in_file_order(to_round):
         is_mapped = isinstance(parameter, MappedWeight)
         moved = parameter.data.to(device or parameter.device, copy=is_mapped)
-        keep(parameter, moved.to(dtype))
+        replace_data(parameter, moved.to(dtype))

@@ -35,7 +35,7 @@ from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
 from monograph.graph.remat import OfBlock, Policy, Recording, Remat, record, within
-from monograph.graph.siblings import within_blocks
+from monograph.graph.siblings import split_families_at_blocks
 
 Context = AbstractContextManager[object]
 # Makes those of a forward pass and of its recomputation.
@@ -207,7 +207,7 @@ def follow(module: nn.Module, policy: Policy) -> None:
                     f"{name} ({type(block).__name__}) has no forward pass to recompute: use Remat.Off()"
                 )
         # A block is recomputed alone, so it must not need fused siblings in another block.
-        within_blocks(module)
+        split_families_at_blocks(module)
     for block, block_policy in zip(by_name.values(), policies, strict=True):
         plan = block.__dict__.pop("remat", None)
         if isinstance(plan, _Plan):

@@ -8,7 +8,7 @@ values behind these decisions are compared before each replay (`HostState`).
 import functools
 import random
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -229,13 +229,13 @@ class HostState:
     the recorded objects, in a global variable or on a class, is not recorded.
     """
 
-    def __init__(self, *owners: object, **owner_by_attribute: object):
+    def __init__(self, *owners: object, attributes: Iterable[tuple[object, str]] = ()):
         """Record the attributes of objects, and those of a module's submodules.
 
         Args:
             owners: the objects.
-            owner_by_attribute: further attributes, as attribute=owner; their values must stay the
-                same objects.
+            attributes: further attributes, (object, name) each; their values must stay the same
+                objects.
         """
         self._values: list[tuple[dict[str, Any], str, Any]] = []
         self._names: list[tuple[dict[str, Any], frozenset[str]]] = []
@@ -243,7 +243,7 @@ class HostState:
         for owner in owners:
             for part in owner.modules() if isinstance(owner, nn.Module) else (owner,):
                 self._record(part)
-        for name, owner in owner_by_attribute.items():
+        for owner, name in attributes:
             self._values.append((vars(owner), name, vars(owner).get(name)))
 
     def _record(self, owner: object) -> None:

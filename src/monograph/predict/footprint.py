@@ -442,7 +442,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
         with compat.without_modes():
             step.choose_kept(batch)
         begins = [("forward", len(memory.curve))]
-        forward = step.forward.now
+        forward = step.forward.function
 
         def watched(batch: object, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             result = forward(batch, loss_factor)
@@ -450,7 +450,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
             memory.origin = "workspace"
             return result
 
-        step.forward.now = watched
+        step.forward.function = watched
         accumulate(step, [batch])
         if updated:
             begins.append(("update", len(memory.curve)))
