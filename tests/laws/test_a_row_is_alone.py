@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batches import tiny_llama
 from monograph.decode import Sampling as GeneratorSampling
 from monograph.decode import generate
-from monograph.decode.chain import OK, OVERFLOW, Drawn, narrowed, sample
+from monograph.decode.chain import OK, OVERFLOW, Drawn, apply_filters, sample
 from monograph.decode.knobs import Chain, chain_of
 from monograph.decode.sampling import Sampling
 from monograph.graph.capture import compiled
@@ -135,7 +135,9 @@ def test_the_scores_have_the_same_bits_whatever_the_mates_switch_on() -> None:
         chain = chain_of([options, *REQUESTS])
         rows = rows_of([options, *REQUESTS], 61, chain)
         scores_BV = (logits_1V - logits_1V.amax()).expand(len(REQUESTS) + 1, -1)
-        assert torch.equal(scattered(narrowed(scores_BV, rows, chain, "window"), scores_BV)[0], own)
+        assert torch.equal(
+            scattered(apply_filters(scores_BV, rows, chain, "window"), scores_BV)[0], own
+        )
 
 
 @pytest.mark.parametrize(
