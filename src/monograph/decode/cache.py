@@ -297,8 +297,8 @@ class Reader:
         chunk: the number of tokens of a pass.
         rows: the number of prompts that are read at the same time.
         cache: keys and values of the prompts.
-        whole: whether the last token of a prompt is read, too.
-        last_RD: if `whole`, the final hidden state of the last token of each row's prompt.
+        reads_last_token: whether the last token of a prompt is read, too.
+        last_RD: if `reads_last_token`, the final hidden state of the last token of each row's prompt.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class Reader:
             model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block
         )
         self.cache.is_filled = slots.is_filled
-        self.whole = slots.is_filled
+        self.reads_last_token = slots.is_filled
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
         # The tensors that a pass reads and writes; a captured pass needs fixed addresses.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
@@ -330,7 +330,7 @@ class Reader:
         # The position of their first column.
         self._first_position = 0
         self._hidden_RTD = weight.new_zeros(
-            self.rows, chunk if self.whole else 0, model.config.hidden_size
+            self.rows, chunk if self.reads_last_token else 0, model.config.hidden_size
         )
         self._passes = Replays(wrap(self._run_pass), recorder)
         # The recurrences after whole chunks of prompts, by owner and tokens; the least recently used
@@ -448,8 +448,8 @@ class Reader:
         return [row_of[tokens] for tokens in held]
 
     def tokens_to_read(self, prompt: Ids) -> Ids:
-        """Return the tokens of a prompt that are read: all if `whole`, else all but the last one."""
-        return prompt if self.whole else prompt[:-1]
+        """Return the tokens of a prompt that are read: all if `reads_last_token`, else all but the last one."""
+        return prompt if self.reads_last_token else prompt[:-1]
 
     def forget(self) -> None:
         """Clear the cache, which may hold numbers that are not finite."""
@@ -476,7 +476,7 @@ class Reader:
         self._positions_RT += begin - self._first_position
         self._first_position = begin
         self._passes.run(1, self.cache.visible(end))
-        if self.whole:
+        if self.reads_last_token:
             # The rows whose prompts end in this chunk, and the place of their last tokens in it.
             rows = list[int]()
             places = list[int]()
@@ -494,5 +494,5 @@ class Reader:
         )
         # Otherwise the hidden states are unused, and a compiled pass computes nothing after the last
         # layer's keys and values.
-        if self.whole:
+        if self.reads_last_token:
             self._hidden_RTD.copy_(hidden_RTD)

@@ -31,7 +31,8 @@ from monograph.ops.materialize import materialize
 
 # How `reach` finds the radius. If the window suffices, all three give the same bits.
 # "window": from the WINDOW tokens with the smallest distances. It is the fastest, but in some rows
-#     the window does not suffice; then `sufficed_B1` is False, and the caller samples the row again.
+#     the window does not suffice. Then `sufficed_B1` is False, and the host repeats the step of the
+#     row with "search".
 # "search": by a search over the bits of the radius. It reads all tokens and is exact.
 # "sort": from all tokens in the order of their distances. It is exact and obvious, for tests.
 Truncation = Literal["window", "search", "sort"]
@@ -87,7 +88,7 @@ class Candidates(NamedTuple):
         return one_each(self.scores_BN).sum(-1, keepdim=True)
 
     def keep(self, kept_BN: Tensor, used_B1: Tensor) -> Self:
-        """Drop all other tokens in the rows that use the filter."""
+        """Drop the tokens that are not in `kept_BN`, in the rows that use the filter."""
         return self._replace(scores_BN=torch.where(kept_BN | ~used_B1, self.scores_BN, -torch.inf))
 
     def likeliest(
@@ -236,7 +237,7 @@ def reach(
 def largest(values_BV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the largest values in descending order and their ids, [B, width] each."""
     rows, vocabulary = values_BV.shape
-    # With so few groups, nearly all of them would be chosen.
+    # There are at most `width` groups, so all of them would be chosen.
     if vocabulary <= _GROUP * width:
         values_BW, ids_BW = values_BV.topk(width)
         return values_BW, ids_BW

@@ -409,9 +409,9 @@ class Generator:
         rows = self._free_rows[: len(starts)]
         del self._free_rows[: len(starts)]
         reader_rows = reader_rows[: len(starts)]
-        read_tokens = longest if self.reader.whole else longest - 1
+        read_tokens = longest if self.reader.reads_last_token else longest - 1
         self.cache.copy_rows(rows, self.reader.cache, reader_rows, read_tokens)
-        if self.reader.whole:
+        if self.reader.reads_last_token:
             self._last_BD[rows] = self.reader.last_RD[reader_rows]
         state = self.state
         values = []
@@ -508,7 +508,7 @@ class Generator:
         self.outbox.begin(self.state.line_1)
         # If the reader has read whole prompts, and no row has a token yet, the first step has the
         # hidden states already.
-        has_hidden = self.reader.whole and not any(record.launched for record in running)
+        has_hidden = self.reader.reads_last_token and not any(record.launched for record in running)
         if has_hidden:
             self.steps.step_for(chain)(0, truncation, follows, self._last_BD)
         model_steps = steps - 1 if has_hidden else steps
