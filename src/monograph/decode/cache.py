@@ -56,7 +56,7 @@ class KVCache:
         Args:
             keys: [N, B, K, C, E] for each layer; K is 0 for a layer without attention.
             values: the same for values.
-            recurrences: by layer, those of the layers without attention.
+            recurrences: the recurrence of each layer without attention, by the layer's index.
             seen_blocks: attention reads this number of first blocks; None: all blocks.
             is_filled: see `cached_attention`.
             kernels: compute attention instead of `cached_attention` where they can; None: always
@@ -327,7 +327,7 @@ class Reader:
         # The tensors that a pass reads and writes; a captured pass needs fixed addresses.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
         self._positions_RT = torch.arange(chunk, device=weight.device).repeat(self.rows, 1)
-        # The position of their first column.
+        # The position of the first column of both.
         self._first_position = 0
         self._hidden_RTD = weight.new_zeros(
             self.rows, chunk if self.reads_last_token else 0, model.config.hidden_size

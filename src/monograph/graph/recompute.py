@@ -432,6 +432,7 @@ def choose_kept(
 
 
 def _results_to_keep(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]]:
+    """Return the names of the products that a `Pointwise` or `Budget` policy keeps."""
     choices = recording.curve()
     if isinstance(policy, Remat.Budget):
         limit_bytes = round(policy.fraction * recording.stored_bytes)
@@ -482,8 +483,8 @@ def record_blocks(
                 bytes_stored_by_graph[recording] = compat.stored_by_graph(
                     own_forward, block, args, kwargs
                 )
-            # No `rest_flops`: recomputed operators between products are fused into the kernels that
-            # read them, and cost no measurable time (dev/log.md).
+            # `rest_flops` is 0, because the recomputed operators between products are fused into the
+            # kernels that read them, and take no measurable time (dev/log.md).
             recording = recording._replace(
                 stored_bytes=bytes_stored_by_graph[recording], rest_flops=0
             )
@@ -501,10 +502,10 @@ def record_blocks(
         for tensor in state
     }
     compiling = compat.as_if_compiling() if captured else nullcontext()
-    reason = "they did not run"
+    reason = "they did not run"  # replaced if the pass fails with an error
     with mode, torch.enable_grad(), compiling:
         try:
-            # `deepcopy` takes what this dict has for an object's id instead of copying the object.
+            # For an object whose id is in this dict, `deepcopy` takes the dict's value as the copy.
             fake_module = copy.deepcopy(module, dict(fake_by_id))
             for name, block in blocks(fake_module).items():
                 plan = block.__dict__.pop("remat", None)

@@ -49,9 +49,9 @@ def linear_cross_entropy(
     d loss / d z[n] = softmax(z[n]) - onehot(targets[n])
 
     "chunked" computes loss and gradients chunk by chunk in the forward pass, so that at most one
-    chunk's logits are alive (the idea of chunked and fused linear cross-entropy:
-    pytorch/pytorch#124480, Liger-Kernel, Wijmans et al. 2024); under `torch.no_grad()` it computes
-    the loss alone. "reference" is `F.cross_entropy` on the whole logits.
+    chunk's logits are alive. Under `torch.no_grad()` it computes only the loss. The idea is that of
+    chunked and fused linear cross-entropy (pytorch/pytorch#124480, Liger-Kernel, Wijmans et al. 2024).
+    "reference" is `F.cross_entropy` on the whole logits.
 
     Args:
         hidden_ND: [N, D] float; the matrix products run in this dtype (or in autocast's), softmax
@@ -63,8 +63,9 @@ def linear_cross_entropy(
         rows: trained rows that replace some rows of a frozen weight. Only they get a gradient, and
             the weight is not copied. Their change to the logits is computed separately, so the
             logits of the other rows have the same bits as without `rows`.
-        device_type: "cpu" or "cuda": the device whose limits decide how the tokens are cut; None:
-            the device of the tensors.
+        device_type: "cpu" or "cuda": the device whose limits decide how the tokens are cut. The
+            planner names it, because its fake tensors are on another device. None: the device of the
+            tensors.
 
     Returns:
         loss: 0-d fp32 (fp64 for fp64 input), the sum in nats, differentiable.
@@ -90,7 +91,8 @@ def linear_cross_entropy(
         learned = rows is None and (weight_VD.requires_grad or compat.in_transform())
         fused_VD, total_VD = fused_of(weight_VD) or (None, None)
         values_KD, index_K, slot_V = rows or (None, None, None)
-        # autograd.Function takes no keyword arguments and no tuples of tensors.
+        # An autograd.Function takes no keyword arguments, and does not see tensors inside of tuples. Only
+        # the three settings are packed.
         loss, _, _ = _ChunkedLoss.apply(
             hidden_ND,
             weight_VD,
