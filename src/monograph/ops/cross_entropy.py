@@ -64,7 +64,7 @@ def linear_cross_entropy(
             the weight is not copied. Their change to the logits is computed separately, so the
             logits of the other rows have the same bits as without `rows`.
         device_type: "cpu" or "cuda": the device whose limits decide how the tokens are cut. The
-            planner names it, because its fake tensors are on another device. None: the device of the
+            planner names it, because its fake tensors may be on another device. None: the device of the
             tensors.
 
     Returns:
