@@ -145,7 +145,7 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
     # The step of that block, which follows no automata: another one would be compiled while it is
     # counted.
     step, arguments = (
-        generator.steps.of(generator.chain),
+        generator.steps.step_for(generator.chain),
         (generator.cache.visible(PROMPT + TOKENS), "window", False),
     )
     with pretended.Counted() as whole:
@@ -169,7 +169,7 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
     }
     if rows == 1:
         reader = generator.reader
-        read = compile_function(reader._read_chunk)
+        read = compile_function(reader._run_pass)
         blocks = reader.cache.visible(PROMPT)
         read(blocks)
         with pretended.Counted() as chunk:

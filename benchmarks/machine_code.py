@@ -208,13 +208,13 @@ def decoding(
         )
     # Not `run`, which would wait for the end of a text: no token is drawn here.
     generator.advance()
-    block = generator._launch()
+    block = generator._launch_block()
     assert block
     parts = {
-        "block of 16 replayed": counted(generator._launch),
+        "block of 16 replayed": counted(generator._launch_block),
         "block read": counted(lambda: generator.outbox.read(block.half, block.steps)),
     }
-    step, blocks = generator.steps.of(generator.chain), generator.cache.sizes[-1]
+    step, blocks = generator.steps.step_for(generator.chain), generator.cache.sizes[-1]
     for truncation in ("window", "search"):
         step(blocks, truncation)
         parts[f"step called, {truncation}"] = counted(lambda t=truncation: step(blocks, t))

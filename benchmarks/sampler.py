@@ -17,7 +17,7 @@ import harness
 import torch
 from systems import drawn_on
 
-from monograph.decode.chain import COUNTS, OK, Rows, sample
+from monograph.decode.chain import COUNT_DTYPE, OK, Rows, sample
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.request import Request
@@ -62,7 +62,7 @@ def rows_of(
     for row in range(count):
         write_rows(knobs, [row], [knobs_of(sampling, chain)])
     ids_B = torch.arange(count, device=device)
-    counts_BV = torch.zeros(count, vocabulary, dtype=COUNTS, device=device)
+    counts_BV = torch.zeros(count, vocabulary, dtype=COUNT_DTYPE, device=device)
     return Rows(ids_B, ids_B + 100, ids_B * 0, knobs, counts_BV, counts_BV > 0)
 
 

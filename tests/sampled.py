@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from monograph.decode.candidates import Candidates
-from monograph.decode.chain import COUNTS, Past, Rows, narrowed
+from monograph.decode.chain import COUNT_DTYPE, Past, Rows, apply_filters
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.sampling import Sampling
 
@@ -28,7 +28,7 @@ def rows_of(
     prompt_BV = (torch.arange(vocabulary) % 3 == 0).expand(count, -1)
     zero_B = torch.zeros(count, dtype=torch.int64)
     seed_B = torch.tensor([sampling.seed for sampling in samplings])
-    counts_BV = torch.zeros(count, vocabulary, dtype=COUNTS)
+    counts_BV = torch.zeros(count, vocabulary, dtype=COUNT_DTYPE)
     mu_B = torch.tensor([2.0 * sampling.mirostat_tau for sampling in samplings])
     past = None
     if chain.has("last_n", "dry"):
@@ -65,8 +65,8 @@ def left(
     all, [B].
     """
     rows = rows_of([options] * len(logits_BV), logits_BV.shape[1], position=position)
-    candidates = narrowed(logits_BV, rows, chain_of([options]), truncation)  # type: ignore[arg-type]
-    return scattered(candidates, logits_BV), candidates.held_B1[:, 0]
+    candidates = apply_filters(logits_BV, rows, chain_of([options]), truncation)  # type: ignore[arg-type]
+    return scattered(candidates, logits_BV), candidates.sufficed_B1[:, 0]
 
 
 def chi_square_p(counts: Tensor, expected: Tensor, constraints: int = 1) -> float:

@@ -338,7 +338,7 @@ def test_bf16_weights_train_in_a_graph():
             precision=Precision("bf16"),
         )
         if backend:
-            engine.step.forward.now = compiled(engine.step.forward.now, backend)
+            engine.step.forward.function = compiled(engine.step.forward.function, backend)
         for _ in range(2):  # the second time a gradient is there
             engine.step.discard()
             engine.accumulate(batch)

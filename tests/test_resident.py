@@ -147,7 +147,7 @@ def test_what_was_captured_is_captured_again_with_recomputed_blocks():
     def too_much(batch, seed):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    engine.step.forward.now = too_much
+    engine.step.forward.function = too_much
     for each in (engine, plain):
         each.accumulate(ragged(3))
     assert engine.step.scope == "whole" and engine.step.remat == Remat.Full()

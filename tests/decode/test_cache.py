@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batches import tiny_llama
-from monograph.decode.cache import BORDERS, Ids, KVCache, Reader, Slots
+from monograph.decode.cache import MAX_KNOWN_RECURRENCES, Ids, KVCache, Reader, Slots
 from monograph.model.config import LlamaConfig
 from monograph.model.scaling import FULL, LINEAR
 
@@ -38,7 +38,7 @@ def cache_of(config: LlamaConfig, rows: int, slots: int, block: int = 8, seed: i
 
 
 def all_of(cache: KVCache) -> list[Tensor]:
-    return [*cache.keys, *cache.values, *cache.carried()]
+    return [*cache.keys, *cache.values, *cache.recurrence_tensors()]
 
 
 @pytest.mark.parametrize("blocks", range(1, 18))
@@ -114,7 +114,9 @@ def test_recurrences_begin_again_with_limits_of_the_first_rows() -> None:
     endless = int(recurrence.limit_B[2])
     cache.begin([5, 7])
     assert recurrence.limit_B.tolist() == [5, 7, endless] and endless > 10**12
-    assert not any(tensor.any() for tensor in cache.carried()) and torch.equal(cache.keys[1], keys)
+    assert not any(tensor.any() for tensor in cache.recurrence_tensors()) and torch.equal(
+        cache.keys[1], keys
+    )
 
 
 def reader_of(rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: object) -> Reader:
@@ -126,7 +128,13 @@ def reader_of(rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: 
 def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
     reader, prompt = reader_of(), tuple(range(1, 30))
     assert reader.begin([prompt], owner="a") and not reader.ready
-    assert [reader.go_on(1), reader.go_on(2), reader.ready, reader.go_on(), reader.ready] == [
+    assert [
+        reader.read_chunks(1),
+        reader.read_chunks(2),
+        reader.ready,
+        reader.read_chunks(),
+        reader.ready,
+    ] == [
         1,
         2,
         False,
@@ -150,14 +158,14 @@ def test_prompts_are_read_with_those_that_follow_as_far_as_there_are_rows() -> N
     assert reader.begin([first, first, second], [second, third, fourth])
     assert reader.rows_of([second, first, third, first]) == [1, 0, 2, 0]
     assert reader.rows_of([second, fourth, first]) == [1], "up to the first that is not held"
-    assert reader.go_on() == -(-(30 - 1) // 8), "chunks of the longest"
+    assert reader.read_chunks() == -(-(30 - 1) // 8), "chunks of the longest"
 
 
 def test_whole_prompts_leave_the_hidden_states_of_their_last_tokens() -> None:
     reader = reader_of(3, whole=True)
     prompts = [tuple(range(1, 1 + length)) for length in (1, 8, 13)]
     reader.begin(prompts)
-    reader.go_on()
+    reader.read_chunks()
     with torch.no_grad():
         last_RD = torch.stack([reader.model(torch.tensor([prompt]))[0, -1] for prompt in prompts])
     torch.testing.assert_close(reader.last_RD, last_RD, rtol=1e-5, atol=1e-6)
@@ -168,31 +176,33 @@ def test_the_recurrences_that_were_used_last_are_kept() -> None:
     reader = reader_of(**types)
 
     def kept() -> list[Ids]:
-        return [ids for _, ids in reader._borders]
+        return [ids for _, ids in reader._known_recurrences]
 
     prompts = [
         tuple(60 - token for token in range(17)),
-        *((token,) * 18 for token in range(1, BORDERS // 2 + 1)),
+        *((token,) * 18 for token in range(1, MAX_KNOWN_RECURRENCES // 2 + 1)),
     ]
     known = list(itertools.chain.from_iterable((prompt[:8], prompt[:16]) for prompt in prompts))
     for prompt in prompts[:-1]:
         reader.begin([prompt])
-        reader.go_on()
-    assert kept() == known[:BORDERS]
+        reader.read_chunks()
+    assert kept() == known[:MAX_KNOWN_RECURRENCES]
     reader.begin([prompts[0]])
     assert reader.skip(reader.cache, 0, 16) == 16 and reader.ready
-    assert kept() == [known[0], *known[2:BORDERS], known[1]], "what was used comes last"
+    assert kept() == [known[0], *known[2:MAX_KNOWN_RECURRENCES], known[1]], (
+        "what was used comes last"
+    )
     reader.begin([prompts[-1]])
-    reader.go_on()
-    assert kept() == [*known[3:BORDERS], known[1], *known[BORDERS:]]
+    reader.read_chunks()
+    assert kept() == [*known[3:MAX_KNOWN_RECURRENCES], known[1], *known[MAX_KNOWN_RECURRENCES:]]
 
 
 def test_only_what_is_known_to_be_the_same_is_skipped() -> None:
     reader, prompt = reader_of(), tuple(range(1, 40))
     source = cache_of(PLAIN, 2, 256, block=16)
     reader.begin([prompt])
-    assert reader.skip(source, 1, 7) == 0 and reader._left == [0, 8, 16, 24, 32]
-    assert reader.skip(source, 1, 21) == 16 and reader._left == [16, 24, 32]
+    assert reader.skip(source, 1, 7) == 0 and reader._unread_chunks == [0, 8, 16, 24, 32]
+    assert reader.skip(source, 1, 21) == 16 and reader._unread_chunks == [16, 24, 32]
     assert (
         torch.equal(reader.cache.keys[0][0, 0], source.keys[0][0, 1])
         and not reader.cache.keys[0][1:].any()

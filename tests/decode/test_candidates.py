@@ -43,11 +43,11 @@ def test_reach_is_the_smallest_radius_by_trying_all(truncation: str, target: int
     candidates = everything(scores_BV, truncation).ranked()  # type: ignore[arg-type]
     for distance in (None, lambda scores_BN: (scores_BN + 0.5).abs()):
         distance_BV = (distance or torch.neg)(scores_BV)
-        radius_B1, held_B1 = reach(candidates, weigh, torch.full((20, 1), target), distance)
+        radius_B1, sufficed_B1 = reach(candidates, weigh, torch.full((20, 1), target), distance)
         for row in range(20):
             inside = [
                 r
                 for r in distance_BV[row]
                 if weigh(scores_BV[row])[distance_BV[row] <= r].sum() >= target
             ]
-            assert held_B1[row] and radius_B1[row, 0] == min(inside)
+            assert sufficed_B1[row] and radius_B1[row, 0] == min(inside)

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from monograph.decode.candidates import Candidates
 from monograph.decode.chain import (
-    COUNTS,
+    COUNT_DTYPE,
     DEAD,
     NAN,
     OK,
     OVERFLOW,
     Rows,
-    _processed,
-    count_drawn,
-    edited,
+    _log_probabilities_after_filters,
+    add_to_counts,
+    apply_filters,
+    edit_logits,
     first_counts,
     log_probabilities,
-    narrowed,
     sample,
 )
 from monograph.decode.knobs import chain_of, knobs_of, new_knobs, write_rows
@@ -38,7 +38,7 @@ def kept(logits: list[float], truncation: str = "sort", **options: Any) -> list[
     sampling = Sampling(**{"temperature": 1.0, **options})
     scores_1V = torch.tensor([logits]) - max(logits)
     rows = rows_of([sampling], len(logits))
-    candidates = narrowed(scores_1V, rows, chain_of([sampling]), truncation)  # type: ignore[arg-type]
+    candidates = apply_filters(scores_1V, rows, chain_of([sampling]), truncation)  # type: ignore[arg-type]
     return (scattered(candidates, scores_1V)[0] > -INF).nonzero()[:, 0].tolist()
 
 
@@ -178,7 +178,7 @@ def test_repetition_penalty_divides_what_is_positive_and_multiplies_what_is_not(
     """At 0 and at -inf it changes nothing; ids of the prompt (0, 3) and ids that were drawn (4) are
     meant.
     """
-    counts = torch.tensor([[0, 0, 0, 0, 2, 0]], dtype=COUNTS)
+    counts = torch.tensor([[0, 0, 0, 0, 2, 0]], dtype=COUNT_DTYPE)
     options = Sampling(0, repetition_penalty=4.0)
 
     def best(logits: list[float]) -> tuple[int, int]:
@@ -192,7 +192,7 @@ def test_repetition_penalty_divides_what_is_positive_and_multiplies_what_is_not(
 
 
 def test_frequency_counts_and_presence_does_not() -> None:
-    counts = torch.tensor([[3, 1, 0]], dtype=COUNTS)
+    counts = torch.tensor([[3, 1, 0]], dtype=COUNT_DTYPE)
     assert drawn(
         [[3.5, 1.9, 1.0]], Sampling(0, frequency_penalty=1.0), counts_BV=counts
     ).token_B.tolist() == [2]
@@ -212,8 +212,8 @@ def test_the_scope_says_whether_the_prompt_counts() -> None:
     ]
     assert first_counts(Sampling(penalty_scope="all"), prompt, 6)[0].tolist() == [0, 0, 2, 0, 0, 1]
     assert first_counts(Sampling(penalty_scope="all"), [1] * 40_000, 2)[0].tolist() == [0, 40_000]
-    counts = torch.tensor([[0, 1], [3, 0], [0, 5]], dtype=COUNTS)
-    count_drawn(counts, torch.tensor([1, 0, 1]), torch.tensor([True, True, False]))
+    counts = torch.tensor([[0, 1], [3, 0], [0, 5]], dtype=COUNT_DTYPE)
+    add_to_counts(counts, torch.tensor([1, 0, 1]), torch.tensor([True, True, False]))
     assert counts.tolist() == [[0, 2], [4, 0], [0, 5]]
 
 
@@ -289,14 +289,17 @@ def test_processed_log_probabilities_of_some_tokens_are_those_of_all(n: int) -> 
         torch.tensor([[0.0, -1.5, -3.0], [-0.5, 0.0, -2.0]]),
     )
     scores_BV.scatter_(-1, ids_BN, scores_BN)
-    token_B, high_B1, held_B1 = (
+    token_B, high_B1, sufficed_B1 = (
         torch.tensor([5, 0]),
         torch.zeros(2, 1),
         torch.ones(2, 1, dtype=torch.bool),
     )
-    some = Candidates(scores_BN, scores_BN, ids_BN, high_B1, held_B1, None, "nearest", None)
-    every = Candidates(scores_BV, scores_BV, None, high_B1, held_B1, None, "nearest", None)
-    found, expected = _processed(some, token_B, n), _processed(every, token_B, n)
+    some = Candidates(scores_BN, scores_BN, ids_BN, high_B1, sufficed_B1, None, "nearest", None)
+    every = Candidates(scores_BV, scores_BV, None, high_B1, sufficed_B1, None, "nearest", None)
+    found, expected = (
+        _log_probabilities_after_filters(some, token_B, n),
+        _log_probabilities_after_filters(every, token_B, n),
+    )
     assert torch.equal(found.chosen_B, expected.chosen_B) and torch.equal(
         found.values_BN, expected.values_BN
     )
@@ -326,7 +329,7 @@ def test_a_graph_that_needs_the_edited_logits_whole_has_them_with_their_penaltie
     rows, chain = rows_of([options] * 8, 11), chain_of([options])
 
     def largest_edited(logits_BV: Tensor, rows: Rows) -> Tensor:
-        return edited(logits_BV, rows, None, chain).topk(11).values
+        return edit_logits(logits_BV, rows, None, chain).topk(11).values
 
     expected_BV = largest_edited(logits_BV, rows)
     assert not torch.equal(expected_BV, logits_BV.sort(descending=True).values)

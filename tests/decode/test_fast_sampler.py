@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, Rows, edited_or_nan, sample
+from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, Rows, edit_logits_or_nan, sample
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.sampling import Sampling
 
@@ -84,7 +84,7 @@ def test_the_kernel_samples_what_the_chain_samples(name: str, kind: str) -> None
     for position in (1, 2, (1 << 33) + 3):
         here, there = (rows_on(device, chain, options, position) for device in ("cpu", "cuda"))
         expected = sample(logits_BV, here, None, chain)
-        found = fast(chain, there, edited_or_nan(logits_BV.cuda(), there, None, chain))
+        found = fast(chain, there, edit_logits_or_nan(logits_BV.cuda(), there, None, chain))
         assert found.token_B.tolist() == expected.token_B.tolist()
         assert found.status_B.tolist() == expected.status_B.tolist()
         statuses |= set(found.status_B.tolist())

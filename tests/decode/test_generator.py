@@ -191,7 +191,7 @@ def keys_of(machine: Generator, row: int, slots: int) -> list[torch.Tensor]:
     """The keys and values of a row's first slots, and its recurrences."""
     tensors = (*machine.cache.keys, *machine.cache.values)
     keys = [tensor[:, row].transpose(1, 2).flatten(0, 1)[:slots].clone() for tensor in tensors]
-    return [*keys, *(tensor[row].clone() for tensor in machine.cache.carried())]
+    return [*keys, *(tensor[row].clone() for tensor in machine.cache.recurrence_tensors())]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_chunks_that_two_prompts_have_in_common_are_read_once_in_the_same_bits(
     outcome(machine, request(*prompt))
     assert machine.reused - before == 2 * machine.reader.chunk == 128
     ours, expected = (
-        keys_of(machine, machine._free[-1], len(prompt) - 1),
+        keys_of(machine, machine._free_rows[-1], len(prompt) - 1),
         keys_of(alone, 0, len(prompt) - 1),
     )
     assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
@@ -246,7 +246,9 @@ def test_a_pass_over_a_prompt_that_was_interrupted_is_begun_again(
     assert outcome(machine, request(*prompt)) == outcome(sound, request(*prompt))
     assert all(
         torch.equal(*pair)
-        for pair in zip(machine.cache.carried(), sound.cache.carried(), strict=True)
+        for pair in zip(
+            machine.cache.recurrence_tensors(), sound.cache.recurrence_tensors(), strict=True
+        )
     )
 
 

@@ -117,9 +117,11 @@ def test_a_chain_serves_what_it_has_room_for() -> None:
     for refused in (Sampling(top_k=3), Sampling(min_tokens=1), wide, swapped):
         assert not chain.covers(chain_of([refused], 1))
     short = chain_of([Sampling(top_k=40), Sampling(0), Sampling(top_k=9, top_p=0.5)])
-    assert short.few == 128 and chain_of([Sampling(top_k=1)]).few == 64
+    assert short.likeliest_count == 128 and chain_of([Sampling(top_k=1)]).likeliest_count == 64
     assert (
-        chain_of([Sampling(top_k=1), Sampling()]).few is chain_of([Sampling(top_k=500)]).few is None
+        chain_of([Sampling(top_k=1), Sampling()]).likeliest_count
+        is chain_of([Sampling(top_k=500)]).likeliest_count
+        is None
     )
     for served in (
         Sampling(top_k=64),
@@ -149,9 +151,9 @@ def test_a_joint_chain_is_the_smallest_that_covers_all(few: bool) -> None:
         assert found.stages == expected.stages and all(
             found.covers(chain_of([each], 1)) for each in some
         )
-        assert (found.few is None) == (expected.few is None) and (found.logprobs is None) == (
-            expected.logprobs is None
-        )
+        assert (found.likeliest_count is None) == (expected.likeliest_count is None) and (
+            found.logprobs is None
+        ) == (expected.logprobs is None)
 
 
 def test_a_row_is_written_and_nothing_else() -> None:

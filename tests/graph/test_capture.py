@@ -66,7 +66,8 @@ def test_what_is_compiled_anew_at_each_call_ends_in_one_line():
 
     step = capture(Step(Cooling(3, 1), loss=lambda model, batch: (model(batch).sum(), 2)), "eager")
     with pytest.raises(
-        CaptureFailed, match="it was compiled too often: an attribute differs from call to call"
+        CaptureFailed,
+        match="it was compiled too often: an attribute of the module changes between calls",
     ):
         for _ in range(8):
             step([ROWS])

@@ -183,7 +183,7 @@ def test_any_split_is_as_close_as_the_large_batch(eight, size):
 def test_captured_is_as_close_as_eager(eight, backend):
     batch, truth, error = eight
     engine = engine_of("fp8", 8, num_hidden_layers=1)
-    engine.step.forward.now = compiled(engine.step.forward.now, backend)
+    engine.step.forward.function = compiled(engine.step.forward.function, backend)
     assert relative_error(gradient(engine, batch), truth) <= 2 * error
 
 

@@ -39,7 +39,7 @@ CHANGES: dict[str, Callable[[Owner], object]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_is_named(name: str) -> None:
     owner = Owner()
-    state = HostState(owner.part, owner, function=owner)
+    state = HostState(owner.part, owner, attributes=[(owner, "function")])
     assert state.changed() is None
     CHANGES[name](owner)
     assert state.changed() == name

@@ -12,7 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from monograph.graph.mmap_weights import MappedWeight, keep, kept_dtype, mapped, materialize_
+from monograph.graph.mmap_weights import (
+    MappedWeight,
+    kept_dtype,
+    mapped,
+    materialize_,
+    replace_data,
+)
 from monograph.optim import AdamW, planes, trainable
 
 
@@ -93,6 +99,6 @@ def test_only_what_no_rounding_waits_for_is_a_window(
 
 def test_other_numbers_end_a_window(path: Path) -> None:
     module = Two(path, torch.float32)
-    keep(module.b, torch.zeros(2))
-    keep(module.own, torch.zeros(2))
+    replace_data(module.b, torch.zeros(2))
+    replace_data(module.own, torch.zeros(2))
     assert type(module.b) is nn.Parameter and module.b.shape == module.own.shape == (2,)

@@ -248,8 +248,8 @@ def test_another_forward_pass_is_recorded_anew():
     windows = windows_of(packed)
     trained(made, windows)
     before = made.step.recorder.called
-    forward = made.step.forward.now
-    made.step.forward.now = lambda batch, loss_factor: forward(batch, loss_factor)
+    forward = made.step.forward.function
+    made.step.forward.function = lambda batch, loss_factor: forward(batch, loss_factor)
     trained(made, windows[:1])
     assert made.step.recorder.called > before
 

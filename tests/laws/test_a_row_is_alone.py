@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batches import tiny_llama
 from monograph.decode import Sampling as GeneratorSampling
 from monograph.decode import generate
-from monograph.decode.chain import OK, OVERFLOW, Drawn, narrowed, sample
+from monograph.decode.chain import OK, OVERFLOW, Drawn, apply_filters, sample
 from monograph.decode.knobs import Chain, chain_of
 from monograph.decode.sampling import Sampling
 from monograph.graph.capture import compiled
@@ -98,7 +98,7 @@ def test_looking_at_few_tokens_draws_what_looking_at_all_does(vocabulary: int, o
     """
     requests = [replace(SHORT[i % len(SHORT)], seed=i, order=order) for i in range(64)]  # type: ignore[arg-type]
     chain, logits_BV = chain_of(requests), some_logits(8, 64, vocabulary)
-    assert chain.few == 128
+    assert chain.likeliest_count == 128
     everyone, all_looked_at = list(range(64)), replace(chain, few=None)
     few = drawn_rows(logits_BV, requests, everyone, chain, "window")
     assert torch.equal(few, drawn_rows(logits_BV, requests, everyone, all_looked_at, "search"))
@@ -117,8 +117,8 @@ def test_few_tokens_that_may_not_hold_all_those_level_with_the_last_say_so() -> 
     )
     kept_B = (logits_BV >= logits_BV.sort(descending=True).values[:, 19:20]).sum(-1)
     assert (
-        torch.equal(few.status_B == OVERFLOW, kept_B >= chain.few)
-        and 5 < (kept_B >= chain.few).sum() < 95
+        torch.equal(few.status_B == OVERFLOW, kept_B >= chain.likeliest_count)
+        and 5 < (kept_B >= chain.likeliest_count).sum() < 95
     )
     decided_B = few.status_B == OK
     assert (
@@ -135,7 +135,9 @@ def test_the_scores_have_the_same_bits_whatever_the_mates_switch_on() -> None:
         chain = chain_of([options, *REQUESTS])
         rows = rows_of([options, *REQUESTS], 61, chain)
         scores_BV = (logits_1V - logits_1V.amax()).expand(len(REQUESTS) + 1, -1)
-        assert torch.equal(scattered(narrowed(scores_BV, rows, chain, "window"), scores_BV)[0], own)
+        assert torch.equal(
+            scattered(apply_filters(scores_BV, rows, chain, "window"), scores_BV)[0], own
+        )
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> 
     for row, first in enumerate(firsts):
         prompt = [tuple(tokens_BT[row, :first].tolist())]
         reader.begin(prompt)
-        reader.go_on()
+        reader.read_chunks()
         cache.copy_rows([row], reader.cache, reader.rows_of(prompt), first)
     found: list[list[Tensor]] = [[] for _ in firsts]
     for step in range(LENGTH):

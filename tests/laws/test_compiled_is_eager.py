@@ -198,7 +198,7 @@ def test_the_update_of_muon_and_adamw_with_groups_and_an_average(backend):
     )
     eager = Resident(tiny_llama(), optim=optim, clip=0.5)
     fast, exact = Resident(tiny_llama(), optim=optim, clip=0.5), double(eager)
-    fast.step.apply.now = in_graph(fast.step.apply.now, backend)
+    fast.step.apply.function = in_graph(fast.step.apply.function, backend)
     graphs = compat.captured_graphs()
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -329,7 +329,7 @@ def test_bf16_is_as_close_as_eager_bf16(backend):
     )
     # The gradient alone, which is where bf16 computes: planes, optimizer and counters are fp32 as
     # above
-    compiled.step.forward.now = in_graph(compiled.step.forward.now, backend)
+    compiled.step.forward.function = in_graph(compiled.step.forward.function, backend)
     for engine in (eager, compiled):
         engine.accumulate(batch)
     naive = relative_error(flat_gradient(eager.model), truth)

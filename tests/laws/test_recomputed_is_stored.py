@@ -316,7 +316,7 @@ def test_memory_falls_as_it_is_told_to():
 def test_captured_within_the_bound_of_law_1(policy):
     batch, exact = packed(6), Resident(tiny_llama(torch.float64), micro_batch=3)
     eager, captured = engine(Remat.Off()), engine(policy)
-    captured.step.forward.now = compiled(captured.step.forward.now, "aot_eager")
+    captured.step.forward.function = compiled(captured.step.forward.function, "aot_eager")
     captured.step.scope = "whole"  # what a budget keeps is then chosen for one graph
     graphs = compat.captured_graphs()
     for each in (exact, eager, captured):
@@ -353,7 +353,7 @@ def test_captured_buffers_change_once():
         for block in step.model.blocks:
             block[1], block[4], block[5] = nn.ReLU(), nn.Identity(), nn.Identity()
         if policy != Remat.Off():
-            step.forward.now = compiled(step.forward.now, "aot_eager")
+            step.forward.function = compiled(step.forward.function, "aot_eager")
         accumulate(step, [vectors(0), vectors(1)])
         finals.append([flat_gradient(step.model), *step.model.state_dict().values()])
     for mine, its in zip(*finals, strict=True):

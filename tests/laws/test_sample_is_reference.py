@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from monograph.decode.chain import OK, Rows, edited, narrowed, sample
+from monograph.decode.chain import OK, Rows, apply_filters, edit_logits, sample
 from monograph.decode.knobs import Chain, chain_of
 from monograph.decode.reproducible import row_uniform
 from monograph.decode.sampling import ORDERS, Sampling
@@ -272,13 +272,13 @@ def kept_after_edits(logits_BV: Tensor, rows: Rows, chain: Chain) -> Tensor:
     """What the chain keeps: by the window, and by the search where a row says that the window did
     not hold it all.
     """
-    edited_BV = edited(logits_BV, rows, None, chain)
+    edited_BV = edit_logits(logits_BV, rows, None, chain)
     quick, exact = (
-        narrowed(edited_BV, rows, chain, truncation) for truncation in ("window", "search")
+        apply_filters(edited_BV, rows, chain, truncation) for truncation in ("window", "search")
     )
-    assert exact.held_B1.all()
+    assert exact.sufficed_B1.all()
     return (
-        torch.where(quick.held_B1, scattered(quick, edited_BV), scattered(exact, edited_BV))
+        torch.where(quick.sufficed_B1, scattered(quick, edited_BV), scattered(exact, edited_BV))
         > -torch.inf
     )
 

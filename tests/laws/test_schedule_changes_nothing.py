@@ -137,7 +137,7 @@ def run(
         for number in [number for number in found if cancels()]:
             generator.cancel(number)
             del found[number]
-    assert not found and len(generator._free) == generator.rows
+    assert not found and len(generator._free_rows) == generator.rows
 
 
 def schedules(

@@ -198,7 +198,7 @@ def test_an_update_that_runs_out_of_memory_ends_the_run(place, monkeypatch):
     """It may be half done, and can be neither repeated nor left out."""
     engine = streamed(placement=PLACEMENTS[place])
     trained(engine, windows(1))
-    out_of_memory_at(monkeypatch, engine.walk.updates.update_part, "now", 5)
+    out_of_memory_at(monkeypatch, engine.walk.updates.update_part, "function", 5)
     words = "^the update of block 1 does not fit the device's memory: take fewer"
     with pytest.raises(OutOfDeviceMemory, match=words):
         trained(engine, windows(2))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batches import tiny_llama
 from monograph.decode import Sampling, generate, step
-from monograph.decode.chain import Drawn, Rows, edited
+from monograph.decode.chain import Drawn, Rows, edit_logits
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import row_uniform
@@ -77,7 +77,7 @@ class Watched:
     def __call__(
         self, logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Any, truncation: Any
     ) -> Drawn:
-        edited_BV = edited(logits_BV.float(), rows, allowed_BV, chain)
+        edited_BV = edit_logits(logits_BV.float(), rows, allowed_BV, chain)
         mu_B = torch.zeros(len(logits_BV)) if rows.mu_B is None else rows.mu_B.clone()
         for row, key in enumerate(zip(rows.seed_B.tolist(), rows.position_B.tolist(), strict=True)):
             self.seen.setdefault(key, (logits_BV[row].clone(), edited_BV[row], float(mu_B[row])))
@@ -128,8 +128,8 @@ def test_every_step_is_the_reference_s(
             raw_V, ours_V, our_mu = watched.seen[options.seed, len(request.prompt_ids) + index]
             told = (options, request.prompt_ids, output[:index], BREAKERS)
             exact_V, naive_V = (
-                reference.edited(raw_V.double(), *told),
-                reference.edited(raw_V, *told),
+                reference.edit_logits(raw_V.double(), *told),
+                reference.edit_logits(raw_V, *told),
             )
             assert error_within(ours_V, naive_V, exact_V, k=4)
             penalised += bool((exact_V != raw_V.double()).any())

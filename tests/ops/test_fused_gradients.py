@@ -24,7 +24,11 @@ from monograph.graph.siblings import families, fuse_known, fuse_siblings
 from monograph.loss import TokenLoss, token_loss
 from monograph.model.llama import Llama
 from monograph.model.rope import _rotate_on_cuda, rotate
-from monograph.ops.cross_entropy import _traced_difference, _traced_on_cuda, linear_cross_entropy
+from monograph.ops.cross_entropy import (
+    _traced_gradients,
+    _traced_gradients_on_cuda,
+    linear_cross_entropy,
+)
 from monograph.ops.fused_gradients import Fused, add_product_, embedding, fusing, linear
 from monograph.optim import vectors_at_once
 from monograph.resident import Resident
@@ -209,8 +213,8 @@ def test_forms_for_a_gpu_equal_those_for_a_cpu():
     assert torch.equal(ours, rotate(heads, (angles.cos(), angles.sin())))
     hidden, weight, targets = drawn(6, 4), drawn(9, 4), torch.tensor([0, 8, 3, 3, 0, 1])
     weights = torch.tensor([1.0, 1, 1, 0, 1, 1], dtype=torch.float64)
-    losses, grad = _traced_difference(hidden, weight, targets, torch.float64, None)
-    our_losses, our_grad = _traced_on_cuda(hidden, weight, targets, weights)
+    losses, grad = _traced_gradients(hidden, weight, targets, torch.float64, None)
+    our_losses, our_grad = _traced_gradients_on_cuda(hidden, weight, targets, weights)
     # The sums have at most nine terms near 1, and what is rounded are fp64 numbers.
     assert relative_error(our_losses, losses * weights) < 32 * torch.finfo(torch.float64).eps
     assert relative_error(our_grad, grad * weights[:, None]) < 32 * torch.finfo(torch.float64).eps

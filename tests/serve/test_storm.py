@@ -157,7 +157,7 @@ def storm(served: Served, seeds: range) -> None:
         or gate._entries
         or gate._prompt_tokens
     )
-    assert len(machine._free) == machine.rows and not any(machine.tables._uses.values())  # type: ignore[attr-defined]
+    assert len(machine._free_rows) == machine.rows and not any(machine.tables._uses.values())  # type: ignore[attr-defined]
     assert not service.owner._score_jobs and not any(
         each._waiting for each in service._compilers.values()
     )

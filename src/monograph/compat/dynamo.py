@@ -128,8 +128,10 @@ def quiet_selective_recompute() -> None:
     logger.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
-def quiet_inputs_of_blocks() -> None:
-    """Silence torch's warning about `.grad` of a block's input, which Dynamo itself reads."""
+def ignore_warning_of_block_input_grad() -> None:
+    """Drop torch's warning that the gradient of a block's input is accessed: Dynamo does that in a
+    capture.
+    """
     warnings.filterwarnings(
         "ignore", r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed\."
     )

@@ -1,13 +1,16 @@
-"""Keys and values of a fixed number of positions: slot s of a row holds those of position s.
+"""Caches of keys and values, and the reader that fills them with prompts.
 
-A layer without attention has a recurrence instead, whose size does not depend on the positions.
+Slot s of a row holds the key and the value of position s. A block is some slots that follow each
+other. A layer without attention has a recurrence instead, whose size does not depend on the number
+of positions.
 
 A reader reads prompts into its own cache, from which rows copy their keys and values. It reads
-chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one by default), so
-the keys and values of a prompt depend on nothing else. If two prompts begin with the same whole
-chunks, these need not be read again. For layers without attention the recurrence after them must be
-known. The first decode step reads a prompt's last token, unless the reader does
-(`Slots.is_filled`).
+chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one by default). So
+the keys and values of a prompt do not depend on other prompts.
+
+If two prompts begin with the same whole chunks, these chunks do not have to be read again. For
+layers without attention, the recurrence after these chunks must be known, too. The first decode step
+reads a prompt's last token, unless the reader has read it (`Slots.is_filled`).
 
 Shapes: N blocks, B rows, R rows of the reader's cache, K key-value heads, H query heads, C slots of
 a block, E head dimension, T positions of a chunk, D hidden size, 1 broadcasts.
@@ -53,11 +56,11 @@ class KVCache:
         Args:
             keys: [N, B, K, C, E] for each layer; K is 0 for a layer without attention.
             values: the same for values.
-            recurrences: by layer, those of the layers without attention.
+            recurrences: the recurrence of each layer without attention, by the layer's index.
             seen_blocks: attention reads this number of first blocks; None: all blocks.
             is_filled: see `cached_attention`.
-            kernels: compute attention instead of `cached_attention` where they can; None: nothing
-                does.
+            kernels: compute attention instead of `cached_attention` where they can; None: always
+                `cached_attention`.
         """
         self.keys = keys
         self.values = values
@@ -99,7 +102,9 @@ class KVCache:
     ) -> int:
         """Return the number of bytes that `allocate` takes for one row."""
         cache = cls.allocate(config, 1, slots, dtype, torch.device("meta"), block)
-        return sum(tensor.nbytes for tensor in (*cache.keys, *cache.values, *cache.carried()))
+        return sum(
+            tensor.nbytes for tensor in (*cache.keys, *cache.values, *cache.recurrence_tensors())
+        )
 
     @property
     def block(self) -> int:
@@ -146,7 +151,7 @@ class KVCache:
         query_BHTE, key_BKTE, value_BKTE = heads
         keys_NBKCE = self.keys[layer_index]
         values_NBKCE = self.values[layer_index]
-        # Texts that are scored exactly have the bits of `cached_attention`.
+        # Texts that are scored exactly must have the bits of `cached_attention`.
         kernels = None if self.is_filled else self.kernels
         if kernels is not None and positions_BT.shape[1] == 1:
             mixed_BHTE = kernels.step(
@@ -190,12 +195,12 @@ class KVCache:
 
     def begin(self, limits: Sequence[int]) -> None:
         """Reset all recurrences; those of row i will take at most limits[i] tokens."""
-        for tensor in self.carried():
+        for tensor in self.recurrence_tensors():
             tensor.zero_()
         for recurrence in self.recurrences.values():
             recurrence.limit_B[: len(limits)] = sent(limits, recurrence.limit_B.device)
 
-    def carried(self) -> list[Tensor]:
+    def recurrence_tensors(self) -> list[Tensor]:
         """Return the tensors of all recurrences, with a row for each row of the cache."""
         return [tensor for recurrence in self.recurrences.values() for tensor in recurrence[:3]]
 
@@ -213,7 +218,9 @@ class KVCache:
         self.copy_keys(rows, source, source_rows, slots)
         to_rows = sent(rows, self.keys[0].device)
         from_rows = sent(source_rows, self.keys[0].device)
-        for target, origin in zip(self.carried(), source.carried(), strict=True):
+        for target, origin in zip(
+            self.recurrence_tensors(), source.recurrence_tensors(), strict=True
+        ):
             target.index_copy_(0, to_rows, origin.index_select(0, from_rows))
 
     def copy_keys(
@@ -230,11 +237,11 @@ class KVCache:
             target[:blocks].index_copy_(1, to_rows, origin[:blocks].index_select(1, from_rows))
 
     def clear(self, row: int | slice) -> None:
-        """Set a row, or several, to zero, which is needed after numbers that are not finite."""
+        """Set one or several rows to zero. This is needed after numbers that are not finite."""
         # Attention multiplies the values of hidden slots by 0, and 0 times NaN is NaN.
         for tensor in (*self.keys, *self.values):
             tensor[:, row] = 0
-        for tensor in self.carried():
+        for tensor in self.recurrence_tensors():
             tensor[row] = 0
 
 
@@ -279,19 +286,19 @@ class Slots(NamedTuple):
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Ids = tuple[int, ...]
-# How many recurrences are kept, each after the first chunks of a prompt.
-BORDERS = 8
+# How many recurrences the reader keeps, each from the end of a chunk of a prompt.
+MAX_KNOWN_RECURRENCES = 8
 
 
 class Reader:
-    """Reads prompts into a cache, which holds the keys and values of the last ones.
+    """Reads prompts into a cache, which holds the keys and values of the prompts that were read last.
 
     Attributes:
         chunk: the number of tokens of a pass.
         rows: the number of prompts that are read at the same time.
         cache: keys and values of the prompts.
-        whole: whether the last token of a prompt is read, too.
-        last_RD: if `whole`, the final hidden state of the last token of each row's prompt.
+        reads_last_token: whether the last token of a prompt is read, too.
+        last_RD: if `reads_last_token`, the final hidden state of the last token of each row's prompt.
     """
 
     def __init__(
@@ -315,29 +322,30 @@ class Reader:
             model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block
         )
         self.cache.is_filled = slots.is_filled
-        self.whole = slots.is_filled
+        self.reads_last_token = slots.is_filled
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
         # The tensors that a pass reads and writes; a captured pass needs fixed addresses.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
         self._positions_RT = torch.arange(chunk, device=weight.device).repeat(self.rows, 1)
-        # The position of their first column.
+        # The position of the first column of both.
         self._first_position = 0
         self._hidden_RTD = weight.new_zeros(
-            self.rows, chunk if self.whole else 0, model.config.hidden_size
+            self.rows, chunk if self.reads_last_token else 0, model.config.hidden_size
         )
-        self._passes = Replays(wrap(self._read_chunk), recorder)
-        # The recurrences after whole chunks of prompts, by owner and tokens, the last used last.
-        self._borders: OrderedDict[tuple[str, Ids], list[Tensor]] = OrderedDict()
+        self._passes = Replays(wrap(self._run_pass), recorder)
+        # The recurrences after whole chunks of prompts, by owner and tokens; the least recently used
+        # ones come first.
+        self._known_recurrences: OrderedDict[tuple[str, Ids], list[Tensor]] = OrderedDict()
         # The prompts of the rows, and their owner.
-        self._held: list[Ids] = []
+        self._prompts: list[Ids] = []
         self._owner = ""
         # Whether a pass was begun and not finished.
         self._interrupted = False
         # The first positions of the chunks that are not read yet.
-        self._left: list[int] = []
+        self._unread_chunks: list[int] = []
 
     def begin(self, prompts: Iterable[Ids], further: Iterable[Ids] = (), owner: str = "") -> bool:
-        """Take prompts to read, unless the first one is held; return whether they were taken.
+        """Take prompts to read, unless the cache has the first one; return whether they were taken.
 
         Args:
             prompts: prompts of one owner, at least one. The first one is needed, and others are
@@ -345,23 +353,23 @@ class Reader:
             further: prompts that get the rows that are left.
             owner: the owner.
         """
-        wanted = [self.part(prompt) for prompt in prompts]
-        if wanted[0] in self._held and owner == self._owner:
+        wanted = [self.tokens_to_read(prompt) for prompt in prompts]
+        if wanted[0] in self._prompts and owner == self._owner:
             return False
         self._owner = owner
-        held = dict.fromkeys(wanted)
+        chosen = dict.fromkeys(wanted)
         for prompt in further:
-            # There may be thousands of further prompts.
-            if len(held) >= self.rows:
+            # The loop stops early, because there may be thousands of further prompts.
+            if len(chosen) >= self.rows:
                 break
-            held[self.part(prompt)] = None
-        self._held = list(held)[: self.rows]
-        self._begin()
+            chosen[self.tokens_to_read(prompt)] = None
+        self._prompts = list(chosen)[: self.rows]
+        self._begin_reading()
         return True
 
-    def _begin(self) -> None:
-        self._left = list(range(0, max(map(len, self._held)), self.chunk))
-        self.cache.begin([len(tokens) for tokens in self._held])
+    def _begin_reading(self) -> None:
+        self._unread_chunks = list(range(0, max(map(len, self._prompts)), self.chunk))
+        self.cache.begin([len(tokens) for tokens in self._prompts])
 
     def skip(self, source: KVCache, row: int, tokens: int) -> int:
         """Copy the first whole chunks of the prompt from a row that has them.
@@ -374,98 +382,105 @@ class Reader:
         Returns:
             the number of tokens that need not be read.
         """
-        known = self._restore(tokens // self.chunk * self.chunk)
+        known = self._restore_recurrences(tokens // self.chunk * self.chunk)
         if known > 0:
             self.cache.copy_keys([0], source, [row], known)
-            self._left = [begin for begin in self._left if begin >= known]
+            self._unread_chunks = [begin for begin in self._unread_chunks if begin >= known]
         return known
 
-    def _restore(self, tokens: int) -> int:
-        """Restore the recurrences after as many of the first `tokens` tokens as they are known for.
+    def _restore_recurrences(self, tokens: int) -> int:
+        """Restore the known recurrences after the most tokens of the prompt, at most `tokens`.
 
-        It returns the number of these tokens, which is `tokens` if the model has no recurrences.
+        Returns:
+            the number of tokens after which they were restored; `tokens` if the model has no
+            recurrences.
         """
         if not self.cache.recurrences:
             return tokens
         for known in range(tokens, 0, -self.chunk):
-            key = (self._owner, self._held[0][:known])
-            border = self._borders.get(key)
-            if border:
-                self._borders.move_to_end(key)
-                for target, origin in zip(self.cache.carried(), border, strict=True):
+            key = (self._owner, self._prompts[0][:known])
+            recurrences = self._known_recurrences.get(key)
+            if recurrences:
+                self._known_recurrences.move_to_end(key)
+                for target, origin in zip(
+                    self.cache.recurrence_tensors(), recurrences, strict=True
+                ):
                     target.copy_(origin)
                 return known
         return 0
 
-    def go_on(self, chunks: int | None = None) -> int:
+    def read_chunks(self, chunks: int | None = None) -> int:
         """Read at most this number of chunks, and return how many were read; None: all chunks."""
-        # After an interrupted pass the recurrences of some layers are a chunk ahead of the others.
+        # After a pass that an exception interrupted, the recurrences of some layers are a chunk ahead
+        # of the others. So the prompts are read from the beginning.
         if self._interrupted:
-            self._begin()
-        begins = self._left[:chunks]
+            self._begin_reading()
+        begins = self._unread_chunks[:chunks]
         for begin in begins:
             self._interrupted = bool(self.cache.recurrences)
-            self._read(begin)
+            self._read_one_chunk(begin)
             self._interrupted = False
-            # Chunks are removed one by one, since an interrupt may come before the last one is read.
-            self._left.remove(begin)
-            self._remember(begin + self.chunk)
+            # Chunks are removed one by one, because an exception may come before the last one is read.
+            self._unread_chunks.remove(begin)
+            self._keep_recurrences(begin + self.chunk)
         return len(begins)
 
-    def _remember(self, read: int) -> None:
+    def _keep_recurrences(self, read: int) -> None:
         """Keep the recurrences after the first `read` tokens of a prompt that is read alone."""
-        if not self.cache.recurrences or self.rows > 1 or read > len(self._held[0]):
+        if not self.cache.recurrences or self.rows > 1 or read > len(self._prompts[0]):
             return
-        key = (self._owner, self._held[0][:read])
-        self._borders[key] = [tensor.clone() for tensor in self.cache.carried()]
-        if len(self._borders) > BORDERS:
-            self._borders.popitem(last=False)
+        key = (self._owner, self._prompts[0][:read])
+        self._known_recurrences[key] = [
+            tensor.clone() for tensor in self.cache.recurrence_tensors()
+        ]
+        if len(self._known_recurrences) > MAX_KNOWN_RECURRENCES:
+            self._known_recurrences.popitem(last=False)
 
     @property
     def ready(self) -> bool:
         """Whether all chunks are read."""
-        return not self._left
+        return not self._unread_chunks
 
     def rows_of(self, prompts: Iterable[Ids]) -> list[int]:
-        """Return the cache's rows of these prompts, up to the first prompt that is not held."""
-        row_of = {tokens: row for row, tokens in enumerate(self._held)}
-        held = itertools.takewhile(row_of.__contains__, map(self.part, prompts))
+        """Return the cache's rows of these prompts, up to the first prompt that it does not have."""
+        row_of = {tokens: row for row, tokens in enumerate(self._prompts)}
+        held = itertools.takewhile(row_of.__contains__, map(self.tokens_to_read, prompts))
         return [row_of[tokens] for tokens in held]
 
-    def part(self, prompt: Ids) -> Ids:
-        """Return the tokens of a prompt that are read: all if `whole`, else all but the last one."""
-        return prompt if self.whole else prompt[:-1]
+    def tokens_to_read(self, prompt: Ids) -> Ids:
+        """Return the tokens of a prompt that are read: all if `reads_last_token`, else all but the last one."""
+        return prompt if self.reads_last_token else prompt[:-1]
 
     def forget(self) -> None:
         """Clear the cache, which may hold numbers that are not finite."""
         self.cache.clear(slice(None))
-        self._borders.clear()
-        self._held = []
-        self._left = []
+        self._known_recurrences.clear()
+        self._prompts = []
+        self._unread_chunks = []
         self._interrupted = False
 
     def warm_up(self) -> None:
-        """Capture every variant of a pass; no prompt is held afterwards."""
+        """Capture every variant of a pass. The cache has no prompt afterwards."""
         if self._passes.captures:
             for blocks in self.cache.sizes:
                 self._passes.run(WARM_UP, blocks)
             self.forget()
 
-    def _read(self, begin: int) -> None:
+    def _read_one_chunk(self, begin: int) -> None:
         """Read the chunk that begins at this position, of all prompts."""
         end = begin + self.chunk
-        parts = [tokens[begin:end] for tokens in self._held]
-        parts += [()] * (self.rows - len(self._held))
+        parts = [tokens[begin:end] for tokens in self._prompts]
+        parts += [()] * (self.rows - len(self._prompts))
         padded = [part + (0,) * (self.chunk - len(part)) for part in parts]
         self._tokens_RT.copy_(sent(padded, self.device))
         self._positions_RT += begin - self._first_position
         self._first_position = begin
         self._passes.run(1, self.cache.visible(end))
-        if self.whole:
+        if self.reads_last_token:
             # The rows whose prompts end in this chunk, and the place of their last tokens in it.
             rows = list[int]()
             places = list[int]()
-            for row, tokens in enumerate(self._held):
+            for row, tokens in enumerate(self._prompts):
                 place = len(tokens) - 1 - begin
                 if 0 <= place < self.chunk:
                     rows.append(row)
@@ -473,11 +488,11 @@ class Reader:
             self.last_RD[rows] = self._hidden_RTD[rows, places]
 
     @torch.no_grad()
-    def _read_chunk(self, blocks: int) -> None:
+    def _run_pass(self, blocks: int) -> None:
         hidden_RTD = self.model(
             self._tokens_RT, positions=self._positions_RT, cache=self.cache.first(blocks)
         )
         # Otherwise the hidden states are unused, and a compiled pass computes nothing after the last
         # layer's keys and values.
-        if self.whole:
+        if self.reads_last_token:
             self._hidden_RTD.copy_(hidden_RTD)

@@ -1,13 +1,16 @@
 """The sampler on the device: it edits logits, applies temperature and filters in the chain's order,
 and samples a token.
 
-Edits precede all filters: a bias for ids, a minimum number of tokens, a constraint, penalties for
-earlier ids. All are pure functions of tensors with static shapes, and never wait for the device. So
-they give the same in eager mode, compiled, captured and replayed. Arithmetic is in fp32 for every
-dtype of the model.
+A chain is the list of the stages that some requests need (`monograph.decode.knobs`). Its knobs are
+the numbers that the stages read for each row. Edits precede all filters: a bias for ids, a minimum
+number of tokens, a constraint, and penalties for earlier ids.
 
-Shapes: B rows, V vocabulary, M listed ids of a row, padded with -1, T positions of a row, N some
-tokens of each row.
+All stages are pure functions of tensors with static shapes, and never wait for the device. So a row
+gets the same token whether the sampler runs eagerly, compiled, captured or replayed. Arithmetic is in
+fp32 for every dtype of the model.
+
+Shapes: B rows, V vocabulary, M listed ids of a row, padded with -1, T positions of a row, N the
+tokens that a filter reads (`Candidates`) or that are reported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,13 +28,13 @@ from monograph.errors import UsageError
 
 # The dtype of counts of ids. On a CPU Inductor does not vectorise int16, nor any loop that it fuses
 # with such counts (dev/log.md).
-COUNTS = torch.int32
+COUNT_DTYPE = torch.int32
 
 
 def _add_at(logits_BV: Tensor, ids_BM: Tensor, values_BM: Tensor) -> Tensor:
     """Return the logits with values[b, m] added at the id ids[b, m]; -inf forbids the id."""
-    # Lists are padded with the id -1, since their length is part of the graph. Padding adds 0 to the
-    # id 0.
+    # Lists are padded with the id -1, because their length is part of the graph. Padding adds 0 at
+    # the id 0.
     is_listed_BM = ids_BM >= 0
     return logits_BV.scatter_add(
         -1, torch.where(is_listed_BM, ids_BM, 0), torch.where(is_listed_BM, values_BM, 0.0)
@@ -144,13 +147,13 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
     start_B1 = torch.where(last_n_B1 < 0, 0, (position_B1 - last_n_B1).clamp(min=0))
     # A repetition does not begin before the window.
     length_BT = past.repeats_BT[:, :-1].long().minimum(positions_T - start_B1 + 1)
-    counts_BT = (
+    is_match_BT = (
         (length_BT >= allowed_B1) & (positions_T >= start_B1) & (positions_T < position_B1 - 1)
     )
-    counts_BT &= knobs["dry_multiplier"] > 0
+    is_match_BT &= knobs["dry_multiplier"] > 0
     exponent_BT = (length_BT - allowed_B1).clamp(min=0)
-    # The power is a product of squares in fp64, which has the same bits everywhere, unlike the pow of
-    # libraries.
+    # The power is a product of squares in fp64. It has the same bits on every device, while the pow of
+    # libraries does not.
     power_BT = torch.ones_like(exponent_BT, dtype=torch.float64)
     square_B1 = knobs["dry_base"].double()
     for bit in range(past.history_BT.shape[1].bit_length()):
@@ -160,7 +163,7 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
     penalty_BT = (knobs["dry_multiplier"].double() * power_BT).clamp(
         max=torch.finfo(torch.float32).max
     )
-    penalty_BT = torch.where(counts_BT, penalty_BT.float(), 0.0)
+    penalty_BT = torch.where(is_match_BT, penalty_BT.float(), 0.0)
     penalty_BV = largest_at(penalty_BT, past.history_BT[:, 1:].long(), logits_BV.shape[-1])
     return torch.where(past.breaker_BV, logits_BV, logits_BV - penalty_BV)
 
@@ -212,26 +215,26 @@ def first_counts(
 
     Returns:
         counts_V: int32 [V], zeros, or for the scope "all" the counts of the prompt.
-        prompt_V: int32 [V], the counts of the prompt, or of the part that penalties see.
+        prompt_V: int32 [V], the counts of the prompt, or of its last `penalty_last_n` ids.
     """
     seen = prompt_ids
     if sampling.penalty_last_n > 0:
         seen = prompt_ids[-sampling.penalty_last_n :]
     seen_ids = torch.tensor(seen, dtype=torch.int64)
-    prompt_V = torch.bincount(seen_ids, minlength=vocabulary).to(COUNTS)
+    prompt_V = torch.bincount(seen_ids, minlength=vocabulary).to(COUNT_DTYPE)
     counts_V = prompt_V if sampling.penalty_scope == "all" else torch.zeros_like(prompt_V)
     return counts_V, prompt_V
 
 
-def count_drawn(counts_BV: Tensor, token_B: Tensor, counted_B: Tensor, times: int = 1) -> None:
+def add_to_counts(counts_BV: Tensor, token_B: Tensor, counted_B: Tensor, times: int = 1) -> None:
     """Add `times` to the count of each row's token, in place, in the rows of `counted_B`."""
-    # It uses `index_put_`, since a captured `scatter_add_` copies all counts (dev/log.md).
+    # `index_put_` is used because a captured `scatter_add_` copies all counts (dev/log.md).
     rows_B = torch.arange(len(token_B), device=token_B.device)
     counts_BV.index_put_((rows_B, token_B), times * counted_B.to(counts_BV.dtype), accumulate=True)
 
 
 # The statuses of sampling in a row; see `Drawn`. All but OK stop the row. After OVERFLOW the host
-# samples again, with "search".
+# repeats the step with the truncation "search".
 OK = 0
 NAN = 1
 DEAD = 2
@@ -287,8 +290,8 @@ class Drawn(NamedTuple):
         token_B: int64, 0 where the status is not OK.
         status_B: int32. OK; NAN: a logit is NaN or +inf; DEAD: no token is allowed; OVERFLOW: the
             window did not hold all tokens that a filter keeps.
-        logprobs: under the distribution that is sampled from; -inf in places for which it has too
-            few tokens; None if the chain does not need them.
+        logprobs: under the distribution that is sampled from. If that has fewer than N tokens, the
+            places after them have -inf. None if the chain does not need log-probabilities.
     """
 
     token_B: Tensor
@@ -319,24 +322,25 @@ def sample(
             reports OVERFLOW if they are too few; "search" and "sort" read all tokens. If the window
             suffices, all three give the same bits.
     """
-    edited_BV = edited_or_nan(logits_BV, rows, allowed_BV, chain)
+    edited_BV = edit_logits_or_nan(logits_BV, rows, allowed_BV, chain)
     greatest_B1 = edited_BV.amax(-1, keepdim=True)
-    held_B = torch.ones_like(rows.position_B, dtype=torch.bool)
+    sufficed_B = torch.ones_like(rows.position_B, dtype=torch.bool)
     token_B = edited_BV.argmax(-1)
-    # Only these need the probabilities that are sampled from.
+    # Log-probabilities under the distribution that is sampled from are needed only for a report of
+    # them, and by mirostat.
     is_reported = chain.logprobs is not None and chain.processed
     logprobs = None
     if is_reported or "mirostat" in chain.stages:
-        logprobs = _of_one(token_B, chain.logprobs or 0)
+        logprobs = _log_probabilities_of_certain(token_B, chain.logprobs or 0)
     if chain.draws:
         greedy_B = rows.knobs["temperature"] <= 0
-        candidates = narrowed(edited_BV, rows, chain, truncation)
+        candidates = apply_filters(edited_BV, rows, chain, truncation)
         token_B = torch.where(greedy_B, token_B, _sampled_from(candidates, rows))
         # A greedy row ignores the filters, so their overflow does not matter.
-        held_B = candidates.held_B1[:, 0] | greedy_B
+        sufficed_B = candidates.sufficed_B1[:, 0] | greedy_B
         if logprobs is not None:
             of_greedy = logprobs
-            of_sampled = _processed(candidates, token_B, chain.logprobs or 0)
+            of_sampled = _log_probabilities_after_filters(candidates, token_B, chain.logprobs or 0)
             # Both are computed for all rows, since the host does not know which rows are greedy.
             greedy_B1 = greedy_B[:, None]
             logprobs = LogProbabilities(
@@ -346,7 +350,7 @@ def sample(
             )
     is_number_B = greatest_B1[:, 0] < torch.inf
     # NAN is set last, since the other statuses mean nothing in a row with a NaN.
-    status_B = torch.where(held_B, OK, OVERFLOW)
+    status_B = torch.where(sufficed_B, OK, OVERFLOW)
     status_B = torch.where(greatest_B1[:, 0] == -torch.inf, DEAD, status_B)
     status_B = torch.where(is_number_B, status_B, NAN).to(torch.int32)
     return Drawn(torch.where(status_B == OK, token_B, 0), status_B, logprobs)
@@ -361,7 +365,9 @@ def _sampled_from(candidates: Candidates, rows: Rows) -> Tensor:
     return greatest(scores_BN + gumbel_noise_of(rows.seed_B, rows.position_B, ids_BN), ids_BN)
 
 
-def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation) -> Candidates:
+def apply_filters(
+    edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation
+) -> Candidates:
     """Apply the chain's temperature and filters, in its order, to edited logits."""
     # Filters read only the knobs with one number for each row, not the lists of ids.
     knobs = {name: value[:, None] for name, value in rows.knobs.items() if value.ndim == 1}
@@ -370,15 +376,15 @@ def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation
         knobs["xtc_uniform"] = row_uniform(rows.seed_B, rows.position_B)[:, None]
     if rows.mu_B is not None:
         knobs["mu"] = rows.mu_B[:, None]
-    candidates = everything(edited_BV, truncation, chain.few)
+    candidates = everything(edited_BV, truncation, chain.likeliest_count)
     for stage in chain.stages:
         if stage not in EDITS:
             before = candidates
             candidates = FILTERS[stage].apply(candidates, knobs)
             if "min_keep" not in knobs or FILTERS[stage].is_temperature:
                 continue
-            # `kept_at_most` makes top_k itself keep min_keep tokens. The stages after it may read
-            # fewer tokens, so `before` and `candidates` would differ in shape.
+            # top_k keeps at least min_keep tokens by itself (`kept_at_most`). It may also shorten the
+            # list of tokens, so `before` and `candidates` may differ in shape.
             if stage != "top_k":
                 candidates = _with_at_least(knobs["min_keep"], before, candidates)
     return candidates
@@ -389,28 +395,30 @@ def _with_at_least(min_keep_B1: Tensor, before: Candidates, after: Candidates) -
 
     In a row with fewer tokens these are the likeliest ones before the filter.
     """
-    min_keep_B1 = min_keep_B1.minimum(before.left())
-    too_few_B1 = after.left() < min_keep_B1
+    min_keep_B1 = min_keep_B1.minimum(before.count_left())
+    too_few_B1 = after.count_left() < min_keep_B1
     kept = before.likeliest(one_each, min_keep_B1.clamp(min=1), too_few_B1)
     return after._replace(
         scores_BN=torch.where(too_few_B1, kept.scores_BN, after.scores_BN),
         high_B1=torch.where(too_few_B1, kept.high_B1, after.high_B1),
-        held_B1=torch.where(too_few_B1, kept.held_B1, after.held_B1),
+        sufficed_B1=torch.where(too_few_B1, kept.sufficed_B1, after.sufficed_B1),
     )
 
 
-def edited_or_nan(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chain) -> Tensor:
+def edit_logits_or_nan(
+    logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chain
+) -> Tensor:
     """Return the edited logits, and NaN where a logit is NaN or +inf; fp32.
 
     The NaN is there even at a forbidden token, so that the row's maximum is NaN. A forbidden token
     is -inf, which argmax ignores.
     """
     raw_BV = logits_BV.float()
-    return torch.where(raw_BV < torch.inf, edited(raw_BV, rows, allowed_BV, chain), torch.nan)
+    return torch.where(raw_BV < torch.inf, edit_logits(raw_BV, rows, allowed_BV, chain), torch.nan)
 
 
-def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chain) -> Tensor:
-    """Return logits with bias, minimum of tokens, the constraint's mask and penalties; fp32."""
+def edit_logits(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chain) -> Tensor:
+    """Return logits after bias, minimum number of tokens, the constraint's mask and penalties; fp32."""
     knobs = rows.knobs
     if "bias" in chain.stages:
         logits_BV = _add_at(logits_BV, knobs["bias_ids"], knobs["bias_values"])
@@ -448,7 +456,9 @@ def log_probabilities(logits_BV: Tensor, token_B: Tensor, n: int) -> LogProbabil
     )
 
 
-def _processed(candidates: Candidates, token_B: Tensor, n: int) -> LogProbabilities:
+def _log_probabilities_after_filters(
+    candidates: Candidates, token_B: Tensor, n: int
+) -> LogProbabilities:
     """Return log-probabilities under the softmax of the candidates' scores."""
     ids_BN = candidates.ids_BN
     values_BN = candidates.scores_BN - candidates.high_B1 - log_total(candidates)
@@ -461,8 +471,7 @@ def _processed(candidates: Candidates, token_B: Tensor, n: int) -> LogProbabilit
     likeliest_ids_BN = likeliest.indices
     if ids_BN is not None:
         likeliest_ids_BN = ids_BN.gather(-1, likeliest.indices)
-    # `nearest` may have left fewer than n tokens. Padding has the probability 0, as a token has that
-    # was dropped.
+    # `shortened` may have left fewer than n tokens. Padding has the probability 0, like a dropped token.
     padding = (0, n - available)
     return LogProbabilities(
         chosen_B,
@@ -471,7 +480,7 @@ def _processed(candidates: Candidates, token_B: Tensor, n: int) -> LogProbabilit
     )
 
 
-def _of_one(token_B: Tensor, n: int) -> LogProbabilities:
+def _log_probabilities_of_certain(token_B: Tensor, n: int) -> LogProbabilities:
     """Return log-probabilities if the given token of each row has the probability 1."""
     ids_BN = token_B[:, None].expand(-1, n)
     first_N = torch.arange(n, device=token_B.device) == 0

@@ -1,7 +1,7 @@
-"""Continues prompts with text.
+"""Continue prompts with text.
 
-Text is returned while ids are sampled. It has only whole characters, and its end is held back as
-long as it may be the beginning of a stop string.
+Text is returned while ids are sampled. It has only whole characters. Its end is held back as long as
+it may be the beginning of a stop string.
 """
 
 import codecs
@@ -52,11 +52,11 @@ class Transcript:
             stop: the text ends before the first of these strings.
             before: the ids before the text.
         """
-        # A space that the tokenizer adds before the text.
+        # The space that the tokenizer adds before a text, or nothing. It is removed from the text.
         self._lead = tokenizer.lead(before)
         self._tokenizer = tokenizer
         self._stop = [text.encode() for text in stop]
-        # It is incremental, since several tokens may share the bytes of one character.
+        # The decoder is incremental, because several tokens may share the bytes of one character.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""
         self.token_ids: list[int] = []
@@ -77,9 +77,10 @@ class Transcript:
         return self._append(min(found, default=len(self._held)), final=True)
 
     def _uncertain(self) -> int:
-        """Return how many of the held bytes follow the first place of a possible stop string.
+        """Return how many of the held bytes must wait, because a stop string may begin with them.
 
-        A stop string stands there, or the held bytes end with its beginning.
+        They begin at the first place where a stop string stands, or where the rest of the held bytes
+        is the beginning of a stop string.
         """
         if not self._stop:
             return 0
@@ -103,10 +104,10 @@ class Transcript:
         return new
 
 
-# The smallest number of steps for which compiling saves time (dev/log.md; on a GPU an estimate, not
-# measured yet).
+# The smallest number of steps for which compiling saves time (dev/log.md). The number for a GPU is an
+# estimate.
 WORTH_COMPILING = {"cuda": 4_000, "cpu": 20_000}
-# The number of texts of each prompt. It is limited because len() fails for a sequence of 2^63.
+# The allowed numbers of texts of each prompt. len() fails for a sequence of 2^63 texts.
 MOST_TEXTS = whole(1, 10**15)
 # The maximum number of requests that run at the same time.
 MOST_ROWS = {"cuda": 64, "cpu": 8}
@@ -210,7 +211,7 @@ class Generation:
         # The index of the completion of each submitted request.
         indices: dict[int, int] = {}
         writings: dict[int, _Writing] = {}
-        # This is a generator, since n may be large.
+        # This is a generator expression and not a list, because n may be large.
         continued = (
             request._replace(seed=continuation_seed(request.sampling.seed, index))
             for request in self._requests
@@ -226,7 +227,7 @@ class Generation:
                 )
                 indices[self.generator.submit(request)] = index
 
-        # As many requests wait as run, so that the queue has a request for each row that becomes free.
+        # One request runs and one waits for each row, so that a row that becomes free finds a request.
         submit(2 * self.generator.rows)
         current = 0
         for event in self.generator.run():
@@ -376,7 +377,8 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
     slots = min(len(longest.prompt_ids) + longest.max_tokens, config.max_position_embeddings)
     rows = rows_that_fit(model, Slots(slots), min(count, MOST_ROWS[device]), "ask for fewer tokens")
     steps = math.ceil(count / rows) * min(longest.max_tokens, slots - 1)
-    # `generate` gives all requests the same constraint and stop strings, so one has all automata.
+    # `generate` gives all requests the same constraint and stop strings, so the automata of one request
+    # are those of all.
     return Generator(
         model,
         chain_of([request.sampling for request in requests], len(longest.stop_ids)),

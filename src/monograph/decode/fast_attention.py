@@ -1,9 +1,9 @@
 """Attention to a cache by Triton kernels, on a GPU, for every family whose layers have attention.
 
-A step of decoding, with one new position per row, is one launch, which also writes its keys and
-values (`monograph.ops.decode_kernels.attend`). PyTorch's operators need nine with five blocks of
-cache. A part of a prompt, with several new positions, is one launch after these were written
-(`monograph.ops.cached_attention_kernel`).
+A step of decoding has one new position per row. It is one launch, which also writes the new keys and
+values (`monograph.ops.decode_kernels.attend`). PyTorch's operators need nine launches with five
+blocks of cache. A part of a prompt has several new positions. Its attention is one launch after its
+keys and values were written (`monograph.ops.cached_attention_kernel`).
 
 Shapes: B rows, H query heads, K key-value heads, T new positions, E head dimension, N blocks of the
 cache, C slots of a block, X = (H + 2 K) E.
@@ -17,7 +17,7 @@ from monograph.ops.cached_attention_kernel import SLOTS, attend_cache
 from monograph.ops.decode_kernels import ROWS, attend, attend_fits
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# `attend` multiplies the halves of a head by themselves, and a product has at least 16 channels.
+# `attend` computes each half of a head by a product of its own, which needs at least 16 channels.
 _MIN_HEAD_OF_STEP = 2 * ROWS
 _MAX_HEAD = 256
 
@@ -27,7 +27,8 @@ class FastAttention:
 
     def __init__(self, rows: int, key_heads: int, device: torch.device) -> None:
         """Allocate what the programs of a row count in."""
-        # Zero before and after each launch; all layers share it, as they run one after another.
+        # It is zero before and after each launch. All layers share it, because they run one after
+        # another.
         self._counters_BK = torch.zeros(rows, key_heads, dtype=torch.int32, device=device)
 
     def step(
@@ -47,7 +48,7 @@ class FastAttention:
             keys_NBKCE: the whole cache of a layer, written in place.
             values_NBKCE: likewise.
             position_B: the new positions, int64.
-            blocks: how many blocks are read, the first ones.
+            blocks: attention reads this number of first blocks.
             window: see `cached_attention`.
             sink_H: see `cached_attention`.
 

@@ -5,8 +5,8 @@ five launches per layer, or seven with a mixture of experts. With more rows, tor
 faster than the kernels', which would read the weights once for every 16 rows. Attention remains one
 launch, and a layer without a mixture has nine.
 
-`obstacle` says why a model cannot be computed this way; the model's own forward pass then serves,
-and is the reference that this one is tested against.
+`obstacle` says why the kernels cannot compute a model. The model's own forward pass is then used. It
+is also the reference against which this one is tested.
 
 Shape suffixes: B rows, D hidden size, V vocabulary, F half of a head's channels.
 """
@@ -97,7 +97,7 @@ def _obstacle_of_block(block: Block) -> str | None:
     if not _is_plain(attention.o_proj):
         return _NOT_PLAIN
     if isinstance(mlp, Mixture):
-        return None  # where its kernels cannot compute it, it is called as a module
+        return None  # a mixture without kernels is called as a module
     if not _are_one_family([mlp.gate_proj, mlp.up_proj]):
         return _NOT_SIDE_BY_SIDE
     return None if _is_plain(mlp.down_proj) else _NOT_PLAIN
@@ -128,8 +128,8 @@ def _has_kernels(mixture: nn.Module) -> bool:
     modules = [mixture, mixture.gate, experts, *projections]
     has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in modules)
     are_plain = all(type(each) is ExpertLinear for each in projections)
-    is_usual = not mixture.has_shared_expert and mixture.way == "grouped"
-    return are_plain and is_usual and not has_hooks and step_of(experts.up_proj.out_features) > 0
+    is_grouped = not mixture.has_shared_expert and mixture.way == "grouped"
+    return are_plain and is_grouped and not has_hooks and step_of(experts.up_proj.out_features) > 0
 
 
 class _Parts(NamedTuple):
@@ -150,26 +150,28 @@ class FastForward:
     """Decode steps of one model, whose weights are read wherever they are at each call."""
 
     def __init__(self, model: Llama, rows: int) -> None:
-        """Prepare steps of so many rows of a model without an `obstacle`."""
+        """Prepare steps of this number of rows, of a model without an `obstacle`."""
         self.model = model
-        pairs = model.config.num_key_value_heads
-        # Zero before and after each launch; all layers share it, as they run one after another.
+        key_heads = model.config.num_key_value_heads
+        # It is zero before and after each launch. All layers share it, because they run one after
+        # another.
         self._counters_BJ = torch.zeros(
-            rows, pairs, dtype=torch.int32, device=model.lm_head.weight.device
+            rows, key_heads, dtype=torch.int32, device=model.lm_head.weight.device
         )
         family = model.config.family
         self._activation = _ACTIVATIONS[family.activation[1]]
         self._combination: Combination = "clamped" if family.clamped else self._activation
-        # The kernels read a weight once for every tile of rows, and an expert's once for each token.
-        is_tile = rows <= ROWS
-        # The layers whose mixture the kernels compute; another one is called as a module.
+        # The kernels read a weight once for every tile of ROWS rows, and an expert's weight once for
+        # each token. So they are fast only for the rows of one tile.
+        is_one_tile = rows <= ROWS
+        # The layers whose mixture of experts the kernels compute. Other mixtures are called as modules.
         self._mixtures = frozenset(
             layer
             for layer, block in enumerate(model.model.layers)
-            if is_tile and _has_kernels(cast(Block, block).mlp)
+            if is_one_tile and _has_kernels(cast(Block, block).mlp)
         )
-        self._project = project if is_tile else _torch_project
-        self._project_gated = project_gated if is_tile else _torch_project_gated
+        self._project = project if is_one_tile else _torch_project
+        self._project_gated = project_gated if is_one_tile else _torch_project_gated
 
     def logits(self, token_B: Tensor, position_B: Tensor, cache: "KVCache", blocks: int) -> Tensor:
         """Return the logits after one token per row, [B, V], and write its keys and values.
@@ -178,18 +180,18 @@ class FastForward:
             token_B: the tokens, int64.
             position_B: their positions, int64.
             cache: the cache of all rows.
-            blocks: how many of its blocks are read, the first ones.
+            blocks: attention reads this number of first blocks of the cache.
         """
         model = self.model
-        turns = self._turns(position_B)
+        rotations = self._rotations(position_B)
         hidden_BD = model.scale_embedded(model.model.embed_tokens(token_B))
         for index, block in enumerate(model.model.layers):
             hidden_BD = self._block(
-                hidden_BD, index, cast(Block, block), turns, position_B, cache, blocks
+                hidden_BD, index, cast(Block, block), rotations, position_B, cache, blocks
             )
         return self._project(hidden_BD, model.lm_head.weight, _norm(model.model.norm))
 
-    def _turns(self, position_B: Tensor) -> list[tuple[Tensor, Tensor] | tuple[None, None]]:
+    def _rotations(self, position_B: Tensor) -> list[tuple[Tensor, Tensor] | tuple[None, None]]:
         """Return each layer's cosines and sines, [B, F]; (None, None) if it does not rotate."""
         config = self.model.config
         layers = range(config.num_hidden_layers)
@@ -208,14 +210,14 @@ class FastForward:
         hidden_BD: Tensor,
         index: int,
         block: Block,
-        turns: list[tuple[Tensor, Tensor] | tuple[None, None]],
+        rotations: list[tuple[Tensor, Tensor] | tuple[None, None]],
         position_B: Tensor,
         cache: "KVCache",
         blocks: int,
     ) -> Tensor:
         config = self.model.config
         attention, mlp, before_attention, before_mlp = _parts(block)
-        qkv_weight, qkv_bias = _together(attention.q_proj)
+        qkv_weight, qkv_bias = _family_weights(attention.q_proj)
         qkv_BX = self._project(hidden_BD, qkv_weight, _norm(before_attention), qkv_bias)
         q_norm, k_norm = attention.q_norm, attention.k_norm
         mixed_BX = attend(
@@ -227,7 +229,7 @@ class FastForward:
             blocks,
             config.num_attention_heads,
             config.head_dim**-0.5,
-            *turns[index],
+            *rotations[index],
             q_norm.weight if isinstance(q_norm, RMSNorm) else None,
             k_norm.weight if isinstance(k_norm, RMSNorm) else None,
             config.rms_norm_eps,
@@ -236,17 +238,19 @@ class FastForward:
             config.window(index),
         )
         output = attention.o_proj
-        hidden_BD = self._project(mixed_BX, output.weight, None, output.bias, hidden_BD)
+        hidden_BD = self._project(
+            mixed_BX, output.weight, norm=None, bias_N=output.bias, residual_BN=hidden_BD
+        )
         if isinstance(mlp, Mixture):
             if index in self._mixtures:
                 return self._mixture(hidden_BD, mlp, before_mlp)
             mixed_BD: Tensor = mlp(before_mlp(hidden_BD))
             return hidden_BD + mixed_BD
-        gate_up_weight, _ = _together(mlp.gate_proj)
+        gate_up_weight, _ = _family_weights(mlp.gate_proj)
         inner_BM = self._project_gated(
             hidden_BD, gate_up_weight, _norm(before_mlp), self._activation
         )
-        return self._project(inner_BM, mlp.down_proj.weight, None, None, hidden_BD)
+        return self._project(inner_BM, mlp.down_proj.weight, residual_BN=hidden_BD)
 
     def _mixture(self, hidden_BD: Tensor, mixture: Mixture, before: RMSNorm) -> Tensor:
         router, experts, norm = mixture.gate, mixture.experts, _norm(before)
@@ -264,7 +268,7 @@ class FastForward:
         return summed_BD
 
 
-def _together(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _family_weights(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Return the weights and biases of a layer and its siblings, one after another in memory."""
     family = cast(Sibling, layer).family
     assert family.weight is not None
@@ -304,8 +308,8 @@ def _norm(layer: RMSNorm) -> Norm:
 def fast_forward(model: Llama, rows: int) -> FastForward | None:
     """Return the fast decode steps of a model on a GPU, or None if something forbids them.
 
-    Its sibling projections are moved next to each other in memory (`fuse_siblings`), for which
-    prefill and the model's own forward pass are faster, too.
+    Sibling projections, such as those of queries, keys and values, are moved next to each other in
+    memory (`monograph.graph.siblings`). This also makes the model's own forward pass faster.
     """
     fuse_known(model)
     return FastForward(model, rows) if obstacle(model) is None else None

@@ -1,17 +1,17 @@
 """Sample tokens by one Triton kernel, on a GPU.
 
 The kernel computes what `monograph.decode.chain.sample` computes from edited logits, in the same
-bits, for the chains that it `serves`: greedy ones, and those whose temperature, top-k, top-p and min-p
-read only the few likeliest tokens. PyTorch's operators need eight launches for that with one row,
-and thirty with 64, most of them for the sorted likeliest tokens.
+bits, for the chains of stages that it `serves`: greedy ones, and those whose temperature, top-k, top-p and
+min-p read only the few likeliest tokens. PyTorch's operators need eight launches for one row, and
+thirty for 64 rows, most of them to sort the likeliest tokens.
 
 Each program sorts a tile of a row's logits, and keeps its likeliest tokens. The program of a row that
 finishes last sorts what all tiles of the row have kept, applies the filters and samples.
 
 The result does not depend on the order in which programs finish: tokens are ordered by logit and
 then by id, weights are summed as integers, and every other operation is one that IEEE 754 rounds
-correctly (`monograph.decode.reproducible`). So products and sums must not be contracted to fused
-multiply-adds.
+correctly (`monograph.decode.reproducible`). A fused multiply-add of a product and a sum would round
+otherwise, so the compiler must not make one.
 
 A token is sorted as one int64, its key: the upper half has the order of the logits, and the lower
 half the reverse order of the ids.
@@ -33,8 +33,8 @@ from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, Drawn, Rows
 from monograph.decode.filters import SMALLEST
 from monograph.decode.knobs import EDITS, Chain
 
-# Tokens that a program sorts. A vocabulary of 2^17 then has 32 tiles, whose 128 likeliest tokens are
-# as many tokens again for the program that finishes last.
+# The number of tokens that a program sorts. A vocabulary of 2^17 then has 32 tiles. If each keeps its
+# 128 likeliest tokens, the program that finishes last sorts 32 * 128 tokens, as many as any other.
 TILE = 4096
 # The likeliest tokens of a chain that samples nothing at random. It needs one, and `tl.topk` two.
 GREEDY_WIDTH = 2
@@ -288,12 +288,13 @@ class FastSampler:
             return False
         if not chain.draws:
             return True
-        if chain.few is None or chain.few >= vocabulary:
+        if chain.likeliest_count is None or chain.likeliest_count >= vocabulary:
             return False
         stages = _filters(chain)
         if any(name not in _NUMBERS for name in stages):
             return False
-        # Of the stages before top-k, a temperature alone needs no other token than its own.
+        # Before top-k, stages would need all tokens, except a temperature, which changes each score by
+        # itself.
         return set(stages[: stages.index("top_k")]) <= {"temperature"}
 
     def sample(self, edited_BV: Tensor, rows: Rows, last_position_B: Tensor, chain: Chain) -> Drawn:
@@ -302,9 +303,9 @@ class FastSampler:
         Args:
             edited_BV: fp32, the edited logits, contiguous; NaN where one is NaN or +inf.
             rows: the seeds and the options of each row.
-            last_position_B: the position of the token before the one that is sampled. It is in
-                memory already, and adding 1 to it would take a launch.
-            chain: one that it serves.
+            last_position_B: the position of the token before the one that is sampled. The kernel adds
+                the 1, because adding it here would take a launch.
+            chain: a chain that this kernel serves.
         """
         filters = _filters(chain) if chain.draws else []
         names = {"min_p": "log_min_p"}
@@ -316,7 +317,7 @@ class FastSampler:
             [_NUMBERS[name] for name in filters],
             [rows.knobs[names.get(name, name)] for name in filters],
             rows.knobs["temperature"] if chain.draws else None,
-            chain.few or GREEDY_WIDTH,
+            chain.likeliest_count or GREEDY_WIDTH,
         )
         return Drawn(token_B, status_B)
 

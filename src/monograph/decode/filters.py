@@ -113,7 +113,7 @@ def normalised_entropy(candidates: Candidates) -> Tensor:
     """
     mean_B1, total_B1 = mean_surprise(candidates)
     entropy_B1 = mean_B1.double() + (total_B1.double() / UNIT).log()
-    left_B1 = candidates.left()
+    left_B1 = candidates.count_left()
     normalised_B1 = entropy_B1 / left_B1.clamp(min=2).double().log()
     return torch.where(left_B1 > 1, normalised_B1, 0.0).clamp(0.0, 1.0)
 
@@ -173,9 +173,10 @@ def top_k(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     k_B1 = knobs["top_k"]
     vocabulary = candidates.logits_BN.shape[-1]
     used_B1 = (k_B1 > 0) & (k_B1 < vocabulary)
-    nearest = candidates.nearest()
-    kept = nearest.likeliest(one_each, k_B1.minimum(nearest.left()).clamp(min=1), used_B1)
-    return kept._replace(held_B1=kept.held_B1 & ~kept.cut_off())
+    likeliest = candidates.shortened()
+    target_B1 = k_B1.minimum(likeliest.count_left()).clamp(min=1)
+    kept = likeliest.likeliest(one_each, target_B1, used_B1)
+    return kept._replace(sufficed_B1=kept.sufficed_B1 & ~kept.may_miss_tokens())
 
 
 # Top-p, or nucleus (Holtzman et al. 2020, The Curious Case of Neural Text Degeneration).
@@ -246,17 +247,18 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     def distance(scores_BN: Tensor) -> Tensor:
         return ((high_B1 - scores_BN) - mean_B1).abs()
 
-    radius_B1, held_B1 = reach(
+    radius_B1, sufficed_B1 = reach(
         candidates, candidates.weigh, _least_weight(p_B1, total_B1), distance
     )
     if "min_keep" in knobs:
-        min_keep_B1 = knobs["min_keep"].minimum(candidates.left())
-        min_keep_radius_B1, min_keep_held_B1 = reach(candidates, one_each, min_keep_B1, distance)
+        min_keep_B1 = knobs["min_keep"].minimum(candidates.count_left())
+        min_keep_radius_B1, min_keep_sufficed_B1 = reach(
+            candidates, one_each, min_keep_B1, distance
+        )
         radius_B1 = radius_B1.maximum(min_keep_radius_B1)
-        held_B1 = held_B1 & min_keep_held_B1
-    kept = candidates.keep(distance(candidates.scores_BN) <= radius_B1, used_B1).flag(
-        held_B1, used_B1
-    )
+        sufficed_B1 = sufficed_B1 & min_keep_sufficed_B1
+    kept = candidates.keep(distance(candidates.scores_BN) <= radius_B1, used_B1)
+    kept = kept.combine_sufficed(sufficed_B1, used_B1)
     return kept._replace(
         high_B1=torch.where(used_B1, kept.scores_BN.amax(-1, keepdim=True), high_B1)
     )

@@ -1,6 +1,10 @@
 """The host's side of decoding: it puts requests into free rows, runs blocks of steps, and reads the
 sampled ids.
 
+A step samples one token in every row (`monograph.decode.step`). A block is some steps that are
+started together, without a wait for the device. A chunk is a part of a prompt that is read in one
+pass (`monograph.decode.cache.Reader`).
+
 A row gets its next request as soon as the host has read that the previous one ended. A request's
 tokens do not depend on its row, the other rows, the time at which the request came or the number of
 steps of a block.
@@ -69,8 +73,9 @@ class Generator:
         ahead: whether the host reads a block while the next one runs. On a CPU it does not: nothing
             would run in parallel, and the steps after a request's end would be wasted.
         prefill_s: seconds that the host spent on reading prompts.
-        blocks_read: how many blocks the host has read; only for that it waits for the device.
-        reused: tokens of prompts that were not read again, because another prompt began with them.
+        blocks_read: how many blocks the host has read. It waits for the device only to read a block.
+        reused: the number of tokens of prompts that were not read again, because a row already had
+            their keys and values.
     """
 
     def __init__(
@@ -91,7 +96,8 @@ class Generator:
         Args:
             model: the language model; it is put into evaluation mode.
             chain: the sampler's stages that cover every request; or several chains, the last of
-                which does (`Steps`). The choice of a block's chain changes no bit.
+                which covers every request (`Steps`). The tokens have the same bits whichever chain a
+                block uses.
             rows: the maximum number of requests that run at the same time.
             slots: positions of each row, at most the model's context; or a `Slots`.
             vocabulary: V, the size of the tokenizer's vocabulary.
@@ -159,7 +165,7 @@ class Generator:
         def make_step(chain: Chain) -> Step:
             step = DecodeStep(
                 model=model,
-                state=self.state.of(chain),
+                state=self.state.for_chain(chain),
                 cache=self.cache,
                 chain=chain,
                 knobs=self.knobs,
@@ -170,18 +176,18 @@ class Generator:
             )
             return wrap(step.__call__)
 
-        # Compiling or capturing a step takes time, so only the given chains have one then.
-        few = self.compiled or recorder is not None or len(chains) == 1
-        self.steps = Steps(chains, make_step, recorder, few)
+        # A step that is compiled or captured takes long to make.
+        only_given_chains = self.compiled or recorder is not None or len(chains) == 1
+        self.steps = Steps(chains, make_step, recorder, only_given_chains)
         rings = (self.state.ring_RB, self.state.values_RBN, self.state.ids_RBN)
         self.outbox = Outbox([ring for ring in rings if ring is not None])
         self.ahead = weight.is_cuda
         self.prefill_s = 0.0
         self.blocks_read = 0
         self.reused = 0
-        # A free row still computes attention. If a layer has a window, the row's position must be
-        # among the blocks that are read. It would otherwise see no position, which gives NaN. So the
-        # position is 0, where the row overwrites the keys and values of its last prompt.
+        # A free row still computes attention, and writes keys and values at its position. With a
+        # sliding window, the position must be in the blocks that are read: attention to no position
+        # gives NaN. So the position is 0, and the row overwrites the beginning of its last prompt.
         self._keeps_prompts = not any(
             model.config.window(layer) for layer in range(model.config.num_hidden_layers)
         )
@@ -194,13 +200,13 @@ class Generator:
         # The owner and the tokens of the prompt whose keys and values each row has.
         self._prompts = [_NO_PROMPT] * rows
         # The rows without a request; the row that has been free longest comes first.
-        self._free: list[int] = list(range(rows))
+        self._free_rows: list[int] = list(range(rows))
         # A block that was launched and is not read yet.
         self._unread: Block | None = None
         self._submitted = 0
         # The options and stop ids of the request before, its smallest chain and its knobs' values.
         self._last_options: tuple[Sampling, tuple[int, ...]] | None = None
-        self._last_serving: tuple[Chain, dict[str, Any]] = self.chain, {}
+        self._last_chain_and_knobs: tuple[Chain, dict[str, Any]] = self.chain, {}
 
     @property
     def replays(self) -> Replays:
@@ -219,7 +225,7 @@ class Generator:
                 f"the prompt has {len(request.prompt_ids)} tokens, but a row has {self.slots} positions: "
                 f"shorten it to below {self.slots}"
             )
-        least, knobs = self._serving(request)
+        smallest_chain, knobs = self._chain_and_knobs(request)
         self.tables.require(request.constraint, request.stop)
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(
@@ -227,7 +233,7 @@ class Generator:
             )
         number = self._submitted
         self._submitted += 1
-        self._waiting.add(Entry(number, request, least, knobs))
+        self._waiting.add(Entry(number, request, smallest_chain, knobs))
         return number
 
     def cancel(self, number: int) -> None:
@@ -240,7 +246,7 @@ class Generator:
         ]
         if rows:
             self.state.status_B[rows] = Status.FREE
-            self._end(rows)
+            self._end_requests(rows)
 
     def forget(self) -> None:
         """Forget the keys and values of all prompts, which are invalid after a change of weights."""
@@ -255,7 +261,7 @@ class Generator:
     @property
     def running(self) -> int:
         """Return the number of rows with a request."""
-        return self.rows - len(self._free)
+        return self.rows - len(self._free_rows)
 
     def warm_up(self, go_on: Callable[[], None] = lambda: None) -> None:
         """Capture every variant of a pass and a step now, so that no request waits for a capture.
@@ -287,8 +293,8 @@ class Generator:
         Returns:
             the events of the block that was read.
         """
-        self._fill()
-        launched = self._launch()
+        self._fill_rows()
+        launched = self._launch_block()
         blocks_to_read = [self._unread]
         if self.ahead:
             self._unread = launched
@@ -298,54 +304,55 @@ class Generator:
         events = list[Event]()
         for block in blocks_to_read:
             if block is not None:
-                events += self._collect(block)
+                events += self._read_block(block)
         return events
 
     # ── a request's way through a row ─────────────────────────────────────────────────────────
 
-    def _serving(self, request: Request) -> tuple[Chain, dict[str, Any]]:
+    def _chain_and_knobs(self, request: Request) -> tuple[Chain, dict[str, Any]]:
         """Return the smallest chain that serves a request, and the values of the knobs."""
         options = request.sampling, request.stop_ids
         # Most requests have the same options as the one before.
         if options != self._last_options:
-            least = chain_of(
+            smallest_chain = chain_of(
                 [request.sampling], len(request.stop_ids) if self.chain.stop_ids else 0
             )
-            if not self.chain.covers(least):
+            if not self.chain.covers(smallest_chain):
                 raise UsageError(
                     f"the generator's chain {self.chain.stages} does not serve {request.sampling}"
                 )
             knobs = knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids])
             self._last_options = options
-            self._last_serving = (least, knobs)
-        return self._last_serving
+            self._last_chain_and_knobs = (smallest_chain, knobs)
+        return self._last_chain_and_knobs
 
-    def _fill(self) -> None:
+    def _fill_rows(self) -> None:
         """Read the prompts of waiting requests, as many chunks as the pace allows, and place them."""
         began = clock()
         chunks_left = self.pace.chunks
         if chunks_left is not None:
-            startable = min(len(self._free), len(self._waiting))
-            # If more requests can start than run, few running ones wait for many.
+            startable = min(len(self._free_rows), len(self._waiting))
+            # If more requests can start than run, the many that start count more than the few that
+            # wait for them.
             chunks_left *= max(1, math.ceil(startable / max(1, self.running)))
-        while self._free and self._waiting and self._has_room():
+        while self._free_rows and self._waiting and self._can_start_one():
             self._begin_reading()
-            read = self.reader.go_on(chunks_left)
+            read = self.reader.read_chunks(chunks_left)
             chunks_left = None if chunks_left is None else chunks_left - read
             if not self.reader.ready:
                 break
-            self._place()
+            self._place_requests()
         self.prefill_s += clock() - began
 
-    def _has_room(self) -> bool:
+    def _can_start_one(self) -> bool:
         """Return whether the first waiting request can start.
 
         If its automata have no room now, the next request without automata becomes the first. A
         request with automata must not overtake it: such requests could take the room forever.
         """
         request = self._waiting.first.request
-        if self._start(request) is not None:
-            self._give_back(request)
+        if self._take_automata(request) is not None:
+            self._release_automata(request)
             return True
         for entry in self._waiting:
             if not (entry.request.constraint or entry.request.stop):
@@ -356,62 +363,66 @@ class Generator:
     def _begin_reading(self) -> None:
         """Let the reader take the prompts of the next requests."""
         request = self._waiting.first.request
-        prompts = (request.prompt_ids for request in self._next())
+        prompts = (request.prompt_ids for request in self._next_requests())
         further = (
             entry.request.prompt_ids
-            for entry in itertools.islice(self._waiting, len(self._free), None)
+            for entry in itertools.islice(self._waiting, len(self._free_rows), None)
         )
         is_new = self.reader.begin(prompts, further, request.owner)
-        # A reader of one prompt at a time can skip tokens that a row already has.
+        # If the reader reads one prompt at a time, it can skip tokens that a row already has.
         if is_new and self.reader.rows == 1:
-            tokens, row = max((self._common(row, request), row) for row in range(self.rows))
+            tokens, row = max(
+                (self._count_common_tokens(row, request), row) for row in range(self.rows)
+            )
             self.reused += self.reader.skip(self.cache, row, tokens)
 
-    def _next(self) -> Iterator[Request]:
+    def _next_requests(self) -> Iterator[Request]:
         """Yield the first waiting requests of one owner, at most as many as there are free rows."""
         owner = self._waiting.first.request.owner
-        requests = (entry.request for entry in itertools.islice(self._waiting, len(self._free)))
+        requests = (
+            entry.request for entry in itertools.islice(self._waiting, len(self._free_rows))
+        )
         return itertools.takewhile(lambda request: request.owner == owner, requests)
 
-    def _common(self, row: int, request: Request) -> int:
+    def _count_common_tokens(self, row: int, request: Request) -> int:
         """Return how many first tokens of a prompt a row has already, from a prompt of its owner."""
         owner, known = self._prompts[row]
         if owner != request.owner:
             return 0
-        pairs = zip(known, self.reader.part(request.prompt_ids), strict=False)
+        pairs = zip(known, self.reader.tokens_to_read(request.prompt_ids), strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    def _place(self) -> None:
+    def _place_requests(self) -> None:
         """Put requests whose prompts have been read into free rows.
 
         It stops at the first request whose automata have no room.
         """
-        reader_rows = self.reader.rows_of(request.prompt_ids for request in self._next())
+        reader_rows = self.reader.rows_of(request.prompt_ids for request in self._next_requests())
         starts = list[tuple[int, int]]()
         longest = 0
-        for request in itertools.islice(self._next(), len(reader_rows)):
-            start = self._start(request)
+        for request in itertools.islice(self._next_requests(), len(reader_rows)):
+            start = self._take_automata(request)
             if start is None:
                 break
             starts.append(start)
             longest = max(longest, len(request.prompt_ids))
-        rows = self._free[: len(starts)]
-        del self._free[: len(starts)]
+        rows = self._free_rows[: len(starts)]
+        del self._free_rows[: len(starts)]
         reader_rows = reader_rows[: len(starts)]
-        read_tokens = longest if self.reader.whole else longest - 1
+        read_tokens = longest if self.reader.reads_last_token else longest - 1
         self.cache.copy_rows(rows, self.reader.cache, reader_rows, read_tokens)
-        if self.reader.whole:
+        if self.reader.reads_last_token:
             self._last_BD[rows] = self.reader.last_RD[reader_rows]
         state = self.state
         values = []
         for row, (constraint, stopping) in zip(rows, starts, strict=True):
-            number, request, least, knobs = self._waiting.take()
+            number, request, smallest_chain, knobs = self._waiting.take()
             prompt = request.prompt_ids
             sampling = request.sampling
             stop_ids = request.stop_ids
             limit = min(request.max_tokens, self.slots - len(prompt))
-            self._records[row] = Record(number, request, limit, least)
-            self._prompts[row] = request.owner, self.reader.part(prompt)
+            self._records[row] = Record(number, request, limit, smallest_chain)
+            self._prompts[row] = request.owner, self.reader.tokens_to_read(prompt)
             row_values = {
                 "token_B": prompt[-1],
                 "position_B": len(prompt) - 1,
@@ -436,7 +447,7 @@ class Generator:
                 state.past.begin(row, prompt, request.breaker_V)
         write_rows(vars(state) | self.knobs, rows, values)
 
-    def _start(self, request: Request) -> tuple[int, int] | None:
+    def _take_automata(self, request: Request) -> tuple[int, int] | None:
         """Return the first states of a request's constraint and stop strings.
 
         It is None if the tables have no room for one of them now.
@@ -447,32 +458,32 @@ class Generator:
         stopping = self.tables.take(request.stop)
         if stopping is None:
             self.tables.give_back(request.constraint)
-            # The constraint's place may be what leaves too little room on its two sides.
+            # The constraint's place may have split the free room in two parts that are too small.
             self.tables.clear()
             return None
         return constraint, stopping
 
-    def _give_back(self, request: Request) -> None:
+    def _release_automata(self, request: Request) -> None:
         self.tables.give_back(request.constraint)
         self.tables.give_back(request.stop)
 
-    def _end(self, rows: Sequence[int]) -> None:
+    def _end_requests(self, rows: Sequence[int]) -> None:
         """Free the rows. The keys and values of their prompts stay if `_keeps_prompts`."""
         for row in rows:
             record = self._records[row]
             self._records[row] = None
             assert record is not None
-            self._give_back(record.request)
+            self._release_automata(record.request)
             if not self._keeps_prompts:
                 self._prompts[row] = _NO_PROMPT
-        self._free += rows
-        # A free row still writes keys and values at its position. No prompt reaches the last one.
+        self._free_rows += rows
+        # A free row still writes keys and values at its position. No prompt reaches the last position.
         position = self.slots - 1 if self._keeps_prompts else 0
         self.state.position_B.index_fill_(0, sent(rows, self.state.position_B.device), position)
 
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
-    def _launch(self) -> Block | None:
+    def _launch_block(self) -> Block | None:
         """Start a block of steps and return it; None if no row needs a step.
 
         It has the steps of the pace, or fewer if all rows need fewer.
@@ -484,22 +495,22 @@ class Generator:
         steps = min(max_steps, needed_steps)
         if steps <= 0:
             return None
-        # All rows read as many blocks of the cache as the longest row needs. Reading more changes no
-        # bit.
+        # All rows read as many blocks of the cache as the longest row needs. The additional blocks do
+        # not change a bit of the shorter rows.
         longest = max(
             len(record.request.prompt_ids) + min(record.launched + steps, record.limit)
             for record in running
         )
         # If one row needs the exact search, all rows use it, since it gives the same bits.
         truncation: Truncation = "search" if any(record.exact for record in running) else "window"
-        chain = self.steps.chosen(frozenset(record.least for record in running))
+        chain = self.steps.choose_chain(frozenset(record.smallest_chain for record in running))
         follows = any(record.request.constraint or record.request.stop for record in running)
         self.outbox.begin(self.state.line_1)
         # If the reader has read whole prompts, and no row has a token yet, the first step has the
         # hidden states already.
-        has_hidden = self.reader.whole and not any(record.launched for record in running)
+        has_hidden = self.reader.reads_last_token and not any(record.launched for record in running)
         if has_hidden:
-            self.steps.of(chain)(0, truncation, follows, self._last_BD)
+            self.steps.step_for(chain)(0, truncation, follows, self._last_BD)
         model_steps = steps - 1 if has_hidden else steps
         self.replays.run(model_steps, chain, self.cache.visible(longest), truncation, follows)
         for record in running:
@@ -507,7 +518,7 @@ class Generator:
         # The list of records is copied, since rows may have other requests when the block is read.
         return Block(steps, self.outbox.send(steps), list(self._records))
 
-    def _collect(self, block: Block) -> list[Event]:
+    def _read_block(self, block: Block) -> list[Event]:
         """Read a block and return its events.
 
         The codes of a row after the end of its request are skipped.
@@ -527,15 +538,16 @@ class Generator:
             tokens, status = drawn(codes_of_rows[row])
             record.received += len(tokens)
             finish = FINISHES.get(status)
-            # The row has sampled nothing since, so the exact search continues at the same position.
+            # The row has sampled nothing since then, so it continues at the same position.
             if status == Status.UNDECIDED:
                 self._records[row] = replace(record, launched=record.received, exact=True)
                 self.state.status_B[row] = Status.RUNNING
             elif finish is not None:
                 ended.append(row)
             if finish == "not_finite":
-                # A NaN in the cache would reach later requests of this row, since a mask multiplies
-                # it by 0, which gives NaN. It may come from the prompt, which the reader holds, too.
+                # A NaN in the cache would reach later requests of this row, because a masked value is
+                # multiplied by 0, and 0 times NaN is NaN. The NaN may come from the prompt, so the
+                # reader's cache may have it, too.
                 self.cache.clear(row)
                 self.reader.forget()
                 self._prompts[row] = _NO_PROMPT
@@ -547,5 +559,5 @@ class Generator:
                     logprobs = reported(rings_of_row, len(tokens), likeliest)
                 events.append(Event(record.number, tokens, finish, logprobs))
         if ended:
-            self._end(ended)
+            self._end_requests(ended)
         return events

@@ -101,9 +101,9 @@ class Chain:
             0.
         logprobs: how many of the likeliest tokens are reported in addition to the sampled one;
             None: no report.
-        few: the number of likeliest tokens that top-k and the stages after it read. It is above the
-            k of every row that samples, so these tokens include all that top-k keeps, unless many
-            have equal logits. None: all tokens.
+        likeliest_count: the number of likeliest tokens that top-k and the stages after it read. It
+            is above the k of every row that samples, so these tokens include all that top-k keeps,
+            unless many have equal logits. None: all tokens.
         processed: whether a report has the probabilities that are sampled from. Otherwise it repeats
             those of the raw logits, which are the same in rows without edits and filters at
             temperature 1.
@@ -113,7 +113,7 @@ class Chain:
     bias_ids: int = 0
     stop_ids: int = 0
     logprobs: int | None = None
-    few: int | None = None
+    likeliest_count: int | None = None
     processed: bool = True
 
     @property
@@ -140,7 +140,11 @@ class Chain:
         if other.logprobs is not None and (self.logprobs is None or other.logprobs > self.logprobs):
             return False
         # A chain that reads few tokens could miss some of those that a larger k keeps.
-        if self.few is not None and other.draws and (other.few is None or other.few > self.few):
+        if (
+            self.likeliest_count is not None
+            and other.draws
+            and (other.likeliest_count is None or other.likeliest_count > self.likeliest_count)
+        ):
             return False
         return other.bias_ids <= self.bias_ids and other.stop_ids <= self.stop_ids
 
@@ -186,7 +190,7 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
             (sampling.logprobs for sampling in samplings if sampling.logprobs is not None),
             default=None,
         ),
-        few=_few(samplings),
+        likeliest_count=_likeliest_count(samplings),
     )
 
 
@@ -205,22 +209,22 @@ def joint(chains: Collection[Chain], whole: Chain) -> Chain:
             whole, stages=tuple(stage.replace("dynamic_", "") for stage in whole.stages)
         )
     needed = {stage.replace("dynamic_", "") for stage in needed}
-    few_of_chains = [chain.few for chain in chains if chain.draws]
-    few = None
-    if None not in few_of_chains:
-        few = max((each for each in few_of_chains if each is not None), default=None)
+    counts = [chain.likeliest_count for chain in chains if chain.draws]
+    likeliest_count = None
+    if None not in counts:
+        likeliest_count = max((count for count in counts if count is not None), default=None)
     return replace(
         whole,
         stages=tuple(stage for stage in whole.stages if stage.replace("dynamic_", "") in needed),
         bias_ids=whole.bias_ids if "bias" in needed else 0,
         stop_ids=whole.stop_ids if "min_tokens" in needed else 0,
         logprobs=None if all(chain.logprobs is None for chain in chains) else whole.logprobs,
-        few=few,
+        likeliest_count=likeliest_count,
     )
 
 
-def _few(samplings: Sequence[Sampling]) -> int | None:
-    """Return `Chain.few` of these requests; None if the stages must read all tokens."""
+def _likeliest_count(samplings: Sequence[Sampling]) -> int | None:
+    """Return `Chain.likeliest_count` of these requests; None if the stages must read all tokens."""
     kept = [kept_at_most(sampling) for sampling in samplings if sampling.temperature > 0]
     # 0 is a request without top-k, which keeps all tokens.
     if not kept or min(kept) == 0 or max(kept) > MAX_FEW:

@@ -98,19 +98,19 @@ class Record:
         number: the request's number.
         request: the request.
         limit: the maximum number of tokens that it may sample.
-        least: the smallest chain that serves it.
-        launched: the number of steps that were started for it; it has sampled at most so many
-            tokens.
+        smallest_chain: the smallest chain that serves it.
+        launched: the number of steps that were started for it, which is at least the number of
+            tokens that it has sampled.
         received: the number of tokens that the host has read.
-        exact: whether the fast truncation once was UNDECIDED. From then on the request runs with the
-            exact truncation, and with a new record, so that the host skips the codes of the steps
-            in which the row waited.
+        exact: whether the request runs with the exact truncation "search". It does so after a step
+            was UNDECIDED. The request then gets a new record, so that the host skips the codes of
+            the steps in which the row waited.
     """
 
     number: int
     request: Request
     limit: int
-    least: Chain
+    smallest_chain: Chain
     launched: int = 0
     received: int = 0
     exact: bool = False
@@ -131,14 +131,14 @@ class Block(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How long running requests and requests that wait for a row wait for each other.
+    """How the device's time is shared by running requests and requests that wait for a row.
 
     Attributes:
         steps: the number of steps of a block, between two reads of the host.
         hurried: the maximum number of steps while a request waits for a row or its first tokens.
-        chunks: the maximum number of chunks of prompts that are read between two blocks, if at most
-            as many requests can start as run. If n times as many can start, it is n times as much.
-            None: no maximum.
+        chunks: the maximum number of chunks of prompts that are read between two blocks. If the
+            requests that can start are n times as many as those that run, the maximum is n times
+            this number. None: no maximum.
     """
 
     steps: int
@@ -149,8 +149,9 @@ class Pace(NamedTuple):
 class Outbox:
     """Copies the lines of rings to the host.
 
-    A ring has two halves: the host reads one while the device writes the other. A half is written
-    again two blocks later, so a block must be read before the block after the next begins.
+    A ring is a tensor with one line for each step of a block (`monograph.decode.step.State`). It has
+    two halves: the host reads one while the device writes the other. A half is written again two
+    blocks later, so a block must be read before the block after the next begins.
 
     Attributes:
         lines: the number of lines of half a ring.

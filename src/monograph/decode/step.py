@@ -1,6 +1,9 @@
 """One step of decoding: the model, the sampler and the stop rules as one graph over preallocated
 tensors.
 
+A step samples one token in each row that has a running request. A ring is a tensor with a line for
+each step of a block of steps, in which the steps leave their results for the host.
+
     hidden = model(token, position, cache)
     logits = head(hidden)
     allowed = mask of the automaton
@@ -10,9 +13,12 @@ tensors.
 
 The same function runs eagerly, compiled and replayed as a CUDA graph. The host reads nothing here.
 Each step writes its results to one line of each ring of `State`. The lines of a block of steps are
-copied to the host together, once for each ring, and the host waits for the copy only when it reads
-them (`Outbox`). If requests need different chains, `Steps` has a step for each chain, and a block of
-steps uses one of them.
+copied to the host together, once for each ring. The host waits for the copy only when it reads the
+lines (`monograph.decode.request.Outbox`).
+
+A chain is the list of the sampler's stages that some requests need (`monograph.decode.knobs`). If
+requests need different chains, `Steps` has a step for each chain, and all steps of a block use the
+same chain.
 
 Shape suffixes: B rows, V vocabulary, M stop ids, T positions of a row, R lines of a ring, N
 log-probabilities, D hidden size; 1 broadcasts.
@@ -35,14 +41,14 @@ from monograph.decode.arena import Arena, advance, allowed, stopped
 from monograph.decode.cache import KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import (
-    COUNTS,
+    COUNT_DTYPE,
     OK,
     Drawn,
     LogProbabilities,
     Past,
     Rows,
-    count_drawn,
-    edited_or_nan,
+    add_to_counts,
+    edit_logits_or_nan,
     log_probabilities,
     sample,
 )
@@ -71,8 +77,8 @@ class Status(IntEnum):
         LENGTH: the row sampled the maximum number of tokens.
         NOT_FINITE: the row's logits have a NaN or +inf.
         NOTHING_ALLOWED: all tokens are forbidden.
-        UNDECIDED: the fast truncation could not decide which tokens a filter keeps; the row waits
-            for the exact truncation.
+        UNDECIDED: the truncation "window" could not decide which tokens a filter keeps. The row
+            waits until the host starts steps with the exact truncation "search".
     """
 
     FREE = 0
@@ -146,7 +152,7 @@ class State:
 
         # A window of the last n tokens removes one token of the prompt at a time, so the prompt's
         # ids must be counted.
-        prompt_dtype = COUNTS if "last_n" in chain.stages else torch.bool
+        prompt_dtype = COUNT_DTYPE if "last_n" in chain.stages else torch.bool
         past = None
         if needed.past:
             past = Past(
@@ -169,7 +175,7 @@ class State:
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
             constraint_B=zeros(rows),
             stopping_B=zeros(rows),
-            counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if needed.counts else None,
+            counts_BV=zeros(rows, vocabulary, dtype=COUNT_DTYPE) if needed.counts else None,
             prompt_BV=zeros(rows, vocabulary, dtype=prompt_dtype) if needed.prompt else None,
             past=past,
             mu_B=zeros(rows, dtype=torch.float32),
@@ -179,10 +185,10 @@ class State:
             ids_RBN=ids,
         )
 
-    def of(self, chain: Chain) -> State:
-        """Return the same tensors, without those that a smaller chain does not need.
+    def for_chain(self, chain: Chain) -> State:
+        """Return a state of the same tensors, without the tensors that a smaller chain does not need.
 
-        A step of that chain leaves them unchanged.
+        A step of the smaller chain leaves these tensors unchanged.
         """
         needed = _NeededState.of(chain)
         return replace(
@@ -194,24 +200,30 @@ class State:
             ids_RBN=None if chain.logprobs is None else self.ids_RBN,
         )
 
-    def report(self, raw: LogProbabilities, drawn: LogProbabilities) -> None:
+    def write_log_probabilities(self, raw: LogProbabilities, processed: LogProbabilities) -> None:
         """Write a step's log-probabilities to the present line of the rings.
 
         Args:
             raw: under the raw logits.
-            drawn: under the distribution that is sampled from.
+            processed: under the distribution that is sampled from.
         """
         if self.values_RBN is not None and self.ids_RBN is not None:
             values_BN = torch.cat(
-                [raw.chosen_B[:, None], raw.values_BN, drawn.chosen_B[:, None], drawn.values_BN], 1
+                [
+                    raw.chosen_B[:, None],
+                    raw.values_BN,
+                    processed.chosen_B[:, None],
+                    processed.values_BN,
+                ],
+                dim=1,
             )
-            ids_BN = torch.cat([raw.ids_BN, drawn.ids_BN], dim=1)
-            # `line_1` is a tensor, since a captured graph would always write to the same line if it
-            # were a number.
+            ids_BN = torch.cat([raw.ids_BN, processed.ids_BN], dim=1)
+            # `line_1` is a tensor. If it were a number, a captured graph would write to the same line
+            # at every replay.
             self.values_RBN.index_copy_(0, self.line_1, values_BN[None])
             self.ids_RBN.index_copy_(0, self.line_1, ids_BN[None].to(torch.int32))
 
-    def write(self, moved_B: Tensor, status_B: Tensor) -> None:
+    def write_step(self, moved_B: Tensor, status_B: Tensor) -> None:
         """Write the step's codes to the ring, and the new statuses and counts to the state.
 
         Args:
@@ -223,20 +235,20 @@ class State:
         self.position_B += moved_B
         self.status_B.copy_(status_B)
         if self.counts_BV is not None:
-            count_drawn(self.counts_BV, self.token_B, moved_B)
+            add_to_counts(self.counts_BV, self.token_B, moved_B)
         # `past` needs the position of the new token, so this follows the change of the position.
         if self.past is not None:
             self.past.add(self.token_B, self.position_B, moved_B)
-        # One number has token and status, so that fewer bytes are copied to the host.
+        # A code is one number for token and status, so that fewer bytes are copied to the host.
         codes_B = self.token_B + (status_B << TOKEN_BITS)
         self.ring_RB.index_copy_(0, self.line_1, codes_B[None].to(torch.int32))
         self.line_1 += 1
 
-    def forget(self, moved_B: Tensor, knobs: Mapping[str, Tensor]) -> None:
+    def forget_leaving_tokens(self, moved_B: Tensor, knobs: Mapping[str, Tensor]) -> None:
         """Subtract the token that leaves the window of the last n tokens from the counts, in place.
 
         Args:
-            moved_B: the rows that drew a token; `write` has added it.
+            moved_B: bool, the rows that sampled a token, which `write_step` has counted.
             knobs: "penalty_last_n" n, below 0 for all tokens, and "counts_prompt", [B] each.
         """
         assert self.counts_BV is not None and self.past is not None
@@ -251,9 +263,9 @@ class State:
         of_prompt_B = left_position_B <= self.position_B - self.generated_B
         in_counts_B = ~of_prompt_B | (knobs["counts_prompt"] > 0)
         if self.counts_BV is not None:
-            count_drawn(self.counts_BV, token_B, leaves_B & in_counts_B, -1)
+            add_to_counts(self.counts_BV, token_B, leaves_B & in_counts_B, -1)
         if self.prompt_BV is not None:
-            count_drawn(self.prompt_BV, token_B, leaves_B & of_prompt_B, -1)
+            add_to_counts(self.prompt_BV, token_B, leaves_B & of_prompt_B, -1)
 
 
 class _NeededState(NamedTuple):
@@ -282,7 +294,8 @@ class _NeededState(NamedTuple):
 class DecodeStep:
     """A model with the state, the cache and the automata of its rows.
 
-    A call samples one token in every running row. The parts are shared and not copied.
+    A call samples one token in every running row. All attributes are shared with the steps of other
+    chains, and not copied.
 
     Attributes:
         model: the language model, in evaluation mode.
@@ -293,8 +306,8 @@ class DecodeStep:
         tables: the automata of all rows.
         vocabulary: V, the size of the tokenizer's vocabulary. The model's may be larger; the
             additional ids are never sampled.
-        fast: computes the logits in place of the model's forward pass; None: nothing does.
-        fast_sampler: samples in place of `sample`, in the same bits; None: nothing does.
+        fast: computes the logits by kernels; None: the model's forward pass does.
+        fast_sampler: samples by a kernel, with the same bits as `sample`; None: `sample` does.
     """
 
     model: Llama
@@ -345,7 +358,7 @@ class DecodeStep:
             processed = raw
             if self.chain.processed and drawn.logprobs:
                 processed = drawn.logprobs
-            state.report(raw, processed)
+            state.write_log_probabilities(raw, processed)
         self._advance(drawn, follows)
 
     def _sample(
@@ -354,7 +367,7 @@ class DecodeStep:
         sampler = self.fast_sampler
         if sampler is None or not sampler.serves(self.chain, truncation, self.vocabulary):
             return sample(logits_BV, rows, allowed_BV, self.chain, truncation)
-        edited_BV = edited_or_nan(logits_BV, rows, allowed_BV, self.chain)
+        edited_BV = edit_logits_or_nan(logits_BV, rows, allowed_BV, self.chain)
         return sampler.sample(edited_BV.contiguous(), rows, self.state.position_B, self.chain)
 
     def _logits(self, blocks: int, hidden_BD: Tensor | None) -> Tensor:
@@ -378,8 +391,8 @@ class DecodeStep:
         stop = Status.STOP.value
         length = Status.LENGTH.value
         running_B = state.status_B == running
-        # All rows are computed, and `where` drops the results of rows that do not run, so the host
-        # need not know which rows run.
+        # All rows are computed, and `where` drops the results of rows that are not running. So the
+        # host does not have to know which rows are running.
         moved_B = running_B & (drawn.status_B == OK)
         state.token_B.copy_(torch.where(moved_B, drawn.token_B, state.token_B))
         ended_B = (state.token_B[:, None] == state.stop_ids_BM).any(-1)
@@ -393,14 +406,14 @@ class DecodeStep:
         at_limit_B = state.generated_B + 1 >= state.limit_B
         # A row that stops with the last token of its limit has the status STOP.
         after_B = torch.where(ended_B, stop, torch.where(at_limit_B, length, running))
-        # NAN, DEAD and OVERFLOW are 1 to 3. NOT_FINITE, NOTHING_ALLOWED and UNDECIDED have the same
-        # order.
+        # The sampler's NAN, DEAD and OVERFLOW, 1 to 3, become NOT_FINITE, NOTHING_ALLOWED and
+        # UNDECIDED, which have the same order.
         failed_B = drawn.status_B + (Status.NOT_FINITE.value - 1)
         status_B = torch.where(moved_B, after_B, torch.where(running_B, failed_B, state.status_B))
-        state.write(moved_B, status_B)
-        # This follows `write`, which counts the new token and moves the window's end.
+        state.write_step(moved_B, status_B)
+        # This follows `write_step`, which counts the new token and moves the window's end.
         if "last_n" in self.chain.stages:
-            state.forget(moved_B, self.knobs)
+            state.forget_leaving_tokens(moved_B, self.knobs)
         if "mirostat" in self.chain.stages:
             assert drawn.logprobs is not None
             surprise_B = drawn.logprobs.chosen_B * (-1 / math.log(2))
@@ -417,36 +430,36 @@ class Steps:
     Attributes:
         chains: the given chains; the last one covers every request.
         replays: the calls and captures of all steps.
-        of: returns the step of a chain.
-        chosen: returns the chain for a block of steps, given the frozenset of the smallest chains
-            of its requests.
+        step_for: returns the step of a chain.
+        choose_chain: returns the chain for a block of steps, given the frozenset of the smallest
+            chains of its requests.
     """
 
     def __init__(
         self,
         chains: Sequence[Chain],
-        made: Callable[[Chain], Step],
+        make_step: Callable[[Chain], Step],
         recorder: Recorder | None,
-        few: bool,
+        only_given_chains: bool,
     ) -> None:
         """Take the chains.
 
         Args:
             chains: see the class.
-            made: makes the step of a chain.
+            make_step: makes the step of a chain.
             recorder: captures steps; None: steps are not captured.
-            few: whether to make steps only for these chains, since making a step takes time;
-                otherwise a step may have any smaller chain.
+            only_given_chains: whether to make steps only for these chains, because a step takes long
+                to make; otherwise a step may have any smaller chain.
         """
         self.chains = tuple(chains)
         self.replays = Replays(self._call, recorder)
-        self._few = few
-        self.of = functools.cache(made)
-        self.chosen = functools.cache(self._chosen)
+        self._only_given_chains = only_given_chains
+        self.step_for = functools.cache(make_step)
+        self.choose_chain = functools.cache(self._choose_chain)
 
-    def _chosen(self, least: frozenset[Chain]) -> Chain:
-        smallest = joint(least, self.chains[-1])
-        if not self._few:
+    def _choose_chain(self, smallest_chains: frozenset[Chain]) -> Chain:
+        smallest = joint(smallest_chains, self.chains[-1])
+        if not self._only_given_chains:
             return smallest
         return next(chain for chain in self.chains if chain.covers(smallest))
 
@@ -464,4 +477,4 @@ class Steps:
                 self.replays.run(WARM_UP, *variant)
 
     def _call(self, chain: Chain, *arguments: object) -> None:
-        self.of(chain)(*arguments)
+        self.step_for(chain)(*arguments)

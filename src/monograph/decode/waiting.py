@@ -14,13 +14,13 @@ class Entry(NamedTuple):
     Attributes:
         number: the request's number, which its events have.
         request: the request.
-        least: the smallest chain that serves the request.
+        smallest_chain: the smallest chain that serves the request.
         knobs: the values of the knobs of its row.
     """
 
     number: int
     request: Request
-    least: Chain
+    smallest_chain: Chain
     knobs: dict[str, Any]
 
 

@@ -1,4 +1,8 @@
-"""Compile a step's functions in place; its modules, their names and checkpoints stay the same."""
+"""Compile a step's functions in place; its modules, their names and checkpoints stay the same.
+
+A step (`monograph.Step`) computes updates of a model. Its micro-step is the forward and the backward
+pass of one micro-batch. A block is a module that the model repeats, such as a layer of a transformer.
+"""
 
 import copy
 import functools
@@ -15,23 +19,26 @@ from monograph.allocator import keep_freed_memory
 from monograph.compat import inductor
 from monograph.errors import UsageError
 from monograph.graph import convolutions, matmul, recompute
-from monograph.graph.compilable import Compilable, Replaced, Scope
+from monograph.graph.compilable import AttributeValue, Compilable, Scope
 from monograph.graph.inspect import blocks
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import HostState, Recorder, StaticInputs
-from monograph.graph.siblings import within_blocks
-from monograph.ops import materialize  # noqa: F401 - its operator
+from monograph.graph.siblings import split_families_at_blocks
+from monograph.ops import materialize  # noqa: F401 - defines the operator that `compiled` lowers
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 ONE_BY_ONE = "micro-steps are launched one by one"
 
 
-class Compiles(Protocol):
-    """Parameters that name the functions that a capture compiles."""
+class FunctionsToCompile(Protocol):
+    """The part of `monograph.step.parameters.Parameters` that a capture needs.
+
+    That object has the step's trainable parameters, and knows which functions use them.
+    """
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
-        """Return these functions."""
+        """Return the functions that a capture of this scope compiles."""
 
 
 class Capturable(Protocol):
@@ -45,20 +52,20 @@ class Capturable(Protocol):
     recorder: Recorder | None
     announce: Callable[[str], None]
     micro_step: Callable[[object], None]
-    replaced: list[Replaced]
+    replaced: list[AttributeValue]
 
     @property
     def forward(self) -> Compilable[..., Any]:
         """Return the function that a micro-step calls."""
 
     @property
-    def parameters(self) -> Compiles:
-        """Return the step's parameters."""
+    def parameters(self) -> FunctionsToCompile:
+        """Return the object that has the step's parameters."""
 
 
 S = TypeVar("S", bound=Capturable)
-# Stands for the former value of an attribute that the owner itself did not have, only its class;
-# None may be a value.
+# The former value of an attribute that was not on the object, but on its class. None cannot say this,
+# because it may be a real value.
 _UNSET = object()
 
 
@@ -69,21 +76,25 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
     called twice, then recorded, and replayed from then on (`monograph.graph.replay`).
 
     The module itself is not wrapped, so its state dict keeps its names. Each function is compiled
-    at its first call; load weights and run `trial` before.
+    at its first call. Before that call, load the weights, and run `monograph.trial`: it is one eager
+    step, which finds the faults of a model much faster than a compilation.
 
     Args:
-        step: a `monograph.Step`; the functions that its parameters name are replaced.
+        step: a `monograph.Step`. Its forward pass, its evaluation and its update are replaced, or
+            with the scope "blocks" the forward passes of blocks and the update.
         backend: "inductor", or "aot_eager" or "eager", which trace the same graphs without
             generating code. "eager" becomes "aot_eager" if a graph recomputes activations.
         scope: "whole": each function is one graph. "blocks": equal blocks of the model share one
-            graph, the loss's `head`, if it has one, is another, and `apply` a third; the code
-            between them runs eagerly. The time to compile then does not grow with the depth.
+            graph; the update (`apply`) has its own graph, and so has the loss's `head`, if there is
+            one. The code between them runs eagerly. The time to compile then does not grow with the
+            number of blocks.
 
     Returns:
         The same step.
 
     Raises:
-        UsageError: the model has no blocks but the scope is "blocks", or `step` is an engine.
+        UsageError: the model has no blocks but the scope is "blocks", or `step` is an engine,
+            which contains a step and has its own `capture` (`monograph.engine`).
         CaptureFailed: the model has a 0-d float64 buffer; or a function cannot be captured as one
             graph, which its first call raises.
     """
@@ -98,8 +109,8 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
 
 
 def _compiler(step: Capturable, backend: Backend, scope: Scope) -> Compiler:
-    # On a GPU, a kernel that computes all parts of a concatenation at once computes every part for
-    # each part's elements.
+    # On a GPU, Inductor's one kernel for torch.cat of k tensors computes all k of them at every element
+    # of the result. A kernel for each tensor avoids that.
     options = compat.split_cat_options() if step.device.type == "cuda" else {}
     backend = _backend_that_recomputes_alike(step, backend, scope)
     return functools.partial(compiled, backend=backend, more=options)
@@ -107,7 +118,7 @@ def _compiler(step: Capturable, backend: Backend, scope: Scope) -> Compiler:
 
 def _refuse_scalar_float64_buffers(step: Capturable) -> None:
     for name, buffer in step.model.named_buffers():
-        # A bug of torch 2.13, see dev/log.md.
+        # torch 2.13 loses what a graph writes to such a buffer (dev/log.md).
         if buffer.ndim == 0 and buffer.dtype == torch.float64:
             raise CaptureFailed(
                 f"the buffer {name} is float64 and has no dimension: torch loses what is written to it; make it "
@@ -118,9 +129,9 @@ def _refuse_scalar_float64_buffers(step: Capturable) -> None:
 def _backend_that_recomputes_alike(step: Capturable, backend: Backend, scope: Scope) -> Backend:
     """Return the backend, or "aot_eager" instead of "eager" if graphs recompute activations.
 
-    A recomputation under "eager" would draw other random numbers than the forward pass.
+    Under "eager", a recomputation would use other random numbers than the forward pass.
     """
-    # Under these policies, nothing is recomputed inside of a graph.
+    # Under these policies, graphs do not recompute anything.
     policies = [Remat.Off(), Remat.Offload()]
     if scope == "blocks":
         policies.append(Remat.Full())
@@ -128,17 +139,15 @@ def _backend_that_recomputes_alike(step: Capturable, backend: Backend, scope: Sc
 
 
 def capture_by(compiler: Compiler, step: Capturable, scope: Scope) -> None:
-    """Replace the functions that `capture` replaces by the results of any compiler.
-
-    Nothing is replayed.
-    """
-    replacements: list[Replaced] = [
-        (function, "now", compiler(function.now)) for function in step.parameters.captured(scope)
+    """Do what `capture` does, but with any compiler, and without replays."""
+    replacements = [
+        AttributeValue(compilable, "function", compiler(compilable.function))
+        for compilable in step.parameters.captured(scope)
     ]
     if scope == "blocks":
         replacements += _replacements_of_blocks(step, compiler)
-    replacements.append((step, "scope", scope))
-    step.replaced = [_replace(*replacement) for replacement in replacements]
+    replacements.append(AttributeValue(step, "scope", scope))
+    step.replaced = [_replace(replacement) for replacement in replacements]
 
 
 def _start_replaying(step: Capturable, scope: Scope) -> None:
@@ -149,11 +158,15 @@ def _start_replaying(step: Capturable, scope: Scope) -> None:
     if obstacle:
         step.announce(f"{ONE_BY_ONE}: {obstacle}")
     else:
-        step.replaced.append(_replace(step, "micro_step", replayed(step)))
+        step.replaced.append(_replace(AttributeValue(step, "micro_step", replayed(step))))
 
 
 def obstacle_to_replay(remat: Policy, scope: Literal["none", "whole", "blocks"]) -> str | None:
-    """Return why a step with this policy and scope can be replayed on no device, or None if it can."""
+    """Return why a step with this policy and scope cannot be replayed on any device.
+
+    Returns:
+        The reason; None if there is no such reason.
+    """
     if scope == "none":
         return "nothing is captured"
     # Eager recomputation copies the random state to the host, which has to wait for the device.
@@ -172,7 +185,9 @@ def replayed(step: Capturable) -> StaticInputs:
         step.micro_step,
         step.recorder,
         step.device,
-        lambda: HostState(step.model, step.loss, loss=step, now=step.forward),
+        lambda: HostState(
+            step.model, step.loss, attributes=[(step, "loss"), (step.forward, "function")]
+        ),
         lambda reason: step.announce(f"{ONE_BY_ONE}: {reason}"),
     )
 
@@ -183,12 +198,14 @@ def is_replayed(step: Capturable) -> bool:
 
 
 def give_back(step: Capturable) -> bool:
-    """Free the memory of recorded micro-steps, and call the micro-step from now on.
+    """Free the memory of recorded micro-steps, and run the micro-step without replays from now on.
 
     Returns:
-        Whether there were any.
+        Whether there were recorded micro-steps.
     """
-    return isinstance(step.micro_step, StaticInputs) and step.micro_step.give_back()
+    if not isinstance(step.micro_step, StaticInputs):
+        return False
+    return step.micro_step.give_back()
 
 
 def release(step: Capturable) -> None:
@@ -210,30 +227,34 @@ def set_aside(step: Capturable) -> Iterator[None]:
     Sampling from the step's module needs this: the blocks' graphs were made for training and
     evaluation, and would be compiled again for each layer's cache.
     """
-    # The compiled functions, so that nothing has to be compiled again.
-    captured = [(owner, name, vars(owner)[name]) for owner, name, _ in step.replaced]
+    # The present values are the compiled functions. They are set again after the block, so nothing
+    # has to be compiled again.
+    captured = [AttributeValue(owner, name, vars(owner)[name]) for owner, name, _ in step.replaced]
     release(step)
     try:
         yield
     finally:
-        step.replaced = [_replace(*replacement) for replacement in captured]
+        step.replaced = [_replace(replacement) for replacement in captured]
 
 
-def _replacements_of_blocks(step: Capturable, compiler: Compiler) -> list[Replaced]:
-    """Return (owner, attribute name, replacement) of the blocks' forward passes and of the loss."""
+def _replacements_of_blocks(step: Capturable, compiler: Compiler) -> list[AttributeValue]:
+    """Return the attributes that get compiled functions: blocks' forward passes, and the loss."""
     model_blocks = blocks(step.model)
     if not model_blocks:
         raise UsageError(
             "the module has no block, which is a module with submodules inside an nn.ModuleList or nn.Sequential: "
             "capture it as a whole"
         )
-    within_blocks(step.model)
+    # Linear layers of several blocks may have been joined to one family, whose weights are multiplied
+    # together. A graph of one block must not contain the layers of others.
+    split_families_at_blocks(step.model)
     # The shared function is compiled once for each kind of block, and torch's default limit is
     # eight.
     compat.allow_variants()
-    compat.quiet_inputs_of_blocks()
+    # Dynamo reads `grad` of a block's input, which is not a leaf.
+    compat.ignore_warning_of_block_input_grad()
     call_block = compiler(_call_block)  # one function, so that equal blocks share its graph
-    replacements: list[Replaced] = [(step.model, "blocks_captured", True)]
+    replacements = [AttributeValue(step.model, "blocks_captured", True)]
     for block in model_blocks.values():
         owner, name = recompute.forward_to_compile(block)
         forward = getattr(owner, name)
@@ -242,14 +263,14 @@ def _replacements_of_blocks(step: Capturable, compiler: Compiler) -> list[Replac
             # Dynamo shares a graph between blocks only if the block is an argument of the compiled
             # function (dev/log.md).
             captured: Callable[..., Any] = functools.partial(call_block, function, block)
-        else:
+        else:  # the forward is not a method, but a function that was set on the block
             captured = compiler(forward)
-        replacements.append((owner, name, captured))
+        replacements.append(AttributeValue(owner, name, captured))
     head = getattr(step.loss, "head", None)
     if head is not None:
         loss: Any = copy.copy(step.loss)  # the caller's own loss is not changed
         loss.head = compiler(head)
-        replacements.append((step, "loss", loss))
+        replacements.append(AttributeValue(step, "loss", loss))
     return replacements
 
 
@@ -259,11 +280,12 @@ def _call_block(
     return forward(block, *arguments, **keywords)
 
 
-def _replace(owner: object, name: str, value: object) -> Replaced:
-    """Set an attribute; return the owner, the name and the owner's former value, or `_UNSET`."""
+def _replace(replacement: AttributeValue) -> AttributeValue:
+    """Set an attribute, and return its former value; `_UNSET` if only the class had the attribute."""
+    owner, name, value = replacement
     former_value = vars(owner).get(name, _UNSET)
     setattr(owner, name, value)
-    return owner, name, former_value
+    return AttributeValue(owner, name, former_value)
 
 
 class CaptureFailed(UsageError):
@@ -280,7 +302,7 @@ def compiled(
 ) -> Callable[..., Any]:
     """Return the function compiled as one full graph with static shapes.
 
-    In a mode that makes fake tensors, the function itself runs.
+    With fake tensors, which have no numbers, a call runs the function itself.
 
     Args:
         function: the function.
@@ -294,6 +316,8 @@ def compiled(
     # kernel of attention.
     compat.cache_custom_functions()
     compat.cache_attention_kernels()
+    # By default, torch compiles a backward pass inside of the autocast context of the forward pass, and
+    # rounds products that were computed outside of it.
     compat.differentiate_outside_autocast()
     options = None
     if backend == "inductor":
@@ -304,21 +328,33 @@ def compiled(
         # The key of Inductor's cache lacks the vector width, so another processor would run wrong
         # code (dev/log.md).
         compat.key_cache_by_vector_width()
+        # By default, Inductor builds a library for each kernel on a CPU.
         compat.build_kernels_together()
+        # By default, glibc returns freed blocks to the system, and each page of the next block costs a
+        # page fault.
         keep_freed_memory()
-        if torch.cuda.is_available():  # only a GPU's kernel has them in its source
+        # Only the kernels of GPUs have the strides of block masks in their source.
+        if torch.cuda.is_available():
             compat.keep_strides_of_block_masks()
-        # An operator's own tensor, because an update's coefficients would otherwise be fused into
-        # the loop over a plane and computed again for every 16 elements.
+        # `materialize` must write its result to memory. Otherwise Inductor fuses an update's
+        # coefficients into the loop over the parameters, and computes them again for every 16
+        # elements.
         compat.lower_to_memory(torch.ops.monograph.materialize.default)
-        # By default, the partitioner keeps the dense copy of every frozen int8 or nf4 weight for
-        # the backward pass, and recomputes values from a buffer that the forward pass has
-        # overwritten.
-        marks = compat.graph_pass(compat.mark_recomputed, inductor.__file__)
-        first = compat.graph_pass(convolutions.rewrite, convolutions.__file__)
+        # Two passes change the graph of the forward and the backward pass. Inductor's cache needs a
+        # key for each pass, which is the hash of its source file.
+        #
+        # `mark_recomputed` marks what the backward pass recomputes. By default, the partitioner keeps
+        # the dense copy of every frozen int8 or nf4 weight for the backward pass, and recomputes
+        # values from a buffer that the forward pass has overwritten.
+        mark_recomputed = compat.graph_pass(compat.mark_recomputed, inductor.__file__)
+        # `convolutions.rewrite` replaces convolutions whose groups are faster one by one.
+        rewrite_convolutions = compat.graph_pass(convolutions.rewrite, convolutions.__file__)
         options = (
             matmul.inductor_options()
-            | {"joint_custom_pre_pass": first, "joint_custom_post_pass": marks}
+            | {
+                "joint_custom_pre_pass": rewrite_convolutions,
+                "joint_custom_post_pass": mark_recomputed,
+            }
             | {**more}
         )
     compiler = compat.aot_eager() if backend == "aot_eager" else backend
@@ -331,16 +367,18 @@ def compiled(
         if compat.makes_fake_tensors():  # torch.compile refuses to trace in a dispatch mode
             return function(*arguments, **keywords)
         try:
+            # An error inside a torch.func transform leaves saved-tensor hooks disabled.
             with compat.restore_saved_tensor_hooks():
                 return graph(*arguments, **keywords)
         except Exception as error:
-            # While it leaves a transform, torch 2.11 raises a second error, which says nothing.
-            first = error if compat.is_capture_error(error) else error.__context__
-            if not compat.is_capture_error(first):
+            # When an error leaves a torch.func transform, torch 2.11 raises a second error, which says
+            # nothing of the first. The first one is then its context.
+            capture_error = error if compat.is_capture_error(error) else error.__context__
+            if not compat.is_capture_error(capture_error):
                 raise
-            failure = CaptureFailed(reason(first or error))
-        # Outside the except block, so that torch's own trace is left out: it has dozens of lines
-        # that say no more. TORCH_LOGS="+dynamo" shows more.
+            failure = CaptureFailed(reason(capture_error or error))
+        # This is outside of the except block, so that Python does not print torch's own error, too. Its
+        # dozens of lines say no more than the reason. TORCH_LOGS="+dynamo" shows more.
         raise failure
 
     return captured
@@ -374,9 +412,12 @@ def reason(error: BaseException) -> str:
     raised = next((line for line in lines if "raised exception" in line), None)
     if raised:
         return raised.partition("raised exception ")[2]
-    # torch says only this of a function that reached the recompile limit.
+    # If a function reached the recompile limit, torch's message is only this line.
     if lines and "fullgraph=True" in lines[0]:
-        return "it was compiled too often: an attribute differs from call to call; keep it in a buffer, in place"
+        return (
+            "it was compiled too often: an attribute of the module changes between calls; store it in a buffer, and "
+            "write the buffer in place"
+        )
     # A C++ compiler's or linker's own message says more than torch's first line.
     native = next((line for line in lines if ": error:" in line or "cannot find" in line), None)
     problem = native or next(

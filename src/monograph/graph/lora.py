@@ -1,8 +1,9 @@
 """Add low-rank adapters to the linear layers of any module, in place.
 
-The base weights keep their names and bits. The rows of a few tokens may be trained along with the
-adapters (`monograph.graph.token_rows`). `plain_parameters` yields the weights with adapters merged
-in, one at a time. `narrow` stores frozen weights in the 16 bits that products read.
+The base weights, which are frozen, keep their names and bits. The rows of a few tokens in embedding
+and head may be trained along with the adapters (`monograph.graph.token_rows`). `plain_parameters`
+yields the weights with adapters merged in, one at a time. `narrow` rounds frozen weights to the
+16-bit dtype in which matrix products read them.
 
 Source: Hu et al. 2021, "LoRA", arXiv 2106.09685; Kalajdzievski 2023, "rsLoRA", arXiv 2312.03732;
 Liu et al. 2024, "DoRA", arXiv 2402.09353. The order of operations, initial values and names are
@@ -28,8 +29,8 @@ from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
 from monograph.graph.mmap_weights import (
     MappedWeight,
     in_file_order,
-    keep,
     kept_dtype,
+    replace_data,
     require_finite,
 )
 from monograph.graph.siblings import families
@@ -38,7 +39,7 @@ from monograph.ops.row_norms import row_norms, sum_row_norms
 from monograph.ops.token_rows import replaced
 from monograph.ranges import ABOVE_0, COUNT, DECAY
 
-Place = torch.device | None  # None: where the weights are
+Place = torch.device | None  # None: the device of the weights
 Base = Literal["auto", "int8", "nf4"]
 BASES: dict[str, tuple[type[FrozenWeight], type[FrozenWeight]]] = {
     "int8": (Int8Linear, Int8Experts),
@@ -57,7 +58,7 @@ class Lora:
             PEFT; another string: a regular expression that matches whole names; a tuple: the last
             parts of names, which may be those of experts.
         dropout: probability with which elements of an adapter's input are dropped in training.
-        base: how the weights of experts and of all linear layers except the head are kept: "auto"
+        base: the format of the weights of experts and of all linear layers except the head: "auto"
             (unchanged), "int8" or "nf4".
         tokens: ids of tokens whose rows of embedding and head are trained as well, in ascending
             order.
@@ -150,7 +151,9 @@ class Adapted(nn.Linear):
         base = super().forward(dropped.to(input_dtype)) if is_dropping else output
         A = self.lora_A.weight.detach()
         scaled_B = self.lora_B.weight.detach() * self.scale
-        base_of_A = super().forward(A.to(input_dtype))  # A W^T costs as much as R more tokens
+        # A W^T, which the norms need. It costs as much as R more tokens.
+        base_of_A = super().forward(A.to(input_dtype))
+        # The layer's forward pass adds the bias, which is no part of W.
         if self.bias is not None:
             base = base - self.bias
             base_of_A = base_of_A - self.bias
@@ -267,7 +270,8 @@ def adapt(
             *inspect.expert_layers(module).values(),
         ):
             weight = layer.weight
-            if id(weight) in shared:  # another layer reads it, and needs a dense weight
+            # Another layer reads a shared weight, and needs it dense.
+            if id(weight) in shared:
                 continue
             linear_class, expert_class = BASES[lora.base]
             layer.__class__ = expert_class if isinstance(layer, ExpertLinear) else linear_class
@@ -300,13 +304,13 @@ def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | Expert
 
 @torch.no_grad()
 def measure(module: nn.Module, fresh: bool = True) -> None:
-    """Register the norms of the rows of W, in its present bits, in layers with a magnitude.
+    """Store the norms of the rows of W in each layer with a magnitude.
 
-    It is called again after W was rounded.
+    It must be called again after W was rounded.
 
     Args:
         module: a module with adapters.
-        fresh: whether the magnitudes are set to these norms.
+        fresh: whether the magnitudes are set to these norms, too, as in a new adapter.
     """
     for layer in adapters(module).values():
         if layer.lora_magnitude_vector is not None:
@@ -394,7 +398,7 @@ def merge(module: nn.Module) -> None:
             layer._buffers.clear()  # NF4's table
             layer.register_parameter("weight", nn.Parameter(weight.to(dtype), requires_grad=False))
         else:
-            keep(layer.weight, weight)
+            replace_data(layer.weight, weight)
         layer.__class__ = ExpertLinear if isinstance(layer, ExpertLinear) else nn.Linear  # type: ignore[assignment]
     merge_rows(module)
 
@@ -440,7 +444,8 @@ def kept_state(module: nn.Module) -> dict[str, Tensor]:
 def may_start_without_gradient(name: str) -> bool:
     """Return whether a parameter's first gradient may be zero.
 
-    That of A is, since B is zero; that of the rows of tokens is, if these tokens are absent.
+    The gradient of A is zero because B is zero at first. The gradient of a token's row is zero if the
+    token is not in the batch.
     """
     return name.endswith((".lora_A.weight", f".{ROWS}"))
 
@@ -476,7 +481,7 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
     }
     trained_ids |= {id(layer.lora_magnitude_vector) for layer in adapted.values()}
     trained_ids |= {id(table.token_rows) for table in tables_with_rows.values()}
-    # Not the state dict, in which a tied head appears twice.
+    # This reads `named_parameters`, because a tied head appears twice in the state dict.
     for name, parameter in module.named_parameters():
         if id(parameter) in trained_ids:
             continue
@@ -512,7 +517,7 @@ def narrow(
 ) -> None:
     """Round the frozen fp32 weights and biases of linear layers, including the head, in place.
 
-    They get the bits to which autocast would round them at each call.
+    Autocast would round them to the same bits at each call.
 
     Args:
         module: a module with adapters.
@@ -542,4 +547,4 @@ def narrow(
     for parameter in in_file_order(to_round):
         is_mapped = isinstance(parameter, MappedWeight)
         moved = parameter.data.to(device or parameter.device, copy=is_mapped)
-        keep(parameter, moved.to(dtype))
+        replace_data(parameter, moved.to(dtype))

@@ -67,6 +67,7 @@ class MappedPieces(MappedWeight):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Call a function; if it reads numbers, it gets weights in memory."""
+        # `state_dict` detaches each parameter, which must not read the weight into memory.
         if function is Tensor.detach:
             with torch._C.DisableTorchFunctionSubclass():
                 return _of_pieces(args[0].pieces, args[0].becomes, args[0].detach())
@@ -144,7 +145,7 @@ def kept_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.becomes if isinstance(tensor, MappedWeight) else tensor.dtype
 
 
-def keep(parameter: Tensor, data: Tensor) -> None:
+def replace_data(parameter: Tensor, data: Tensor) -> None:
     """Replace a parameter's data; a mapped parameter becomes an ordinary one."""
     parameter.data = data
     if isinstance(parameter, MappedWeight):
@@ -174,8 +175,9 @@ def materialize_(module: M, device: torch.device | None = None, trained: bool = 
     Args:
         module: any module; without mapped weights it is not changed.
         device: where the weights are copied; None: the host.
-        trained: whether to include trained weights, which a step on the host can copy straight into
-            its planes.
+        trained: whether to include trained weights. They can be left out for a step on the host,
+            which copies them straight into its planes, the flat buffers of all weights that are
+            updated in the same way (`monograph.optim.planes`).
     """
     still_mapped = [
         p
@@ -183,6 +185,8 @@ def materialize_(module: M, device: torch.device | None = None, trained: bool = 
         if isinstance(p, MappedWeight) and (trained or not p.requires_grad)
     ]
     for weight in in_file_order(still_mapped):
-        # Moved before it is converted, because the stored dtype is the smaller one.
-        keep(weight, weight.data.to(device or "cpu", copy=True).to(kept_dtype(weight)))
+        # The weight is moved before it is converted, because the stored dtype is the smaller one. For
+        # `MappedPieces`, `data.to` reads the numbers, so it joins the pieces.
+        moved = weight.data.to(device or "cpu", copy=True)
+        replace_data(weight, moved.to(kept_dtype(weight)))
     return module

@@ -1,14 +1,17 @@
 """Make the blocks of any module follow a recomputation policy, in place.
 
-The names of the module's parameters and the checkpoints stay the same.
+A block is a module that the model repeats, such as a layer of a transformer. A policy
+(`monograph.graph.remat`) says which results of a block are kept for the backward pass; all others
+are recomputed in the backward pass. The names of the module's parameters stay the same, and so do
+checkpoints.
 
 Each block's forward pass is wrapped in `torch.utils.checkpoint`. A function decides for each of the
 block's operators whether its result is kept. torch calls this function while it runs a block
 eagerly, and the compiler calls it while it traces a block.
 
-Under `Offload` a block's input, the only tensor that the block keeps, waits in the host's memory.
-It is copied there while the block computes, and back while the following block is recomputed. Both
-copies run on a separate stream.
+Under the policy `Offload`, a block keeps only its input, in the host's memory. The input is copied
+there while the block computes, and back while the following block is recomputed. Both copies run on
+a separate stream.
 """
 
 import copy
@@ -35,10 +38,10 @@ from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
 from monograph.graph.remat import OfBlock, Policy, Recording, Remat, record, within
-from monograph.graph.siblings import within_blocks
+from monograph.graph.siblings import split_families_at_blocks
 
 Context = AbstractContextManager[object]
-# Makes those of a forward pass and of its recomputation.
+# Makes the contexts in which a forward pass and its recomputation run.
 Contexts = Callable[[], tuple[Context, Context]]
 
 # ---- inputs in the host's memory -----------------------------------------------------------------
@@ -62,7 +65,7 @@ class CopyStream:
     def to_host(self, tensor: Tensor) -> Tensor:
         """Start a copy to pinned host memory and return the copy.
 
-        Later work on this stream sees the copy complete.
+        Work that is queued later on this stream begins after the copy has ended.
         """
         on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
         if self.stream is None:
@@ -81,7 +84,7 @@ class CopyStream:
         """Start the copy back to the device.
 
         Returns:
-            The tensor on the device, and the event of the copy's end; None on a CPU.
+            The tensor on the device, and the event of the copy's end; the event is None on a CPU.
         """
         if self.stream is None:
             return on_host.clone(), None
@@ -92,7 +95,8 @@ class CopyStream:
 class OffloadedInput:
     """A block's input and its copy on the host.
 
-    The first `take` returns the input itself, later ones return copies from the host.
+    The first call of `take`, in the forward pass, returns the input itself. Later calls, in
+    recomputations, return copies from the host.
     """
 
     def __init__(self, tensor: Tensor, stream: CopyStream):
@@ -103,7 +107,7 @@ class OffloadedInput:
         self.tensor: Tensor | None = tensor
         self.on_host = stream.to_host(tensor.detach())
         self.prefetched: tuple[Tensor, torch.cuda.Event | None] | None = None
-        # A weak reference, because strong ones would keep all earlier inputs alive.
+        # The reference is weak, because strong references would keep all earlier inputs alive.
         self.sent_before = stream.last_sent
         stream.last_sent = weakref.ref(self)
 
@@ -172,13 +176,13 @@ Pass = Callable[[nn.Module], object]  # runs a module
 
 @dataclass
 class _Plan:
-    """How a block follows its policy; it is the block's attribute `remat`.
+    """How a block follows its policy. It is stored as the block's attribute `remat`.
 
     Attributes:
         policy: the block's policy.
         own_forward: the forward pass that the block had before it followed a policy.
-        contexts: make torch keep the results that the policy chose; None if it keeps none.
-        kept_names: these results, as text; "" for none.
+        contexts: make torch keep the results that the policy chose; None if no result is kept.
+        kept_names: the names of these results, as text; "" if no result is kept.
     """
 
     policy: OfBlock
@@ -207,15 +211,16 @@ def follow(module: nn.Module, policy: Policy) -> None:
                     f"{name} ({type(block).__name__}) has no forward pass to recompute: use Remat.Off()"
                 )
         # A block is recomputed alone, so it must not need fused siblings in another block.
-        within_blocks(module)
+        split_families_at_blocks(module)
     for block, block_policy in zip(by_name.values(), policies, strict=True):
         plan = block.__dict__.pop("remat", None)
         if isinstance(plan, _Plan):
-            del block.forward  # the class's own method is visible again
+            # Without the attribute of the object, the method of its class is visible again.
+            del block.forward
+            # Another forward is a function that a user had assigned to the block.
             if not _is_method_of_class(plan.own_forward, block):
-                # A function that a user had assigned to the block.
                 block.forward = plan.own_forward
-        if block_policy in (Remat.Off(), Remat.Budget(1.0)):
+        if block_policy in (Remat.Off(), Remat.Budget(1.0)):  # everything is kept
             continue
         block.remat = _Plan(block_policy, block.forward)  # type: ignore[assignment]
         block.forward = MethodType(_forward_with_policy, block)
@@ -268,7 +273,7 @@ def forward_to_compile(block: nn.Module) -> tuple[object, str]:
 
 
 class _BlockWithPolicy(nn.Module):
-    """The type of a block that follows a policy. There is no object of this class: a block keeps its own."""
+    """The type of a block that follows a policy, for type checkers. No object has this class."""
 
     remat: _Plan
 
@@ -289,6 +294,7 @@ def _forward_with_policy(block: _BlockWithPolicy, *args: object, **kwargs: Any) 
             "Remat.Offload() moves tensors to the host between graphs, so it cannot be inside one: capture the step "
             "with scope blocks, or do not capture it"
         )
+    # Dynamo guards on `kept_names` because it is read here; see `_Plan`.
     if plan.contexts is None or not plan.kept_names:
         return checkpoint(plan.own_forward, *args, use_reentrant=False, **kwargs)
     return checkpoint(
@@ -328,9 +334,9 @@ def _contexts_keeping(names: frozenset[tuple[str, int]]) -> Contexts:
 def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Context, Context]:
     """Return the contexts of the forward pass and of its recomputation.
 
-    The recomputation reads the buffers as they were before the forward pass, and leaves them as
-    they were before the recomputation. Otherwise a module that changes its buffers as it runs, such
-    as running means or power iterations, would change them twice.
+    The recomputation reads the buffers as they were before the forward pass. After the recomputation
+    they get back the values that they had before it. Otherwise a module that changes its buffers in
+    its forward pass, such as running means, would change them twice.
     """
     first, recomputation = contexts() if contexts else (nullcontext(), nullcontext())
     buffers = _copy_buffers(block)
@@ -368,8 +374,8 @@ def _copy_buffers(block: nn.Module) -> list[_BufferCopy]:
 
 def _restore_buffers(buffers: list[_BufferCopy]) -> None:
     for buffer in buffers:
-        # Another block may have saved the tensor for its backward pass, where torch would refuse it
-        # if its version had changed.
+        # Another block may have saved the tensor for its backward pass. torch refuses a saved tensor
+        # whose version has changed, so the version is preserved.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer.tensor):
             buffer.tensor.copy_(buffer.value)
         buffer.owner._buffers[buffer.name] = buffer.tensor  # the module may have replaced it
@@ -386,17 +392,17 @@ def choose_kept(
     device: torch.device | None = None,
     unsharded: nn.Module | None = None,
 ) -> None:
-    """Choose which results blocks with a `Pointwise` or `Budget` policy keep, and note them there.
+    """Set in each block with a `Pointwise` or `Budget` policy which results it keeps.
 
-    The choice needs one pass with fake tensors.
+    The choice needs one pass with fake tensors, which have shapes but no numbers.
 
     Args:
         module: a module whose blocks follow a policy.
         run: runs a module on a batch; it is given a copy with fake tensors.
         captured: whether the blocks will run in a compiled graph, which may compute and keep other
             tensors than an eager pass.
-        device: where the blocks will compute, if the module's tensors are elsewhere, such as those
-            of a streamed module; None if they are there.
+        device: where the blocks will compute, if the module's tensors are on another device, such as
+            those of a streamed module; None: the device of the tensors.
         unsharded: the module with tensors of full shapes, if those of `module` are sharded; None
             otherwise.
 
@@ -426,6 +432,7 @@ def choose_kept(
 
 
 def _results_to_keep(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]]:
+    """Return the names of the products that a `Pointwise` or `Budget` policy keeps."""
     choices = recording.curve()
     if isinstance(policy, Remat.Budget):
         limit_bytes = round(policy.fraction * recording.stored_bytes)
@@ -476,8 +483,8 @@ def record_blocks(
                 bytes_stored_by_graph[recording] = compat.bytes_saved_for_backward(
                     own_forward, block, args, kwargs
                 )
-            # No `rest_flops`: recomputed operators between products are fused into the kernels that
-            # read them, and cost no measurable time (dev/log.md).
+            # `rest_flops` is 0, because the recomputed operators between products are fused into the
+            # kernels that read them, and take no measurable time (dev/log.md).
             recording = recording._replace(
                 stored_bytes=bytes_stored_by_graph[recording], rest_flops=0
             )
@@ -495,10 +502,10 @@ def record_blocks(
         for tensor in state
     }
     compiling = compat.as_if_compiling() if captured else nullcontext()
-    reason = "they did not run"
+    reason = "they did not run"  # replaced if the pass fails with an error
     with mode, torch.enable_grad(), compiling:
         try:
-            # `deepcopy` takes what this dict has for an object's id instead of copying the object.
+            # For an object whose id is in this dict, `deepcopy` takes the dict's value as the copy.
             fake_module = copy.deepcopy(module, dict(fake_by_id))
             for name, block in blocks(fake_module).items():
                 plan = block.__dict__.pop("remat", None)

@@ -1,8 +1,9 @@
 """Choose which activations a module's blocks keep for the backward pass, and which they recompute.
 
-A block's products and stored bytes are recorded by running the block; fake tensors are enough.
-Under a budget the choice is a 0-1 knapsack: keeping a result costs bytes, recomputing it costs
-FLOPs.
+A block is a module that the model repeats, such as a layer of a transformer. A product is a matrix
+product, convolution or attention of a block. One run of a block, which may be with fake tensors,
+records its products and the bytes that autograd stores. Under a budget the choice is a 0-1 knapsack:
+keeping a result costs bytes, and recomputing it costs FLOPs.
 """
 
 from collections import Counter
@@ -19,8 +20,8 @@ from monograph import compat
 from monograph.errors import UsageError
 from monograph.ranges import between
 
-# A front may double with every group, so it is thinned to about this many choices. This can cost a
-# choice 1 / MAX_CHOICES of the bytes.
+# The front may double with every group, so it is thinned to about this many choices. The best choice
+# that is left may then use fewer bytes than the limit, by 1 / MAX_CHOICES of all bytes.
 MAX_CHOICES = 512
 
 
@@ -30,7 +31,7 @@ class Choice(NamedTuple):
     Attributes:
         stored_bytes: bytes that are kept until the backward pass.
         flops: FLOPs that are computed a second time.
-        what: the names of the results, or the policies.
+        what: the names of the results that are kept, or the policies of the blocks.
     """
 
     stored_bytes: int
@@ -41,9 +42,9 @@ class Choice(NamedTuple):
 def front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
     """Return the Pareto front of combinations with one choice of every group, in rising bytes.
 
-    The bytes, FLOPs and `what` of a combination are the sums of its choices'. Source: Nemhauser and
-    Ullmann, "Discrete Dynamic Programming and Capital Allocation", Management Science 15 (1969):
-    groups are joined one by one, and dominated combinations are dropped at once.
+    Each attribute of a combination is the sum of the attribute over its choices. Groups are joined one
+    by one, and dominated combinations are dropped at once. Source: Nemhauser and Ullmann, "Discrete
+    Dynamic Programming and Capital Allocation", Management Science 15 (1969).
     """
     best = [Choice(0, 0, ())]
     for group in groups:
@@ -55,8 +56,8 @@ def front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
         ]
         best = []
         for stored_bytes, flops, a, b in sorted(pairs, key=lambda pair: pair[:2]):
-            # Pairs come in rising bytes, so a pair is dominated unless it takes fewer FLOPs than
-            # the last one that was kept.
+            # Pairs come in the order of rising bytes. So a pair is dominated unless it takes fewer
+            # FLOPs than the last pair that was kept.
             if not best or flops < best[-1].flops:
                 best.append(Choice(stored_bytes, flops, a.what + b.what))
         best = _thin_out(best)
@@ -93,7 +94,7 @@ class Remat:
         Remat.Pointwise()          matrix products and attention are kept, all operations between them are recomputed
         Remat.Budget(0.5)          the most expensive products are kept, in half of the bytes that Off keeps
         Remat.Full()               only a block's input is kept, the block is recomputed
-        Remat.Offload()            likewise, and the input waits in the host's memory
+        Remat.Offload()            as Full, but the input is kept in the host's memory
         Remat.PerLayer((...,))     one of the above for each block, in the order of the module's blocks
     """
 
@@ -191,12 +192,12 @@ class Recording(NamedTuple):
 
     Attributes:
         input_bytes: size of the block's input tensors, which every policy keeps.
-        stored_bytes: size of all other tensors except parameters that autograd keeps if nothing is
-            recomputed.
-        rest_flops: cost of all operators that are not products, one FLOP for each number written;
-            every policy recomputes them. 0 if the block is compiled.
-        products: products whose results the backward pass or a recomputation needs, in the order of
-            their calls.
+        stored_bytes: size of the tensors that autograd keeps if nothing is recomputed, without the
+            inputs and parameters.
+        rest_flops: cost of all operators that are not products, counted as one FLOP for each number
+            that they write. Every policy recomputes these operators. 0 if the block is compiled.
+        products: the products whose results the backward pass or a recomputation needs, in the order
+            of their calls.
     """
 
     input_bytes: int
@@ -235,15 +236,15 @@ def record(
     inputs = {storage_of(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
     saved: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
+    def note_saved(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
     calls = _Calls()
-    # The hooks see the tensors that autograd saves, the mode sees the operators that run.
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), calls:
+    # The hooks see the tensors that autograd saves. The mode `calls` sees the operators that run.
+    with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda tensor: tensor), calls:
         output = block(*args, **kwargs)
-    # Saving a tensor that is alive anyway costs nothing.
+    # A saved tensor that is alive anyway takes no additional memory.
     alive_anyway = inputs.keys() | {storage_of(t) for t in held}
     stored = {storage_of(t): t for t in saved if storage_of(t) not in alive_anyway}
     products, rest = calls.needed(set(stored))
@@ -339,7 +340,7 @@ class _Calls(TorchDispatchMode):
         products = list[Product]()
         rest = 0
         needed = set(stored)
-        changed = set[int]()
+        changed = set[int]()  # the storages that later calls change in place
         # In reverse order, because the inputs of a needed call are needed as well.
         for call in reversed(self.calls):
             if needed & (call.made | call.changed):

@@ -8,7 +8,7 @@ values behind these decisions are compared before each replay (`HostState`).
 import functools
 import random
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -135,8 +135,9 @@ def _host_waits() -> Iterator[list[str]]:
 class Replays:
     """A function whose only effect is on device memory, with one graph for each variant.
 
-    A variant is a tuple of the function's arguments. Its first calls are ordinary ones, and its
-    last ordinary call comes before the capture, so the function runs as often as it is asked to.
+    A variant is a tuple of the function's arguments. The first WARM_UP runs of a variant are ordinary
+    calls. The capture follows the last of them, and does not run the function. So the function runs
+    as often as the caller asks.
     """
 
     def __init__(self, function: Callable[..., None], recorder: Recorder | None) -> None:
@@ -229,13 +230,13 @@ class HostState:
     the recorded objects, in a global variable or on a class, is not recorded.
     """
 
-    def __init__(self, *owners: object, **owner_by_attribute: object):
+    def __init__(self, *owners: object, attributes: Iterable[tuple[object, str]] = ()):
         """Record the attributes of objects, and those of a module's submodules.
 
         Args:
             owners: the objects.
-            owner_by_attribute: further attributes, as attribute=owner; their values must stay the
-                same objects.
+            attributes: further attributes, (object, name) each; their values must stay the same
+                objects.
         """
         self._values: list[tuple[dict[str, Any], str, Any]] = []
         self._names: list[tuple[dict[str, Any], frozenset[str]]] = []
@@ -243,7 +244,7 @@ class HostState:
         for owner in owners:
             for part in owner.modules() if isinstance(owner, nn.Module) else (owner,):
                 self._record(part)
-        for name, owner in owner_by_attribute.items():
+        for owner, name in attributes:
             self._values.append((vars(owner), name, vars(owner).get(name)))
 
     def _record(self, owner: object) -> None:
@@ -284,8 +285,10 @@ def _is_unchanged(value: Any, recorded: Any) -> bool:
     return bool(value == recorded)
 
 
-MAX_SHAPES = 4  # of batches that are captured
-MAX_VOIDED = 4  # times that a change on the host may void the captures
+# The maximum number of shapes of batches that are captured.
+MAX_SHAPES = 4
+# How many times a change on the host may void the captures. After that, nothing is captured.
+MAX_VOIDED = 4
 
 
 class StaticInputs:
@@ -321,7 +324,7 @@ class StaticInputs:
         self._record_host = host
         self._announce = announce
         self._replays = Replays(lambda variant: self.function(self._inputs[variant][0]), recorder)
-        # Of each variant, the batch that captures read, and its leaves.
+        # For each variant, the batch of buffers that its capture reads, and the leaves of this batch.
         self._inputs: dict[Hashable, tuple[Any, list[Tensor]]] = {}
         self._host_state: HostState | None = None
         self._changed_attribute = ""
@@ -359,7 +362,8 @@ class StaticInputs:
             self.function(batch)
             return
         if variant not in self._inputs:
-            # Replays read the addresses of the capture, and the caller frees its batch.
+            # Replays read the addresses of the capture. The caller frees its batch, so the capture
+            # needs buffers of its own.
             buffers = [
                 torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
             ]
@@ -371,7 +375,7 @@ class StaticInputs:
         try:
             self._replays.run(1, variant)
         except NotReplayable as reason:
-            # The function ran for this batch; for later batches it will be called.
+            # The function ran for this batch. For later batches it is called without a capture.
             self._stopped = True
             self._forget()
             self._announce_once(str(reason))
@@ -418,8 +422,8 @@ class StaticInputs:
 
 
 def _leaf_key(leaf: object) -> Hashable:
-    """Return what a graph depends on of a batch's leaf.
+    """Return the properties of a batch's leaf on which a graph depends.
 
-    This is a tensor's shape and dtype, or a plain value and its type.
+    They are a tensor's shape and dtype, or a plain value and its type.
     """
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)

@@ -310,7 +310,7 @@ def part_moved(module: nn.Module) -> None:
             _replace(family, [family.layers])
 
 
-def within_blocks(module: nn.Module) -> None:
+def split_families_at_blocks(module: nn.Module) -> None:
     """Split families that span several blocks.
 
     A block is recomputed or captured without the others, so it must not need their layers.

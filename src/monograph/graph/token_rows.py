@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph.inspect import head_of
-from monograph.graph.mmap_weights import keep, kept_dtype
+from monograph.graph.mmap_weights import kept_dtype, replace_data
 from monograph.ops.token_rows import Rows, embedding, linear, replaced
 
 ROWS = "token_rows"  # the parameter's name, next to `weight`
@@ -158,7 +158,7 @@ def merge_rows(module: nn.Module) -> None:
     layers = [child for child in module.modules() if isinstance(child, TableWithRows)]
     for layer in layers:
         table = layer.weight.detach().to(kept_dtype(layer.weight))
-        keep(layer.weight, replaced(table, layer.rows))
+        replace_data(layer.weight, replaced(table, layer.rows))
         for name in (ROWS, "token_index", "token_slots"):
             delattr(layer, name)
         layer.__class__ = nn.Embedding if isinstance(layer, TokenEmbedding) else nn.Linear  # type: ignore[assignment]

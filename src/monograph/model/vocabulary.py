@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused
-from monograph.graph.mmap_weights import MappedWeight, keep, kept_dtype
+from monograph.graph.mmap_weights import MappedWeight, kept_dtype, replace_data
 from monograph.graph.token_rows import ROWS, TableWithRows, tables
 from monograph.model.files import DTYPES, Stored, read_tensors
 from monograph.model.llama import Llama
@@ -184,7 +184,7 @@ def extend(model: Llama, known: int, tokens: int) -> None:
         weight = layer.weight
         # A mapped weight is copied into memory, where it can be changed.
         in_memory = weight.detach().to(kept_dtype(weight), copy=isinstance(weight, MappedWeight))
-        keep(weight, in_memory)
+        replace_data(weight, in_memory)
         layer.weight = _extended(weight, known, tokens)
     model.config = replace(model.config, vocab_size=max(model.config.vocab_size, tokens))
     model.tie_weights()

@@ -46,16 +46,16 @@ def cached_attention(
         visible      : positions[b, t] - window < s <= positions[b, t]
 
     Slot s holds position s. Sums over slots are taken inside a block and then over blocks by
-    halving, as if the number of blocks were padded to a power of two. A block that no query sees
-    adds zeros, so neither more blocks nor the lengths of other rows change a bit.
+    halving, as if the number of blocks were padded to a power of two. A block that no query sees adds
+    zeros. So the bits of a row depend neither on the number of blocks nor on the other rows.
 
     Args:
         query_BHTE: queries, floating.
         keys_NBKCE: the first N blocks of a layer, finite everywhere.
         values_NBKCE: of the same shape and dtype.
         positions_BT: the queries' positions, int64, below N C; their slots have been written.
-        window: the number of positions that a query sees, of which its own is the last; None: all
-            up to its own.
+        window: the number of positions that a query sees, the last of which is its own; None: all
+            positions up to its own.
         is_filled: whether products are padded to `padded_count(M)` rows, so that a step of decoding
             has the bits of a pass over the whole text. This takes 10 to 20 % more time.
         sink_H: see `attention`.
@@ -186,16 +186,16 @@ def attention(
             "blocks": one product for each 128 queries, with the keys up to the last of them; only
             for a causal mask. For bf16 heads it rounds scores and probabilities to bf16, as most
             eager models do. In a compiled graph on a CPU it takes half the time of the fused kernel
-            (dev/log.md), and memory that grows with T^2.
+            (dev/log.md), but its memory grows with T^2.
             "cached": the arithmetic of `cached_attention` over a cache with T slots. On a CPU, in
             eager mode, a document at the beginning of its row has the bits that decoding gives it
             token by token. This keeps all probabilities for the backward pass.
             "auto": "flex" for a BlockMask; "blocks" for bf16 and up to 1,024 keys in a compiled
-            graph on a CPU; else "sdpa". A mask that is not causal needs "sdpa" where "auto" chooses
-            "blocks".
-        kernel: the torch kernel of "sdpa" without a mask. "torch": torch's own choice; "repeated":
-            its choice for repeated key-value heads; others: this kernel, on a GPU. With a dense
-            mask it is always torch's choice.
+            graph on a CPU; else "sdpa". "auto" does not look at the mask: in the case of "blocks", a
+            mask that is not causal needs impl="sdpa".
+        kernel: the kernel of "sdpa" without a mask. "torch": torch's own choice; "repeated": torch's
+            choice after key-value heads were repeated; "cudnn", "flash", "efficient": this kernel,
+            on a GPU. With a dense mask it is always torch's choice.
         sink_H: for each query head, a score that takes part in every softmax and has no value, so
             that a query's probabilities may sum to less than 1 (Xiao et al., arXiv 2309.17453; it
             is 0 in Miller's "Off By One"). None: no sinks.
@@ -259,11 +259,12 @@ def block_of(slots: int) -> int:
 
 
 def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
+    """Return attention by the arithmetic of `cached_attention`; N blocks of C slots, M = G T."""
     query_BHTD, key_BKSD, value_BKSD = heads
     length = key_BKSD.shape[2]
     block = block_of(length)
     blocks = -(-length // block)
-    # In the memory layout of a cache, because the bits of a product may depend on it.
+    # Keys and values get the memory layout of a cache, because the bits of a product may depend on it.
     keys_NBKCD, values_NBKCD = (
         F.pad(each, (0, 0, 0, blocks * block - length)).unflatten(2, (blocks, block)).movedim(2, 0)
         for each in (key_BKSD, value_BKSD)
@@ -278,9 +279,9 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
 def _sdpa(heads: Heads, mask: Tensor | None, kernel: Kernel, sink_H: Tensor | None) -> Tensor:
     if sink_H is None:
         return _by_torch(heads, mask, kernel)
-    # torch's kernels have no sinks. So the sink is the score of an added first key, whose value is
-    # 0: this key is 1 in an added channel, in which queries have the sink. An added first query
-    # keeps a causal mask square.
+    # torch's kernels have no sinks. So a first key is added, whose score is the sink and whose value is
+    # 0. In an added channel, this key is 1 and each query is its sink. A first query is added, too, so
+    # that a causal mask stays square.
     head_dim = heads[0].shape[-1]
     queries = heads[0].shape[2]
     keys = heads[1].shape[2]
@@ -339,10 +340,11 @@ def _in_blocks(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     query_BHTD, key_BKSD, value_BKSD = heads
     rows, key_heads = key_BKSD.shape[:2]
     length = query_BHTD.shape[2]
-    # Half of the lowest number, so that adding a score cannot overflow.
+    # The bias of an unseen key. It is half of the lowest number, so that adding a score cannot
+    # overflow.
     unseen = torch.finfo(query_BHTD.dtype).min / 2
-    # A bias that the product adds, because Inductor does not compute a row's softmax in one loop if
-    # a loop over scores reads a mask (dev/log.md).
+    # The mask is a bias that the product adds: if a loop over scores reads a mask, Inductor does not
+    # compute a row's softmax in one loop (dev/log.md).
     bias = torch.zeros_like(mask, dtype=query_BHTD.dtype).masked_fill(~mask, unseen)
     bias_BKGTS = bias.expand(rows, query_BHTD.shape[1], -1, -1).unflatten(1, (key_heads, -1))
     query_NGTD = (
@@ -357,6 +359,7 @@ def _in_blocks(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
         query_NMD = query_NGTD[..., begin:end, :].flatten(1, 2)
         scores_NMR = torch.baddbmm(bias_NMR, query_NMD, key_NSD[:, :end].transpose(-1, -2))
         scores_NMR = scores_NMR.to(torch.promote_types(scores_NMR.dtype, torch.float32))
+        # Only a query that sees no key has no score above `unseen / 2`.
         sees_nothing_NM1 = scores_NMR.detach().amax(dim=-1, keepdim=True) <= unseen / 2
         if sink_H is not None:
             sink_KM1 = _for_queries(sink_H.to(scores_NMR), key_heads, end - begin)
@@ -380,8 +383,9 @@ def _reference(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
         _expand(each.to(wide), query_BHTD.shape[1]) for each in (key_BKSD, value_BKSD)
     )
     scores_BHTS = query_BHTD.to(wide) @ key_BHSD.transpose(-1, -2) / query_BHTD.shape[-1] ** 0.5
-    # The lowest finite number instead of -inf, so that the softmax of a row that sees nothing is
-    # finite, and `where` can make it zero. In every other row exp(lowest - max) is exactly zero.
+    # The score of an unseen key is the lowest finite number, not -inf. So the softmax of a row that
+    # sees no key is finite, and `where` can make it zero. In all other rows, exp(lowest - max) is
+    # exactly zero.
     scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(wide).min)
     if sink_H is not None:
         scores_BHTS = torch.cat(

@@ -9,11 +9,14 @@ from torch import Tensor
 from monograph.device import clock, synchronize
 from monograph.ops.attention import Kernel, attention
 
-# Without torch's unfused kernel, which keeps the scores of all pairs: no memory plan has room for
-# them.
+# torch's unfused kernel is not among them. It keeps the scores of all pairs of a query and a key, for
+# which no memory plan has room.
 KERNELS: tuple[Kernel, ...] = ("torch", "cudnn", "flash", "efficient")
-ROUNDS, CALLS = 5, 4
-# A kernel must be this many times as fast as torch's own choice, so that noise does not choose.
+# Each kernel is timed ROUNDS times, over CALLS calls.
+ROUNDS = 5
+CALLS = 4
+# A kernel is chosen only if it is this many times as fast as torch's own choice. A smaller difference
+# may be noise.
 MARGIN = 1.05
 
 

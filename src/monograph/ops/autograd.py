@@ -1,4 +1,4 @@
-"""The types of what torch gives to a backward pass, or to a rule for vmap, that is written here."""
+"""The types of the objects that torch passes to custom backward passes and to rules for vmap."""
 
 from typing import Protocol
 
@@ -6,11 +6,12 @@ from torch import Tensor
 
 
 class Context(Protocol):
-    """What a forward pass keeps for its backward pass; one that keeps more than tensors declares a
-    class below this.
+    """The object in which a forward pass keeps something for its backward pass.
+
+    If a forward pass keeps more than tensors, it declares a subclass.
 
     Attributes:
-        saved_tensors: what was saved; it can be read in the backward pass.
+        saved_tensors: the tensors of `save_for_backward`, for the backward pass.
         needs_input_grad: whether each argument of the forward pass needs a gradient.
     """
 
@@ -22,7 +23,7 @@ class Context(Protocol):
 
 
 class Batched(Protocol):
-    """What a rule for vmap is told."""
+    """The first argument of a rule for vmap."""
 
     @property
     def batch_size(self) -> int:

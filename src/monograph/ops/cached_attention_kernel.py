@@ -1,7 +1,7 @@
 """Compute the attention of several new positions per row to a cache, by one Triton kernel.
 
-It is `monograph.ops.attention.cached_attention`, of which PyTorch's operators are four launches and
-one for each halving of the blocks, with all scores in memory.
+It computes what `monograph.ops.attention.cached_attention` computes. PyTorch's operators need four
+launches for that, and one more for each halving of the blocks, and have all scores in memory.
 
 A program has the queries of some positions, with all query heads of one key-value head, and goes
 through the slots that any of them sees, from the first one on. Its tiles of slots begin at multiples

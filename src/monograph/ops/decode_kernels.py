@@ -6,9 +6,9 @@
     inner = act(norm(x) Wg^T) * norm(x) Wu^T `project_gated`
     x     = x + inner Wd^T                   `project`
 
-One token per row reads every weight once, so a step costs the bytes of the weights, and beyond that
-each kernel launch about as much as ten megabytes of them. PyTorch's own operators need 19 launches
-per layer.
+A step reads every weight once, so its time is that of reading the weights, and of the launches of its
+kernels. A launch takes about as long as reading ten megabytes. PyTorch's own operators need 19
+launches per layer.
 
 **A row's bits do not depend on the other rows.** A tile always has 16 rows, and rows beyond the
 batch are zeros, so every sum of a row is taken in one order for 1 to 16 rows. Attention sums each
@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 16  # of a tile: the fewest that tensor cores multiply
+ROWS = 16  # rows of a tile: the minimum that tensor cores multiply
 Activation = Literal["silu", "gelu"]
 
 
@@ -269,13 +269,16 @@ def attend_fits(device: torch.device, slots: int, head_dim: int, dtype: torch.dt
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Return how `tl.dot` multiplies: exact products of fp32; for 16-bit operands it says nothing."""
+    """Return how `tl.dot` multiplies: "ieee" for exact products of fp32; it ignores 16-bit operands."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @functools.cache
 def step_of(summed: int) -> int:
-    """Return how many channels a loop of `project` takes at once; 0 if it cannot divide so many."""
+    """Return how many of the summed channels `project` reads at once; 0 if it cannot compute them.
+
+    It is the largest power of two from ROWS to 256 that divides their number.
+    """
     step = 256
     while summed % step:
         step //= 2
@@ -308,9 +311,9 @@ def project(
     Args:
         x_BK: fp32, fp16 or bf16, contiguous; K is a multiple of 16.
         weight_NK: the same dtype, contiguous.
-        norm: None: x itself.
-        bias_N: None: no bias.
-        residual_BN: None: nothing is added.
+        norm: the norm of x; None: no norm.
+        bias_N: b; None: no bias.
+        residual_BN: the residual; None: no residual.
 
     Returns:
         [B, N] in the same dtype; products are summed in fp32 and rounded once before the residual is
@@ -328,7 +331,7 @@ def project_gated(x_BK: Tensor, weight_NK: Tensor, norm: Norm, activation: Activ
     Args:
         x_BK: see `project`.
         weight_NK: [2 M, K].
-        norm: the norm before both.
+        norm: the norm of x, before both products.
         activation: "silu", or "gelu" by its tanh approximation.
 
     Returns:
@@ -461,38 +464,39 @@ def attend(
         values_LBJCE: likewise.
         position_B: int64, the new token's position p.
         counters_BJ: int32 zeros, which are zeros again afterwards.
-        blocks: how many blocks are read, the first ones. A row that stands behind them gets numbers
-            without meaning.
+        blocks: attention reads this number of first blocks. A row whose position is not in them gets
+            numbers without meaning.
         heads: H.
-        scale: of the scores.
-        cos_BF: fp32, of the positions' angles; None: heads are not rotated.
-        sin_BF: likewise.
-        q_gain_E: weight of the queries' norm; None: no norm.
-        k_gain_E: likewise of the keys'.
-        eps: of both norms.
+        scale: multiplies the scores.
+        cos_BF: fp32, the cosines of the positions' angles; None: heads are not rotated.
+        sin_BF: fp32, the sines; None: heads are not rotated.
+        q_gain_E: the weight of the queries' norm; None: no norm.
+        k_gain_E: the weight of the keys' norm; None: no norm.
+        eps: the eps of both norms.
         is_centred: whether these norms multiply by 1 + weight.
-        sink_H: a score for each head that takes part in the softmax; None: none does.
-        window: how many positions a query sees, its own among them; None: all.
+        sink_H: for each head, a score without a value that takes part in the softmax; None: no sinks.
+        window: how many positions a query sees, including its own; None: all.
 
     Returns:
         [B, H E] in the same dtype; scores, softmax and sums are fp32.
     """
-    _, rows, pairs, slots, head_dim = keys_LBJCE.shape
-    group = heads // pairs
+    _, rows, key_heads, slots, head_dim = keys_LBJCE.shape
+    group = heads // key_heads
     out_BX = qkv_BX.new_empty(rows, heads * head_dim)
-    partial = qkv_BX.new_empty(rows * pairs * blocks * group * head_dim, dtype=torch.float32)
-    sums = qkv_BX.new_empty(rows * pairs * blocks * group * 2, dtype=torch.float32)
-    nothing = position_B
-    _attend[(rows, pairs, blocks)](
+    partial = qkv_BX.new_empty(rows * key_heads * blocks * group * head_dim, dtype=torch.float32)
+    sums = qkv_BX.new_empty(rows * key_heads * blocks * group * 2, dtype=torch.float32)
+    # A kernel needs a pointer for each tensor, even for one that it does not read.
+    unused = position_B
+    _attend[(rows, key_heads, blocks)](
         qkv_BX,
-        nothing if q_gain_E is None else q_gain_E,
-        nothing if k_gain_E is None else k_gain_E,
-        nothing if cos_BF is None else cos_BF,
-        nothing if sin_BF is None else sin_BF,
+        unused if q_gain_E is None else q_gain_E,
+        unused if k_gain_E is None else k_gain_E,
+        unused if cos_BF is None else cos_BF,
+        unused if sin_BF is None else sin_BF,
         position_B,
         keys_LBJCE,
         values_LBJCE,
-        nothing if sink_H is None else sink_H,
+        unused if sink_H is None else sink_H,
         partial,
         sums,
         counters_BJ,
@@ -502,7 +506,7 @@ def attend(
         SCALE=scale,
         EPS=eps,
         H=heads,
-        J=pairs,
+        J=key_heads,
         F=head_dim // 2,
         C=slots,
         GROUP=max(ROWS, triton.next_power_of_2(group)),

@@ -101,8 +101,8 @@ def chunked(
     begun_NMC = torch.zeros_like(decay_NMC, dtype=torch.int64)
     if starts_BT is not None:
         begun_NMC = cut(starts_BT[:, None].expand(-1, heads, -1)).cumsum(dim=-1)
-    # In float64, because sums over a chunk are large compared with their differences, which would
-    # have the sums' rounding errors.
+    # The sums are in float64. Their differences are small compared with the sums, and would otherwise
+    # have the rounding errors of the sums.
     sum_NMC = decay_NMC.double().cumsum(dim=-1)
     # The fraction of what position j writes that is left at position i: 0 if j is later or in
     # another document.
@@ -144,7 +144,7 @@ def scan(
         u[n] = value[n] - read[n] S[n]        S[n+1] = kept[n] S[n] + key[n]^T u[n]
 
     Returns:
-        S before each chunk, [N, M, E, V]; u, [N, M, C, V]; and S after the last one, [M, E, V].
+        S before each chunk, [N, M, E, V]; u, [N, M, C, V]; and S after the last chunk, [M, E, V].
     """
     states, corrections = torch.ops.monograph.carry(
         value_NMCV, read_NMCE, key_NMCE, kept_NM, state_MEV
@@ -152,11 +152,11 @@ def scan(
     return states[:-1], corrections, states[-1]
 
 
-# Operators, because a compiler would unroll their loops, so that its time would grow with the
-# length of a row.
+# These are custom operators, because a compiler would unroll their loops, and would take longer for a
+# longer row.
 @torch.library.custom_op("monograph::unit_inverse", mutates_args=())
 def _unit_inverse(strict: Tensor) -> Tensor:
-    # The transposed system, because the solver returns matrices in column-major order.
+    # The transposed system is solved, because the solver returns matrices in column-major order.
     one = torch.eye(strict.shape[-1], dtype=strict.dtype, device=strict.device).expand(strict.shape)
     return torch.linalg.solve_triangular(
         strict.mT, one, upper=True, unitriangular=True
@@ -203,8 +203,8 @@ def _carry_back(
 ) -> Pair:
     """Return the total gradients of the states and of the corrections.
 
-    The given gradients are those of the outputs of `_carry` alone. The total ones include what
-    later chunks make of a state or a correction.
+    The given gradients come from the readers of the outputs of `_carry`. The total gradients also
+    include the effect of a state or a correction on later chunks.
     """
     states, corrections = (each.contiguous().clone() for each in (grad_states, grad_corrections))
     for n in range(len(key) - 1, -1, -1):

@@ -4,9 +4,10 @@
     inner = combine(norm(x) Wg[e]^T + bg[e], norm(x) Wu[e]^T + bu[e])     `expert_inner`
     x     = x + sum over e of w[e] (inner[e] Wd[e]^T + bd[e])             `expert_sum`
 
-PyTorch's operators, which sort the pairs of a token and an expert and multiply the pairs of each
-expert at once, need fourteen launches. That reads a weight once for all its pairs; these kernels
-read it once for each pair, so they are for as few tokens as a decode step has.
+A pair is a token and one of its experts. PyTorch's operators sort the pairs by expert and multiply all
+pairs of an expert at once. They need fourteen launches, and read a weight once for all its pairs.
+These kernels read a weight once for each pair, so they are fast only for the few tokens of a decode
+step.
 
 A pair is computed by itself, and a token's experts are added in the router's order. So a token's
 bits do not depend on the other tokens.
@@ -25,7 +26,7 @@ from monograph.ops.decode_kernels import Norm, step_of
 
 Combination = Literal["silu", "gelu", "clamped"]
 _COMBINATIONS: Final = ("silu", "gelu", "clamped")
-COLUMNS = 16  # of a program: many programs keep all multiprocessors busy
+COLUMNS = 16  # columns of a program; with so few, there are programs for all multiprocessors
 
 
 @triton.jit

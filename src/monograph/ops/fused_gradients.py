@@ -3,10 +3,10 @@
         y = x q(W)^T        dx = dy q(W)        total += dy^T x
 
 q(W) is the weight in the dtype of the products. The sum is part of the matrix product, as in
-Megatron's fused layers, and autograd gets no gradient of W. Otherwise separate kernels would write,
-cast and add each gradient.
+Megatron's fused layers, and autograd gets no gradient of W. Without this, separate kernels would
+write, cast and add each gradient.
 
-Shapes: V rows, D channels.
+Shapes: V rows of the weight, D channels.
 """
 
 from contextlib import AbstractContextManager
@@ -36,9 +36,10 @@ class Fused(NamedTuple):
 
 
 def fusing() -> AbstractContextManager[None]:
-    """Return a context in which layers add the gradients of weights with the attribute `fused`.
+    """Return a context for forward passes whose layers are fused.
 
-    Their backward passes add them.
+    The backward pass of a layer that ran in it adds the gradient of a weight with the attribute
+    `fused` to `Fused.total`.
     """
     return compat.replace_functional({"linear": linear, "embedding": embedding})
 
@@ -57,7 +58,8 @@ def linear(
         input: see `F.linear`.
         weight: see `F.linear`.
         bias: see `F.linear`.
-        owner: the family of weights whose attribute `fused` counts; None: the weight's own.
+        owner: the family of joined weights (`monograph.graph.siblings`) whose attribute `fused` is
+            used; None: the attribute of the weight.
     """
     fused = fused_of(weight if owner is None else owner)
     if fused is None:
@@ -106,8 +108,8 @@ class _Linear(torch.autograd.Function):
         total: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(input, rounded)
-        # An attribute, because autograd refuses a saved tensor that has changed, and the backward
-        # passes of other layers may change this one.
+        # The total is not a saved tensor: autograd refuses a saved tensor that has changed, and the
+        # backward passes of other layers may change the total.
         ctx.total = total
         return _linear(input, rounded, bias)
 
@@ -148,16 +150,16 @@ class _Embedding(torch.autograd.Function):
 
 
 def block_rows(device_type: str, columns: int) -> int:
-    """Return how many rows of this many columns are computed at a time in in-place work.
+    """Return how many rows with this number of columns are overwritten at a time.
 
-    On a CPU they are as many as its cache holds.
+    On a CPU these rows fit into its cache.
     """
     return max(1, (8 if device_type == "cpu" else 512) * 2**20 // (4 * columns))
 
 
-# An operator, because a compiler would fuse plain sums into one kernel that reads the products of
-# all chunks of a loss, [V, D] each, and so keep all of them in memory. `flexible_layout`, because
-# rows may be padded, and a contiguous layout would need a copy.
+# This is a custom operator, because a compiler would fuse plain sums into one kernel that reads the
+# products of all chunks of a loss, [V, D] each. All of them would then be in memory at the same time.
+# It has the tag `flexible_layout` because rows may be padded; a contiguous layout would need a copy.
 @torch.library.custom_op(
     "monograph::add_product_", mutates_args=("total",), tags=[torch.Tag.flexible_layout]
 )
@@ -174,8 +176,8 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         else:
             add.dtype_out(total, left.mT, right, total.dtype, out=total)
         return
-    # Some rows of `total` at a time, because a CPU writes the product and reads it again, which its
-    # cache should hold.
+    # Some rows of `total` are computed at a time. A CPU writes their product and reads it again, so the
+    # product should fit into its cache.
     rows = block_rows("cpu", total.shape[-1])
     for part, columns in zip(total.split(rows, dim=-2), left.split(rows, dim=-1), strict=True):
         part.add_(columns.mT @ right)

@@ -71,7 +71,7 @@ def mixture_cross_entropy(
 
 class _MixedContext(Context):
     dtype: torch.dtype
-    number: int
+    taught_count: int
 
 
 class _Mixed(torch.autograd.Function):
@@ -90,45 +90,50 @@ class _Mixed(torch.autograd.Function):
         *taught: Tensor,
     ) -> Tensor:
         share, chunks = how
-        number = len(taught) // 2
-        # Cast here, so that its gradient is not rounded to that dtype.
+        teacher_count = len(taught) // 2
+        # If the weight were cast outside of this Function, autograd would round its gradient to the
+        # dtype of the hidden states.
         narrow_VD = weight_VD.to(hidden_ND.dtype)
         total_VD = torch.zeros_like(
             weight_VD, dtype=torch.promote_types(hidden_ND.dtype, torch.float32)
         )
         parts: list[tuple[Tensor, Tensor]] = []
-        pieces = (each.tensor_split(chunks) for each in (targets_N, hidden_ND, *taught[:number]))
+        pieces = (
+            each.tensor_split(chunks) for each in (targets_N, hidden_ND, *taught[:teacher_count])
+        )
         for targets_C, hidden_CD, *states in zip(*pieces, strict=True):
-            pairs = [*zip(states, taught[number:], strict=True)]
-            term, grad_CV = _difference(share, targets_C, hidden_CD @ narrow_VD.T, pairs)
+            pairs = [*zip(states, taught[teacher_count:], strict=True)]
+            term, grad_CV = _chunk_gradient(share, targets_C, hidden_CD @ narrow_VD.T, pairs)
             parts.append((term, grad_CV @ narrow_VD))
             add_product_(total_VD, grad_CV, hidden_CD)
         terms, grads = zip(*parts, strict=True)
         ctx.save_for_backward(torch.cat(grads), total_VD)
         ctx.dtype = weight_VD.dtype
-        ctx.number = len(taught)
+        ctx.taught_count = len(taught)
         return torch.stack(terms).sum()
 
     @staticmethod
     def backward(ctx: _MixedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, total_VD = ctx.saved_tensors
         own = (hidden_ND * grad).to(hidden_ND.dtype), (total_VD * grad).to(ctx.dtype)
-        return *own, *(None,) * (2 + ctx.number)
+        return *own, *(None,) * (2 + ctx.taught_count)
 
 
-def _difference(
+def _chunk_gradient(
     share: float, targets_C: Tensor, logits_CV: Tensor, taught: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Return a chunk's loss, and its gradient by the logits in their dtype."""
+    """Return a chunk's loss, 0-d, and its gradient by the logits, [C, V] in their dtype."""
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     mixed_CV = torch.zeros_like(logits_CV, dtype=wide)
     for theirs_CD, head_VD in taught:
         mixed_CV = mixed_CV + (theirs_CD @ head_VD.T).to(wide).softmax(-1) / len(taught)
     log_CV = logits_CV.to(wide).log_softmax(-1)
-    chosen_CV = torch.arange(log_CV.shape[1], device=log_CV.device) == targets_C.unsqueeze(-1)
-    part_CV = (1 - share) * mixed_CV
-    kept_C1 = (targets_C != -100).unsqueeze(-1)
-    wanted_CV = torch.where(chosen_CV, part_CV + share, part_CV)
-    terms_CV = (1 - share) * torch.special.xlogy(mixed_CV, mixed_CV) - wanted_CV * log_CV
-    grad_CV = torch.where(kept_C1, log_CV.exp() - wanted_CV, 0.0).to(logits_CV.dtype)
-    return torch.where(kept_C1, terms_CV, 0.0).sum(), grad_CV
+    is_target_CV = torch.arange(log_CV.shape[1], device=log_CV.device) == targets_C.unsqueeze(-1)
+    teachers_part_CV = (1 - share) * mixed_CV
+    counts_C1 = (targets_C != -100).unsqueeze(-1)
+    wanted_probability_CV = torch.where(is_target_CV, teachers_part_CV + share, teachers_part_CV)
+    terms_CV = (1 - share) * torch.special.xlogy(
+        mixed_CV, mixed_CV
+    ) - wanted_probability_CV * log_CV
+    grad_CV = torch.where(counts_C1, log_CV.exp() - wanted_probability_CV, 0.0).to(logits_CV.dtype)
+    return torch.where(counts_C1, terms_CV, 0.0).sum(), grad_CV

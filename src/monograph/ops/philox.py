@@ -1,6 +1,6 @@
 """Compute random words from a counter and a key by Philox.
 
-They are the same on every device and in every order of work.
+The words depend only on counter and key, not on the device or the order of the computation.
 """
 
 from torch import Tensor
@@ -27,8 +27,8 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     Returns:
         Four words in [0, 2^32), int64.
     """
-    # The masks change no word. Without them, Inductor would multiply indices, such as those of
-    # `arange`, as 32-bit numbers on a GPU.
+    # The words are in [0, 2^32) already, so these masks do not change them. Without the masks,
+    # Inductor would multiply indices, such as those of `arange`, as 32-bit numbers on a GPU.
     c0 = counter[0] & LOW32
     c1 = counter[1]
     c2 = counter[2] & LOW32

@@ -6,7 +6,7 @@ Shapes: N outputs, K inputs, R rank.
 import torch
 from torch import Tensor
 
-# Lower bound of a squared norm: a row of zeros has no direction, and 0 / 0 would be NaN.
+# The minimum of a squared norm. Without it, a row of zeros divided by its norm would be 0 / 0, NaN.
 MIN_SQUARE = torch.finfo(torch.float32).tiny
 
 
@@ -22,7 +22,7 @@ def sum_row_norms(norms_N: Tensor, product_RN: Tensor, A_RK: Tensor, B_NR: Tenso
         ||W + B A||^2 = ||W||^2 + B (2 W A^T + B A A^T),   row by row
 
     `row_norms` of the sum is the reference. Where B = 0 the result has the bits of the norms of W,
-    because the root of a square gives the number back.
+    because the rounded root of a rounded square is the number itself.
 
     Args:
         norms_N: norms of the rows of W, in fp32 or wider.

@@ -1,6 +1,6 @@
 """Look up tokens in a frozen table of which some rows are trained, and multiply with it.
 
-Nothing here but `replaced` copies the table.
+Only `replaced` copies the table.
 
 Shapes: V rows of the table, D channels, K trained rows, N tokens; ... any leading dimensions.
 """
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
 
 def replaced(weight_VD: Tensor, rows: Rows) -> Tensor:
-    """Return a copy of the table, in its dtype, with the rows in it.
+    """Return a copy of the table, in its dtype, in which the rows replace the table's own.
 
     This is the reference for all other functions here.
     """
@@ -75,9 +75,9 @@ class _LookupContext(Context):
 
 
 class _Lookup(torch.autograd.Function):
-    """Look up the replaced rows.
+    """Replace the looked-up rows of tokens whose rows are trained.
 
-    Their gradient is a matrix product, because a scattered sum has no fixed order.
+    The gradient of trained rows is a matrix product, because a scattered sum has no fixed order.
     """
 
     generate_vmap_rule = True

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from monograph.errors import UsageError
 from monograph.graph.inspect import loadable_state, overlapping_tensors
-from monograph.graph.mmap_weights import keep, kept_dtype
+from monograph.graph.mmap_weights import kept_dtype, replace_data
 from monograph.ops.fused_gradients import Fused
 from monograph.optim.formats import FORMATS
 from monograph.optim.optimizer import Kind
@@ -327,7 +327,7 @@ def _plane(
         part = param[..., offset : offset + size].view(parameter.shape)
         part.copy_(parameter.detach())
         parameter.grad = None
-        keep(parameter, part)
+        replace_data(parameter, part)
     grad = torch.zeros(plane_shape, dtype=grad_dtype, device=first.device)
     plane = Plane(kind, slots, param, grad, number)
     plane.hold(param)

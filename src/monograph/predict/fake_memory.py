@@ -127,7 +127,7 @@ class FakeMemory:
         but not built.
         """
         compat.allow_variants()  # a search traces one function for many shapes
-        compat.quiet_inputs_of_blocks()
+        compat.ignore_warning_of_block_input_grad()
         compat.differentiate_outside_autocast()
         graph = self._graphs.compiled(function, self.device_type)
 

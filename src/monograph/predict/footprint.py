@@ -490,7 +490,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
             step.choose_kept(batch)
         # The stages, each with the index of its first sample.
         begins = [("forward", len(memory.curve))]
-        forward = step.forward.now
+        forward = step.forward.function
 
         def forward_then_mark(batch: object, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             result = forward(batch, loss_factor)
@@ -498,7 +498,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
             memory.origin = "workspace"
             return result
 
-        step.forward.now = forward_then_mark
+        step.forward.function = forward_then_mark
         accumulate(step, [batch])
         if with_update:
             begins.append(("update", len(memory.curve)))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from monograph.decode.cache import KVCache
-from monograph.decode.chain import Rows, narrowed, sample
+from monograph.decode.chain import Rows, apply_filters, sample
 from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.request import Request
@@ -276,7 +276,7 @@ class _Small:
         knobs = new_knobs(chain, len(seed_B), self.device)
         write_rows(knobs, range(len(seed_B)), [knobs_of(options, chain)] * len(seed_B))
         rows = Rows(seed_B, torch.full_like(seed_B, PROMPT), torch.zeros_like(seed_B), knobs)
-        candidates = narrowed(logits_BV, rows, chain, "window")
+        candidates = apply_filters(logits_BV, rows, chain, "window")
         assert candidates.ids_BN is not None
         kept_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter(
             -1, candidates.ids_BN, candidates.scores_BN > -torch.inf

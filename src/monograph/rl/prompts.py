@@ -54,10 +54,15 @@ from monograph.text.tokenizer import Tokenizer, parse
 
 # A record as it was read.
 Record = Mapping[str, Any]
+# The end of a message about a key that cannot be read.
+_OR_IGNORE_IT = "name it in data.ignore_keys, if only the reward reads it"
 
 
 class Parts(NamedTuple):
-    """The items of all records.
+    """The items of all records, in two parts.
+
+    An item is what the caller of `read_parts` makes of a record, such as a `Prompt`. It has the
+    attribute `text`, whose hash decides whether the item is held out.
 
     Attributes:
         sources: the files.
@@ -100,8 +105,9 @@ def read_parts(
     """Read records from JSON lines or tables.
 
     Args:
-        reading: how they are read.
-        item: returns the item of (file and line, record), or the record's fault.
+        reading: how records are read.
+        item: makes an item (see `Parts`) of a record's file and line and the record; or returns the
+            fault of a record that can be skipped.
         needs: says what a record must have, for messages.
         progress: see `monograph.data.progress`.
         keys: the keys that a record may have; None: any.
@@ -127,7 +133,7 @@ def read_parts(
                 skipped[result.reason] += 1
     if not train:
         raise InputRefused(
-            f"{sources.name}: no record is left to train on; give more of them, or lower data.held_out"
+            f"{sources.name}: no record is left to train on; give more records, or lower data.held_out"
         )
     return Parts(sources, train, held_out, dict(skipped))
 
@@ -155,9 +161,9 @@ def _records(
 
 
 def _is_held_out(text: str, share: float) -> bool:
-    """Return whether the first 48 bits of the text's hash are in this share of their range.
+    """Return whether a text is held out, which is the case for about this share of all texts.
 
-    So equal texts are on the same side.
+    A hash of the text decides, so that equal texts are in the same part.
     """
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") < share * 2**48
 
@@ -170,7 +176,7 @@ class Prompt(NamedTuple):
         ids: the prompt's tokens, at least one.
         record: the whole record, which rewards read.
         where: the record's file and line, for messages.
-        teacher_ids: the tokens that a teacher reads instead of the prompt; empty: the prompt's.
+        teacher_ids: the tokens that a teacher reads instead of `ids`; empty: it reads `ids`.
     """
 
     text: str
@@ -223,12 +229,12 @@ def read_prompts(
 ) -> Prompts:
     """Read and tokenise prompts, from JSON lines or tables.
 
-    A prompt is a text, or a list of messages. A text follows the token that begins a document. The
+    A prompt is a text, or a list of messages. The tokenizer's BOS token is put before a text. The
     tokenizer's chat template renders messages up to where the answer begins.
 
     Args:
-        reading: how they are read. Equal prompts are held out together. A record has its prompt under
-            `text_key`, or under "prompt" if `text_key` is not given.
+        reading: how records are read. Equal prompts are held out together. A record has its prompt
+            under `text_key`, or under "prompt" if `text_key` is not given or is its default, "text".
         room: the maximum number of tokens of a prompt.
         reward: requires what else a record must have.
         progress: see `monograph.data.progress`.
@@ -239,7 +245,7 @@ def read_prompts(
     """
     tokenizer = own_tokenizer(reading, "rl.reward")
     key = PROMPT if reading.text_key in (None, TEXT) else reading.text_key
-    asked = RecordSettings.of(None, reading.ignore_keys)
+    settings = RecordSettings.of(text_key=None, ignored=reading.ignore_keys)
     refuse = not reading.skips_bad
 
     reader = _Reader(
@@ -249,16 +255,16 @@ def read_prompts(
             room, "data.sequence_length less rl.max_new_tokens: raise one or lower the other"
         ),
         for_teacher=isinstance(reward, Taught),
-        asked=asked,
+        settings=settings,
     )
     spellings = SpecialTokenSpellings(tokenizer)
 
     def read(where: str, record: Record) -> Prompt | Fault:
         try:
             prompt = _prompt(record, where, reader)
-        except Unusable as unusable:
+        except Unusable as unusable:  # only this record is bad, and it may be skipped
             return unusable.fault
-        except InputRefused as refused:
+        except InputRefused as refused:  # probably all records have this problem: never skipped
             raise InputRefused(f"{where}: {refused}") from None
         spellings.count(where, text_values(record, key))
         return _checked(prompt, reward, refuse)
@@ -272,8 +278,9 @@ def read_prompts(
         reading.held_out,
         reading.bad_records,
     ]
-    if asked.ignored_training_keys:
-        decisive.append(asked.ignored_training_keys)
+    # Only if there are any, so that the fingerprint of other prompts does not depend on this key.
+    if settings.ignored_training_keys:
+        decisive.append(settings.ignored_training_keys)
     chats, longest = _kind_and_longest([*parts.train, *parts.held_out], key)
     notes = spellings.notes()
     if chats and template_of(tokenizer).reads_the_date:
@@ -316,7 +323,7 @@ def prompts_of(
         tokenizer=tokenizer.on(TEMPLATE_DATE),
         room=_Room(room, "the model's positions less max_new_tokens: lower that"),
         for_teacher=isinstance(reward, Taught),
-        asked=DEFAULT_SETTINGS,
+        settings=DEFAULT_SETTINGS,
     )
     for number, record in enumerate(records, 1):
         where = f"record {number}"
@@ -346,9 +353,6 @@ def _kind_and_longest(prompts: Sequence[Prompt], key: str) -> tuple[bool, int]:
     return chats, max(len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids))
 
 
-FOR_REWARD = "name it in data.ignore_keys, if only the reward reads it"
-
-
 class _Room(NamedTuple):
     """The maximum number of tokens of a prompt.
 
@@ -362,21 +366,21 @@ class _Room(NamedTuple):
 
 
 class _Reader(NamedTuple):
-    """How a record's prompt is read.
+    """The settings by which a record's prompt is read.
 
     Attributes:
         key: the key of the prompt.
         tokenizer: the tokenizer, whose template reads the date `TEMPLATE_DATE`.
         room: the maximum number of tokens.
-        for_teacher: whether the prompt of a teacher is read, too.
-        asked: the keys that are ignored.
+        for_teacher: whether the prompt for a teacher is read, too.
+        settings: has the keys that are ignored.
     """
 
     key: str
     tokenizer: Tokenizer
     room: _Room
     for_teacher: bool
-    asked: RecordSettings
+    settings: RecordSettings
 
 
 def _prompt(record: Record, where: str, reader: _Reader) -> Prompt:
@@ -384,9 +388,10 @@ def _prompt(record: Record, where: str, reader: _Reader) -> Prompt:
 
     Raises:
         Unusable: the record has no usable prompt.
-        InputRefused: the record has a key that cannot be followed.
+        InputRefused: the record has a key that asks for something this run cannot do; see
+            `_require_followable`.
     """
-    given = reader.asked.drop_ignored(record)
+    given = reader.settings.drop_ignored(record)
     text, ids = _text_and_ids(given, reader.key, reader)
     teacher_ids: tuple[int, ...] = ()
     if reader.for_teacher and TEACHER_PROMPT in given:
@@ -433,18 +438,19 @@ def _text_and_ids(record: Record, key: str, reader: _Reader) -> tuple[str, tuple
 
 
 def _require_followable(record: Record, is_chat: bool) -> None:
-    """Refuse keys that are about the prompt but cannot be followed.
+    """Refuse keys that ask for something this run cannot do.
 
-    All other keys are for the reward.
+    These are the functions that a model may call, and a chat's settings beside a prompt that is a
+    text. All other keys are for the reward.
     """
     if record.get(FUNCTIONS) not in EMPTY_VALUES:
         raise InputRefused(
-            f"{quote(FUNCTIONS)} is not read: {REMEDIES[FUNCTIONS]}, or {FOR_REWARD}"
+            f"{quote(FUNCTIONS)} is not read: {REMEDIES[FUNCTIONS]}, or {_OR_IGNORE_IT}"
         )
     key = first_chat_only_key(record)
     if key is not None and not is_chat:
         raise InputRefused(
-            f"{quote(key)} is for chats, and the prompt is a text: give a list of messages, or {FOR_REWARD}"
+            f"{quote(key)} is for chats, and the prompt is a text: give a list of messages, or {_OR_IGNORE_IT}"
         )
 
 
@@ -460,5 +466,6 @@ def _checked(prompt: Prompt, reward: Reward, refuse: bool) -> Prompt | Fault:
         # A message that does not begin with the record's place is about the reward itself.
         if refuse or not str(refused).startswith(prompt.where):
             raise
+        # Records are skipped here, so the detail is not shown.
         return Fault("no answer", "")
     return prompt

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph import fp8, recompute
-from monograph.graph.compilable import Compilable, Replaced, Scope
+from monograph.graph.compilable import AttributeValue, Compilable, Scope
 from monograph.graph.inspect import buffers_kept, modes_kept, unwrap_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
@@ -183,7 +183,9 @@ class Step:
         self.evaluate = Compilable(self.parameters.sums)
         self.apply = Compilable(self.parameters.apply)
         self.squares = Compilable(squares)
-        self.replaced: list[Replaced] = []  # what a capture replaced, in order, for its undoing
+        self.replaced: list[
+            AttributeValue
+        ] = []  # what a capture replaced, in order, for its undoing
         self.guard = ParameterGuard(self.model, self.planes)
         self.parts = Parts(self.device)
 
