@@ -160,8 +160,8 @@ FAULTS = [
     Fault("predict/footprint.py", '"repeated" if work.repeats_heads else "torch", "cuda")',
           '"repeated" if work.repeats_heads else "torch")', PARTS),
     Fault("graph/replay.py", "            if begun:", "            if False:", CAPTURED),
-    Fault("predict/footprint.py", "bordered and (self.device_type == \"cpu\" or self.compile == \"none\")",
-          "bordered and self.device_type == \"cpu\"", PLANNED),
+    Fault("predict/footprint.py", "has_flex_attention = self.device_type != \"cpu\" and self.compile != \"none\"",
+          "has_flex_attention = self.device_type != \"cpu\"", PLANNED),
     # What a run keeps.
     Fault("session/session.py", "torch.cuda.set_rng_state(recorded_state.tensor_of(saved[\"cuda\"]), device)", "pass",
           "tests/session/test_random_state.py -m gpu"),
