@@ -263,7 +263,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     if batch_norms:
         if device.type != "cuda":
             raise UsageError(
-                f"{batch_norms[0]} normalises over the rows of all ranks, and torch sums their statistics only on GPUs: "
+                f"{batch_norms[0]} normalises over the rows of all ranks, which torch supports only on GPUs: "
                 "take another norm, or train.parallel = none"
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
