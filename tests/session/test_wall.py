@@ -21,7 +21,7 @@ from monograph.session.brief import why_uncompiled
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import compiled_key, pays
 from monograph.session.reporting import Reporter
-from monograph.session.start import Started, _least, _times
+from monograph.session.start import Started, _short_time_note, _times
 from session.test_eager_start import BY_CLOCK, session_of
 
 TOO_LONG = "compiling would take much of the time that train.wall_minutes allows"
@@ -149,7 +149,7 @@ def test_where_preparation_took_all_the_time_it_is_said(still: float) -> None:
 def test_a_time_that_hardly_suffices_to_start_and_end_is_noted_before_anything_is_read(
     minutes: float | None, said: bool
 ) -> None:
-    least = _least(minutes, Started(0.0, 4.0))
+    least = _short_time_note(minutes, Started(0.0, 4.0))
     assert (
         least == "to start and to end a run takes about 10 s of 12 s; reading comes on top"
     ) == said
