@@ -83,7 +83,7 @@ def test_what_is_no_width_is_refused(value: str) -> None:
         ({"model.preset": "nano"}, "no narrower model keeps the ratios"),
         (
             {"model.init": "own.py:build"},
-            "a rule for a model whose weights are drawn here.*own.py:build",
+            "a rule for a new model, made by preset or sizes.*own.py:build",
         ),
     ],
     ids=["no rate", "no such width", "as narrow as can be", "other weights"],
