@@ -348,7 +348,7 @@ def test_what_cannot_be_compared_is_said_or_refused(here: Path, server: CommandS
         (
             over(CHATS, 'lora.tokens=["<|pad|>"]'),
             2,
-            "lora.tokens is of adapters, and none are trained",
+            "lora.tokens is for adapters, and none are trained",
         ),
         (over(LORA, "lora.tokens=[]"), 2, "lora.tokens"),
     ],

@@ -52,7 +52,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> float:
     for module in ("session", "warmup", "reporting", "brief", "eager_start", "deadline"):
         monkeypatch.setattr(f"monograph.session.{module}.clock", lambda: now)
     monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
-    monkeypatch.setattr(warmup, "remember", lambda *_: None)
+    monkeypatch.setattr(warmup, "store_seconds", lambda *_: None)
     monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**6)
     return now
 
