@@ -343,7 +343,7 @@ def test_what_cannot_be_compared_is_said_or_refused(here: Path, server: CommandS
         (
             over(LORA, 'lora.tokens=["<|im_start|>", "no token"]'),
             2,
-            "lora.tokens: 'no token' is no token of chatty",
+            "lora.tokens: 'no token' is not a single token of chatty",
         ),
         (
             over(CHATS, 'lora.tokens=["<|pad|>"]'),

@@ -340,6 +340,7 @@ def capture(
         and engine.step.device.type == "cuda"
         and not describe(engine.step.device).has_bf16
     )
+    reason: str | None
     if flex_is_slow:
         reason = "flex_attention on an old GPU"
     else:
