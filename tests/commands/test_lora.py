@@ -193,7 +193,7 @@ def test_a_sweep_of_ranks(folder: Path, server: CommandServer) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["lora.rank=4"], "lora.rank: adapters are added to weights that exist"),
+        (["lora.rank=4"], "lora.rank: adapters are added to frozen weights"),
         (["model.init=base", "lora.alpha=8"], "lora.alpha is for adapters, and none are trained: give their rank too"),
         (["model.init=base", "lora.rank=4", 'lora.targets=["qproj"]'], "no linear layer is called 'qproj'"),
         (["model.init=base", "lora.rank=4", "train.memory=stream"], "with lora.rank it is device"),
