@@ -153,8 +153,10 @@ def test_all_weights_are_trained_with_a_row_for_each_token(
     refused = server.run(
         here, "train", "--from", "run", "data.tokenizer=chatty", "--out", "refused"
     )
-    assert refused.code == 2 and "data.tokenizer has 1 token that run has no row for" in shown(
-        refused
+    assert (
+        refused.code == 2
+        and "data.tokenizer has 1 token that run has no row and no optimizer state for"
+        in shown(refused)
     ), refused.err
 
 
