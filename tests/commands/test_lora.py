@@ -193,8 +193,8 @@ def test_a_sweep_of_ranks(folder: Path, server: CommandServer) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (["lora.rank=4"], "lora.rank: adapters are added to weights that exist"),
-        (["model.init=base", "lora.alpha=8"], "lora.alpha is of adapters, and none are trained: give their rank too"),
+        (["lora.rank=4"], "lora.rank: adapters are added to frozen weights"),
+        (["model.init=base", "lora.alpha=8"], "lora.alpha is for adapters, and none are trained: give their rank too"),
         (["model.init=base", "lora.rank=4", 'lora.targets=["qproj"]'], "no linear layer is called 'qproj'"),
         (["model.init=base", "lora.rank=4", "train.memory=stream"], "with lora.rank it is device"),
         (["model.init=base", "lora.rank=4", "train.precision=fp8"], "with lora.rank take bf16 or fp32"),
@@ -204,8 +204,8 @@ def test_a_sweep_of_ranks(folder: Path, server: CommandServer) -> None:
         (["model.init=base", "lora.rank=4", "lora.alpha=0"], "lora.alpha = \"0\": expected a number above 0"),
         (["model.init=base", "lora.rank=4", "lora.rslora=sqrt"], "lora.rslora = \"sqrt\": expected true or false"),
         (["model.init=base", "lora.rank=4", "lora.lr_ratio=0"], "lora.lr_ratio = \"0\": expected a number above 0"),
-        (["model.init=base", "lora.lr_ratio=16"], "lora.lr_ratio is of adapters, and none are trained: give their"),
-        (["model.init=base", "lora.dora=true"], "lora.dora is of adapters, and none are trained: give their rank too"),
+        (["model.init=base", "lora.lr_ratio=16"], "lora.lr_ratio is for adapters, and none are trained: give their"),
+        (["model.init=base", "lora.dora=true"], "lora.dora is for adapters, and none are trained: give their rank too"),
         (["model.init=base", "lora.rank=4", "lora.base=int4"], "lora.base = \"int4\": expected auto, int8 or nf4"),
     ],
 )  # fmt: skip

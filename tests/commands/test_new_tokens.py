@@ -153,8 +153,10 @@ def test_all_weights_are_trained_with_a_row_for_each_token(
     refused = server.run(
         here, "train", "--from", "run", "data.tokenizer=chatty", "--out", "refused"
     )
-    assert refused.code == 2 and "data.tokenizer has 1 token that run has no row for" in shown(
-        refused
+    assert (
+        refused.code == 2
+        and "data.tokenizer has 1 token that run has no row and no optimizer state for"
+        in shown(refused)
     ), refused.err
 
 
@@ -343,12 +345,12 @@ def test_what_cannot_be_compared_is_said_or_refused(here: Path, server: CommandS
         (
             over(LORA, 'lora.tokens=["<|im_start|>", "no token"]'),
             2,
-            "lora.tokens: 'no token' is no token of chatty",
+            "lora.tokens: 'no token' is not a single token of chatty",
         ),
         (
             over(CHATS, 'lora.tokens=["<|pad|>"]'),
             2,
-            "lora.tokens is of adapters, and none are trained",
+            "lora.tokens is for adapters, and none are trained",
         ),
         (over(LORA, "lora.tokens=[]"), 2, "lora.tokens"),
     ],

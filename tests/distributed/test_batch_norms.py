@@ -165,6 +165,6 @@ def test_without_gpus_it_is_refused() -> None:
     two: Any = SimpleNamespace(alone=False, size=2, rank=1)
     with pytest.raises(
         UsageError,
-        match="^1 normalises over the rows of all ranks, and torch sums .* on GPUs alone",
+        match="^1 normalises over the rows of all ranks, which torch supports only on GPUs",
     ):
         setup.make_engine(plan("ddp", ROWS, "cpu")[0], torch.device("cpu"), two)

@@ -16,7 +16,7 @@ from monograph.checkpointing import Checkpoint
 from monograph.errors import Diverged
 from monograph.run.folder import Run
 from monograph.run.metrics_log import PATIENCE
-from monograph.session.rewind import BETWEEN, MOST, in_a_row
+from monograph.session.rewind import IN_A_ROW_UPDATES, MAX_REWINDS, rewinds_in_a_row
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -123,12 +123,13 @@ def test_what_is_never_finite_again_is_an_end_that_says_where(weight: bool) -> N
         if weight
         else "every module's output is finite; look at"
     )
-    said = f"{PATIENCE} updates in a row, up to {last}, skipped as not finite, rows passed over {MOST} times before: "
+    passed_over = f"rows passed over {MAX_REWINDS} times before"
+    said = f"{PATIENCE} updates in a row, up to {last}, skipped as not finite, {passed_over}: "
     with pytest.raises(Diverged, match=f"{said}the loss is nan: {where}"):
         start("run", SETTINGS)
     checkpoint = checkpointing.newest(Path("run/checkpoints"), print)
     assert all(bool(tensor.isfinite().all()) for tensor in checkpoint.model.values())
-    assert len(checkpoint.state["data"]["skip"]) == MOST
+    assert len(checkpoint.state["data"]["skip"]) == MAX_REWINDS
 
 
 def test_what_it_goes_back_to_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,11 +147,14 @@ def test_what_it_goes_back_to_is_kept(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_is_in_a_row() -> None:
-    far = BETWEEN * ROWS
-    assert in_a_row([(0, 80)], ROWS) == 1
-    assert in_a_row([(0, 80), (80, 160), (160, 240)], ROWS) == 3
-    assert in_a_row([(0, 80), (80, 160), (160 + far, 240 + far)], ROWS) == 1
-    assert in_a_row([(0, 80), (80 + far, 160 + far), (159 + 2 * far, 240 + 2 * far)], ROWS) == 2
+    far = IN_A_ROW_UPDATES * ROWS
+    assert rewinds_in_a_row([(0, 80)], ROWS) == 1
+    assert rewinds_in_a_row([(0, 80), (80, 160), (160, 240)], ROWS) == 3
+    assert rewinds_in_a_row([(0, 80), (80, 160), (160 + far, 240 + far)], ROWS) == 1
+    assert (
+        rewinds_in_a_row([(0, 80), (80 + far, 160 + far), (159 + 2 * far, 240 + 2 * far)], ROWS)
+        == 2
+    )
 
 
 def test_a_run_that_is_too_short_to_go_back_ends_with_a_reason() -> None:

@@ -181,15 +181,15 @@ def test_what_the_rungs_differ_in_is_theirs_and_a_rung_is_no_longer_than_the_run
     folder: Path,
 ) -> None:
     made = ladder(folder, "train.precision=fp32", "train.remat=full", "data.packing=padded")
-    assert made.most == 8 and made.plan_of(RungWay()).training.remat == "none"
+    assert made.max_updates == 8 and made.plan_of(RungWay()).training.remat == "none"
     assert made.plan_of(RungWay(captured=True)).training.compile == "whole"
     assert made.plan_of(RungWay(captured=True, streamed=True)).training.compile == "blocks"
     of_blocks = ladder(folder, "train.compile=blocks")
     assert [
         of_blocks.plan_of(RungWay(captured=each)).training.compile for each in (False, True)
     ] == ["none", "blocks"]
-    tokens = ladder(folder, "train.tokens=10000").most
-    assert tokens == round(10_000 / 2048) and ladder(folder, "train.epochs=3").most is None
+    tokens = ladder(folder, "train.tokens=10000").max_updates
+    assert tokens == round(10_000 / 2048) and ladder(folder, "train.epochs=3").max_updates is None
 
 
 def test_weights_without_fp32_masters_have_no_first_rung(folder: Path) -> None:

@@ -34,7 +34,7 @@ def test_another_generator_of_numpy_is_refused_in_words() -> None:
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
         with pytest.raises(
-            InputRefused, match=r"numpy\.random draws from PCG64: take set_bit_generator out"
+            InputRefused, match=r"numpy\.random uses PCG64, .*: remove set_bit_generator"
         ):
             random_state(CPU)
     finally:

@@ -37,12 +37,17 @@ class Run:
         self.told: list[str] = []
         self.progress = SimpleNamespace(line=lambda _, text: self.told.append(text))
         self.session, self.world = self, World()
-        self.spent_s, self.recent_s, self.elapsed_s, self.first = 0.0, seconds_per_update, 0.0, 0
+        self.spent_s, self.recent_s, self.elapsed_s, self.first_update = (
+            0.0,
+            seconds_per_update,
+            0.0,
+            0,
+        )
         while (update := round(self.spent_s / seconds_per_update)) < self.updates:
             self.spent_s += seconds_per_update
             Reporter.keep_time(self, update + 1)  # type: ignore[arg-type]
 
-    _too_late, _per_update_s = Reporter._too_late, Reporter._per_update_s
+    _shorter_by_budget, _per_update_s = Reporter._shorter_by_budget, Reporter._per_update_s
 
     @property
     def training_since_s(self) -> float:
@@ -193,7 +198,7 @@ def test_a_sample_makes_no_graphs_of_blocks() -> None:
         engine=engine, corpus=SimpleNamespace(tokenizer=tokenizer), plan=plan, world=World()
     )
     telling = SimpleNamespace(
-        session=session, _writes=True, opening=Opening("alpha", "alpha", (), ())
+        session=session, _can_write=True, opening=Opening("alpha", "alpha", (), ())
     )
     assert Reporter._write(telling, 1, 8) and compat.captured_graphs() == graphs  # type: ignore[arg-type]
     engine.accumulate(packed(6))

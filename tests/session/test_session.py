@@ -74,7 +74,7 @@ class Run:
 
     def residual(self, monkeypatch, *updates):
         monkeypatch.setattr(session, "is_replayed", lambda step: self.replayed)
-        self._remember_memory = lambda: Session._remember_memory(self)
+        self._store_memory = lambda: Session._store_memory(self)
         for update in updates:
             Session.account(self, update)
         return Calibration(calibration_file()).residual(CARD, WORK, PLANNED.traced)

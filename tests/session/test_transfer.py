@@ -83,7 +83,7 @@ def test_what_is_no_width_is_refused(value: str) -> None:
         ({"model.preset": "nano"}, "no narrower model keeps the ratios"),
         (
             {"model.init": "own.py:build"},
-            "a rule for a model whose weights are drawn here.*own.py:build",
+            "a rule for a new model, made by preset or sizes.*own.py:build",
         ),
     ],
     ids=["no rate", "no such width", "as narrow as can be", "other weights"],
@@ -118,7 +118,7 @@ def test_the_optimizer_has_the_rates_of_the_table() -> None:
     assert found["model.norm.weight"].lr == 0.25 and found["model.embed_tokens.weight"].eps == 0.25
     assert request_of(given, config, card).training.optim == plan.training.optim
     assert not resolve(settings(), card).training.optim.groups
-    with pytest.raises(UsageError, match="weights are drawn here"):
+    with pytest.raises(UsageError, match="a rule for a new model"):
         resolve(given, card, Shape(None))
 
 

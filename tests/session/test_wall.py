@@ -21,7 +21,7 @@ from monograph.session.brief import why_uncompiled
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import compiled_key, pays
 from monograph.session.reporting import Reporter
-from monograph.session.start import Started, _least, _times
+from monograph.session.start import Started, _short_time_note, _times
 from session.test_eager_start import BY_CLOCK, session_of
 
 TOO_LONG = "compiling would take much of the time that train.wall_minutes allows"
@@ -52,7 +52,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> float:
     for module in ("session", "warmup", "reporting", "brief", "eager_start", "deadline"):
         monkeypatch.setattr(f"monograph.session.{module}.clock", lambda: now)
     monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
-    monkeypatch.setattr(warmup, "remember", lambda *_: None)
+    monkeypatch.setattr(warmup, "store_seconds", lambda *_: None)
     monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**6)
     return now
 
@@ -98,12 +98,12 @@ def test_an_update_that_would_not_end_in_time_is_not_waited_for(still: float) ->
     session.ends_s = still + 62 + END_S
     session.plan = replace(session.plan, updates=100)
     session.training_since_s = still - 60
-    assert Deadline(session).last(1, 60.0) == 2
-    assert Deadline(session).last(1, 0.6) == 0, "100 of these are in time"
-    assert Deadline(session).last(99, 60.0) == 0, (
+    assert Deadline(session).shorter_length(1, 60.0) == 2
+    assert Deadline(session).shorter_length(1, 0.6) == 0, "100 of these are in time"
+    assert Deadline(session).shorter_length(99, 60.0) == 0, (
         "the last one is not waited for, and ends no earlier"
     )
-    assert Deadline(session).last(1, 1.0) == 0, "not in time, but it is too early to tell"
+    assert Deadline(session).shorter_length(1, 1.0) == 0, "not in time, but it is too early to tell"
 
 
 def test_the_last_evaluation_takes_at_most_a_fifth_and_what_is_left(
@@ -114,21 +114,23 @@ def test_the_last_evaluation_takes_at_most_a_fifth_and_what_is_left(
     session = session_of(BY_CLOCK | {"train.wall_minutes": 2})
     assert len(session.text.held_out) == 10
     slow = Deadline(session, row_s=4.0, sample_s=4.0)
-    assert slow.rows(9.0) is None and slow.samples_midway and slow.allows(1e9), (
-        "without a limit all rows are scored"
-    )
+    assert (
+        slow.affordable_rows(9.0) is None
+        and slow.can_sample_midway
+        and slow.has_time_for_samples(1e9)
+    ), "without a limit all rows are scored"
     for left_s, row_s, rows in ((100, 4.0, 6), (100, 2.0, None), (20, 4.0, 5), (0, 4.0, 4)):
         session.ends_s = still + left_s + END_S
-        assert Deadline(session, row_s).rows(9.0) == rows, (left_s, row_s)
+        assert Deadline(session, row_s).affordable_rows(9.0) == rows, (left_s, row_s)
     per_row = session.batches.rows_per_window * 3  # a forward pass is a third of an update
     session.ends_s = still + 100 + END_S
-    assert Deadline(session).rows(4.0 * per_row) == 6, "no row was scored before"
-    assert slow.figures
+    assert Deadline(session).affordable_rows(4.0 * per_row) == 6, "no row was scored before"
+    assert slow.has_time_for_figures
     session.ends_s = still + 0.4 * END_S
-    assert not slow.figures
+    assert not slow.has_time_for_figures
     session.ends_s = still + 100 + END_S
-    assert not slow.samples_midway and Deadline(session, 4.0, 2.0).samples_midway
-    assert not slow.allows(26) and slow.allows(25)
+    assert not slow.can_sample_midway and Deadline(session, 4.0, 2.0).can_sample_midway
+    assert not slow.has_time_for_samples(26) and slow.has_time_for_samples(25)
 
 
 def test_where_preparation_took_all_the_time_it_is_said(still: float) -> None:
@@ -147,7 +149,7 @@ def test_where_preparation_took_all_the_time_it_is_said(still: float) -> None:
 def test_a_time_that_hardly_suffices_to_start_and_end_is_noted_before_anything_is_read(
     minutes: float | None, said: bool
 ) -> None:
-    least = _least(minutes, Started(0.0, 4.0))
+    least = _short_time_note(minutes, Started(0.0, 4.0))
     assert (
         least == "to start and to end a run takes about 10 s of 12 s; reading comes on top"
     ) == said

@@ -29,7 +29,7 @@ from monograph.session.requirements import (
     require_possible,
     require_room,
 )
-from monograph.session.resolve import request_of, resolve, shape_of, without
+from monograph.session.resolve import request_of, resolve, shape_of, with_less_memory
 from monograph.session.supposed import named_model, shape_named, standing_in, supposed_in, usual
 from monograph.storage.cache_dir import cache_root, calibration_file
 
@@ -96,7 +96,7 @@ def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
     require_room(job, config, target, limits)
     objective = job.objective
     beside = objective.bytes_beside(plan, config, target)
-    target = without(target, sum(beside.values()))
+    target = with_less_memory(target, sum(beside.values()))
     request = request_of(plan, config, target, new.trained(rows) if new else ())
     known = Calibration(calibration_file())
     peaks = peak_flops(target, request.precisions)

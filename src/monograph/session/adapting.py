@@ -22,18 +22,18 @@ FIXED = (
     "lora.dropout",
     "lora.base",
 )
-# What the adapters are; new tokens are known only once the text's tokenizer is, so they are not
-# fixed early.
+# All keys that define adapters. lora.tokens is not in FIXED, because new tokens are known only once
+# the text's tokenizer is.
 ADAPTER_KEYS = (*FIXED, "lora.tokens")
 USUAL = Lora()
 RANK = f"lora.rank = {USUAL.rank}"
 
 
 def lora_of(settings: Settings) -> Lora | None:
-    """Return the adapters that the settings ask for, with usual values for open keys; None without
-    adapters.
+    """Return the options of the adapters that the settings ask for, with defaults for open keys;
+    None without adapters.
 
-    The ids of tokens whose rows are trained together with them are left out.
+    `tokens`, the ids of tokens whose rows are trained together with adapters, is left empty.
     """
     asked = settings.lora
     if asked.rank is None:
@@ -51,16 +51,16 @@ def lora_of(settings: Settings) -> Lora | None:
 
 
 def fixed_lora(settings: Settings, source: ModelSource | None) -> dict[str, Any]:
-    """Return values for all [lora] keys in FIXED and the base's full path; an empty mapping without
-    adapters.
+    """Return the values of all keys in FIXED, and of model.init with the base's full path; {}
+    without adapters.
 
     Args:
         settings: the run's settings.
         source: the model that the run starts from; None for a new one.
 
     Raises:
-        UsageError: there is no base or no rank, or the adapters differ from the stored ones that
-            they begin from.
+        UsageError: keys of adapters are given without a base or a rank, or with other values than
+            the stored adapter has that the run starts from.
     """
     given = {
         key: settings.origins[key]
@@ -81,12 +81,12 @@ def fixed_lora(settings: Settings, source: ModelSource | None) -> dict[str, Any]
     lora = lora_of(settings)
     if lora is None:
         raise UsageError(
-            f"{origin}: {key} is of adapters, and none are trained: give their rank too, such as {RANK}"
+            f"{origin}: {key} is for adapters, and none are trained: give their rank too, such as {RANK}"
         )
     if source is None:
         raise UsageError(
-            f"{origin}: {key}: adapters are added to weights that exist and stay frozen, which those of a new model "
-            "would at random: name the model with model.init = FOLDER (a plan takes model.preset as its shape, too)"
+            f"{origin}: {key}: adapters are added to frozen weights, and those of a new model would stay random: "
+            "name the model with model.init = FOLDER (`monograph plan` takes model.preset, too)"
         )
     values = _values(lora)
     if exists(source.name) and not source.code:
@@ -95,21 +95,23 @@ def fixed_lora(settings: Settings, source: ModelSource | None) -> dict[str, Any]
 
 
 def rates(rate: float | str, ratio: float | None, usual: float) -> dict[str, Any]:
-    """Return the optimizer's peak learning rate, and the group of adapters' parameters that have a
-    multiple of it.
+    """Return the optimizer's peak learning rate ("lr"), and its groups of parameters with another
+    rate ("groups").
 
-    These are B and, as in PEFT, the magnitudes (LoRA+, Hayou et al. 2024, arXiv 2402.12354).
+    With `ratio`, the matrices B of adapters and, as in PEFT, the magnitudes of DoRA have `ratio`
+    times the rate (LoRA+, Hayou et al. 2024, arXiv 2402.12354).
 
     Args:
         rate: optim.lr.
-        ratio: lora.lr_ratio.
-        usual: the rate if optim.lr leaves it open.
+        ratio: lora.lr_ratio; None for one rate.
+        usual: the rate if optim.lr is "auto".
     """
     groups = () if ratio is None else (Group("*.lora_[Bm]*", ratio),)
     return {"lr": usual if rate == "auto" else rate, "groups": groups}
 
 
 def _values(lora: Lora) -> dict[str, Any]:
+    """Return the values of the keys in FIXED for these options."""
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     return {
         "lora.rank": lora.rank,
@@ -129,23 +131,25 @@ def _as_stored(
     given: Mapping[str, str],
     said: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the values of a stored adapter, of which a run may change dropout and base.
+    """Return the values of a stored adapter, except that the settings may change dropout and base.
 
     Args:
         adapter: the stored adapter.
-        where: what an error calls it.
+        where: what an error calls the adapter.
         asked: the values of all keys in ADAPTER_KEYS.
-        given: the origins of those that were given.
-        said: what they say, as an error begins with it.
+        given: the origins of the keys that were given.
+        said: these keys with their values, as an error begins.
+
+    Raises:
+        UsageError: a given value differs from the stored adapter's.
     """
     stored = _values(adapter.lora)
-    free = {key: asked[key] for key in ("lora.dropout", "lora.base")}
+    changeable = {key: asked[key] for key in ("lora.dropout", "lora.base")}
     if asked["lora.tokens"] not in (None, "auto"):
         raise UsageError(
-            f"{given['lora.tokens']}: lora.tokens: {where} says which it has: leave it out"
+            f"{given['lora.tokens']}: lora.tokens: {where} has its own tokens: leave the key out"
         )
-    for key in given.keys() & (stored.keys() - free.keys()):
-        value, own = asked[key], stored[key]
-        if value != own:
-            raise UsageError(f"{said[key]}, but {where} has {own}: leave it out")
-    return stored | {key: value for key, value in free.items() if value is not None}
+    for key in given.keys() & (stored.keys() - changeable.keys()):
+        if asked[key] != stored[key]:
+            raise UsageError(f"{said[key]}, but {where} has {stored[key]}: leave the key out")
+    return stored | {key: value for key, value in changeable.items() if value is not None}

@@ -20,18 +20,21 @@ from monograph.session.rewind import go_back, require_end
 from monograph.session.session import Session
 from monograph.step import Update
 
-SHOWN_S = 1.0  # after so long, the numbers of the last updates are read; this waits for the device
+# The display reads the last updates' numbers at most once in this time, because reading waits for
+# the device.
+SHOW_EVERY_S = 1.0
 
 
 class Moment(NamedTuple):
-    """What is due after an update; all ranks have the same.
+    """What is due after an update; the same on all ranks.
 
     Attributes:
         done: the number of updates so far.
-        is_last: whether the run ends with it.
-        goes_back: whether the run returns to an earlier checkpoint, as it does not learn any more.
+        is_last: whether the run ends with this update.
+        goes_back: whether the run returns to an earlier checkpoint, because too many updates were
+            skipped or a weight is not finite.
         saves: whether a checkpoint is written.
-        stops: whether the user asked the run to stop, and it can.
+        stops: whether the run ends before its last update, because the user asked for it.
     """
 
     done: int
@@ -58,58 +61,67 @@ class AfterUpdate:
         stop: StopSignal,
         progress: Progress,
     ) -> None:
-        """Score the weights that the run begins from, if it shows that, and start the clock."""
+        """Start the run's clock, and score the weights that the run begins from if its task wants
+        it.
+        """
         self.session = session
         self.report = report
         self.block = block
         self.stop_signal = stop
         self.progress = progress
-        # Reading an update's numbers waits for a GPU to finish it, as drawing answers from its
-        # weights does anyway.
+        # Reading an update's numbers makes the host wait for the GPU, so it is done for ten updates
+        # at once. A run that is not plain waits anyway, e.g. to sample answers from the weights.
         reads_each = not session.task.is_plain or session.engine.step.device.type == "cpu"
         self.log = MetricsLog(session.run, every=1 if reads_each else 10)
-        # Some updates may have come before this.
+        # A resumed run, or one that began eagerly, may be past DOUBTED_AT.
         self._doubted_at = max(DOUBTED_AT, session.engine.index + 1)
-        self._graphs = compat.captured_graphs()
-        # Whether the time suffices.
+        self._graphs_before = compat.captured_graphs()
+        # The interval of `keep_time`, which `eval_every` of the settings may exceed.
         self._check_every = defaults.interval(session.updates, defaults.EVALUATIONS)
         session.training_since_s = clock()
         if not session.engine.index and session.task.scores_untrained:
             report.evaluate(block, 0, limit=None)
-        self._shown_s = clock()
-        self._since_shown = 0
+        self._shown_at_s = clock()
+        self._updates_since_shown = 0
         self._save_is_overdue = False
-        self._score = ""
+        self._score_text = ""
 
     def note(self, update: Update) -> Moment:
-        """Log an update, show its numbers now and then, and return what is due."""
+        """Log an update, show its numbers now and then, and return what is due.
+
+        A collective: all ranks call it after each update.
+        """
         session, log = self.session, self.log
         done = update.index + 1
         is_last = done == session.updates
-        self._since_shown += 1
-        self.report.recompiles = compat.captured_graphs() - self._graphs
+        self._updates_since_shown += 1
+        self.report.recompiles = compat.captured_graphs() - self._graphs_before
         session.account(done)
         figures = session.task.figures(session.batches)
-        written = log.add(update, {**self.report.read, "wall_s": session.spent_s, **figures})
-        if written or is_last or clock() - self._shown_s > SHOWN_S:
+        written = log.add(update, {**self.report.readings, "wall_s": session.spent_s, **figures})
+        # When `add` has just written rows, their numbers are on the host and cost nothing.
+        if written or is_last or clock() - self._shown_at_s > SHOW_EVERY_S:
             self._show(done)
         if done == self._doubted_at and not is_last:
-            self._doubt()
-        stopping, asked, lost, skipping = session.world.any(
+            self._warn_if_useless()
+        stop_requested, save_requested, is_lost, is_skipping = session.world.any(
             self.stop_signal.requested is not None,
             self.stop_signal.save_requested,
             log.is_lost,
             log.streak > 0,
         )
-        # No checkpoint is due while updates are skipped, so that `go_back` finds one from before
-        # them.
-        due = self._save_is_overdue or done % session.plan.intervals.save_every == 0
-        saves = is_last or (session.can_save and ((due and not skipping) or stopping or asked))
-        self._save_is_overdue = due and not session.can_save
-        goes_back = lost or (saves and bool(session.non_finite()))
-        return Moment(done, is_last, goes_back, saves, stopping and saves and not is_last)
+        is_due = self._save_is_overdue or done % session.plan.intervals.save_every == 0
+        # While updates are skipped, a due checkpoint is not written: `go_back` needs one from
+        # before them.
+        wants_save = (is_due and not is_skipping) or stop_requested or save_requested
+        saves = is_last or (session.can_save and wants_save)
+        self._save_is_overdue = is_due and not session.can_save
+        goes_back = is_lost or (saves and bool(session.non_finite()))
+        stops = stop_requested and saves and not is_last
+        return Moment(done, is_last, goes_back, saves, stops)
 
-    def _doubt(self) -> None:
+    def _warn_if_useless(self) -> None:
+        """Print a warning if the updates so far taught the model nothing."""
         self.log.flush()
         if why := self.report.doubt(self.session.run.rows()):
             self.progress.line("warning", f"so far, {why}")
@@ -117,30 +129,32 @@ class AfterUpdate:
     def _show(self, done: int) -> None:
         log = self.log
         log.flush()
-        rate = self.report.rate(self._since_shown, clock() - self._shown_s, log.last)
-        shown = "   ".join(f"{name} {log.last[name]:.3f}" for name in printed_keys(log.last))
-        self._score = shown or self._score
+        seconds = clock() - self._shown_at_s
+        rate = self.report.note_rate(self._updates_since_shown, seconds, log.last)
+        scores = "   ".join(f"{name} {log.last[name]:.3f}" for name in printed_keys(log.last))
+        # A row without scores leaves the earlier ones on the screen.
+        self._score_text = scores or self._score_text
         self.block.update(
             done,
             tokens_per_s=rate,
             memory_bytes=self.session.peak_memory_bytes,
             loss=log.last["train_loss"],
-            score=self._score,
+            score=self._score_text,
             skipped=log.skipped,
         )
-        self._since_shown = 0
-        self._shown_s = clock()
+        self._updates_since_shown = 0
+        self._shown_at_s = clock()
 
     def go_back(self) -> None:
-        """Return to an earlier checkpoint; see `rewind.go_back`."""
+        """Return to an earlier checkpoint, and begin a new log; see `rewind.go_back`."""
         self.log = go_back(self.session, self.log, self.progress)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time of the block out of the updates' rate."""
+        """Do not count the time of the `with` block as training in the rate of updates."""
         began = clock()
         yield
-        self._shown_s += clock() - began
+        self._shown_at_s += clock() - began
 
     def evaluate(self, moment: Moment) -> None:
         """Score held-out records, if that is due; the last evaluation comes after the loop."""
@@ -150,24 +164,23 @@ class AfterUpdate:
 
     def keep_time(self, moment: Moment) -> None:
         """Begin the cool-down early, if the time will not suffice."""
-        limited = self.session.ends_s is not None
-        due = (
-            limited
-            or moment.done % min(self.session.plan.intervals.eval_every, self._check_every) == 0
-        )
-        if due and not moment.is_last:
+        check_every = min(self.session.plan.intervals.eval_every, self._check_every)
+        # A run with train.wall_minutes checks after each update, since it must not end late.
+        is_limited = self.session.ends_s is not None
+        is_due = is_limited or moment.done % check_every == 0
+        if is_due and not moment.is_last:
             self.report.keep_time(moment.done)
             self.block.set_end(self.session.updates)
 
     def sample(self, moment: Moment) -> None:
         """Show what the model writes, if that is due; the last sample comes after the loop."""
-        due = moment.done in self.report.sample_updates() and not moment.is_last
-        if due and self.session.world.agreed(self.report.deadline.samples_midway):
+        is_due = moment.done in self.report.sample_updates() and not moment.is_last
+        if is_due and self.session.world.agreed(self.report.deadline.can_sample_midway):
             self.log.flush()
             self.report.sample(self.block, moment.done)
 
     def save(self, moment: Moment) -> None:
-        """Write a checkpoint, if that is due, and the page of the run so far."""
+        """Write a checkpoint if one is due, and refresh the page of the run."""
         if moment.saves:
             self.log.flush()
             self.stop_signal.save_requested = False
@@ -176,10 +189,10 @@ class AfterUpdate:
             self.report.page.refresh()
 
     def stop(self, moment: Moment) -> None:
-        """End the run, if the user asked for that.
+        """End the run if `moment.stops`.
 
         Raises:
-            Stopped: the message has the command that goes on.
+            Stopped: the message has the command that continues the run.
         """
         if not moment.stops:
             return
@@ -189,8 +202,10 @@ class AfterUpdate:
         raise Stopped(f"saved at update {moment.done}; continue: {again}")
 
     def end(self) -> None:
-        """Refuse the end of a run that has stopped learning, then score and sample a last time; see
-        `Reporter.end`.
+        """Score and sample a last time; see `Reporter.end`.
+
+        Raises:
+            Diverged: at least the second half of the updates was skipped.
         """
         require_end(self.session, self.log)
         self.report.end(self.block)

@@ -1,4 +1,7 @@
-"""Decide that a run is not compiled because its updates take less time than compiling would."""
+"""Decide that a run is not compiled because its updates take less time than compiling would.
+
+A *run by the clock* has a time (`train.minutes`) instead of a number of updates.
+"""
 
 import math
 from contextlib import closing
@@ -14,29 +17,30 @@ from monograph.report.quantities import duration
 from monograph.session.session import Session
 from monograph.storage.cache_dir import is_compiled
 
-# On every machine that was measured, compiling a step that is not in the cache takes longer
-# (benchmarks/start.py).
+# On every machine that was measured, compiling a step that is not in the cache takes longer than
+# this (benchmarks/start.py).
 LEAST_COMPILE_S = 20.0
-# What it usually takes there, and if it is in the cache; a run whose whole time is limited takes
-# SHARE times that.
-COMPILE_S = 60.0
-CACHED_S = 12.0
-SHARE = 2.0
+COMPILE_S = 60.0  # the usual time to compile a step that is not in the cache
+CACHED_S = 12.0  # and one that is in the cache
+# With train.wall_minutes, a step is compiled only if at least so many times its compile time is
+# left.
+LEAST_COMPILE_TIMES = 2.0
 
 
 def compiled_key(session: Session, window: Batch) -> str:
-    """Return a text that differs wherever the compiled step of a run would differ."""
+    """Return a text that names the compiled step of a run: two runs with the same text share it."""
     plan = session.plan
     machine = (describe().name, torch.get_num_threads())
     engine = session.engine
-    # A loss that says what an empty row holds has windows of all sizes filled up; those of answers
-    # have many sizes.
-    own_rows = engine.micro_batch is None or fill_of(engine.step.loss, window) is None
-    shapes = {
-        name: list(tensor.shape[0 if own_rows else 1 :]) for name, tensor in sorted(window.items())
-    }
+    # If the loss says what an empty row contains, every micro-batch is padded to `micro_batch`
+    # rows, so the compiled step does not depend on the rows of a window. Windows of answers have
+    # many numbers of rows.
+    depends_on_rows = engine.micro_batch is None or fill_of(engine.step.loss, window) is None
+    first_axis = 0 if depends_on_rows else 1
+    shapes = {name: list(tensor.shape[first_axis:]) for name, tensor in sorted(window.items())}
     training = plan.training
-    # At most the rounding of narrow states depends on them.
+    # Seed and rate are not in the compiled code: at most the rounding of 8-bit states depends on
+    # them.
     rule = replace(training.optim, seed=0, lr=1.0)
     way = (
         training.precision,
@@ -53,7 +57,7 @@ def compiled_key(session: Session, window: Batch) -> str:
 
 
 def updates_given(session: Session) -> int:
-    """Return the number of updates that the settings give, or the epochs contain; 0 for a run by
+    """Return the number of updates that the settings give or their epochs contain; 0 for a run by
     the clock.
     """
     plan = session.plan
@@ -61,42 +65,50 @@ def updates_given(session: Session) -> int:
     rows = session.batches.rows_per_window
     if plan.updates or not plan.job.span.epochs:
         return plan.updates
-    return -(-plan.job.span.epochs * task.per_epoch // rows) * task.updates_per_window
+    windows = -(-plan.job.span.epochs * task.per_epoch // rows)  # rounded up
+    return windows * task.updates_per_window
 
 
 def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     """Return why a run is not worth compiling; "" if it is.
 
-    That is so if opening it again, for which `opening_s` is known, and its updates take less time
-    than compiling would: the time that the clock gives, or as many times one update as there are. A
-    run by the clock makes updates while another process compiles (`session.eager_start`), so that
-    is the least that compiling takes; one of so many updates waits for it, and it is what compiling
-    usually takes. A run whose whole time is limited is not compiled, either, if that would take a
-    large share of it.
+    It is not if its updates, and opening its session again for a plan without a compiler, take less
+    time than compiling would:
+
+        run by the clock:             opening + training < LEAST_COMPILE_S
+        run of a number of updates:   opening + training < COMPILE_S, or CACHED_S if it is cached
+
+    A run by the clock makes updates while another process compiles (`session.eager_start`), so it
+    loses little by compiling. Other runs wait for the compiler.
+
+    With train.wall_minutes, a run is not compiled, either, if compiling would take a large share of
+    the time.
 
     Args:
-        session: a session at its beginning, with one trial step done.
+        session: a session at its beginning, after one trial step.
         window: a window of it.
-        opening_s: seconds that opening it took.
+        opening_s: the seconds in which the session was opened.
     """
     plan = session.plan
     if plan.training.compile == "none" or plan.memory == "stream" or not session.world.alone:
         return ""
     compiling_s = CACHED_S if is_compiled(compiled_key(session, window)) else COMPILE_S
-    if session.left_s < SHARE * compiling_s:
+    if session.left_s < LEAST_COMPILE_TIMES * compiling_s:
         return "compiling would take much of the time that train.wall_minutes allows"
     updates = updates_given(session)
     least_s = compiling_s if updates else LEAST_COMPILE_S
     if opening_s >= least_s:
         return ""
     training_s = math.inf if updates else 60 * plan.job.span.minutes
-    if not updates:  # a short text ends a run before its time does
+    if not updates:
+        # A short text may end a run before its time is over.
         updates = (
             session.task.most_updates(
                 session.batches.rows_per_window, plan.training.optim.weight_decay
             )
             or 0
         )
+    # Timing an update is not needed if the time alone decides.
     if updates and training_s >= least_s:
         training_s = min(training_s, updates * _update_s(session))
     if opening_s + training_s >= least_s:
@@ -105,8 +117,9 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
 
 
 def _update_s(session: Session) -> float:
-    """Return the seconds of one update without a graph, drawing of answers included; nothing
-    changes by it.
+    """Return the seconds of one update without a graph, including its share of sampling answers.
+
+    Neither the model nor the session is changed.
     """
     engine = session.engine
     with (
@@ -116,22 +129,22 @@ def _update_s(session: Session) -> float:
     ):
         began = clock()
         window = next(batches)
-        drawn_s = clock() - began
+        window_s = clock() - began
         began = clock()
         engine.rehearse(window)
         synchronize(engine.step.device)
-        learned_s = clock() - began
-    return drawn_s / session.task.updates_per_window + learned_s
+        step_s = clock() - began
+    return window_s / session.task.updates_per_window + step_s
 
 
 def expected_whole_s(session: Session, window: Batch, since_s: float) -> float:
-    """Return the seconds that a run by the clock will take in all, preparation and compiling
-    counted.
+    """Return the estimated seconds of a run by the clock in all, from the start of the program to
+    the end of the report.
 
     Args:
         session: the session at its beginning.
         window: a window of it.
-        since_s: the time of `clock` at which the run was asked for.
+        since_s: the time of `clock` at which the program was started.
     """
     plan = session.plan
     compiling_s = 0.0

@@ -1,4 +1,4 @@
-"""Fill those fields of a dataclass that take over the value of a key of the settings.
+"""Fill the fields of a dataclass that have the value of a key of the settings, unchanged.
 
 @dataclass
 class Kept:
@@ -13,9 +13,9 @@ from typing import Any
 
 
 def of_key(key: str) -> Any:
-    """Return a field that takes over the value of a key, such as "train.keep".
+    """Return a dataclass field with the value of a key, such as "train.keep".
 
-    For a type checker it has a default. So it stands after the fields without one.
+    A type checker takes the call for a default, so such fields come after those without one.
     """
     return field(metadata={"key": key})
 

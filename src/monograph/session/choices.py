@@ -1,8 +1,8 @@
-"""The choices of a run that can exclude one another, and rules that say which do, with the line of
-their refusal.
+"""The types of rules on which choices of a run exclude one another.
 
-A rule is a value: `monograph.session.requirements` has the table of all, each objective adds its
-own, and docs/support.md is made from them.
+A *choice* is that a key has a certain value, such as train.memory = stream. A rule names two of
+them and the message of their refusal. `monograph.session.requirements` has the table of all rules,
+each objective adds its own, and docs/support.md is made from them.
 """
 
 import re
@@ -20,8 +20,9 @@ class Chosen:
 
     Attributes:
         is_code: whether `model.init` is a Python function.
-        is_adapted: whether adapters are trained, perhaps those that a run begins from.
-        others: the values of the keys with which they are declared.
+        is_adapted: whether adapters are trained: new ones, or those that the run begins from.
+
+    Each of the other attributes is the value of the key with which it is declared.
     """
 
     is_code: bool
@@ -47,7 +48,7 @@ class Chosen:
     transfer_base: int | None = of_key("optim.transfer_base")
 
     def named(self, text: str) -> str:
-        """Return a text in which names in braces stand for what was chosen."""
+        """Return a text with the names in braces, such as {tokens}, replaced by these values."""
         return text.format_map(vars(self))
 
 
@@ -55,9 +56,9 @@ class Condition(NamedTuple):
     """One choice.
 
     Attributes:
-        said: how an error names it, such as "train.tokens = {tokens}".
-        is_made: whether it was made.
-        among: what the name in braces, if there is one, stands for, as a page says it.
+        said: how an error names the choice, such as "train.tokens = {tokens}".
+        is_made: returns whether the settings made the choice.
+        among: the text that docs/support.md has in place of a name in braces; "" without one.
     """
 
     said: str
@@ -66,12 +67,12 @@ class Condition(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Return it as a page names it."""
+        """Return `said` as docs/support.md has it."""
         return _filled(self.said, self)
 
 
 def _filled(text: str, *choices: Condition) -> str:
-    """Return a text of some choices in which a name in braces stands for all that can be chosen."""
+    """Return a text on choices with the names in braces replaced by the choices' `among`."""
     for choice in choices:
         for name in re.findall(r"{\w+}", choice.said):
             text = text.replace(name, choice.among)
@@ -79,8 +80,12 @@ def _filled(text: str, *choices: Condition) -> str:
 
 
 class Exclusion(NamedTuple):
-    """Two choices that do not go together, and the line of their refusal, with names in braces for
-    what was chosen.
+    """Two choices that do not go together.
+
+    Attributes:
+        one: a choice.
+        other: another choice.
+        refusal: the message of their refusal, with names in braces for the chosen values.
     """
 
     one: Condition
@@ -89,27 +94,37 @@ class Exclusion(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Return the line as a page has it."""
+        """Return `refusal` as docs/support.md has it."""
         return _filled(self.refusal, self.one, self.other)
 
 
 def without(chosen: Condition, other: Condition, instead: str) -> Exclusion:
-    """Return the exclusion of another choice by one that stays; `instead` says what to do."""
+    """Return a rule with a message of the usual form.
+
+    Args:
+        chosen: a choice.
+        other: the choice that does not go with it.
+        instead: what the user should do.
+    """
     return Exclusion(chosen, other, f"{chosen.said} does not go with {other.said}: {instead}")
 
 
 def refuse_excluded(choices: Chosen, exclusions: Iterable[Exclusion]) -> None:
-    """Refuse the first pair of choices that exclude one another.
+    """Refuse choices that exclude one another.
+
+    Args:
+        choices: what the settings choose.
+        exclusions: the rules; the first that applies is reported.
 
     Raises:
-        UsageError: there is one; the message names both.
+        UsageError: a rule applies; the message names both choices.
     """
     for exclusion in exclusions:
         if exclusion.one.is_made(choices) and exclusion.other.is_made(choices):
             raise UsageError(choices.named(exclusion.refusal))
 
 
-# ── choices that several rules name ─────────────────────────────────────────────────────────────
+# ── the choices of several rules ────────────────────────────────────────────────────────────────
 
 OF_CODE = Condition("model.init = {init}", lambda made: made.is_code, "FILE.py:FUNCTION")
 ADAPTED = Condition("lora.rank", lambda made: made.is_adapted)

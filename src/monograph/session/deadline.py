@@ -1,5 +1,8 @@
-"""Keep a whole run within the time that it is allowed: when its updates end, and what is done after
-them.
+"""Keep a run within `train.wall_minutes`: say when its updates must end, and what there is time for
+after them.
+
+`Session.left_s` is the time that is left for training, evaluation and samples. The time for the
+report (`Session.end_s`) is already subtracted from it.
 """
 
 import math
@@ -9,30 +12,34 @@ from monograph.device import clock
 from monograph.planner.defaults import CURVE_ROWS
 from monograph.session.session import Session
 
-# Of the time for updates, after which the machine's speed is known well enough to end them earlier.
-SETTLED = 0.7
-SCORING = 0.2  # of the whole time, which the last evaluation takes at most
-FIGURES = 0.5  # of what is kept for the report, which drawing its PNG files takes at least
-SAMPLE = 0.02  # of the whole time, which a sample before the end takes at most
+# After this share of the time for updates, the machine's speed is known well enough to shorten a
+# run.
+SETTLED_SHARE = 0.7
+SCORING_SHARE = 0.2  # upper bound of the last evaluation's share of the whole time
+# PNG files are drawn only if at least this share of the report's time is left.
+FIGURES_SHARE = 0.5
+SAMPLE_SHARE = 0.02  # upper bound of the whole time's share for a sample before the end
 
 
 @dataclass
 class Deadline:
-    """What a run's end costs, as far as it was measured, and the time that is left; a run without a
-    limit has all.
+    """The measured costs of a run's last evaluation and last sample, compared with the time left.
+
+    A run without `train.wall_minutes` has time for everything.
 
     Attributes:
         session: the run.
-        row_s: seconds of scoring a held-out row; 0 before the first.
-        sample_s: seconds of writing a sample; 0 before the first.
+        row_s: seconds of scoring a held-out row; 0 before the first evaluation.
+        sample_s: seconds of writing a sample; 0 before the first sample.
     """
 
     session: Session
     row_s: float = 0.0
     sample_s: float = 0.0
 
-    def last(self, update: int, per_update_s: float) -> int:
-        """Return the number of updates after which the run should end; 0 if that stays as it is.
+    def shorter_length(self, update: int, per_update_s: float) -> int:
+        """Return the number of updates after which the run should end; 0 if its length need not
+        change.
 
         Args:
             update: the number of updates done.
@@ -40,58 +47,61 @@ class Deadline:
         """
         session = self.session
         left_s = session.left_s - self.end_s(per_update_s)
-        begun_s = session.spent_s - session.elapsed_s
+        this_process_s = session.spent_s - session.elapsed_s
         if left_s >= per_update_s * (session.updates - update):
             return 0
-        if left_s > per_update_s and begun_s < SETTLED * (begun_s + left_s):
+        # While there is time for another update, wait until the speed is known.
+        is_settled = this_process_s >= SETTLED_SHARE * (this_process_s + left_s)
+        if left_s > per_update_s and not is_settled:
             return 0
+        # At least one more, because the schedule has to end at an update that is still to come.
         ends = update + max(1, int(left_s / per_update_s))
         return ends if ends < session.updates else 0
 
-    def rows(self, per_update_s: float) -> int | None:
-        """Return how many held-out rows the last evaluation has time for; None for all."""
+    def affordable_rows(self, per_update_s: float) -> int | None:
+        """Return how many held-out rows the last evaluation has time for; None for all.
+
+        These are at least `CURVE_ROWS`, as many as each point of the curve has.
+        """
         session = self.session
         if math.isinf(session.left_s):
             return None
         row_s = self._row_s(per_update_s)
-        fitting = (
-            max(CURVE_ROWS, int(min(session.left_s, self._share_s(SCORING)) / row_s))
-            if row_s
-            else math.inf
-        )
-        return int(fitting) if fitting < session.task.held_out_rows else None
+        if not row_s:
+            return None
+        scoring_s = min(session.left_s, self._share_s(SCORING_SHARE))
+        rows = max(CURVE_ROWS, int(scoring_s / row_s))
+        return rows if rows < session.task.held_out_rows else None
 
-    def allows(self, samples: float) -> bool:
-        """Return whether there is time for a text as long as so many samples."""
-        return self.session.left_s >= samples * self.sample_s
-
-    @property
-    def samples_midway(self) -> bool:
-        """Return whether a sample takes little enough of the time to be written before the end."""
-        return self.sample_s <= self._share_s(SAMPLE)
+    def has_time_for_samples(self, count: float) -> bool:
+        """Return whether there is time to write a text as long as `count` samples."""
+        return self.session.left_s >= count * self.sample_s
 
     @property
-    def figures(self) -> bool:
-        """Return whether there is time to draw the report's PNG files, which takes most of what is
-        kept for it.
-        """
+    def can_sample_midway(self) -> bool:
+        """Return whether a sample is quick enough to be written before the end of training."""
+        return self.sample_s <= self._share_s(SAMPLE_SHARE)
+
+    @property
+    def has_time_for_figures(self) -> bool:
+        """Return whether there is time to draw the report's PNG files, the slowest part of it."""
         session = self.session
-        return session.ends_s is None or session.ends_s - clock() >= FIGURES * session.end_s
+        return session.ends_s is None or session.ends_s - clock() >= FIGURES_SHARE * session.end_s
 
     def end_s(self, per_update_s: float) -> float:
-        """Return the seconds of the last evaluation, the last sample and measuring the memory of an
-        update.
+        """Return the seconds of the last evaluation, the last sample, and the update that measures
+        memory.
         """
         row_s = self._row_s(per_update_s)
-        scoring_s = min(
-            self.session.task.held_out_rows * row_s, max(self._share_s(SCORING), CURVE_ROWS * row_s)
-        )
+        all_rows_s = self.session.task.held_out_rows * row_s
+        scoring_s = min(all_rows_s, max(self._share_s(SCORING_SHARE), CURVE_ROWS * row_s))
         return scoring_s + self.sample_s + per_update_s
 
     def _row_s(self, per_update_s: float) -> float:
+        """Return the seconds of scoring a row: measured, or estimated before the first evaluation."""
         return self.row_s or self.session.scoring_s(1, per_update_s)
 
     def _share_s(self, share: float) -> float:
-        """Return a share of the whole time."""
+        """Return the seconds of a share of the whole time; infinite without a limit."""
         minutes = self.session.plan.job.span.wall_minutes
         return math.inf if minutes is None or self.session.ends_s is None else share * 60 * minutes

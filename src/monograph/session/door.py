@@ -1,8 +1,9 @@
-"""Read a run's settings, once: `job_of` turns them into a `Job`, below which no settings are seen.
+"""Read a run's settings, once: `job_of` turns them into a `Job`. Code that gets the job never sees
+the settings.
 
-What they name is found here: `last`, a run in the place of a model or a tokenizer, an adapter's
-base, copies of files that are gone. So is each "auto" for which neither the text nor the model's
-shape nor the device has to be known.
+What the settings name is looked up here: `last`, a run in place of a model or a tokenizer, an
+adapter's base, copies of files that are gone. Each "auto" that needs neither the text nor the
+model's shape nor the device is decided here, too.
 """
 
 from pathlib import Path
@@ -33,7 +34,7 @@ from monograph.storage.reading import is_file
 from monograph.transfer import WidthTransfer
 
 WIDTH = "width"
-# Share of the peak learning rate that the schedule falls to if optim.min_lr_ratio says nothing.
+# The share of the peak learning rate at which the schedule ends, if optim.min_lr_ratio is not given.
 FINAL = 0.05
 
 
@@ -42,8 +43,8 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
 
     Args:
         settings: the run's settings.
-        built: whether the model will be built; if not, a folder with config.json and no weights
-            will do.
+        built: whether the model will be built; if False, model.init may be a folder with config.json
+            and no weights.
 
     Raises:
         InputRefused: a model, a tokenizer or an adapter cannot be used.
@@ -54,7 +55,8 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
     span = _span(settings)
     intervals = _intervals(settings)
     transfer = transfer_asked(settings)
-    settings, objective, recipe, source, rule = _found(settings, transfer, shape_alone)
+    # From here on, `settings` has the values that were looked up.
+    settings, objective, recipe, source, rule = _look_up(settings, transfer, shape_alone)
     shape = source.shape if source else None
     optim = settings.optim
     train = settings.train
@@ -127,15 +129,22 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
 
 
 def _span(settings: Settings) -> AskedLength:
-    """Return how long the run lasts; if only the whole time is limited, training may fill it."""
+    """Return how long the run lasts.
+
+    If train.wall_minutes are given without train.minutes, training may fill all of them.
+    """
     train = settings.train
-    whole = train.wall_minutes
     minutes = train.minutes or DEFAULT_MINUTES
     is_timed = "train.minutes" in settings.origins
-    if whole is not None and not is_timed:
-        minutes = whole
+    if train.wall_minutes is not None and not is_timed:
+        minutes = train.wall_minutes
     return AskedLength(
-        train.updates or 0, train.tokens or 0, train.epochs, minutes, whole, is_timed
+        updates=train.updates or 0,
+        tokens=train.tokens or 0,
+        epochs=train.epochs,
+        minutes=minutes,
+        wall_minutes=train.wall_minutes,
+        is_timed=is_timed,
     )
 
 
@@ -149,10 +158,10 @@ def _intervals(settings: Settings) -> AskedIntervals:
 
 
 class _Found(NamedTuple):
-    """What settings name, found.
+    """What the settings name, looked up.
 
     Attributes:
-        settings: the settings with what was found.
+        settings: the settings with the values that were looked up or decided.
         objective: the way to learn, with its own keys decided.
         recipe: the checked recipe.
         source: the model that the run starts from; None for a new one.
@@ -166,9 +175,14 @@ class _Found(NamedTuple):
     optimizer: str
 
 
-def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool) -> _Found:
-    """Decide betas, eps, preset, lengths, tokenizer, adapters and the base of a width transfer; find
-    what `model.init` names.
+def _look_up(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool) -> _Found:
+    """Open the model that `model.init` names; decide betas, eps, preset, lengths, tokenizer,
+    adapters and the base of a width transfer.
+
+    Args:
+        settings: the run's settings.
+        transfer: the width transfer that they ask for; None without.
+        shape_alone: whether only the shape of `model.init` is needed, not its weights.
     """
     model = settings.model
     source = ModelSource.open(model.init) if model.init else None
@@ -230,7 +244,7 @@ def _found(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool
     settings = settings.resolve(chosen, ORIGIN)
     if source is None:
         return _Found(settings, objective, recipe, None, optimizer)
-    # What is recorded; errors until here show what was typed.
+    # Until here errors name the model as the user did; from here on it has the recorded name.
     source = source.renamed(str(settings.model.init))
     recipe = recipe._replace(init=source.base, adapter=source.name if source.adapter else None)
     return _Found(settings, objective, recipe, source, optimizer)
@@ -268,18 +282,23 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
 
     Args:
         settings: the run's settings.
-        config: the model's shape; None if it is not a Llama whose weights are drawn here.
+        config: the model's shape; None if it is not a `Llama` with new random weights.
 
     Raises:
-        UsageError: transfer is asked for another kind of model, or the width does not keep the
-            shape's ratios.
+        UsageError: see `AskedTransfer.of`.
     """
     asked = transfer_asked(settings)
     return asked.of(config) if asked else None
 
 
 def fresh_fields(recipe: Recipe, rule: str, epochs: int = 1) -> dict[str, Any]:
-    """Return the fields in which the optimizer of a new model differs from its class's defaults."""
+    """Return the optimizer's fields with other defaults for a new model than its class has.
+
+    Args:
+        recipe: the model's recipe.
+        rule: the optimizer's name in `OPTIMIZERS`.
+        epochs: the number of times that the text will be read.
+    """
     return {} if recipe.init else defaults.tuned_fields(recipe.preset, recipe.family, rule, epochs)
 
 
@@ -305,6 +324,6 @@ def _clip(norm: float | str, skip_spikes: bool | str, finds_spikes: bool) -> Cli
     """
     if norm == "none":
         return None
-    return Clip(
-        float(norm), skip_spikes=finds_spikes if skip_spikes == "auto" else bool(skip_spikes)
-    )
+    if skip_spikes == "auto":
+        skip_spikes = finds_spikes
+    return Clip(float(norm), skip_spikes=bool(skip_spikes))

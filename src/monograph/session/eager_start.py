@@ -1,10 +1,11 @@
-"""Begin a run with updates that are computed without a graph, while another process compiles the
-step.
+"""Begin a run with *eager* updates, which are computed without a compiled graph, while another
+process compiles the step.
 
-Where nothing is compiled yet, the compiler keeps one core busy for half a minute. A run that lasts
-by the clock, whose number of updates nobody can repeat anyway, trains on the other cores meanwhile.
-Once the compiled code is in the cache, the run takes it from there and saves its first checkpoint,
-so that what is resumed has one kind of updates only.
+Compiling a step that is not in the cache keeps one core busy for half a minute. A run by the clock
+(one with `train.minutes` instead of a number of updates) trains on the other cores meanwhile. Its
+number of updates differs from machine to machine anyway, so nothing repeatable is lost. Once the
+compiled code is in the cache, the run loads it and saves its first checkpoint. A resumed run
+therefore has compiled updates only.
 """
 
 import time
@@ -44,21 +45,25 @@ from monograph.storage.cache_dir import (
 )
 from monograph.storage.writing import temporary_folder, write_durably, writing
 
-MARK = "eager"  # the entry of metrics.jsonl by which the rows of such updates are known
-PROCESS_BYTES = 2**30  # of libraries, text and compiler, beside the tensors of a step
-LONGEST_S = 600.0  # seconds after which the other process is not waited for
+MARK = "eager"  # rows of metrics.jsonl that come from eager updates have this entry
+# Bytes of libraries, text and compiler in a process, in addition to the tensors of a step.
+PROCESS_BYTES = 2**30
+MAX_PATIENCE_S = 600.0  # after this time the run stops waiting for the other process
 _CHILD = (
     "import sys; from monograph.session.eager_start import compile_run; compile_run(*sys.argv[1:])"
 )
 
 
 def pays(session: Session, key: str) -> bool:
-    """Return whether updates without a graph are possible, and compiling the step of this key takes
-    time.
+    """Return whether a run should begin with eager updates.
 
-    The clock decides on the run's length, a compiler runs on another core of this machine, the
-    memory suffices for a second process with the model, a new one of this package, and this step
-    was not compiled on this machine before.
+    It should if all of this is true: the clock decides on the run's length; a compiler can run on
+    another core of this machine; the model is this package's, and the memory suffices for a second
+    process with it; the step was not compiled on this machine before.
+
+    Args:
+        session: a session at its beginning.
+        key: the step's key (`brief.compiled_key`).
     """
     plan = session.plan
     machine = describe()
@@ -78,27 +83,28 @@ def pays(session: Session, key: str) -> bool:
 
 
 def has_spare_core(machine: Device) -> bool:
-    """Return whether this machine compiles on a core while it trains on another."""
+    """Return whether this machine can compile on one core while it trains on another."""
     return machine.type == "cpu" and machine.cores > 1 and not compiler_obstacle()
 
 
 def begin(session: Session, window: Batch, progress: Progress, before: Callable[[], None]) -> bool:
-    """Update without a graph until another process has compiled the step, if that `pays`; then
-    compile it here, too.
+    """Make eager updates until another process has compiled the step, if that `pays`; then compile
+    the step here.
 
-    The second time takes a few seconds, as the compiled code is in the cache.
+    Compiling here takes a few seconds, because the compiled code is in the cache.
 
     Args:
         session: a session at its beginning.
         window: a window of it.
         progress: the display.
-        before: called before the first update without a graph.
+        before: called before the first eager update.
 
     Returns:
-        Whether there were updates without a graph.
+        Whether there were eager updates.
     """
     key = compiled_key(session, window)
-    if early := pays(session, key):
+    early = pays(session, key)
+    if early:
         before()
         patient_s = patience_s(session)
         if not _update_eagerly(session, window, patient_s, progress):
@@ -114,36 +120,37 @@ def begin(session: Session, window: Batch, progress: Progress, before: Callable[
 
 
 def patience_s(session: Session) -> float:
-    """Return how long the other process is waited for: half of the time, if that of the whole run
-    is limited.
+    """Return for how many seconds the run waits for the other process; with train.wall_minutes, at
+    most half of the time left.
     """
     return min(patience_for(session.plan.job.span.minutes), session.left_s / 2)
 
 
 def patience_for(minutes: float, graphs: int = 1) -> float:
-    """Return for how many seconds of updates another process may compile, so that a run takes as
-    long as is said.
+    """Return for how many seconds training of some minutes waits for the other process.
 
-    A short training on a busy machine would be over before that pays.
+    This is the length of the training, but at least the usual time to compile, so that the whole
+    run does not take much longer than its display announced.
 
     Args:
         minutes: the length of the training.
         graphs: the number of graphs that are compiled.
     """
-    return min(LONGEST_S, max(60 * minutes, graphs * (COMPILE_S + CACHED_S)))
+    return min(MAX_PATIENCE_S, max(60 * minutes, graphs * (COMPILE_S + CACHED_S)))
 
 
 @contextmanager
 def compiling(script: str, *arguments: str) -> Iterator[Callable[[], bool]]:
-    """Have another process compile on one core while the block trains on the others; it ends with
-    the block.
+    """Run another process that compiles on one core, while the `with` block trains on the others.
+
+    The process is killed when the block ends.
 
     Args:
-        script: the program of the other process.
+        script: the Python code of the process.
         arguments: its arguments.
 
     Yields:
-        A function that returns whether the other process is over.
+        A function that returns whether the process has ended.
     """
     threads = torch.get_num_threads()
     compiler = python_aside(script, *arguments)
@@ -156,10 +163,11 @@ def compiling(script: str, *arguments: str) -> Iterator[Callable[[], bool]]:
 
 
 def _update_eagerly(session: Session, window: Batch, patient_s: float, progress: Progress) -> bool:
-    """Update until the other process has compiled the step; return False if the run goes on without
-    that.
+    """Make eager updates until the other process has compiled the step.
 
-    A long training is worth compiling however long that takes.
+    Returns:
+        Whether to compile the step here. This is so if the other process has ended, and also if it
+        was waited for as long as possible, since so long a training is worth compiling anyway.
     """
     engine, plan, task = session.engine, session.plan, session.task
     most = (
@@ -178,6 +186,7 @@ def _update_eagerly(session: Session, window: Batch, patient_s: float, progress:
             compiling(_CHILD, str(session.run.folder), str(path)) as is_over,
             progress.stage("start", "training eagerly while the step compiles") as stage,
         ):
+            # A short text allows `most` updates; half of them are left for the compiled step.
             for update in train(engine, windows(session), max(1, most // 2)):
                 spent_s = clock() - began
                 log.add(update, {"wall_s": spent_s, MARK: True, **task.figures(session.batches)})
@@ -187,26 +196,29 @@ def _update_eagerly(session: Session, window: Batch, patient_s: float, progress:
                     break
             if not is_over():
                 stage.report("waiting for the compiler after update", engine.index)
-            # A short text is read often enough before.
+            # After these updates of a short text, wait without training.
             while not is_over() and clock() - began < patient_s:
                 time.sleep(0.1)
             is_compiled_now = is_over()
             stage.result = f"{counted(engine.index, 'update')}, loss {log.last['train_loss']:.2f}"
-    # They count as an earlier process's, which adds its seconds to the time that the settings
-    # allow.
+    # The seconds count like those of an earlier process of the run: they do not shorten the time of
+    # the updates to come.
     session.elapsed_s = spent_s
     session.started_s = session.started_s + spent_s
     session.training_since_s = clock()
-    return is_compiled_now or patient_s >= LONGEST_S
+    return is_compiled_now or patient_s >= MAX_PATIENCE_S
 
 
 def _likely_updates(session: Session) -> int:
-    """Return the number of updates that the run will have, by a prediction of their seconds."""
+    """Return the number of updates that the run will have if they take as long as the planner
+    predicts.
+    """
     plan = session.plan
     assert plan.expected
     seconds = plan.expected.update_s
     if session.model_config:
         known = Calibration(calibration_file())
+        # Sampling and judging answers.
         beside = plan.job.objective.seconds_beside(plan, session.model_config, describe(), known)
         seconds += beside[0] if beside else 0.0
     most = (
@@ -217,12 +229,12 @@ def _likely_updates(session: Session) -> int:
 
 
 def compile_run(folder: str, window: str) -> None:
-    """Compile the step of a run that is not begun yet, so that the process that trains it finds it
-    in the cache.
+    """Compile a run's step into the cache, where the process that trains the run finds it.
 
     Args:
-        folder: the run's folder.
-        window: the file of a window, as making one may take answers and a judgement of them.
+        folder: the run's folder, without a checkpoint.
+        window: the file of a window. It is read rather than made, since making one may need answers
+            and their rewards.
     """
     keep_compiled()
     repeatable(default_device())

@@ -1,5 +1,5 @@
-"""Load a model to evaluate, with its precision and tokenizer and, for a run, the text held out of
-its training.
+"""Load a model to evaluate, with its precision and tokenizer. The model of a run also has the text
+that was held out of its training.
 """
 
 import math
@@ -24,7 +24,8 @@ from monograph.session.objectives import objective_of
 from monograph.session.recorded import own_copies, run_settings, strange_text
 from monograph.text.tokenizer import Tokenizer
 
-LONGEST_ROW = 4096
+LONGEST_ROW = 4096  # tokens of a row, for a model that comes from no run
+# The keys in [data] that say how any text is read,
 _READING = (
     "sequence_length",
     "packing",
@@ -34,24 +35,27 @@ _READING = (
     "answers",
     "too_long",
 )
+# and those that name the run's own text.
 _TEXT = ("source", "weights", "held_out")
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model with its precision and its tokenizer; if it comes from a run, also the text that was
-    held out.
+    """A model with its precision and its tokenizer; if it comes from a run, also with the run's
+    text.
 
     Attributes:
-        module: the model; loss: its loss; tokenizer: its tokenizer.
-        precision: the precision in which it is evaluated, the run's own.
-        reading: the arguments of `corpus` that say how to read any text.
+        module: the model.
+        loss: the model's loss.
+        tokenizer: the model's tokenizer.
+        precision: the precision in which the model is evaluated: the run's own, or fp32.
+        reading: the arguments of `data.corpus.corpus` that say how to read any text.
         averaged: whether the weights are averages.
-        own_text: the further arguments of `corpus` that name the run's text, for use without
-            --data; empty if the run learned from other records.
+        own_text: the further arguments of `corpus` that name the run's text, used without --data;
+            {} if there is none.
         fingerprint: the fingerprint of the run's text at training.
-        strange: a warning to print before `own_text` is read; empty if the text is the user's own.
-        drew_answers: whether the run drew answers between its updates, so that its speed is not
+        strange: a warning to print before `own_text` is read; "" if the text is the user's own.
+        drew_answers: whether the run sampled answers between its updates, so that its speed is not
             that of a step.
     """
 
@@ -68,13 +72,12 @@ class EvaluatedModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return (sum of losses, number of targets) of a batch, computed uncompiled in this model's
-        precision.
+        """Return (sum of losses, number of targets) of a batch, both 0-d, computed eagerly in this
+        model's precision.
         """
-        with self.precision.context(default_device().type):
-            return self.loss(
-                self.module, {name: tensor.to(default_device()) for name, tensor in batch.items()}
-            )
+        device = default_device()
+        with self.precision.context(device.type):
+            return self.loss(self.module, {name: rows.to(device) for name, rows in batch.items()})
 
 
 def require_finite(loss: float, name: str, text: str) -> None:
@@ -92,26 +95,27 @@ def require_finite(loss: float, name: str, text: str) -> None:
 def of_run(run: Run, warn: Warn) -> EvaluatedModel:
     """Load a run's newest sound model; see `load_trained`."""
     settings = run_settings(run, runs=("model.init",))
-    precision = Precision(settings.train.precision)  # in another precision the figures would differ
+    # In another precision the scores would differ from those of the training.
+    precision = Precision(settings.train.precision)
     text = settings.data.model_dump() | own_copies(settings.data, settings.origins)
     objective = objective_of(settings)
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision, settings.programs)
     return EvaluatedModel(
-        module,
-        loss,
-        tokenizer,
-        precision,
-        {key: text[key] for key in _READING},
-        averaged,
-        {key: text[key] for key in _TEXT} if objective.is_of_texts else {},
-        state["fingerprint"],
-        strange_text(run, settings.data.source, settings.programs),
-        objective.answers_on_device,
+        module=module,
+        loss=loss,
+        tokenizer=tokenizer,
+        precision=precision,
+        reading={key: text[key] for key in _READING},
+        averaged=averaged,
+        own_text={key: text[key] for key in _TEXT} if objective.is_of_texts else {},
+        fingerprint=state["fingerprint"],
+        strange=strange_text(run, settings.data.source, settings.programs),
+        drew_answers=objective.answers_on_device,
     )
 
 
 def of_folder(folder: str, warn: Warn) -> EvaluatedModel:
-    """Load the model of a Hugging Face folder or weight file."""
+    """Load the model of a Hugging Face folder or weight file, in fp32."""
     model, tokenizer = load_with_tokenizer(folder, warn)
     length = min(model.config.max_position_embeddings, LONGEST_ROW)
     return EvaluatedModel(
@@ -120,15 +124,21 @@ def of_folder(folder: str, warn: Warn) -> EvaluatedModel:
 
 
 def mixed(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
-    """Return a model that finds a token as probable as N members do on average.
+    """Return a model whose probability of a token is the mean of its members' probabilities.
 
-    loss = ln N - logsumexp over members of log p(target),   summed over targets in fp64
+        loss = sum over N targets of ln M - logsumexp over M members of log p(target)
 
-    Each member computes in its own precision, and of each only the targets' log-probabilities are
-    kept.
+    Each member computes in its own precision; the sum is in fp64. In memory are the targets'
+    log-probabilities of all members, and the logits of only one.
+
+    Shapes: M members, N targets of a batch.
+
+    Args:
+        members: the models.
+        name: what an error calls the mixture.
 
     Raises:
-        InputRefused: a member is no language model of this package, or their tokenizers differ.
+        InputRefused: a member is not a `Llama`, or the members' tokenizers differ.
     """
     shortest = min(members, key=lambda member: int(member.reading["sequence_length"]))
     tokenizers = {member.tokenizer.hash for member in members}
@@ -142,38 +152,46 @@ def mixed(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
         for member in members:
             with member.precision.context(default_device().type):
                 log_MN.append(target_log_probabilities(member.module, batch).double())
-        kept_N = batch["targets"].flatten() != IGNORE
+        is_target_N = batch["targets"].flatten() != IGNORE
         losses_N = math.log(len(members)) - torch.stack(log_MN).logsumexp(0)
-        return torch.where(kept_N, losses_N, 0.0).sum(), kept_N.sum()
+        return torch.where(is_target_N, losses_N, 0.0).sum(), is_target_N.sum()
 
-    together = nn.ModuleList(member.module for member in members)
-    averaged = members[0].averaged
+    # Rows must fit all members, so they are read as the member with the shortest rows reads them.
+    # Members enter their own precisions; fp32 around them changes nothing.
     return replace(
-        shortest, module=together, loss=loss, precision=Precision("fp32"), averaged=averaged
+        shortest,
+        module=nn.ModuleList(member.module for member in members),
+        loss=loss,
+        precision=Precision("fp32"),
+        averaged=members[0].averaged,
     )
 
 
 def answered(
     subject: EvaluatedModel, questions: list[Question], chat: bool, report: Progress, warn: Warn
 ) -> tuple[list[ChoiceMarks], Accuracy]:
-    """Return a model's answers and its accuracy; see `evaluation.choices.choose`.
+    """Return a model's answers to multiple-choice questions, and its accuracy.
+
+    Args:
+        subject: the model.
+        questions: the questions.
+        chat: whether a question is asked as a message of a chat.
+        report: the progress.
+        warn: prints a warning if questions had to be cut.
 
     Raises:
-        InputRefused: the model is not a Llama, so it is unknown how to score continuations of a
-            question.
+        InputRefused: the model is not a `Llama`: how another module scores continuations of a
+            question is unknown.
     """
     if not isinstance(subject.module, Llama):
-        what = (
-            "a mixture"
-            if isinstance(subject.module, nn.ModuleList)
-            else "the run holds a module of its own, which"
-        )
+        # `mixed` makes a ModuleList.
+        is_mixture = isinstance(subject.module, nn.ModuleList)
+        what = "a mixture" if is_mixture else "the run holds a module of its own, which"
         raise InputRefused(f"{what} does not say what follows a question: give a text")
-    answers, shares = choose(
+    answers, accuracy = choose(
         subject.module, subject.tokenizer, questions, subject.precision, report, chat
     )
-    if shares.cut:
-        warn(
-            f"{counted(shares.cut, 'question')} did not fit the model's positions: the beginning was left out"
-        )
-    return answers, shares
+    if accuracy.cut:
+        cut = counted(accuracy.cut, "question")
+        warn(f"{cut} did not fit the model's positions: the beginning was left out")
+    return answers, accuracy

@@ -1,5 +1,7 @@
-"""Read what the card and the system tell of a run's speed, and notice when the run has become
-slower than it was.
+"""Read the GPU's and the system's numbers that may explain a run's speed, and notice when the run
+has become slower.
+
+A *stretch* is a part of the training of about a minute, of which the median speed is taken.
 """
 
 import importlib
@@ -16,11 +18,13 @@ from monograph.device import clock, describe
 from monograph.profiling.memory import swapped_bytes
 from monograph.report.quantities import memory
 
-READ_S = 1.0  # a card's own numbers are means over up to a second
-STRETCH_S, STRETCH = 60.0, 10  # a stretch has at least so many seconds and rates
-KNOWN = 2  # stretches that others are compared with, at least
-SLOW, RECOVERED = 0.7, 0.85  # of the rate before
-# less more memory in swap, or load, explains nothing
+READ_S = 1.0  # a GPU's numbers are means over up to a second, so they are not read more often
+STRETCH_S = 60.0  # minimum seconds of a stretch
+STRETCH = 10  # minimum number of rates in a stretch
+KNOWN = 2  # minimum number of earlier stretches, for a comparison
+SLOW = 0.7  # a stretch with a lower share of the earlier rate is slow
+RECOVERED = 0.85  # a slow run has recovered if it reaches this share of the earlier rate
+# A smaller increase of memory in swap, or of the load, does not explain a lower speed.
 SWAPPED_BYTES = 2**26
 LOADED = 0.5
 
@@ -39,7 +43,7 @@ _HINTS: Mapping[str, Callable[[ModuleType, object], float]] = {
     "limits": lambda nvml, card: nvml.nvmlDeviceGetCurrentClocksEventReasons(card),
     "processes": lambda nvml, card: len(nvml.nvmlDeviceGetComputeRunningProcesses(card)),
 }
-# What NVML's bits of reasons for a lower clock mean.
+# The meaning of the bits of NVML's reasons for a lower clock rate.
 _LIMITS = {
     0x04: "its power limit",
     0x08: "its hardware",
@@ -50,21 +54,24 @@ _LIMITS = {
 
 
 class Gauges:
-    """The numbers of a GPU, from NVIDIA's library where it is installed (nvidia-ml-py), and of this
-    process's host.
+    """The numbers of a GPU, from NVIDIA's library (nvidia-ml-py) if it is installed, and of the
+    host.
 
-    The library asks the driver, so the device is not waited for. Whatever it refuses is left out.
+    The library asks the driver, so reading does not wait for the GPU's work. Numbers that the
+    library refuses are left out.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Find the card by its UUID, as the library numbers cards in another order than
+        """Find the GPU in NVIDIA's library.
+
+        It is found by its UUID, because the library numbers GPUs in another order than
         CUDA_VISIBLE_DEVICES.
         """
         self._nvml: ModuleType | None = None
         self._read_s = float("-inf")
         self._cores = describe(device).cores
         if device.type == "cuda":
-            # It is missing, or finds no driver, or the device is a slice of a card.
+            # The library is missing or finds no driver, or the device is a slice of a GPU.
             with suppress(Exception):
                 nvml = importlib.import_module("pynvml")
                 nvml.nvmlInit()
@@ -74,8 +81,8 @@ class Gauges:
                 self._nvml = nvml
 
     def read(self) -> dict[str, float]:
-        """Return the card's numbers by their names in metrics.jsonl; none if they were read less
-        than a second ago.
+        """Return the GPU's numbers by their names in metrics.jsonl; {} if they were read less than
+        `READ_S` ago.
         """
         if self._nvml is None or clock() - self._read_s < READ_S:
             return {}
@@ -83,66 +90,81 @@ class Gauges:
         return self._of_card(_GAUGES)
 
     def hints(self) -> dict[str, float]:
-        """Return numbers that may explain a lower speed, if they differ from those before."""
+        """Return numbers that may explain a lower speed, once they are compared with earlier ones."""
         return {"load": os.getloadavg()[0], "swapped": swapped_bytes(), **self._of_card(_HINTS)}
 
     def why(self, before: Mapping[str, float], now: Mapping[str, float]) -> str:
-        """Return the likely reasons for a lower speed in words; "" if nothing tells any."""
-        new = int(now.get("limits", 0)) & ~int(before.get("limits", 0))
-        slowed = dict.fromkeys(
-            f"the GPU is slowed by {name}" for bit, name in _LIMITS.items() if bit & new
-        )
-        then = before.get("processes", 0)
+        """Return the likely reasons for a lower speed in words; "" if none is known.
+
+        Args:
+            before: the `hints` of the time with the higher speed.
+            now: the present `hints`.
+        """
+        new_limits = int(now.get("limits", 0)) & ~int(before.get("limits", 0))
+        # Two bits mean heat, which is said once.
+        names = dict.fromkeys(name for bit, name in _LIMITS.items() if bit & new_limits)
+        reasons = [f"the GPU is slowed by {name}" for name in names]
+        processes_before = before.get("processes", 0)
         processes = now.get("processes", 0)
-        more_bytes = now["swapped"] - before["swapped"]
-        loaded = now["load"] > max(self._cores, before["load"] + LOADED)
-        reasons = [
-            *slowed,
-            f"{processes} processes use the GPU, {then} before" if processes > then else "",
-            f"{memory(more_bytes)} of its memory went to swap"
-            if more_bytes > SWAPPED_BYTES
-            else "",
-            f"load {now['load']:.1f} on {self._cores} cores, {before['load']:.1f} before"
-            if loaded
-            else "",
-        ]
-        return "; ".join(filter(None, reasons))
+        if processes > processes_before:
+            reasons.append(f"{processes} processes use the GPU, {processes_before} before")
+        swapped_bytes = now["swapped"] - before["swapped"]
+        if swapped_bytes > SWAPPED_BYTES:
+            reasons.append(f"{memory(swapped_bytes)} of its memory went to swap")
+        # A load below the number of cores leaves cores free.
+        if now["load"] > max(self._cores, before["load"] + LOADED):
+            reasons.append(
+                f"load {now['load']:.1f} on {self._cores} cores, {before['load']:.1f} before"
+            )
+        return "; ".join(reasons)
 
     def _of_card(
         self, wanted: Mapping[str, Callable[[ModuleType, object], float]]
     ) -> dict[str, float]:
-        found = dict[str, float]()
+        """Return those of the wanted numbers that the GPU has."""
+        numbers = dict[str, float]()
         if self._nvml is None:
-            return found
+            return numbers
         for name, read in wanted.items():
-            with suppress(Exception):  # this card, driver or moment has no such number
-                found[name] = read(self._nvml, self._card)
-        return found
+            # This GPU or driver may not have the number, at least at this moment.
+            with suppress(Exception):
+                numbers[name] = read(self._nvml, self._card)
+        return numbers
 
 
 class Alarm:
-    """What notices that a run is slower than it was, once until it recovers.
+    """Notices that a run has become slower. It reports this once, and again only after the run has
+    recovered.
 
-        slow:       median rate of a stretch < 0.7 × median of the medians of earlier stretches
-        recovered:  median rate of a stretch ≥ 0.85 × that
+        usual rate:  median of the median rates of earlier stretches that were not slow
+        slow:        median rate of a stretch < 0.7 × usual rate
+        recovered:   median rate of a stretch ≥ 0.85 × usual rate
 
-    Stretches that are slow are no part of what later ones are compared with. A median of rates does
-    not see single updates that waited for a compiler or a rewind. Of an even number of stretches
-    the lower middle counts, so one fast stretch at the beginning makes no alarm.
+    The median of a stretch ignores single updates that waited for a compiler or a rewind. The
+    median over an even number of stretches is the lower of the two in the middle, so one fast
+    stretch at the beginning does not raise an alarm.
     """
 
     def __init__(self, gauges: Gauges) -> None:
-        """Begin with no stretch."""
+        """Begin without a stretch."""
         self.gauges = gauges
         self.is_slow = False
-        self._hints = gauges.hints()
+        self._usual_hints = gauges.hints()
+        # of the present stretch
         self._rates = list[float]()
         self._seconds = 0.0
-        self._known = list[float]()
+        self._usual_rates = list[float]()  # of earlier stretches that were not slow
 
     def note(self, rate: float, seconds: float) -> dict[str, Any] | None:
-        """Take the rate of some seconds of training; return both rates and the likely reason if the
-        run became slow.
+        """Note the rate of some seconds of training.
+
+        Args:
+            rate: tokens per second.
+            seconds: the seconds of training with this rate.
+
+        Returns:
+            If the run has become slow with this call: the present rate, the usual rate, and the
+            likely reason. Else None.
         """
         self._rates.append(rate)
         self._seconds += seconds
@@ -152,12 +174,15 @@ class Alarm:
         hints = self.gauges.hints()
         self._rates = []
         self._seconds = 0.0
-        before = statistics.median_low(self._known) if len(self._known) >= KNOWN else 0.0
+        # With a usual rate of 0 no stretch is slow.
+        is_known = len(self._usual_rates) >= KNOWN
+        usual = statistics.median_low(self._usual_rates) if is_known else 0.0
         was_slow = self.is_slow
-        self.is_slow = now < (RECOVERED if was_slow else SLOW) * before
+        self.is_slow = now < (RECOVERED if was_slow else SLOW) * usual
         if not self.is_slow:
-            self._known.append(now)
-            self._hints = hints
+            self._usual_rates.append(now)
+            self._usual_hints = hints
         if was_slow or not self.is_slow:
             return None
-        return {"tokens_per_s": now, "before": before, "why": self.gauges.why(self._hints, hints)}
+        why = self.gauges.why(self._usual_hints, hints)
+        return {"tokens_per_s": now, "before": usual, "why": why}

@@ -1,9 +1,9 @@
-"""What a run is to do, as its settings say it: what is trained, on what, from which weights,
-recorded where.
+"""What a run is to do, as its settings say it: which model is trained, on which records, from which
+weights, and where the run is recorded.
 
-`monograph.session.door` reads the settings and makes a `Job`; below it no settings are seen, no
-path that might be `last`, and no "auto" but those that the text, the model's shape or the device
-decide.
+`monograph.session.door` reads the settings and makes a `Job`. Code below the door sees no settings
+and no path such as `last` that has to be looked up. A value that the settings leave at "auto" is
+decided in the job, unless it depends on the text, the model's shape or the device.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Memory = Literal["device", "stream"]
 
 
 class AskedTransfer(NamedTuple):
-    """The width transfer that is asked for.
+    """The width transfer (`monograph.transfer`) that the settings ask for.
 
     Attributes:
-        base: the width at which the learning rate was found; None: a usual one.
-        said: `optim.transfer`, as an error begins with it.
+        base: the width at which the learning rate was found; None means the default width.
+        said: `optim.transfer` with its value, as an error begins.
         init: `model.init`.
     """
 
@@ -49,15 +49,15 @@ class AskedTransfer(NamedTuple):
         """Return the rule that carries rates to a model of this shape.
 
         Args:
-            config: the model's shape; None if it is not a Llama whose weights are drawn here.
+            config: the model's shape; None if it is not a `Llama` with new random weights.
 
         Raises:
-            UsageError: this is another kind of model, or the width does not keep the shape's
-                ratios.
+            UsageError: `config` is None, or a model of the width `base` cannot have the ratios of
+                this shape.
         """
         if config is None:
             raise UsageError(
-                f"{self.said} is a rule for a model whose weights are drawn here, by preset or sizes, not for "
+                f"{self.said} is a rule for a new model, made by preset or sizes, not for "
                 f"model.init = {self.init}; leave it at none"
             )
         try:
@@ -67,13 +67,13 @@ class AskedTransfer(NamedTuple):
 
 
 class AskedLength(NamedTuple):
-    """How long a run lasts.
+    """How long a run lasts, as the settings say it.
 
     Attributes:
-        updates: its updates; 0 if other values, or the clock, give them. tokens: its tokens; 0,
-            too.
-        epochs: passes over the text; None if another value gives the length.
-        minutes: minutes of training, used if neither updates nor epochs are given.
+        updates: train.updates; 0 if another value gives the length.
+        tokens: train.tokens; 0 if another value gives the length.
+        epochs: train.epochs; None if another value gives the length.
+        minutes: minutes of training, used if no other value gives the length.
         wall_minutes: minutes of the whole run; None if they are not limited.
         is_timed: whether the user gave the minutes of training.
     """
@@ -95,58 +95,60 @@ class Intervals(NamedTuple):
 
 
 class AskedIntervals(NamedTuple):
-    """`Intervals` as they are asked for; None where the run's length decides."""
+    """`Intervals` as the settings give them; None means that the run's length decides."""
 
     warmup_updates: int | None
     eval_every: int | None
     save_every: int | None
 
     def of(self, updates: int, evaluations: int = defaults.EVALUATIONS) -> Intervals:
-        """Return the intervals of a run of so many updates, which is evaluated so often where
-        nothing else is asked.
+        """Return the intervals of a run, with defaults for those that the settings do not give.
+
+        Args:
+            updates: the number of updates of the run.
+            evaluations: the default number of evaluations.
         """
-        usual = (
-            defaults.warmup(updates),
-            defaults.interval(updates, evaluations),
-            defaults.interval(updates, defaults.CHECKPOINTS),
+        default = Intervals(
+            warmup_updates=defaults.warmup(updates),
+            eval_every=defaults.interval(updates, evaluations),
+            save_every=defaults.interval(updates, defaults.CHECKPOINTS),
         )
-        return Intervals(
-            *(given if other is None else other for other, given in zip(self, usual, strict=True))
-        )
+        given = {name: value for name, value in self._asdict().items() if value is not None}
+        return default._replace(**given)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a run is to do, by its settings alone. A `monograph.session.plan.Plan` holds it, and
-    decides what is open.
+    """What a run is to do, by its settings alone. A `monograph.session.plan.Plan` holds the job and
+    the decisions on what is open in it.
 
     Attributes:
-        record: what config.toml says of it.
-        objective: the way to learn, with the values of its own keys.
-        source: the model that the run starts from, opened; None for a new one.
+        record: the content of config.toml.
+        objective: what the model learns from (texts, rewards, pairs or teachers), with the values
+            of that objective's own keys.
+        source: the opened model that the run starts from; None for a new one.
         recipe: the checked recipe from which the model is built.
         sizes_said: the keys that shape the model, with their values, as an error shows them.
-        reading: how the records are read, with copies in the place of files that are gone.
+        reading: how the records are read. Files that are gone are replaced by the run's copies.
         tokens: what decides which tokens are new to the model.
-        transfer: the width transfer that is asked for; None without.
-        training: how the model is trained, by all devices together. Its optimizer is without the
-            changes of width transfer, and its adapters without the tokens whose rows are trained
-            with them.
+        transfer: the width transfer that the settings ask for; None without.
+        training: how the model is trained, by all devices together. The optimizer does not have the
+            changes of width transfer yet, nor the adapters the tokens whose rows are trained.
         memory: where weights live.
-        open: the choices that the device or the planner makes; `training` and `memory` have their
-            usual values there.
-        is_rate_open: whether the optimizer's rate is a usual one; is_decay_open: whether its weight
-            decay is.
-        final: the share of the peak rate that the schedule falls to.
-        asked_tokens: tokens of an update, as they were asked for; those of `training` are in whole
+        open: the choices that the device or the planner makes; `training` and `memory` have
+            defaults there.
+        is_rate_open: whether the optimizer's peak rate is a default.
+        is_decay_open: whether the optimizer's weight decay is a default.
+        final: the share of the peak rate at which the schedule ends.
+        asked_tokens: tokens of an update as the settings give them; `training` rounds them to whole
             rows.
-        updates: its updates, if they or its tokens are given; else 0.
+        updates: updates of the run; 0 if neither they nor its tokens are given.
         span: how long the run lasts.
-        intervals: how often something is done.
+        intervals: the updates of the warm-up, between evaluations and between checkpoints.
         schedule_name: the learning rate's schedule.
         keep: the number of checkpoints that stay.
-        parallel: how several devices share the work; gather_dtype: the dtype in which shared
-            weights are sent.
+        parallel: how several devices share the work.
+        gather_dtype: the dtype in which ranks send each other their rows of weights.
     """
 
     record: ConfigRecord
@@ -178,14 +180,17 @@ class Job:
         return self.recipe.seed
 
     def adapters(self, tokens: tuple[int, ...] = ()) -> Lora | None:
-        """Return the options of adapters with the ids of tokens whose rows are trained with them;
-        None without.
+        """Return the options of the adapters; None without adapters.
+
+        Args:
+            tokens: ids of the tokens whose rows are trained together with the adapters.
         """
         lora = self.training.lora
         return replace(lora, tokens=tokens) if lora else None
 
     def transfer_to(self, config: LlamaConfig | None) -> WidthTransfer | None:
-        """Return the rule that carries rates to a model of this shape; None without width transfer.
+        """Return the rule that carries learning rates to a model of this shape; None without width
+        transfer.
 
         Raises:
             UsageError: see `AskedTransfer.of`.

@@ -1,8 +1,11 @@
-"""Measure a ladder of ways to train one model on one text, each of which changes one thing in
-another.
+"""Measure a ladder of ways to train one model on one text (`monograph profile --ladder`).
+
+A *way* is how a model is trained (`RungWay`). A *rung* is one change to a way, such as bf16 instead
+of fp32; training that way is measured, and compared with the way without the change.
 """
 
 import gc
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -38,13 +41,26 @@ from monograph.session.setup import build_run, open_session
 from monograph.session.warmup import calibrate, peak_bytes, prepare
 from monograph.step import OnDevice, Step
 
-FEWER = 4  # the rung "accumulation" divides the rows of a micro-batch by this
+MICRO_BATCH_DIVISOR = 4  # the rung "accumulation" divides the rows of a micro-batch by this
 ADAPTER_RANK = 16
 
 
 @dataclass(frozen=True)
 class RungWay:
-    """One way to train; the defaults are the first rung's way."""
+    """One way to train; the defaults are the first rung's way.
+
+    Attributes:
+        captured: whether forward and backward pass are compiled.
+        fused: whether the loss computes logits in chunks, and one graph updates all parameters.
+        precision: train.precision.
+        packing: data.packing.
+        replayed: whether micro-steps are captured as CUDA graphs and replayed.
+        accumulated: whether micro-batches have `MICRO_BATCH_DIVISOR` times fewer rows.
+        remat: train.remat, the recomputation of activations.
+        narrow_state: whether the optimizer's state has 8 bits.
+        adapters: whether adapters are trained instead of the model's weights.
+        streamed: whether weights live on the host.
+    """
 
     captured: bool = False
     fused: bool = False
@@ -64,9 +80,9 @@ class Rung(NamedTuple):
     Attributes:
         name: the rung's name.
         change: the change in a few words.
-        fields: the fields of `RungWay` that the change sets.
-        over: the rung whose way is changed; None: the last measured rung before this one whose
-            `over` is also None.
+        fields: the fields of `RungWay` that the change sets, with their values.
+        over: the rung whose way is changed. None means the last rung before this one that was
+            measured and whose `over` is also None.
     """
 
     name: str
@@ -75,12 +91,12 @@ class Rung(NamedTuple):
     over: str | None = None
 
     def after(self, way: RungWay) -> RungWay:
-        """Return the way with this rung's change."""
+        """Return `way` with this rung's change."""
         return replace(way, **self.fields)
 
 
-# The first rungs make training faster, each on top of the one before; the others save memory, each
-# by itself.
+# The rungs down to "fp8" make training faster; each changes the way of the rung before it. The
+# others save memory; each changes the way of "packed".
 RUNGS = (
     Rung("eager", "fp32, dense logits, one parameter updated after another", {}),
     Rung(
@@ -97,7 +113,7 @@ RUNGS = (
     Rung("fp8", "train.precision=fp8", {"precision": "fp8"}),
     Rung(
         "accumulation",
-        f"train.micro_batch, {FEWER} times as many micro-steps",
+        f"train.micro_batch, {MICRO_BATCH_DIVISOR} times as many micro-steps",
         {"accumulated": True},
         "packed",
     ),
@@ -114,18 +130,19 @@ class Climbed:
     """The measurements of a rung.
 
     Attributes:
-        seconds: the seconds of each timed update; cpu_seconds: this process's CPU time on all
-            cores, which does not count other programs.
+        seconds: the seconds of each timed update.
+        cpu_seconds: this process's CPU time on all cores in each timed update. Unlike `seconds`, it
+            hardly changes when other programs run.
         tokens: mean number of targets of an update.
         micro_batch: rows of a micro-batch.
         micro_steps: micro-batches of an update.
-        peak_memory_bytes: bytes of tensors at the peak of an update, with weights, gradients and
-            optimizer state.
+        peak_memory_bytes: bytes of tensors at the peak of an update, including weights, gradients
+            and optimizer state.
         train_loss: nats per token, averaged over the last quarter of the updates.
-        held_out: scores after the last update, on the same rows for every rung; None if no text is
-            held out.
+        held_out: scores after the last update, on the same held-out rows for every rung; None if no
+            text is held out.
         compile_s: seconds spent on tracing and compiling.
-        notes: lines that the engine and its step announced.
+        notes: the lines that the engine and its step would have printed.
     """
 
     seconds: tuple[float, ...]
@@ -161,29 +178,35 @@ class Climbed:
 
 
 class Unfused(OnDevice):
-    """Parameters as one updates them by hand: each by separate operators, outside of graphs."""
+    """Parameters that are updated one after another, by separate operators, outside of graphs.
+
+    A *plane* is the flat buffer that an optimizer updates at once. `OnDevice` puts many parameters
+    into a plane, and this class one.
+    """
 
     def place(self, step: Step) -> list[Plane]:
         """Make a plane of each parameter."""
         self.step = step
         kinds = step.optim.kinds(step.model)
-        made = list[Plane]()
+        placed = list[Plane]()
         for name, parameter in trainable(step.model).items():
             [plane] = planes(
                 {name: parameter}, kinds, step.optim.state, master_weights=step.optim.master_weights
             )
-            plane.number = len(made)
-            made.append(step.prepare_plane(plane))
-        return made
+            plane.number = len(placed)
+            placed.append(step.prepare_plane(plane))
+        return placed
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
-        """Return the passes alone."""
+        """Return what is compiled: the passes, and not the update."""
         return [self.step.forward, self.step.evaluate] if scope == "whole" else []
 
 
 def unfuse(engine: Engine) -> None:
-    """Give an engine that is not captured yet a loss that computes all logits at once, and an
-    unfused update.
+    """Replace an engine's step by one that computes all logits at once and updates each parameter
+    separately.
+
+    The engine must not be captured yet. A loss other than `TokenLoss` stays.
     """
     step = engine.step
     loss = TokenLoss("reference") if isinstance(step.loss, TokenLoss) else step.loss
@@ -198,15 +221,14 @@ def unfuse(engine: Engine) -> None:
     )
 
 
-RUNG_S = 20.0  # training time of the first rung; the others train on as many tokens
-# bounds of a rung's updates, and how many of the first are not timed
-LEAST = 8
-MOST = 1000
-WARM = 2
-HELD_OUT_ROWS = 64
-GRAPHS = ("whole", "blocks")
+RUNG_S = 20.0  # training time of the first rung; the others make as many updates
+MIN_UPDATES = 8  # of a rung
+MAX_UPDATES = 1000  # of a rung
+WARM_UPDATES = 2  # the first updates of a rung, which are not timed
+HELD_OUT_ROWS = 64  # rows on which each rung is scored
+GRAPHS = ("whole", "blocks")  # the values of train.compile that compile something
 # The settings that rungs change, with the values from which the ladder's plan is made.
-OWN = {
+CHANGED_KEYS = {
     "train.compile": "auto",
     "train.precision": "auto",
     "train.remat": "auto",
@@ -219,15 +241,15 @@ class Ladder:
     """The measurement of all rungs for one model on one text.
 
     Attributes:
-        plan: the plan that all rungs share, with every value decided except those that rungs change
-            and the length.
-        texts: the corpus with documents "packed" into rows, and "padded", with a row for each
-            document.
+        plan: the plan that all rungs share. Every value is decided, except those that rungs change
+            and the number of updates.
+        texts: the corpus by its form: "packed" puts several documents into a row, "padded" only
+            one.
         params: the number of the model's parameters.
         folder: the ladder's folder; no rung writes into it.
-        most: the most updates of a rung; None if the settings give none.
-        updates: the number of updates of each rung, set by the time that the first measured rung
-            takes.
+        max_updates: the upper bound of a rung's updates that the settings give; None without.
+        updates: the number of updates of each rung; 0 until the first measured rung has decided it
+            by the time of its updates.
         machine: the device.
     """
 
@@ -235,33 +257,38 @@ class Ladder:
     texts: Mapping[str, Corpus]
     params: int
     folder: Path
-    most: int | None
+    max_updates: int | None
     updates: int = 0
     machine: Device = field(default_factory=describe)
 
     @classmethod
     def of(cls, plan: Plan, folder: Path, progress: Progress) -> Self:
-        """Read the text in both forms and let the planner decide the open values.
+        """Read the text in both forms, build the model once, and return the ladder for it.
+
+        Args:
+            plan: the plan of the user's settings.
+            folder: the ladder's folder.
+            progress: the display.
 
         Raises:
-            UsageError: the settings have values that no rung can have.
+            UsageError: no ladder can be measured with these settings.
         """
         if not plan.training.optim.master_weights:
             raise UsageError(
                 "optim.master_weights = false keeps no fp32 weights, and a ladder begins in fp32"
             )
-        given = [
-            key
-            for key in OWN
-            if plan.record.settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)
-        ]
-        if given:
+        pinned = plan.record.settings.pinned()
+        # train.compile = whole or blocks is respected: all compiled rungs have that scope.
+        ignored = [key for key in CHANGED_KEYS if pinned.get(key, "auto") not in ("auto", *GRAPHS)]
+        if ignored:
             progress.line(
-                "note", f"{', '.join(given)}: the rungs differ in this, whatever was given"
+                "note", f"{', '.join(ignored)}: ignored, since the rungs set this themselves"
             )
         machine = describe()
         scope = plan.training.compile
-        settings = plan.record.settings.resolve(OWN | {"train.minutes": RUNG_S / 60}, "ladder")
+        settings = plan.record.settings.resolve(
+            CHANGED_KEYS | {"train.minutes": RUNG_S / 60}, "ladder"
+        )
         texts = {
             form: open_corpus(replace(plan.job.reading, packing=form), progress)
             for form in ("packed", "padded")
@@ -269,39 +296,50 @@ class Ladder:
         built = build_run(resolve(settings, machine), TextTask(texts["packed"]), machine)
         if built.plan.memory == "stream":
             raise UsageError(
-                "train.memory = stream: a ladder is of a model that lives on the device"
+                "train.memory = stream: a ladder measures a model that lives on the device"
             )
-        # The scope is not the plan's, which depends on how fast earlier runs were.
-        scope = scope if scope in GRAPHS else defaults.scopes(len(blocks(built.model)))[0]
-        fixed = built.plan.having(replace(built.plan.training, compile=scope))
+        # The planner's scope would depend on the speed of earlier runs, so that two ladders of one
+        # model could differ.
+        if scope not in GRAPHS:
+            scope = defaults.scopes(len(blocks(built.model)))[0]
         return cls(
-            fixed,
-            texts,
-            parameter_count(built.model),
-            folder,
-            plan.updates or None,
+            plan=built.plan.having(replace(built.plan.training, compile=scope)),
+            texts=texts,
+            params=parameter_count(built.model),
+            folder=folder,
+            max_updates=plan.updates or None,
             machine=machine,
         )
 
     def plan_of(self, way: RungWay) -> Plan:
-        """Return the plan of a way; padded updates have more rows, so that they have as many tokens
-        as packed ones.
+        """Return the plan of a way.
+
+        Updates of padded rows have more rows, so that they have as many tokens as packed ones.
         """
-        rows, scope = self.plan.training.window_rows, self.plan.training.compile
-        micro = min(self.plan.training.rows, rows)
+        training = self.plan.training
+        rows = training.window_rows
+        micro_batch = min(training.rows, rows)
         if way.packing == "padded":
+            # packed_share: the share of a row's positions that hold tokens.
             rows = round(
                 rows
                 * self.texts["packed"].stats.packed_share
                 / self.texts["padded"].stats.packed_share
             )
-        by_block = way.streamed or way.remat == "offload"
+        if way.accumulated:
+            micro_batch = max(1, micro_batch // MICRO_BATCH_DIVISOR)
+        if not way.captured:
+            scope = "none"
+        elif way.streamed or way.remat == "offload":
+            scope = "blocks"  # both copy between two blocks, outside of their graphs
+        else:
+            scope = training.compile
         fixed: dict[str, Any] = {
-            "train.compile": "none" if not way.captured else "blocks" if by_block else scope,
+            "train.compile": scope,
             "train.precision": way.precision,
             "train.remat": way.remat,
-            "train.micro_batch": max(1, micro // FEWER) if way.accumulated else micro,
-            "train.tokens_per_update": rows * self.plan.training.length,
+            "train.micro_batch": micro_batch,
+            "train.tokens_per_update": rows * training.length,
             "train.memory": "stream" if way.streamed else "device",
             "data.packing": way.packing,
         }
@@ -314,43 +352,51 @@ class Ladder:
         return resolve(settings, self.machine)
 
     def obstacle(self, way: RungWay, rung: Rung) -> str | None:
-        """Return why the rung cannot be measured on this machine or text; None if no reason is
-        known.
+        """Return why a rung cannot be measured on this machine or text; None if no reason is known.
+
+        Args:
+            way: the way with the rung's change.
+            rung: the rung.
         """
-        plan = self.plan
+        job, training = self.plan.job, self.plan.training
         on_cpu = self.machine.type == "cpu"
-        no_adapters = (
-            None if plan.job.recipe.init else "model.init names no weights that could be frozen"
-        )
-        obstacles = {
-            "compiled": compiler_obstacle() if on_cpu else None,
-            "bf16": None if self.machine.has_bf16 else "this device has no bf16 arithmetic",
-            "CUDA graphs": "no CUDA device"
-            if on_cpu
-            else None
-            if way.captured
-            else "nothing is compiled",
-            "fp8": Precision(way.precision).obstacle(self.machine),
-            "accumulation": "a micro-batch has one row already"
-            if plan.training.rows == 1
-            else None,
-            "offload": "a CPU's memory is the host's" if on_cpu else None,
-            "8-bit state": "all rungs have it: optim.state"
-            if plan.training.optim.state == "8bit"
-            else None,
-            "adapters": "all rungs have them: lora.rank" if plan.training.lora else no_adapters,
-            "streaming": "a CPU's memory is the host's" if on_cpu else None,
-        }
-        return obstacles.get(rung.name)
+        match rung.name:
+            case "compiled":
+                return compiler_obstacle() if on_cpu else None
+            case "bf16":
+                return None if self.machine.has_bf16 else "this device has no bf16 arithmetic"
+            case "CUDA graphs":
+                if on_cpu:
+                    return "no CUDA device"
+                return None if way.captured else "nothing is compiled"
+            case "fp8":
+                return Precision(way.precision).obstacle(self.machine)
+            case "accumulation":
+                return "a micro-batch has one row already" if training.rows == 1 else None
+            case "offload" | "streaming":
+                return "a CPU's memory is the host's" if on_cpu else None
+            case "8-bit state":
+                return "all rungs have it: optim.state" if training.optim.state == "8bit" else None
+            case "adapters":
+                if training.lora:
+                    return "all rungs have them: lora.rank"
+                no_weights = "model.init names no weights that could be frozen"
+                return None if job.recipe.init else no_weights
+        return None
 
     def climb(
         self, rung: Rung, before: RungWay, progress: Progress
     ) -> tuple[RungWay, Climbed | str]:
         """Train and measure one rung.
 
+        Args:
+            rung: the rung.
+            before: the way that the rung changes.
+            progress: the display.
+
         Returns:
-            The way that the next rung starts from, and the measurements or the reason why there are
-            none.
+            The way with the rung's change, or `before` if the rung was not measured; and the
+            measurements, or the reason why there are none.
 
         Raises:
             UsageError, InputRefused, OutOfDeviceMemory: the first rung cannot be measured.
@@ -359,18 +405,21 @@ class Ladder:
         if obstacle := self.obstacle(way, rung):
             return before, obstacle
         try:
-            outcome = self._climbed(way, rung, progress)
+            outcome = self._measure(way, rung, progress)
         except (InputRefused, OutOfDeviceMemory, UsageError) as error:
+            # The first rung changes nothing. If even that fails, so would all others.
             if not rung.fields:
                 raise
             outcome = str(error)
-        gc.collect()  # an engine and its graphs refer to one another
+        # An engine and its graphs refer to one another, so only the collector frees them.
+        gc.collect()
         torch.compiler.reset()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return (before if isinstance(outcome, str) else way), outcome
 
-    def _climbed(self, way: RungWay, rung: Rung, progress: Progress) -> Climbed | str:
+    def _measure(self, way: RungWay, rung: Rung, progress: Progress) -> Climbed | str:
+        """Train a new model a way; return the measurements, or the reason why there are none."""
         device = default_device()
         notes = list[str]()
         run = Run(self.folder)
@@ -382,21 +431,25 @@ class Ladder:
                 unfuse(engine)
             engine.announce = engine.step.announce = notes.append
             if not way.replayed:
-                engine.step.recorder = None
+                engine.step.recorder = None  # it would capture CUDA graphs
             prepare(session, progress)
+            # These two rungs are nothing without the compiler and the recorder, so a fallback to
+            # training without them is no measurement.
             if way.captured and session.eager_reason:
                 return session.eager_reason
             if rung.name == "CUDA graphs" and not graph.is_replayed(engine.step):
                 return notes[-1] if notes else "nothing was captured"
             if not self.updates:
-                self.updates = max(LEAST, min(int(RUNG_S / calibrate(session)), self.most or MOST))
+                updates = min(int(RUNG_S / calibrate(session)), self.max_updates or MAX_UPDATES)
+                self.updates = max(MIN_UPDATES, updates)
             session.complete(resolve(session.plan, self.machine, Length(self.updates)))
             reset_peak_memory(device)
-            return self._trained(session, notes, progress)
+            return self._train(session, notes, progress)
         finally:
             session.batches.close()
 
-    def _trained(self, session: Session, notes: list[str], progress: Progress) -> Climbed:
+    def _train(self, session: Session, notes: list[str], progress: Progress) -> Climbed:
+        """Make a rung's updates, and return their measurements."""
         engine, device = session.engine, session.engine.step.device
         seconds = list[float]()
         cpu = list[float]()
@@ -414,25 +467,27 @@ class Ladder:
                 stage.report("update", len(seconds), self.updates)
                 began = clock()
                 cpu_began = process_time()
-            micro = engine.micro_batch or 0
+            micro_batch = engine.micro_batch or 0
             rows = session.batches.rows_per_window
             climbed = Climbed(
-                seconds=tuple(seconds[WARM:]),
-                cpu_seconds=tuple(cpu[WARM:]),
+                seconds=tuple(seconds[WARM_UPDATES:]),
+                cpu_seconds=tuple(cpu[WARM_UPDATES:]),
                 tokens=tokens / len(seconds),
-                micro_batch=micro,
-                micro_steps=-(-rows // micro),
+                micro_batch=micro_batch,
+                micro_steps=math.ceil(rows / micro_batch),
                 peak_memory_bytes=peak_bytes(session),
                 train_loss=statistics.fmean(losses[-max(1, len(losses) // 4) :]),
-                held_out=self._scored(engine),
+                held_out=self._score(engine),
                 compile_s=session.compile_s,
                 notes=tuple(notes),
             )
             stage.result = f"{climbed.tokens_per_s:,.0f} tok/s"
         return climbed
 
-    def _scored(self, engine: Engine) -> Evaluation | None:
-        """Return the scores of the held-out rows that all rungs score, computed without graphs."""
+    def _score(self, engine: Engine) -> Evaluation | None:
+        """Return the scores on the packed held-out rows, computed without graphs; None if no text
+        is held out.
+        """
         rows = self.texts["packed"].held_out
         if not len(rows):
             return None

@@ -1,5 +1,7 @@
-"""Decide which tokens of a run are new to the model that it begins from, and whose rows are trained
-with adapters.
+"""Decide which tokens of a run are new to the model that the run begins from, and of which tokens
+the embedding rows are trained together with adapters.
+
+A token's *row* is its row of the embedding and of the output matrix.
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from monograph.run.source import ModelSource
 from monograph.text.tokenizer import Tokenizer
 
 AUTO = "auto"
-MOST_SHOWN = 6  # tokens named in a line
+MAX_SHOWN = 6  # tokens named in a line
 
 
 class NewTokens(NamedTuple):
@@ -22,10 +24,11 @@ class NewTokens(NamedTuple):
 
     Attributes:
         tokenizer: the run's tokenizer.
-        vocabulary: the sizes of the model's tokenizer and the run's; None for a model that a Python
-            function builds, for any number of tokens.
+        vocabulary: the sizes of the model's tokenizer and of the run's. None for a model that a
+            Python function builds, which has rows for any number of tokens.
         listed: ids that `lora.tokens` names.
-        stored: ids whose rows a stored adapter has; None if the run begins from no stored adapter.
+        stored: ids of the tokens whose rows a stored adapter has; None if the run does not begin
+            from a stored adapter.
         init: the model, as `model.init` names it.
         adapted: whether adapters are trained.
     """
@@ -38,12 +41,16 @@ class NewTokens(NamedTuple):
     adapted: bool
 
     def new(self, rows: int) -> range:
-        """Return the ids that a model with `rows` rows was not trained with."""
+        """Return the ids that are new to the model, which has `rows` rows."""
         return self.vocabulary.new(rows) if self.vocabulary else range(0)
 
     def trained(self, rows: int) -> tuple[int, ...]:
-        """Return the ids whose rows are trained together with adapters: new and listed ones, or a
-        stored adapter's.
+        """Return the ids whose rows are trained together with adapters.
+
+        These are the new and the listed ids, or those of the stored adapter if there is one.
+
+        Args:
+            rows: the number of rows of the model.
 
         Raises:
             InputRefused: a stored adapter has no row for a new token.
@@ -52,9 +59,10 @@ class NewTokens(NamedTuple):
         if self.stored is None:
             return tuple(sorted({*new, *self.listed}))
         if missing := [index for index in new if index not in self.stored]:
-            unknown = f"{self.tokenizer.texts()[missing[0]]!r} is new to the base"
+            text = self.tokenizer.texts()[missing[0]]
             raise InputRefused(
-                f"data.tokenizer: {unknown} and no row of the adapter: take the one next to it"
+                f"data.tokenizer: {text!r} is new to the base, and the adapter has no row for it: take the tokenizer "
+                "next to the adapter"
             )
         return self.stored
 
@@ -64,11 +72,11 @@ class TokenSource:
     """What decides which tokens are new to the model that a run begins from.
 
     Attributes:
-        source: the model, of whose tokenizer new ones are told; None: a new model.
+        source: the model; None for a new model, to which no token is new.
         adapted: whether adapters are trained.
         tokenizer: data.tokenizer, with the file of a run in its place.
         tokenizer_origin: where data.tokenizer comes from.
-        listed: the texts in lora.tokens.
+        listed: the texts in lora.tokens; None if the key is not given.
         listed_origin: where lora.tokens comes from.
     """
 
@@ -84,8 +92,8 @@ class TokenSource:
         model.
 
         Args:
-            tokenizer: the text's tokenizer; None means the one that the settings name. If that is
-                still to be trained, its tokens are unknown, and the function returns None.
+            tokenizer: the text's tokenizer; None means the one that the settings name. If that one
+                is still to be trained, its tokens are unknown, and the method returns None.
 
         Raises:
             InputRefused: the tokenizer differs from the model's (the first such id is named), or
@@ -103,19 +111,24 @@ class TokenSource:
         vocabulary = None if source.code else compare_tokenizers(tokenizer, source.base)
         stored = source.adapter.lora.tokens if source.adapter else None
         return NewTokens(
-            tokenizer, vocabulary, self._ids(tokenizer), stored, source.name, self.adapted
+            tokenizer, vocabulary, self._listed_ids(tokenizer), stored, source.name, self.adapted
         )
 
-    def _ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        ids = {text: tokenizer.id_of(text) for text in self.listed or ()}
-        if missing := [text for text, index in ids.items() if index is None]:
-            whole = f"{missing[0]!r} is no token of {self.tokenizer}: it has to be one as a whole"
-            raise UsageError(f"{self.listed_origin}: lora.tokens: {whole}")
-        return tuple(index for index in ids.values() if index is not None)
+    def _listed_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the ids of the listed texts."""
+        ids = list[int]()
+        for text in dict.fromkeys(self.listed or ()):
+            index = tokenizer.id_of(text)
+            if index is None:
+                raise UsageError(
+                    f"{self.listed_origin}: lora.tokens: {text!r} is not a single token of {self.tokenizer}"
+                )
+            ids.append(index)
+        return tuple(ids)
 
     def planned(self) -> NewTokens | None:
-        """Return `compared` for a plan, which needs no tokenizer: None if the model's own is
-        missing or refused.
+        """Return what `compared` returns, or None if the model's own tokenizer is missing or cannot
+        be read, which does not matter for a plan.
 
         Raises:
             InputRefused, UsageError: see `compared`, for a tokenizer that the settings name.
@@ -128,30 +141,38 @@ class TokenSource:
             return None
 
     def require(self) -> None:
-        """Refuse, before any text is read, a tokenizer that does not fit the base, and listed texts
-        that are no tokens.
+        """Refuse a tokenizer that does not fit the model, and listed texts that are not tokens.
+
+        This is called before any text is read.
 
         Raises:
             InputRefused, UsageError: see `compared`.
         """
         source = self.source
-        its_own = source is not None and not source.code and source.own_tokenizer == self.tokenizer
-        if not its_own or self.listed is not None:
+        is_own = source is not None and not source.code and source.own_tokenizer == self.tokenizer
+        # A model's own tokenizer fits, so the time to read it is saved.
+        if not is_own or self.listed is not None:
             self.compared()
 
     def require_no_new(self, parent: str) -> None:
-        """Refuse a tokenizer with which a run cannot go on from another run's weights and optimizer
-        state.
+        """Refuse a tokenizer with tokens that another run, with whose weights and optimizer state
+        this run begins, does not have.
+
+        Args:
+            parent: the other run, as an error calls it.
 
         Raises:
             InputRefused: the tokenizer differs from the parent's; the first such id is named.
             UsageError: the tokenizer has more tokens than the parent's.
         """
         tokens = self.compared()
-        if tokens and tokens.vocabulary and (new := tokens.vocabulary.new(tokens.vocabulary.all)):
+        if not tokens or not tokens.vocabulary:
+            return
+        new = tokens.vocabulary.new(tokens.vocabulary.all)
+        if new:
             raise UsageError(
                 f"{self.tokenizer_origin}: data.tokenizer has {counted(len(new), 'token')} that {parent} has "
-                f"no row for, nor an optimizer's state: --from goes on with both; start anew with model.init={parent}"
+                f"no row and no optimizer state for, which --from needs: begin with model.init={parent} instead"
             )
 
 
@@ -166,47 +187,58 @@ def tokens_of(
         tokenizer: data.tokenizer, with the file of a run in its place.
         is_adapted: whether adapters are trained.
     """
-    listed = settings.lora.tokens
-    texts = (listed,) if isinstance(listed, str) else listed
+    named = settings.lora.tokens
+    listed: tuple[str, ...] | None
+    if named is None:
+        listed = None
+    elif named == AUTO:
+        listed = ()
+    else:
+        listed = (named,) if isinstance(named, str) else tuple(named)
     return TokenSource(
         source=source,
         adapted=is_adapted or (source is not None and source.adapter is not None),
         tokenizer=tokenizer,
         tokenizer_origin=settings.origins.get("data.tokenizer", "data.tokenizer"),
-        listed=None if texts is None else () if listed == AUTO else tuple(texts),
+        listed=listed,
         listed_origin=settings.origins.get("lora.tokens", "lora.tokens"),
     )
 
 
 def token_notes(tokens: NewTokens | None, rows: int) -> tuple[str, ...]:
-    """Return the lines on tokens that `train` and `plan` print for a base with `rows` rows; usually
-    none.
+    """Return the notes on tokens that `train` and `plan` print; usually none.
+
+    Args:
+        tokens: the run's tokens; None for a new model.
+        rows: the number of rows of the model that the run begins from.
     """
     if tokens is None:
         return ()
     lines = list[str]()
     new = tokens.new(rows)
     if new:
-        begin = "its row begins as the mean" if len(new) == 1 else "their rows begin as the mean"
-        trained = (
-            f" and {'is' if len(new) == 1 else 'are'} trained with the adapters"
-            if tokens.adapted
-            else ""
-        )
-        lines.append(f"{counted(len(new), 'new token')}: {_some(tokens, new)}; {begin}{trained}")
-    if others := [index for index in tokens.trained(rows) if tokens.adapted and index not in new]:
+        is_one = len(new) == 1
+        begin = "its row begins as the mean" if is_one else "their rows begin as the mean"
+        trained = ""
+        if tokens.adapted:
+            trained = f" and {'is' if is_one else 'are'} trained with the adapters"
+        lines.append(f"{counted(len(new), 'new token')}: {_first(tokens, new)}; {begin}{trained}")
+    # Called also without adapters, since it refuses an adapter that lacks a row.
+    trained_ids = tokens.trained(rows)
+    others = [index for index in trained_ids if index not in new] if tokens.adapted else []
+    if others:
         lines.append(
-            f"{counted(len(others), 'token')} with rows of their own: {_some(tokens, others)}"
+            f"{counted(len(others), 'token')} with rows of their own: {_first(tokens, others)}"
         )
     if tokens.vocabulary and tokens.vocabulary.own is None:
-        untold = (
-            "has no tokenizer.json to compare data.tokenizer with: its ids are taken as they are"
+        lines.append(
+            f"{tokens.init} has no tokenizer.json to compare data.tokenizer with: its ids are taken as they are"
         )
-        lines.append(f"{tokens.init} {untold}")
     return tuple(lines)
 
 
-def _some(tokens: NewTokens, ids: Sequence[int]) -> str:
+def _first(tokens: NewTokens, ids: Sequence[int]) -> str:
+    """Return the texts of the first of these tokens, and how many more there are."""
     texts = tokens.tokenizer.texts()
-    more = f" and {len(ids) - MOST_SHOWN} more" if len(ids) > MOST_SHOWN else ""
-    return ", ".join(texts[index] for index in ids[:MOST_SHOWN]) + more
+    more = f" and {len(ids) - MAX_SHOWN} more" if len(ids) > MAX_SHOWN else ""
+    return ", ".join(texts[index] for index in ids[:MAX_SHOWN]) + more

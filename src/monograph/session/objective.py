@@ -1,10 +1,12 @@
-"""What the ways to learn have in common: texts, preferences and rewards each fill in an `Objective`
-and a `Task`.
+"""The two base classes of the ways to learn (from texts, preferences, rewards or teachers).
 
-An objective is what the settings say: it is known before anything is read. A task is what it opens:
-the records of one run, with the loss, the windows and the figures that belong to them. The rooms
-around ask the two; none of them asks which kind it has. `monograph.session.objectives` has a file
-for each kind; the table of all is `WAYS_TO_LEARN` in `monograph.config.keys`.
+An `Objective` is what the settings say, and is known before any record is read. A `Task` is what an
+objective opens: the records of one run, with their loss, windows and figures. Other rooms call
+these two classes, and do not ask which kind of run they have. `monograph.session.objectives` has a
+file for each kind; `WAYS_TO_LEARN` in `monograph.config.keys` is the table of all.
+
+A *record* is what a run reads: a text, a pair of answers, or a prompt. A *window* is the batch of
+one update, or of several in a run on answers; a *position* in the records counts those before it.
 """
 
 from abc import ABC, abstractmethod
@@ -37,7 +39,7 @@ from monograph.text.tokenizer import Tokenizer
 
 
 class Records(Protocol):
-    """What every kind of records has."""
+    """The opened records of a run, of any kind."""
 
     @property
     def name(self) -> str:
@@ -45,11 +47,11 @@ class Records(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of their ids."""
+        """Return the tokenizer that made the records' ids."""
 
     @property
     def fingerprint(self) -> str:
-        """Return a hex sha256 of all that they depend on."""
+        """Return a hex SHA-256 of everything that determines the records."""
 
     @property
     def vocab_size(self) -> int:
@@ -61,12 +63,12 @@ class Records(Protocol):
 
 
 class Windows(Protocol):
-    """An iterator over the windows of a run, each with all records of one update or of several.
+    """An iterator over the windows of a run.
 
     Attributes:
         rows_per_window: records of a window.
-        rows_consumed: the position after the last record that was returned.
-        skip: (begin, end) of positions that are passed over.
+        rows_consumed: the position after the last window that was returned.
+        skip: the positions that are passed over, as pairs (begin, end).
     """
 
     rows_per_window: int
@@ -80,20 +82,20 @@ class Windows(Protocol):
         """Return the next window."""
 
     def state(self) -> dict[str, Any]:
-        """Return the arguments of `Task.windows` for what follows."""
+        """Return the arguments of `Session.open_batches` for the windows that come next."""
 
     def close(self) -> None:
-        """Stop making windows ahead."""
+        """Stop preparing windows ahead."""
 
 
 class HeldOutScore(NamedTuple):
-    """What scoring held-out records gave.
+    """The scores of held-out records.
 
     Attributes:
-        tokens: the tokens of training so far, at which the score is drawn.
-        figures: entries for the row of the metrics.
-        point: the number that the curve shows; None if there is none.
-        evaluation: the loss; None where no loss says how good answers are.
+        tokens: the tokens of training so far, the point's place on the curve's axis.
+        figures: entries for the row of metrics.jsonl.
+        point: the number that the curve shows; None without a curve.
+        evaluation: the loss and the bits per byte; None if answers are scored, not texts.
     """
 
     tokens: int
@@ -103,40 +105,47 @@ class HeldOutScore(NamedTuple):
 
 
 def held_out_said(count: int, share: float) -> str:
-    """Return how many records are held out, and why none are if the settings ask for some.
+    """Return a text on how many records are held out, and why none are if the settings ask for some.
 
     Args:
-        count: the records that are held out.
-        share: data.held_out.
+        count: the number of records that are held out.
+        share: data.held_out, the share of all records.
     """
-    if count or not share:
-        return f"{count:,} held out" if count else "none held out"
+    if count:
+        return f"{count:,} held out"
+    if not share:
+        return "none held out"
     return f"none held out: of so few, data.held_out = {share:g} took none by chance; raise it to see how good it gets"
 
 
 class Opened(NamedTuple):
-    """An objective with its own keys decided, and the values to record for them, by dotted key."""
+    """An objective whose own keys are decided.
+
+    Attributes:
+        objective: the objective.
+        values: the decided values by their dotted keys, which config.toml records.
+    """
 
     objective: "Objective"
     values: Mapping[str, Any]
 
 
 class Objective(ABC):
-    """A way to learn, as the settings choose it.
+    """A way to learn, with the values of its own keys.
 
     Attributes:
-        way: its row in the table of ways to learn, with its keys.
-        by_records: whether records may ask for it by themselves, see `of_records`.
-        excluded: the choices that do not go with this one, each with what to do instead.
-        needs_model: whether only a model that was trained before can learn so.
-        is_of_texts: whether its records are texts, which every command knows, and which can be
-            scored by any model.
-        rate_share: the usual peak learning rate, as a share of that for texts.
+        way: the row of this way in `WAYS_TO_LEARN`, with its keys.
+        by_records: whether records alone, without a key, can choose this way; see `of_records`.
+        excluded: the choices that do not go with this way, each with what to do instead.
+        needs_model: whether only a model that was trained before can learn this way.
+        is_of_texts: whether the records are texts, which any model can be scored on.
+        rate_share: the default peak learning rate, as a share of the one for texts.
         is_own_length: whether other keys than `train.tokens_per_update` decide how much an update
             learns from.
-        answers_on_device: whether the run holds more than a step on the device, so that nothing can
-            be streamed.
-        finds_spikes: whether the norm of an early gradient tells which later one is a spike.
+        answers_on_device: whether the run samples answers, for which weights and a cache are on the
+            device beside the step; weights then cannot be streamed.
+        finds_spikes: whether gradient norms are even enough that a much larger one is a spike,
+            which is skipped by default.
     """
 
     way: ClassVar[WayToLearn] = TEXTS_WAY
@@ -151,19 +160,17 @@ class Objective(ABC):
 
     @property
     def key(self) -> str:
-        """Return the key that chooses it; "" for texts, which are learned from where no key says
-        otherwise.
-        """
+        """Return the key that chooses this way; "" for texts, the way without a key."""
         return self.way.key
 
     @property
     def section(self) -> str:
-        """Return the section of keys that only this objective has; "" without one."""
+        """Return the section of the keys that only this way has; "" without one."""
         return self.way.section
 
     @property
     def is_named(self) -> bool:
-        """Return whether a key names it; if none does, a new run may go on as its parent learned."""
+        """Return whether a key chooses this way. If none does, a new run may take its parent's way."""
         return bool(self.key)
 
     @property
@@ -176,8 +183,10 @@ class Objective(ABC):
     def of_records(
         self, source: str | Sequence[str], asked: RecordSettings, skip_bad: bool
     ) -> str | None:
-        """Return the value of its key for records of which no key says what is learned; None if it
-        is not for them.
+        """Return the value that this way's key gets if the records themselves choose the way; None
+        if they do not.
+
+        This is called if no key in the settings chooses a way.
 
         Args:
             source: data.source.
@@ -187,19 +196,19 @@ class Objective(ABC):
         return None
 
     def learns_alike(self, one: str | None, other: str | None) -> bool:
-        """Return whether both values of its key ask for the same kind of records."""
+        """Return whether two values of this way's key need the same kind of records."""
         return None not in (one, other)
 
     def is_chosen(self, settings: Settings) -> bool:
-        """Return whether the settings choose it."""
+        """Return whether the settings choose this way."""
         return not self.key or settings.values()[self.key] is not None
 
     def records(self, settings: Settings) -> str:
-        """Return what its records are."""
+        """Return what messages call the records."""
         return "texts"
 
     def unused(self, origin: str, key: str, written: str) -> str:
-        """Return the refusal of a key of this objective alone where another one is chosen.
+        """Return the message that refuses a key of this way, which another way does not use.
 
         Args:
             origin: where the key was given.
@@ -209,14 +218,14 @@ class Objective(ABC):
         return f"{origin}: {key} is of {self.key}: give it, too"
 
     def require_keys(self, settings: Settings) -> None:
-        """Refuse values of this objective's own keys that do not go together.
+        """Refuse values of this way's own keys that do not go together.
 
         Raises:
-            UsageError: there are some; the message names them.
+            UsageError: two values exclude one another; the message names them.
         """
 
     def opened(self, settings: Settings, length: int) -> Opened:
-        """Return this objective with its own keys decided.
+        """Return this way with its own keys decided.
 
         Args:
             settings: the run's settings.
@@ -228,39 +237,48 @@ class Objective(ABC):
         return Opened(self, {})
 
     def judged(self, plan: Plan) -> Judged:
-        """Return how answers are judged, as the planner takes it; "" if none are."""
+        """Return how answers are judged, as the planner needs to know it; "" without answers."""
         return ""
 
     def bytes_beside(
         self, plan: Plan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
     ) -> dict[str, int]:
-        """Return the bytes that a run holds beside its step, by origin.
+        """Return the bytes that a run holds in addition to its step, by origin.
 
         Args:
             plan: the run's plan so far.
             config: the model's shape.
             machine: the device.
-            slots: the most tokens of a prompt and its answer; 0 as long as the prompts are unknown.
-            ranks: the number of those that train together, of which this is one.
+            slots: the maximum number of tokens of a prompt and its answer; 0 if the prompts are
+                unknown.
+            ranks: the number of ranks that train together; the bytes are those of one rank.
         """
         return {}
 
     def largest_window(self, plan: Plan, config: LlamaConfig, slots: int) -> tuple[int, int]:
-        """Return the rows of an update and the tokens of a row, where these are fewer than the
-        settings say.
+        """Return the maximum number of rows of an update, and of tokens of a row, as far as the
+        records are known to need less than the settings allow.
 
         Args:
             plan: the run's plan.
             config: the model's shape.
-            slots: the most tokens of a prompt and its answer.
+            slots: the maximum number of tokens of a prompt and its answer.
         """
         return plan.training.window_rows, plan.training.length
 
     def seconds_beside(
         self, plan: Plan, config: LlamaConfig, machine: Device, known: Calibration
     ) -> tuple[float, bool] | None:
-        """Return the seconds of an update beside its step, and whether earlier runs corrected them;
-        None without.
+        """Return the seconds that an update takes in addition to its step, e.g. to sample answers.
+
+        Args:
+            plan: the run's plan.
+            config: the model's shape.
+            machine: the device.
+            known: what earlier runs measured.
+
+        Returns:
+            The seconds, and whether measurements corrected them; None if an update is only a step.
         """
         return None
 
@@ -273,8 +291,8 @@ class Objective(ABC):
         """
 
     def open_unjudged(self, plan: Plan, progress: Progress) -> "Task":
-        """Read the records as `open` does, for a process that judges no answer: nothing that judges
-        them is started.
+        """Read the records as `open` does, for a process that judges no answers: it starts no
+        process that judges them.
         """
         return self.open(plan, progress)
 
@@ -290,18 +308,16 @@ class Task(ABC):
         run: the run's folder.
         engine: model and optimizer.
         world: the ranks that train together.
-        plan: returns the plan as it is by now.
+        plan: returns the session's present plan.
         answer_tokens: tokens of all answers so far; 0 in a run on texts.
         depends_on: what `data` is made from, for the message that it has changed.
-        score: the name of the figure on held-out records, and its entry in the metrics.
-        is_plain: whether an update is nothing but a step on text, of which the planner knows how
-            long it takes.
-        is_steady: whether updates take equally long, so that a slow one tells of the machine.
-        is_ready: whether windows are made ahead of the update that asks for them, so that they cost
-            no time.
-        is_foreseen: whether a step computes and holds nothing that no plan knows.
-        saves_if_refused: whether a run whose windows fail saves what it has learned first.
-        reaches_all: whether a trial step is to give each trained parameter a gradient.
+        score: the name of the curve's figure on held-out records, and its entry in metrics.jsonl.
+        is_plain: whether an update is only a step on text, so that the planner can predict its time.
+        is_steady: whether all updates take equally long, so that slow ones mean a slow machine.
+        is_ready: whether windows are prepared ahead, so that an update does not wait for them.
+        is_foreseen: whether the planner knows everything that a step computes and holds.
+        saves_if_refused: whether a run saves a checkpoint if making a window fails.
+        reaches_all: whether a trial step should give each trained parameter a gradient.
     """
 
     depends_on: ClassVar[str] = "text, tokenizer or form"
@@ -323,10 +339,10 @@ class Task(ABC):
     # ── before there is an engine ───────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """Let go of what was opened."""
+        """Close files and end processes that the task has opened."""
 
     def loss(self, plan: Plan, model: nn.Module) -> Loss | None:
-        """Return the loss that belongs to these records; None: the model's own.
+        """Return the loss of these records; None means the model's own.
 
         Raises:
             InputRefused: the model cannot learn from them.
@@ -334,7 +350,7 @@ class Task(ABC):
         return None
 
     def slots(self, plan: Plan) -> int:
-        """Return the most tokens of a prompt and its answer; 0 if none are drawn."""
+        """Return the maximum number of tokens of a prompt and its answer; 0 without answers."""
         return 0
 
     @property
@@ -344,30 +360,30 @@ class Task(ABC):
 
     @property
     def repeats(self) -> bool:
-        """Return whether a second epoch shows the same again."""
+        """Return whether a second epoch has the same content as the first."""
         return True
 
     def most_updates(self, rows_per_window: int, weight_decay: float) -> int | None:
-        """Return after how many updates the records have been seen often enough; None: never."""
-        return (
-            defaults.most_updates(self.per_epoch, rows_per_window, weight_decay)
-            if self.repeats
-            else None
-        )
+        """Return the maximum number of updates of a run by the clock, after which the model has
+        seen the records often enough; None without a maximum.
+        """
+        if not self.repeats:
+            return None
+        return defaults.most_updates(self.per_epoch, rows_per_window, weight_decay)
 
     @property
     def digests(self) -> dict[str, str]:
-        """Return the sha256 of each file in the run's folder that it learns from, by name.
+        """Return the SHA-256 of each file in the run's folder that the run learns from, by name.
 
-        Checkpoints record them: a run whose file has changed does not resume, and `monograph check`
-        names it.
+        Checkpoints record these. If such a file has changed, the run is not resumed, and `monograph
+        check` names the file.
         """
         return {}
 
     # ── while a session trains ──────────────────────────────────────────────────────────────────
 
     def begin(self, run: Run, engine: Engine, world: World, plan: Callable[[], Plan]) -> None:
-        """Take the parts of the session; see the class."""
+        """Store the parts of the session in this object; see the class."""
         self.run = run
         self.engine = engine
         self.world = world
@@ -375,84 +391,84 @@ class Task(ABC):
         self.answer_tokens = 0
 
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Go on where the rows of the metrics end."""
+        """Restore counters from the rows of the metrics of a resumed run."""
         self.answer_tokens = next((row["tokens"] for row in reversed(rows) if "tokens" in row), 0)
 
     @abstractmethod
     def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> Windows:
-        """Return the windows from a position on, without the stretches in `skip`.
+        """Return the windows from a position on.
 
         Args:
-            position: records before the first window.
-            seed: of the order; None: the run's.
-            skip: (begin, end) of positions that are passed over.
+            position: the number of records before the first window.
+            seed: the seed of the order of records; None for the run's.
+            skip: the positions that are passed over, as pairs (begin, end).
         """
 
     @property
     def updates_per_window(self) -> int:
-        """Return the updates that are made of one window."""
+        """Return the number of updates that are made of one window."""
         return 1
 
     def can_save(self, windows: Windows) -> bool:
-        """Return whether a run could go on from its state at this moment."""
+        """Return whether a checkpoint of the present state could be resumed."""
         return True
 
     def keep_reference(self, resumed: bool) -> None:
-        """Keep the weights that the run begins from, or read them again, if answers are compared
-        with theirs.
+        """Store the weights that the run begins from, if the loss needs them later; in a resumed
+        run, read them.
 
         Raises:
-            InputRefused: they are lost or damaged.
+            InputRefused: the stored weights are lost or damaged.
             DiskFull: there is no room for them.
         """
 
     def score_reference(self, resumed: bool, rows_per_window: int, progress: Progress) -> None:
-        """Score all records by the weights that the run begins from, or read the scores again, if
-        the loss needs them.
+        """Score all records with the weights that the run begins from, and store the scores, if the
+        loss needs them; in a resumed run, read them.
 
         Raises:
-            InputRefused: they are lost or damaged.
+            InputRefused: the stored scores are lost or damaged.
             DiskFull: there is no room for them.
         """
 
     def leave_uncompiled(self) -> None:
-        """Go on as a run of which nothing is compiled, which the plan now is; see
-        `Session.complete`.
+        """Stop compiling anything from now on, because the session's plan does not compile any
+        more.
         """
 
     @property
     def held(self) -> list[Tensor]:
-        """Return the tensors that are held beside the step."""
+        """Return the tensors that are on the device in addition to the step's."""
         return []
 
     def remember(self) -> None:
-        """Store what this run showed about the machine, for later plans."""
+        """Store what this run measured about the machine, for later plans."""
 
     # ── for people ──────────────────────────────────────────────────────────────────────────────
 
     @property
     @abstractmethod
     def described(self) -> str:
-        """Return the source of the records, and how many there are."""
+        """Return a text with the source of the records and their number."""
 
     @abstractmethod
     def trial_result(self, trial: Trial) -> str:
-        """Return what an eager trial step showed."""
+        """Return a text on the result of an eager trial step."""
 
     @abstractmethod
     def amount(self, rows_per_window: int, updates: int) -> str:
-        """Return what an update learns from, and all of so many updates."""
+        """Return a text on how much an update learns from, and how much `updates` updates do."""
 
     @abstractmethod
     def tokens_in_all(self, updates: int) -> int:
-        """Return the most tokens of a run of so many updates, the width of its curve."""
+        """Return the maximum number of tokens of `updates` updates, the width of the curve."""
 
     @abstractmethod
     def tokens_of(self, windows: Windows) -> float:
         """Return the tokens of the last update, without padding."""
 
     def figures(self, windows: Windows) -> dict[str, Any]:
-        """Return figures on the answers of the last update, for its row of the metrics; empty for
+        """Return figures on the answers of the last update, for its row of the metrics; {} for
         texts.
         """
         return {}
@@ -465,15 +481,15 @@ class Task(ABC):
     @property
     @abstractmethod
     def scores_untrained(self) -> bool:
-        """Return whether the run shows what the model was worth before its first update."""
+        """Return whether the model is scored before its first update."""
 
     @abstractmethod
     def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore | None:
-        """HeldOutScore held-out records; None if there are none.
+        """Score held-out records; return None if there are none.
 
         Args:
             rows_per_window: rows that pass the model at once.
-            limit: the most rows to score; None: all.
+            limit: the maximum number of rows to score; None for all.
         """
 
     @abstractmethod
@@ -497,8 +513,8 @@ class Task(ABC):
         return {}
 
     def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Return why what the run did so far is worth nothing, and what would help; empty if
-        nothing says so.
+        """Return why the updates so far taught the model nothing, and what would help; "" if they
+        did, as far as the rows show.
         """
         return ""
 
@@ -509,7 +525,7 @@ class Task(ABC):
         held_out: Evaluation | None,
         yardsticks: Mapping[str, float],
     ) -> str:
-        """Return how good the run has become, as the end of its last line.
+        """Return a text on how good the model has become, for the end of the run's last line.
 
         Args:
             rows: the rows of the metrics.
@@ -519,5 +535,5 @@ class Task(ABC):
 
     @property
     def compressible(self) -> Corpus | None:
-        """Return the text with which compressors compare; None if they do not."""
+        """Return the text on which compressors can be compared with the model; None without one."""
         return None

@@ -1,4 +1,7 @@
-"""The plan of a run: its settings with every "auto" decided, as plain numbers and names."""
+"""The plan of a run: its settings with every "auto" decided, as plain numbers and names.
+
+It is made in steps (`session.resolve`), so some of its fields are known only later.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,22 +22,24 @@ from monograph.transfer import WidthTransfer
 
 @dataclass(frozen=True)
 class Plan:
-    """A job, and what is decided of it. `monograph.session.resolve.resolve` decides; other code
-    only reads.
+    """A job with the decisions on it. `monograph.session.resolve.resolve` decides; other code only
+    reads.
 
     Attributes:
         job: what the settings ask for.
-        training: how the model is trained, by all devices together except for `rows`, which are one
-            device's; a `Work` once the shape of a Llama is known, its optimizer with the changes of
-            width transfer.
+        training: how the model is trained: by all devices together, except that `rows` is one
+            device's micro-batch. Once the shape of a `Llama` is known, it is a `Work`
+            (`predict.footprint`), and its optimizer has the changes of width transfer.
         memory: where weights live.
-        open: the choices that the planner makes once the model's shape is known; until then
-            `training` and `memory` have their usual values there.
-        transfer: the rule by which rates are carried to this width; None without width transfer.
+        open: the choices that the planner makes once the model's shape is known. Until then
+            `training` and `memory` have defaults there.
+        intervals: updates of the warm-up, between evaluations and between checkpoints; they depend
+            on `updates`.
+        transfer: the rule that carries learning rates to this width; None without width transfer.
         expected: the planner's prediction for the step; None if the planner was not asked.
-        beside: bytes that the run holds beside its step, by origin.
-        updates: updates of the whole run, 0 until known; `intervals` depend on it.
-        noted: the decided values by their keys, noted once nothing can change them.
+        beside: bytes that the run holds in addition to its step, by origin.
+        updates: updates of the whole run; 0 until they are known.
+        noted: the decided values by their keys, as config.toml records them.
     """
 
     job: Job
@@ -50,7 +55,7 @@ class Plan:
 
     @cached_property
     def record(self) -> ConfigRecord:
-        """Return what config.toml says: what the job's does, with the decided values."""
+        """Return the content of config.toml: the job's settings with the decided values."""
         return self.job.record.noted(self.noted) if self.noted else self.job.record
 
     @property
@@ -60,7 +65,7 @@ class Plan:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Return the value of each choice by its key in [train]."""
+        """Return the present value of each choice by its key in [train]; it may still be open."""
         training = self.training
         return {
             "micro_batch": training.rows,
@@ -71,15 +76,15 @@ class Plan:
 
     @property
     def asked_memory(self) -> Memory | Literal["auto"]:
-        """Return where weights live, as the planner is asked: "auto" if it chooses."""
+        """Return what the planner is asked for: where weights live, or "auto" if it chooses."""
         return "auto" if "memory" in self.open else self.memory
 
     def having(self, training: Training) -> "Plan":
-        """Return the plan for training the model otherwise."""
+        """Return the plan with another `training`."""
         return replace(self, training=training)
 
     def noting(self, values: Mapping[str, Any]) -> "Plan":
-        """Return the plan with decided values noted, by their keys."""
+        """Return the plan with `values`, by their keys, added to `noted`."""
         return replace(self, noted={**self.noted, **values})
 
     @property
@@ -104,14 +109,21 @@ FP32_BYTES = 4
 
 
 def is_sharded(parallel: str) -> bool:
-    """Return whether a rank holds some rows of each weight, by `train.parallel`."""
+    """Return whether each rank holds only some rows of each weight with this `train.parallel`."""
     return parallel in ("fsdp", "hsdp")
 
 
 def sharing(parallel: str, ranks: int) -> int:
-    """Return how many of the ranks share out the rows of each weight, by `train.parallel`."""
+    """Return the number of ranks among which the rows of each weight are divided.
+
+    Args:
+        parallel: `train.parallel`. "hsdp" divides the rows among the ranks of one machine.
+        ranks: the number of all ranks.
+    """
     own = place(srun=True) if parallel == "hsdp" else None
-    return own.machine_size if own else ranks if is_sharded(parallel) else 1
+    if own:
+        return own.machine_size
+    return ranks if is_sharded(parallel) else 1
 
 
 class Shape(NamedTuple):
@@ -121,11 +133,13 @@ class Shape(NamedTuple):
         config: the model's shape, with a row for each token; None for a module that is not a Llama.
         tokens: ids of the tokens whose rows are trained together with adapters.
         ranks: number of processes that train the model together.
-        like: the plan of another run of the same shape, whose choices are taken over.
-        slots: the most tokens of a prompt and its answer; 0 as long as the prompts are unknown.
-        per_epoch: rows of an epoch of the text; 0 as long as it is unknown.
-        minutes: how long a run by the clock trains; 0 for one whose share of the time is unknown,
-            as in a sweep.
+        like: the plan of another run of the same shape, whose choices this run takes; None lets the
+            planner choose.
+        slots: the maximum number of tokens of a prompt and its answer; 0 if the prompts are unknown
+            or there are none.
+        per_epoch: rows of an epoch of the text; 0 if it is unknown.
+        minutes: the training time of a run by the clock; 0 if it is unknown, as in a sweep, whose
+            members share the time.
     """
 
     config: LlamaConfig | None
@@ -138,9 +152,7 @@ class Shape(NamedTuple):
 
 
 class Length(NamedTuple):
-    """The number of updates of a run, once that is known, and the default number of its
-    evaluations.
-    """
+    """The number of updates of a run, and the default number of its evaluations."""
 
     updates: int
     evaluations: int = EVALUATIONS

@@ -1,9 +1,10 @@
-"""Let several processes train one run: check how they were started, agree on one folder, and end
-alike.
+"""Let several processes (ranks) train one run: check how they were started, agree on one folder,
+and end with the same error.
 
 Rank 0 decides, prints and writes; the others do the same work and print nothing. All ranks see one
-folder. This file also builds the commands that are printed for the user, so that they work
-unchanged in the same working folder.
+folder. A launcher such as torchrun may restart all ranks after a failure; each such *attempt* finds
+in `exit.json` how the attempt before ended. This file also builds the commands that are printed for
+the user, so that they work unchanged in the same working folder.
 """
 
 import json
@@ -47,7 +48,7 @@ def command(*arguments: str) -> str:
 
 
 def show(progress: Progress, label: str, *arguments: str) -> None:
-    """Print a command line that calls this program, on one line and never cut, so that it can be
+    """Print a command line that calls this program, on a line that is never cut, so that it can be
     copied.
     """
     text = command(*arguments)
@@ -58,49 +59,56 @@ def show(progress: Progress, label: str, *arguments: str) -> None:
 
 
 def _program() -> list[str]:
+    """Return the words by which a shell calls this program as it was called."""
     called = os.path.abspath(sys.argv[0])
     script = shutil.which("monograph")
-    as_module = os.path.basename(called) == "__main__.py"
-    # `monograph` means this program if it is the script that was called, or next to the Python that
-    # runs the module.
-    if script and (
-        _in_one_folder(script, sys.executable)
-        if as_module
-        else os.path.realpath(script) == os.path.realpath(called)
-    ):
+    is_module = os.path.basename(called) == "__main__.py"
+    # The shell's `monograph` is this program if it lies next to the Python that runs the module, or
+    # if it is the script that was called.
+    if script and is_module and _share_folder(script, sys.executable):
         return ["monograph"]
-    return [_here(sys.executable), "-m", "monograph"] if as_module else [_here(called)]
+    if script and not is_module and os.path.realpath(script) == os.path.realpath(called):
+        return ["monograph"]
+    if is_module:
+        return [_shortest_path(sys.executable), "-m", "monograph"]
+    return [_shortest_path(called)]
 
 
-def _in_one_folder(one: str, other: str) -> bool:
+def _share_folder(one: str, other: str) -> bool:
     return os.path.dirname(os.path.abspath(one)) == os.path.dirname(os.path.abspath(other))
 
 
-def _here(path: str) -> str:
-    """Return the path relative to the working folder if it is inside; links stay, since
-    .venv/bin/python is one.
+def _shortest_path(path: str) -> str:
+    """Return the path relative to the working folder if it is inside, else as it is.
+
+    Links are not followed: .venv/bin/python is a link, and its target would be another Python.
     """
-    near = os.path.relpath(path)
-    inside = near if os.sep in near else os.path.join(os.curdir, near)
-    return path if near.startswith(os.pardir) else inside
+    relative = os.path.relpath(path)
+    if relative.startswith(os.pardir):
+        return path
+    # A shell would look up a name without a slash in PATH.
+    return relative if os.sep in relative else os.path.join(os.curdir, relative)
 
 
+# The file in a run's folder that records the error with which an attempt of several ranks ended.
 ENDED = "exit.json"
-PATIENCE_S = 25.0  # torchrun waits a little longer for processes that it has told to end
+# How long a rank other than 0 waits for rank 0 to save and end. torchrun waits a little longer
+# before it kills its processes.
+PATIENCE_S = 25.0
 TORCHRUN = "torchrun --standalone --nproc-per-node {} -m monograph train"
 
 
 def meet(parallel: str, said: str, resumed: bool) -> World:
-    """Wait for the ranks of this run and return them once all are there.
+    """Wait until all ranks of this run have called this, and return them.
 
     Args:
         parallel: `train.parallel` as it is given.
-        said: the key, as an error begins with it.
-        resumed: whether an earlier run goes on; its own settings are then checked later.
+        said: the key with its value, as an error begins.
+        resumed: whether an earlier run is resumed; its own `train.parallel` is then checked later.
 
     Raises:
         UsageError: `train.parallel` is on for a single process, or off for several.
-        PeerLost: some ranks did not come.
+        PeerLost: some ranks did not call this in time.
     """
     own = place(srun=parallel != "none")
     if not resumed:
@@ -114,8 +122,8 @@ def require_launched(parallel: str, said: str, own: Place | None) -> None:
 
     Args:
         parallel: `train.parallel`.
-        said: the key, as an error begins with it.
-        own: this process's place among those that were started; None: it is alone.
+        said: the key with its value, as an error begins.
+        own: this process's place among those that were started; None if it is alone.
 
     Raises:
         UsageError: the processes do not fit; the message shows the command.
@@ -132,7 +140,7 @@ def require_launched(parallel: str, said: str, own: Place | None) -> None:
 
 
 def progress_of(world: World) -> Progress:
-    """Return the progress display, with its header printed; on ranks other than 0 it shows nothing."""
+    """Print the header, and return the progress display; both show nothing on ranks other than 0."""
     progress = Progress(None if world.leads else open(os.devnull, "w", encoding="utf-8"))
     ranks = "" if world.alone else f", {world.size} ranks"
     progress.header(f"monograph {__version__}   {describe().summary}{ranks}")
@@ -140,14 +148,16 @@ def progress_of(world: World) -> Progress:
 
 
 def again(world: World, run: Run, parallel: str) -> str:
-    """Return the command line that continues a run as it trains now, which may differ from its
-    config.toml.
+    """Return the command line that resumes a run with the ranks that it has now.
+
+    Args:
+        world: the ranks.
+        run: the run.
+        parallel: the present `train.parallel`, which may differ from the one in config.toml.
     """
-    changed = (
-        ()
-        if run_settings(run, runs=()).train.parallel == parallel
-        else (f"train.parallel={parallel}",)
-    )
+    changed: tuple[str, ...] = ()
+    if run_settings(run, runs=()).train.parallel != parallel:
+        changed = (f"train.parallel={parallel}",)
     if world.alone:
         return command("train", "--resume", run.handle, *changed)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -156,39 +166,47 @@ def again(world: World, run: Run, parallel: str) -> str:
 
 
 def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, bool]:
-    """Return the run of all ranks, and whether it goes on; it does, too, if the launcher restarted
-    the ranks.
+    """Return the run of all ranks, and whether it is resumed.
+
+    A run is also resumed if the launcher restarted the ranks after the run had begun.
+
+    Args:
+        world: the ranks.
+        out: the run's folder, as --out names it; None without.
+        resume: the run that --resume names; None without.
 
     Raises:
-        UsageError: the ranks were restarted, and nothing says which run is theirs; or a checkpoint
-            is to be resumed.
+        UsageError: the ranks were restarted, and their run is unknown; or --resume names a
+            checkpoint.
         InputRefused: see `Run.create` and `Run.open`.
     """
     folder = ""
-    goes_on = resume is not None
+    is_resumed = resume is not None
     if world.leads:
+        # What an earlier attempt remembered, as the last statement of this block does.
         recalled = world.recall("run")
         known = out or (Path(recalled) if recalled else None)
         if resume:
             run = Run.open(resume, saved=False)
             if run.at is not None:
                 raise UsageError(
-                    f"--resume {resume}: a run goes on from its newest checkpoint: name {run.folder}, "
+                    f"--resume {resume}: a run is resumed from its newest checkpoint: name {run.folder}, "
                     f"or start a new run from this one with --from {resume}"
                 )
         elif world.again and known is None:
             raise UsageError(
-                "the ranks were started again: name the run's folder with --out, which a restart goes on"
+                "the ranks were started again: name the run's folder with --out, so that a restart can resume it"
             )
         elif world.again and known and Run(known).begun:
             run = Run(known)
-            goes_on = True
+            is_resumed = True
         else:
             run = Run.create(known)
         folder = str(run.folder if world.alone else run.folder.absolute())
         world.remember("run", folder)
-    folder, goes_on = world.agreed([folder, goes_on])
-    return (Run if world.leads else Follower)(Path(folder)), goes_on
+    folder, is_resumed = world.agreed([folder, is_resumed])
+    run_class = Run if world.leads else Follower
+    return run_class(Path(folder)), is_resumed
 
 
 def agreed(world: World, record: ConfigRecord) -> ConfigRecord:
@@ -207,16 +225,23 @@ def agreed(world: World, record: ConfigRecord) -> ConfigRecord:
 
 @contextmanager
 def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[int]:
-    """Make only one rank report an error of the `with` block, and record the error so that a
-    restart ends with it, too.
+    """Make only one rank report an error of the `with` block, and record the error for a restart.
 
-    If an error ends a single process before its run began, the run's folder is removed. The block
-    gets the most rows that a micro-batch may have because the attempt before ran out of memory, or
-    0.
+    If the attempt before ended with an error that a restart does not fix, this one ends with the
+    same error. If an error ends a single process before its run began, the run's folder is removed.
+
+    Args:
+        world: the ranks.
+        run: the run.
+        unbegun: returns whether the run has not begun, so that its folder has nothing of value.
+
+    Yields:
+        The maximum number of rows of a micro-batch, if the attempt before ran out of memory; else
+        0.
 
     Raises:
-        KeyboardInterrupt: the block was interrupted; the message has the command that goes on, if
-            there is one.
+        KeyboardInterrupt: the block was interrupted; the message has the command that resumes the
+            run if it has begun.
         Ended: the attempt before ended with an error that a restart does not fix.
         PeerLost: another rank is gone.
         InputRefused: a user's module failed, or the run's folder is gone.
@@ -238,8 +263,8 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[int
 
 
 def _ending(world: World, run: Run, error: BaseException) -> BaseException:
-    """Return the error with which the run ends, and mark whether another rank reports it (`told`)."""
-    # A user's module, too, may fail to reach the ranks that hold its weights.
+    """Return the error with which the run ends, and set its `told` if another rank reports it."""
+    # Asked first, because the error of a lost connection may also come out of a user's module.
     if not world.alone and lost(error):
         peer = PeerLost(f"rank {world.rank}: another rank has ended, or was ended")
         peer.told = not world.leads
@@ -251,23 +276,41 @@ def _ending(world: World, run: Run, error: BaseException) -> BaseException:
     if world.alone or not isinstance(error, MonographError):
         return error
     if isinstance(error, Stopped) and not world.leads:
-        # A launcher may end all processes with the first that ends.
+        # A launcher may kill all processes once the first has ended, so rank 0, which saves, must
+        # end first.
         wait_until_free(run.folder, PATIENCE_S)
         error.told = True
     else:
-        error.told = not _first(run.folder / ENDED, error)
+        error.told = not _record_end(run.folder / ENDED, error)
     return error
 
 
-def _require_not_ended(world: World, kept: Path) -> int:
-    before: dict[str, Any] | None = (
-        parsed(contents(kept) or b"") if world.leads and world.attempt else None
-    )
-    # A run that was only stopped goes on after a restart.
-    before = world.agreed(before if before and before["exit_code"] != Stopped.exit_code else None)
+def _require_not_ended(world: World, file: Path) -> int:
+    """Refuse a restart after an error that a restart does not fix; remove the record of another end.
+
+    Args:
+        world: the ranks.
+        file: the run's `ENDED`.
+
+    Returns:
+        The maximum number of rows of a micro-batch, if the attempt before ran out of memory; else
+        0.
+
+    Raises:
+        Ended: the attempt before ended with such an error.
+    """
+    before: dict[str, Any] | None = None
+    if world.leads and world.attempt:
+        before = parsed(contents(file) or b"")
+    # A run that the user stopped can continue after a restart.
+    if before and before["exit_code"] == Stopped.exit_code:
+        before = None
+    before = world.agreed(before or None)
     retry_rows = int(before.get("retry_rows", 0)) if before else 0
-    if world.leads and (retry_rows or not before) and not is_folder(kept):
-        kept.unlink(missing_ok=True)
+    may_train = retry_rows or not before
+    # A folder of this name was not written here, and is left alone.
+    if world.leads and may_train and not is_folder(file):
+        file.unlink(missing_ok=True)
     if before and not retry_rows:
         error = Ended(
             f"ended before with exit code {before['exit_code']}: {before['message']}",
@@ -278,16 +321,16 @@ def _require_not_ended(world: World, kept: Path) -> int:
     return retry_rows
 
 
-def _first(kept: Path, error: MonographError) -> bool:
-    """Record how the run ended; return False if another rank has done so already."""
+def _record_end(file: Path, error: MonographError) -> bool:
+    """Record how the run ended; return False if another rank has already recorded an end."""
     try:
-        with kept.open("x", encoding="utf-8") as file:
+        with file.open("x", encoding="utf-8") as opened:
             ended = {"exit_code": error.exit_code, "message": str(error)}
             if isinstance(error, OutOfDeviceMemory) and error.retry_rows:
                 ended["retry_rows"] = error.retry_rows
-            file.write(json.dumps(ended))
+            opened.write(json.dumps(ended))
     except FileExistsError:
         return False
-    except OSError:  # a full disk may be the reason for the end
+    except OSError:  # the disk may be full; the error is then reported without being recorded
         return True
     return True

@@ -1,4 +1,4 @@
-"""Hold what config.toml says of a run while its open values are decided, one after another."""
+"""Hold the content of a run's config.toml while its open values are decided, one after another."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,22 @@ ORIGIN = "plan"  # the origin of a value that is decided here
 
 @dataclass(frozen=True)
 class ConfigRecord:
-    """What a run's config.toml says: decided values are noted in it, and nobody reads one from it.
+    """The content of a run's config.toml.
+
+    Decided values are only added to it. Code that needs one reads it from the `Plan`.
 
     Attributes:
-        settings: the settings as they are written.
+        settings: the settings as they will be written.
     """
 
     settings: Settings
 
     def noted(self, values: Mapping[str, Any]) -> "ConfigRecord":
-        """Return the record with decided values, by dotted key."""
+        """Return the record with decided values.
+
+        Args:
+            values: the values by their dotted keys, such as "train.precision".
+        """
         return ConfigRecord(self.settings.resolve(values, ORIGIN))
 
     @property
@@ -33,21 +39,23 @@ class ConfigRecord:
 
     @property
     def toml(self) -> str:
-        """Return the text of config.toml, without a mark."""
+        """Return the text of config.toml, without the mark of `run.trust`."""
         return self.settings.to_toml()
 
 
 def write_config(run: Run, settings: Settings, programs: Sequence[str] = ()) -> None:
-    """Write config.toml, whole or not at all, with this user's mark if the settings vouch for all
-    code that they name.
+    """Write config.toml atomically.
+
+    If the settings vouch for all code that they name, the file gets this user's mark, by which a
+    later command trusts that code (`run.trust`).
 
     Args:
-        run: the run or the sweep's folder.
-        settings: the settings of the run or of the sweep.
+        run: the folder of the run or sweep.
+        settings: the settings of the run or sweep.
         programs: values that name code in a sweep's points.
     """
-    named = [*settings.programs, *programs]
+    programs = [*settings.programs, *programs]
     text = settings.to_toml()
-    if all(value in settings.vouched for value in named):
-        text = marked(text, {value: settings.vouched[value] for value in named})
+    if all(value in settings.vouched for value in programs):
+        text = marked(text, {value: settings.vouched[value] for value in programs})
     write_whole(run.config, text)

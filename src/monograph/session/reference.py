@@ -1,8 +1,9 @@
-"""Store what a run's answers are compared with: weights, or log-probabilities, as they were before
-the first update.
+"""Store a run's *reference*: what the model was before the first update, with which later answers
+are compared.
 
-For pairs these are the log-probabilities of all answers; for a KL term, as nobody knows the answers
-yet, they are the weights. Either is kept in the run's folder, where a resumed run reads it.
+For preference pairs it is the log-probabilities of all answers. For a KL term, whose answers are
+sampled later, it is the weights. Either is stored in the run's folder, where a resumed run reads
+it.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ DAMAGED = "damaged, of another run, or of an earlier version"
 
 
 def verify_reference(run: Run) -> None:
-    """Verify a run's stored reference; a run that has none is left in peace.
+    """Verify a run's stored reference, if it has one.
 
     Raises:
         InputRefused: it is damaged.
@@ -44,20 +45,24 @@ def write_reference(
 
     Args:
         run: the run's folder.
-        fingerprint: of the records that it belongs to.
-        tensors: each rank's own part.
-        world: the ranks.
+        fingerprint: the fingerprint of the records that the reference belongs to.
+        tensors: the reference by name; of each tensor the rows of this rank.
+        world: the ranks, all of which call this.
 
     Raises:
         DiskFull: there is no room for it.
     """
-    # One at a time, by all ranks.
-    gathered = ((name, whole_rows(tensor)) for name, tensor in tensors.items())
-    there = {name: whole.cpu() for name, whole in gathered if world.leads}
+    whole_tensors = dict[str, torch.Tensor]()
+    # One tensor after another, so that a device holds only one whole tensor.
+    for name, tensor in tensors.items():
+        whole = whole_rows(tensor)  # a collective
+        if world.leads:
+            whole_tensors[name] = whole.cpu()
     if not world.leads:
         return
-    # One entry, as safetensors writes several in any order.
-    content = save(there, {"whose": f"{fingerprint} {_digest(there)}"})
+    # One entry of metadata, because safetensors writes several in any order, and equal references
+    # should be equal files.
+    content = save(whole_tensors, {"whose": f"{fingerprint} {_digest(whole_tensors)}"})
     write_whole(
         run.folder / REFERENCE, content, "nothing was trained yet: make room there, and start again"
     )
@@ -73,18 +78,18 @@ def read_reference(run: Run, fingerprint: str, tensors: Mapping[str, torch.Tenso
     path = run.folder / REFERENCE
     if not exists(path):
         raise InputRefused(LOST.format(path, "missing"))
-    stored, theirs = _stored(path)
-    like = all(
+    stored, stored_fingerprint = _stored(path)
+    fits = all(
         name in stored and stored[name].shape == tensor.shape for name, tensor in tensors.items()
     )
-    if not like or theirs != fingerprint:
+    if not fits or stored_fingerprint != fingerprint:
         raise InputRefused(LOST.format(path, DAMAGED))
     for name, tensor in tensors.items():
         tensor.copy_(own_rows(stored[name], tensor))
 
 
 def _stored(path: Path) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the tensors of a stored reference, and the fingerprint of what it was made for.
+    """Return the tensors of a stored reference, and the fingerprint of its records.
 
     Raises:
         InputRefused: it is damaged.
@@ -99,7 +104,7 @@ def _stored(path: Path) -> tuple[dict[str, torch.Tensor], str]:
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a digest of all bytes, which notices what stays finite."""
+    """Return the SHA-256 of all bytes, which also notices damage that leaves numbers finite."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)

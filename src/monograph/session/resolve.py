@@ -1,11 +1,17 @@
 """Turn a job into the plan of a run: the only place that decides an "auto" by the model's shape or
 the device.
 
-A value is decided as soon as its inputs are known: sizes from the job alone, so that impossible
-ones are refused before any text is read; what fits the device from the model's shape; intervals
-from the number of updates.
+A value is decided as soon as its inputs are known, so that impossible values are refused before any
+text is read:
+
+- from the job alone: precision and sizes;
+- from the model's shape: what fits the device;
+- from the number of updates: intervals.
+
+A *candidate* is a way to train that the planner considers, with its predicted memory and time.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +35,11 @@ from monograph.session.requirements import require_room
 from monograph.storage.cache_dir import cache_root, calibration_file
 from monograph.text.tokenizer import parse
 
-# The policies among which the planner chooses for "auto"; a CPU has no other memory for the last,
-# "offload".
+# The ways to recompute activations (train.remat) among which the planner chooses for "auto".
+# "offload" is the last, since a CPU, which has no other memory to offload to, omits it.
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
-# Any rate will do, since only the order of candidates of one precision matters.
+# The device's assumed operations per second. Any number will do, because it only orders candidates
+# of one precision.
 RANKING_FLOPS = 1e12
 
 
@@ -45,67 +52,71 @@ def resolve(
     """Return the plan of a run, with every value decided whose inputs are known.
 
     Args:
-        given: the run's settings, as they are given or recorded, or the plan that was made from
-            them before.
+        given: the run's settings, as they are given or recorded; or a plan that was made from them
+            earlier.
         machine: the device that the run trains on.
         known: facts that are known now: the model's shape, the number of updates.
-        built: whether the model will be built; if not, a folder with config.json and no weights
-            will do.
+        built: whether the model will be built; if False, model.init may be a folder with config.json
+            and no weights.
 
     Raises:
         InputRefused: a model, a tokenizer or an adapter cannot be used.
         OutOfDeviceMemory: nothing fits according to the planner.
         UsageError: choices exclude one another.
     """
-    settings = given.settings if isinstance(given, ConfigRecord) else given
-    plan = (
-        settings if isinstance(settings, Plan) else _sized(job_of(settings, built=built), machine)
-    )
+    if isinstance(given, Plan):
+        plan = given
+    else:
+        settings = given.settings if isinstance(given, ConfigRecord) else given
+        plan = _plan_from_job(job_of(settings, built=built), machine)
     for fact in known:
-        plan = _fitted(plan, machine, fact) if isinstance(fact, Shape) else _lasting(plan, fact)
+        if isinstance(fact, Shape):
+            plan = _with_shape(plan, machine, fact)
+        else:
+            plan = _with_length(plan, fact)
     return plan
 
 
 # ── from the job alone ──────────────────────────────────────────────────────────────────────────
 
 
-def _sized(job: Job, machine: Device) -> Plan:
+def _plan_from_job(job: Job, machine: Device) -> Plan:
     training = job.training
     if "precision" in job.open:
         training = replace(training, precision=defaults.precision(machine))
     plan = Plan(
-        job,
-        training,
-        job.memory,
-        job.open - {"precision"},
-        job.intervals.of(job.updates),
+        job=job,
+        training=training,
+        memory=job.memory,
+        open=job.open - {"precision"},
+        intervals=job.intervals.of(job.updates),
         updates=job.updates,
     )
     judged = job.objective.judged(plan)
-    return plan.having(
-        replace(training, judged=judged, packed=job.reading.is_packed and judged != "exact")
-    )
+    packed = job.reading.is_packed and judged != "exact"
+    return plan.having(replace(training, judged=judged, packed=packed))
 
 
 # ── from the model's shape ──────────────────────────────────────────────────────────────────────
 
 
-def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
-    """Fix micro-batch, recomputation and graph scope: as given, else as planned for a Llama, else
-    all rows at once.
+def _with_shape(plan: Plan, machine: Device, shape: Shape) -> Plan:
+    """Return the plan with micro-batch, recomputation, graph scope and memory decided.
 
-    The memory that a module other than a Llama needs is unknown. With several ranks, the share of
-    one rank is planned.
+    What the settings give stays. The planner chooses the rest for a `Llama`. Any other module, of
+    whose memory nothing is known, takes all rows at once. With several ranks, the share of one rank
+    is planned.
     """
     job = plan.job
     config = shape.config
-    share = -(-plan.training.window_rows // shape.ranks)
+    rank_rows = math.ceil(plan.training.window_rows / shape.ranks)
     if config:
         beside = job.objective.bytes_beside(plan, config, machine, shape.slots, shape.ranks)
         plan = replace(plan, beside=beside)
     expected: Candidate | None = None
+    # Each of the following statements overrides the ones before it.
     fixed: dict[str, Any] = {
-        "micro_batch": share,
+        "micro_batch": rank_rows,
         "remat": "none",
         "compile": "whole",
         "memory": "device",
@@ -114,29 +125,32 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         expected = shape.like.expected
         fixed = shape.like.choices
     elif config:
-        expected = _planned(plan, config, machine, shape)
-        # If nothing can be compiled, the plan is for eager steps; the scope stays, and `prepare`
-        # prints the reason.
-        holds = expected.work.compile
-        holds = _scopes(plan.job.parallel, config)[0] if holds == "none" else holds
-        fixed |= {"micro_batch": expected.work.rows, "remat": expected.work.remat, "compile": holds}
+        expected = _chosen_candidate(plan, config, machine, shape)
+        # Without a compiler the candidate is eager. The run's scope is still one that compiles:
+        # `warmup.prepare` then finds that it cannot, and prints the reason.
+        scope = expected.work.compile
+        if scope == "none":
+            scope = _scopes(plan.job.parallel, config)[0]
+        fixed |= {"micro_batch": expected.work.rows, "remat": expected.work.remat, "compile": scope}
     if plan.memory == "stream" or isinstance(expected, StreamCandidate):
         fixed |= {"memory": "stream", "compile": "blocks"}
-    # Tensors move between graphs.
+    # Both move tensors between two blocks, which cannot be done inside of a graph.
     if plan.training.remat == "offload" or is_sharded(plan.job.parallel):
         fixed["compile"] = "blocks"
+    # What the settings give.
     fixed |= {key: value for key, value in plan.choices.items() if key not in plan.open}
-    # Larger micro-batches would be partly empty.
+    # A larger micro-batch would be partly empty.
     fixed["micro_batch"] = min(fixed["micro_batch"], plan.training.window_rows)
     optim = plan.training.optim
+    # The default weight decay of a new model depends on how often its text is read.
     if job.is_decay_open and not job.recipe.init:
         fields = fresh_fields(job.recipe, name_of(optim), _epochs(plan, expected, shape))
         optim = replace(optim, weight_decay=fields.get("weight_decay", optim.weight_decay))
     decided: dict[str, Any] = {
         "optim.name": name_of(optim),
         "train.precision": plan.training.precision,
+        "optim.weight_decay": optim.weight_decay,
     }
-    decided["optim.weight_decay"] = optim.weight_decay
     if job.is_rate_open:
         decided["optim.lr"] = optim.lr
     transfer = job.transfer_to(None if job.recipe.init else config)
@@ -145,7 +159,7 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         plan.noting(decided | {f"train.{key}": value for key, value in fixed.items()}),
         training=replace(
             training.of(config, machine.type) if config else training,
-            rows=min(fixed["micro_batch"], share),
+            rows=min(fixed["micro_batch"], rank_rows),
             compile=fixed["compile"],
             remat=fixed["remat"],
             optim=transfer.optimizer(optim) if transfer else optim,
@@ -153,27 +167,31 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         memory=fixed["memory"],
         open=frozenset(),
         transfer=transfer,
-        # What a rank that holds only some rows of each weight needs is unknown.
+        # The planner cannot predict a rank that holds only some rows of each weight.
         expected=None if is_sharded(plan.job.parallel) else expected,
     )
 
 
 def _epochs(plan: Plan, expected: Candidate | None, shape: Shape) -> int:
-    """Return how often the text will be read, as far as that is known."""
+    """Return the number of times that the text will be read; an estimate for a run by the clock,
+    and 1 if the text's length is unknown.
+    """
+    if plan.job.span.epochs:
+        return plan.job.span.epochs
+    if not shape.per_epoch:
+        return 1
     updates = plan.updates
     rows = plan.training.window_rows
-    if expected and shape.per_epoch and shape.minutes and not updates:
+    if expected and shape.minutes and not updates:
         updates = defaults.likely_updates(shape.minutes, expected.update_s, shape.per_epoch, rows)
-    return plan.job.span.epochs or (
-        round(updates * rows / shape.per_epoch) if shape.per_epoch else 1
-    )
+    return round(updates * rows / shape.per_epoch)
 
 
 def request_of(
     plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()
 ) -> Request:
-    """Return the planner's input: what is given for training a model of this shape, and the choices
-    that are open.
+    """Return the planner's input: how a model of this shape is trained, and the choices that are
+    open.
 
     Args:
         plan: the run's plan, from its settings alone.
@@ -200,26 +218,28 @@ def request_of(
 
 
 def _scopes(parallel: str, config: LlamaConfig) -> tuple[Compile, ...]:
+    """Return the values of train.compile among which the planner chooses."""
     return ("blocks",) if is_sharded(parallel) else defaults.scopes(config.num_hidden_layers)
 
 
-def without(machine: Device, taken_bytes: int) -> Device:
-    """Return the device as it is with so much of its memory taken."""
-    free_bytes, memory_bytes = (
-        machine.free_memory_bytes - taken_bytes,
-        machine.memory_bytes - taken_bytes,
+def with_less_memory(machine: Device, taken_bytes: int) -> Device:
+    """Return the device with `taken_bytes` less memory; with more if they are negative."""
+    return replace(
+        machine,
+        memory_bytes=machine.memory_bytes - taken_bytes,
+        free_memory_bytes=machine.free_memory_bytes - taken_bytes,
     )
-    return replace(machine, memory_bytes=memory_bytes, free_memory_bytes=free_bytes)
 
 
-def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> Candidate:
+def _chosen_candidate(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> Candidate:
     """Return the candidate that `monograph plan` would choose for one rank on this machine.
 
-    What a run with rewards holds beside its step is taken off; for ranks see `spared_bytes`.
+    The bytes that a run with rewards holds beside its step are subtracted from the device's memory.
+    For the bytes that ranks save or need in addition, see `spared_bytes`.
 
     Raises:
-        OutOfDeviceMemory: nothing fits; the message names the nearest candidate and by how much it
-            misses.
+        OutOfDeviceMemory: nothing fits; the message names the nearest candidate and the missing
+            bytes.
     """
     memory = plan.asked_memory
     objective = plan.job.objective
@@ -227,59 +247,65 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
         rows, length = objective.largest_window(plan, config, shape.slots)
         plan = plan.having(replace(plan.training, window_rows=rows, length=length))
     if objective.answers_on_device:
-        machine = without(machine, sum(plan.beside.values()))
+        machine = with_less_memory(machine, sum(plan.beside.values()))
         memory = "device"
     if plan.job.parallel != "none":
         training = plan.training
-        plan = plan.having(replace(training, window_rows=-(-training.window_rows // shape.ranks)))
-        memory = "stream"
-        if plan.memory != "stream":
-            kept = (training.lora.base, training.precision) if training.lora else None
-            shared = sharing(plan.job.parallel, shape.ranks)
-            machine = without(
-                machine, -spared_bytes(config.parameter_count(), plan.job.parallel, shared, kept)
-            )
+        rank_rows = math.ceil(training.window_rows / shape.ranks)
+        plan = plan.having(replace(training, window_rows=rank_rows))
+        if plan.memory == "stream":
+            memory = "stream"
+        else:
             memory = "device"
+            base = (training.lora.base, training.precision) if training.lora else None
+            sharing_ranks = sharing(plan.job.parallel, shape.ranks)
+            parameters = config.parameter_count()
+            spared = spared_bytes(parameters, plan.job.parallel, sharing_ranks, base)
+            machine = with_less_memory(machine, -spared)
     request = request_of(plan, config, machine, shape.tokens)
-    eager = request.scopes == ("none",) or (
-        machine.type == "cpu" and compiler_obstacle() is not None
-    )
-    scopes: tuple[Compile, ...] = (
-        ("none",) if eager else tuple(scope for scope in request.scopes if scope != "none")
-    )
+    has_no_compiler = machine.type == "cpu" and compiler_obstacle() is not None
+    scopes: tuple[Compile, ...] = ("none",)
+    if request.scopes != ("none",) and not has_no_compiler:
+        scopes = tuple(scope for scope in request.scopes if scope != "none")
     rates = dict.fromkeys(request.precisions, RANKING_FLOPS)
     known = Calibration(calibration_file())
     limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
-    # At worst all ranks are on this machine.
+    # All ranks may be on this machine, so each gets only its share of the host's memory.
     limits = replace(limits, host_bytes=limits.host_bytes // shape.ranks)
     require_room(plan.job, config, machine, limits)
     # A CPU has no other memory to stream from.
-    memory = "device" if machine.type == "cpu" and memory == "auto" else memory
+    if machine.type == "cpu" and memory == "auto":
+        memory = "device"
     answer = planner.streamed_or_resident(
         replace(request, scopes=scopes), machine, rates, known, memory, limits
     )
-    too_large = answer.candidates and answer.nearest.peak_memory_bytes > machine.free_memory_bytes
-    if not answer.candidates or (answer.chosen is None and too_large):
+    if not answer.candidates:
         raise OutOfDeviceMemory(answer.refusal)
+    # The planner keeps some memory free. If nothing leaves that much, the nearest candidate is still
+    # tried, unless it exceeds even the free memory.
     best = answer.nearest
+    if answer.chosen is None and best.peak_memory_bytes > machine.free_memory_bytes:
+        raise OutOfDeviceMemory(answer.refusal)
     if isinstance(best, StreamCandidate):
-        return replace(
-            best, placement=replace(best.placement, device=default_device(), folder=limits.folder)
-        )
+        # The planner's placement is for any device of this kind.
+        placement = replace(best.placement, device=default_device(), folder=limits.folder)
+        return replace(best, placement=placement)
     return best
 
 
 # ── from the number of updates ──────────────────────────────────────────────────────────────────
 
 
-def _lasting(plan: Plan, length: Length) -> Plan:
+def _with_length(plan: Plan, length: Length) -> Plan:
     intervals = plan.job.intervals.of(length.updates, length.evaluations)
     decided = {
         "optim.warmup_updates": intervals.warmup_updates,
         "train.eval_every": intervals.eval_every,
         "train.save_every": intervals.save_every,
     }
-    decided |= {} if plan.job.span.epochs else {"train.updates": length.updates}
+    # train.epochs and train.updates exclude one another in config.toml.
+    if not plan.job.span.epochs:
+        decided["train.updates"] = length.updates
     return replace(plan.noting(decided), updates=length.updates, intervals=intervals)
 
 
@@ -287,17 +313,18 @@ def _lasting(plan: Plan, length: Length) -> Plan:
 
 
 def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
-    """Return the shape that a run's model will have, without reading text; a BPE is taken to reach
-    its full size.
+    """Return the shape that a run's model will have, without reading text.
+
+    A BPE tokenizer that is still to be trained is assumed to reach its full size.
 
     Args:
         plan: the run's plan.
-        tokens: the run's new tokens, if they are known.
+        tokens: the run's new tokens; None if they are unknown.
 
     Raises:
-        UsageError: the model is a user's module, a run or a weight file, whose shape only loading
-            tells.
-        InputRefused: the folder holds no model.
+        UsageError: the model is a user's module, a run or a weight file, whose shape is known only
+            once it is loaded.
+        InputRefused: the folder has no model.
     """
     job = plan.job
     tokenizer = str(job.reading.tokenizer)
@@ -306,7 +333,7 @@ def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
             raise UsageError(
                 f"model.init = {source.base}: a plan is made for a preset, sizes or a Hugging Face folder"
             )
-        # Read again for its refusal.
+        # Without a shape the folder's config.json cannot be used; reading it raises the reason.
         return with_rows(source.shape or hub.read_config(source.base), tokens)
     sizes: dict[str, Any] = {"max_position_embeddings": plan.training.length}
     if tokenizer == "bpe":
@@ -319,6 +346,6 @@ def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
 
 
 def with_rows(config: LlamaConfig, tokens: NewTokens | None) -> LlamaConfig:
-    """Return the shape with a row for each token."""
+    """Return the shape with an embedding row for each token of the run's tokenizer."""
     rows = tokens.vocabulary.all if tokens and tokens.vocabulary else 0
     return replace(config, vocab_size=max(config.vocab_size, rows))

@@ -1,5 +1,8 @@
 """Handle a run whose updates are skipped one after another: go back and pass over the rows, or end
 it.
+
+An update is *skipped* if its gradient is not finite or is a spike. A *streak* is the number of
+updates that were skipped in a row. *Rows* are rows of the text, counted from the run's beginning.
 """
 
 import itertools
@@ -16,15 +19,16 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress
 from monograph.session.session import Session
 
-MOST = 3  # rewinds in a row; a fourth divergence is not due to a few bad rows
-BETWEEN = 100  # two rewinds with at least this many updates between them are not in a row
+MAX_REWINDS = 3  # in a row; a fourth divergence is not due to a few bad rows
+# Two rewinds are in a row if there are fewer updates than this between them.
+IN_A_ROW_UPDATES = 100
 
 
 def windows(session: Session) -> Iterator[Batch]:
-    """Yield a session's windows from `session.batches`, which `go_back` replaces meanwhile.
+    """Yield a session's windows from `session.batches`, which `go_back` may replace at any time.
 
     Raises:
-        InputRefused: a reward failed; what was learned until then is saved before.
+        InputRefused: a reward failed; a checkpoint is written before this is raised.
     """
     while True:
         try:
@@ -42,33 +46,34 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     """Restore the last checkpoint from before the skipped updates, and pass over the rows that led
     to them.
 
-    The rows of those updates and of as many before them are passed over, except rows that the
-    checkpoint had seen. The run's state records the rows that are passed over. The metrics go on
-    from the checkpoint's, after a row that records the rewind. Source: PaLM (Chowdhery et al. 2022,
-    arXiv 2204.02311, section 5.1) went back and skipped rows by hand.
+    The rows of the skipped updates and of as many updates before them are passed over, except rows
+    that the checkpoint had seen. The run's state records which rows are passed over. A row of
+    metrics.jsonl records the rewind; it follows the row of the checkpoint's update. Source: PaLM
+    (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) went back and skipped rows by hand.
 
     Args:
         session: a session of which too many of the last updates were skipped, or whose weights
-            became non-finite by something other than an update.
+            became non-finite without an update.
         log: the log of these updates.
-        progress: the display that prints a line on it.
+        progress: the display, which prints a warning.
 
     Returns:
         The log for the updates from now on.
 
     Raises:
-        Diverged: the run went back `MOST` times in a row, or there is no such checkpoint; the
-            message names the first value that is not finite.
+        Diverged: the run has gone back `MAX_REWINDS` times in a row, or there is no such
+            checkpoint; the message names the first value that is not finite.
     """
     log.flush()
     # Ranks other than 0 have not read the metrics from before a resume, so rank 0's counts hold for
-    # all.
+    # all. Weights can become non-finite without a skipped update, so the streak is at least 1.
     last, streak = session.world.agreed([log.last["update"], max(1, log.streak)])
     skip = session.batches.skip
     end = session.batches.rows_consumed
     rows = session.batches.rows_per_window
-    led_there = end - 2 * -(-streak // session.task.updates_per_window) * rows
-    if in_a_row([*skip, (led_there, end)], rows) > MOST:
+    skipped_windows = math.ceil(streak / session.task.updates_per_window)
+    begin = end - 2 * skipped_windows * rows
+    if rewinds_in_a_row([*skip, (begin, end)], rows) > MAX_REWINDS:
         raise _diverged(session, log)
     try:
         sound = newest(
@@ -76,15 +81,17 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
         )
     except NoValidCheckpoint:
         raise _diverged(session, log) from None
+    # The checkpoint's clock is older; the time that was lost still counts as spent.
     spent_s = session.spent_s
     session.restore(sound, progress)
     session.elapsed_s = spent_s
     session.training_since_s = clock()
     position = session.batches.state()
-    stretch = (max(position["rows"], led_there), end)
+    stretch = (max(position["rows"], begin), end)
     session.batches.close()
     session.batches = session.open_batches(**{**position, "skip": (*skip, stretch)})
     session.run.log({"update": sound.update, "rewound_from": last, "passed_over_rows": stretch})
+    # Saved at once, so that a resume passes over the rows, too.
     session.save()
     passed = counted(stretch[1] - stretch[0], "row")
     skipped = f"updates {last - streak + 1} to {last} were skipped"
@@ -93,41 +100,49 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     return MetricsLog(session.run, log.every)
 
 
-def in_a_row(stretches: Sequence[tuple[int, int]], rows: int) -> int:
-    """Return how many of the last stretches of rows have fewer than `BETWEEN` updates from one to
-    the next.
+def rewinds_in_a_row(stretches: Sequence[tuple[int, int]], rows: int) -> int:
+    """Return how many of the last rewinds are in a row.
+
+    Args:
+        stretches: the rows that each rewind passed over, as (begin, end); at least one.
+        rows: rows of a window.
     """
-    pairs = zip(stretches[::-1], stretches[-2::-1], strict=False)
-    return 1 + sum(
-        1 for _ in itertools.takewhile(lambda pair: pair[0][0] - pair[1][1] < BETWEEN * rows, pairs)
-    )
+    count = 1
+    for (_, earlier_end), (later_begin, _) in reversed([*itertools.pairwise(stretches)]):
+        if later_begin - earlier_end >= IN_A_ROW_UPDATES * rows:
+            break
+        count += 1
+    return count
 
 
 def require_end(session: Session, log: MetricsLog) -> None:
-    """Refuse the end of a run that has stopped learning.
+    """Refuse the end of a run whose last updates were skipped.
 
     Raises:
-        Diverged: at least the second half of its updates were skipped, but too few of them for
-            `go_back`.
+        Diverged: at least the second half of its updates were skipped. `go_back` was not called
+            because they were too few for it.
     """
     if 2 * log.streak >= session.updates:
         raise _diverged(session, log)
 
 
 def _diverged(session: Session, log: MetricsLog) -> Diverged:
-    times = len(session.batches.skip)
+    rewinds = len(session.batches.skip)
     last = log.last
-    past = f", rows passed over {counted(times, 'time')} before" if times else ""
-    finite = math.isfinite(last["train_loss"]) and math.isfinite(last["grad_norm"])
+    earlier = f", rows passed over {counted(rewinds, 'time')} before" if rewinds else ""
+    is_finite = math.isfinite(last["train_loss"]) and math.isfinite(last["grad_norm"])
+    reason = "spikes" if is_finite else "not finite"
     return Diverged(
         f"{counted(log.streak, 'update')} in a row, up to {last['update']}, skipped as "
-        f"{'spikes' if finite else 'not finite'}{past}: {autopsy(session)}; lower optim.lr, and look for bad data "
+        f"{reason}{earlier}: {autopsy(session)}; lower optim.lr, and look for bad data "
         "around there; the last checkpoint is sound"
     )
 
 
 def autopsy(session: Session) -> str:
-    """Compute the last window again without graphs, and return a text that says what is not finite."""
+    """Compute the last window again without graphs, and return a text that names the first value
+    that is not finite.
+    """
     if not session.world.alone:
         return "one process alone would say where"
     rows = session.batches.rows_per_window

@@ -56,21 +56,20 @@ class Session:
         eager_reason: why nothing was compiled; None if the step was.
         kernel: the attention kernel; None if kernels were not measured.
         world: the ranks that train the run together.
-        started_s: the time at which this process began with the run; training_since_s: at which it
-            began to train.
+        started_s: the time of `clock` at which this process began with the run.
+        training_since_s: the time of `clock` at which this process began to train.
         compile_s: seconds spent on tracing and compiling.
         peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last
-            update; else None, as a GPU counts them all the time.
+            update. None before, and on a GPU, whose allocator counts them all the time.
         elapsed_s: seconds of training before `training_since_s`, in earlier processes or before the
             step was compiled.
         budget_s: seconds of training that the settings allow; None if they give only updates,
             tokens or epochs.
-        ends_s: the time of `clock` by which a new run is to be over, report included; None if that
-            is not limited.
-        end_s: the seconds of these that are kept for what follows the training: saving and the
-            report.
-        cooled: [first update, last update] of a cool-down that replaced the schedule because the
-            machine is slower than calibrated; None if none did.
+        ends_s: the time of `clock` by which a new run must be over, including its report; None
+            without train.wall_minutes.
+        end_s: the seconds before `ends_s` that are reserved for saving and the report.
+        cooled: [first update, last update] of a cool-down that replaced the schedule because
+            updates took longer than measured at the start; None without one.
         begun_with: the fingerprint of the settings that a resumed run was begun with, perhaps by an
             earlier version; None for a new run.
     """
@@ -107,8 +106,8 @@ class Session:
 
     @property
     def text(self) -> Corpus:
-        """Return the text of a session that can only be one on text, such as a sweep's or a
-        profile's.
+        """Return the text of a run on text; for callers that open no other kind of run, such as a
+        sweep.
         """
         assert isinstance(self.task.data, Corpus)
         return self.task.data
@@ -126,11 +125,9 @@ class Session:
     @property
     def adapter_params(self) -> int:
         """Return the number of trained parameters of a run with adapters; 0 for a run without."""
-        return (
-            0
-            if self.recipe.lora is None
-            else sum(plane.param.numel() for plane in self.engine.step.planes)
-        )
+        if self.recipe.lora is None:
+            return 0
+        return sum(plane.param.numel() for plane in self.engine.step.planes)
 
     @property
     def model_config(self) -> LlamaConfig | None:
@@ -144,14 +141,18 @@ class Session:
 
     @property
     def left_s(self) -> float:
-        """Return the seconds that are left for training before the run has to be over; infinite
-        without a limit.
+        """Return the seconds that are left for training, evaluation and samples; infinite without
+        train.wall_minutes.
         """
         return math.inf if self.ends_s is None else max(0.0, self.ends_s - clock() - self.end_s)
 
     def scoring_s(self, rows: int, update_s: float) -> float:
-        """Return about how many seconds scoring so many held-out rows takes: a forward pass is a
-        third of an update.
+        """Return the estimated seconds of scoring held-out rows: a forward pass takes a third of an
+        update.
+
+        Args:
+            rows: the number of rows.
+            update_s: seconds of an update.
         """
         return rows / self.batches.rows_per_window * update_s / 3
 
@@ -165,7 +166,7 @@ class Session:
         """Write a checkpoint of the current state; metrics are flushed to disk first.
 
         Args:
-            keep: the least number of checkpoints that stay, even if the settings keep fewer.
+            keep: the minimum number of checkpoints that stay, even if the settings keep fewer.
 
         Raises:
             Diverged: a parameter is not finite; nothing is written, and existing checkpoints stay.
@@ -208,8 +209,9 @@ class Session:
         save(self.world, self.run.checkpoints, checkpoint, max(keep, self.plan.job.keep))
 
     def non_finite(self) -> list[str]:
-        """Return the names of parameters that are not finite on some rank; an update alone never
-        causes that.
+        """Return the names of parameters that are not finite on some rank.
+
+        An update alone never makes a parameter non-finite.
         """
         state = self.engine.state().model
         names = dict(self.engine.model.named_parameters())
@@ -236,9 +238,10 @@ class Session:
         self.budget_s = state["budget_s"]
         self.cooled = state["cooled"]
         self.complete(replace(self.plan, updates=state["length"]))
-        most = self.plan.training.rows
-        # The saved one is smaller if memory ran out, or if more ranks than now shared the rows.
-        self.engine.micro_batch = min(state["micro_batch"] or most, most)
+        # The saved micro-batch is smaller than the planned one if memory ran out, or if more ranks
+        # than now shared the rows.
+        planned_rows = self.plan.training.rows
+        self.engine.micro_batch = min(state["micro_batch"] or planned_rows, planned_rows)
         self.kernel = state.get("attention")
         restore_random(state["random"], self.engine.step.device)
         self.run.truncate_metrics(state["metrics_offset"], state.get("metrics_sha256"))
@@ -247,9 +250,10 @@ class Session:
             checkpointing.remove_leftovers(self.run.checkpoints)
         then = state["versions"]
         now = _versions()
-        if changed := [
+        changed = [
             f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]
-        ]:
+        ]
+        if changed:
             progress.line(
                 "warning", f"not bit for bit: the checkpoint was written by {', '.join(changed)}"
             )
@@ -280,8 +284,8 @@ class Session:
         saved = Recipe.recorded(state["recipe"])
         require_same_file(saved, self.run)
         require_base(self.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
-        # Compared as shapes: an older checkpoint lacks keys that were added since, which have their
-        # defaults in it.
+        # Shapes are compared rather than entries: an older checkpoint lacks keys that were added
+        # later, and a shape has their defaults.
         shape = LlamaConfig.from_hf(state["model_config"]) if state["model_config"] else None
         if saved.entries() != self.recipe.entries() or shape != self.model_config:
             raise InputRefused(
@@ -299,19 +303,23 @@ class Session:
         )
         self.engine.step.index = 0
         model = self.engine.model
-        # Older runs did not keep it.
+        # Checkpoints of earlier versions do not have this entry.
         if isinstance(model, Llama) and "sampling" in checkpoint.state:
             model.sampling = checkpoint.state["sampling"] or {}
 
     def branch(self, checkpoint: Checkpoint, parent: Run) -> None:
-        """Begin from another run's weights and optimizer state; its tokens and skipped updates do
-        not count.
+        """Begin from another run's weights and optimizer state, with zero tokens and zero skipped
+        updates.
+
+        Args:
+            checkpoint: the other run's checkpoint.
+            parent: the other run.
 
         Raises:
             InputRefused: the state is not one that a run records.
         """
         recorded_state.require(checkpoint.state, checkpoint.update, parent)
-        # The state of a run in another precision may lack a loss scale; this run's own then stays.
+        # A parent in another precision has no loss scale; this run's own then stays.
         scalars = self.engine.state().scalars | checkpoint.state["engine"]
         self.adopt(replace(checkpoint, state={**checkpoint.state, "engine": scalars}))
         self.engine.step.tokens.zero_()
@@ -320,52 +328,58 @@ class Session:
     def open_batches(
         self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()
     ) -> Windows:
-        """Return the run's windows from row (or prompt) `rows` on, without the stretches in `skip`."""
+        """Return an iterator over the run's windows.
+
+        Args:
+            rows: the number of rows, or prompts, that were consumed before.
+            seed: the seed of the order of rows; None for the run's own.
+            skip: the rows that are passed over, as pairs (begin, end).
+        """
         return self.task.windows(rows, seed, skip)
 
     @property
     def can_save(self) -> bool:
-        """Return whether the run could go on from its state at this moment."""
+        """Return whether a checkpoint of the present state could be resumed."""
         return self.task.can_save(self.batches)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Restore the module's buffers (running means and the like) and random generators after the
+        """Restore the module's buffers, such as running means, and the random generators after the
         `with` block.
         """
         device = self.engine.step.device
-        drawn = random_state(device)
+        before = random_state(device)
         try:
             with buffers_kept(self.engine.model, self.engine.step.loss):
                 yield
         finally:
-            restore_random(drawn, device)
+            restore_random(before, device)
 
     def complete(self, plan: Plan) -> None:
-        """Go on by a plan in which more is decided; once that is the number of updates, the
-        schedule follows it.
-        """
+        """Take a plan in which more is decided; set the schedule if the number of updates is known."""
         self.plan = plan
         if plan.updates:
             self.engine.step.schedule = self.schedule()
 
     def schedule(self) -> Schedule:
         """Return the learning rate's schedule, with the cool-down if one has begun."""
-        course = self.plan.schedule(self.plan.updates)
-        return (
-            cool_down(course, self.cooled[0], self.cooled[1], self.plan.job.final)
-            if self.cooled
-            else course
-        )
+        planned = self.plan.schedule(self.plan.updates)
+        if not self.cooled:
+            return planned
+        begin, end = self.cooled
+        return cool_down(planned, begin, end, self.plan.job.final)
 
     def account(self, update: int, **mark: object) -> None:
         """Log the peak memory by origin, planned and measured, after the second update; later ones
         need no more.
 
-        Its row has the entries of `mark`, too.
+        Args:
+            update: the number of updates done.
+            mark: further entries of the row in metrics.jsonl.
         """
-        if update == 1:  # only the update has run so far, without evaluations or samples
-            self._remember_memory()
+        # After the first update, the peak is that of an update: nothing was evaluated or sampled.
+        if update == 1:
+            self._store_memory()
         if update == 2:
             planned = self.plan.expected.by_origin if self.plan.expected else None
             if isinstance(self.engine, Streamed):
@@ -374,11 +388,12 @@ class Session:
                 entries = ledger(self.engine.step.planes, planned, self.engine.step.device)
             self.run.log({"update": update, "memory": entries, **mark})
 
-    def _remember_memory(self) -> None:
-        """Store a GPU's measured peak and its plan's traced peak for later plans, if the planned
-        step is what ran.
+    def _store_memory(self) -> None:
+        """Store a GPU's measured peak, and the peak that its plan traced, in the calibration for
+        later plans.
 
-        A captured micro-step is not stored, since it holds a memory pool that no plan knows.
+        Nothing is stored if another step ran than was planned, or if micro-steps are replayed: a
+        CUDA graph has a memory pool that the plan does not count.
         """
         step, planned = self.engine.step, self.plan.expected
         if (
@@ -388,26 +403,24 @@ class Session:
             or is_replayed(step)
         ):
             return
-        if not (self.world.alone and self.task.is_foreseen):  # DDP adds buffers that no plan knows
+        # DDP adds buffers that the plan does not count.
+        if not (self.world.alone and self.task.is_foreseen):
             return
         work = planned.work
-        if (self.engine.micro_batch, step.scope, step.remat) == (
-            work.rows,
-            work.compile,
-            named(work.remat),
-        ):
+        ran = (self.engine.micro_batch, step.scope, step.remat)
+        if ran == (work.rows, work.compile, named(work.remat)):
             measured = peak_memory_bytes(step.device)
             Calibration(calibration_file()).note_memory(
                 describe(step.device), work, planned.traced, measured
             )
 
     def shorten(self, updates: int) -> None:
-        """Begin the cool-down now, to end after `updates` updates in all; checkpoints record it for
-        a resume.
+        """Begin the cool-down now, and end the run after `updates` updates in all.
 
-        A cool-down that has begun goes on, and ends so.
+        If a cool-down has begun already, only its end changes. Checkpoints record it for a resume.
         """
-        self.cooled = [self.cooled[0] if self.cooled else self.engine.index, updates]
+        begin = self.cooled[0] if self.cooled else self.engine.index
+        self.cooled = [begin, updates]
         self.engine.step.schedule = self.schedule()
 
 
@@ -419,9 +432,9 @@ def _versions() -> dict[str, str]:
     }
 
 
-# The random generators that a module may draw from (for dropout and the like) are part of a run's
-# state. The order of rows, a Llama's weights and samples come from other generators, which are
-# seeded anew each time.
+# A run's state includes the global random generators, from which a module may sample, e.g. for
+# dropout. The order of rows, a Llama's weights and samples come from other generators, which are
+# seeded for each use.
 
 
 def seed_all(number: int) -> None:
@@ -443,7 +456,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     kind, state = numpy["bit_generator"], numpy["state"]
     if kind != "MT19937":
         raise InputRefused(
-            f"numpy.random draws from {kind}: take set_bit_generator out of the model's file"
+            f"numpy.random uses {kind}, whose state cannot be saved: remove set_bit_generator from the model's file"
         )
     return {
         "python": [version, list(words), gauss],

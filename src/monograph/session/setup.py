@@ -1,4 +1,7 @@
-"""Turn a plan into a session that is ready to train: text, model and engine."""
+"""Turn a plan into a session: build the model, decide what depends on its shape, make the engine.
+
+A *hybrid* is a model of which some layers have linear attention instead of softmax attention.
+"""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -42,8 +45,8 @@ class BuiltRun(NamedTuple):
     """A model built from a plan, before it gets an engine.
 
     Attributes:
-        plan: the plan, with every value decided except the number of updates and values that depend
-            on it.
+        plan: the plan. Every value is decided, except the number of updates and what depends on
+            it.
         recipe: what the model was built from, as its checkpoints record it.
         model: the model, with its weights on the host or still in their files.
         loss: the model's loss.
@@ -65,7 +68,9 @@ def open_session(
     progress: Progress,
     world: World | None = None,
 ) -> Session:
-    """Return a run's session at its beginning; with several ranks, rank 0's plan holds for all.
+    """Return a run's session at its beginning.
+
+    With several ranks, rank 0 plans, and the others follow its plan.
 
     Args:
         run: the run's folder.
@@ -73,17 +78,18 @@ def open_session(
         task: what the run learns from.
         device: the device to train on.
         progress: the display of the run.
-        world: the ranks that train together.
+        world: the ranks that train together; None for this process alone.
     """
     world = world or World()
     machine = describe()
-    plan = _as_begun(plan, run)
-    minutes = plan.job.span.minutes
-    built = (
-        build_run(plan, task, machine, device, world.size, minutes=minutes) if world.leads else None
-    )
-    decided = agreed_plan(world, built.plan if built else plan, machine)
-    built = built or build_run(_as_begun(decided, run), task, machine, device, world.size)
+    plan = _with_recorded_norm_eps(plan, run)
+    if world.leads:
+        minutes = plan.job.span.minutes
+        built = build_run(plan, task, machine, device, world.size, minutes=minutes)
+        agreed_plan(world, built.plan, machine)
+    else:
+        decided = _with_recorded_norm_eps(agreed_plan(world, plan, machine), run)
+        built = build_run(decided, task, machine, device, world.size)
     for line in built.notes:
         progress.line("tokens", line)
     if rate := getattr(_shape(built.model), "attention_dropout", 0):
@@ -109,18 +115,21 @@ def open_session(
 
 
 def agreed_plan(world: World, plan: Plan, machine: Device) -> Plan:
-    """Return rank 0's plan on all ranks: the others make theirs from what rank 0 would record, each
-    on its device.
+    """Return a plan with rank 0's values on all ranks; all of them call this.
+
+    Rank 0 sends what its config.toml would say, and the others make a plan of it for their own
+    device.
     """
     record = agreed(world, plan.record)
     return plan if world.leads else resolve(record, machine)
 
 
-def _as_begun(plan: Plan, run: Run) -> Plan:
-    """Return the plan of a hybrid with the rms_norm_eps that a checkpoint of its run, or of the
-    run's parent, records.
+def _with_recorded_norm_eps(plan: Plan, run: Run) -> Plan:
+    """Return the plan of a hybrid with the rms_norm_eps in a checkpoint of its run, or of the run's
+    parent.
 
-    Presets of hybrids had 1e-5 once; such a run goes on with that.
+    Presets of hybrids had another rms_norm_eps in earlier versions, 1e-5, with which their runs
+    continue. A plan of another model, or without a checkpoint, stays as it is.
     """
     recipe = plan.job.recipe
     if recipe.init is not None or recipe.shape(vocab_size=1).family.others != LINEAR:
@@ -151,11 +160,13 @@ def build_run(
         plan: the run's plan, from its settings alone.
         task: what the run learns from.
         machine: the device, for the planner.
-        device: where frozen weights go if there are adapters, each as soon as it has the dtype in
-            which it is kept.
+        device: where the frozen weights go if there are adapters. Each is moved as soon as it is
+            rounded to the dtype of `lora.base`, so the host need not hold a second copy of all.
+            None leaves them on the host.
         ranks: number of processes that train the model together.
-        like: the plan of another run of the same shape, whose choices are taken over.
-        minutes: see `Shape`.
+        like: the plan of another run of the same shape, whose choices this run takes; None lets the
+            planner choose.
+        minutes: the training time of a run by the clock; 0 if it is unknown (see `Shape`).
 
     Raises:
         OutOfDeviceMemory: nothing fits according to the plan; raised before anything is built if
@@ -165,13 +176,16 @@ def build_run(
     job = plan.job
     recipe = job.recipe
     text = task.data
-    # A weight file's own tensors give these sizes.
+    # A single file of weights has no config.json: its tensors give these sizes.
     if recipe.adapter or not (job.source and job.source.is_weight_file):
         sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.training.length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
     new = job.tokens.compared(text.tokenizer)
     facts = ranks, like, task.slots(plan), task.per_epoch if task.repeats else 0, minutes
-    if known_shape := job.source.shape if job.source else recipe.shape():
+    # The shape of a preset or folder is known now, so that what does not fit is refused before the
+    # model is built. The model of a Python function or a weight file has its shape only then.
+    known_shape = job.source.shape if job.source else recipe.shape()
+    if known_shape:
         tokens = new.trained(known_shape.vocab_size) if new else ()
         plan = resolve(plan, machine, Shape(with_rows(known_shape, new), tokens, *facts))
     model, loss = build(recipe)
@@ -194,20 +208,22 @@ def build_run(
         start = job.source.adapter if job.source else None
         if start:
             require_base_of(start, str(recipe.base_sha256))
-        # Under fsdp the base is rounded on the host, as no device need have room for all of it.
-        there = None if is_sharded(job.parallel) else device
+        # With fsdp and hsdp the base stays on the host, because a device may have no room for all
+        # of it.
+        base_device = None if is_sharded(job.parallel) else device
         install_adapters(
             model,
             lora,
             seed=job.seed,
             start=start,
             precision=Precision(plan.training.precision),
-            device=there,
+            device=base_device,
         )
     return BuiltRun(plan, recipe, model, task.loss(plan, model) or loss, notes)
 
 
 def _require_fit(config: LlamaConfig, vocab_size: int, length: int) -> None:
+    """Refuse a model with fewer rows than tokens, or fewer positions than a row of text."""
     if config.vocab_size < vocab_size:
         raise InputRefused(
             f"model.vocab_size = {config.vocab_size} is smaller than the tokenizer's {vocab_size}: raise it"
@@ -222,13 +238,20 @@ def _shape(model: nn.Module) -> LlamaConfig | None:
 def make_engine(built: BuiltRun, device: torch.device, world: World | None = None) -> Engine:
     """Return the engine for a model, with its weights on the device or streamed to it.
 
+    Args:
+        built: the model and its plan.
+        device: the device to train on.
+        world: the ranks that train together; None for this process alone.
+
     Raises:
-        UsageError: there are several ranks without GPUs, and the module has statistics over rows.
+        UsageError: there are several ranks without GPUs, and the model normalises over rows.
     """
     plan, model = built.plan, built.model
     training = plan.training
     if isinstance(model, Llama) and not isinstance(built.loss, TokenLoss):
-        model.balance_factor = 0.0  # tokens have no shares of their own in such a loss
+        # The balancing loss weights experts by each token's share of the loss, which only
+        # `TokenLoss` has.
+        model.balance_factor = 0.0
     shared: StepOptions = {
         "loss": built.loss,
         "optim": training.optim,
@@ -238,10 +261,13 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     }
     rows = training.rows
     world = None if plan.job.parallel == "none" else world
-    if world and (mixing := mixing_rows(model)):
+    batch_norms = mixing_rows(model) if world else []
+    if batch_norms:
         if device.type != "cuda":
-            one = "torch sums their statistics over ranks on GPUs alone: take another norm, or train.parallel = none"
-            raise UsageError(f"{mixing[0]} normalises over the rows of all ranks, and {one}")
+            raise UsageError(
+                f"{batch_norms[0]} normalises over the rows of all ranks, which torch supports only on GPUs: "
+                "take another norm, or train.parallel = none"
+            )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if plan.memory == "stream":
         placement = plan.placement or Placement(device)
@@ -251,15 +277,18 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
             )
         return Streamed(model, micro_batch=rows, placement=placement, **shared)
     if world is None:
-        # On a CPU, mapped weights that are trained are copied from their file straight into the
-        # step's planes.
+        # On a CPU, trained weights stay mapped to their file here: the engine copies them from
+        # there into its flat buffers, so there is no second copy in memory.
         model = materialize_(model, device, trained=device.type != "cpu").to(device)
         return Resident(model, micro_batch=rows, **shared)
     if is_sharded(plan.job.parallel):
-        halved = plan.job.gather_dtype == "bf16"
-        by_machine = plan.job.parallel == "hsdp"
         return Sharded(
-            model, world=world, micro_batch=rows, halved=halved, by_machine=by_machine, **shared
+            model,
+            world=world,
+            micro_batch=rows,
+            halved=plan.job.gather_dtype == "bf16",
+            by_machine=plan.job.parallel == "hsdp",
+            **shared,
         )
     return Replicated(
         materialize_(model, device).to(device), world=world, micro_batch=rows, **shared
@@ -267,14 +296,15 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
 
 
 def repeatable(device: torch.device) -> None:
-    """Make this process give the same bits each time, as resuming requires.
+    """Put this process into torch's deterministic mode on a CPU, so that a resumed run has the same
+    bits.
 
     On several CPU threads Inductor sums an embedding's gradient with atomic additions, whose order
-    varies. In torch's deterministic mode it calls the ordered kernel instead, at no measurable cost
-    (dev/log.md). On a GPU the mode costs speed, so there the user decides.
+    varies. In the deterministic mode it calls the ordered kernel instead, at no measurable cost
+    (dev/log.md). On a GPU the mode makes training slower, so the user decides there.
     """
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # Filling new memory would cost time. Type checkers do not see that this module is replaced
-        # by a class.
+        # The mode also fills new memory, which takes time and which nothing here needs. torch
+        # replaces this module by a class, which type checkers do not see.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

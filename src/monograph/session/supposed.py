@@ -1,8 +1,8 @@
-"""Suppose what a plan is not told: weights that are not here, and what a run on another machine is
-trained with.
+"""Fill in what `monograph plan` is not given: weights that are not on this machine, and the sizes
+with which a model is usually trained.
 
-A run decides by its text and the time that it has; a plan for a card that is named has neither.
-Nothing here changes what `monograph train` does.
+A run derives its sizes from its text and its time; a plan for another GPU has neither. `monograph
+train` uses nothing of this file.
 """
 
 import json
@@ -26,8 +26,9 @@ ORIGIN = "plan"
 
 
 def shape_named(settings: Settings) -> LlamaConfig | None:
-    """Return the shape that a preset or sizes give, with the vocabulary that it is published with;
-    None without.
+    """Return the shape that model.preset or the sizes in [model] give; None without them.
+
+    A preset has the vocabulary of the published model.
     """
     model = settings.model
     if model.init is not None or (model.preset == "auto" and not model.hidden_size):
@@ -35,19 +36,17 @@ def shape_named(settings: Settings) -> LlamaConfig | None:
     recipe = Recipe(
         None, model.preset, model.sizes(), settings.train.seed, family=model.family or FIRST_FAMILY
     )
-    return (
-        recipe.shape()
-        if model.preset != "auto"
-        else recipe.shape(vocab_size=defaults.DEFAULT.vocabulary)
-    )
+    if model.preset != "auto":
+        return recipe.shape()
+    return recipe.shape(vocab_size=defaults.DEFAULT.vocabulary)
 
 
 @contextmanager
 def standing_in(settings: Settings) -> Iterator[Settings]:
-    """Yield the settings with a folder of the shape's config.json in place of weights that adapters
-    or answers need.
+    """Yield settings in which model.init names a temporary folder with the shape's config.json.
 
-    Settings that train a new model, or name a model, stay as they are.
+    This is done if the settings give a shape and need the weights of an existing model, for
+    adapters or answers. Other settings stay as they are.
     """
     shape = shape_named(settings)
     if shape is None or not (objective_of(settings).needs_model or settings.lora.rank is not None):
@@ -62,8 +61,10 @@ def standing_in(settings: Settings) -> Iterator[Settings]:
 
 
 def usual(settings: Settings) -> Settings:
-    """Return the settings with open lengths, updates and vocabulary as models of that size are
-    trained with.
+    """Return the settings with defaults for an open length of rows, tokens of an update and
+    vocabulary, by the size of the model.
+
+    The settings of the default run, which name no model, stay as they are.
     """
     init = settings.model.init
     data = settings.data
@@ -97,7 +98,7 @@ def usual(settings: Settings) -> Settings:
 
 
 def named_model(settings: Settings) -> str:
-    """Return what a plan calls the model: its preset, its name on the Hub or its folder's."""
+    """Return what a plan calls the model: its preset, its name on the Hub, or its folder's name."""
     model = settings.model
     if model.init is None:
         default = defaults.DEFAULT.preset if not model.hidden_size else "own sizes"
@@ -107,7 +108,7 @@ def named_model(settings: Settings) -> str:
 
 
 def supposed_in(settings: Settings) -> list[str]:
-    """Return what was supposed, as it is given to a command: KEY=VALUE."""
+    """Return the sizes that `usual` filled in, as arguments of a command: KEY=VALUE."""
     origins = settings.origins
     keys = ("data.sequence_length", "train.tokens_per_update")
     return [f"{key}={binary(settings.values()[key])}" for key in keys if origins.get(key) == ORIGIN]

@@ -1,5 +1,9 @@
 """Prepare the first update: make a trial step, choose a kernel, capture the step, and fix the run's
 length.
+
+A *window* is the batch of one update; the engine cuts it into micro-batches. To *capture* a step is
+to compile it, and on a GPU to record it for replaying (`graph.capture`). A *run by the clock* has a
+time (`train.minutes`) instead of a number of updates.
 """
 
 import math
@@ -37,17 +41,16 @@ from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
 
-# Of the training of a run whose whole time is limited, which the points of its curve take.
+# With train.wall_minutes, scoring the points of the curve takes at most this share of training.
 CURVE_SHARE = 0.125
 
 
 def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
-    """Measure the kernels for the model's causal attention on the run's shapes, and choose the
-    fastest.
+    """Time the kernels for the model's causal attention on the run's shapes, and use the fastest.
 
-    A resumed run keeps the kernel that it was begun with, since another one rounds differently,
-    unless this device cannot run it. Nothing is measured on a CPU, which has one kernel, nor for
-    packed rows, whose borders another implementation handles
+    A resumed run keeps the kernel that it was begun with, because another kernel rounds
+    differently, unless this device cannot run it. Nothing is timed on a CPU, which has one kernel,
+    nor for packed rows, for which another implementation masks other documents
     (`monograph.model.llama.attention_mask`).
     """
     engine, model = session.engine, session.engine.model
@@ -66,7 +69,7 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
         Precision(session.plan.training.precision).dtype,
         engine.step.device,
     )
-    session.kernel = session.world.agreed(chosen(times, session.kernel))
+    session.kernel = session.world.agreed(kept_or_fastest(times, session.kernel))
     assert session.kernel
     model.use_attention(model.attention, session.kernel)
     if times:
@@ -81,37 +84,46 @@ def is_causal(model: Llama, window: Batch) -> bool:
     return "segments" not in window and model.attention in ("auto", "sdpa") and unbounded
 
 
-def chosen(times: dict[Kernel, float], before: Kernel | None) -> Kernel:
-    """Return the kernel used before if it was timed, and so runs on this device; else the fastest
-    one.
+def kept_or_fastest(times: dict[Kernel, float], before: Kernel | None) -> Kernel:
+    """Return the kernel used before if it has a time, and so runs on this device; else the fastest.
+
+    Args:
+        times: seconds of each kernel that runs on this device.
+        before: the kernel that the run was begun with; None in a new run.
     """
     return before if before in times else fastest(times)
 
 
-CALIBRATION_SHARE = 0.08  # of the time that there is for training, if that is limited
-# Long enough that a moment of other work on the machine changes the result little.
+# Timing updates takes about this share of the training time at most, if that is limited.
+CALIBRATION_SHARE = 0.08
+# Updates are timed for this long, so that short work of other programs changes the result little.
 CALIBRATION_S = 3.0
+MIN_TIMED = 3  # updates that are timed, if the time suffices
+MAX_TIMED = 50
 
 
 def calibrate(session: Session) -> float:
-    """Return the seconds of an update of the session, answers included; see `seconds_per_update`."""
+    """Return the seconds of an update of the session, including the sampling of answers.
+
+    See `seconds_per_update`.
+    """
     engine = session.engine
     batches = session.open_batches(0)
-    each = session.task.updates_per_window
+    updates_per_window = session.task.updates_per_window
     window = next(batches)
     time_s = session.left_s
     if not updates_given(session):
         time_s = min(time_s, 60 * session.plan.job.span.minutes)
 
-    def update() -> None:
-        for _ in range(each):
+    def make_updates() -> None:
+        for _ in range(updates_per_window):
+            # Windows that are prepared ahead cost nothing. Others, such as sampled answers, are
+            # part of an update's time.
             engine.rehearse(window if session.task.is_ready else next(batches))
 
     with session.undisturbed():
-        return (
-            float(session.world.agreed(seconds_per_update(engine, update, session.world, time_s)))
-            / each
-        )
+        seconds = seconds_per_update(engine, make_updates, session.world, time_s)
+    return float(session.world.agreed(seconds)) / updates_per_window
 
 
 def seconds_per_update(
@@ -120,30 +132,31 @@ def seconds_per_update(
     world: World | None = None,
     time_s: float = math.inf,
 ) -> float:
-    """Return the seconds of an undisturbed update: the lower quartile over a few updates that are
-    thrown away.
+    """Return the seconds of an update: the lower quartile over a few updates that change nothing.
 
-    The quartile is low because a run that is planned too long cools down in time
-    (`Reporter.keep_time`), while one that is planned too short would waste time.
+    The lower quartile rather than the median, because an estimate that is too low does less harm: a
+    run planned too long cools down in time (`Reporter.keep_time`), and a run planned too short
+    would waste time.
 
     Args:
         engine: the engine, whose counters are restored.
-        update: makes an update that changes no weight, such as one without targets, which is
-            computed in full and then not applied.
-        world: the ranks that update together; rank 0 decides how often.
-        time_s: seconds of the run's training; the measurement takes a small share of them, or one
-            update.
+        update: makes an update that changes no weight (`Engine.rehearse`).
+        world: the ranks that update together; rank 0 decides how many updates are timed.
+        time_s: seconds of the run's training. The updates take about `CALIBRATION_SHARE` of them at
+            most, but at least one is timed.
     """
     times: list[float] = []
     world = world or World()
 
-    def goes_on() -> bool:
+    def needs_more() -> bool:
         if times and sum(times) > CALIBRATION_SHARE * time_s:
             return False
-        return len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50)
+        if len(times) < MIN_TIMED:
+            return True
+        return sum(times) < CALIBRATION_S and len(times) < MAX_TIMED
 
     with engine.step.counters_kept():
-        while world.agreed(goes_on()):
+        while world.agreed(needs_more()):
             synchronize(engine.step.device)
             began = clock()
             update()
@@ -153,10 +166,10 @@ def seconds_per_update(
 
 
 def measure_memory(session: Session) -> None:
-    """Measure the memory of an update on a CPU, where it is not counted during the run.
+    """Measure the peak memory of an update on a CPU, where it is not counted during the run.
 
-    This is called after the run, since an additional update before could run out of memory. A
-    failure here costs only this figure.
+    This is called after the run, because the additional update could run out of memory. A failure
+    then costs only this figure.
     """
     if session.engine.step.device.type != "cuda":
         with suppress(Exception):
@@ -167,9 +180,9 @@ def peak_bytes(session: Session) -> int:
     """Return the bytes of tensors at the peak of an update: weights, gradients, optimizer state,
     activations, window.
 
-    On a GPU torch's allocator has counted them since the last reset. On a CPU its events are
-    recorded during an update of two micro-batches, which is thrown away. The process's memory is
-    not read instead, since libraries and the compiler take hundreds of MB of it.
+    On a GPU this is the peak of torch's allocator since the last reset. On a CPU the allocator's
+    events are recorded during an update of two micro-batches that changes nothing. The process's
+    memory would also count libraries and the compiler, hundreds of MB.
     """
     engine = session.engine
     if engine.step.device.type == "cuda":
@@ -182,18 +195,22 @@ def peak_bytes(session: Session) -> int:
         engine.rehearse({name: tensor[:rows] for name, tensor in window.items()})
     if isinstance(engine, Streamed):
         return live.peak_bytes + sum(engine.ledger()["device"].values())
+    # `live` counts only what was allocated during the update. What existed before is added.
     flat = [
         value
         for plane in engine.step.planes
         for value in (plane.param, plane.grad, *plane.state.values())
     ]
     frozen = [weight for weight in engine.model.parameters() if not weight.requires_grad]
-    kept = [*frozen, *engine.model.buffers(), *flat, *window.values()]
-    return live.peak_bytes + sum(tensor.nbytes for tensor in (*kept, *session.task.held))
+    kept = [*frozen, *engine.model.buffers(), *flat, *window.values(), *session.task.held]
+    return live.peak_bytes + sum(tensor.nbytes for tensor in kept)
 
 
-def remember(session: Session, seconds: float) -> None:
-    """Store the measured seconds of an update on this machine for later plans."""
+def store_seconds(session: Session, seconds: float) -> None:
+    """Store the measured seconds of an update in this machine's calibration, for later plans.
+
+    Only updates that the planner can predict are stored: those of a `Llama` on text, on one device.
+    """
     engine = session.engine
     if not (session.task.is_plain and session.task.is_foreseen and session.world.alone):
         return
@@ -219,39 +236,46 @@ def mixing_rows(model: nn.Module) -> list[str]:
 
 
 def prepare(session: Session, progress: Progress) -> None:
-    """Run one eager trial step, then compile the step; if that fails, print the reason and train
-    eagerly.
+    """Run one eager trial step, then compile the step.
+
+    If compiling fails, the reason is printed, and the run trains eagerly.
     """
     compile_step(session, try_step(session, progress), progress)
 
 
 def try_step(session: Session, progress: Progress) -> Batch:
-    """Run one eager trial step, print what it finds, and choose the attention kernel; return the
-    step's window.
+    """Run one eager trial step (`graph.trial`), print what it finds, and choose the attention
+    kernel.
+
+    Returns:
+        The window of the step.
     """
     with session.undisturbed():
         window = next(session.open_batches(0))
-        _try(session, window, progress)
+        _run_trial(session, window, progress)
     return window
 
 
-def _try(session: Session, window: Batch, progress: Progress) -> None:
+def _run_trial(session: Session, window: Batch, progress: Progress) -> None:
     engine = session.engine
     with progress.stage("trial", "one eager step") as stage:
         trial = engine.trial(window)
         stage.result = session.task.trial_result(trial)
+    # Some parameters of adapters have a zero gradient only at the start.
     without = [name for name in trial.without_gradient if not may_start_without_gradient(name)]
     if without and session.task.reaches_all:
         progress.line(
             "warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change"
         )
-    if left := engine.step.left_in_bf16:
-        layers = counted(len(left), "linear layer")
+    if bf16_layers := engine.step.left_in_bf16:
+        layers = counted(len(bf16_layers), "linear layer")
         progress.line(
-            "note", f"{layers} in bf16, not fp8: the sides of {left[0]} are no multiples of 16"
+            "note",
+            f"{layers} in bf16, not fp8: the sides of {bf16_layers[0]} are not multiples of 16",
         )
     rows = session.batches.rows_per_window
     mixing = mixing_rows(engine.model)
+    # Ranks bring the statistics of their micro-batches together.
     at_once = (engine.micro_batch or rows) * session.world.size
     if mixing and at_once < rows:
         progress.line(
@@ -263,8 +287,9 @@ def _try(session: Session, window: Batch, progress: Progress) -> None:
 
 
 def compile_step(session: Session, window: Batch, progress: Progress) -> None:
-    """Capture the step for windows like this one; if that fails, print the reason and train
-    eagerly.
+    """Capture the step for windows like this one.
+
+    If that fails, the reason is printed, and the run trains eagerly.
     """
     with session.undisturbed():
         _compile(session, window, progress)
@@ -272,18 +297,17 @@ def compile_step(session: Session, window: Batch, progress: Progress) -> None:
 
 def _compile(session: Session, window: Batch, progress: Progress) -> None:
     engine, scope = session.engine, session.plan.training.compile
+    obstacle = compiler_obstacle() if engine.step.device.type == "cpu" else None
     if scope == "none":
+        # The reason is known if the run itself decided not to compile.
         session.eager_reason = session.eager_reason or "train.compile = none"
-    elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
+    elif obstacle:
         session.eager_reason = obstacle
     else:
-        with progress.stage(
-            "compile", "one block for all" if scope == "blocks" else "whole step"
-        ) as stage:
+        about = "one block for all" if scope == "blocks" else "whole step"
+        with progress.stage("compile", about) as stage:
             began = clock()
-            session.eager_reason = capture(
-                engine, window, "blocks" if scope == "blocks" else "whole", session.kernel
-            )
+            session.eager_reason = capture(engine, window, scope, session.kernel)
             session.compile_s = clock() - began
             replayed = ", micro-steps replayed" if graph.is_replayed(engine.step) else ""
             stage.result = "not possible" if session.eager_reason else f"0 graph breaks{replayed}"
@@ -294,35 +318,49 @@ def _compile(session: Session, window: Batch, progress: Progress) -> None:
 def capture(
     engine: Engine, window: Batch, scope: Scope, kernel: Kernel | None = None
 ) -> str | None:
-    """Capture the step of an engine; return why it stays eager, or None.
+    """Capture the step of an engine.
 
-    Where flex attention is impossible or slow, packed rows have dense masks, and the rest `kernel`,
-    if one was chosen.
+    Where flex attention is impossible or slow, a Llama changes to scaled_dot_product_attention,
+    with dense masks for packed rows.
+
+    Args:
+        engine: the engine.
+        window: a window of the shape to capture.
+        scope: what one graph contains: the "whole" step, or a block.
+        kernel: the kernel of attention without masks; None if none was chosen.
+
+    Returns:
+        Why the step stays eager; None if it was captured.
     """
     model = engine.model
-    # Triton uses tensor cores from sm_80 on. Without them a T4 has 8 TFLOP/s for flex attention,
-    # and 65 for sdpa's.
-    old = (
+    # Triton uses tensor cores from sm_80 on, where bf16 begins. Without them a T4 reaches 8 TFLOP/s
+    # in flex attention, and 65 in sdpa.
+    flex_is_slow = (
         isinstance(model, Llama)
         and engine.step.device.type == "cuda"
         and not describe(engine.step.device).has_bf16
     )
-    reason = "flex_attention on an old GPU" if old else engine.capture(window, scope=scope)
+    reason: str | None
+    if flex_is_slow:
+        reason = "flex_attention on an old GPU"
+    else:
+        reason = engine.capture(window, scope=scope)
     if reason and "flex_attention" in reason and isinstance(model, Llama):
-        # Its kernels may need more shared memory for large heads than this GPU has, and torch has
-        # none for an ensemble.
+        # Flex attention's kernels may need more shared memory for large heads than this GPU has,
+        # and torch has no such kernel for an ensemble.
         model.use_attention("sdpa", kernel or "torch")
         reason = engine.capture(window, scope=scope)
     return reason
 
 
 def _budget_s(session: Session, updates: int, update_s: float, progress: Progress) -> float:
-    """Return the seconds of training from now on that the settings allow; print a line if they are
-    others than given.
+    """Return the seconds of training from now on that the settings allow.
+
+    The default run may train for longer than `train.minutes` on a slow machine, which a line says.
 
     Args:
         session: the session.
-        updates: the number of updates that the settings give; 0: they give a time.
+        updates: the number of updates that the settings give; 0 if they give a time.
         update_s: seconds of an update.
         progress: the display.
     """
@@ -340,8 +378,12 @@ def _budget_s(session: Session, updates: int, update_s: float, progress: Progres
 
 
 def _curve_points(session: Session, update_s: float) -> tuple[int, float]:
-    """Return how often a run of limited time is scored for its curve, and about how many seconds
-    that takes in all.
+    """Return how often a run with train.wall_minutes is scored for its curve, and the estimated
+    seconds of that in all.
+
+    Args:
+        session: the session, whose `budget_s` is known.
+        update_s: seconds of an update.
     """
     point_s = session.scoring_s(min(session.task.held_out_rows, defaults.CURVE_ROWS), update_s)
     if not point_s:
@@ -352,12 +394,17 @@ def _curve_points(session: Session, update_s: float) -> tuple[int, float]:
 
 
 def fix_length(session: Session, progress: Progress) -> None:
-    """Decide and print the number of updates: as given, as the epochs contain, or as the minutes
-    allow.
+    """Decide and print the number of updates: the settings give it, or the epochs or the minutes
+    determine it.
+
+    Sets `session.budget_s`, and the session's plan and schedule.
+
+    Raises:
+        UsageError: train.epochs are too many.
     """
     plan = session.plan
     rows = session.batches.rows_per_window
-    lasting = ""
+    lasting = ""  # how long the training will take, as the line says it
     given = updates_given(session)
     if given > recorded_state.MOST:
         epochs = plan.job.span.epochs
@@ -370,23 +417,25 @@ def fix_length(session: Session, progress: Progress) -> None:
         with progress.stage("calibrate", "timing a few updates (discarded)") as stage:
             seconds = calibrate(session)
             stage.result = f"{seconds * 1000:.0f} ms each"
-        remember(session, seconds)
+        store_seconds(session, seconds)
         session.budget_s = _budget_s(session, given, seconds, progress)
         decay = plan.training.optim.weight_decay
         most = given or session.task.most_updates(rows, decay) or recorded_state.MOST
+        # The rest is for evaluations, samples and checkpoints.
         training_s = defaults.UPDATES_SHARE * session.budget_s
         if session.ends_s is not None:
             evaluations, curve_s = _curve_points(session, seconds)
+            # However long scoring takes, a quarter of the time is for updates.
             training_s = max(
                 training_s / 4, training_s - curve_s - Deadline(session).end_s(seconds)
             )
-        left = defaults.updates_for(training_s, seconds, most)
-        session.budget_s = max(session.budget_s, left * seconds)  # of one update, at least
-        # Some were made before the step was compiled.
-        updates = max(left, min(most, session.engine.index + left))
-        lasting = f", about {duration(session.budget_s)}" + (
-            " more" if session.engine.index else ""
-        )
+        affordable = defaults.updates_for(training_s, seconds, most)
+        # One update is always made, even if it takes longer than the budget.
+        session.budget_s = max(session.budget_s, affordable * seconds)
+        # `engine.index` eager updates came before the step was compiled (`session.eager_start`).
+        updates = max(affordable, min(most, session.engine.index + affordable))
+        more = " more" if session.engine.index else ""
+        lasting = f", about {duration(session.budget_s)}{more}"
         if updates >= most:
             lasting = f", about {duration(seconds * updates)}"
             if not given:

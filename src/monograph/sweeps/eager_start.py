@@ -25,8 +25,8 @@ from monograph.run.recorded_state import MOST
 from monograph.schedule import constant
 from monograph.session.brief import compiled_key
 from monograph.session.eager_start import (
-    LONGEST_S,
     MARK,
+    MAX_PATIENCE_S,
     PROCESS_BYTES,
     compiling,
     has_spare_core,
@@ -239,7 +239,7 @@ def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress:
             time.sleep(0.1)
         is_compiled_now = is_over()
         stage.result = f"{counted(start.updates, 'update')} of each member"
-    if not is_compiled_now and patience_s < LONGEST_S:
+    if not is_compiled_now and patience_s < MAX_PATIENCE_S:
         start.leave_uncompiled(timings)
         progress.line(
             "eager",
