@@ -102,7 +102,7 @@ def test_any_schedule_is_free_of_races_and_no_wait_is_superfluous(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random works on few spaces, with a short memory of marks."""
-    monkeypatch.setattr(lanes, "MARKS", 20)
+    monkeypatch.setattr(lanes, "MARKS_BEFORE_FIRST_CLEANUP", 20)
     choose, recorder = random.Random(seed), Recorder()
     lane = Lanes(recorder)
     devices = [Space(f"slot {n}", Home.DEVICE) for n in range(4)]
@@ -128,7 +128,7 @@ def test_any_schedule_is_free_of_races_and_no_wait_is_superfluous(
 def test_a_lane_without_work_keeps_no_marks_and_still_waits_when_it_has_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lanes, "MARKS", 20)
+    monkeypatch.setattr(lanes, "MARKS_BEFORE_FIRST_CLEANUP", 20)
     recorder = Recorder()
     lane, slot, home = Lanes(recorder), Space("slot", Home.DEVICE), Space("home", Home.HOST)
     tensor = torch.zeros(1)

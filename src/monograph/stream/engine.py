@@ -130,18 +130,18 @@ class Streamed(Engine):
     ) -> str | None:
         """Compile one block for all blocks, the head and the updates; `scope` is not used."""
         # torch refuses to call a compiled function in one thread while another thread traces.
-        self.walk.lanes.one_by_one = True
+        self.walk.lanes.host_blocks = True
         try:
             return super().capture(window, backend, "blocks")
         finally:
-            self.walk.lanes.one_by_one = False
+            self.walk.lanes.host_blocks = False
 
     def update(self) -> Update:
         """Clip and apply the accumulated gradient."""
         try:
             return super().update()
         finally:
-            self.walk.lanes.one_by_one = False
+            self.walk.lanes.host_blocks = False
 
     def ledger(self) -> dict[str, dict[str, int]]:
         """Return the bytes of buffers by home, and the bytes of the device's slots and staging."""

@@ -117,12 +117,12 @@ class InStages(Parameters):
         self.walk.discard()
 
     def begin_again(self) -> None:
-        """Switch the lanes to one thread if the step is captured.
+        """Make the host's work block if the step is captured.
 
-        The repeated pass compiles its graphs again, and torch cannot trace in one of several
-        threads.
+        The repeated pass compiles its graphs again, and torch refuses to call a compiled function
+        in one thread while another thread traces.
         """
-        self.walk.lanes.one_by_one = self.step.scope != "none"
+        self.walk.lanes.host_blocks = self.step.scope != "none"
 
     def complete(self) -> None:
         """Finish the previous update, and sum the window's loss and count over all ranks."""
