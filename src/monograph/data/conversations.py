@@ -17,10 +17,10 @@ from monograph.data.forms import (
     DOCUMENTS,
     MESSAGES_FORM,
     PROMPT,
-    SHARED_FORM,
+    SHAREGPT_FORM,
     SYSTEM,
+    TEMPLATE_VARIABLES,
     TOOLS,
-    VARIABLES,
     RecordKeys,
 )
 from monograph.data.messages import is_trained_on, message_of, read_messages, trainable_message
@@ -143,7 +143,7 @@ def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, A
             continue
         row = first_row_with_value(path, name)
         if row is not None:
-            raise InputRefused(f"{place_of(path, row)}: {keys.unknown_column(name, columns)}")
+            raise InputRefused(f"{place_of(path, row)}: {keys.unknown_column_error(name, columns)}")
     for number, record in table_objects(path, read):
         yield number, record
         # Ignored columns are not read, so `keys` does not see them in the record.
@@ -184,7 +184,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     """
     forms = [
         form
-        for form in (MESSAGES_FORM, SHARED_FORM, COMPLETED_FORM)
+        for form in (MESSAGES_FORM, SHAREGPT_FORM, COMPLETED_FORM)
         if all(key in record for key in form.needs)
     ]
     if not forms:
@@ -239,7 +239,7 @@ def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) ->
                 f"has {quote(SYSTEM)} and begins with a message of system: keep one",
             )
         messages = [{"role": "system", "content": system}, *messages]
-    variables = dict(_variables(record.get(VARIABLES)))
+    variables = dict(_variables(record.get(TEMPLATE_VARIABLES)))
     documents = _array(record.get(DOCUMENTS), DOCUMENTS)
     if documents:
         variables[DOCUMENTS] = documents
@@ -313,18 +313,19 @@ def _array(value: object, key: str) -> list[Any] | None:
 
 def _variables(value: object) -> dict[str, Any]:
     """Return the further variables of the chat template; {} if the key is missing."""
-    variables = _from_json(value, VARIABLES)
+    variables = _from_json(value, TEMPLATE_VARIABLES)
     if variables is None:
         return {}
     if not isinstance(variables, dict):
         raise Unusable(
-            VARIABLES, f"{quote(VARIABLES)} is {JSON_TYPES[type(variables)]}, not an object"
+            TEMPLATE_VARIABLES,
+            f"{quote(TEMPLATE_VARIABLES)} is {JSON_TYPES[type(variables)]}, not an object",
         )
     for name in variables:
         if not name.isidentifier() or name in _RESERVED_NAMES:
             raise Unusable(
-                VARIABLES,
-                f"{quote(VARIABLES)}: {quote(name)} cannot be a variable of the chat template",
+                TEMPLATE_VARIABLES,
+                f"{quote(TEMPLATE_VARIABLES)}: {quote(name)} cannot be a variable of the chat template",
             )
     return variables
 

@@ -216,7 +216,7 @@ def corpus(
             skip_bad=bad_records == "skip",
             answering=answering,
             ignored=tuple(sorted(settings.ignored)),
-            is_chosen=text_key in CONVERSATION_TEXT_KEYS,
+            is_kind_set=text_key in CONVERSATION_TEXT_KEYS,
         )
         reading = _reading_of(sources, reading, settings, tokenizer_or_size)
         request = CorpusRequest(sources, held_out, tokenizer_or_size, reading)

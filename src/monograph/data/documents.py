@@ -210,7 +210,7 @@ class Reading(NamedTuple):
         skip_bad: whether bad records are skipped; otherwise they are errors.
         answering: how conversations become rows of tokens; None if records are texts.
         ignored: the keys of records that are ignored.
-        is_chosen: whether the user asked for conversations by `text_key`. If so, keys of other
+        is_kind_set: whether the user asked for conversations by `text_key`. If so, keys of other
             kinds of records are ignored.
         plain: whether each conversation is a prompt and a completion, both of them texts, which no
             chat template renders.
@@ -220,13 +220,13 @@ class Reading(NamedTuple):
     skip_bad: bool
     answering: Answering | None = None
     ignored: tuple[str, ...] = ()
-    is_chosen: bool = False
+    is_kind_set: bool = False
     plain: bool = False
 
     @property
     def record_settings(self) -> RecordSettings:
         """Return what the settings say about the records."""
-        return RecordSettings(self.text_key if self.is_chosen else None, frozenset(self.ignored))
+        return RecordSettings(self.text_key if self.is_kind_set else None, frozenset(self.ignored))
 
     @property
     def ignored_training_keys(self) -> list[str]:
@@ -238,7 +238,7 @@ class Reading(NamedTuple):
 
         It counts the keys that it ignores, so each pass over the records needs its own.
         """
-        return RecordKeys(Kind.CONVERSATIONS, self.record_settings, self.is_chosen)
+        return RecordKeys(Kind.CONVERSATIONS, self.record_settings, self.is_kind_set)
 
 
 class Survey(NamedTuple):
