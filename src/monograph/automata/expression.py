@@ -105,10 +105,10 @@ CodePoints: TypeAlias = tuple[tuple[int, int], ...]
 # Returns the expression for one character of a set, such as `utf8`.
 Encoding: TypeAlias = Callable[[CodePoints], Expression]
 
-_LAST = 0x10FFFF
+LAST_CODE_POINT = 0x10FFFF
 # The halves of UTF-16 pairs are not characters and cannot be encoded in UTF-8.
 _SURROGATES = (0xD800, 0xDFFF)
-ANY: CodePoints = ((0, _LAST),)
+ANY: CodePoints = ((0, LAST_CODE_POINT),)
 # The characters that JSON writes as a backslash and one letter (RFC 8259, section 7), and the
 # letters. "/" is left out, because it needs no escape.
 _SHORT_ESCAPES = {
@@ -123,7 +123,7 @@ _SHORT_ESCAPES = {
 _PRINTABLE_ASCII: CodePoints = ((0x20, 0x7E),)
 # The characters that need no escape in a JSON string: all but control characters, '"' and the
 # backslash.
-_PLAIN_IN_JSON: CodePoints = ((0x20, 0x21), (0x23, 0x5B), (0x5D, _LAST))
+_PLAIN_IN_JSON: CodePoints = ((0x20, 0x21), (0x23, 0x5B), (0x5D, LAST_CODE_POINT))
 
 
 def single(point: int) -> CodePoints:
@@ -147,7 +147,7 @@ def complement(points: CodePoints) -> CodePoints:
     """Return all other code points."""
     # The gaps before, between and after the ranges; the first and the last gap may be empty.
     gap_firsts = [0, *(last + 1 for _, last in points)]
-    gap_lasts = [*(first - 1 for first, _ in points), _LAST]
+    gap_lasts = [*(first - 1 for first, _ in points), LAST_CODE_POINT]
     gaps = zip(gap_firsts, gap_lasts, strict=True)
     return tuple((first, last) for first, last in gaps if first <= last)
 
@@ -164,7 +164,7 @@ def utf8(points: CodePoints) -> Expression:
     sequences: list[Expression] = []
     # The ranges of code points with 1, 2, 3 and 4 bytes. UTF-8 sequences of one length have the
     # order of their characters, so a range of characters consists of a few boxes of bytes.
-    for same_length in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, _LAST)):
+    for same_length in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST_CODE_POINT)):
         for first, last in intersection(characters, (same_length,)):
             for box in boxes(chr(first).encode(), chr(last).encode(), 0x80, 0xBF):
                 sequences.append(Concatenation(tuple(byte_range(*side) for side in box)))
@@ -192,7 +192,7 @@ def in_json(points: CodePoints) -> Expression:
     ]
     escaped = intersection(points, complement(union([*_PRINTABLE_ASCII, _SURROGATES])))
     long_escapes = [_unit_escape(*units) for units in intersection(escaped, ((0, 0xFFFF),))]
-    for first, last in intersection(escaped, ((0x10000, _LAST),)):
+    for first, last in intersection(escaped, ((0x10000, LAST_CODE_POINT),)):
         # Beyond U+FFFF a character is a pair of UTF-16 units, and each unit has ten of its bits.
         first_pair = divmod(first - 0x10000, 1024)
         last_pair = divmod(last - 0x10000, 1024)
