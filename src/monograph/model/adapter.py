@@ -35,7 +35,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.token_rows import ROWS, tables
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
-from monograph.model.gguf import named, package, reader_of, write_tensors
+from monograph.model.gguf import import_gguf, named, reader_of, write_tensors
 from monograph.model.llama import Llama
 from monograph.model.scaling import LINEAR
 from monograph.model.vocabulary import (
@@ -313,7 +313,7 @@ def adapter_state(module: nn.Module) -> dict[str, Tensor]:
     return lora_tensors | rows
 
 
-class Packed(NamedTuple):
+class PeftAdapters(NamedTuple):
     """Adapters in PEFT's format.
 
     Attributes:
@@ -332,7 +332,7 @@ class Packed(NamedTuple):
 
 def pack_adapters(
     module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None = None
-) -> Packed:
+) -> PeftAdapters:
     """Return a copy of a module's adapters in PEFT's format.
 
     The copy stays valid when the adapters are merged into the module.
@@ -384,10 +384,10 @@ def pack_adapters(
         for name, tensor in adapter_state(module).items()
     }
     recorded = {} if config is None else {"config_sha256": config_digest(config)}
-    return Packed(values, tensors, recorded)
+    return PeftAdapters(values, tensors, recorded)
 
 
-def save_adapter(stored: Packed, folder: str | Path) -> None:
+def save_adapter(stored: PeftAdapters, folder: str | Path) -> None:
     """Write adapters into a new folder, which PEFT and `read_adapter` can read.
 
     Args:
@@ -402,7 +402,7 @@ def save_adapter(stored: Packed, folder: str | Path) -> None:
         write_adapter(stored, new)
 
 
-def write_adapter(stored: Packed, new: Path) -> None:
+def write_adapter(stored: PeftAdapters, new: Path) -> None:
     """Write the files of `save_adapter` into a folder that `new_folder` has made."""
     write_json(new / CONFIG, stored.values)
     if stored.base:
@@ -467,7 +467,7 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
 GGUF_FILE = "adapter.gguf"
 
 
-def save_gguf_adapter(stored: Packed, config: LlamaConfig, folder: str | Path) -> None:
+def save_gguf_adapter(stored: PeftAdapters, config: LlamaConfig, folder: str | Path) -> None:
     """Write adapters into `GGUF_FILE` in a new folder.
 
     Args:
@@ -485,7 +485,7 @@ def save_gguf_adapter(stored: Packed, config: LlamaConfig, folder: str | Path) -
         write_gguf_adapter(stored, config, new)
 
 
-def require_gguf_form(stored: Packed, config: LlamaConfig) -> None:
+def require_gguf_form(stored: PeftAdapters, config: LlamaConfig) -> None:
     """Require that a GGUF file can have all parts of these adapters.
 
     Raises:
@@ -502,9 +502,9 @@ def require_gguf_form(stored: Packed, config: LlamaConfig) -> None:
         raise InputRefused(f"a GGUF file of adapters has no form for {obstacle}")
 
 
-def write_gguf_adapter(stored: Packed, config: LlamaConfig, new: Path) -> None:
+def write_gguf_adapter(stored: PeftAdapters, config: LlamaConfig, new: Path) -> None:
     """Write the file of `save_gguf_adapter` into a folder that `new_folder` has made."""
-    gguf = package()
+    gguf = import_gguf()
     values = stored.values
     lora = Lora(values["r"], values["lora_alpha"], rslora="use_rslora" in values)
     matrices = {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items()}

@@ -25,9 +25,9 @@ from monograph.model.files import (
     Stored,
     mapped_weights,
     new_folder,
-    nothing_beside,
     read_headers,
     write_json,
+    write_no_extras,
     write_tensors,
 )
 from monograph.model.layouts import in_decoder, in_files
@@ -294,7 +294,7 @@ def save_model(
     folder: str | Path,
     tokenizer: Tokenizer | None = None,
     max_shard_bytes: int = SHARD_BYTES,
-    beside: Callable[[Path], None] = nothing_beside,
+    write_extras: Callable[[Path], None] = write_no_extras,
 ) -> None:
     """Write a folder with configuration, weights and tokenizer, for transformers and `load_model`.
 
@@ -310,7 +310,8 @@ def save_model(
         tokenizer: the tokenizer, which is written with its chat template and other files. Its bos and
             eos ids are used if the model's configuration has none. None: no tokenizer is written.
         max_shard_bytes: the size above which weights are split into shards with an index.
-        beside: called with the hidden folder to write further files.
+        write_extras: called with the hidden folder, to write further files before the folder gets
+            its name.
 
     Raises:
         InputRefused: the folder is not empty, or cannot be written.
@@ -342,7 +343,7 @@ def save_model(
                 (new / name).parent.mkdir(exist_ok=True)
                 (new / name).write_text(source, encoding="utf-8")
         write_tensors(new, in_files(plain_parameters(model), model.config), max_shard_bytes)
-        beside(new)
+        write_extras(new)
 
 
 def _generation_config(
