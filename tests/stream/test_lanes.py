@@ -426,6 +426,6 @@ def test_memory_is_poisoned_when_it_is_given_to_another(
         of(place, lanes.Immediately(), precision=precision), placement.when == "backward"
     )
     assert not other_bits(left, usual(place, precision))
-    kinds = {"slot"} | ({"ring"} if placement.offload else set())
+    kinds = {"slot"} | ({"returned"} if placement.offload else set())
     kinds |= {"staging"} if placement.where == "device" or placement.on_device else set()
     assert {name.split()[0] for name in poisons.names} == kinds and len(poisons.names) > 50

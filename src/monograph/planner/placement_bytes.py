@@ -28,10 +28,10 @@ from monograph.optim.formats import FORMATS
 from monograph.predict.estimate import ORTHOGONAL_NUMBERS, stored_numbers
 from monograph.predict.footprint import Work
 from monograph.stream import Placement
-from monograph.stream.chunked_update import MOST, STAGING_BUFFERS
+from monograph.stream.chunked_update import MAX_CHUNK_ELEMENTS, STAGING_BUFFERS
 from monograph.stream.placement import When, Where
 from monograph.stream.store import GRADIENT, REST, TURNS, WEIGHTS, Stage, store_in_stages
-from monograph.stream.walk import RINGS
+from monograph.stream.walk import INPUT_SETS
 
 Names = frozenset[str]
 META = torch.device("meta")
@@ -70,7 +70,7 @@ class PlaneShape(NamedTuple):
         """Return (begin, end) of pieces that are copied to a staging buffer: the first, and the
         last if it differs.
         """
-        step = max(1, MOST // self.whole) * self.whole
+        step = max(1, MAX_CHUNK_ELEMENTS // self.whole) * self.whole
         most = range(0, self.numbers, step)
         return {(begin, min(self.numbers, begin + step)) for begin in (most[0], most[-1])}
 
@@ -401,7 +401,7 @@ class StreamWay:
         inner = self.stages.count - 1
         if not self.offload:
             return inner * self.work.micro_batches + 1
-        return (2 + min(RINGS, inner - 1)) * self.work.micro_batches
+        return (2 + min(INPUT_SETS, inner - 1)) * self.work.micro_batches
 
     @property
     def offloaded_bytes(self) -> int:

@@ -27,10 +27,10 @@ from monograph.stream.slots import DeviceBuffer, StageOnDevice
 from monograph.stream.store import GRADIENT, REST, WEIGHTS, Buffer, Stage, StoredPlane
 
 STAGING_BUFFERS = 4
-# The maximum of elements in a chunk. It is a multiple of every block in which moments are packed
+# The largest number of elements in a chunk. It is a multiple of every block in which moments are packed
 # (`monograph.optim.state_format`). Copies and updates of this size run at full rate, and a large model's
 # blocks have many chunks.
-MOST = 2**23
+MAX_CHUNK_ELEMENTS = 2**23
 # What to do after memory ran out when some weights were updated and others were not.
 HALF_DONE = "take fewer blocks a stage or fewer rows (train.micro_batch), and go on from the last checkpoint"
 # `Passes.update_part`: (part of a plane, low halves or None, gradient, factor, whether applied).
@@ -77,8 +77,8 @@ class Chunk(tuple[StoredPlane, int, int]):
 
 
 def chunks(stage: Stage) -> Iterator[Chunk]:
-    """Cut the planes that are updated on the device into chunks of at most MOST elements."""
-    return cut((stored for stored in stage.stored if not stored.on_host), MOST)
+    """Cut the planes that are updated on the device into chunks of at most MAX_CHUNK_ELEMENTS elements."""
+    return cut((stored for stored in stage.stored if not stored.on_host), MAX_CHUNK_ELEMENTS)
 
 
 def cut(planes: Iterable[StoredPlane], most: int) -> Iterator[Chunk]:
@@ -225,7 +225,7 @@ class ChunkedUpdate:
         staging = self.staging_buffers.next()
         lanes = self.staging_buffers.lanes
         sources = to_fetch(chunk, gradient=self.gradients is None)
-        parts = staging.take(sources)
+        parts = staging.views(sources)
         spaces = [staging.space]
         for name, target in parts.items():
             lanes.copy(target, sources[name], staging.space, stored.buffers[name].space)
