@@ -252,7 +252,7 @@ def of_passes(engine: Any) -> dict[int, Space]:
     found = [
         buffer for decision in walk.updates.host_update._decisions.values() for buffer in decision
     ]
-    for states in (walk.boundaries._states, walk.boundaries._host, walk.boundaries._rings):
+    for states in (walk.boundaries._states, walk.boundaries._host, walk.boundaries._input_sets):
         found += list(states.values())
     return {memory(tensor): space for tensor, space in found}
 
@@ -388,7 +388,7 @@ class Poisons:
         class Boundaries(walk.Boundaries):
             def fetch(self, stage: int, count: int) -> None:
                 for g in range(count):
-                    if ring := self._rings.get((stage % 2, g)):
+                    if ring := self._input_sets.get((stage % 2, g)):
                         poisons.names.append(ring[1].name)
                         poison_(ring[0])
                 super().fetch(stage, count)
