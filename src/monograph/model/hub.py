@@ -35,7 +35,8 @@ from monograph.model.llama import Llama
 from monograph.storage.reading import exists, inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
 
-# Keys of a text model that are read outside of `text_config`, if they are there.
+# Keys of a text model that are read from the outer config.json if it has them, and otherwise from its
+# `text_config`.
 _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 
 
@@ -44,11 +45,11 @@ class _Wrapped(NamedTuple):
 
     Attributes:
         text: the text model's model_type.
-        prefixes: prefixes of the names of the text model's tensors, with those that the tensors have
-            in the folder of a text model.
+        prefixes: {prefix of the names of the text model's tensors in this folder: the prefix that
+            replaces it in the folder of a text model alone}.
         other_prefixes: prefixes of the names of all other tensors.
         defaults: transformers' defaults for keys that the folder of a text model must have.
-        ties: transformers' default for tie_word_embeddings, which is read outside of `text_config`.
+        ties: transformers' default for tie_word_embeddings, which is read from the outer config.json.
     """
 
     text: str
@@ -79,7 +80,7 @@ _WRAPPED = {
         ties=True,
     ),
 }
-# The prefix of layers that predict several tokens at once, of families that have them.
+# The prefix of layers that predict several tokens at once, in families that have such layers.
 _PREDICTION = "mtp."
 
 
@@ -151,7 +152,7 @@ SHARD_BYTES = 5_000_000_000
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,8})\..+")
-# A buffer in old exports, which is computed from config.json.
+# A buffer in old exports. It is ignored, because it can be computed from config.json.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
