@@ -30,11 +30,12 @@ class InStages(Parameters):
 
     Attributes:
         placement: where buffers live.
-        store: the stages, whose planes are the step's.
+        store: the stages, whose planes (flat buffers of parameters) are the step's.
     """
 
     staged = True
-    # Copies differ from update to update, and a replay would repeat the copies of one update.
+    # A recorded micro-step is not replayed, because a replay would repeat the copies of one update, and
+    # copies differ from update to update.
     replays = False
 
     store: Store
@@ -90,7 +91,9 @@ class InStages(Parameters):
         return [self.step.squares, updates.update_part, host.update_part, host.join, host.split]
 
     def fusing(self) -> AbstractContextManager[None]:
-        """Let matrix products in the block add gradients to the planes, if `place` chose that."""
+        """Make matrix products within the `with` block add gradients to the planes, if `place` chose
+        that.
+        """
         return fusing() if self._products_add else nullcontext()
 
     def accumulate(self, batches: Sequence[object]) -> None:
