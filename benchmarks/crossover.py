@@ -22,7 +22,7 @@ from monograph.ensemble import Ensemble
 from monograph.loss import Batch
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from monograph.sweeps.concurrency import Timed, choose, update_s
+from monograph.sweeps.concurrency import WidthTime, choose_width, predict_update_s
 
 MEMBERS, ROWS = 16, 32
 WIDTHS = (1, 2, 4, 8, 16)
@@ -69,10 +69,10 @@ def measured(size: int, widths: tuple[int, ...], args: Namespace) -> dict[str, A
     seconds = {
         w: harness.spread([getattr(t, kind) / counts[w] for t in times[str(w)]]) for w in widths
     }
-    timed = {width: Timed(seconds[width]["median"], 0.0) for width in widths}
-    chosen = choose(timed, MEMBERS, LONG)
+    timed = {width: WidthTime(seconds[width]["median"], 0.0) for width in widths}
+    chosen = choose_width(timed, MEMBERS, LONG)
     alone = MEMBERS * timed[1].update_s
-    every = [update_s(timed, width) * MEMBERS / width for width in widths]
+    every = [predict_update_s(timed, width) * MEMBERS / width for width in widths]
     return {
         "size": size,
         "parameters": sum(p.numel() for p in MLP(size).parameters()),

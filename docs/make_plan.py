@@ -18,7 +18,7 @@ from monograph.errors import OutOfDeviceMemory
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
 from monograph.planner import Limits, Plan, Request, defaults, plan
-from monograph.planner.streaming import DISK_BYTES_PER_S, HOST_SHARE, streamed
+from monograph.planner.streaming import DISK_BYTES_PER_S, HOST_SHARE, stream_candidates
 from monograph.predict.fake_memory import ORIGINS
 from monograph.predict.footprint import Work
 from monograph.predict.roofline import LINK_BYTES_PER_S, LINK_SHARE
@@ -95,7 +95,7 @@ def streamed_table() -> str:
         limits = Limits(planner.budget(device), int(HOST_SHARE * host * 2**30), 2 * 2**40, link)
         begun = f"| {name} | {device.name.removeprefix('NVIDIA ')} | {host} GiB"
         try:
-            best = streamed(request, device, limits, device.peak_flops)[0]
+            best = stream_candidates(request, device, limits, device.peak_flops)[0]
         except OutOfDeviceMemory as refused:
             lines.append(
                 f"{begun} | {str(refused).split(' (')[0].split(': ')[-1]} |  |  |  |  |  |  |"

@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
 import monograph
-from monograph.config.keys import KEYS, SECTIONS, Fraction, Key, described
+from monograph.config.keys import KEYS, SECTIONS, Fraction, Key, key_declaration
 from monograph.config.settings import toml_of
 from monograph.optim import OPTIMIZERS
 from monograph.optim.formats import FORMATS
@@ -274,7 +274,7 @@ def keys() -> str:
         lines += [f"### [{name}]", "", section.about(), ""]
         lines += ["| key | meaning | values | default |", "|---|---|---|---|"]
         for key in section.model_fields:
-            said = described(f"{name}.{key}")
+            said = key_declaration(f"{name}.{key}")
             default = (
                 said.otherwise or "not set"
                 if said.default is None

@@ -27,7 +27,7 @@ class Alone:
 
     def _loss(self, model, batch):
         self.functions.site = 0
-        with compat.functional(
+        with compat.replace_functional(
             self.functions.functions() | {"scaled_dot_product_attention": self._attention}
         ):
             result = self.loss(model, batch)
@@ -59,7 +59,7 @@ class Alone:
             scores = (
                 scores + attn_mask if float_mask else scores.masked_fill(~attn_mask, -torch.inf)
             )
-        return self.functions.of(scores.softmax(-1), dropout_p, tuple(scores.shape)) @ value
+        return self.functions.apply(scores.softmax(-1), dropout_p, tuple(scores.shape)) @ value
 
 
 PLAIN = nn.functional.scaled_dot_product_attention

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from monograph.config import KEYS, Settings, classify, load
 from monograph.config.commented import WIDTH, commented
 from monograph.config.elsewhere import VALUES
-from monograph.config.keys import SECTIONS, DataSection, ModelSection, described
-from monograph.config.settings import ANYWHERE, check, choices
+from monograph.config.keys import SECTIONS, DataSection, ModelSection, key_declaration
+from monograph.config.settings import CHANGEABLE_ON_RESUME, check, choices
 from monograph.config.sources import written_fingerprint
 from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.model.config import LlamaConfig
@@ -292,7 +292,11 @@ def test_the_fingerprint_sees_values_and_not_origins() -> None:
 
 def test_a_key_that_came_later_does_not_make_an_older_file_another_one(tmp_path: Path) -> None:
     """An older version wrote and hashed all keys that it had; here that was all but `train.keep`."""
-    whole = settings_of("[train]\nseed = 1\ncompile = 'none'").resolve(ANYWHERE, "test").to_toml()
+    whole = (
+        settings_of("[train]\nseed = 1\ncompile = 'none'")
+        .resolve(CHANGEABLE_ON_RESUME, "test")
+        .to_toml()
+    )
     (tmp_path / "config.toml").write_text(older := whole.replace("keep = 2\n", ""))
     recorded = hashlib.sha256(older.encode()).hexdigest()
     assert older != whole and load(tmp_path / "config.toml", {}, {}).fingerprint != recorded
@@ -388,7 +392,7 @@ def test_an_argument_that_is_nothing_known_is_refused(
 
 def test_every_key_says_in_one_line_what_it_means_and_what_it_is_without_a_value() -> None:
     for key in KEYS:
-        said = described(key)
+        said = key_declaration(key)
         assert re.fullmatch(
             r"\S[^\n]{5,115}\.", said.meaning.removesuffix(f" auto: {said.auto}.")
         ), key
@@ -402,7 +406,7 @@ def test_every_key_says_in_one_line_what_it_means_and_what_it_is_without_a_value
 
 def test_every_word_that_a_key_takes_says_what_it_stands_for() -> None:
     for key in KEYS:
-        said = described(key)
+        said = key_declaration(key)
         listed = {*choices(key)} - {"auto"}
         assert listed <= said.choices.keys(), key
         assert (
@@ -415,7 +419,7 @@ def test_every_word_that_a_key_takes_says_what_it_stands_for() -> None:
         assert all(
             re.fullmatch(r"\S[^\n]{2,75}[^\s.]", meaning) for meaning in said.choices.values()
         ), key
-    assert sum(map(len, (described(key).choices for key in KEYS))) >= 90
+    assert sum(map(len, (key_declaration(key).choices for key in KEYS))) >= 90
 
 
 def test_what_a_key_says_applies_without_it_is_what_does() -> None:
@@ -442,16 +446,19 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
         for name, each in SECTIONS.items()
         for key, field in each.model_fields.items()
     }
-    stated = {key: described(key).default for key, field in fields.items() if field.default is None}
+    stated = {
+        key: key_declaration(key).default for key, field in fields.items() if field.default is None
+    }
     stated = {key: value for key, value in stated.items() if value is not None}
     assert stated == {key: usual[key] for key in stated}
-    assert f"auto: {defaults.DEFAULT.preset}," in described("model.preset").meaning
+    assert f"auto: {defaults.DEFAULT.preset}," in key_declaration("model.preset").meaning
     assert (
-        f"auto: {defaults.NEW_LENGTH} for a new model" in described("data.sequence_length").meaning
+        f"auto: {defaults.NEW_LENGTH} for a new model"
+        in key_declaration("data.sequence_length").meaning
     )
     assert (
         f"auto: {defaults.DEFAULT.tokens_per_update:,}, or"
-        in described("train.tokens_per_update").meaning
+        in key_declaration("train.tokens_per_update").meaning
     )
 
 
@@ -465,7 +472,7 @@ def test_every_parameter_of_a_reward_or_a_loss_is_a_key_that_says_what_its_decla
     for chosen_by, table in (("rl.reward", REWARDS), ("prefer.loss", LOSSES)):
         assert any(row.parameters for row in table.values())
         for parameter in (each for row in table.values() for each in row.parameters):
-            said = described(parameter.key)
+            said = key_declaration(parameter.key)
             expected = getattr(parameter.values, "expected", parameter.values)
             assert (said.meaning, said.expected) == (parameter.meaning, expected)
             assert said.belongs_to == chosen_by
@@ -479,7 +486,7 @@ def test_the_commented_file_has_each_key_once_with_its_meaning_and_what_it_accep
     text = as_typed()
     paragraphs = text.split("\n\n")
     for key in KEYS:
-        name, said = key.partition(".")[2], described(key)
+        name, said = key.partition(".")[2], key_declaration(key)
         about = [" ".join(each.replace("\n## ", " ").split()) for each in paragraphs]
         assert any(f"## {said.meaning} Accepts: {said.expected}. " in each for each in about), key
         assert re.search(rf"^(# )?{name} = .*# \S", text, re.M), key
@@ -646,7 +653,7 @@ def test_an_argument_that_is_no_file_is_answered_with_what_was_meant(
     argument: str, said: str
 ) -> None:
     [fault] = classify([argument]).faults
-    assert str(fault) == f"command line: {argument} is no file; {said}" and isinstance(
+    assert str(fault) == f"command line: {argument} is not a file; {said}" and isinstance(
         fault, UsageError
     )
 
@@ -753,7 +760,10 @@ SLIPS = [
     ("[optim]\nlr = fast", "2: not TOML: lr = fast: expected a number above 0, or auto"),
     ("// a comment", "1: not TOML: a comment begins with #: write # a comment"),
     ("[optim]\nlr\u00a0= 1 2", "2: not TOML: lr = 1 2: expected a number above 0, or auto"),
-    ("[optim]\u00a0", "1: not TOML: it has a space that is none in TOML (U+00A0): write [optim]"),
+    (
+        "[optim]\u00a0",
+        "1: not TOML: it has a space that TOML does not take as one (U+00A0): write [optim]",
+    ),
     ("[optim]\r\nname = muon\r\n", '2: not TOML: a text is in quotes: write name = "muon"'),
     ("\ufeff[optim]\nname = muon", '2: not TOML: a text is in quotes: write name = "muon"'),
     (

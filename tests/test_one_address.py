@@ -30,7 +30,7 @@ from monograph import checkpointing, optim_table
 from monograph.cli import command_tree
 from monograph.commands import export
 from monograph.config import load
-from monograph.config.keys import described
+from monograph.config.keys import key_declaration
 from monograph.config.settings import choices
 from monograph.device import describe
 from monograph.errors import UsageError, join_with_or
@@ -224,7 +224,9 @@ def test_a_new_number_is_checked_drawn_compared_and_printed(
         for update in range(1, 9)
     ]
     rows.append({"update": 8, "tokens": 80, "eval_surprise": 3.0})
-    assert metrics.printed(rows[0]) == ["surprise"] and set(new.keys) <= set(metrics.keys())
+    assert metrics.printed_keys(rows[0]) == ["surprise"] and set(new.keys) <= set(
+        metrics.metric_keys()
+    )
     page = run_page(tmp_path, {}, rows, About())
     assert "Surprise, shannons" in page
     assert re.search(r"Scores on held-out text.*>surprise</button>.*3\.0000", page, re.DOTALL)
@@ -246,7 +248,7 @@ def test_a_plan_makes_the_schedule_of_its_row(monkeypatch: pytest.MonkeyPatch) -
 def test_each_schedule_has_its_word_its_meaning_and_whether_a_floor_says_something() -> None:
     assert choices("optim.schedule") == tuple(SCHEDULES)
     meanings = {name: schedule.meaning for name, schedule in SCHEDULES.items()}
-    assert described("optim.schedule").choices == meanings
+    assert key_declaration("optim.schedule").choices == meanings
     for name, schedule in SCHEDULES.items():
         given = load(None, {"optim.schedule": name, "optim.min_lr_ratio": 0.1})
         plan = resolve(load(None, {"optim.schedule": name}), describe())
@@ -261,7 +263,7 @@ def test_each_schedule_has_its_word_its_meaning_and_whether_a_floor_says_somethi
 
 def test_every_number_that_is_drawn_is_described() -> None:
     pages = "".join(path.read_text() for path in Path("docs").glob("*.md"))
-    assert not [key for key in metrics.keys() if f"`{key}`" not in pages]
+    assert not [key for key in metrics.metric_keys() if f"`{key}`" not in pages]
 
 
 class Listing(Export):
@@ -388,7 +390,7 @@ def _slic(pairs, *, delta):
 KEY = {
     "config/keys.py": {
         "    keep: Whole = _key(": """
-    rest: Whole = _key(3, _WHOLE, "Updates after which the device rests.", fixed=_NO_EFFECT)
+    rest: Whole = _key(3, _EXPECTS_WHOLE, "Updates after which the device rests.", fixed=_NO_EFFECT)
 """,
     },
     "session/job.py": {'    keep: int = of_key("train.keep")': 'rest: int = of_key("train.rest")'},
@@ -397,7 +399,7 @@ PROGRAM = """
 import json, torch
 from monograph.config import load
 from monograph.config.axes import axes_of
-from monograph.config.keys import described
+from monograph.config.keys import key_declaration
 from monograph.errors import UsageError
 from monograph.rl.preferences import Answers, losses
 from monograph.rl.rewards import Answer, reward_of
@@ -464,7 +466,7 @@ def test_a_new_reward_with_a_parameter_is_one_file(copy: Path) -> None:
     given, usual, key, rewards, wrong, strange, axis = printed_by(
         copy,
         "(worth(rl__reward='close', rl__reward_tolerance='2'), worth(rl__reward='close'),"
-        " described('rl.reward_tolerance')._asdict(), described('rl.reward').expected,"
+        " key_declaration('rl.reward_tolerance')._asdict(), key_declaration('rl.reward').expected,"
         " refusal(read, rl__reward='close', rl__reward_tolerance='-1'),"
         " refusal(require_together, read(rl__reward='exact', rl__reward_tolerance='2')),"
         " refusal(axes_of, {'rl.reward_tolerance': '1,2'}))",
@@ -483,7 +485,7 @@ def test_a_new_loss_of_preferences_is_one_file(copy: Path) -> None:
     given, usual, key, wrong, strange = printed_by(
         copy,
         "(loss(prefer__loss='slic', prefer__delta='2'), loss(prefer__loss='slic'),"
-        " described('prefer.delta')._asdict(),"
+        " key_declaration('prefer.delta')._asdict(),"
         " refusal(read, prefer__loss='slic', prefer__delta='-1'),"
         " refusal(preference_of, read(prefer__loss='dpo', prefer__delta='2')))",
     )
@@ -498,7 +500,7 @@ def test_a_new_key_is_its_declaration_and_the_field_that_has_its_value(copy: Pat
     given, usual, key, wrong, axis = printed_by(
         copy,
         "(job_of(read(train__rest='5')).rest, job_of(read()).rest,"
-        " described('train.rest')._asdict(), refusal(read, train__rest='0'),"
+        " key_declaration('train.rest')._asdict(), refusal(read, train__rest='0'),"
         " refusal(axes_of, {'train.rest': '1,2'}))",
     )
     assert (given, usual) == (5, 3)

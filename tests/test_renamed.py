@@ -24,6 +24,7 @@ from monograph.config.keys import SECTIONS
 from monograph.config.renamed import OLD_SPELLINGS
 from monograph.config.settings import check, translated_values
 from monograph.config.sources import classify, written_fingerprint
+from monograph.config.unknown import key_advice
 from monograph.errors import UsageError
 from monograph.serve.document import document
 
@@ -261,3 +262,11 @@ def test_names_of_other_programs_lead_to_keys_that_are_there() -> None:
         for spelling in (name, f"train.{name}"):
             if spelling not in KEYS:
                 assert said in refusal(f"{spelling}=1")
+
+
+def test_an_advice_for_a_file_keeps_a_command_as_it_is() -> None:
+    command = "torchrun --standalone --nproc-per-node N -m monograph train train.parallel=ddp"
+    assert key_advice("train.gpus") == f"; say {command}"
+    for name, said in ELSEWHERE.items():
+        if "=" in said and f"train.{name}" not in KEYS:
+            assert key_advice(f"train.{name}").startswith("; "), name

@@ -229,7 +229,7 @@ def test_print_config_is_a_file_that_loads(
             ["train", "train.minutes=3", "--minutes", "4"],
             "train.minutes is given twice, as 3 and as 4",
         ),
-        (["train", "--resume="], "--resume is empty: name what it is for, or leave it out"),
+        (["train", "--resume="], "--resume has an empty value: give a value, or leave it out"),
         (["train", "--resume", "a", "--from", "b"], "give one of them"),
         (["train", "optim.lrr=3"], "did you mean optim.lr=3?"),
         (["train", "--draws", "3"], "did you mean rl.draws=3?"),

@@ -86,8 +86,8 @@ def test_interrupted_while_it_starts_or_ends_is_no_traceback() -> None:
     starting = f"import os, signal, monograph.__main__\n{interrupt}"
     ending = (
         "import os, signal, monograph.cli as c\n"
-        "def _run(_): raise KeyboardInterrupt\n"
-        f"c._run = _run\ntry: c.main(['check'])\nfinally: {interrupt}"
+        "def _run_command(_): raise KeyboardInterrupt\n"
+        f"c._run_command = _run_command\ntry: c.main(['check'])\nfinally: {interrupt}"
     )
     for program in (starting, ending):
         done = subprocess.run(
@@ -278,7 +278,7 @@ def test_a_working_folder_that_is_gone(
         assert monograph_(command) == 3
         assert (
             capsys.readouterr().err
-            == "error: the working folder was deleted: change to one that is there\n"
+            == "error: the working folder was deleted: change to a folder that exists\n"
         )
     assert not calls
 

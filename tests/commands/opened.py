@@ -14,8 +14,8 @@ def main() -> None:
     from monograph.errors import Stopped
     from monograph.session import warmup
     from monograph.session.resolve import resolve
-    from monograph.sweeps.batch import engine_of, models_of
-    from monograph.sweeps.concurrency import several
+    from monograph.sweeps.batch import build_models, make_members_engine
+    from monograph.sweeps.concurrency import have_different_seeds
     from monograph.sweeps.progress import SweepProgress
 
     def stop(*_: object) -> NoReturn:
@@ -25,8 +25,8 @@ def main() -> None:
         for member in self.members:
             member.plan = resolve(member.settings, describe())
         for group, text in zip(self.groups, self._texts(), strict=True):
-            built_runs = models_of(group.members[:2], text, describe())
-            engine_of(built_runs, several(built_runs), default_device())
+            built_runs = build_models(group.members[:2], text, describe())
+            make_members_engine(built_runs, have_different_seeds(built_runs), default_device())
         raise Stopped("opened")
 
     warmup.CALIBRATION_S = 0.0

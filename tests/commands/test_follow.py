@@ -416,7 +416,7 @@ try:
 except Exception as refused:
     print(refused)
 """
-    assert "events.out.tfevents.1.other: is not of this run" in call(tmp_path, "-c", program)
+    assert "events.out.tfevents.1.other is a file of another run" in call(tmp_path, "-c", program)
 
 
 def test_a_thread_of_the_library_that_falls_is_one_line_and_no_success(

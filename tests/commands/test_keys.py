@@ -10,7 +10,7 @@ import pytest
 
 from monograph.commands.keys import run as command
 from monograph.config.elsewhere import ELSEWHERE
-from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.lookup import example_of, keys_in, keys_named
 from monograph.config.settings import check
 from monograph.errors import UsageError
@@ -55,7 +55,7 @@ def test_a_word_that_is_none_is_answered_by_the_nearest() -> None:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_has_an_example_and_says_what_auto_stands_for(key: str) -> None:
-    said, example = described(key), example_of(key)
+    said, example = key_declaration(key), example_of(key)
     assert example is not None and example != "auto"
     check(key, list(example) if isinstance(example, tuple) else example, "test", from_text=False)
     assert ("auto" in said.expected.replace(",", "").split()) == bool(said.auto)
@@ -69,7 +69,7 @@ def test_the_rates_that_auto_stands_for_are_the_planners() -> None:
         known_learning_rate("nano", "muon"),
     ]
     assert [
-        float(word) for word in described("optim.lr").auto.split() if word[0].isdecimal()
+        float(word) for word in key_declaration("optim.lr").auto.split() if word[0].isdecimal()
     ] == rates
 
 
@@ -92,15 +92,17 @@ def test_one_key_is_explained_and_a_section_listed(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "output_dir: say --out FOLDER\n"
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if described(key).choices])
+@pytest.mark.parametrize("key", [key for key in KEYS if key_declaration(key).choices])
 def test_each_word_that_a_key_takes_is_explained(
     key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command(key, json=False)
     out = " ".join(capsys.readouterr().out.split())
-    assert all(f" {word} {meaning} " in out for word, meaning in described(key).choices.items())
+    assert all(
+        f" {word} {meaning} " in out for word, meaning in key_declaration(key).choices.items()
+    )
     command(key, json=True)
-    assert json.loads(capsys.readouterr().out)["keys"][0]["choices"] == described(key).choices
+    assert json.loads(capsys.readouterr().out)["keys"][0]["choices"] == key_declaration(key).choices
 
 
 def test_a_program_gets_the_same(capsys: pytest.CaptureFixture[str]) -> None:

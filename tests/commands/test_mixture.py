@@ -86,7 +86,8 @@ def test_members_that_did_not_finish_are_left_out(
     done = server.run(tmp_path, "compare", "s/mixture", "s/mixture")
     assert (
         done.code == 3
-        and "s/mixture: no member has finished: `monograph sweep --out s` goes on" in done.err
+        and "s/mixture: no member has finished: `monograph sweep --out s` continues the sweep"
+        in done.err
     )
 
 

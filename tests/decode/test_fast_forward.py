@@ -108,6 +108,14 @@ def test_a_head_with_a_hook_is_an_obstacle() -> None:
     assert "hooks" in (obstacle(model) or "")
 
 
+def test_heads_that_no_cards_shared_memory_holds_are_an_obstacle() -> None:
+    from monograph.decode.fast_forward import obstacle
+
+    model = tiny_llama(**SHAPE | {"head_dim": 256}).cuda()
+    fuse_known(model)
+    assert "shared memory" in (obstacle(model) or "")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_writes_what_the_models_own_forward_pass_writes(family: str) -> None:
     ours = written(model_of(family), mode="eager")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from monograph.ensemble.call import _probabilities
+from monograph.ensemble.call import _attention_probabilities
 
 MEMBERS = 3
 
@@ -63,7 +63,7 @@ def test_attention_drops_its_own_probabilities(masked, gqa):
         masked
     )
     options = {"is_causal": masked == "causal", "scale": 0.3, "enable_gqa": gqa}
-    found = _probabilities(query, key, mask, **options) @ value.repeat_interleave(
+    found = _attention_probabilities(query, key, mask, **options) @ value.repeat_interleave(
         2 if gqa else 1, -3
     )
     expected = nn.functional.scaled_dot_product_attention(query, key, value, mask, 0.0, **options)

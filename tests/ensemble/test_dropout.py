@@ -38,7 +38,7 @@ def counter(seed, draw=0):
 def test_the_words_are_philox_of_element_pass_and_site(seed, draw):
     dropout = Dropout(counter(seed, draw))
     for site in range(2):
-        kept = dropout.kept((3, 5), 0.3).flatten().tolist()
+        kept = dropout.keep_mask((3, 5), 0.3).flatten().tolist()
         key = (seed & MASK, seed >> 32)
         words = [philox((i // 4, draw & MASK, site, draw >> 32), key)[i % 4] for i in range(15)]
         assert kept == [word >= int(0.3 * 2**32) for word in words]
@@ -117,7 +117,7 @@ def test_each_member_drops_what_it_drops_alone_bit_by_bit():
     found = masks(ensemble, x)
     for i, rate in enumerate(rates):
         functions = Dropout(counter(5 + i)).functions()
-        with compat.functional(functions):
+        with compat.replace_functional(functions):
             alone = functions["dropout"](functions["dropout"](x, rate), 0.25)
         assert torch.equal(found[i], alone != 0)
 

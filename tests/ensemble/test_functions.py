@@ -82,10 +82,10 @@ def test_probabilities_times_values_are_attention(mask: str, kept: int) -> None:
     theirs = F.scaled_dot_product_attention(
         query, key, value, seen, is_causal=mask == "causal", scale=0.3, enable_gqa=True
     )
-    ours = call._probabilities(query, key, seen, mask == "causal", 0.3, True)
+    ours = call._attention_probabilities(query, key, seen, mask == "causal", 0.3, True)
     ours = ours @ value.repeat_interleave(4 // kept, dim=-3)
     torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-15)
-    plain = call._probabilities(query, query, None, False, None, False)
+    plain = call._attention_probabilities(query, query, None, False, None, False)
     torch.testing.assert_close(
         plain, (query @ query.mT / math.sqrt(2)).softmax(-1), rtol=1e-14, atol=0
     )

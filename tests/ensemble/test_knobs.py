@@ -75,7 +75,7 @@ def test_a_log_range_has_its_ends_and_one_factor(first: float, last: float, coun
 
 @pytest.mark.parametrize(
     ("first", "last", "count", "words"),
-    [(0.0, 1.0, 3, "0 is no number above 0"), (1.0, math.inf, 3, "inf"), (1.0, 2.0, 1, "at least 2"),
+    [(0.0, 1.0, 3, "0 is not a number above 0"), (1.0, math.inf, 3, "inf"), (1.0, 2.0, 1, "at least 2"),
      (1.0, 1.0, 3, "would be equal"), (1.0, 1.0, 0, "at least 2"), (math.nan, 1.0, 2, "nan")],
 )  # fmt: skip
 def test_a_log_range_that_is_none(first: float, last: float, count: int, words: str) -> None:

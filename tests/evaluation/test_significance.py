@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from monograph.evaluation.significance import mean, t_quantile, tabulate, written
+from monograph.evaluation.significance import mean, mean_text, t_quantile, tabulate
 
 # Abramowitz and Stegun, table 26.10, two-sided 95 %.
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365, 10: 2.228, 30: 2.042, 120: 1.980}
@@ -31,9 +31,9 @@ def test_a_mean_and_its_error() -> None:
     found = mean([1.0, 2.0, 3.0])
     assert found.value == 2 and found.standard_error == pytest.approx(1 / math.sqrt(3))
     assert (
-        written(found) == "2.000 ± 0.577"
-        and written(None) == "diverged"
-        and written(mean([1.0])) == "1.000"
+        mean_text(found) == "2.000 ± 0.577"
+        and mean_text(None) == "diverged"
+        and mean_text(mean([1.0])) == "1.000"
     )
 
 

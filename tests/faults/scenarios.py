@@ -432,10 +432,12 @@ def batch_of(folder: Path) -> MemberBatch:
     these, words = members_of(load(None, MEMBER, {}), POINTS), text(folder.parent)
     for member in these:
         member.plan = resolve(member.settings, describe())
-    made = batches.of_length(batches.models_of(these, words, describe()), MEMBER["train.updates"])
+    made = batches.with_length(
+        batches.build_models(these, words, describe()), MEMBER["train.updates"]
+    )
     runs = [Run(folder / "sweep" / "members" / f"{member.index:03d}") for member in these]
-    return batches.batch_of(
-        these, runs, made, words, batches.engine_of(made, False, torch.device("cpu"))
+    return batches.begin_batch(
+        these, runs, made, words, batches.make_members_engine(made, False, torch.device("cpu"))
     )
 
 
@@ -457,7 +459,7 @@ def advance(batch: MemberBatch, updates: int) -> None:
 
 def begin_sweep(folder: Path) -> None:
     sweep = Sweep.create(folder / "sweep", load(None, MEMBER, {}), POINTS, None)
-    with sweep.holding(members_of(sweep.settings, sweep.points)):
+    with sweep.lock_members(members_of(sweep.settings, sweep.points)):
         batch = batch_of(folder)
         advance(batch, 2)
         batch.close()
@@ -467,7 +469,7 @@ def begin_sweep(folder: Path) -> None:
 def expected_of_sweep(scratch: Path) -> dict[int, dict[str, Tensor]]:
     begin_sweep(scratch / "expected-sweep")
     batch = batch_of(scratch / "expected-sweep")
-    batches.go_on(batch, {}, Progress())
+    batches.resume_batch(batch, {}, Progress())
     expected = {2: weights(batch)}
     advance(batch, 4)
     batch.close()
@@ -479,9 +481,9 @@ def save_sweep(folder: Path) -> None:
     them.
     """
     sweep = Sweep.open(folder / "sweep")
-    with sweep.run.lock(), sweep.holding(members_of(sweep.settings, sweep.points)):
+    with sweep.run.lock(), sweep.lock_members(members_of(sweep.settings, sweep.points)):
         batch = batch_of(folder)
-        batches.go_on(batch, {}, Progress())
+        batches.resume_batch(batch, {}, Progress())
         advance(batch, 4)
         batch.close()
         sweep.record["training_s"] = 1.0
@@ -492,7 +494,7 @@ def save_sweep(folder: Path) -> None:
 
 def look_at_sweep(folder: Path) -> str:
     sweep, batch = Sweep.open(folder / "sweep"), batch_of(folder)
-    found = batches.go_on(batch, {}, Progress())
+    found = batches.resume_batch(batch, {}, Progress())
     batch.close()
     expected = expected_of_sweep(folder.parent)
     assert found in expected, "every member has checkpoints, and no update is in all of them"

@@ -52,7 +52,7 @@ def test_torchs_template_has_the_parts_that_a_file_of_several_kernels_is_made_of
     )
     kind = ["const float*", "int64_t"]
     source = '#include <vector>\nextern "C"  void  kernel(const float* in_ptr0, const int64_t ks0)\n{\n}\n'
-    made = cpp_kernels._file({"a": cpp_kernels._Source(kind, source), "b": cpp_kernels._Source(kind, source)},
+    made = cpp_kernels._module_code({"a": cpp_kernels._Source(kind, source), "b": cpp_kernels._Source(kind, source)},
                              template)  # fmt: skip
     assert changed and made.count("#include <vector>") == 1
     assert made.startswith("#include <vector>\n#define kernel kernel_0")

@@ -71,7 +71,7 @@ def test_the_key_of_a_cache_has_the_width_of_vectors(monkeypatch: pytest.MonkeyP
     for capability in ("avx2", "default"):
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
         with config.patch({"cpp.simdlen": None}):  # which monkeypatch would take away in the end
-            compat.tell_processors_apart.__wrapped__()
+            compat.key_cache_by_vector_width.__wrapped__()
             keys.append(config.save_config_portable()["cpp.simdlen"])
     assert keys[0] != keys[1] or not valid_vec_isa_list(), keys
 
@@ -118,5 +118,5 @@ def test_only_what_stays_cut_off_is_removed(
         (tmp_path / "ab" / f"{name}.so").write_bytes(written)
     finishes = tmp_path / "ab" / "being written.so"
     monkeypatch.setattr(time, "sleep", lambda seconds: finishes.write_bytes(whole))
-    compat.remove_cut_off_libraries.__wrapped__()
+    compat.remove_truncated_libraries.__wrapped__()
     assert sorted(path.stem for path in (tmp_path / "ab").iterdir()) == ["being written", "whole"]

@@ -164,13 +164,13 @@ def test_a_graph_of_a_block_is_traced_for_budgets_alone(policy, asked, monkeypat
     """What `Pointwise` keeps does not depend on what a graph would keep; blocks that are alike are
     asked of once.
     """
-    graphs, stored_by_graph = [], compat.stored_by_graph
+    graphs, bytes_saved = [], compat.bytes_saved_for_backward
 
     def spy(*arguments):
-        graphs.append(stored_by_graph(*arguments))
+        graphs.append(bytes_saved(*arguments))
         return graphs[-1]
 
-    monkeypatch.setattr(compat, "stored_by_graph", spy)
+    monkeypatch.setattr(compat, "bytes_saved_for_backward", spy)
     model = tiny_llama()
     follow(model, policy)
     choose_kept(model, lambda twin: token_loss(twin, ragged(4)), captured=True)

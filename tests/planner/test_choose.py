@@ -38,8 +38,8 @@ def test_a_way_keeps_every_fact_of_the_training_that_it_does_not_choose():
         "judged": "rows",
         "optim": AdamW(lr=2.0),
     }
-    asked = LLAMA_3_8B.having(replace(LLAMA_3_8B.training, **facts))
-    work = asked.work(("fp16", "blocks", 0.5), 2, H200)
+    asked = LLAMA_3_8B.with_training(replace(LLAMA_3_8B.training, **facts))
+    work = asked.work(candidates.Way("fp16", "blocks", 0.5), 2, H200)
     chosen = {
         "rows": 2,
         "precision": "fp16",
@@ -48,9 +48,9 @@ def test_a_way_keeps_every_fact_of_the_training_that_it_does_not_choose():
         "device_type": "cuda",
     }
     assert vars(work) == vars(asked.training) | chosen
-    shorter = asked.of_tokens(asked.tokens_per_update, 1024)
+    shorter = asked.with_tokens(asked.tokens_per_update, 1024)
     assert (shorter.training.length, shorter.rows, shorter.tokens_per_update) == (1024, 512, 2**19)
-    assert shorter.of_tokens(100, 1024).rows == 1, "one row at least"
+    assert shorter.with_tokens(100, 1024).rows == 1, "one row at least"
 
 
 def tiny(**more):

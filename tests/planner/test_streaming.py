@@ -18,8 +18,8 @@ from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
 from monograph.planner import Limits, Request, streamed_or_resident
 from monograph.planner.placement_bytes import META, StreamWay, stages_of
-from monograph.planner.stream_time import closed_form, timing
-from monograph.planner.streaming import streamed, ways
+from monograph.planner.stream_time import clock_timing, closed_form_seconds
+from monograph.planner.streaming import stream_candidates, stream_ways
 from monograph.predict.footprint import Work
 from monograph.predict.roofline import pass_times, update_time
 from monograph.stream import Streamed
@@ -79,7 +79,7 @@ def engine(way, resident):
 
 def asked_refused(asked=ASKED, **limits):
     with pytest.raises(OutOfDeviceMemory) as error:
-        streamed(asked, H200, Limits(link=LINK, **limits), H200.peak_flops)
+        stream_candidates(asked, H200, Limits(link=LINK, **limits), H200.peak_flops)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -107,9 +107,9 @@ def test_bytes_are_those_of_the_engine_s_own_buffers(way):
         found, exact = way.tiers(resident), dict.fromkeys(Home, 0)
         for stored in held.store.stored:
             for name, (tensor, space) in stored.buffers.items():
-                if not (name == GRADIENT and way.at_once):
+                if not (name == GRADIENT and way.gradients_stay_in_slots):
                     exact[space.home] += tensor.numel() * tensor.element_size()
-        if way.at_once and way.where == "host":
+        if way.gradients_stay_in_slots and way.where == "host":
             exact[Home.HOST] += in_turn(held)
         device = found["device"]
         assert (
@@ -140,7 +140,7 @@ def in_turn(held):
 def test_as_much_as_fits_stays_on_the_device_and_leaves_the_host():
     way, before = way_of(), -1
     for limit in (2 * GIB, 9 * GIB // 4, 64 * GIB):
-        resident = way.filled(limit)
+        resident = way.resident_within(limit)
         tiers, kept = way.tiers(resident), sum(map(len, resident))
         assert sum(tiers["device"].values()) <= limit and kept > before
         before = kept
@@ -162,7 +162,8 @@ def test_a_piece_of_an_update_is_no_larger_than_the_plane_that_it_is_cut_from():
     for scope in ("blocks", "none"):
         work = replace(way_of(config=tiny).work, compile=scope)
         assert (
-            sum(replace(way_of(config=tiny), work=work).passing.values()) < 4 * MAX_CHUNK_ELEMENTS
+            sum(replace(way_of(config=tiny), work=work).pass_bytes.values())
+            < 4 * MAX_CHUNK_ELEMENTS
         ), "the gradient of a whole piece"
 
 
@@ -174,15 +175,16 @@ def test_weights_stay_first_and_evenly_through_the_depth():
 
 
 def test_only_without_clipping_weights_are_updated_in_the_backward_pass():
-    assert {way.when for way in ways(ASKED, H200)} == {"sweep", "next forward"}
+    assert {way.when for way in stream_ways(ASKED, H200)} == {"sweep", "next forward"}
     assert "backward" in {
-        way.when for way in ways(ASKED.having(replace(ASKED.training, clip=None)), H200)
+        way.when
+        for way in stream_ways(ASKED.with_training(replace(ASKED.training, clip=None)), H200)
     }
 
 
 def test_the_best_fits_and_the_others_say_why_they_are_not():
     limits = Limits(2 * GIB, 8 * GIB, link=LINK)
-    best, *others = streamed(ASKED, H200, limits, H200.peak_flops)
+    best, *others = stream_candidates(ASKED, H200, limits, H200.peak_flops)
     assert best.total("device") == best.peak_memory_bytes <= limits.device_bytes
     assert best.total("host") <= limits.host_bytes and not best.total("disk")
     assert best.bottleneck and not best.why and all(each.why for each in others)
@@ -191,7 +193,7 @@ def test_the_best_fits_and_the_others_say_why_they_are_not():
 
 def test_moments_lie_in_files_only_if_nothing_fits_otherwise():
     small = Limits(SMALL, GIB, 4 * GIB, LINK)
-    best = streamed(ASKED, H200, small, H200.peak_flops)[0]
+    best = stream_candidates(ASKED, H200, small, H200.peak_flops)[0]
     assert (
         best.placement.on_disk == {"exp_avg", "exp_avg_sq"}
         and 0 < best.total("disk") <= small.disk_bytes
@@ -207,7 +209,7 @@ def test_a_stage_that_does_not_fit_is_refused_with_its_parts():
         "use a smaller model, or a device with more memory: its stages alone are too large" in words
     )
     long = asked_refused(
-        ASKED.of_tokens(32 * 16 * 512, 16 * 512), device_bytes=GIB, host_bytes=64 * GIB
+        ASKED.with_tokens(32 * 16 * 512, 16 * 512), device_bytes=GIB, host_bytes=64 * GIB
     )
     assert "use a smaller train.tokens_per_update, data.sequence_length or model" in long
 
@@ -224,8 +226,8 @@ def test_what_was_said_to_fit_fits():
     state = (
         "8bit" if "8bit would fit" in asked_refused(device_bytes=SMALL, host_bytes=GIB) else "bf16"
     )
-    other = ASKED.having(replace(ASKED.training, optim=AdamW(state=state)))
-    assert streamed(other, H200, limits, H200.peak_flops)
+    other = ASKED.with_training(replace(ASKED.training, optim=AdamW(state=state)))
+    assert stream_candidates(other, H200, limits, H200.peak_flops)
 
 
 def test_a_disk_that_is_too_small_is_refused_with_its_bytes():
@@ -235,10 +237,12 @@ def test_a_disk_that_is_too_small_is_refused_with_its_bytes():
 
 def test_device_and_host_of_one_memory_are_counted_together():
     apart = Limits(4 * GIB, 4 * GIB, link=LINK)
-    best = streamed(ASKED, H200, apart, H200.peak_flops)[0]
+    best = stream_candidates(ASKED, H200, apart, H200.peak_flops)[0]
     assert best.total("device") + best.total("host") > apart.host_bytes // 2
     with pytest.raises(OutOfDeviceMemory, match="the host needs"):
-        streamed(ASKED, H200, replace(apart, host_bytes=2 * GIB, shared=True), H200.peak_flops)
+        stream_candidates(
+            ASKED, H200, replace(apart, host_bytes=2 * GIB, shared=True), H200.peak_flops
+        )
 
 
 TIMES = [
@@ -260,8 +264,10 @@ def test_with_an_infinite_link_closed_form_and_clock_agree(time, host):
     way = replace(way, work=replace(way.work, clip=None))
     times = pass_times(way.work, H200, H200.peak_flops["bf16"], host_bytes_per_s)
     resident = way.resident(sum(map(len, way.order[:whole_stages])))
-    found = timing(way.work, way.placement(resident), times, link)
-    assert found.update_s == pytest.approx(closed_form(way, resident, times, link), rel=1e-9)
+    found = clock_timing(way.work, way.placement(resident), times, link)
+    assert found.update_s == pytest.approx(
+        closed_form_seconds(way, resident, times, link), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,8 +279,8 @@ def test_the_clock_is_never_faster_than_the_closed_form(when, rate):
         way = replace(way, work=replace(way.work, clip=None))
         times = pass_times(way.work, H200, H200.peak_flops["bf16"], rate)
         resident = way.resident(0)
-        found = timing(way.work, way.placement(resident), times, each)
-        assert found.update_s >= closed_form(way, resident, times, each) * (1 - 1e-9)
+        found = clock_timing(way.work, way.placement(resident), times, each)
+        assert found.update_s >= closed_form_seconds(way, resident, times, each) * (1 - 1e-9)
 
 
 def test_the_host_updates_where_its_memory_is_fast_beside_the_link():
@@ -284,25 +290,26 @@ def test_the_host_updates_where_its_memory_is_fast_beside_the_link():
     chosen = {}
     for rate in (1e9, 1e13):
         limits = Limits(SMALL, 8 * GIB, link=Link(5e9, 5e9), host_bytes_per_s=rate)
-        best = streamed(ASKED, H200, limits, H200.peak_flops)[0]
+        best = stream_candidates(ASKED, H200, limits, H200.peak_flops)[0]
         chosen[rate] = best.placement.where
         assert (
             best.total("device") <= limits.device_bytes and best.total("host") <= limits.host_bytes
         )
     assert chosen == {1e9: "device", 1e13: "host"}
-    assert {way.where for way in ways(ASKED, H200)} == {"device", "host"}
+    assert {way.where for way in stream_ways(ASKED, H200)} == {"device", "host"}
     for optim in (AdamW(state="8bit"), Muon()):
         assert {
-            way.where for way in ways(ASKED.having(replace(ASKED.training, optim=optim)), H200)
+            way.where
+            for way in stream_ways(ASKED.with_training(replace(ASKED.training, optim=optim)), H200)
         } == {"device"}
 
 
 def test_a_stage_that_is_updated_at_home_stays_there_as_a_whole_or_on_the_device():
     way = way_of(where="host")
     for limit in (SMALL, 2 * GIB, 5 * GIB // 2):
-        resident = way.filled(limit)
+        resident = way.resident_within(limit)
         assert all(
-            not names or len(way.on_host(index, resident)) == 0
+            not names or len(way.host_updated(index, resident)) == 0
             for index, names in enumerate(resident)
         )
         assert not way.device(resident)["staging buffers"]

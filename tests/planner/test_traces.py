@@ -41,7 +41,7 @@ def test_a_step_is_traced_once(traced: list[Work], monkeypatch: pytest.MonkeyPat
         and traced_bytes(WORK) == first
         and len(traced) == 2
     )
-    monkeypatch.setattr(traces, "_code", lambda: "another version")
+    monkeypatch.setattr(traces, "_code_state", lambda: "another version")
     assert traced_bytes(WORK) != first
 
 
@@ -66,7 +66,7 @@ def test_a_trace_with_another_number_is_made_anew(traced: list[Work], tmp_path: 
 
 
 def test_old_traces_go(traced: list[Work], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "MOST", 2)
+    monkeypatch.setattr(traces, "MAX_TRACES", 2)
     for rows in (1, 2, 3, 2, 3, 1):
         traced_bytes(replace(WORK, rows=rows))
     assert [work.rows for work in traced] == [1, 2, 3, 1]

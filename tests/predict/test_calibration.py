@@ -19,7 +19,7 @@ from monograph.optim import AdamW
 from monograph.planner import Request, defaults, plan
 from monograph.predict import roofline
 from monograph.predict.footprint import Footprint, Work
-from monograph.predict.roofline import MOST, Calibration, peak_flops, update_time
+from monograph.predict.roofline import MAX_MEASUREMENTS, Calibration, peak_flops, update_time
 
 CARD = replace(named("4090"), free_memory_bytes=2**34)
 STEP = Work(tiny_llama().config, rows=64, length=16, optim=AdamW(), window_rows=64)
@@ -35,9 +35,9 @@ def noted(file, *ratios, device=CARD, work=WORK):
 
 def test_the_median_of_the_newest_counts_by_device_and_precision(tmp_path):
     file = tmp_path / "deep" / "calibration.json"
-    found = noted(file, *[100.0] * MOST, *[3.0, 1.0, 2.0, 2.0, 2.0, 50.0])
+    found = noted(file, *[100.0] * MAX_MEASUREMENTS, *[3.0, 1.0, 2.0, 2.0, 2.0, 50.0])
     assert found.slowness(CARD, "bf16") == pytest.approx(2.5, abs=0.51)
-    assert len(json.loads(file.read_text())["seen"].popitem()[1]) == MOST
+    assert len(json.loads(file.read_text())["seen"].popitem()[1]) == MAX_MEASUREMENTS
     assert found.slowness(CARD, "fp32") is None and found.slowness(named("H100"), "bf16") is None
 
 
@@ -163,11 +163,11 @@ def test_more_than_all_that_passes_is_something_else_on_the_device(tmp_path, mor
 def test_times_and_memory_are_kept_side_by_side_and_the_newest_count(tmp_path):
     file = tmp_path / "c.json"
     noted(file, 2.0)
-    remembered(file, *[MIB] * MOST, *[7 * MIB] * MOST)
+    remembered(file, *[MIB] * MAX_MEASUREMENTS, *[7 * MIB] * MAX_MEASUREMENTS)
     noted(file, 2.0)
     assert Calibration(file).slowness(CARD, "bf16") == pytest.approx(2.0)
     assert Calibration(file).residual(CARD, WORK, TRACED) == 7 * MIB
-    assert len(json.loads(file.read_text())["beyond"].popitem()[1]) == MOST
+    assert len(json.loads(file.read_text())["beyond"].popitem()[1]) == MAX_MEASUREMENTS
 
 
 def test_a_file_of_before_there_was_memory_in_it_is_read(tmp_path):
@@ -223,7 +223,7 @@ def test_what_earlier_runs_took_beyond_the_trace_can_make_a_plan_smaller(tmp_pat
     monkeypatch.setattr(defaults, "traced_bytes", lambda work: footprint(work).by_origin)
     monkeypatch.setattr(defaults, "DOUBT", 1e9)
     card = replace(
-        CARD, free_memory_bytes=int(1645 * MIB / defaults.FILLED) + defaults.CONTEXT_BYTES
+        CARD, free_memory_bytes=int(1645 * MIB / defaults.CARD_SHARE) + defaults.CONTEXT_BYTES
     )
     asked = Request(STEP, precisions=("bf16",), scopes=("blocks",), remats=("none",))
     before = plan(asked, card, card.peak_flops).chosen

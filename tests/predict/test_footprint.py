@@ -18,7 +18,14 @@ from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW, Muon
 from monograph.predict import footprint as footprint_module
 from monograph.predict.estimate import estimate_bytes
-from monograph.predict.footprint import Curve, Work, corners, deepened, footprint, footprint_of
+from monograph.predict.footprint import (
+    Curve,
+    Work,
+    corners,
+    extend_samples,
+    footprint,
+    footprint_of,
+)
 
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 
@@ -37,10 +44,10 @@ def forward(before, block, after, layers, kept, weights):
 @given(SIZES, SIZES, SIZES, st.integers(4, 40), st.integers(0, 9), st.integers(0, 9))
 def test_any_depth_follows_from_two(before, block, after, layers, kept, weights):
     low, high, deep = (forward(before, block, after, n, kept, weights) for n in (2, 3, layers))
-    found = deepened(low, high, layers - 2)
+    found = extend_samples(low, high, layers - 2)
     assert found is not None and max(map(sum, found)) == max(map(sum, deep))
     # The backward pass is the same, seen from its end
-    found = deepened(low[::-1], high[::-1], layers - 2)
+    found = extend_samples(low[::-1], high[::-1], layers - 2)
     assert found is not None and max(map(sum, found)) == max(map(sum, deep))
 
 
@@ -50,15 +57,15 @@ def test_a_long_head_is_not_taken_for_a_block():
     """
     head = [0, 1000, 0, 1000, 0, 0, 1000]
     low, high = (forward([1], [2, 5], head, n, 3, 0) for n in (2, 3))
-    assert max(map(sum, deepened(low, high, 30))) == 1000 + 3 * 32
+    assert max(map(sum, extend_samples(low, high, 30))) == 1000 + 3 * 32
 
 
 def test_curves_that_have_no_block_in_common_are_not_guessed():
-    assert deepened([(0,), (5,), (1,), (9,)], [(0,), (6,), (2,), (3,), (9,)], 4) is None
+    assert extend_samples([(0,), (5,), (1,), (9,)], [(0,), (6,), (2,), (3,), (9,)], 4) is None
 
 
 def test_an_update_is_as_long_at_any_depth():
-    assert deepened([(1,), (10,)], [(2,), (15,)], 3) == [(4,), (25,)]
+    assert extend_samples([(1,), (10,)], [(2,), (15,)], 3) == [(4,), (25,)]
 
 
 @given(st.lists(st.tuples(st.integers(-2, 2), st.integers(-2, 2)), max_size=12))
@@ -187,7 +194,7 @@ def test_the_update_is_traced_only_where_it_may_be_the_peak(monkeypatch):
     traced, curves = [], footprint_module._curves
 
     def spy(work, *graphs, **options):
-        traced.append(options.get("updated", True))
+        traced.append(options.get("with_update", True))
         return curves(work, *graphs, **options)
 
     monkeypatch.setattr(footprint_module, "_curves", spy)

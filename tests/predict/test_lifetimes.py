@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from monograph.predict.lifetimes import PlannedKernel, scheduled
+from monograph.predict.lifetimes import PlannedKernel, order_kernels
 
 
 def kernel(name, reads, size_bytes=100, fused=True):
@@ -28,10 +28,10 @@ def test_what_frees_more_than_it_takes_is_computed_at_once():
         kernel("other", [], fused=False),
         kernel("sum", ["logits"], 1),
     ]
-    assert names(scheduled(written, {"sum", "other"}, {})) == ["logits", "sum", "other"]
+    assert names(order_kernels(written, {"sum", "other"}, {})) == ["logits", "sum", "other"]
     # It frees nothing while another kernel reads the same later.
     written.append(kernel("late", ["logits"], 200))
-    assert names(scheduled(written, {"sum", "other", "late"}, {})) == [
+    assert names(order_kernels(written, {"sum", "other", "late"}, {})) == [
         "logits",
         "other",
         "sum",
@@ -40,8 +40,8 @@ def test_what_frees_more_than_it_takes_is_computed_at_once():
 
 
 def test_a_result_is_written_over_what_it_is_the_last_to_read():
-    first, second = scheduled([kernel("a", [], fused=False), kernel("b", ["a"])], {"b"}, {})
-    assert second.over == "a" and not first.last_reads and not second.last_reads
+    first, second = order_kernels([kernel("a", [], fused=False), kernel("b", ["a"])], {"b"}, {})
+    assert second.written_over == "a" and not first.freed_after and not second.freed_after
     # Not if it is of another size, a product, or kept by the caller.
     kept_b, kept_both = {"b"}, {"a", "b"}
     others = (
@@ -50,8 +50,8 @@ def test_a_result_is_written_over_what_it_is_the_last_to_read():
         (kernel("b", ["a"]), kept_both),
     )
     for last, kept in others:
-        _, second = scheduled([kernel("a", [], fused=False), last], kept, {})
-        assert second.over is None and ("a" in second.last_reads) == ("a" not in kept)
+        _, second = order_kernels([kernel("a", [], fused=False), last], kept, {})
+        assert second.written_over is None and ("a" in second.freed_after) == ("a" not in kept)
 
 
 def test_a_loop_keeps_what_it_reads_to_its_end():
@@ -61,8 +61,8 @@ def test_a_loop_keeps_what_it_reads_to_its_end():
         kernel("sum", ["weighted"], 1),
         kernel("out", ["weighted", "sum"], 70),
     ]
-    *_, out = scheduled(written, {"out"}, {})
-    assert set(out.last_reads) == {"scores", "weighted", "sum"}
+    *_, out = order_kernels(written, {"out"}, {})
+    assert set(out.freed_after) == {"scores", "weighted", "sum"}
 
 
 def gated(needed):
@@ -79,18 +79,20 @@ def gated(needed):
 
 
 def test_a_loop_waits_for_what_its_other_results_need():
-    found = scheduled(gated([]), {"of first", "second"}, {})
+    found = order_kernels(gated([]), {"of first", "second"}, {})
     assert names(found) == ["gate", "up", "first", "second", "of first"]
     # Not if that needs the loop itself, directly or not.
     for needed in (["first"], ["of first"]):
-        assert names(scheduled(gated(needed), {"of first", "second"}, {})) == names(gated(needed))
+        assert names(order_kernels(gated(needed), {"of first", "second"}, {})) == names(
+            gated(needed)
+        )
 
 
 def test_of_a_callers_own_tensor_two_loops_may_read_different_parts():
     """As chunks of a loss do of the targets; what a graph has been given to free it reads whole."""
     for owned, order in (({}, ["first", "up", "second"]), ({0: 100}, ["up", "first", "second"])):
         written = [kernel("first", [0]), kernel("up", [], fused=False), kernel("second", [0, "up"])]
-        assert names(scheduled(written, {"first", "second"}, owned)) == order
+        assert names(order_kernels(written, {"first", "second"}, owned)) == order
 
 
 def test_loops_are_not_joined_where_memory_would_not_be_used_again():
@@ -106,35 +108,39 @@ def test_loops_are_not_joined_where_memory_would_not_be_used_again():
             kernel("b", [], size_bytes, fused=False),
             kernel("second", ["b", "shared"], 10),
         ]
-        assert names(scheduled(written, {"first", "second"}, {}))[1:] == order
+        assert names(order_kernels(written, {"first", "second"}, {}))[1:] == order
 
 
 def test_loops_are_not_joined_over_a_long_way():
     for between, near in ((50, True), (70, False)):
         products = [kernel(f"product {index}", [], 1, fused=False) for index in range(between)]
         written = [*gated([])[:2], *products, *gated([])[3:]]
-        found = names(scheduled(written, {"first", "second", *names(products)}, {}))
+        found = names(order_kernels(written, {"first", "second", *names(products)}, {}))
         assert (found.index("second") == found.index("first") + 1) == near
 
 
 def test_what_several_of_a_loop_read_is_not_written_over():
-    *_, first, second, _ = scheduled(gated([]), {"of first", "second"}, {})
-    assert first.over is None and second.over == "up" and second.last_reads == ["gate"]
+    *_, first, second, _ = order_kernels(gated([]), {"of first", "second"}, {})
+    assert (
+        first.written_over is None
+        and second.written_over == "up"
+        and second.freed_after == ["gate"]
+    )
     # Alone with it the second writes over it.
-    *_, second = scheduled(gated(["first"]), {"of first", "second"}, {})
-    assert second.over == "gate" and second.last_reads == ["up"]
+    *_, second = order_kernels(gated(["first"]), {"of first", "second"}, {})
+    assert second.written_over == "gate" and second.freed_after == ["up"]
 
 
 def test_arguments_are_given_back_only_by_a_graph_that_owns_them():
-    (owner,) = scheduled([kernel("a", [0], 50)], {"a"}, {0: 100})
-    assert owner.last_reads == [0]
-    (guest,) = scheduled([kernel("a", [0], 50)], {"a"}, {})
-    assert guest.last_reads == []
+    (owner,) = order_kernels([kernel("a", [0], 50)], {"a"}, {0: 100})
+    assert owner.freed_after == [0]
+    (guest,) = order_kernels([kernel("a", [0], 50)], {"a"}, {})
+    assert guest.freed_after == []
 
 
 def test_what_nobody_reads_is_gone_at_once():
-    (only,) = scheduled([kernel("copy", [], fused=False)], set(), {})
-    assert only.last_reads == ["copy"]
+    (only,) = order_kernels([kernel("copy", [], fused=False)], set(), {})
+    assert only.freed_after == ["copy"]
 
 
 def test_what_was_changed_in_place_is_not_written_over():
@@ -144,18 +150,18 @@ def test_what_was_changed_in_place_is_not_written_over():
     written = [kernel("zeros", []), kernel("added", ["zeros"]), kernel("sum", ["added"])]
     for changes, over in (("zeros", None), (None, "added")):
         written[1].changes = changes
-        found = scheduled(
-            [replace(each, over=None, last_reads=[]) for each in written], {"sum"}, {}
+        found = order_kernels(
+            [replace(each, written_over=None, freed_after=[]) for each in written], {"sum"}, {}
         )
-        assert found[1].over == "zeros" and found[2].over == over
-        assert found[2].last_reads == (["added"] if over is None else [])
+        assert found[1].written_over == "zeros" and found[2].written_over == over
+        assert found[2].freed_after == (["added"] if over is None else [])
 
 
 def test_a_product_that_is_added_in_place_waits_for_and_is_waited_for():
     written = [
         kernel("total", [], fused=False),
         PlannedKernel(
-            "inside", torch.empty(60), 60, 60, frozenset(["total"]), fused=False, hidden=True
+            "inside", torch.empty(60), 60, 60, frozenset(["total"]), fused=False, is_workspace=True
         ),
         PlannedKernel(
             "added",
@@ -168,17 +174,19 @@ def test_a_product_that_is_added_in_place_waits_for_and_is_waited_for():
         ),
         kernel("scaled", ["added"]),
     ]
-    _, inside, added, scaled = scheduled(written, {"scaled"}, {})
-    assert added.over == "total" and added.last_reads == ["inside"] and not inside.last_reads
-    assert scaled.over is None and scaled.last_reads == ["added"]
+    _, inside, added, scaled = order_kernels(written, {"scaled"}, {})
+    assert (
+        added.written_over == "total" and added.freed_after == ["inside"] and not inside.freed_after
+    )
+    assert scaled.written_over is None and scaled.freed_after == ["added"]
 
 
 def test_what_lies_behind_a_value_of_another_size_is_not_written_over():
-    first, second = scheduled([kernel("a", [], fused=False), kernel("b", ["a"])], {"b"}, {})
-    assert second.over == "a"
-    second = replace(second, over=None, separate=frozenset(["a"]))
-    _, second = scheduled([kernel("a", [], fused=False), second], {"b"}, {})
-    assert second.over is None and second.last_reads == ["a"]
+    first, second = order_kernels([kernel("a", [], fused=False), kernel("b", ["a"])], {"b"}, {})
+    assert second.written_over == "a"
+    second = replace(second, written_over=None, not_over=frozenset(["a"]))
+    _, second = order_kernels([kernel("a", [], fused=False), second], {"b"}, {})
+    assert second.written_over is None and second.freed_after == ["a"]
 
 
 def test_a_dead_buffer_is_kept_for_a_later_one_of_its_kind_unless_that_raises_the_peak():
@@ -191,8 +199,11 @@ def test_a_dead_buffer_is_kept_for_a_later_one_of_its_kind_unless_that_raises_th
             kernel("c", ["less"], fused=False),
             kernel("most", [], 250, fused=False),
         ]
-        found = {each.name: each for each in scheduled(written, {"c", "most"}, {})}
-        assert found["c"].over == ("a" if kept else None) and ("a" in found["b"].last_reads) != kept
+        found = {each.name: each for each in order_kernels(written, {"c", "most"}, {})}
+        assert (
+            found["c"].written_over == ("a" if kept else None)
+            and ("a" in found["b"].freed_after) != kept
+        )
 
 
 def test_what_an_operator_needs_inside_does_not_keep_a_buffer_from_being_reused():
@@ -200,10 +211,10 @@ def test_what_an_operator_needs_inside_does_not_keep_a_buffer_from_being_reused(
     written = [
         kernel("a", [], fused=False),
         kernel("b", ["a"], 110, fused=False),
-        replace(kernel("inside", ["b"], 500, fused=False), hidden=True),
+        replace(kernel("inside", ["b"], 500, fused=False), is_workspace=True),
         kernel("of b", ["b", "inside"], 10, fused=False),
         kernel("c", ["of b"], fused=False),
         kernel("most", [], 200, fused=False),
     ]
-    found = {each.name: each for each in scheduled(written, {"c", "most"}, {})}
-    assert found["c"].over == "a" and "a" not in found["b"].last_reads
+    found = {each.name: each for each in order_kernels(written, {"c", "most"}, {})}
+    assert found["c"].written_over == "a" and "a" not in found["b"].freed_after

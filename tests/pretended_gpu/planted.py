@@ -150,7 +150,7 @@ FAULTS = [
     Fault("model/llama.py", "FLEX_HEAD = 16", "FLEX_HEAD = 1", f"{REPLAYED} -k one_launch"),
     Fault("model/llama.py", "high_BN = blocks_BNX.amax(dim=-1)", "high_BN = low_BN", MASKS),
     # Launches, and memory that a plan counts on.
-    Fault("graph/capture.py", 'compat.cats_in_parts() if step.device.type == "cuda" else {}', "{}", COUNTS),
+    Fault("graph/capture.py", 'compat.split_cat_options() if step.device.type == "cuda" else {}', "{}", COUNTS),
     Fault("step/on_device.py", "return can_accumulate and is_known", "return False", COUNTS),
     Fault("step/clip.py", "if grad.is_cuda and grad.ndim == 1:", "if False:", COUNTS),
     Fault("step/step.py", "self.lr.fill_(lr)", "self.lr.copy_(torch.tensor(lr))", COUNTS),

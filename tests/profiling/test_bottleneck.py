@@ -33,7 +33,7 @@ from monograph.profiling.intervals import (
     time_by_part,
 )
 from monograph.profiling.profiler import Profile
-from monograph.report.profile_report import said
+from monograph.report.profile_report import describe_limit
 
 MACHINE = Machine(matmul_flops=1e12, copy_bytes_per_s=1e11)
 MS = 1e-3
@@ -197,7 +197,7 @@ def test_what_cannot_be_counted_is_said_and_not_taken_for_well_done() -> None:
     found = Profile(
         judged.spent.total_s, judged.spent.total_s, 1, 1, MACHINE, judged, Path("trace.json")
     )
-    assert said(found) == (
+    assert describe_limit(found) == (
         "host gaps: 6% of the time could be won back at most; no key changes that; "
         "60% of it is work that cannot be counted, and is not judged"
     )

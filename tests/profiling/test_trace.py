@@ -13,7 +13,7 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.select_algorithm import extern_kernels
 
 from monograph import device
-from monograph.compat import lower_to_call, watched_kernels
+from monograph.compat import lower_to_call, record_cpu_kernels
 from monograph.errors import InputRefused
 from monograph.graph import matmul
 from monograph.model.config import LlamaConfig
@@ -130,7 +130,10 @@ def test_products_that_graphs_call_past_the_dispatcher_are_seen() -> None:
     lower_to_call(torch.ops.monograph.small_matmul.default, matmul.native_out)
     left, right, out = torch.randn(64, 48), torch.randn(48, 64), torch.empty(64, 64)
     before = extern_kernels.monograph_small_matmul
-    with watched_kernels(), torch.profiler.profile(record_shapes=True, acc_events=True) as watching:
+    with (
+        record_cpu_kernels(),
+        torch.profiler.profile(record_shapes=True, acc_events=True) as watching,
+    ):
         extern_kernels.monograph_small_matmul(left, right, out=out)
     assert extern_kernels.monograph_small_matmul is before
     [seen] = [each for each in watching.events() if each.name == "monograph::small_matmul"]

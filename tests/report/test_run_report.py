@@ -171,7 +171,7 @@ def test_where_the_run_stands_is_on_the_axes(bits: list[float]) -> None:
     axes = Figure().add_subplot()
     yardsticks = {"gzip -9": 1.75, "xz -9": 0.75}
     rows = [{"tokens": at, "eval_bits_per_byte": value} for at, value in enumerate(bits, 1)]
-    figures._panel(axes, rows, BITS_PER_BYTE, yardsticks)
+    figures._draw_metric(axes, rows, BITS_PER_BYTE, yardsticks)
     low, high = axes.get_ylim()
     assert all(low < level < high for level in (bits[-1], *yardsticks.values()))
     assert len(bits) == 1 or bits[-1] > 2 or high < 5, "a steep start does not flatten what matters"
@@ -201,7 +201,7 @@ def test_no_label_lies_on_a_line_or_another_label(key: str, ends: list[float]) -
         figure = Figure(figsize=(3.5, 2.5), layout="constrained")
         axes = figure.add_subplot()
         [metric] = [metric for metric in METRICS if metric.key == key]
-        figures._panel(axes, rows, metric, {})
+        figures._draw_metric(axes, rows, metric, {})
         figure.draw_without_rendering()
         boxes = [text.get_window_extent() for text in axes.texts]
     assert len(boxes) == (2 if key == "tokens_per_s" else 1)

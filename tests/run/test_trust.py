@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from monograph.config.keys import SECTIONS
-from monograph.config.settings import NAME_CODE
+from monograph.config.settings import CODE_KEYS
 from monograph.errors import InputRefused
 from monograph.run import trust
 from monograph.run.trust import is_ours, marked, require_trusted
@@ -144,7 +144,7 @@ def test_every_key_that_may_name_code_is_asked_about() -> None:
     """What a key takes says so."""
     named = {f"{name}.{key}" for name, section in SECTIONS.items() for key, field in section.model_fields.items()
              if ".py:" in str(field.json_schema_extra).lower()}  # fmt: skip
-    assert named == {*NAME_CODE}
+    assert named == {*CODE_KEYS}
 
 
 def test_only_the_bytes_that_were_vouched_for_run(home: Path) -> None:

@@ -144,7 +144,7 @@ class LogitsSection(Section):
 
     file: Text | None = _key(None, "a file", "Logits to learn from.", example="FILE")
     temperature: PositiveFloat | None = _key(
-        None, ABOVE_0.expected, "Temperature of the teacher.", usual=1.0, belongs_to="logits.file"
+        None, ABOVE_0.expected, "Temperature of the teacher.", implied=1.0, belongs_to="logits.file"
     )
 
 

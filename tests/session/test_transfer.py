@@ -28,7 +28,7 @@ from monograph.session.record import write_config
 from monograph.session.recorded import branched, settings_of
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import request_of, resolve, shape_of
-from monograph.sweeps.spec import carried, narrow
+from monograph.sweeps.spec import narrow_proxy, transfer_notes
 from monograph.transfer import WidthTransfer, narrowed
 from numerics import relative_error
 
@@ -105,7 +105,7 @@ def test_a_rate_may_stay_open_where_nothing_is_trained() -> None:
     given = sized(settings(optim__transfer="width", optim__lr="auto"))
     config = shape(given)
     assert request_of(resolve(given, named("H100")), config, named("H100")).training.optim.groups
-    assert shape(narrow(given, config)).hidden_size == 64
+    assert shape(narrow_proxy(given, config)).hidden_size == 64
 
 
 def test_the_optimizer_has_the_rates_of_the_table() -> None:
@@ -125,7 +125,7 @@ def test_the_optimizer_has_the_rates_of_the_table() -> None:
 def test_the_proxy_of_a_run_is_the_base_and_an_ordinary_run() -> None:
     given = sized(settings(optim__transfer="width", train__tokens_per_update=1024))
     config = shape(given)
-    proxy = narrow(given, config)
+    proxy = narrow_proxy(given, config)
     assert shape(proxy) == narrowed(config) and proxy.optim.transfer == "none"
     transfer = transfer_of(given, config)
     assert transfer is not None and transfer.base == shape(proxy)
@@ -139,14 +139,14 @@ def test_the_proxy_of_a_run_is_the_base_and_an_ordinary_run() -> None:
 
 def test_what_does_not_carry_is_said_and_not_applied() -> None:
     given = sized(settings(optim__transfer="width", train__tokens_per_update=4096))
-    same = carried(given, given, 100, 100)
+    same = transfer_notes(given, given, 100, 100)
     assert (
         len(same) == 2
         and same[0].startswith("carried: learning rate")
         and "tokens per update" in same[1]
     )
     small = given.resolve({"train.tokens_per_update": 1024}, "test")
-    larger, longer = carried(given, small, 500, 100)[2:]
+    larger, longer = transfer_notes(given, small, 500, 100)[2:]
     assert "4,096 tokens per update instead of 1,024" in larger and "about 2 times" in larger
     assert "500 updates instead of 100, 20 times the tokens" in longer and "divided by 20" in longer
     assert all(line.endswith("not applied") for line in (larger, longer))

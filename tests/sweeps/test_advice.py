@@ -26,7 +26,7 @@ from monograph.evaluation.significance import (
     tabulate,
 )
 from monograph.sweeps import advice
-from monograph.sweeps.advice import Advice, advise, beyond, typed
+from monograph.sweeps.advice import Advice, advise, typed_value, values_beyond
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.spec import SweepSpec, spec_of
 
@@ -136,8 +136,8 @@ def test_a_best_value_at_the_end_of_an_axis_is_said_and_the_command_goes_on_beyo
 def test_an_axis_goes_on_as_it_is_spaced(
     ordered: list[float], above: list[float], below: list[float]
 ) -> None:
-    assert beyond(ordered, upwards=True) == pytest.approx(above)
-    assert beyond(ordered, upwards=False) == pytest.approx(below)
+    assert values_beyond(ordered, upwards=True) == pytest.approx(above)
+    assert values_beyond(ordered, upwards=False) == pytest.approx(below)
 
 
 @pytest.mark.parametrize(
@@ -368,5 +368,5 @@ def test_a_value_is_typed_so_that_it_is_read_again(value: Any) -> None:
         if value == "auto"
         else key or ("train.seed" if isinstance(value, int) else "optim.eps")
     )
-    fixed, axes = axes_of({key: typed(value)})
+    fixed, axes = axes_of({key: typed_value(value)})
     assert not axes and load(None, fixed, {}).values()[key] == value

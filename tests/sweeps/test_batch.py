@@ -72,14 +72,14 @@ def members(points: list[dict[str, Any]] = POINTS, **keys: Any) -> list[Member]:
 
 def built(member: Member, text: Corpus) -> list[BuiltRun]:
     assert member.plan
-    return batch.of_length([build_run(member.plan, TextTask(text), describe())], UPDATES)
+    return batch.with_length([build_run(member.plan, TextTask(text), describe())], UPDATES)
 
 
 def mustered(these: list[Member], runs: list[Run], text: Corpus) -> MemberBatch:
-    made = batch.of_length(batch.models_of(these, text, describe()), UPDATES)
+    made = batch.with_length(batch.build_models(these, text, describe()), UPDATES)
     several = len({m.settings.train.seed for m in these}) > 1
-    return batch.batch_of(
-        these, runs, made, text, batch.engine_of(made, several, torch.device("cpu"))
+    return batch.begin_batch(
+        these, runs, made, text, batch.make_members_engine(made, several, torch.device("cpu"))
     )
 
 
@@ -154,7 +154,7 @@ def test_a_graph_that_rounds_by_another_seed_is_not_filled_anew(text: Corpus) ->
             make_engine(built(member, text)[0], torch.device("cpu"))
             for member in members([{"train.seed": 0}, {"train.seed": 1}], **{"optim.state": state})
         )
-        assert batch.refill(first, other) == filled, state
+        assert batch.reuse_engine(first, other) == filled, state
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
@@ -167,19 +167,19 @@ def test_an_engine_that_is_filled_anew_trains_as_a_fresh_one(
     these = members([*POINTS, {"optim.lr": 3e-2, "optim.weight_decay": 0.1, "train.seed": 1}])
     first, other, second = (built(these[index], text) for index in (0, 2, 3))
     engine = make_engine(first[0], torch.device("cpu"))
-    batch.schedule(engine, first)
+    batch.set_planned_schedules(engine, first)
     batches = [text.batches(128, seed=seed) for seed in (0, 1, 1)]
     assert engine.capture(next(batches[2]), backend=backend) is None
     list(train(engine, batches[0], UPDATES))
     state, graphs = copied(engine.state()), compat.captured_graphs()
-    assert not batch.refill(engine, make_engine(other[0], torch.device("cpu"))), (
+    assert not batch.reuse_engine(engine, make_engine(other[0], torch.device("cpu"))), (
         "another decay is another graph"
     )
     assert all(
         torch.equal(tensor, state.model[name]) for name, tensor in engine.state().model.items()
     )
-    assert batch.refill(engine, make_engine(second[0], torch.device("cpu")))
-    batch.schedule(engine, second)
+    assert batch.reuse_engine(engine, make_engine(second[0], torch.device("cpu")))
+    batch.set_planned_schedules(engine, second)
     assert engine.index == 0 and int(engine.step.tokens) == 0
     found = [float(update.loss) for update in train(engine, batches[1], UPDATES)]
     assert compat.captured_graphs() == graphs and found == pytest.approx(
@@ -206,7 +206,7 @@ def test_a_crew_goes_on_where_it_stood(runs: list[Run], text: Corpus, tmp_path: 
     first.sessions[0].save()  # as if killed between two members
     first.close()
     again = mustered(these, runs, text)
-    assert batch.go_on(again, {}, Progress()) == 2 and again.engine.index == 2
+    assert batch.resume_batch(again, {}, Progress()) == 2 and again.engine.index == 2
     assert losses(again) == [each[2:] for each in expected]
     again.close()
 
@@ -229,7 +229,7 @@ def test_a_member_that_had_diverged_stays_where_it_was(runs: list[Run], text: Co
     kept = first.engine.member_state(1).model  # type: ignore[attr-defined]
     first.close()
     again = mustered(these, runs, text)
-    assert batch.go_on(again, {1: 3}, Progress()) == 4 and again.ended == {1: 3}
+    assert batch.resume_batch(again, {1: 3}, Progress()) == 4 and again.ended == {1: 3}
     before = [p.clone() for p in again.sessions[1].engine.model.parameters()]
     losses(again)
     after = list(again.sessions[1].engine.model.parameters())
@@ -245,7 +245,7 @@ def test_a_member_that_had_diverged_stays_where_it_was(runs: list[Run], text: Co
 def test_nothing_to_go_on_from(runs: list[Run], text: Corpus) -> None:
     together = mustered(members(), runs, text)
     runs[0].log({"update": 1, "train_loss": 9.0})
-    assert batch.go_on(together, {}, Progress()) == 0 and runs[0].rows() == []
+    assert batch.resume_batch(together, {}, Progress()) == 0 and runs[0].rows() == []
     together.close()
 
 

@@ -17,7 +17,7 @@ from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory
 from monograph.run.progress import Progress
 from monograph.session.resolve import resolve
-from monograph.sweeps.concurrency import Timed, Timing, lengths
+from monograph.sweeps.concurrency import Timing, WidthTime, choose_updates
 from monograph.sweeps.spec import Group, groups_of, members_of
 
 TEXT = SimpleNamespace(train=SimpleNamespace(per_epoch=10_000), held_out=range(100))
@@ -41,10 +41,10 @@ def timing(
     """One whose times are made up: `seconds(width)` an update, 20 s to compile."""
     made: Any = Timing(group, TEXT, torch.device("cpu"), describe())  # type: ignore[arg-type]
 
-    def time(width: int, progress: Progress) -> Timed:
-        made.row_s[width] = 0.001 * width
-        made.kept[width] = ([], object())
-        return Timed(seconds(width), 20.0)
+    def time(width: int, progress: Progress) -> WidthTime:
+        made.held_out_row_s[width] = 0.001 * width
+        made.engines[width] = ([], object())
+        return WidthTime(seconds(width), 20.0)
 
     monkeypatch.setattr(made, "_time", time)
     return made
@@ -61,8 +61,8 @@ def said(told: Progress) -> str:
 def test_updates_that_are_given_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     [group] = groups(5000, 16)
     found = timing(group, lambda k: 0.01 * (1 + k / 16), monkeypatch)
-    assert lengths([found], 0, progress()) == [5000]
-    assert group.rounds == [16] and found.kept.keys() == {16}, "what is not used is let go"
+    assert choose_updates([found], 0, progress()) == [5000]
+    assert group.rounds == [16] and found.engines.keys() == {16}, "what is not used is let go"
     assert group.update_s == pytest.approx(0.02) and group.compile_s == 0
     assert group.held_out_s == pytest.approx((6 * 16 + 100) * 0.016)
 
@@ -76,7 +76,7 @@ def test_minutes_are_those_of_the_whole_sweep(monkeypatch: pytest.MonkeyPatch) -
         timing(both[0], lambda k: 0.1 * k, monkeypatch),
         timing(both[1], lambda k: 0.2 * k, monkeypatch),
     ]
-    found = lengths(timings, 0, progress())
+    found = choose_updates(timings, 0, progress())
     assert found[0] == found[1] == int((0.95 * 120 - 2 * 4 * (6 * 16 + 100) * 0.001) / 1.2) and [
         group.rounds for group in both
     ] == [[1] * 4, [1] * 4]
@@ -85,7 +85,7 @@ def test_minutes_are_those_of_the_whole_sweep(monkeypatch: pytest.MonkeyPatch) -
 def test_every_member_learns_from_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     both = groups(None, 2, train__tokens_per_update=[1024, 4096])
     timings = [timing(group, lambda k: 0.1 * k, monkeypatch) for group in both]
-    small, large = lengths(timings, 0, progress())
+    small, large = choose_updates(timings, 0, progress())
     assert small == pytest.approx(4 * large, rel=0.02)
     assert 0.2 * (small + large) == pytest.approx(0.95 * 120, rel=0.02)
 
@@ -95,7 +95,7 @@ def test_a_first_sweep_learns_from_enough_however_slow_the_machine(
 ) -> None:
     [group] = groups(None, 8)
     told = progress()
-    assert lengths([timing(group, lambda k: 2.0 * k, monkeypatch)], 102_400, told) == [100]
+    assert choose_updates([timing(group, lambda k: 2.0 * k, monkeypatch)], 102_400, told) == [100]
     assert "26 min 42 s instead of 2 min" in said(told)
 
 
@@ -106,7 +106,7 @@ def test_what_is_worth_compiling_is_judged_by_the_length_that_it_will_be(
     100.
     """
     [group] = groups(None, 16)
-    lengths([timing(group, lambda k: 2.0, monkeypatch)], 102_400, progress())
+    choose_updates([timing(group, lambda k: 2.0, monkeypatch)], 102_400, progress())
     assert group.rounds == [16]
 
 
@@ -117,7 +117,7 @@ def test_evaluations_take_half_of_the_minutes_at_most(monkeypatch: pytest.Monkey
     [group] = groups(None, 4)
     found = timing(group, lambda k: 0.1 * k, monkeypatch)
     found.text = SimpleNamespace(train=TEXT.train, held_out=range(10**6))
-    assert lengths([found], 0, progress()) == [pytest.approx(0.95 * 60 / 0.4, abs=1)]
+    assert choose_updates([found], 0, progress()) == [pytest.approx(0.95 * 60 / 0.4, abs=1)]
 
 
 def test_a_width_that_does_not_fit_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_width_that_does_not_fit_is_not_asked_for_again(monkeypatch: pytest.Mo
         return 0.1
 
     [group], told = groups(1000, 8), progress()
-    lengths([timing(group, seconds, monkeypatch)], 0, told)
+    choose_updates([timing(group, seconds, monkeypatch)], 0, told)
     assert group.rounds == [4, 4] and "8 members at once: one row does not fit" in said(told)
 
 
@@ -137,7 +137,7 @@ def test_not_even_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     [group] = groups(1000, 8)
     with pytest.raises(OutOfDeviceMemory, match="nothing fits"):
-        lengths([timing(group, seconds, monkeypatch)], 0, progress())
+        choose_updates([timing(group, seconds, monkeypatch)], 0, progress())
 
 
 def test_what_no_graph_holds_trains_one_after_another_with_the_reason(
@@ -149,6 +149,6 @@ def test_what_no_graph_holds_trains_one_after_another_with_the_reason(
         return 0.1
 
     [group] = groups(1000, 8)
-    lengths([timing(group, seconds, monkeypatch)], 0, progress())
+    choose_updates([timing(group, seconds, monkeypatch)], 0, progress())
     assert group.rounds == [1] * 8
     assert group.why == "8 members, one after another: noise (RReLU): it draws random numbers"

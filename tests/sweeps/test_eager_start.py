@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
         concurrency, "timed_update", lambda engine, _: {1: 1.0}.get(getattr(engine, "size", 1), 1.5)
     )
-    monkeypatch.setattr(concurrency, "WORTH", 0.0)
+    monkeypatch.setattr(concurrency, "MIN_SAVING", 0.0)
     monkeypatch.setattr(Timing, "is_brief", lambda _: False)
     monkeypatch.setattr(Timing, "held_out_s", lambda *_: 0.0)
     monkeypatch.setattr(eager_start, "_is_possible", lambda _: True)

@@ -103,7 +103,7 @@ def test_where_one_run_is_needed_a_sweep_says_which(sweep: Sweep) -> None:
         InputRefused, match=r"is a sweep: name one of its runs, such as .*members/000"
     ):
         Run.open(sweep.run.folder)
-    with sweep.holding(members_of(SETTINGS, POINTS)) as runs:
+    with sweep.lock_members(members_of(SETTINGS, POINTS)) as runs:
         for run in runs:
             write_config(run, SETTINGS)
     sweep.link_best(1)
@@ -114,12 +114,12 @@ def test_where_one_run_is_needed_a_sweep_says_which(sweep: Sweep) -> None:
 
 def test_members_are_locked_runs(sweep: Sweep) -> None:
     members = [Member(0, {}, SETTINGS), Member(1, {}, SETTINGS)]
-    with sweep.holding(members) as runs:
+    with sweep.lock_members(members) as runs:
         assert [run.folder.name for run in runs] == ["000", "001"]
         with pytest.raises(Exception, match="is in use"), runs[1].lock():
             pass
         write_config(runs[0], SETTINGS)
-    with sweep.holding(members):  # one that has begun, and one that has not
+    with sweep.lock_members(members):  # one that has begun, and one that has not
         pass
 
 

@@ -7,7 +7,7 @@ import pytest
 from monograph.config import load
 from monograph.config.axes import AXES
 from monograph.errors import UsageError
-from monograph.sweeps.spec import described, groups_of, members_of, short, shown
+from monograph.sweeps.spec import describe_knobs, groups_of, members_of, short_key, value_text
 
 SETTINGS = load(None, {"train.updates": 5}, {})
 
@@ -40,11 +40,11 @@ def test_what_no_graph_can_hold_together_makes_groups() -> None:
 
 
 def test_a_keys_short_name_is_its_own() -> None:
-    assert len({short(key) for key in AXES}) == len(AXES)
+    assert len({short_key(key) for key in AXES}) == len(AXES)
 
 
 def test_values_as_people_read_them() -> None:
-    assert described(
+    assert describe_knobs(
         {"optim.lr": 0.00123456, "optim.betas": (0.9, 0.95), "model.tie_word_embeddings": True}
     ) == ("lr=0.001235 betas=0.9,0.95 tie_word_embeddings=true")
-    assert described({}) == "nothing varied" and shown("wsd") == "wsd"
+    assert describe_knobs({}) == "nothing varied" and value_text("wsd") == "wsd"

@@ -14,7 +14,7 @@ import pytest
 from commands.forked import CommandServer
 from commands.inputs import TINY, newest, over, with_texts
 from distributed.launched import Torchrun
-from monograph.sweeps.spec import Group, spread
+from monograph.sweeps.spec import Group, spread_rounds
 
 SETTINGS = over(
     TINY, "optim.name=adamw", "model.hidden_size=16,32", "train.seed=0,1", "train.updates=40"
@@ -58,5 +58,5 @@ def test_rounds_are_cut_until_every_rank_has_one(
     rounds: list[list[int]], ranks: int, found: list[list[int]]
 ) -> None:
     groups = [Group([], {}, rounds=[*each]) for each in rounds]
-    spread(groups, ranks)
+    spread_rounds(groups, ranks)
     assert [group.rounds for group in groups] == found

@@ -25,7 +25,7 @@ BITS = [2.0, 2.2, 1.95, 2.11, None, 3.0]
 def outcomes(folder: Path, bits: list[float | None]) -> list[results.Outcome]:
     sweep = Sweep.create(folder / "s", SETTINGS, POINTS, None)
     members = members_of(SETTINGS, POINTS)
-    with sweep.holding(members) as runs:
+    with sweep.lock_members(members) as runs:
         for run, value in zip(runs, bits, strict=True):
             run.log(
                 {
@@ -51,12 +51,12 @@ def outcomes(folder: Path, bits: list[float | None]) -> list[results.Outcome]:
                     {"update": 50, "summary": results.summary(run.rows(), run, {"dtype": "fp32"})}
                 )
                 (run.checkpoints / "step-00000050").mkdir(parents=True)
-    return [results.outcome(sweep, member) for member in members]
+    return [results.read_outcome(sweep, member) for member in members]
 
 
 def test_what_each_member_came_to(tmp_path: Path) -> None:
     found = outcomes(tmp_path, BITS)
-    assert [each.over for each in found] == [True] * 6 and found[4].diverged == 31
+    assert [each.is_over for each in found] == [True] * 6 and found[4].diverged == 31
     assert [each.score("eval_loss") for each in found] == [1.0, 1.1, 0.975, 1.055, None, 1.5]
     assert (
         found[0].summary
@@ -70,12 +70,12 @@ def test_a_member_that_lost_its_last_checkpoint_is_not_over(tmp_path: Path) -> N
     [first, *_] = outcomes(tmp_path, BITS)
     (first.run.checkpoints / "step-00000050").rmdir()
     sweep = Sweep.open(tmp_path / "s")
-    assert not results.outcome(sweep, first.member).over
+    assert not results.read_outcome(sweep, first.member).is_over
 
 
 def test_the_table_as_a_person_reads_it(tmp_path: Path) -> None:
     found = outcomes(tmp_path, BITS)
-    lines = results.lines(results.compared(found), {4: 31})
+    lines = results.table_lines(results.compare_settings(found), {4: 31})
     assert [line.split() for line in lines] == [
         ["lr", "bits/byte"],
         ["0.001", "2.100", "±", "0.100", "tied", "(+0.070)"],
@@ -91,21 +91,21 @@ def test_the_table_as_a_person_reads_it(tmp_path: Path) -> None:
         )
         == 1
     )
-    assert results.verdict(results.compared(found)) == "lr=0.002"
+    assert results.verdict(results.compare_settings(found)) == "lr=0.002"
 
 
 def test_members_that_have_no_score_yet_are_blank(tmp_path: Path) -> None:
     found = outcomes(tmp_path, [2.0, 2.2, *[math.nan] * 4])
-    assert [each.over for each in found] == [True, True, False, False, False, False]
-    lines = results.lines(results.compared(found), {})
+    assert [each.is_over for each in found] == [True, True, False, False, False, False]
+    lines = results.table_lines(results.compare_settings(found), {})
     assert lines[1].split() == ["0.001", "2.100", "±", "0.100", "best"] and lines[2].split() == [
         "0.002"
     ]
 
 
 def test_every_member_diverged(tmp_path: Path) -> None:
-    table = results.compared(outcomes(tmp_path, [None] * 6))
-    assert results.lines(table, dict.fromkeys(range(6), 31))[1].endswith(
+    table = results.compare_settings(outcomes(tmp_path, [None] * 6))
+    assert results.table_lines(table, dict.fromkeys(range(6), 31))[1].endswith(
         "diverged at update 31, 31"
     )
     assert "every member diverged" in results.verdict(table)
@@ -115,13 +115,13 @@ def test_where_the_loss_says_nothing_about_bytes_it_is_the_score(tmp_path: Path)
     found = outcomes(tmp_path, [2.0] * 6)
     for each in found:
         each.evaluation["eval_bits_per_byte"] = None
-    table = results.compared(found)
+    table = results.compare_settings(found)
     assert table.unit == "nats" and table.values == (1.0,) * 6
 
 
 def test_as_json(tmp_path: Path) -> None:
     found = outcomes(tmp_path, BITS)
-    members, best = results.as_json(found, results.compared(found))
+    members, best = results.as_json(found, results.compare_settings(found))
     assert members[2]["knobs"] == POINTS[2] and members[2]["eval_bits_per_byte"] == 1.95
     assert members[4]["diverged"] == 31 and members[4]["checkpoint"] is None
     assert (
@@ -132,12 +132,14 @@ def test_as_json(tmp_path: Path) -> None:
     )
     assert best["mean"] == pytest.approx(2.03) and best["run"].endswith("members/002")
     assert (
-        results.as_json(found, results.compared(outcomes(tmp_path / "other", [None] * 6)))[1]
+        results.as_json(found, results.compare_settings(outcomes(tmp_path / "other", [None] * 6)))[
+            1
+        ]
         is None
     )
 
 
 def test_as_it_is_drawn(tmp_path: Path) -> None:
-    drawn = results.drawn(results.compared(outcomes(tmp_path, BITS)))
+    drawn = results.chart_settings(results.compare_settings(outcomes(tmp_path, BITS)))
     assert [each["standing"] for each in drawn] == ["tied", "best", ""]
     assert drawn[2]["values"] == [None, 3.0] and drawn[0]["knobs"] == {"lr": 1e-3}

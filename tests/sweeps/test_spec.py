@@ -149,9 +149,9 @@ def test_what_cannot_be_asked(arguments: list[str], samples: int | None, words: 
 
 def test_a_sweep_that_is_there_is_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
-    assert not spec.continued(tmp_path / "s", [], None)
+    assert not spec.names_existing_sweep(tmp_path / "s", [], None)
     (tmp_path / "s" / "sweep.json").write_text("{}")
-    assert spec.continued(tmp_path / "s", [], None)
-    assert not spec.continued(tmp_path / "s", ["texts"], None) and not spec.continued(
-        None, [], None
-    )
+    assert spec.names_existing_sweep(tmp_path / "s", [], None)
+    assert not spec.names_existing_sweep(
+        tmp_path / "s", ["texts"], None
+    ) and not spec.names_existing_sweep(None, [], None)

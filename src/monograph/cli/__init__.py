@@ -1,4 +1,8 @@
-"""Parse the command line, run one command and exit with its code. Only a command imports torch."""
+"""Parse the command line, run one command and exit with its exit code.
+
+The code of a command (`monograph.commands`) is imported when the command runs. Nothing here imports
+torch before that, since the import takes seconds.
+"""
 
 import errno
 import io
@@ -22,14 +26,23 @@ from monograph.storage.reading import is_file
 
 __all__ = ["app", "main"]
 
-# A launcher ends all processes as soon as one ends. A process with nothing to report waits this
-# long to be ended.
+# A launcher such as torchrun ends all processes as soon as one ends. If another process reports an
+# error, this process waits this long, so that the launcher cannot end the other one too early.
 SILENT_S = 30.0
-# Errors of the operating system about a file or folder that are not bugs in the code.
-_REFUSED = {errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR}
-# Options that name a place. An unset shell variable leaves their value empty, which would mean
-# another place.
-_NAMES_A_PLACE = {
+# Errors of the operating system about a file or folder that are not bugs of Monograph.
+_INPUT_ERRORS = {
+    errno.ENAMETOOLONG,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+    errno.EINTR,
+}
+# Errors of the operating system about a disk.
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+# Options whose value is a path or a run. An unset shell variable, as in `--out "$OUT"`, makes the
+# value empty, and an empty path would be the working folder.
+_PATH_OPTIONS = {
     "--from",
     "--resume",
     "--out",
@@ -39,146 +52,159 @@ _NAMES_A_PLACE = {
     "--json-schema",
     "--api-key-file",
 }
-# The variable with which a shell asks, by typer's protocol, for the words that may come next in a
-# command line.
-_COMPLETES = "_MONOGRAPH_COMPLETE"
-# Typer's own options, which print or write a file and exit, and their help.
-_COMPLETION = {
+# A shell that completes a command line sets this variable, as typer's protocol says, and reads the
+# possible next words from stdout.
+_COMPLETION_VARIABLE = "_MONOGRAPH_COMPLETE"
+# Options of typer, which print or install a script and exit, with a help text that replaces
+# typer's.
+_COMPLETION_OPTIONS = {
     "--install-completion": "let this shell complete commands and options",
     "--show-completion": "print the script that --install-completion installs",
 }
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command that `arguments` name (default: this process's) and exit with a code of
-    docs/errors.md.
+    """Run a command and exit with an exit code of docs/errors.md.
+
+    Args:
+        arguments: the command line without the program's name; None for this process's.
     """
-    given = sys.argv[1:] if arguments is None else arguments
-    terminal.guard()
-    if os.environ.get(_COMPLETES):
-        # A shell takes each line for a word with its help, which would be broken at the width of
-        # the terminal.
+    if arguments is None:
+        arguments = sys.argv[1:]
+    terminal.guard()  # the streams accept any text from here on, so that messages can be printed
+    if os.environ.get(_COMPLETION_VARIABLE):
+        # The shell reads a word and its help from each line of the output. Typer would wrap the
+        # help at the width of the terminal.
         os.environ["COLUMNS"] = "1000"
         sys.exit(command_tree().main([], "monograph", standalone_mode=False))
-    # OpenMP threads that wait by spinning make a step up to 20 times slower as soon as anything
-    # else runs on a core (dev/log.md). libgomp reads the variable when torch is imported, which
-    # happens later.
+    # OpenMP threads that spin while they wait make a training step up to 20 times slower if
+    # anything else runs on one of the cores (dev/log.md). libgomp reads the variable when torch is
+    # imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     allocator.keep_freed_memory()
-    # Torch would write a line of its own each time a GPU's memory does not suffice at once, even if
-    # it then finds some.
+    # Torch would print a warning for each allocation that first fails on a GPU, even if a second
+    # attempt succeeds.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        _require_surroundings(given)
-        code = _run(_with_resume_value(_with_options(given)))
+        _require_usable_input(arguments)
+        code = _run_command(_with_resume_value(_with_dashes(arguments)))
+        # Here, so that a full disk or a closed pipe raises its error inside this `try`.
         sys.stdout.flush()
     except BadCommandLine as error:
-        code = _end(_answered(error, given), errors.UsageError.exit_code, told=_follows())
+        message = _usage_message(error, arguments)
+        code = _end(message, errors.UsageError.exit_code, reported_elsewhere=_is_not_rank_0())
     except errors.Stopped as stop:
         code = stop.exit_code
         if not stop.told:
-            _say(f"{stop}\n")
+            _write_to_stderr(f"{stop}\n")
     except errors.MonographError as error:
-        told = _follows() if error.told is None else error.told
-        code = _end(str(error), error.exit_code, told, at_last=isinstance(error, errors.PeerLost))
+        reported_elsewhere = _is_not_rank_0() if error.told is None else error.told
+        # If a peer was lost, it may have ended without a message, so this process reports it.
+        reports_late = isinstance(error, errors.PeerLost)
+        code = _end(str(error), error.exit_code, reported_elsewhere, reports_late)
     except KeyboardInterrupt as interrupt:
-        interrupts.while_ending()
-        what, code = (
-            ("terminated", 143)
-            if isinstance(interrupt, interrupts.Terminated)
-            else ("interrupted", 130)
-        )
-        _fail("; ".join([what, *interrupt.args]), code)
+        interrupts.while_ending()  # a second Ctrl-C must not print a traceback
+        # The exit codes are those of a shell for SIGTERM and SIGINT.
+        if isinstance(interrupt, interrupts.Terminated):
+            what = "terminated"
+            code = 143
+        else:
+            what = "interrupted"
+            code = 130
+        _print_error("; ".join([what, *interrupt.args]))
     except BrokenPipeError:
-        # The reader of stdout has gone (`| head`), which is no error. A shell shows 141 for an end
-        # by SIGPIPE.
+        # The reader of stdout has ended (`| head`), which is not an error. 141 is the exit code
+        # that a shell shows for SIGPIPE. Python flushes stdout at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     except BaseException as error:  # a user's module may raise anything, even SystemExit(0)
-        code = _unforeseen(error, given)
+        code = _report_unforeseen(error, arguments)
     sys.exit(code)
 
 
-def _require_surroundings(arguments: list[str]) -> None:
-    """Refuse arguments and an environment that no library below could work with.
+def _require_usable_input(arguments: list[str]) -> None:
+    """Refuse a system, a working folder, arguments and variables that the libraries cannot handle.
 
     Raises:
-        InputRefused: the system is Windows; the working folder is gone, or its name, an argument or
-            a MONOGRAPH_ variable is not UTF-8.
-        UsageError: an option that names a place has an empty value.
+        InputRefused: the system is Windows; the working folder was deleted; or its name, an
+            argument or a MONOGRAPH_ variable is not UTF-8.
+        UsageError: an option of `_PATH_OPTIONS` has an empty value.
     """
     if sys.platform == "win32":
         raise errors.InputRefused(
             "monograph needs Linux, whose locks and limits it uses: on Windows, run it in WSL"
         )
     try:
-        told = {"the working folder": os.getcwd()} | {
-            f"argument {i}": text for i, text in enumerate(arguments, 1)
-        }
+        texts = {"the working folder": os.getcwd()}
     except FileNotFoundError:
         raise errors.InputRefused(
-            "the working folder was deleted: change to one that is there"
+            "the working folder was deleted: change to a folder that exists"
         ) from None
-    given = [
+    # An option and its value are two arguments, or one with an equals sign.
+    options_and_values = [
         *itertools.pairwise(arguments),
         *(argument.split("=", 1) for argument in arguments if "=" in argument),
     ]
-    if empty := [option for option, value in given if option in _NAMES_A_PLACE and not value]:
-        raise errors.UsageError(f"{empty[0]} is empty: name what it is for, or leave it out")
-    told |= {name: value for name, value in os.environ.items() if name.startswith("MONOGRAPH_")}
-    for what, text in told.items():
+    for option, value in options_and_values:
+        if option in _PATH_OPTIONS and not value:
+            raise errors.UsageError(f"{option} has an empty value: give a value, or leave it out")
+    texts |= {f"argument {i}": argument for i, argument in enumerate(arguments, 1)}
+    texts |= {name: value for name, value in os.environ.items() if name.startswith("MONOGRAPH_")}
+    for what, text in texts.items():
+        # Python decodes a byte that is not UTF-8 as a surrogate.
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
             raise errors.InputRefused(
                 f"{what}, {text}, is not UTF-8: rename the file, or write the text in UTF-8"
             )
 
 
-def _follows() -> bool:
-    """Return whether a launcher started several processes and this one is not rank 0."""
+def _is_not_rank_0() -> bool:
+    """Return whether a launcher has started several processes, and this process is not rank 0."""
     return launched() > 1 and os.environ.get("RANK", "0") != "0"
 
 
 @cache
 def command_tree() -> TyperGroup:
-    """Return all commands with their options, which typer derives from the functions' types."""
+    """Return the group of all commands; typer derives their options from the functions."""
     tree = typer.main.get_command(app)
     assert isinstance(tree, TyperGroup)
     for option in tree.params:
-        if option.opts[0] in _COMPLETION:
-            option.help = _COMPLETION[option.opts[0]]  # type: ignore[attr-defined]
+        if option.opts[0] in _COMPLETION_OPTIONS:
+            option.help = _COMPLETION_OPTIONS[option.opts[0]]  # type: ignore[attr-defined]
     return tree
 
 
-def _run(arguments: list[str]) -> int:
-    """Run one command and return its exit code. Typer's own `main` would turn some exceptions into
-    its own codes.
-    """
-    before_command = itertools.takewhile(lambda argument: argument.startswith("-"), arguments)
-    if asked := [argument for argument in before_command if argument in _COMPLETION]:
-        return _complete(asked[0])
+def _run_command(arguments: list[str]) -> int:
+    """Run one command and return its exit code."""
+    for argument in itertools.takewhile(lambda argument: argument.startswith("-"), arguments):
+        if argument in _COMPLETION_OPTIONS:
+            return _set_up_completion(argument)
     try:
+        # Not typer's own `main`, which turns some exceptions into exit codes of its own.
         with command_tree().make_context("monograph", list(arguments)) as context:
             return context.command.invoke(context) or 0
     except typer.Exit as exit_:
         return exit_.exit_code
-    except errors.MonographError as error:  # a user's module may raise one, too
-        if refused := _refused_by_others(error):
-            raise refused from error
+    except errors.MonographError as error:
+        # If a user's module raised it, the message must name that module.
+        if module_error := _error_of_user_module(error):
+            raise module_error from error
         raise
 
 
-def _complete(option: str) -> int:
-    """Install or print the script that lets a shell complete; typer exits after it.
+def _set_up_completion(option: str) -> int:
+    """Install or print the script that lets a shell complete command lines.
 
     Raises:
         UsageError: typer has no script for the shell that started this process.
     """
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with redirect_stdout(said), redirect_stderr(said):
+        with redirect_stdout(output), redirect_stderr(output):
             command_tree().make_context("monograph", [option])
     except SystemExit:
-        print(said.getvalue(), end="")
+        # Typer ends with SystemExit if it succeeds, and with typer.Exit if it does not.
+        print(output.getvalue(), end="")
     except typer.Exit:
         raise errors.UsageError(
             f"{option} is for bash, zsh, fish and PowerShell, and this shell is another"
@@ -186,8 +212,9 @@ def _complete(option: str) -> int:
     return 0
 
 
-def _refused_by_others(error: BaseException) -> errors.InputRefused | None:
-    # No user's module can run without torch, and importing it takes seconds.
+def _error_of_user_module(error: BaseException) -> errors.InputRefused | None:
+    """Return the error to report if a user's module raised `error`; None if no such module did."""
+    # Without torch, no user's module has run. The import below would load torch, for seconds.
     if "torch" not in sys.modules:
         return None
     from monograph.graph.trial import refused_by_others
@@ -195,9 +222,10 @@ def _refused_by_others(error: BaseException) -> errors.InputRefused | None:
     return refused_by_others(error)
 
 
-def _with_options(arguments: list[str]) -> list[str]:
-    """Return `help`, `help COMMAND` and `version`, as many programs have them, as the options that
-    say the same.
+def _with_dashes(arguments: list[str]) -> list[str]:
+    """Return `--help` for `help`, and `--version` for `version`; other arguments stay the same.
+
+    Many programs have `help`, `help COMMAND` and `version` as commands.
     """
     if arguments == ["version"]:
         return ["--version"]
@@ -207,100 +235,110 @@ def _with_options(arguments: list[str]) -> list[str]:
 
 
 def _with_resume_value(arguments: list[str]) -> list[str]:
-    """Insert "last" after a `--resume` that names no run, since typer has no options with an
-    optional value.
-    """
+    """Insert "last" after a `--resume` without a run, since a value in typer is never optional."""
     if "--resume" not in arguments:
         return arguments
     position = arguments.index("--resume") + 1
     following = arguments[position] if position < len(arguments) else "-"
-    is_run = (
-        not following.startswith("-") and "=" not in following and not following.endswith(".toml")
-    )
-    is_run = is_run or is_file(Path(following, "run.lock"))
-    return arguments if is_run else [*arguments[:position], "last", *arguments[position:]]
+    is_option = following.startswith("-")
+    is_key_or_config = "=" in following or following.endswith(".toml")
+    # The name of a run's folder may look like one of these.
+    is_run = is_file(Path(following, "run.lock"))
+    if is_run or not (is_option or is_key_or_config):
+        return arguments
+    return [*arguments[:position], "last", *arguments[position:]]
 
 
-def _answered(error: BadCommandLine, arguments: list[str]) -> str:
-    from monograph.cli.answers import answered
+def _usage_message(error: BadCommandLine, arguments: list[str]) -> str:
+    # Imported here, as only a wrong command line needs it.
+    from monograph.cli.answers import usage_message
 
-    return answered(error, command_tree(), arguments)
+    return usage_message(error, command_tree(), arguments)
 
 
-def _end(message: str, code: int, told: bool, at_last: bool = False) -> int:
-    """Print the error and return its exit code.
+def _end(message: str, exit_code: int, reported_elsewhere: bool, reports_late: bool = False) -> int:
+    """Print an error and return its exit code.
 
     Args:
         message: the error's text.
-        code: the exit code.
-        told: whether another process reports this error; this one then waits to be ended by the
-            launcher.
-        at_last: whether this process prints the error after that wait; otherwise it stays silent.
+        exit_code: the exit code.
+        reported_elsewhere: whether another process reports this error. This process then waits for
+            `SILENT_S` seconds, in which the launcher usually ends it.
+        reports_late: whether this process prints the error after the wait, since the other process
+            may not have printed it.
     """
-    if told:
+    if reported_elsewhere:
         time.sleep(SILENT_S)
-    return _fail(message, code) if at_last or not told else code
+    if reports_late or not reported_elsewhere:
+        _print_error(message)
+    return exit_code
 
 
-def _fail(message: str, code: int) -> int:
-    """Print an error as one line on stderr, its first word red on a terminal; return the exit code."""
+def _print_error(message: str) -> None:
+    """Print an error as one line on stderr; on a terminal the word "error:" is red."""
     label = "\033[31merror:\033[0m" if terminal.takes_colour(sys.stderr) else "error:"
-    _say(f"{label} {terminal.one_line(message)}\n")
-    return code
+    _write_to_stderr(f"{label} {terminal.one_line(message)}\n")
 
 
-def _say(text: str) -> None:
+def _write_to_stderr(text: str) -> None:
     try:
         terminal.own(sys.stderr, text)
         sys.stderr.flush()
     except OSError:
-        # A full disk under stderr changes no exit code; Python's own flush at the end would, if it
-        # failed again.
+        # The disk to which stderr is redirected is full. Python flushes stderr again at exit, and
+        # would change the exit code if that failed.
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-def _unforeseen(error: BaseException, arguments: list[str]) -> int:
-    """Report an exception that no room handles, and return the exit code.
+def _report_unforeseen(error: BaseException, arguments: list[str]) -> int:
+    """Print an exception that no other code has turned into a `MonographError`.
 
-    It is an error of a user's module, of the operating system or of memory; anything else is a bug
-    of Monograph.
+    It is an error of a user's module, of the operating system or of memory. Any other exception is
+    reported as a bug of Monograph.
+
+    Args:
+        error: the exception.
+        arguments: the command line, for the report of a bug.
+
+    Returns:
+        The exit code.
     """
     if os.environ.get("MONOGRAPH_DEBUG"):
         traceback.print_exc()
-    if refused := _refused_by_others(error):
-        return _end(str(refused), refused.exit_code, told=_follows())
-    if isinstance(error, OSError) and error.errno in (
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EROFS,
-        errno.EIO,
-    ):
+    if module_error := _error_of_user_module(error):
+        return _end(str(module_error), module_error.exit_code, reported_elsewhere=_is_not_rank_0())
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         verb = "read or write" if error.errno == errno.EIO else "write"
-        # An error of a stream names no file, and standard output is the only stream that is written
-        # to.
+        # The error of a stream has no file name, and commands write to no stream but stdout.
         place = error.filename or "standard output"
-        return _fail(f"cannot {verb} {place}: {error.strerror}", errors.DiskFull.exit_code)
+        _print_error(f"cannot {verb} {place}: {error.strerror}")
+        return errors.DiskFull.exit_code
     if isinstance(error, PermissionError):
-        return _fail(
-            f"no permission for {error.filename or 'a file'}", errors.InputRefused.exit_code
-        )
-    if isinstance(error, OSError) and error.errno in _REFUSED:
-        return _fail(
-            f"{error.filename or 'a file'}: {error.strerror}", errors.InputRefused.exit_code
-        )
+        _print_error(f"no permission for {error.filename or 'a file'}")
+        return errors.InputRefused.exit_code
+    if isinstance(error, OSError) and error.errno in _INPUT_ERRORS:
+        _print_error(f"{error.filename or 'a file'}: {error.strerror}")
+        return errors.InputRefused.exit_code
     if errors.host_is_full(error):
-        where = ""
-        if "torch" in sys.modules:
-            from monograph.graph.trial import raised_at
-
-            at = raised_at(error)
-            where = f" for {at[1]} ({at[0]})" if at else ""
-        return _fail(
-            f"the machine's memory, or the limit on this process, is too small{where}: use a smaller "
-            "model, train.micro_batch or data.sequence_length",
-            errors.OutOfDeviceMemory.exit_code,
+        _print_error(
+            f"the machine's memory, or the limit on this process, is too small{_module_of(error)}: "
+            "use a smaller model, train.micro_batch or data.sequence_length"
         )
+        return errors.OutOfDeviceMemory.exit_code
     summary = terminal.one_line(f"{type(error).__name__}: {errors.said_by(error)}")[:200]
-    _say(f"bug: {summary}; please report it with {errors.bug_report(arguments)}\n")
+    _write_to_stderr(f"bug: {summary}; please report it with {errors.bug_report(arguments)}\n")
     return 1
+
+
+def _module_of(error: BaseException) -> str:
+    """Return " for NAME (FILE:LINE)" of the user's module that raised the error; "" if none did."""
+    if "torch" not in sys.modules:
+        return ""
+    from monograph.graph.trial import raised_at
+
+    place_and_name = raised_at(error)
+    if place_and_name is None:
+        return ""
+    place, name = place_and_name
+    return f" for {name} ({place})"

@@ -1,5 +1,6 @@
-"""Answer a command line that typer refuses: say what to type instead, with the value that was
-typed.
+"""Explain a command line that typer refuses, and say what to type instead.
+
+Functions whose names end in `_advice` return the end of a message, which begins with "; ".
 """
 
 from __future__ import annotations
@@ -12,46 +13,45 @@ from typer.core import TyperGroup
 
 from monograph.cli.typed import BadCommandLine, bounds, example, help_of
 from monograph.config.elsewhere import COMMANDS, DEVICES, ELSEWHERE, OPTIONS
-from monograph.config.given import COMMAND_LINE, MOST_FAULTS
+from monograph.config.given import COMMAND_LINE, MAX_FAULTS
 from monograph.config.keys import KEYS
 from monograph.config.settings import check
 from monograph.config.sources import key_and_value
-from monograph.config.unknown import meant, require_known, takes
+from monograph.config.unknown import accepts, key_advice, require_known
 from monograph.errors import UsageError, did_you_mean
 from monograph.terminal import shell_words
 
 if TYPE_CHECKING:
     from typer._click import Command, Parameter  # click's, in older releases of typer
 
-_AFTER_DASHES = "; text that begins with a dash goes after --"
 
+def usage_message(error: BadCommandLine, tree: Command, arguments: Sequence[str]) -> str:
+    """Return one line that names everything that is wrong with the options and keys.
 
-def answered(error: BadCommandLine, tree: Command, arguments: Sequence[str]) -> str:
-    """Return the line about a wrong command line, with all that is wrong with its options and keys.
-
-    Typer stops at the first wrong option. Here the rest of the line is read without it, and so on.
+    Typer stops at the first unknown option. This function removes that option and parses the rest
+    again, until the rest has no unknown option or `MAX_FAULTS` faults are known.
 
     Args:
         error: typer's exception.
-        tree: all commands.
+        tree: the group of all commands.
         arguments: the command line.
     """
-    lines = [_about_error(error, tree, arguments)]
-    if error.ctx is None:
-        return lines[0]
+    messages = [_message_of(error, tree, arguments)]
+    if error.ctx is None:  # the error is in the command's name
+        return messages[0]
     command = error.ctx.command
     name = str(command.name)
-    left = list(arguments)
-    while _is_unknown_option(error) and _takes_keys(command) and len(lines) < MOST_FAULTS:
-        left = _without(_option_of(error), left)
+    remaining = list(arguments)
+    while _is_unknown_option(error) and _takes_keys(command) and len(messages) < MAX_FAULTS:
+        remaining = _without_option(_option_of(error), remaining)
         try:
-            with command.make_context(name, left[left.index(name) + 1 :]) as context:
-                lines += _wrong_keys(command, context.params)
+            with command.make_context(name, remaining[remaining.index(name) + 1 :]) as context:
+                messages += _key_faults(command, context.params)
             break
-        except BadCommandLine as another:
-            error = another
-            lines.append(_about_error(error, tree, left))
-    return "; also ".join(lines[:MOST_FAULTS])
+        except BadCommandLine as next_error:
+            error = next_error
+            messages.append(_message_of(error, tree, remaining))
+    return "; also ".join(messages[:MAX_FAULTS])
 
 
 def _is_unknown_option(error: BadCommandLine) -> bool:
@@ -59,169 +59,197 @@ def _is_unknown_option(error: BadCommandLine) -> bool:
 
 
 def _option_of(error: BadCommandLine) -> str:
-    """Return the option that an error is about, as it was read; "" if it is about another thing."""
+    """Return the option that an error is about, as typer read it; "" if there is none."""
     return getattr(error, "option_name", "")
 
 
-def _without(option: str, arguments: Sequence[str]) -> list[str]:
-    """Return a command line without an option, and without the value that stands after it."""
-    typed, value = _typed(option, arguments)
-    place = next(place for place, word in enumerate(arguments) if word.partition("=")[0] == typed)
-    apart = value and arguments[place] == typed and not key_and_value(value)
-    return [*arguments[:place], *arguments[place + 1 + bool(apart) :]]
+def _without_option(option: str, arguments: Sequence[str]) -> list[str]:
+    """Return a command line without an option and its value."""
+    typed_option, value = _option_and_value(option, arguments)
+    words = [argument.partition("=")[0] for argument in arguments]
+    place = words.index(typed_option)
+    # An unknown option may take no value. A key that follows is then an argument, which stays.
+    value_is_next_word = value and arguments[place] == typed_option and not key_and_value(value)
+    end = place + 2 if value_is_next_word else place + 1
+    return [*arguments[:place], *arguments[end:]]
 
 
-def _wrong_keys(command: Command, values: Mapping[str, Sequence[str] | None]) -> list[str]:
-    """Return what is wrong with each key, or its value, among a command's arguments."""
+def _key_faults(command: Command, values: Mapping[str, Sequence[str] | None]) -> list[str]:
+    """Return a message for each KEY=VALUE argument whose key or value is wrong.
+
+    Args:
+        command: the command.
+        values: the values of the command's parameters, by their names.
+    """
     faults = []
     for param in command.params:
         if "KEY=" not in str(param.metavar):
             continue
         for argument in values[param.name] or ():
-            given = key_and_value(argument)
-            if given is None:
+            pair = key_and_value(argument)
+            if pair is None:
                 continue
-            key, value = given
+            key, value = pair
             try:
                 require_known(key, COMMAND_LINE, value)
-                if not takes(key, value):
+                # `sweep` also takes axes, which `check` would refuse.
+                if not accepts(key, value):
                     check(key, value, COMMAND_LINE, from_text=True)
             except UsageError as fault:
                 faults.append(str(fault))
     return faults
 
 
-def _about_error(error: BadCommandLine, tree: Command, arguments: Sequence[str]) -> str:
-    """Return the line about one thing that is wrong.
+def _message_of(error: BadCommandLine, tree: Command, arguments: Sequence[str]) -> str:
+    """Return the message for one of typer's exceptions: typer's own words, with advice.
 
     Args:
         error: typer's exception.
-        tree: all commands.
+        tree: the group of all commands.
         arguments: the command line.
     """
-    said = str(error.format_message()).rstrip(".")
+    typer_message = str(error.format_message()).rstrip(".")
     if arguments and arguments[0] in COMMANDS:
         return f"No such command {arguments[0]!r}; {COMMANDS[arguments[0]]}"
-    command = error.ctx.command if error.ctx is not None else _named(tree, arguments)
+    command = error.ctx.command if error.ctx is not None else _command_in(tree, arguments)
     if isinstance(command, TyperGroup):
-        return said if "?" in said else f"{said}; there are {', '.join(command.commands)}"
+        if "?" in typer_message:  # typer suggests a command
+            return typer_message
+        return f"{typer_message}; there are {', '.join(command.commands)}"
     if _is_unknown_option(error):
         option = _option_of(error)
-        possible = getattr(error, "possibilities", None) or ()
-        return f"No such option: {option}{_about_option(command, option, possible, arguments)}"
+        similar = getattr(error, "possibilities", None) or ()
+        advice = _unknown_option_advice(command, option, similar, arguments)
+        return f"No such option: {option}{advice}"
     param = getattr(error, "param", None) or _option_named(command, _option_of(error))
-    is_number = "valid number" in said or "valid integer" in said
-    if param is not None and said.startswith("Invalid value") and (bounds(param) or is_number):
-        return _wrong_number(param, said, arguments)
-    if said.endswith("does not take a value"):
-        return f"{said}: write {_option_of(error)} alone"
+    is_number = "valid number" in typer_message or "valid integer" in typer_message
+    is_invalid = typer_message.startswith("Invalid value")
+    if param is not None and is_invalid and (bounds(param) or is_number):
+        return _wrong_number_message(param, typer_message, arguments)
+    if typer_message.endswith("does not take a value"):
+        return f"{typer_message}: write {_option_of(error)} alone"
     if param is not None:
-        return f"{said}; {_about(param)}, as in {example(command)}"
-    if extra := re.match(r"Got unexpected extra argument\S* \((.*)\)$", said):
-        return f"{said}{_about_extra(command, extra[1])}"
-    return said
+        return f"{typer_message}; {_param_with_help(param)}, as in {example(command)}"
+    if extra := re.match(r"Got unexpected extra argument\S* \((.*)\)$", typer_message):
+        return f"{typer_message}{_extra_argument_advice(command, extra[1])}"
+    return typer_message
 
 
-def _named(tree: Command, arguments: Sequence[str]) -> Command:
-    """Return the command that a command line begins with."""
-    for word in arguments:
-        if isinstance(tree, TyperGroup):
-            tree = tree.commands.get(word, tree)
-    return tree
+def _command_in(tree: Command, arguments: Sequence[str]) -> Command:
+    """Return the command, or the group of commands, that the arguments name."""
+    command = tree
+    for argument in arguments:
+        if isinstance(command, TyperGroup):
+            command = command.commands.get(argument, command)
+    return command
 
 
 def _option_named(command: Command, name: str) -> Parameter | None:
-    return next((each for each in command.params if name in each.opts), None)
+    return next((param for param in command.params if name in param.opts), None)
 
 
-def _wrong_number(param: Parameter, said: str, arguments: Sequence[str]) -> str:
-    """Return the line about an option's value that is no number, or none of its range."""
-    name, value = max(
-        (_typed(option, arguments) for option in param.opts), key=lambda typed: bool(typed[1])
-    )
-    kind = "a whole number" if "integer" in said else "a number"
-    return f"{name} {value}: expected {', '.join(filter(None, [kind, bounds(param)]))}"
+def _wrong_number_message(param: Parameter, typer_message: str, arguments: Sequence[str]) -> str:
+    """Return the message for an option whose value is not a number, or is out of range."""
+    # An option may have several names. One of them was typed, and has a value.
+    names_and_values = [_option_and_value(name, arguments) for name in param.opts]
+    typed = [(name, value) for name, value in names_and_values if value]
+    name, value = (typed or names_and_values)[0]
+    expected = "a whole number" if "integer" in typer_message else "a number"
+    if bounds(param):
+        expected += f", {bounds(param)}"
+    return f"{name} {value}: expected {expected}"
 
 
-def _about(param: Parameter) -> str:
-    """Return an argument or option with its meaning."""
-    names = [] if param.param_type_name == "argument" else [param.opts[0]]
-    return f"{' '.join(filter(None, [*names, param.metavar]))}: {help_of(param)}"
+def _param_with_help(param: Parameter) -> str:
+    """Return an argument or option as "--NAME METAVAR: HELP"."""
+    typed = [] if param.param_type_name == "argument" else [param.opts[0]]
+    if param.metavar:
+        typed.append(param.metavar)
+    return f"{' '.join(typed)}: {help_of(param)}"
 
 
-def _about_option(
-    command: Command, option: str, possible: Sequence[str], arguments: Sequence[str]
+def _unknown_option_advice(
+    command: Command, option: str, similar: Sequence[str], arguments: Sequence[str]
 ) -> str:
-    """Return the end of the line about an option that a command does not have."""
-    typed, value = _typed(option, arguments)
-    name = typed.lstrip("-").replace("-", "_")
-    if said := OPTIONS.get(str(command.name), {}).get(name.rpartition(".")[2]):
-        return _filled(said, value)
+    """Return what to type instead of an option that the command does not have.
+
+    Args:
+        command: the command.
+        option: the option, as typer read it.
+        similar: options of the command that typer finds similar.
+        arguments: the command line.
+    """
+    typed_option, value = _option_and_value(option, arguments)
+    name = typed_option.lstrip("-").replace("-", "_")
+    if elsewhere := OPTIONS.get(str(command.name), {}).get(name.rpartition(".")[2]):
+        return _with_typed_value(elsewhere, value)
     if name in DEVICES:
         return f"; {DEVICES[name]}"
-    begin = [long for long in _options(command) if long.startswith(f"--{name}")]
-    if len(name) == 1 and begin:
-        return f"; did you mean {' or '.join(begin)}?"
+    same_letter = [long for long in _option_names(command) if long.startswith(f"--{name}")]
+    if len(name) == 1 and same_letter:
+        return f"; did you mean {' or '.join(same_letter)}?"
     if _takes_keys(command):
-        return _about_key(command, typed, value, possible)
-    if near := did_you_mean(typed, _options(command)):
-        return near
-    if meant(name):
-        return f"; {_no_keys(command)}"
-    return _AFTER_DASHES if command.name == "generate" else f"; {_its_options(command)}"
+        return _key_as_option_advice(command, typed_option, value, similar)
+    if suggestion := did_you_mean(typed_option, _option_names(command)):
+        return suggestion
+    if key_advice(name):
+        return f"; {_takes_no_keys(command)}"
+    if command.name == "generate":
+        return "; text that begins with a dash goes after --"
+    return f"; {_list_options(command)}"
 
 
-def _about_key(command: Command, typed: str, value: str, possible: Sequence[str]) -> str:
-    """Return the end of the line about an option of a command that takes keys."""
-    name = typed.lstrip("-").replace("-", "_")
-    near = did_you_mean(typed, possible)
-    if name not in ELSEWHERE and near:
-        return near
-    if (
-        name not in KEYS
-        and name not in ELSEWHERE
-        and (value.partition("=")[0] in KEYS or value.endswith(".toml"))
-    ):
+def _key_as_option_advice(
+    command: Command, typed_option: str, value: str, similar: Sequence[str]
+) -> str:
+    """Return what to type instead of an unknown option, for a command that takes keys."""
+    name = typed_option.lstrip("-").replace("-", "_")
+    suggestion = did_you_mean(typed_option, similar)
+    if name not in ELSEWHERE and suggestion:
+        return suggestion
+    is_unknown_name = name not in KEYS and name not in ELSEWHERE
+    # As in `--config run.toml` or `--set optim.lr=1e-3`: the option is unnecessary.
+    is_argument = value.partition("=")[0] in KEYS or value.endswith(".toml")
+    if is_unknown_name and is_argument:
         return f"; type {shell_words(value)} as it is"
     return (
-        meant(name, value)
-        or near
-        or f"; {_its_options(command)}; a path that begins with a dash is ./-NAME"
+        key_advice(name, value)
+        or suggestion
+        or f"; {_list_options(command)}; a path that begins with a dash is ./-NAME"
     )
 
 
-def _about_extra(command: Command, text: str) -> str:
-    """Return the end of the line about an argument too many."""
-    name, equals, value = text.partition("=")
-    option = f"--{name.rpartition('.')[2].replace('_', '-')}"
-    if equals and option in _options(command):
+def _extra_argument_advice(command: Command, argument: str) -> str:
+    """Return what to type instead of an argument that the command does not take."""
+    name, equals, value = argument.partition("=")
+    short_name = name.rpartition(".")[2]
+    option = f"--{short_name.replace('_', '-')}"
+    if equals and option in _option_names(command):
         return f"; say {option} {shell_words(value)}"
-    of_others = OPTIONS.get(str(command.name), {})
-    said = of_others.get(name.rpartition(".")[2] if equals else "")
-    if said:
-        return _filled(said, value if equals else text)
-    if equals and meant(name):
-        return f"; {_no_keys(command)}"
-    return f"; {_usage(command)}"
+    # `OPTIONS` has advice for an argument without a name under "".
+    elsewhere = OPTIONS.get(str(command.name), {}).get(short_name if equals else "")
+    if elsewhere:
+        return _with_typed_value(elsewhere, value if equals else argument)
+    if equals and key_advice(name):
+        return f"; {_takes_no_keys(command)}"
+    return f"; {_list_arguments(command)}"
 
 
-def _typed(option: str, arguments: Sequence[str]) -> tuple[str, str]:
-    """Return an option as it was typed, which typer reads letter by letter after one dash, and its
-    value or "".
+def _option_and_value(option: str, arguments: Sequence[str]) -> tuple[str, str]:
+    """Return an option as a person typed it, and its value; the value is "" if there is none.
+
+    Typer reads `-lr` as the options -l and -r. So for the option -l, the typed option is `-lr`.
     """
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        if name != option and not (
-            len(option) == 2 and re.fullmatch(rf"{re.escape(option)}\w+", name)
-        ):
+        begins_with_letter = len(option) == 2 and re.fullmatch(rf"{re.escape(option)}\w+", name)
+        if name != option and not begins_with_letter:
             continue
-        following = arguments[place + 1 : place + 2]
-        if (
-            not equals
-            and following
-            and (not following[0].startswith("-") or _is_number(following[0]))
-        ):
-            value = following[0]
+        if not equals and place + 1 < len(arguments):
+            next_argument = arguments[place + 1]
+            # A negative number begins with a dash, too.
+            if not next_argument.startswith("-") or _is_number(next_argument):
+                value = next_argument
         return name, value
     return option, ""
 
@@ -230,36 +258,46 @@ def _is_number(text: str) -> bool:
     return bool(re.fullmatch(r"-?[0-9.]+(e[-+]?[0-9]+)?", text))
 
 
-def _filled(said: str, value: str) -> str:
-    """Return a sentence, or an option with the value that was typed."""
-    if not said.startswith("-"):
-        return f"; {said}"
-    if "{}" in said:
-        return f"; say {said.format(shell_words(value) if value else 'NUMBER')}"
-    return f"; say {said} {shell_words(value)}" if value else f"; say {said} VALUE"
+def _with_typed_value(elsewhere: str, value: str) -> str:
+    """Return the advice of an entry of `OPTIONS`, with the value that was typed.
+
+    An entry is a sentence, an option, or an option with {} in the place of a number.
+    """
+    if not elsewhere.startswith("-"):
+        return f"; {elsewhere}"
+    if "{}" in elsewhere:
+        return f"; say {elsewhere.format(shell_words(value) if value else 'NUMBER')}"
+    return f"; say {elsewhere} {shell_words(value) if value else 'VALUE'}"
 
 
 def _takes_keys(command: Command) -> bool:
+    """Return whether KEY=VALUE can be an argument of the command."""
     return any(
-        "KEY=" in str(each.metavar) for each in command.params if each.param_type_name == "argument"
+        "KEY=" in str(param.metavar)
+        for param in command.params
+        if param.param_type_name == "argument"
     )
 
 
-def _options(command: Command) -> list[str]:
+def _option_names(command: Command) -> list[str]:
     return [
-        name for each in command.params if each.param_type_name == "option" for name in each.opts
+        name for param in command.params if param.param_type_name == "option" for name in param.opts
     ]
 
 
-def _its_options(command: Command) -> str:
-    names = [name for name in _options(command) if name.startswith("--")]
-    return f"its options are {', '.join(names)}" if names else "it has no options"
+def _list_options(command: Command) -> str:
+    long_names = [name for name in _option_names(command) if name.startswith("--")]
+    return f"its options are {', '.join(long_names)}" if long_names else "it has no options"
 
 
-def _no_keys(command: Command) -> str:
-    return f"`monograph {command.name}` takes no keys of a run; {_its_options(command)}"
+def _takes_no_keys(command: Command) -> str:
+    return f"`monograph {command.name}` takes no keys of a run; {_list_options(command)}"
 
 
-def _usage(command: Command) -> str:
-    named = [str(each.metavar) for each in command.params if each.param_type_name == "argument"]
-    return f"after `monograph {command.name}` stands {' '.join(named) or 'no more'}; {_its_options(command)}"
+def _list_arguments(command: Command) -> str:
+    """Return the arguments and the options of a command, in a sentence."""
+    metavars = [
+        str(param.metavar) for param in command.params if param.param_type_name == "argument"
+    ]
+    arguments = " ".join(metavars) or "no more"
+    return f"after `monograph {command.name}` stands {arguments}; {_list_options(command)}"

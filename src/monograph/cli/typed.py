@@ -1,5 +1,8 @@
-"""Declare each command with its arguments, options and help. A command's code is imported when it
-is called.
+"""Declare each command with its arguments, options and help.
+
+Typer derives a command's arguments and options from its function's parameters, and its help from
+the function's docstring. A function here imports the code of its command (`monograph.commands`)
+only when it is called, since that code imports torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from monograph.model.exports import EXPORTS
 from monograph.report.trackers import LIBRARIES
 
 if TYPE_CHECKING:
-    # Typer's copy of click. Its older releases import click itself, where these are the same.
+    # New releases of typer have a copy of click in typer._click. Older ones import click, whose
+    # classes are the same.
     from typer._click import Command, Context, HelpFormatter, Parameter
     from typer._click.exceptions import UsageError as ClickUsageError
 
@@ -28,14 +32,14 @@ if TYPE_CHECKING:
 
     BadCommandLine = ClickUsageError
 else:
-    # The base of all exceptions for a wrong command line, in every release of typer, with its own
-    # click or without.
+    # The base class of all exceptions for a wrong command line. Its module depends on the release
+    # of typer, so it is found through a class that derives from it.
     BadCommandLine = typer.BadParameter.__bases__[0]
 
 F = TypeVar("F", bound=Callable[..., int | None])
 
-# The headings of the help. It has them, and the commands under each, in the order in which this
-# file declares them.
+# The headings of the commands in `monograph --help`. Headings and commands are in the order in
+# which this file declares the commands.
 TRAIN = "Train"
 INSPECT = "Prepare and inspect"
 USE = "Use"
@@ -43,57 +47,71 @@ UNDERSTAND = "Understand"
 EXAMPLE = "Example: "
 
 
-def bounds(each: Parameter | None) -> str:
-    """Return the least and the largest number of an argument or option that has them: "at least 0",
-    "0 to 65535".
+def bounds(param: Parameter | None) -> str:
+    """Return the range of a number that an argument or option takes; "" if it has no range.
+
+    For example "at least 0" or "0 to 65535".
     """
-    least = getattr(each, "min", None)
-    most = getattr(each, "max", None)
-    if least is None:
+    # Only a parameter that takes a number has these attributes.
+    minimum = getattr(param, "min", None)
+    maximum = getattr(param, "max", None)
+    if minimum is None:
         return ""
-    return f"at least {least:g}" if most is None else f"{least:g} to {most:g}"
+    if maximum is None:
+        return f"at least {minimum:g}"
+    return f"{minimum:g} to {maximum:g}"
 
 
-def help_of(each: Parameter) -> str | None:
-    """Return what an argument or option means."""
-    return getattr(each, "help", None)
+def help_of(param: Parameter) -> str | None:
+    """Return the help of an argument or option."""
+    return getattr(param, "help", None)
 
 
-def _explain(heading: str, params: Sequence[Parameter], formatter: HelpFormatter) -> None:
-    """Write arguments or options: what is typed, by names that say what it is, and what it means."""
+def _write_params(heading: str, params: Sequence[Parameter], formatter: HelpFormatter) -> None:
+    """Write a section of the help: what a person types for each parameter, and what it means."""
     rows = []
-    for each in params:
-        names = (
-            [] if each.param_type_name == "argument" else [", ".join(sorted(each.opts, key=len))]
-        )
-        details = [bounds(each), "required"] if each.required else [bounds(each)]
-        if each.default is not None and each.default is not False:
-            details.insert(0, f"default: {each.default}")
-        said = "; ".join(filter(None, details))
-        meaning = " ".join(filter(None, [help_of(each), f"[{said}]" if said else ""]))
-        rows.append((" ".join(filter(None, [*names, each.metavar])), meaning))
+    for param in params:
+        typed = []
+        if param.param_type_name == "option":
+            typed.append(", ".join(sorted(param.opts, key=len)))
+        if param.metavar:
+            typed.append(param.metavar)
+        details = []
+        if param.default is not None and param.default is not False:
+            details.append(f"default: {param.default}")
+        if bounds(param):
+            details.append(bounds(param))
+        if param.required:
+            details.append("required")
+        meaning = help_of(param) or ""
+        if details:
+            meaning = f"{meaning} [{'; '.join(details)}]".lstrip()
+        rows.append((" ".join(typed), meaning))
     if rows:
         with formatter.section(heading):
             formatter.write_dl(rows)
 
 
-class _Explained(TyperCommand):
-    """A command whose help names no types of Python, which mean nothing on a command line."""
+class _Command(TyperCommand):
+    """A command whose help does not name Python's types, which mean nothing on a command line."""
 
     def format_options(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write the arguments and the options."""
-        shown = [each for each in self.get_params(ctx) if not getattr(each, "hidden", False)]
+        params = [param for param in self.get_params(ctx) if not getattr(param, "hidden", False)]
         for heading, kind in (("Arguments", "argument"), ("Options", "option")):
-            _explain(heading, [each for each in shown if each.param_type_name == kind], formatter)
+            of_kind = [param for param in params if param.param_type_name == kind]
+            _write_params(heading, of_kind, formatter)
 
 
-class _Listed(TyperGroup):
-    """A group whose help lists its commands before its options: under headings, with whole
-    sentences and examples.
+class _Group(TyperGroup):
+    """A group of commands whose help lists the commands under headings, before the options.
+
+    Typer would cut a command's help to the width of the terminal. Here it is a whole sentence, and
+    each heading has an example.
     """
 
     def format_help_text(self, ctx: Context, formatter: HelpFormatter) -> None:
-        """Write what the group is, and its commands."""
+        """Write the group's help, and its commands."""
         super().format_help_text(ctx, formatter)
         for heading, commands in by_heading(self).items():
             rows = [(str(command.name), first_sentence(command)) for command in commands]
@@ -103,31 +121,32 @@ class _Listed(TyperGroup):
                 formatter.write_dl(rows)
 
     def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
-        """Write nothing after the options."""
+        """Write nothing: typer calls this after the options, but the commands come before them."""
 
 
 def by_heading(group: TyperGroup) -> dict[str, list[Command]]:
-    """Return a group's commands by their headings; "" for those that have none."""
-    found: dict[str, list[Command]] = {}
+    """Return a group's commands by their headings; "" is the heading of commands without one."""
+    commands_by_heading: dict[str, list[Command]] = {}
     for command in group.commands.values():
-        heading = getattr(command, "rich_help_panel", None)  # of a command or a group of typer
-        found.setdefault(heading or "", []).append(command)
-    return found
+        # Typer calls a heading a panel.
+        heading = getattr(command, "rich_help_panel", None)
+        commands_by_heading.setdefault(heading or "", []).append(command)
+    return commands_by_heading
 
 
 def first_sentence(command: Command) -> str:
-    """Return the first paragraph of a command's help, which is one sentence."""
+    """Return the first paragraph of a command's help; each command's is a single sentence."""
     return str(command.help).partition("\n\n")[0].replace("\n", " ")
 
 
 def example(command: Command) -> str:
-    """Return the example of a command."""
+    """Return the example with which a command's help ends."""
     return str(command.epilog).removeprefix(EXAMPLE)
 
 
 app = typer.Typer(
     name="monograph",
-    cls=_Listed,
+    cls=_Group,
     help="Train, finetune and serve language models on one GPU, or on none.",
     epilog="`last` is the newest run. `monograph COMMAND --help` lists a command's options, "
     "`monograph keys` lists the keys of a configuration.",
@@ -135,7 +154,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-data_app = typer.Typer(cls=_Listed, rich_markup_mode=None)
+data_app = typer.Typer(cls=_Group, rich_markup_mode=None)
 app.add_typer(
     data_app,
     name="data",
@@ -145,12 +164,15 @@ app.add_typer(
 )
 
 
-def _command(heading: str, example: str, said: str | None = None) -> Callable[[F], F]:
-    """Declare a command under a heading of the help, and an example, with which its own help ends.
+def _command(heading: str, example: str, help: str | None = None) -> Callable[[F], F]:
+    """Return a decorator that declares a command.
 
-    `said` is its help, where that is more than the function's docstring.
+    Args:
+        heading: the heading of `monograph --help` under which the command is.
+        example: the example with which the command's own help ends.
+        help: the command's help; None for the function's docstring.
     """
-    return app.command(cls=_Explained, rich_help_panel=heading, epilog=EXAMPLE + example, help=said)
+    return app.command(cls=_Command, rich_help_panel=heading, epilog=EXAMPLE + example, help=help)
 
 
 ConfigArguments = Annotated[
@@ -171,14 +193,15 @@ AxisArguments = Annotated[
 ]
 
 
-def _fetched(context: typer.Context, names: str | list[str]) -> str | Path | list[str | Path]:
+def _download(context: typer.Context, names: str | list[str]) -> str | Path | list[str | Path]:
+    """Return the names of models, with the local folder in place of each hf://OWNER/NAME."""
     if isinstance(names, list):
-        return [_one_fetched(context, name) for name in names]
-    return _one_fetched(context, names)
+        return [_download_one(context, name) for name in names]
+    return _download_one(context, names)
 
 
-def _one_fetched(context: typer.Context, name: str) -> str | Path:
-    # A shell that completes a line parses it, too.
+def _download_one(context: typer.Context, name: str) -> str | Path:
+    # Typer sets `resilient_parsing` when a shell completes a line, which must not download a model.
     if context.resilient_parsing or not name.startswith("hf://"):
         return name
     from monograph.run.repository import fetched
@@ -190,7 +213,7 @@ Run = Annotated[
     str,
     typer.Argument(
         metavar="RUN|FOLDER",
-        callback=_fetched,
+        callback=_download,
         help="a run, `last`, a checkpoint's folder, a Hugging Face folder, hf://OWNER/NAME or a .pth file",
     ),
 ]
@@ -198,24 +221,26 @@ Run = Annotated[
 
 def _option(
     metavar: str,
-    said: str,
+    help: str,
     *names: str,
     min: float | None = None,
     max: float | None = None,
     readable: bool = True,
 ) -> Any:
-    return typer.Option(*names, metavar=metavar, help=said, min=min, max=max, readable=readable)
+    """Return an option that takes a value. Without `names`, its name is that of the parameter."""
+    return typer.Option(*names, metavar=metavar, help=help, min=min, max=max, readable=readable)
 
 
-def _flag(name: str, said: str, *names: str) -> Any:
-    return typer.Option(name, *names, help=said)
+def _flag(name: str, help: str, *more_names: str) -> Any:
+    """Return an option that takes no value."""
+    return typer.Option(name, *more_names, help=help)
 
 
-def _place(metavar: str, said: str, *names: str) -> Any:
-    """Return an option of a path, which the command reads: typer would refuse one that cannot be as
-    a wrong name.
-    """
-    return _option(metavar, said, *names, readable=False)
+def _path_option(metavar: str, help: str, *names: str) -> Any:
+    """Return an option that takes a path."""
+    # The command opens the path and says why it cannot be read. With `readable`, typer would say
+    # that its name is wrong.
+    return _option(metavar, help, *names, readable=False)
 
 
 Temperature = Annotated[
@@ -238,7 +263,7 @@ Choice = Annotated[
     list[str] | None, _option("TEXT", "write one of these texts; repeat it for each")
 ]
 Regex = Annotated[str | None, _option("PATTERN", "write text that matches this pattern as a whole")]
-JsonSchema = Annotated[Path | None, _place("FILE", "write JSON that follows this schema")]
+JsonSchema = Annotated[Path | None, _path_option("FILE", "write JSON that follows this schema")]
 TrustCode = Annotated[
     bool,
     _flag(
@@ -256,8 +281,8 @@ Minutes = Annotated[
     float | None, _option("M", "train for this many minutes; short for train.minutes=M")
 ]
 Json = Annotated[bool, _flag("--json", "end stdout with one JSON object")]
-# Commands that several processes run together; None is `monograph` alone.
-SHARED = (None, "train", "sweep")
+# Commands that the processes of a launcher run together. None is `monograph` without a command.
+SHARED_COMMANDS = (None, "train", "sweep")
 
 
 @app.callback(invoke_without_command=True)
@@ -269,25 +294,27 @@ def _monograph(
         print(f"monograph {__version__}")
         raise typer.Exit
     command = context.invoked_subcommand
-    if command not in SHARED and launched() > 1:
+    if command not in SHARED_COMMANDS and launched() > 1:
         raise UsageError(
-            f"{launched()} processes were started: `monograph {command}` is one; leave the launcher out"
+            f"{launched()} processes were started, but `monograph {command}` runs in one: leave the launcher out"
         )
-    _help_if_bare(context)
+    _print_help_without_command(context)
 
 
 def launched() -> int:
-    """Return how many processes of this command a launcher such as torchrun has started."""
-    size = os.environ.get("WORLD_SIZE", "")
-    return int(size) if size.isdecimal() and "MASTER_ADDR" in os.environ else 1
+    """Return the number of processes that a launcher, such as torchrun, has started; else 1."""
+    world_size = os.environ.get("WORLD_SIZE", "")
+    # WORLD_SIZE alone may be another program's.
+    is_launched = world_size.isdecimal() and "MASTER_ADDR" in os.environ
+    return int(world_size) if is_launched else 1
 
 
 @data_app.callback(invoke_without_command=True)
 def _data(context: typer.Context) -> None:
-    _help_if_bare(context)
+    _print_help_without_command(context)
 
 
-def _help_if_bare(context: typer.Context) -> None:
+def _print_help_without_command(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
         raise typer.Exit
@@ -296,7 +323,9 @@ def _help_if_bare(context: typer.Context) -> None:
 @_command(TRAIN, "monograph train my_texts/ --minutes 30")
 def train(
     arguments: ConfigArguments = None,
-    out: Annotated[Path | None, _place("DIR", "the run's folder; default: runs/DATE-TIME")] = None,
+    out: Annotated[
+        Path | None, _path_option("DIR", "the run's folder; default: runs/DATE-TIME")
+    ] = None,
     name: Name = None,
     recipe: FromRecipe = None,
     resume: Annotated[
@@ -325,13 +354,14 @@ def train(
 
     Without arguments it trains a small model on Python's own sources for three minutes.
     """
+    # The run's total time begins here: it includes the imports below.
     asked_s = perf_counter()
     if resume and from_:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
-    out = _folder(out, name)
-    _trust(trust_code)
-    times = {"train.minutes": minutes, "train.wall_minutes": wall_minutes}
-    settings = _settings(_begun_with(recipe, arguments), times, runs_code=not print_config)
+    out = _run_folder(out, name)
+    _trust_code_if(trust_code)
+    short_options = {"train.minutes": minutes, "train.wall_minutes": wall_minutes}
+    settings = _settings(_with_recipe(recipe, arguments), short_options, runs_code=not print_config)
     if print_config:
         from monograph.config.commented import commented
 
@@ -355,7 +385,7 @@ def sweep(
     ] = None,
     out: Annotated[
         Path | None,
-        _place("DIR", "the sweep's folder, new or to continue; default: runs/DATE-TIME"),
+        _path_option("DIR", "the sweep's folder, new or to continue; default: runs/DATE-TIME"),
     ] = None,
     name: Name = None,
     recipe: FromRecipe = None,
@@ -374,18 +404,19 @@ def sweep(
     Without arguments it tries learning rates for the newest run's text, on a narrow copy of its
     model.
     """
-    out = _folder(out, name)
+    out = _run_folder(out, name)
     from monograph.commands.sweep import run
 
-    _trust(trust_code)
-    given = _begun_with(recipe, arguments)
+    _trust_code_if(trust_code)
+    all_arguments = _with_recipe(recipe, arguments)
     if minutes is not None:
-        given = [*given, f"train.minutes={minutes:g}"]
+        all_arguments = [*all_arguments, f"train.minutes={minutes:g}"]
     return interrupts.working(run)(
-        given, samples=samples, verify=verify, out=out, distill=distill, json=json
+        all_arguments, samples=samples, verify=verify, out=out, distill=distill, json=json
     )
 
 
+# The help of `plan` has a list of GPUs, which a docstring cannot have.
 _PLAN = "Predict which settings fit a device, and how fast they train."
 
 
@@ -416,8 +447,8 @@ def plan(
     """Predict which settings fit a device, and how fast they train."""
     from monograph.commands.plan import run
 
-    times = {"train.minutes": minutes}
-    settings = _settings(_begun_with(recipe, arguments), times, shape_alone=True)
+    short_options = {"train.minutes": minutes}
+    settings = _settings(_with_recipe(recipe, arguments), short_options, shape_alone=True)
     return run(
         settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json
     )
@@ -507,7 +538,8 @@ def follow(
     ],
     to: Annotated[str, _option("TRACKER", join_with_or(LIBRARIES))],
     out: Annotated[
-        Path | None, _place("DIR", "folder of the tracker's files; default: the tracker's own")
+        Path | None,
+        _path_option("DIR", "folder of the tracker's files; default: the tracker's own"),
     ] = None,
 ) -> None:
     """Log a run to a tracker."""
@@ -516,7 +548,7 @@ def follow(
     interrupts.working(command)(run, to=to, out=out)
 
 
-@data_app.command(cls=_Explained, epilog=f"{EXAMPLE}monograph data show my_texts/ --row 3")
+@data_app.command(cls=_Command, epilog=f"{EXAMPLE}monograph data show my_texts/ --row 3")
 def show(
     arguments: ConfigArguments = None,
     row: Annotated[
@@ -529,7 +561,7 @@ def show(
     interrupts.working(command)(_settings(arguments), row=row)
 
 
-@data_app.command(cls=_Explained, epilog=f"{EXAMPLE}monograph data build my_texts/")
+@data_app.command(cls=_Command, epilog=f"{EXAMPLE}monograph data build my_texts/")
 def build(arguments: ConfigArguments = None) -> None:
     """Tokenize the text once, for all later runs."""
     from monograph.commands.data import build as command
@@ -544,7 +576,8 @@ def generate(
         list[str] | None, typer.Argument(metavar="PROMPT", help="text to continue")
     ] = None,
     file: Annotated[
-        Path | None, _place("FILE", "a file of more prompts, as lines or JSON lines", "--prompts")
+        Path | None,
+        _path_option("FILE", "a file of more prompts, as lines or JSON lines", "--prompts"),
     ] = None,
     chat: Annotated[
         bool, _flag("--chat", "answer each prompt, through the model's chat template")
@@ -647,7 +680,8 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, _option("N", "the port; 0: any free one", min=0, max=65535)] = 8000,
     api_key_file: Annotated[
-        Path | None, _place("FILE", "a file of keys, one on each line; a request needs one of them")
+        Path | None,
+        _path_option("FILE", "a file of keys, one on each line; a request needs one of them"),
     ] = None,
     rows: Annotated[
         int | None,
@@ -719,7 +753,7 @@ def export(
 def profile(
     arguments: ConfigArguments = None,
     out: Annotated[
-        Path | None, _place("DIR", "the folder of the report; default: profiles/DATE-TIME")
+        Path | None, _path_option("DIR", "the folder of the report; default: profiles/DATE-TIME")
     ] = None,
     ladder: Annotated[
         bool, _flag("--ladder", "measure what compiling, bf16, packing and so on gain, one by one")
@@ -733,7 +767,7 @@ def profile(
     else:
         from monograph.commands.profile import run
 
-    _trust(trust_code)
+    _trust_code_if(trust_code)
     interrupts.working(run)(_settings(arguments, runs_code=True), out=out, json=json)
 
 
@@ -755,7 +789,7 @@ def evaluate(
     """Measure a model on held-out text or on multiple-choice questions."""
     from monograph.commands.evaluate import run as command
 
-    _trust(trust_code)
+    _trust_code_if(trust_code)
     interrupts.working(command)(run, data=data or [], chat=chat, json=json)
 
 
@@ -766,7 +800,7 @@ def compare(
         typer.Argument(
             metavar="RUN|FOLDER",
             help="runs, sweeps or models; each is compared with the first",
-            callback=_fetched,
+            callback=_download,
         ),
     ],
     data: Annotated[
@@ -781,7 +815,7 @@ def compare(
     ] = False,
     report: Annotated[
         Path | None,
-        _place(
+        _path_option(
             "FILE.html", "write a page with the curves of all runs and the settings that differ"
         ),
     ] = None,
@@ -791,12 +825,15 @@ def compare(
     """Say whether one model is better than another, and how certain that is."""
     from monograph.commands.compare import run as command
 
-    _trust(trust_code)
+    _trust_code_if(trust_code)
     interrupts.working(command)(runs, data=data or [], chat=chat, report=report, json=json)
 
 
-def _begun_with(recipe: str | None, arguments: list[str] | None) -> list[str]:
-    """Return the arguments with the file of a recipe, which gives way to each key among them."""
+def _with_recipe(recipe: str | None, arguments: list[str] | None) -> list[str]:
+    """Return the arguments after the file of a recipe, if there is one.
+
+    A key among the arguments replaces the recipe's value.
+    """
     if recipe is None:
         return arguments or []
     from monograph.config.recipes import recipe_named
@@ -804,21 +841,24 @@ def _begun_with(recipe: str | None, arguments: list[str] | None) -> list[str]:
     return [str(recipe_named(recipe).path), *(arguments or [])]
 
 
-def _folder(out: Path | None, name: str | None) -> Path | None:
-    """Return the folder that --out or --name gives; None if neither does."""
+def _run_folder(out: Path | None, name: str | None) -> Path | None:
+    """Return the folder that --out or --name names; None without either option."""
     if name is None:
         return out
     if out is not None:
-        raise UsageError(f"--name {name}: --out {out} says where the run is, too; give one of them")
+        raise UsageError(
+            f"--name {name} and --out {out} both name the run's folder; give one of them"
+        )
     if name in ("", ".", "..", "last") or "/" in name:
         raise UsageError(
-            f"--name {name}: expected the name of a folder in runs/, other than last; --out takes a path"
+            f"--name {name}: expected the name of a folder in runs/, but not last; --out takes a path"
         )
     return Path("runs", name)
 
 
-def _trust(said: bool) -> None:
-    if said:
+def _trust_code_if(is_given: bool) -> None:
+    """Allow any run's Python file to be run by this process, if --trust-code is given."""
+    if is_given:
         from monograph.run.trust import trust_code
 
         trust_code()
@@ -826,7 +866,7 @@ def _trust(said: bool) -> None:
 
 def _settings(
     arguments: list[str] | None,
-    times: Mapping[str, float | None] | None = None,
+    short_options: Mapping[str, float | None] | None = None,
     runs_code: bool = False,
     shape_alone: bool = False,
 ) -> Settings:
@@ -834,14 +874,20 @@ def _settings(
 
     Args:
         arguments: a TOML file, KEY=VALUE pairs and text, in any order.
-        times: the values of options that are short for keys, by key.
+        short_options: by key, the values of options that are short for a key, such as --minutes;
+            None for an option that is not given.
         runs_code: whether the command may run the Python file that the settings name.
-        shape_alone: whether the command needs no more than the shape of a model of the Hub.
+        shape_alone: whether the command needs only the shape of a model on the Hugging Face Hub, so
+            that its weights are not downloaded.
+
+    Raises:
+        UsageError: an argument is wrong, or a run is named as a text to train on.
+        InputRefused: a file that the arguments name cannot be used.
     """
     from monograph.config import classify
 
     toml, overrides, faults = classify(arguments or [])
-    for key, value in (times or {}).items():
+    for key, value in (short_options or {}).items():
         if value is None:
             continue
         if key in overrides:

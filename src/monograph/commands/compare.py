@@ -44,7 +44,7 @@ from monograph.session.evaluated_model import (
 )
 from monograph.storage.reading import contents, exists, is_file, is_folder, without_links
 from monograph.sweeps.folder import seeds_of_best
-from monograph.sweeps.results import mixture_of
+from monograph.sweeps.results import mixture_members
 from monograph.terminal import warn
 
 
@@ -162,7 +162,7 @@ def run(
 
 def _side(name: str) -> _Side:
     runs: dict[int, Run] = {}
-    members = mixture_of(name)
+    members = mixture_members(name)
     if not members and (names_run(name) or not exists(name)):
         folder = Run.located(name)
         runs = seeds_of_best(folder) if is_file(folder / SWEEP) else {0: Run.open(name)}

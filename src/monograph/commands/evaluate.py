@@ -22,7 +22,7 @@ from monograph.session.evaluated_model import (
     of_run,
     require_finite,
 )
-from monograph.sweeps.results import mixture_of
+from monograph.sweeps.results import mixture_members
 from monograph.terminal import warn
 
 # The keys that --json prints; the value is null where a score was not measured.
@@ -34,7 +34,7 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
     """Score the held-out rows of the run's data, or all given text or questions; see the command
     line's help.
     """
-    members = mixture_of(run)
+    members = mixture_members(run)
     runs = members or [trained for trained in [run_named(run)] if trained]
     subjects = [of_run(each, warn) for each in runs] or [of_folder(run, warn)]
     subject = mixed(subjects, run) if members else subjects[0]

@@ -136,7 +136,7 @@ class _Followed:
                 self.name, _key(self._run.folder), self._settings(), self._out
             )
         self._open.write(points)
-        self.rows, self.update, self.seen = self.rows + len(points), points[-1][0], self._open.seen
+        self.rows, self.update, self.seen = self.rows + len(points), points[-1][0], self._open.view
         self._offset, self._before = (
             self._offset + len(added),
             (self._before + added)[-COMPARED_BYTES:],

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from monograph.config.keys import KEYS, SECTIONS, Key, described
+from monograph.config.keys import KEYS, SECTIONS, Key, key_declaration
 from monograph.config.lookup import Found, example_of, keys_named, names_elsewhere, typed
 from monograph.config.settings import toml_of
 from monograph.terminal import is_terminal, shell_words
@@ -42,7 +42,7 @@ def run(word: str | None, *, json: bool) -> None:
 
 def _explained(key: str, width: int) -> Iterator[str]:
     """Yield the lines about one key."""
-    said = described(key)
+    said = key_declaration(key)
     section, _, name = key.partition(".")
     example = toml_of(example_of(key))
     yield key
@@ -91,7 +91,7 @@ def _tables(keys: tuple[str, ...], width: int) -> Iterator[str]:
             yield from textwrap.wrap(fields.about(), width)
         for key in own:
             yield f"  {key}   (default: {_default(key)})"
-            yield from _indented(described(key).meaning, width, 6)
+            yield from _indented(key_declaration(key).meaning, width, 6)
 
 
 def _advice(advice: dict[str, str], width: int) -> Iterator[str]:
@@ -109,14 +109,14 @@ def _indented(text: str, width: int, by: int = 2) -> list[str]:
 
 def _default(key: str) -> str:
     """Return what applies where a key is not set, in words or as a value."""
-    said = described(key)
+    said = key_declaration(key)
     if said.default is None:
         return said.otherwise or "not set"
     return typed(said.default)
 
 
 def _entry(key: str) -> dict[str, Any]:
-    said = described(key)
+    said = key_declaration(key)
     return {
         "key": key,
         "meaning": said.meaning,

@@ -15,7 +15,7 @@ from monograph.model.config import LlamaConfig
 from monograph.planner import Limits, budget, streamed_or_resident
 from monograph.planner import Plan as Answer
 from monograph.planner.defaults import LEARNING_RATES, TOKENS_PER_PARAMETER, updates_of
-from monograph.planner.remedies import Choices, better
+from monograph.planner.remedies import Choices, remedies_worth_showing
 from monograph.planner.streaming import HOST_SHARE
 from monograph.predict.roofline import Calibration, peak_flops
 from monograph.report.quantities import gibibytes
@@ -109,7 +109,9 @@ def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
     fresh = job.recipe.init is None
     length = _length(plan, answer, config, open_end=asked.elsewhere and fresh)
     choices = _choices(asked, job, target)
-    changes = better(answer, request, peaks, choices, limits) if target.type == "cuda" else []
+    changes = []
+    if target.type == "cuda":
+        changes = remedies_worth_showing(answer, request, peaks, choices, limits)
     for line in screen(
         answer, asked.model, request, length, drawing, changes, supposed_in(asked.settings)
     ):

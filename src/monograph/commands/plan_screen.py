@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from monograph.planner import Candidate, Plan, Request, StreamCandidate
-from monograph.planner.candidates import described
+from monograph.planner.candidates import describe_work
 from monograph.planner.remedies import Remedy
 from monograph.planner.streaming import describe_tiers, describe_way
 from monograph.predict.estimate import trained_numbers
@@ -130,13 +130,13 @@ def _chosen(plan: Plan, length: Length) -> Iterator[str]:
     if plan.chosen is None:
         short = gibibytes(best.peak_memory_bytes - plan.budget_bytes)
         yield f"plan     does not fit: {short} too large in the way that needs least,"
-        yield f"         {described(best.work)}"
+        yield f"         {describe_work(best.work)}"
     else:
         if isinstance(best, StreamCandidate):
             yield "plan     fits, streamed: the weights wait in the host's memory,"
-            yield f"         {described(best.work)}"
+            yield f"         {describe_work(best.work)}"
         else:
-            yield f"plan     fits, {described(best.work)}"
+            yield f"plan     fits, {describe_work(best.work)}"
         use = "" if best.mfu is None else f", MFU {best.mfu:.0%}"
         yield f"speed    {count(best.tokens_per_s, 'tok/s')}{use}, {_short(best.update_s)} an update"
         yield f"time     {_time(best, length)}"

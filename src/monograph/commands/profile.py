@@ -19,18 +19,18 @@ from monograph.profiling.intervals import PARTS
 from monograph.profiling.profiler import Profile, profile
 from monograph.report.figures import themed
 from monograph.report.profile_report import (
-    HEADS,
-    SPEED,
+    LADDER_HEADS,
+    SPEED_KEYS,
+    describe_limit,
+    describe_measurement,
     draw_ladder,
     draw_profile,
-    fastest,
-    gain,
+    fastest_rung,
+    ladder_cells,
+    ladder_gain,
     ladder_page,
-    mostly,
+    largest_bound,
     profile_page,
-    rows,
-    said,
-    standing,
 )
 from monograph.report.quantities import clock_time, count, counted
 from monograph.run.folder import Run, standard_json
@@ -163,13 +163,12 @@ def _show(measured: Profile, tokens_per_s: float, folder: Path) -> None:
         share = judged.spent.share(part)
         taken = 1e3 * judged.spent.parts[part]
         least = 1e3 * judged.floors[part]
-        print(
-            f"{part:<14}{share:>7.1%}{taken:>10.3g}{least:>10.3g}  {mostly(judged.bounds.get(part, {}))}".rstrip()
-        )
+        bound = largest_bound(judged.bounds.get(part, {}))
+        print(f"{part:<14}{share:>7.1%}{taken:>10.3g}{least:>10.3g}  {bound}".rstrip())
     faster = measured.update_s / max(judged.floor_s, 1e-12)
     rates = f"{count(machine.matmul_flops)}FLOP/s of a large product, {count(machine.copy_bytes_per_s)}B/s of a copy"
     print(f"\nbest      {1e3 * judged.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
-    print(f"limit     {said(measured)}")
+    print(f"limit     {describe_limit(measured)}")
     for index, change in enumerate(judged.changes):
         begun = f"change    {change.what}" if index == 0 else f"          or {change.what}"
         why = f", as {change.why}" if index == 0 else ""
@@ -313,7 +312,7 @@ def measured_rungs(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
         }
         one = rungs[rung.name]
         other = rungs.get(over)
-        for name, key in (("times", SPEED[timed]), ("memory_times", "peak_memory_bytes")):
+        for name, key in (("times", SPEED_KEYS[timed]), ("memory_times", "peak_memory_bytes")):
             one[name] = one[key] / other[key] if other and one[key] else None
     return [*rungs.values()]
 
@@ -351,9 +350,9 @@ def _measured(outcome: Climbed | str) -> dict[str, Any]:
 def _show_ladder(result: dict[str, Any], folder: Path) -> None:
     table = [
         [cell if isinstance(cell, str) else cell[0] for cell in row]
-        for row in [HEADS, *rows(result["rungs"])]
+        for row in [LADDER_HEADS, *ladder_cells(result["rungs"])]
     ]
-    lines = [[line[HEADS.index(head)] for head in _SHOWN] for line in table]
+    lines = [[line[LADDER_HEADS.index(head)] for head in _SHOWN] for line in table]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_SHOWN))]
     saving = [values for values, rung in zip(result["rungs"], RUNGS, strict=True) if rung.over]
     for line, rung in zip(lines, [None, *result["rungs"]], strict=True):
@@ -364,7 +363,7 @@ def _show_ladder(result: dict[str, Any], folder: Path) -> None:
             continue
         numbers = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
         print("   ".join([line[0].ljust(widths[0]), *numbers]))
-    print(f"\n{standing(result)}")
-    speed = f"{fastest(result)['rung']}: {gain(result):.2f} × as fast as eager"
+    print(f"\n{describe_measurement(result)}")
+    speed = f"{fastest_rung(result)['rung']}: {ladder_gain(result):.2f} × as fast as eager"
     print(f"fastest   {speed}; losses are after {result['tokens']:,} tokens")
     print(f"written   {folder / REPORT}, {folder / _LADDER}, {folder / _NUMBERS}")

@@ -25,7 +25,7 @@ from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
 from monograph.sweeps import results, spec
 from monograph.sweeps.after_update import AfterUpdate
-from monograph.sweeps.batch import MemberBatch, go_on
+from monograph.sweeps.batch import MemberBatch, resume_batch
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.progress import SweepProgress
 from monograph.sweeps.results import require_teachers
@@ -60,7 +60,7 @@ def run(
             sweep.record["distill"] = True
             sweep.write()
         state = SweepProgress(sweep, progress, world)
-        if not world.agreed(state.all_over(state.members)):
+        if not world.agreed(state.are_over(state.members)):
             _train(state, progress)
             world.gather()
         code = _finish(state, verify, progress, json) if world.leads else 0
@@ -81,7 +81,7 @@ def _sweep_of(
     """
     known = world.recall("sweep") if world.again else None
     out = Path(known) if known else out
-    if spec.continued(out, arguments, samples) or (verify is not None and not arguments):
+    if spec.names_existing_sweep(out, arguments, samples) or (verify is not None and not arguments):
         sweep = Sweep.open(out)
         _require_member(verify, len(sweep.points))
     else:
@@ -94,7 +94,7 @@ def _sweep_of(
 
 def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: bool) -> int:
     """Compare the members, print the result and return the exit code."""
-    state.outcomes = state.read()
+    state.outcomes = state.read_outcomes()
     result = state.finish()
     if verify is not None:
         eager = state.eager_updates_of(state.members[verify])
@@ -112,7 +112,7 @@ def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: 
 
 def _distilled(state: SweepProgress, best: int, progress: Progress) -> dict[str, Any]:
     """Train the model that learns from the members, or go on with it, and return its results."""
-    student = results.student_of(state.sweep, state.outcomes, best)
+    student = results.open_student(state.sweep, state.outcomes, best)
     if not finished(student):
         progress.gap()
         progress.line(
@@ -142,10 +142,10 @@ def _train(state: SweepProgress, progress: Progress) -> None:
         StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop,
     ):
         try:
-            for timing, updates, members in state.batches:
-                if state.all_over(members):
+            for timing, updates, members in state.rounds:
+                if state.are_over(members):
                     continue
-                with state.sweep.holding(members) as runs:
+                with state.sweep.lock_members(members) as runs:
                     _round(
                         timing.batch(members, runs, updates, progress),
                         updates,
@@ -168,13 +168,13 @@ def _round(
 ) -> None:
     """Train the members of a batch together, from where they stand to their end."""
     had_metrics = any(session.run.metrics_offset for session in batch.sessions)
-    if not go_on(batch, state.ended(batch.members), progress):
+    if not resume_batch(batch, state.ended(batch.members), progress):
         if had_metrics:
             progress.line(
                 "warning", "no update of which every member has a sound checkpoint: they begin anew"
             )
         batch.save()
-    block.resume(state.resumed(batch))
+    block.resume(state.count_resumed(batch))
     after = AfterUpdate(batch, updates, state, block, stop)
     for update in train(batch.engine, batch.windows, updates):
         moment = after.note(update)
@@ -185,7 +185,7 @@ def _round(
         if moment.all_lost:
             after.spare(moment)
             break
-    state.ends(batch)
+    state.write_summaries(batch)
     batch.close()
 
 

@@ -1,5 +1,10 @@
-"""Let Inductor build a graph's C++ kernels in few files: reading headers takes longer than
-compiling most kernels.
+"""Let Inductor compile the C++ kernels of a graph in a few files.
+
+By default each kernel is a file of its own. But the compiler reads torch's headers for each file,
+which takes longer than compiling most kernels.
+
+Inductor writes a Python module for each compiled graph. Among the module's globals are the graph's
+kernels.
 """
 
 from __future__ import annotations
@@ -12,8 +17,11 @@ if TYPE_CHECKING:
 
 
 class _Source(NamedTuple):
-    """A kernel that waits for the others of its graph: the types of its arguments, in C++, and its
-    code.
+    """A kernel that is not compiled yet.
+
+    Attributes:
+        argument_types: the C++ types of its arguments.
+        code: the C++ code that Inductor has generated.
     """
 
     argument_types: list[str]
@@ -22,87 +30,107 @@ class _Source(NamedTuple):
 
 @functools.cache
 def build_kernels_together() -> None:
-    """Build the kernels of each graph in as many files as there are threads to compile them.
-
-    By default each kernel is a file and a library of its own.
-    """
+    """Replace methods of Inductor, so that it compiles a graph's kernels in a file per thread."""
     from torch._inductor import async_compile, codecache
 
     compiler: Any = async_compile.AsyncCompile
     wait = compiler.wait
 
-    class Libraries(codecache.CppPythonBindingsCodeCache):
-        cache: dict[str, Any] = {}  # noqa: RUF012 - torch's own form
+    class LibraryCache(codecache.CppPythonBindingsCodeCache):
+        # As torch's own subclasses do: a cache of its own, and the name of the Python module that
+        # each library holds.
+        cache: dict[str, Any] = {}  # noqa: RUF012 - torch declares it so
         entry_function = "kernels"
 
-    def collect(self: AsyncCompile, argument_types: list[str], code: str) -> _Source:
+    def collect_kernel(self: AsyncCompile, argument_types: list[str], code: str) -> _Source:
+        # A graph's module calls this once for each kernel, and assigns the result to a global.
         return _Source(argument_types, code)
 
-    def build(self: AsyncCompile, scope: dict[str, Any]) -> None:
+    def compile_kernels(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        # A graph's module calls this after the last kernel; `scope` has the module's globals.
         sources = {name: value for name, value in scope.items() if isinstance(value, _Source)}
         threads = async_compile.get_compile_threads()
-        files = _shared_out(sources, threads)
-        template = Libraries.suffix_template
-        # One thread would wait for a lock that it holds.
+        sources_by_file = _split_evenly(sources, threads)
+        template = LibraryCache.suffix_template
+        # With a single thread, a submitted job would wait for a lock that this thread holds.
         submit = self.submit if threads > 1 else None
-        libraries = [
-            Libraries.load_async(_file(file, template), "cpu", submit_fn=submit) for file in files
+        pending_libraries = [
+            LibraryCache.load_async(_module_code(file_sources, template), "cpu", submit_fn=submit)
+            for file_sources in sources_by_file
         ]
-        wait(self, scope)
-        for file, library in zip(files, libraries, strict=True):
-            made = library()
-            scope.update(
-                {name: getattr(made, f"kernel_{number}") for number, name in enumerate(file)}
-            )
+        wait(self, scope)  # for kernels of other kinds, while the libraries are compiled
+        for file_sources, pending_library in zip(sources_by_file, pending_libraries, strict=True):
+            library = pending_library()
+            for number, name in enumerate(file_sources):
+                scope[name] = getattr(library, f"kernel_{number}")
 
-    compiler.cpp_pybinding, compiler.wait = collect, build
+    compiler.cpp_pybinding = collect_kernel
+    compiler.wait = compile_kernels
 
 
-def _shared_out(sources: dict[str, _Source], files: int) -> list[dict[str, _Source]]:
-    """Return the sources in files of about the same length."""
-    parts: list[dict[str, _Source]] = [{} for _ in range(min(files, len(sources)))]
+def _split_evenly(sources: dict[str, _Source], files: int) -> list[dict[str, _Source]]:
+    """Return the sources, by name, of up to `files` files of about the same length."""
+    sources_by_file: list[dict[str, _Source]] = [{} for _ in range(min(files, len(sources)))]
+    # Longest first: each source goes into the file that is the shortest so far.
     for name in sorted(sources, key=lambda name: -len(sources[name].code)):
-        min(parts, key=lambda part: sum(len(source.code) for source in part.values()))[name] = (
-            sources[name]
-        )
-    return parts
+        shortest_file = min(sources_by_file, key=_code_length)
+        shortest_file[name] = sources[name]
+    return sources_by_file
 
 
-def _file(sources: dict[str, _Source], template: str) -> str:
-    """Return the code of a Python module of these kernels, as `kernel_0` and so on.
+def _code_length(sources: dict[str, _Source]) -> int:
+    return sum(len(source.code) for source in sources.values())
 
-    The template is torch's for a module of one kernel: what reads arguments, the kernel's binding,
-    a table of bindings.
+
+def _module_code(sources: dict[str, _Source], template: str) -> str:
+    """Return the C++ code of a Python module with the functions `kernel_0`, `kernel_1` and so on.
+
+    Args:
+        sources: the kernels, in the order of their numbers.
+        template: torch's code for a module of one kernel. Its four parts are functions that parse
+            arguments; the Python binding of the kernel; the first line of the table of bindings,
+            and the kernel's entry in it; the table's empty last entry, and the module's definition.
     """
-    lines = {number: source.code.splitlines() for number, source in enumerate(sources.values())}
+    lines_by_number = [source.code.splitlines() for source in sources.values()]
+    # A header is included once, before all kernels: inside a namespace it would be wrong.
     headers = dict.fromkeys(
-        line for code in lines.values() for line in code if line.startswith("#include")
+        line for lines in lines_by_number for line in lines if line.startswith("#include")
     )
-    # An entry, which torch 2.15 writes otherwise, then an empty one.
-    opening = "static PyMethodDef py_methods[] = {{"
-    reading, binding, table, end = _cut(
-        template, "static PyObject* {entry_func}_py", opening, "{{NULL, NULL"
+    table_begin = "static PyMethodDef py_methods[] = {{"
+    # The entry is cut out of the template, since torch 2.15 writes it differently.
+    parsing, binding, table, module_end = _cut_at(
+        template, "static PyObject* {entry_func}_py", table_begin, "{{NULL, NULL"
     )
-    code = [*headers]
-    bindings = [reading.format(entry_func="kernels", extra_parse_arg="")]
+    entry = table.removeprefix(table_begin)
+    kernels = [*headers]
+    bindings = [parsing.format(entry_func="kernels", extra_parse_arg="")]
     entries = []
     for number, source in enumerate(sources.values()):
         name = f"kernel_{number}"
-        types = [kind.replace("const ", "") for kind in source.argument_types]
-        own = "\n".join(line for line in lines[number] if line not in headers)
-        code.append(
-            f"#define kernel {name}\nnamespace in_{name} {{\n{own}\n}}\n#undef kernel\nusing in_{name}::{name};"
+        types = [cpp_type.replace("const ", "") for cpp_type in source.argument_types]
+        body = "\n".join(line for line in lines_by_number[number] if line not in headers)
+        # Inductor calls each kernel "kernel". The namespace keeps its other names apart.
+        kernels.append(
+            f"#define kernel {name}\nnamespace in_{name} {{\n{body}\n}}\n#undef kernel\nusing in_{name}::{name};"
         )
-        parsed = ", ".join(f"parse_arg<{kind}>(args, {at})" for at, kind in enumerate(types))
-        call = f"{name}({parsed}); Py_RETURN_NONE;"
+        arguments = ", ".join(
+            f"parse_arg<{cpp_type}>(args, {index})" for index, cpp_type in enumerate(types)
+        )
+        call = f"{name}({arguments}); Py_RETURN_NONE;"
         bindings.append(binding.format(entry_func=name, arg_len=len(types), call_entry_func=call))
-        entries.append(table.removeprefix(opening).format(entry_func=name))
+        entries.append(entry.format(entry_func=name))
     return "\n".join(
-        [*code, *bindings, opening.format(), *entries, end.format(entry_func="kernels")]
+        [
+            *kernels,
+            *bindings,
+            table_begin.format(),  # which turns {{ into {
+            *entries,
+            module_end.format(entry_func="kernels"),
+        ]
     )
 
 
-def _cut(text: str, *marks: str) -> list[str]:
-    """Return the parts of a text that begin at the marks, and the one before."""
+def _cut_at(text: str, *marks: str) -> list[str]:
+    """Return the part of a text before the first mark, and the parts that begin at each mark."""
     places = [0, *(text.index(mark) for mark in marks), len(text)]
     return [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]

@@ -1,4 +1,8 @@
-"""Count Dynamo's captures, recognise their errors, set their limits and quiet their warnings."""
+"""Count Dynamo's captures, recognise their errors, set their limits and silence their warnings.
+
+Dynamo is the part of torch.compile that traces Python code into graphs; to capture a function means
+to trace it.
+"""
 
 import functools
 import logging
@@ -11,20 +15,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from monograph.compat.operators import attributes
+from monograph.compat.operators import replace_attributes
 
 
 def captured_graphs() -> int:
-    """Return how many graphs Dynamo has captured in this process; the number is constant if nothing
-    recompiles.
+    """Return the number of graphs that Dynamo has captured in this process.
+
+    The number stays the same if nothing is recompiled.
     """
     return int(torch._dynamo.utils.counters["stats"].get("unique_graphs", 0))
 
 
 def graphs_from_cache() -> int:
-    """Return how many graphs this process has read from the compiler's cache instead of compiling
-    them.
-    """
+    """Return the number of graphs that this process has read from the compiler's cache."""
     counters = torch._dynamo.utils.counters
     return int(
         counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
@@ -32,43 +35,47 @@ def graphs_from_cache() -> int:
 
 
 def graph_breaks() -> int:
-    """Return how many graph breaks Dynamo has met in this process."""
+    """Return the number of graph breaks of Dynamo in this process."""
     return int(sum(torch._dynamo.utils.counters["graph_break"].values()))
 
 
 def is_capture_error(error: BaseException | None) -> bool:
-    """Return whether an error means that torch could not trace or compile a function, not that the
-    function failed.
-    """
+    """Return whether torch failed to trace or compile a function; False if the function failed."""
     import torch._dynamo.exc as dynamo
     import torch._inductor.exc as inductor
 
-    own = (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit, inductor.InductorError)
-    # A kernel needs more than this GPU has; needs Triton.
-    too_large = type(error).__name__ == "NoTritonConfigsError"
-    return too_large or isinstance(error, (*own, inductor.CppCompileError))
+    capture_errors = (
+        dynamo.TorchDynamoException,
+        dynamo.FailOnRecompileLimitHit,
+        inductor.InductorError,
+        inductor.CppCompileError,
+    )
+    # A Triton kernel needs more memory than this GPU has. The class is compared by name, since
+    # importing it needs Triton.
+    is_too_large = type(error).__name__ == "NoTritonConfigsError"
+    return is_too_large or isinstance(error, capture_errors)
 
 
 @contextmanager
-def hooks_kept() -> Iterator[None]:
-    """Enable saved-tensor hooks again after the block if an error in a `torch.func` transform left
-    them disabled.
+def restore_saved_tensor_hooks() -> Iterator[None]:
+    """Enable saved-tensor hooks after the block if they were enabled before it.
+
+    An error inside a `torch.func` transform leaves them disabled.
     """
-    autograd: Any = torch._C._autograd  # its stub lacks a function
-    enabled = autograd._saved_tensors_hooks_is_enabled()
+    autograd: Any = torch._C._autograd  # Any, as torch's type stub lacks one of the functions
+    were_enabled = autograd._saved_tensors_hooks_is_enabled()
     try:
         yield
     finally:
-        if enabled and not autograd._saved_tensors_hooks_is_enabled():
+        if were_enabled and not autograd._saved_tensors_hooks_is_enabled():
             autograd._saved_tensors_hooks_enable()
 
 
 def cache_custom_functions() -> None:
-    """Let torch cache compiled graphs with an `autograd.Function` between runs, which by default it
-    does not.
+    """Let torch cache compiled graphs with an `autograd.Function` between processes.
 
-    The cache's key includes the traced forward and backward code, so another function gets another
-    entry.
+    By default torch compiles them again in each process. Caching is safe, since the cache's key
+    includes the traced code of forward and backward.
     """
     import torch._functorch.config as config
 
@@ -76,11 +83,10 @@ def cache_custom_functions() -> None:
 
 
 def differentiate_outside_autocast() -> None:
-    """Let compiled backward passes compute as eager ones do, after the block of autocast that the
-    forward pass is in.
+    """Let compiled backward passes run outside of the forward pass's autocast, as eager ones do.
 
-    By default torch compiles them inside of it, and rounds the products of code that had left
-    autocast.
+    By default torch compiles a backward pass inside of that autocast. Then it rounds the products
+    of code that the forward pass had run with autocast disabled.
     """
     import torch._functorch.config as config
 
@@ -88,12 +94,11 @@ def differentiate_outside_autocast() -> None:
 
 
 def cache_attention_kernels() -> None:
-    """Let torch cache compiled graphs that name a kernel of attention
-    (`torch.nn.attention.sdpa_kernel`) between runs.
+    """Let torch cache compiled graphs that choose an attention kernel by `sdpa_kernel`.
 
-    torch does not list the two functions that Dynamo writes into such a graph as cacheable. Their
-    arguments, and so the kernel's name, are part of the graph from which the key is made, so
-    another kernel gets another entry.
+    Dynamo writes two functions into such a graph that torch does not list as cacheable. They are
+    safe to cache: the kernel's name is an argument in the graph, and the cache's key is made from
+    the graph.
     """
     import torch._inductor.config as config
 
@@ -102,39 +107,38 @@ def cache_attention_kernels() -> None:
 
 
 def allow_variants() -> None:
-    """Let one function be compiled for up to 64 kinds of arguments; torch's default limit is eight."""
+    """Let a function be compiled for up to 64 kinds of arguments; torch's default limit is 8."""
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 64)
 
 
 def one_graph_under_ddp() -> None:
-    """Let a step under DDP be one graph; by default torch splits it where DDP's gradient buckets
-    end.
-    """
+    """Let a training step under DDP be one graph; by default torch splits it at DDP's buckets."""
     torch._dynamo.config.optimize_ddp = False
 
 
 @functools.cache
 def quiet_selective_recompute() -> None:
-    """Drop torch's warning, at every capture, that kept results may be overwritten later: such are
-    not kept here.
+    """Silence torch's warning that a recomputed region must not contain in-place operators.
+
+    torch prints it at each capture with selective recomputation. Monograph does not store a result
+    that is overwritten later.
     """
     logger = logging.getLogger("torch._higher_order_ops.wrap")
     logger.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
 def quiet_inputs_of_blocks() -> None:
-    """Drop torch's warning that the gradient of a block's input is accessed: Dynamo does that in a
-    capture.
-    """
+    """Silence torch's warning about `.grad` of a block's input, which Dynamo itself reads."""
     warnings.filterwarnings(
         "ignore", r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed\."
     )
 
 
 def quiet_missing_tf32() -> None:
-    """Drop torch's advice to compute fp32 in TF32, which has fewer digits: a run in fp32 says so in
-    its own words.
+    """Silence torch's advice to compute fp32 products in TF32, which has fewer digits.
+
+    A run in fp32 gives advice of its own.
     """
     warnings.filterwarnings(
         "ignore", "TensorFloat32 tensor cores for float32 matrix multiplication available"
@@ -143,25 +147,23 @@ def quiet_missing_tf32() -> None:
 
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` return True in the block, where flex attention is the
-    operator itself.
+    """Let `torch.compiler.is_compiling()` return True in the block.
+
+    Flex attention then calls its operator directly.
     """
     import torch.nn.attention.flex_attention as flex
 
-    # Without its flag, flex attention would compile itself, which torch refuses on tensors without
-    # numbers.
-    alone = attributes(flex, {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True})
-    with attributes(torch.compiler, {"_is_compiling_flag": True}), alone:
+    # Otherwise flex attention compiles itself, which torch refuses for fake tensors.
+    uncompiled = replace_attributes(flex, {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True})
+    with replace_attributes(torch.compiler, {"_is_compiling_flag": True}), uncompiled:
         yield
 
 
-def without_numbers() -> bool:
-    """Return whether new tensors are fake (torch's FakeTensor): they have a shape but no values."""
+def makes_fake_tensors() -> bool:
+    """Return whether new tensors are torch's FakeTensors, which have a shape but no values."""
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def without_modes() -> AbstractContextManager[object]:
-    """Return a context that suspends the caller's dispatch modes, in which `torch.compile` would
-    refuse to trace.
-    """
+    """Return a context without the caller's dispatch modes, with which Dynamo refuses to trace."""
     return _disable_current_modes()

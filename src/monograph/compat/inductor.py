@@ -1,8 +1,9 @@
-"""Extend Inductor with Monograph's passes, operators and native code, and read its kernels and its
-cache.
+"""Extend Inductor with Monograph's passes, operators and native code, and repair its cache.
 
-Some functions direct or ask the partitioner, which decides what a compiled graph keeps for its
-backward pass.
+Inductor is the part of torch.compile that generates code for a graph. Its partitioner splits a
+joint graph, which has both passes, into a forward and a backward graph. It decides which values the
+forward graph saves for the backward graph, and which values the backward graph recomputes. Some
+functions here direct the partitioner, or ask for its decision.
 """
 
 from __future__ import annotations
@@ -33,101 +34,116 @@ if TYPE_CHECKING:
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_WRITTEN_S = 2.0  # time in which another process finishes a library that it is writing
+# A process that is writing a library finishes it within this many seconds.
+_WRITE_S = 2.0
 
 
 @functools.cache
-def remove_cut_off_libraries() -> None:
-    """Remove compiled libraries from Inductor's cache that are shorter than their ELF header says,
-    once per process.
+def remove_truncated_libraries() -> None:
+    """Remove truncated libraries from Inductor's cache, once per process.
 
-    A process that is killed while it compiles leaves such files. Later processes would fail on
-    them, or, if the file is the one that tests for vector instructions, take the processor for one
-    that has none.
+    A process that is killed while it compiles leaves such files, and later processes would fail to
+    load them. If the library that tests for vector instructions is truncated, later processes would
+    believe that the processor has none.
     """
     from torch._inductor.runtime.runtime_utils import cache_dir
 
-    cut = [path for path in Path(cache_dir()).glob("*/*.so") if _cut_off(path)]
-    if cut:
-        time.sleep(_WRITTEN_S)
-    for path in filter(_cut_off, cut):
-        path.unlink(missing_ok=True)
+    truncated = [path for path in Path(cache_dir()).glob("*/*.so") if _is_truncated(path)]
+    if truncated:
+        # Another process may be writing one of them.
+        time.sleep(_WRITE_S)
+    for path in truncated:
+        if _is_truncated(path):
+            path.unlink(missing_ok=True)
 
 
-def _cut_off(path: Path) -> bool:
-    """Return whether a file is no complete 64-bit ELF file, whose section table comes last."""
+def _is_truncated(path: Path) -> bool:
+    """Return whether a file is not a complete 64-bit ELF file; False if it cannot be read.
+
+    The section table is at the end of an ELF file, and the header says where it ends.
+    """
     try:
         with path.open("rb") as file:
             header = file.read(64)
-            size = os.fstat(file.fileno()).st_size
+            size_bytes = os.fstat(file.fileno()).st_size
     except OSError:
         return False
-    if len(header) < 64:
+    if len(header) < 64 or header[:4] != b"\x7fELF":
         return True
-    begin = struct.unpack_from("<Q", header, 40)[0]
-    entry, count = struct.unpack_from("<HH", header, 58)
-    return header[:4] != b"\x7fELF" or size < begin + entry * count
+    table_offset = struct.unpack_from("<Q", header, 40)[0]
+    entry_bytes, entry_count = struct.unpack_from("<HH", header, 58)
+    return bool(size_bytes < table_offset + entry_bytes * entry_count)
 
 
 @functools.cache
-def tell_processors_apart() -> None:
+def key_cache_by_vector_width() -> None:
     """Add the processor's vector width to the key of Inductor's cache, which lacks it.
 
-    Otherwise, where machines share a home or ATEN_CPU_CAPABILITY is set, code generated for wider
-    vectors is compiled for narrower ones and writes past its buffers.
+    Several machines may share a home folder, or ATEN_CPU_CAPABILITY may be set. Then code that was
+    generated for wide vectors would be compiled for narrow ones, and would write past the end of
+    its buffers.
     """
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    # On a GPU machine this would run the C++ compiler for nothing.
+    # `pick_vec_isa` runs the C++ compiler, which a machine with a GPU does not need.
     if not torch.cuda.is_available():
         config.cpp.simdlen = config.cpp.simdlen or pick_vec_isa().bit_width()
 
 
 @functools.cache
-def cats_in_parts() -> dict[str, int]:
-    """Return the option by which each part of a concatenation has its own kernel."""
+def split_cat_options() -> dict[str, int]:
+    """Return Inductor's option with which each input of a concatenation has a kernel of its own."""
     from torch._inductor import config
 
-    name = "max_complex_pointwise_cat_inputs"
-    if hasattr(config, name):
-        return {name: 0}
-    # torch 2.11 has such an option for simple parts only.
+    option = "max_complex_pointwise_cat_inputs"
+    if hasattr(config, option):
+        return {option: 0}
+    # torch 2.11 has an option for simple inputs only. This makes it apply to all inputs.
     lowering: Any = importlib.import_module("torch._inductor.lowering")
-    together = lowering.pointwise_cat
+    concatenate_in_one_kernel = lowering.pointwise_cat
 
-    def cat(parts: Sequence[TensorBox], axis: int) -> TensorBox:
+    def concatenate(inputs: Sequence[TensorBox], axis: int) -> TensorBox:
         if config.max_pointwise_cat_inputs:
-            return together(parts, axis)
-        return lowering.TensorBox(lowering.ir.ConcatKernel.create(parts, axis))
+            return concatenate_in_one_kernel(inputs, axis)
+        return lowering.TensorBox(lowering.ir.ConcatKernel.create(inputs, axis))
 
-    lowering.pointwise_cat = cat
+    lowering.pointwise_cat = concatenate
     return {"max_pointwise_cat_inputs": 0}
 
 
 @functools.cache
 def keep_strides_of_block_masks() -> None:
-    """Fix the strides of a block mask's lists before flex attention's kernel is written with them.
+    """Fix the strides of a block mask's index lists before flex attention's kernel is generated.
 
-    Without gradients Inductor may choose others for the axis of length 1 afterwards; torch 2.11
-    does. Rows after the first one then see the wrong keys, or memory that is not theirs.
+    The kernel has these strides as constants. But if no gradients are needed, torch 2.11 may choose
+    other strides for an axis of length 1 afterwards. Rows after the first one would then attend to
+    the wrong keys, or read memory outside of the lists.
     """
     flex: Any = importlib.import_module("torch._inductor.kernel.flex.flex_attention")
     realize = flex.maybe_realize
 
-    def fixed(values: list[Any]) -> list[Any]:
-        found = realize(values)
-        flex.freeze_irnodes(
-            [x for x in found if hasattr(x, "get_dtype") and not x.get_dtype().is_floating_point]
-        )
-        return found
+    def realize_and_freeze(values: list[Any]) -> list[Any]:
+        nodes = realize(values)
+        # The lists are the inputs of integers.
+        integers = [
+            node
+            for node in nodes
+            if hasattr(node, "get_dtype") and not node.get_dtype().is_floating_point
+        ]
+        flex.freeze_irnodes(integers)
+        return nodes
 
-    flex.maybe_realize = fixed
+    flex.maybe_realize = realize_and_freeze
 
 
 def graph_pass(rewrite: Callable[[Graph], None], *files: str) -> object:
-    """Return a pass for Inductor that calls `rewrite`; its key in the cache is the hash of its
-    sources, `files`.
+    """Return a pass for Inductor that calls `rewrite` for each graph.
+
+    Args:
+        rewrite: changes a graph in place.
+        files: paths of the source files of `rewrite`. Their hash is part of the cache's key, so
+            that a change of the sources compiles graphs again.
     """
     import torch._inductor.custom_graph_pass as passes
 
@@ -142,8 +158,9 @@ def graph_pass(rewrite: Callable[[Graph], None], *files: str) -> object:
 
 
 def onednn_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Return left [N, K] @ right [K, M], fp32 on a CPU, computed by oneDNN, which torch itself uses
-    only for bf16.
+    """Return left [N, K] @ right [K, M] in fp32 on a CPU, computed by oneDNN.
+
+    torch itself uses oneDNN only for products in bf16.
     """
     product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
     return product
@@ -158,19 +175,25 @@ def scaled_mm(
     *,
     fast: bool = False,
 ) -> Tensor:
-    """Return (left * left_unit) @ (right * right_unit) in `dtype` for fp8 matrices; `right` is
-    column-major.
+    """Return (left * left_unit) @ (right * right_unit) for fp8 matrices.
 
-    `fast` lets a GPU accumulate partial sums in less than fp32.
+    Args:
+        left: [N, K], fp8, row-major.
+        right: [K, M], fp8, column-major.
+        left_unit: the scale of `left`, fp32.
+        right_unit: the scale of `right`, fp32.
+        dtype: the dtype of the result [N, M].
+        fast: whether a GPU may accumulate partial sums in less than fp32.
     """
     return torch._scaled_mm(
         left, right, left_unit, right_unit, out_dtype=dtype, use_fast_accum=fast
     )
 
 
-def native(source: str) -> CDLL:
-    """Return the ctypes library of C++ source, compiled once for this processor and kept in
-    Inductor's cache.
+def compile_cpp(source: str) -> CDLL:
+    """Compile C++ source for this processor, and return the library for ctypes.
+
+    The library is kept in Inductor's cache, so the same source is compiled once.
     """
     from torch._inductor.codecache import CppCodeCache
 
@@ -179,11 +202,10 @@ def native(source: str) -> CDLL:
 
 @functools.cache
 def lower_to_call(operator: OpOverload, function: Callable[..., None]) -> None:
-    """Let Inductor call `function(left, right, out=...)` for a matrix product, bypassing torch's
-    dispatcher.
+    """Let compiled graphs call `function(left, right, out=...)` for a matrix product.
 
-    This saves half of a call's 5 microseconds. Cached graphs find the function by the operator's
-    name.
+    The call bypasses torch's dispatcher, which saves half of its 5 microseconds. A graph from the
+    cache finds the function by the operator's name.
     """
     from torch._inductor.kernel.mm_common import mm_args
     from torch._inductor.lowering import register_lowering
@@ -199,8 +221,9 @@ def lower_to_call(operator: OpOverload, function: Callable[..., None]) -> None:
 
 @functools.cache
 def lower_to_memory(operator: OpOverload) -> None:
-    """Let Inductor compile `operator(value)` to the value itself, stored in memory and not fused
-    into its readers.
+    """Let Inductor compile `operator(value)` to the value itself, written to memory.
+
+    Without the operator, Inductor may fuse the value's computation into each kernel that reads it.
     """
     from torch._inductor.lowering import register_lowering
 
@@ -211,133 +234,137 @@ def lower_to_memory(operator: OpOverload) -> None:
 
 
 @contextmanager
-def watched_kernels() -> Iterator[None]:
-    """In the block, let profilers see the calls that graphs on a CPU make without the dispatcher,
-    with their arguments.
+def record_cpu_kernels() -> Iterator[None]:
+    """Record each call of a compiled graph's CPU kernel for profilers, inside a `with` block.
 
-    Profilers see Inductor's GPU kernels by themselves. The kernels are globals of each graph's
-    module.
+    Such a call bypasses the dispatcher, so a profiler would not see it. Profilers see Inductor's
+    GPU kernels without help.
     """
     from torch._C._profiler import _RecordFunctionFast
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.select_algorithm import extern_kernels
 
-    def watched(name: str, kernel: Callable[_P, _T]) -> Callable[_P, _T]:
+    def recorded(name: str, kernel: Callable[_P, _T]) -> Callable[_P, _T]:
         def call(*arguments: _P.args, **options: _P.kwargs) -> _T:
             with _RecordFunctionFast(name, arguments, {}):
                 return kernel(*arguments, **options)
 
         return call
 
-    places = [
+    # (globals, name, kernel): a kernel is a global of its graph's module.
+    kernels = [
         (vars(module), name, value)
         for module in (*PyCodeCache.modules, extern_kernels)
         for name, value in vars(module).items()
         if name.startswith(("cpp_fused_", "monograph_")) and callable(value)
     ]
-    for place, name, kernel in places:
-        # Functions of `lower_to_call` are shown under the names that the dispatcher would give
-        # them.
-        place[name] = watched(
-            name.replace("_", "::", 1) if name.startswith("monograph_") else name, kernel
-        )
+    for module_globals, name, kernel in kernels:
+        shown_name = name
+        if name.startswith("monograph_"):
+            # A function of `lower_to_call`, under the name that the dispatcher would show.
+            shown_name = name.replace("_", "::", 1)
+        module_globals[name] = recorded(shown_name, kernel)
     try:
         yield
     finally:
-        for place, name, kernel in places:
-            place[name] = kernel
+        for module_globals, name, kernel in kernels:
+            module_globals[name] = kernel
 
 
 def quiet_profiler() -> None:
-    """Keep torch's profiler from writing lines about itself to standard error; a user's own setting
-    is kept.
-    """
+    """Keep torch's profiler from writing to stderr, unless the user has set its log level."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def parse_no_events(watching: torch.profiler.profile) -> None:
-    """Have a profile that has begun only write a trace: parsing its events, which is slow, is left
-    out.
+def parse_no_events(profile: torch.profiler.profile) -> None:
+    """Let a profile that has begun write its trace without parsing its events, which is slow.
 
-    torch parses them at once with `acc_events`, without which torch 2.11 warns of cycles that there
-    are not.
+    The caller has set `acc_events`, without which torch 2.11 warns of profiling cycles that do not
+    exist. But with it torch parses the events at once.
     """
-    assert watching.profiler is not None
-    watching.profiler.acc_events = False
+    assert profile.profiler is not None
+    profile.profiler.acc_events = False
 
 
-# The partitioner keeps values that a checkpointed region reads from an earlier one, so this is
-# later than all others.
+# The marks are those of checkpointing, which has numbered regions. The partitioner saves a value
+# that a region reads from an earlier region. This number is larger than that of any region, so that
+# no marked value is saved for that reason.
 _LAST_REGION = 1 << 30
 
 
-def make_again(graph: Graph) -> None:
-    """Mark values computed from 8-bit integers, up to matrix products, for recomputation in the
-    backward pass.
+def mark_dequantised_values(graph: Graph) -> None:
+    """Mark the values that are computed from 8-bit integers for recomputation in the backward pass.
 
-    Otherwise the partitioner keeps the dequantised copy of a frozen weight, because the backward
-    pass reads it. `graph` has both passes; the marks are those of checkpointing.
+    The backward pass reads the dequantised copy of a frozen weight. Without marks the partitioner
+    saves this copy, which is larger than the integers. The results of matrix products are not
+    marked.
+
+    Args:
+        graph: a joint graph.
     """
     products = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
     inputs = graph.find_nodes(op="placeholder")
-    codes = [
+    quantised_inputs = [
         node
         for node in inputs
         if getattr(node.meta.get("val"), "dtype", None) in (torch.int8, torch.uint8)
     ]
-    again = set[Node]()
-    waiting = [user for node in codes for user in node.users]
-    while waiting:
-        node = waiting.pop()
-        if (
-            node.op != "call_function"
-            or node in again
-            or getattr(node.target, "overloadpacket", None) in products
-        ):
+    marked = set[Node]()
+    to_visit = [user for node in quantised_inputs for user in node.users]
+    while to_visit:
+        node = to_visit.pop()
+        is_product = getattr(node.target, "overloadpacket", None) in products
+        if node.op != "call_function" or node in marked or is_product:
             continue
-        again.add(node)
-        waiting += [*node.users, *node.all_input_nodes]
-    for node in again:
+        marked.add(node)
+        # The other operands of a marked value, such as scales, are recomputed with it.
+        to_visit += [*node.users, *node.all_input_nodes]
+    for node in marked:
         node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": _LAST_REGION}
 
 
-def keep_once(graph: Graph) -> None:
-    """Mark values computed from inputs that the forward pass overwrites, such as running means, to
-    be kept.
+def mark_readers_of_overwritten_inputs(graph: Graph) -> None:
+    """Mark the values that are computed from inputs that the forward pass overwrites, to be saved.
 
-    Otherwise the partitioner may recompute them in the backward pass, from the overwritten inputs.
+    Such an input is a running mean. Without marks the partitioner may recompute these values in the
+    backward pass, from the overwritten input.
+
+    Args:
+        graph: a joint graph.
     """
     from torch._functorch.partitioners import get_default_op_list
 
     write = torch.ops.aten.copy_.default
     operators = get_default_op_list()
-    copies = graph.find_nodes(op="call_function", target=write)
-    written = [node.args[0] for node in copies]
-    reading = [value for value in written if isinstance(value, Node) and value.op == "placeholder"]
-    while reading:
-        for user in reading.pop().users:
-            # A view, or an item of several results, changes together with the input.
-            if operators.is_view(user) or user.target is operator.getitem:
-                reading.append(user)
-            # A training batch norm's output depends on the batch's mean, not on the running mean
-            # that it writes.
-            elif user.target is not write and "batch_norm" not in str(user.target):
-                for node in (
-                    user,
-                    *(part for part in user.users if part.target is operator.getitem),
-                ):
-                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    writes = graph.find_nodes(op="call_function", target=write)
+    targets = [node.args[0] for node in writes]
+    aliases = [value for value in targets if isinstance(value, Node) and value.op == "placeholder"]
+    while aliases:
+        for user in aliases.pop().users:
+            is_alias = operators.is_view(user) or user.target is operator.getitem
+            # A training batch norm reads its running mean only to update it: its output depends on
+            # the batch's mean.
+            is_batch_norm = "batch_norm" in str(user.target)
+            if is_alias:
+                # A view, or an item of several results, changes together with the input.
+                aliases.append(user)
+            elif user.target is not write and not is_batch_norm:
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                for item in user.users:
+                    if item.target is operator.getitem:
+                        item.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def mark_recomputed(graph: Graph) -> None:
-    """Mark the values that the backward pass must recompute or must not, in a graph of both passes."""
-    make_again(graph)
-    keep_once(graph)
+    """Mark the values of a joint graph that the partitioner must recompute, or must save."""
+    mark_dequantised_values(graph)
+    mark_readers_of_overwritten_inputs(graph)
 
 
 def aot_eager() -> Callable[..., Any]:
-    """Return torch's backend of this name, which traces both passes and generates no code, with
-    `mark_recomputed`.
+    """Return torch's backend "aot_eager" with `mark_recomputed`.
+
+    It traces both passes and generates no code.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -350,54 +377,61 @@ def aot_eager() -> Callable[..., Any]:
 def _partition(
     graph: GraphModule, inputs: object, **options: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """Split a graph of both passes into two as Inductor does."""
+    """Split a joint graph into a forward and a backward graph, as Inductor does."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     mark_recomputed(graph.graph)
     return min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **options)
 
 
-def stored_by_graph(
+def bytes_saved_for_backward(
     forward: Callable[..., object],
     module: torch.nn.Module,
     args: Sequence[object],
     kwargs: Mapping[str, object],
 ) -> int:
-    """Return the bytes that a module's compiled forward graph keeps for its backward pass, without
-    its inputs.
+    """Return the bytes that a module's compiled forward graph saves for the backward graph.
 
-    They are chosen by Inductor's partitioner, which recomputes values that fuse into the backward
-    pass.
+    Inductor's partitioner chooses the saved values. The module's inputs, parameters and buffers are
+    not counted.
+
+    Args:
+        forward: the function to compile, which calls the module.
+        module: the module.
+        args: the positional arguments of `forward`.
+        kwargs: the keyword arguments of `forward`.
     """
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.decomposition import select_decomp_table
     from torch.nn.utils.stateless import _reparametrize_module
 
     own_tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    whole, form = tree_flatten((args, kwargs))
-    # A graph would take a mask's tensors for constants, so they become inputs. Its rule, which
-    # reads tensors as well, decides about no bytes.
-    apart = [
-        {**vars(leaf), "mask_mod": noop_mask} if isinstance(leaf, BlockMask) else leaf
-        for leaf in whole
+    arguments, arguments_spec = tree_flatten((args, kwargs))
+    # A BlockMask is one leaf, whose tensors would become constants of the graph. As a dict, its
+    # tensors become inputs. Its rule `mask_mod` also reads tensors, but does not change the number
+    # of bytes, so a trivial rule replaces it.
+    without_masks = [
+        {**vars(argument), "mask_mod": noop_mask} if isinstance(argument, BlockMask) else argument
+        for argument in arguments
     ]
-    leaves, inner = tree_flatten(apart)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    stored: dict[int, int] = {}
+    leaves, leaves_spec = tree_flatten(without_masks)
+    tensor_places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    # The bytes of each saved storage, by its address: two saved tensors may share a storage.
+    bytes_by_storage: dict[int, int] = {}
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        given = list(leaves)
-        for place, tensor in zip(places, tensors[len(own_tensors) :], strict=True):
-            given[place] = tensor
+        # `tensors` are the module's tensors, and then the tensors among `leaves`.
+        new_leaves = list(leaves)
+        for place, tensor in zip(tensor_places, tensors[len(own_tensors) :], strict=True):
+            new_leaves[place] = tensor
         with _reparametrize_module(module, dict(zip(own_tensors, tensors, strict=False))):
-            again = [
-                BlockMask(**leaf) if isinstance(leaf, dict) else leaf
-                for leaf in tree_unflatten(given, inner)
+            new_arguments = [
+                BlockMask(**argument) if isinstance(argument, dict) else argument
+                for argument in tree_unflatten(new_leaves, leaves_spec)
             ]
-            args, kwargs = tree_unflatten(again, form)
-            return [
-                leaf for leaf in tree_leaves(forward(*args, **kwargs)) if isinstance(leaf, Tensor)
-            ]
+            args, kwargs = tree_unflatten(new_arguments, arguments_spec)
+            results = tree_leaves(forward(*args, **kwargs))
+            return [result for result in results if isinstance(result, Tensor)]
 
     def storages(nodes: Iterable[object]) -> list[torch.UntypedStorage]:
         values = [node.meta["val"] for node in nodes if isinstance(node, Node)]
@@ -406,36 +440,40 @@ def stored_by_graph(
     def partition(
         graph: GraphModule, inputs: object, *, num_fwd_outputs: int, **options: Any
     ) -> tuple[GraphModule, GraphModule]:
-        parts = _partition(graph, inputs, num_fwd_outputs=num_fwd_outputs, **options)
-        outputs = parts[0].graph.output_node().args[0]
+        forward_graph, backward_graph = _partition(
+            graph, inputs, num_fwd_outputs=num_fwd_outputs, **options
+        )
+        # After its own outputs, the forward graph returns the values that it saves.
+        outputs = forward_graph.graph.output_node().args[0]
         assert isinstance(outputs, list | tuple)
-        stored.update(
-            (storage._cdata, storage.nbytes()) for storage in storages(outputs[num_fwd_outputs:])
-        )
-        stored.update(
-            (storage._cdata, 0) for storage in storages(parts[0].graph.find_nodes(op="placeholder"))
-        )
-        return parts
+        for storage in storages(outputs[num_fwd_outputs:]):
+            bytes_by_storage[storage._cdata] = storage.nbytes()
+        # Inputs may be among them, and are not counted.
+        for storage in storages(forward_graph.graph.find_nodes(op="placeholder")):
+            bytes_by_storage[storage._cdata] = 0
+        return forward_graph, backward_graph
 
-    tensors = [*own_tensors.values(), *(leaves[place] for place in places)]
-    fresh = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    tensors = [*own_tensors.values(), *(leaves[place] for place in tensor_places)]
+    # Detached, since the result of an earlier operator would be traced back to its inputs.
+    leaf_tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
     aot_function(
         run,
         fw_compiler=lambda graph, _: graph,
         bw_compiler=lambda graph, _: graph,
         partition_fn=partition,
         decompositions=select_decomp_table(),
-    )(*fresh)
-    return sum(stored.values())
+    )(*leaf_tensors)
+    return sum(bytes_by_storage.values())
 
 
-def partitioned(
+def partitioning_backend(
     forward: Callable[[Any], Any], backward: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """Return a backend of `torch.compile` that makes the forward and backward graphs of Inductor
-    but compiles neither.
+    """Return a backend of `torch.compile` that partitions as Inductor does, but generates no code.
 
-    `forward` and `backward` turn a graph into a function of the list of its arguments.
+    Args:
+        forward: turns a forward graph into a function of the list of its arguments.
+        backward: does the same for a backward graph.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
@@ -450,9 +488,11 @@ def partitioned(
     )
 
 
-def activations_kept(share: float) -> AbstractContextManager[object]:
-    """In the block, compile graphs that keep at most this share of the activations for the backward
-    pass.
+def limit_saved_activations(share: float) -> AbstractContextManager[object]:
+    """Let graphs that are compiled inside a `with` block save at most a share of the activations.
+
+    Args:
+        share: from 0 to 1; 1 leaves the decision to the partitioner.
     """
     import torch._functorch.config as config
 

@@ -16,24 +16,35 @@ _T = TypeVar("_T")
 
 
 def flops_of(operator: object, args: Sequence[Any], kwargs: Mapping[str, Any], out: object) -> int:
-    """Return the FLOPs of an operator's call if it is a matrix product, a convolution or attention,
-    else 0.
+    """Return the FLOPs of a call of a matrix product, a convolution or attention.
+
+    Args:
+        operator: the operator.
+        args: the call's positional arguments.
+        kwargs: the call's keyword arguments.
+        out: the call's result.
+
+    Returns:
+        The FLOPs; 0 for any other operator.
     """
     from torch.utils.flop_counter import flop_registry
 
-    attention = torch.ops.aten._scaled_dot_product_flash_attention
     packet = getattr(operator, "overloadpacket", operator)
-    # Torch's list lacks one, 2.11's both.
-    lacking = ("_scaled_dot_product_flash_attention_for_cpu", "flex_attention")
-    if packet not in flop_registry and getattr(packet, "__name__", "") in lacking:
-        packet = attention
-    # Torch 2.11 does not support fewer key heads here.
+    # flop_registry lacks the first of these on each release, and the second on torch 2.11.
+    missing_names = ("_scaled_dot_product_flash_attention_for_cpu", "flex_attention")
+    if packet not in flop_registry and getattr(packet, "__name__", "") in missing_names:
+        packet = torch.ops.aten._scaled_dot_product_flash_attention
     if str(packet).startswith("aten._scaled_dot_product"):
-        heads = args[0].shape[1]
-        args = [(len(t), heads, *t.shape[2:]) if getattr(t, "ndim", 0) == 4 else t for t in args]
-    return (
-        int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
-    )
+        # Torch 2.11 cannot count attention with fewer key heads than query heads. So it is given
+        # shapes with as many key heads, for which the FLOPs are the same.
+        query_heads = args[0].shape[1]
+        args = [
+            (len(arg), query_heads, *arg.shape[2:]) if getattr(arg, "ndim", 0) == 4 else arg
+            for arg in args
+        ]
+    if packet not in flop_registry:
+        return 0
+    return int(flop_registry[packet](*args, **kwargs, out_val=out))
 
 
 def writes_in_place(operator: object) -> bool:
@@ -43,7 +54,7 @@ def writes_in_place(operator: object) -> bool:
 
 
 def in_transform() -> bool:
-    """Return whether a transform of `torch.func` (vmap, grad) is being applied."""
+    """Return whether the caller runs inside a transform of `torch.func`, such as vmap or grad."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -53,19 +64,26 @@ def end_failed_capture(
     pool: tuple[int, int],
     stream: torch.cuda.Stream,
 ) -> None:
-    """Undo what torch leaves of a CUDA graph's capture that did not end.
+    """Clean up after the capture of a CUDA graph that did not end.
 
-    Its memory pool stays in use. On torch 2.11 the pool stays open, too, and for the generator of
-    random numbers the capture goes on.
+    torch leaves the capture's memory pool in use. torch 2.11 also leaves the pool open, and its
+    random number generator still believes that a capture is going on.
+
+    Args:
+        graph: the graph whose capture failed.
+        device: the GPU.
+        pool: the capture's memory pool.
+        stream: the stream of the capture.
     """
     with contextlib.suppress(RuntimeError):
         graph.pool()
-        return  # it ended, after an error of the captured work
-    with contextlib.suppress(RuntimeError):  # raised where the pool is closed
+        return  # the capture did end: only the captured work failed
+    with contextlib.suppress(RuntimeError):  # the pool is closed already, except on torch 2.11
         torch._C._cuda_endAllocateToPool(device.index, pool)
     torch._C._cuda_releasePool(device.index, pool)
+    # Another capture, which is empty and ends, resets the random number generator.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the graph is empty
+        warnings.simplefilter("ignore")  # torch warns of an empty graph
         with torch.cuda.graph(
             torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"
         ):
@@ -73,179 +91,199 @@ def end_failed_capture(
 
 
 def allow_stashes_in_recomputed() -> None:
-    """Let a captured, recomputed block pass a tensor from one module to another through an
-    attribute.
+    """Let the modules of a recomputed block pass a tensor to one another through an attribute.
 
-    Dynamo forbids writes to attributes there, because the backward pass does not repeat them;
-    families of siblings undo theirs before the block ends.
+    By default Dynamo forbids writes to attributes in a captured block that is recomputed, since the
+    recomputation does not repeat them. Fused sibling projections (`monograph.graph.siblings`) need
+    such writes, and undo them before the block ends.
     """
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
-def sums_gradients() -> bool:
-    """Return whether a sum that is being computed is autograd's, of a tensor's gradients.
+def is_accumulating_gradients() -> bool:
+    """Return whether an addition in progress is autograd's sum of the gradients of one tensor.
 
-    Autograd computes it in place of one of them, except for fake tensors, whose class it does not
-    know.
+    Autograd writes the sum of real tensors into the memory of one of them. It does not do so for
+    fake tensors, whose class it does not know.
     """
     return torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
 
 
-def functional(replaced: Mapping[str, Callable[..., Any]]) -> AbstractContextManager[None]:
-    """In the block, replace functions of `torch.nn.functional` for callers that look them up there.
+def replace_functional(
+    replacements: Mapping[str, Callable[..., Any]],
+) -> AbstractContextManager[None]:
+    """Replace functions of `torch.nn.functional`, by name, inside a `with` block.
 
-    A `TorchFunctionMode` would be the public way, but Dynamo (2.13) does not trace
-    `Tensor.unflatten` in one.
+    Callers that imported such a function before keep the original. A `TorchFunctionMode` would be
+    the public way, but Dynamo of torch 2.13 cannot trace `Tensor.unflatten` inside of one.
     """
-    return attributes(torch.nn.functional, replaced)
+    return replace_attributes(torch.nn.functional, replacements)
 
 
 @contextmanager
-def attributes(owner: object, replaced: Mapping[str, object]) -> Iterator[None]:
-    """In the block, replace attributes of a module or class; inherited ones are shadowed."""
-    before = {name: vars(owner)[name] for name in replaced if name in vars(owner)}
+def replace_attributes(owner: object, replacements: Mapping[str, object]) -> Iterator[None]:
+    """Replace attributes of a module or class, by name, inside a `with` block.
+
+    An attribute that the class inherits is hidden by the replacement.
+    """
+    originals = {name: vars(owner)[name] for name in replacements if name in vars(owner)}
     try:
-        for name, value in replaced.items():
+        for name, value in replacements.items():
             setattr(owner, name, value)
         yield
     finally:
-        for name in replaced:
+        for name in replacements:
             delattr(owner, name)
-        for name, value in before.items():
+        for name, value in originals.items():
             setattr(owner, name, value)
 
 
 def integer_parameters() -> AbstractContextManager[None]:
-    """In the block, let a parameter of integers be made without saying that it takes no gradient.
+    """Let `Parameter(data)` make a parameter of integers inside a `with` block.
 
-    FSDP2 of torch 2.11 says so only afterwards, when torch has refused, for the rows of a quantised
-    base.
+    torch refuses such a parameter unless requires_grad is False. FSDP2 of torch 2.11 first makes
+    its parameters for the rows of a quantised base, and sets requires_grad to False afterwards.
     """
-    make = torch.nn.Parameter.__new__
+    original_new = torch.nn.Parameter.__new__
 
-    def made(
-        kind: type[torch.nn.Parameter], data: Tensor | None = None, requires_grad: bool = True
+    def new(
+        cls: type[torch.nn.Parameter], data: Tensor | None = None, requires_grad: bool = True
     ) -> torch.nn.Parameter:
-        return make(kind, data, requires_grad and (data is None or data.is_floating_point()))
+        can_have_gradient = data is None or data.is_floating_point()
+        return original_new(cls, data, requires_grad and can_have_gradient)
 
-    return attributes(torch.nn.Parameter, {"__new__": staticmethod(made)})
+    return replace_attributes(torch.nn.Parameter, {"__new__": staticmethod(new)})
 
 
-def _telling(function: Callable[_P, _T], tell: Callable[[], None]) -> Callable[_P, _T]:
-    """Return a function that calls `tell` before the function, where gradients are taken."""
+def _calling_before(function: Callable[_P, _T], notify: Callable[[], None]) -> Callable[_P, _T]:
+    """Return `function` with a call of `notify` before it if gradients are enabled."""
 
-    def told(*arguments: _P.args, **keywords: _P.kwargs) -> _T:
+    def notifying(*arguments: _P.args, **keywords: _P.kwargs) -> _T:
         if torch.is_grad_enabled():
-            tell()
+            notify()
         return function(*arguments, **keywords)
 
-    return told
+    return notifying
 
 
 @contextmanager
-def layers(
+def replace_layer_functions(
     recurrent: dict[str, Callable[..., Any]],
     weight_norm: Callable[..., Any],
-    average_of_batches: Callable[..., Any],
-    recomputing: Callable[[], None],
+    cumulative_batch_norm: Callable[..., Any],
+    on_recomputation: Callable[[], None],
 ) -> Iterator[None]:
-    """In the block, let torch's layers call the given functions in place of code that vmap cannot
-    batch.
+    """Let torch's layers call the given functions, inside a `with` block.
 
-    Recurrent layers also read their weights at each call. Their stored list of weights is made for
-    cuDNN: it does not notice that `functional_call` exchanges a weight, and would hold tensors of a
-    finished transform.
+    They replace code that vmap cannot batch.
 
     Args:
         recurrent: functions that recurrent layers and cells call, by torch's names: "lstm",
             "gru_cell" and so on.
         weight_norm: (direction, norm, dim) -> weight, for both of torch's implementations of weight
             norm.
-        average_of_batches: the forward pass of a batch norm that trains with momentum None.
-        recomputing: called where `torch.utils.checkpoint` would recompute something.
+        cumulative_batch_norm: the forward pass of a batch norm that trains with momentum None,
+            whose running statistics are the means over all batches.
+        on_recomputation: called before `torch.utils.checkpoint` runs a function that it would
+            recompute in the backward pass.
     """
-    # torch.nn.utils has a function of that name.
-    older = importlib.import_module("torch.nn.utils.weight_norm")
-    norm = torch.nn.modules.batchnorm._BatchNorm
-    forward, checkpointed = norm.forward, checkpoint._checkpoint_without_reentrant_generator
+    # By its name, since torch.nn.utils.weight_norm is a function that hides the module.
+    weight_norm_module = importlib.import_module("torch.nn.utils.weight_norm")
+    batch_norm = torch.nn.modules.batchnorm._BatchNorm
+    original_forward = batch_norm.forward
+    original_checkpoint = checkpoint._checkpoint_without_reentrant_generator
 
-    def normed(self: torch.nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
-        counted = (
+    def batch_norm_forward(self: torch.nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+        counts_batches = (
             self.training and self.track_running_stats and self.num_batches_tracked is not None
         )
-        return (
-            average_of_batches(self, x) if counted and self.momentum is None else forward(self, x)
-        )
+        if counts_batches and self.momentum is None:
+            return cumulative_batch_norm(self, x)
+        return original_forward(self, x)
 
-    weights = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
+    # A recurrent layer stores a list of its weights for cuDNN. The list does not notice that
+    # `functional_call` exchanges a weight, and would hold tensors of a finished transform. So the
+    # weights are read at each call.
+    current_weights = property(
+        lambda self: [getattr(self, name) for name in self._flat_weights_names]
+    )
     with (
-        attributes(torch._VF, recurrent),
-        attributes(
-            torch.nn.RNNBase, {"_flat_weights": weights, "_update_flat_weights": lambda self: None}
+        replace_attributes(torch._VF, recurrent),
+        replace_attributes(
+            torch.nn.RNNBase,
+            {"_flat_weights": current_weights, "_update_flat_weights": lambda self: None},
         ),
-        attributes(torch, {"_weight_norm": weight_norm}),
-        attributes(older, {"_weight_norm": weight_norm}),
-        attributes(norm, {"forward": normed}),
-        attributes(
+        replace_attributes(torch, {"_weight_norm": weight_norm}),
+        replace_attributes(weight_norm_module, {"_weight_norm": weight_norm}),
+        replace_attributes(batch_norm, {"forward": batch_norm_forward}),
+        replace_attributes(
             checkpoint,
-            {"_checkpoint_without_reentrant_generator": _telling(checkpointed, recomputing)},
+            {
+                "_checkpoint_without_reentrant_generator": _calling_before(
+                    original_checkpoint, on_recomputation
+                )
+            },
         ),
     ):
         yield
 
 
 def allow_recurrent() -> None:
-    """Let Dynamo trace recurrent layers, which by default it refuses, as torch's own kernels cannot
-    be traced.
+    """Let Dynamo trace recurrent layers.
+
+    By default it refuses, since torch's own kernels for them cannot be traced.
     """
     torch._dynamo.config.allow_rnn = True
 
 
-def warn_of_loops(wanted: bool) -> None:
-    """Set whether torch warns about each operator that vmap runs in a loop, and asks the user to
-    file an issue.
+def set_vmap_loop_warning(enabled: bool) -> None:
+    """Set whether torch warns about each operator that vmap runs in a loop.
+
+    The warning asks the user to file an issue with torch.
     """
-    torch._C._functorch._set_vmap_fallback_warning_enabled(wanted)  # type: ignore[attr-defined]
+    torch._C._functorch._set_vmap_fallback_warning_enabled(enabled)  # type: ignore[attr-defined]
 
 
 @contextmanager
-def loops_told(tell: Callable[[str], None]) -> Iterator[None]:
-    """In the block, call `tell` with the name of each operator that vmap runs in a loop, instead of
-    a warning.
+def report_vmap_loops(report: Callable[[str], None]) -> Iterator[None]:
+    """Call `report` with the name of each operator that vmap runs in a loop inside a `with` block.
+
+    torch's own warnings about them are not printed.
     """
 
-    def show(message: object, *_: object, **__: object) -> None:
+    def show_warning(message: object, *_: object, **__: object) -> None:
         name = str(message).partition("implemented the batching rule for ")[2]
         if name:
-            tell(name.split(".")[0])
+            report(name.split(".")[0])
 
-    warn_of_loops(True)
+    set_vmap_loop_warning(True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            warnings.showwarning = show
+            warnings.showwarning = show_warning
             yield
     finally:
-        warn_of_loops(False)
+        set_vmap_loop_warning(False)
 
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
-    """In the block, run `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` without their fast
-    path.
+    """Disable the fast path of torch's attention layers inside a `with` block.
 
-    vmap cannot batch that fused path, which they take in evaluation mode.
+    `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` take this fused path in evaluation
+    mode, and vmap cannot batch it.
     """
-    before = torch.backends.mha.get_fastpath_enabled()
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 def quiet_layout_of_stacked_gradients() -> None:
-    """Drop torch's warning about gradient layouts: a parameter that is a view of a stack is not
-    contiguous.
+    """Silence torch's warning about the memory layout of gradients.
+
+    A parameter that is a view of a stack of members is not contiguous, which is intended.
     """
     warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")

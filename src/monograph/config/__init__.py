@@ -1,4 +1,4 @@
-"""Turn a TOML file, the environment and `key=value` pairs into one checked and frozen `Settings`."""
+"""Turn a TOML file, the environment and `key=value` pairs into checked, frozen `Settings`."""
 
 from monograph.config.keys import DEFAULT_MINUTES, KEYS
 from monograph.config.settings import EXCLUSIVE, Settings, build, check

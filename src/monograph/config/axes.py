@@ -1,7 +1,8 @@
-"""Parse the axes of a sweep, such as `key=1,2` or `key=log:1e-5..1e-2:8`, and list the points that
-they span.
+"""Parse the axes of a sweep, such as `key=1,2` or `key=log:1e-5..1e-2:8`, and list their points.
 
-An axis is a list of values, or a range of numbers to draw samples from.
+An axis is a key with several values: a list of values, or a range of numbers from which values are
+sampled. A point is one value for each axis. Each point is a member of the sweep: a run that the
+sweep trains. Members may train in one graph (as an ensemble), or in a graph for each value.
 """
 
 import itertools
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from monograph.config.given import COMMAND_LINE, Given, raise_all
-from monograph.config.keys import KEYS, described
+from monograph.config.keys import KEYS, key_declaration
 from monograph.config.renamed import Texts, joined, translated, translated_each
 from monograph.config.settings import a_run_each, as_typed, check
 from monograph.config.toml_file import from_toml
@@ -22,28 +23,31 @@ from monograph.ensemble.knobs import log_range, require_ends
 from monograph.errors import UsageError
 
 SEED = "train.seed"
-# What each key declares, see `monograph.config.keys.Key`.
-_DESCRIBED = {key: described(key) for key in KEYS}
-IN_ONE_GRAPH = tuple(key for key, said in _DESCRIBED.items() if said.varies == "in one graph")
-BETWEEN_GRAPHS = tuple(key for key, said in _DESCRIBED.items() if said.varies == "between graphs")
+_DESCRIBED = {key: key_declaration(key) for key in KEYS}
+# Keys that can be an axis, by how members may differ in them (`monograph.config.keys.Varies`).
+IN_ONE_GRAPH = tuple(key for key, about in _DESCRIBED.items() if about.varies == "in one graph")
+BETWEEN_GRAPHS = tuple(key for key, about in _DESCRIBED.items() if about.varies == "between graphs")
 AXES = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
-AMOUNTS = tuple(key for key, said in _DESCRIBED.items() if said.is_amount)
-_WHY_NOT = {key: said.fixed for key, said in _DESCRIBED.items() if key not in AXES}
+AMOUNTS = tuple(key for key, about in _DESCRIBED.items() if about.is_amount)
+# By each other key, the reason why it cannot be an axis.
+_WHY_NO_AXIS = {key: about.fixed for key, about in _DESCRIBED.items() if key not in AXES}
 
-_IN_BRACKETS = ("optim.betas",)  # keys of which one value is a pair
-_RANGES = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"
+_PAIR_KEYS = ("optim.betas",)  # keys whose value is a pair
+_RANGE_FORMS = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"
+# [log:|lin:]FIRST..LAST[:COUNT]
 _RANGE = re.compile(r"(?:(log|lin):)?([^.:,]*(?:\.[^.:,]+)?)\.\.([^:,]*)(?::([^:,]*))?")
-Point = dict[str, Any]
-MOST_MEMBERS = 10_000  # a larger range is a typing error, and its points would fill the memory
+Point = dict[str, Any]  # a value by each axis' key
+MAX_MEMBERS = 10_000  # a larger range is a typing error, and its points would fill the memory
 
 
 class Axis(NamedTuple):
-    """The values that one key takes.
+    """The values that one key takes in a sweep.
 
     Attributes:
-        key: the key in its dotted form.
-        values: the values in the order given; empty for a range to draw from.
-        stretch: (log or lin, first, last) of a range to draw from; None where values are listed.
+        key: the dotted key.
+        values: the values in the given order; empty for a range to sample from.
+        stretch: (log or lin, first end, last end) of a range to sample from; None for listed
+            values.
     """
 
     key: str
@@ -61,7 +65,7 @@ def axes_of(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis]]:
 
     Raises:
         UsageError: a key cannot be an axis (the message lists those that can), a range is wrong, or
-            a value is empty or given twice; all that is wrong is said at once.
+            a value is empty or given twice. The message names all faults.
     """
     fixed, axes, faults = axes_and_faults(overrides)
     raise_all(faults)
@@ -71,8 +75,9 @@ def axes_of(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis]]:
 def axes_and_faults(
     overrides: Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[Axis], list[UsageError]]:
-    """Return the overrides that are single values, also those of keys that are not there; the axes;
-    what is wrong.
+    """Return the overrides that are single values, the axes, and the faults.
+
+    Unknown keys are among the single values, and are refused when the settings are loaded.
     """
     fixed = dict[str, Any]()
     axes = list[Axis]()
@@ -91,102 +96,127 @@ def axes_and_faults(
 
 
 def require_single_values(toml: Path) -> None:
-    """Refuse axes in a TOML file, where a key has one value; other wrong values are left to whoever
-    loads the file.
+    """Refuse axes in a TOML file, where a key has one value.
+
+    Other wrong values are refused when the file is loaded.
 
     Raises:
         UsageError: a key has several values; the message says how to type them.
     """
     faults = []
     for key, given in from_toml(toml).items():
-        said = _several(key, given) if key in AXES else None
-        if said is not None:
+        typed_axis = _file_value_as_axis(key, given) if key in AXES else None
+        if typed_axis is not None:
             why = "a file has one for each key; type the axis on the command line"
             faults.append(
-                UsageError(f"{given.origin}: {key} has several values, and {why}: {said}")
+                UsageError(f"{given.origin}: {key} has several values, and {why}: {typed_axis}")
             )
     raise_all(faults)
 
 
-def _several(key: str, given: Given) -> str | None:
-    """Return a value of a TOML file as an axis is typed; None if it is one value, right or wrong."""
+def _file_value_as_axis(key: str, given: Given) -> str | None:
+    """Return what to type for several values that a TOML file gives to a key.
+
+    Returns:
+        The axis as it is typed; None for a single value, whether the key takes it or not.
+    """
     value = given.value
     with suppress(UsageError):
         check(key, value, "", from_text=False)
         return None
-    if (each := translated_each(key, value)) and not translated(key, value):
-        return _today(key, each).removeprefix("say ")
-    text = _as_axis(value, given.written) if isinstance(value, list) else value
+    # A list of values in old spellings (`monograph.config.renamed`).
+    translations = translated_each(key, value)
+    if translations and not translated(key, value):
+        return _new_axis_advice(key, translations).removeprefix("say ")
+    text = _list_as_axis(value, given.written) if isinstance(value, list) else value
     with suppress(UsageError):
         if isinstance(text, str) and _axis(key, text) is not None:
             return f"{key}={text}"
     return None
 
 
-def _as_axis(values: list[Any], written: str) -> str:
-    """Return a list of a file as an axis is typed: as it was written, without quotes and spaces."""
+def _list_as_axis(values: list[Any], written: str) -> str:
+    """Return a list of a TOML file as an axis is typed: without brackets, quotes and spaces.
+
+    Args:
+        values: the values.
+        written: the list as a person wrote it; "" if it is unknown.
+    """
     inside = re.sub(r"[\s\"']", "", written)[1:-1] or ",".join(map(_typed, values))
     return inside.rstrip(",")
 
 
 def _typed(value: object) -> str:
+    """Return a value as a person types it in an axis."""
     if isinstance(value, list):
         return f"[{','.join(map(_typed, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
-    """Return every combination of the axes' values, the last axis changing fastest, or `samples`
-    random ones.
+    """Return every combination of the axes' values, or random points.
 
-    Seeds are not sampled: each sample has every seed, so that it has an error bar, too. The draws
-    depend only on the axes and the number of samples, and are the same each time.
+    Seeds are not sampled: each random point is repeated with every seed, so that it has an error
+    bar, too. The points depend only on the axes and the number of samples, and are the same each
+    time.
+
+    Args:
+        axes: the axes.
+        samples: the number of random points; None for every combination, in which the last axis
+            changes fastest.
 
     Raises:
         UsageError: a range has no number of values and `samples` is None, or there are fewer points
             than samples.
     """
     if samples is None:
-        if open_ended := [axis for axis in axes if axis.stretch]:
+        ranges = [axis for axis in axes if axis.stretch]
+        if ranges:
             raise UsageError(
-                f"{_said(open_ended[0])}: say how many values, ...:8, or draw some with --samples N"
+                f"{_range_text(ranges[0])}: say how many values, ...:8, or draw some with --samples N"
             )
         return _product(axes)
     if samples < 1:
         raise UsageError(f"--samples {samples}: expected a number above 0")
-    drawn, seeds = (
-        [axis for axis in axes if axis.key != SEED],
-        [axis for axis in axes if axis.key == SEED],
-    )
-    if not drawn:
+    sampled_axes = [axis for axis in axes if axis.key != SEED]
+    seed_axes = [axis for axis in axes if axis.key == SEED]
+    if not sampled_axes:
         raise UsageError("--samples draws from axes: give one, such as optim.lr=log:1e-4..1e-2")
-    _require_few(f"--samples {samples}", samples * math.prod(len(axis.values) for axis in seeds))
+    seeds = math.prod(len(axis.values) for axis in seed_axes)
+    _require_few(f"--samples {samples}", samples * seeds)
     generator = random.Random(0)
-    if any(axis.stretch for axis in drawn):
-        drawn_points = [
-            {axis.key: _draw(axis, generator) for axis in drawn} for _ in range(samples)
+    if any(axis.stretch for axis in sampled_axes):
+        sampled_points = [
+            {axis.key: _sample(axis, generator) for axis in sampled_axes} for _ in range(samples)
         ]
     else:
-        every = range(math.prod(len(axis.values) for axis in drawn))
-        if samples > len(every):
+        # Without ranges, no point is sampled twice.
+        indices = range(math.prod(len(axis.values) for axis in sampled_axes))
+        if samples > len(indices):
             raise UsageError(
-                f"--samples {samples}: the axes have {len(every)} points in all; leave it out for all"
+                f"--samples {samples}: the axes have {len(indices)} points in all; leave it out for all"
             )
-        drawn_points = [_point(drawn, index) for index in sorted(generator.sample(every, samples))]
-    return [point | seed for point in drawn_points for seed in _product(seeds)]
+        sampled_indices = sorted(generator.sample(indices, samples))
+        sampled_points = [_point(sampled_axes, index) for index in sampled_indices]
+    return [point | seed for point in sampled_points for seed in _product(seed_axes)]
 
 
 def _require_few(what: str, members: int) -> None:
-    """Refuse more than MOST_MEMBERS members.
+    """Refuse more than MAX_MEMBERS members.
+
+    Args:
+        what: what a person typed for them, for the message.
+        members: the number of members.
 
     Raises:
-        UsageError: there are too many; the message names `what`.
+        UsageError: there are too many members.
     """
-    if members > MOST_MEMBERS:
-        raise UsageError(f"{what}: {members:,} members; a sweep has {MOST_MEMBERS:,} at most")
+    if members > MAX_MEMBERS:
+        raise UsageError(f"{what}: {members:,} members; a sweep has {MAX_MEMBERS:,} at most")
 
 
 def _product(axes: Sequence[Axis]) -> list[Point]:
+    """Return every combination of the axes' values; the last axis changes fastest."""
     keys = [axis.key for axis in axes]
     _require_few(" ".join(keys), math.prod(len(axis.values) for axis in axes))
     combinations = itertools.product(*(axis.values for axis in axes))
@@ -202,7 +232,8 @@ def _point(axes: Sequence[Axis], index: int) -> Point:
     return dict(reversed(values.items()))
 
 
-def _draw(axis: Axis, generator: random.Random) -> Any:
+def _sample(axis: Axis, generator: random.Random) -> Any:
+    """Return a random value of an axis; a range's is uniform, or log-uniform for `log`."""
     if axis.stretch is None:
         return generator.choice(axis.values)
     scale, first, last = axis.stretch
@@ -212,21 +243,27 @@ def _draw(axis: Axis, generator: random.Random) -> Any:
 
 
 def _axis(key: str, text: str) -> Axis | None:
-    """Return the axis that a text describes; None if it is a single value."""
+    """Return the axis that a text describes; None if the text is a single value.
+
+    Raises:
+        UsageError: the key cannot be an axis, a range is wrong, or a value is empty or given twice.
+    """
     if translated(key, text):
-        return None  # whoever checks it says what to type instead
-    if each := translated_each(key, text):
-        raise UsageError(f"{key}={text}: {_today(key, each)}")
-    if key in AXES and key not in _IN_BRACKETS and text[:1] + text[-1:] in ("[]", "()", "{}"):
+        return None  # an old spelling of a single value, which `check` will refuse with advice
+    if translations := translated_each(key, text):
+        raise UsageError(f"{key}={text}: {_new_axis_advice(key, translations)}")
+    has_brackets = text[:1] + text[-1:] in ("[]", "()", "{}")
+    if key in AXES and key not in _PAIR_KEYS and has_brackets:
         inside = re.sub(r"[\s\"']", "", text[1:-1])
         raise UsageError(f"{key}={text}: values are written without brackets: {key}={inside}")
-    if meant := _range_meant(key, text):
-        raise UsageError(f"{key}={text}: a range is typed as {key}={meant}")
-    bounds = _RANGE.fullmatch(text) if ".." in text and "/" not in text else None
+    if suggested_range := _suggest_range(key, text):
+        raise UsageError(f"{key}={text}: a range is typed as {key}={suggested_range}")
+    # A text with a slash is a path, such as ../texts.
+    range_match = _RANGE.fullmatch(text) if ".." in text and "/" not in text else None
     parts = _parts(key, text)
-    if bounds is None and text.startswith(("log:", "lin:")):
-        raise UsageError(f"{key}={text}: {_RANGES}")
-    if bounds is None and len(parts) < 2:
+    if range_match is None and text.startswith(("log:", "lin:")):
+        raise UsageError(f"{key}={text}: {_RANGE_FORMS}")
+    if range_match is None and len(parts) < 2:
         return None
     if key not in AXES:
         try:
@@ -234,14 +271,13 @@ def _axis(key: str, text: str) -> Axis | None:
         except UsageError:
             axes = ", ".join(AXES)
             raise UsageError(
-                f"{key}={text}: {key} cannot be an axis: {_WHY_NOT[key]}; axes are {axes}"
+                f"{key}={text}: {key} cannot be an axis: {_WHY_NO_AXIS[key]}; axes are {axes}"
             ) from None
-        return None  # it is a text with commas in it
-    axis = (
-        _ranged(key, text, *bounds.groups())
-        if bounds
-        else Axis(key, tuple(_checked(key, part) for part in parts))
-    )
+        return None  # the key takes texts, and this text has commas
+    if range_match:
+        axis = _axis_of_range(key, text, *range_match.groups())
+    else:
+        axis = Axis(key, tuple(_checked(key, part) for part in parts))
     for index, value in enumerate(axis.values):
         if value in axis.values[:index]:
             raise UsageError(
@@ -250,62 +286,77 @@ def _axis(key: str, text: str) -> Axis | None:
     return axis
 
 
-def _range_meant(key: str, text: str) -> str:
-    """Return how a range is typed that is written as other programs have it; "" if it is none."""
-    if (whole := re.fullmatch(r"([0-9]+)[-:]([0-9]+)", text)) and 0 < int(whole[2]) - int(
-        whole[1]
-    ) <= 100:
-        return f"{whole[1]}..{whole[2]}"
-    called = re.fullmatch(r"(\w+)\(([^,()]+),([^,()]+)(?:,([^,()]+))?\)", text)
-    if not called or key not in AXES:
+def _suggest_range(key: str, text: str) -> str:
+    """Return how to type a range that is written as in another program; "" for other texts."""
+    # 0-3 or 0:3
+    if integers := re.fullmatch(r"([0-9]+)[-:]([0-9]+)", text):
+        first, last = integers.groups()
+        # Ranges of seeds are short. A longer range is probably another kind of value.
+        if 0 < int(last) - int(first) <= 100:
+            return f"{first}..{last}"
+    # loguniform(1e-4, 1e-2) or linspace(0, 1, 5)
+    call = re.fullmatch(r"(\w+)\(([^,()]+),([^,()]+)(?:,([^,()]+))?\)", text)
+    if not call or key not in AXES:
         return ""
-    name, first, last, count = (part and part.strip() for part in called.groups())
+    name, first, last, count = (part and part.strip() for part in call.groups())
     scale = "log" if re.search("log|geom", name) else "lin"
     return f"{scale}:{first}..{last}" + (f":{count}" if count else "")
 
 
-def _today(key: str, each: Sequence[Texts]) -> str:
-    """Return what to type for an axis with values in old spellings, of which each says several
-    keys.
+def _new_axis_advice(key: str, translations: Sequence[Texts]) -> str:
+    """Return what to type for an axis whose values are old spellings.
+
+    Args:
+        key: the key.
+        translations: for each value, the new keys with their values.
     """
-    values = joined(each)
-    varied = [new for new, texts in values.items() if len(texts) > 1]
-    if key not in AXES or not set(varied) <= set(AXES):
-        return f"{a_run_each(each)}; {key} cannot be an axis: {_WHY_NOT[key]}"
-    every = "; a sweep trains all combinations" if len(varied) > 1 else ""
-    return f"say {as_typed({new: ','.join(texts) for new, texts in values.items()})}{every}"
+    values_by_key = joined(translations)
+    varied_keys = [new_key for new_key, texts in values_by_key.items() if len(texts) > 1]
+    if key not in AXES or not set(varied_keys) <= set(AXES):
+        return f"{a_run_each(translations)}; {key} cannot be an axis: {_WHY_NO_AXIS[key]}"
+    advice = as_typed({new_key: ",".join(texts) for new_key, texts in values_by_key.items()})
+    # Two new axes have more points than the one axis that was typed.
+    note = "; a sweep trains all combinations" if len(varied_keys) > 1 else ""
+    return f"say {advice}{note}"
 
 
 def _parts(key: str, text: str) -> list[str]:
-    """Split a text at its commas; a pair is one part, `0.9,0.95`, and several pairs are
-    `[0.9,0.95],[0.9,0.99]`.
+    """Split a text at its commas.
+
+    For a key whose value is a pair, `0.9,0.95` is one part, and `[0.9,0.95],[0.9,0.99]` are two.
     """
-    if key in _IN_BRACKETS:
+    if key in _PAIR_KEYS:
         return re.findall(r"\[[^\]]*\]", text) or [text]
     return [part.strip() for part in text.split(",")]
 
 
-def _ranged(
+def _axis_of_range(
     key: str, text: str, scale: str | None, first: str, last: str, count: str | None
 ) -> Axis:
-    """Parse `0..3`, `lin:0..0.2:3` or `log:1e-5..1e-2:8`; without a count, the latter two are
-    ranges to draw from.
+    """Return the axis of a range.
+
+    Args:
+        key: the key.
+        text: the range as a person typed it, for messages.
+        scale: "log" or "lin"; None for a range of whole numbers, such as `0..3`.
+        first: the first end.
+        last: the last end.
+        count: the number of values, as in `lin:0..0.2:3`; None for a range to sample from.
+
+    Raises:
+        UsageError: the range is wrong, or the key does not take its values.
     """
     if not first.strip() or not last.strip():
-        raise UsageError(f"{key}={text}: {_RANGES}")
+        raise UsageError(f"{key}={text}: {_RANGE_FORMS}")
     if scale is None:
-        if (
-            not (first.isdecimal() and last.isdecimal())
-            or count is not None
-            or int(last) < int(first)
-        ):
+        are_integers = first.isdecimal() and last.isdecimal()
+        if not are_integers or count is not None or int(last) < int(first):
             raise UsageError(
                 f"{key}={text}: expected whole numbers, 0..3, or lin:0..0.2:3 or log:1e-4..1e-2:8"
             )
+        integers = range(int(first), int(last) + 1)
         _require_few(f"{key}={text}", int(last) - int(first) + 1)
-        return Axis(
-            key, tuple(_checked(key, str(number)) for number in range(int(first), int(last) + 1))
-        )
+        return Axis(key, tuple(_checked(key, str(integer)) for integer in integers))
     low = _number(key, text, first)
     high = _number(key, text, last)
     if scale == "log" and min(low, high) <= 0:
@@ -314,10 +365,10 @@ def _ranged(
         )
     if count is None:
         require_ends(f"{key}={text}", low, high, 2)
-        values = [_checked(key, end) for end in (first, last)]  # the key must accept both ends
-        return Axis(
-            key, (), ("log" if scale == "log" else "lin", float(values[0]), float(values[1]))
-        )
+        # The key must accept both ends.
+        first_value = float(_checked(key, first))
+        last_value = float(_checked(key, last))
+        return Axis(key, (), ("log" if scale == "log" else "lin", first_value, last_value))
     if not count.isdecimal():
         raise UsageError(
             f"{key}={text}: expected a whole number of values after the last colon, not {count!r}"
@@ -325,30 +376,37 @@ def _ranged(
     n = int(count)
     _require_few(f"{key}={text}", n)
     require_ends(f"{key}={text}", low, high, n)
-    numbers = (
-        log_range(low, high, n)
-        if scale == "log"
-        else [low + (high - low) * i / max(1, n - 1) for i in range(n)]
-    )
-    ends = {0: first, n - 1: last}
-    return Axis(
-        key, tuple(_checked(key, ends.get(i, f"{number:.4g}")) for i, number in enumerate(numbers))
-    )
+    if scale == "log":
+        numbers = log_range(low, high, n)
+    else:
+        numbers = [low + (high - low) * i / max(1, n - 1) for i in range(n)]
+    texts = [f"{number:.4g}" for number in numbers]
+    # The ends are as they were typed, not rounded. A range of one value has the last end.
+    texts[0] = first
+    texts[n - 1] = last
+    return Axis(key, tuple(_checked(key, value_text) for value_text in texts))
 
 
 def _number(key: str, text: str, end: str) -> float:
     try:
         return float(end)
     except ValueError:
-        raise UsageError(f"{key}={text}: {end!r} is no number") from None
+        raise UsageError(f"{key}={text}: {end!r} is not a number") from None
 
 
 def _checked(key: str, text: str) -> Any:
+    """Return the value of one text of an axis.
+
+    Raises:
+        UsageError: the text is empty, or the key does not take it.
+    """
     if not text:
         raise UsageError(f"{key}: an axis with an empty value; give values between the commas")
     return check(key, text, COMMAND_LINE, from_text=True)
 
 
-def _said(axis: Axis) -> str:
+def _range_text(axis: Axis) -> str:
+    """Return a range to sample from as it is typed."""
     assert axis.stretch
-    return f"{axis.key}={axis.stretch[0]}:{axis.stretch[1]:g}..{axis.stretch[2]:g}"
+    scale, first, last = axis.stretch
+    return f"{axis.key}={scale}:{first:g}..{last:g}"

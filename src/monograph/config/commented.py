@@ -1,17 +1,22 @@
-"""Write settings as a commented configuration: each key with its meaning, the values it accepts and
-its origin.
+"""Write settings as a commented TOML file.
+
+The file has every key with its meaning, the values that it accepts, and its origin, such as
+"command line".
 """
 
 import textwrap
 from collections.abc import Iterator
 
-from monograph.config.keys import SECTIONS, described
+from monograph.config.keys import SECTIONS, key_declaration
 from monograph.config.settings import EXCLUSIVE, Settings, toml_of
 from monograph.terminal import one_line
 
-# A text begins with TEXT and a key that is not set with UNSET, so that removing UNSET sets the key.
-TEXT, UNSET = "## ", "# "
-WIDTH, ORIGIN_COLUMN = 120, 48
+TEXT = "## "  # the beginning of a line of text
+UNSET = (
+    "# "  # the beginning of the line of a key that is not set; without it, the line sets the key
+)
+WIDTH = 120  # columns
+ORIGIN_COLUMN = 48  # at which the comment with a key's origin begins
 _HEAD = (
     "Every key of a run: its meaning, the values that it accepts, and where its value comes from.",
     'A line "# KEY = VALUE" is a key that is not set, with its default or an example: remove the "# " to set it.',
@@ -20,10 +25,9 @@ _HEAD = (
 
 
 def commented(settings: Settings) -> str:
-    """Return the TOML text that loads as these settings and has every key, as a comment if it is
-    not set.
+    """Return a TOML text that loads as these settings; keys that are not set are comments.
 
-    No line is longer than WIDTH unless a value that was given is.
+    A line is longer than WIDTH only if a value that was set needs that.
     """
     return "\n".join(_lines(settings)) + "\n"
 
@@ -38,19 +42,21 @@ def _lines(settings: Settings) -> Iterator[str]:
         yield from _text(section.about())
         for field in section.model_fields:
             key = f"{name}.{field}"
-            said = described(key)
+            description = key_declaration(key)
             yield ""
-            yield from _text(said.meaning)
-            yield from _text(f"Accepts: {said.expected}.")
-            for word, stands_for in said.choices.items():
-                yield from _text(f"{word}: {stands_for}")
+            yield from _text(description.meaning)
+            yield from _text(f"Accepts: {description.expected}.")
+            for word, meaning in description.choices.items():
+                yield from _text(f"{word}: {meaning}")
             if key in settings.origins and values[key] is not None:
-                yield from _given(
-                    f"{field} = {toml_of(values[key])}", one_line(settings.origins[key])
-                )
+                assignment = f"{field} = {toml_of(values[key])}"
+                yield from _set_key(assignment, one_line(settings.origins[key]))
             else:
-                shown = said.example if said.default is None else said.default
-                yield f"{UNSET + f'{field} = {toml_of(shown)}':<{ORIGIN_COLUMN}}# {_absence(key, settings)}"
+                value = description.default
+                if value is None:
+                    value = description.example
+                assignment = f"{UNSET}{field} = {toml_of(value)}"
+                yield f"{assignment:<{ORIGIN_COLUMN}}# {_reason_unset(key, settings)}"
 
 
 def _text(text: str) -> list[str]:
@@ -59,9 +65,10 @@ def _text(text: str) -> list[str]:
     )
 
 
-def _given(assignment: str, origin: str) -> Iterator[str]:
-    """Yield the line of a key that is set, with its origin, which has a line of its own if both do
-    not fit in one.
+def _set_key(assignment: str, origin: str) -> Iterator[str]:
+    """Yield the line of a key that is set, with its origin as a comment.
+
+    If both do not fit in one line, the origin has a line of its own.
     """
     line = f"{assignment:<{ORIGIN_COLUMN}}# {origin}"
     if len(line) <= WIDTH:
@@ -71,14 +78,17 @@ def _given(assignment: str, origin: str) -> Iterator[str]:
         yield assignment
 
 
-def _absence(key: str, settings: Settings) -> str:
-    """Return what applies to a key that is not set."""
-    others = [
-        other for group in EXCLUSIVE if key in group for other in group if other in settings.origins
-    ]
-    if others:
-        return f"not set, as {others[0]} is"
-    said = described(key)
-    if said.default is not None:
+def _reason_unset(key: str, settings: Settings) -> str:
+    """Return why a key is not set, and whether its line shows the default or an example."""
+    for group in EXCLUSIVE:
+        if key not in group:
+            continue
+        for other in group:
+            if other in settings.origins:
+                return f"not set, as {other} is"
+    description = key_declaration(key)
+    if description.default is not None:
         return "default"
-    return f"example; default: {said.otherwise}" if said.otherwise else "example; not set"
+    if description.otherwise:
+        return f"example; default: {description.otherwise}"
+    return "example; not set"

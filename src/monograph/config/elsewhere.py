@@ -1,5 +1,7 @@
-"""Names that other programs have for keys, options and commands: people who know them look for them
-first.
+"""Tables of the names that other programs have for keys, values, options and commands.
+
+People who know another program type its names first. A message then says what to type here. The
+entry of a name is either what replaces it, such as a key, or a sentence that says what to do.
 
 Sources: the arguments of transformers' Trainer 5, TRL 1, PEFT 0.18, Unsloth, axolotl, litgpt,
 torchtune, nanoGPT, nanochat, vLLM and llama.cpp.
@@ -20,7 +22,7 @@ _PATHS = "name the text as it is: monograph train my_texts/"
 _RESUME = "say --resume RUN"
 _CHOSEN = "leave it out: it is chosen by itself"
 
-# The device of any command.
+# Options of any command that choose a device: by the name, a sentence.
 DEVICES = dict.fromkeys(
     ("use_cpu", "no_cuda", "cpu"), "say CUDA_VISIBLE_DEVICES= before the command"
 ) | dict.fromkeys(
@@ -28,7 +30,7 @@ DEVICES = dict.fromkeys(
     "say CUDA_VISIBLE_DEVICES=0 before the command; monograph plan --device NAME plans for another card",
 )
 
-# The key, which then takes the value that was typed, or a sentence that says how the same is had.
+# Keys: by the name in another program, the key that takes the value that was typed, or a sentence.
 ELSEWHERE: dict[str, str] = {
     # transformers: TrainingArguments and its scripts
     "learning_rate": "optim.lr",
@@ -210,7 +212,7 @@ ELSEWHERE: dict[str, str] = {
     "verbose": "leave it out: a run prints what it does",
 }
 
-# What other programs call a value of a key: the value, or a sentence.
+# Values: by key and by the value in another program, the value here, or a sentence.
 _EIGHT_BITS = "say optim.name=adamw optim.state=8bit"
 VALUES: dict[str, dict[str, str]] = {
     "optim.name": {
@@ -315,9 +317,9 @@ VALUES: dict[str, dict[str, str]] = {
     "rl.kl": {"false": "none", "0": "none", "0.0": "none"},
 }
 
-# By command: what its options, and what stands for them, are called elsewhere. A name that begins
-# with a dash is an option, which then takes the value that was typed; "" is an argument without a
-# name.
+# Options of a command, by the command and the name in another program. An entry that begins with a
+# dash is an option: it takes the value that was typed, in the place of {} or at its end. Other
+# entries are sentences. The name "" is an argument that the command does not take.
 _RUN = "name the run or model as it is"
 _LENGTH = "leave it out: the longest text is what the model has"
 _SAMPLER = {
@@ -463,7 +465,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     },
 }
 
-# Commands that nothing here is called, and the command that does the same.
+# Commands of other programs: by the name, a sentence that names the command that does the same.
 COMMANDS: dict[str, str] = {
     "init": "monograph train --print-config > run.toml writes a commented file of settings",
     "config": "monograph keys explains settings, and monograph train --print-config prints all of them",

@@ -1,4 +1,4 @@
-"""Hold a value with its origin, and raise what is wrong with several of them as one error."""
+"""Hold a value with its origin, and raise several faults of values as one error."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from monograph.errors import MonographError, UsageError
 
 COMMAND_LINE = "command line"
-MOST_FAULTS = 5  # that one error names
+MAX_FAULTS = 5  # an error names at most this many faults
 
 
 class Given(NamedTuple):
@@ -14,11 +14,11 @@ class Given(NamedTuple):
 
     Attributes:
         value: the value.
-        origin: the origin, for messages.
-        rank: 1 (TOML), 2 (environment) or 3 (command line); of keys that exclude each other the
-            highest counts.
-        from_text: whether a number may be given as text.
-        written: the value as a person wrote it, for messages; "": as it is.
+        origin: where the value was written, for messages, such as "run.toml:7".
+        rank: the kind of origin: 1 (TOML), 2 (environment) or 3 (command line). If keys exclude
+            each other, the one with the highest rank counts.
+        from_text: whether the value may be a text that stands for a number, as in a shell.
+        written: the value as a person wrote it, for messages; "" if `value` itself is to be shown.
     """
 
     value: Any
@@ -29,18 +29,21 @@ class Given(NamedTuple):
 
 
 def raise_all(faults: Sequence[MonographError]) -> None:
-    """Raise one error that says what several say, so that a person corrects all at once.
+    """Raise one error with the messages of all faults, so that a person can correct all at once.
+
+    Without faults this function does nothing.
 
     Raises:
-        UsageError: one of several faults is a UsageError.
-        MonographError: of the first fault's kind, otherwise.
+        UsageError: one of the faults is a UsageError.
+        MonographError: none is; the error has the class of the first fault.
     """
     if not faults:
         return
     if len(faults) == 1:
         raise faults[0]
-    lines = [str(fault) for fault in faults[:MOST_FAULTS]]
-    if len(faults) > MOST_FAULTS:
-        lines.append(f"{len(faults) - MOST_FAULTS} more like these")
-    wrongly_used = any(isinstance(fault, UsageError) for fault in faults)
-    raise (UsageError if wrongly_used else type(faults[0]))("; also ".join(lines))
+    lines = [str(fault) for fault in faults[:MAX_FAULTS]]
+    if len(faults) > MAX_FAULTS:
+        lines.append(f"{len(faults) - MAX_FAULTS} more like these")
+    is_usage_error = any(isinstance(fault, UsageError) for fault in faults)
+    error_class = UsageError if is_usage_error else type(faults[0])
+    raise error_class("; also ".join(lines))

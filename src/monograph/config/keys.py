@@ -1,7 +1,7 @@
-"""Define every key of the configuration: its type, its default, the values it accepts and its
-meaning.
+"""Define every key of the configuration: its type, default, accepted values and meaning.
 
-The pages, `--print-config` and errors have these texts from here (`described`).
+A section is a table of the TOML file, such as [optim], and a pydantic model here. A key is a field
+of it. Pages, `--print-config` and errors show what a key's declaration says (`key_declaration`).
 """
 
 import re
@@ -40,42 +40,44 @@ _MULTIPLES = {
 }
 
 
-def _count(value: object) -> Any:
-    """Read `"512k"` → 512000, `"64Ki"` → 65536, `1e6` → 1000000; the key's type refuses any other
-    text.
-    """
-    if isinstance(value, str) and (
-        match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgbt]|[kmg]i)", value.lower())
-    ):
-        value = float(Decimal(match[1]) * _MULTIPLES[match[2]])
-    elif isinstance(value, str) and re.fullmatch(r"[0-9]+(\.[0-9]+)?e[0-9]+", value.lower()):
-        value = float(value)
+# The functions `_parse_...` run before a key's type is checked. They turn a text, as a shell gives
+# it, into a value of the type, and return any other value unchanged: the type then refuses it.
+
+
+def _parse_count(value: object) -> Any:
+    """Turn `"512k"` into 512000, `"64Ki"` into 65536, and `1e6` or `"1e6"` into 1000000."""
+    if isinstance(value, str):
+        text = value.lower()
+        with_suffix = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgbt]|[kmg]i)", text)
+        if with_suffix:
+            # As decimals, since 8.2 * 10**6 is not a whole number in floating point.
+            value = float(Decimal(with_suffix[1]) * _MULTIPLES[with_suffix[2]])
+        elif re.fullmatch(r"[0-9]+(\.[0-9]+)?e[0-9]+", text):
+            value = float(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _pair(value: object) -> Any:
-    """Read `[0.9, 0.95]`, `"0.9,0.95"` or `"[0.9, 0.95]"` → `(0.9, 0.95)`."""
+def _parse_pair(value: object) -> Any:
+    """Turn `[0.9, 0.95]` or `"[0.9, 0.95]"` into a tuple; a text may be without brackets."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.strip("[]()").split(","))
     return tuple(value) if isinstance(value, list) else value
 
 
-def _numbers(value: object) -> Any:
-    """Read `"2,1"` or `"[2, 1]"` → `["2", "1"]`, and a single number as a list of one."""
+def _parse_numbers(value: object) -> Any:
+    """Turn `"2,1"` or `"[2, 1]"` into `["2", "1"]`, and a single number into a list."""
     if isinstance(value, str):
         return [part.strip() for part in value.strip("[]").split(",")]
     return [value] if isinstance(value, int | float) else value
 
 
-def _strings(value: object) -> Any:
-    """Read `'["a", "b"]'`, as a shell gives a list, → `["a", "b"]`; other text, such as
-    `[ab]*.txt`, stays as it is.
-    """
+def _parse_texts(value: object) -> Any:
+    """Turn `'["a", "b"]'` into `["a", "b"]`; another text, such as `[ab]*.txt`, is one text."""
     if isinstance(value, str) and value.startswith("["):
         try:
             return tomllib.loads(f"list = {value}")["list"]
         except tomllib.TOMLDecodeError:
-            # It is an unfinished list, as no file's name begins like this.
+            # A text that begins with [" is a list with a mistake: no pattern of files begins so.
             if re.match(r"\[\s*[\"']", value):
                 raise
         except RecursionError:
@@ -90,18 +92,19 @@ def _without_nul(value: str) -> str:
 
 
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
-Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_strings)]
-# No model needs more than these. Building or counting a model of such sizes would take hours before
-# it could be refused; whether this machine's memory suffices is checked later.
+Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_parse_texts)]
+# Larger numbers are refused at once. No model needs them, and building such a model, or only
+# counting its parameters, would take hours before it could be refused for want of memory.
 MOST_LAYERS = 2**12
 MOST_SIZE = 2**24
 MOST_LENGTH = 2**22
 MOST_RANK = 2**16
-MOST_PER_UPDATE, MOST_COUNT = 2**32, 10**15
+MOST_PER_UPDATE = 2**32
+MOST_COUNT = 10**15
 DEFAULT_MINUTES = 3.0
 Size = Annotated[int, Field(ge=1, le=MOST_SIZE)]
 Whole = Annotated[int, Field(ge=1, le=MOST_COUNT)]
-Count = Annotated[Whole, BeforeValidator(_count)]
+Count = Annotated[Whole, BeforeValidator(_parse_count)]
 PositiveFloat = Annotated[float, AfterValidator(ABOVE_0.checked)]
 NonNegativeFloat = Annotated[float, AfterValidator(NOT_NEGATIVE.checked)]
 Fraction = Annotated[float, AfterValidator(FRACTION.checked)]
@@ -109,42 +112,42 @@ Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
 Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=LIGHTEST, le=HEAVIEST)]
-Weights = Annotated[list[Weight], Field(min_length=1), BeforeValidator(_numbers)]
+Weights = Annotated[list[Weight], Field(min_length=1), BeforeValidator(_parse_numbers)]
 Momentum = Annotated[float, AfterValidator(DECAY.checked)]
 
-# How the members of a sweep may differ in a key.
-#   in one graph:    it is a number that an update reads, or the seed of weights and row order
-#   between graphs:  it changes shapes, the graph or the length, so each value has its own graph
+# How the members of a sweep, the runs that it trains, may differ in a key.
+#   in one graph:    members with different values train in one graph: the key is a number that an
+#                    update reads, or the seed of weights and row order
+#   between graphs:  each value has a graph of its own, as the key changes shapes, the graph or the
+#                    length
 Varies = Literal["in one graph", "between graphs"]
-# Why they cannot, where several keys have the same reason.
+# Reasons why members cannot differ in a key.
 _SAME_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"
-_OF_ONE_TIME = "how much a member learns in a time is the machine's doing"
+_OF_ONE_TIME = "how much a member learns in a given time depends on the machine"
 _OF_TEXTS = "members of one graph learn from texts alone: start a run for each value"
 
 
 class Key(NamedTuple):
-    """What a key means and takes, as the pages, `--print-config` and errors say it, and what becomes
-    of it in other runs.
+    """The declaration of a key: what it means and accepts, and how other runs treat it.
 
     Attributes:
         meaning: one sentence or two, in one line.
-        expected: the values that it accepts, to complete the sentence "expected ...".
-        default: the value that applies where the key is not set; None if there is none or no single
-            one.
-        otherwise: what applies there in words, if it is no value; "" if nothing does.
-        example: a value that somebody might set; None where the default is one.
-        auto: what "auto" stands for, which the meaning ends with; "" if the key does not take it.
-        choices: what each word that it takes stands for, besides "auto".
-        belongs_to: the key about whose value it says something, see `belonging`; "" if there is none.
-        varies: how the members of a sweep may differ in it, see `Varies`; None: not at all.
+        expected: the values that it accepts, which completes the sentence "expected ...".
+        default: the value that applies if the key is not set; None if no single value does.
+        otherwise: what applies if the key is not set, in words; "" if `default` says it.
+        example: a value that somebody might set; None if the default is a good example.
+        auto: what "auto" stands for; "" if the key does not take "auto". The meaning ends with it.
+        choices: by each word that it takes, except "auto", what the word stands for.
+        belongs_to: the key about whose value this key says something; "" if there is none.
+        varies: how the members of a sweep may differ in it; None if they cannot.
         fixed: why the members of a sweep cannot differ in it; "" if they can.
-        is_amount: whether more of it nearly always scores better, so that the best value at an
-            axis' end says nothing.
-        is_of_place: whether a resumed run may change it. Such a key says where and in which graphs
-            the run trains, or which records it can read, and changes no equation.
-        is_of_one_run: whether a run that begins from another one decides it anew: the length, what
-            depends on the length, and the ranks.
+        is_amount: whether a larger value nearly always scores better, as that of a width. If the
+            best value of such an axis is its last one, that is no reason to extend the axis.
+        is_of_place: whether a resumed run may change it. Such a key says on which devices and in
+            which graphs the run trains, or which records it can read. It changes no equation.
+        is_of_one_run: whether it does not carry over to a run that begins from this one: the
+            length, what depends on the length, and the ranks.
     """
 
     meaning: str
@@ -162,13 +165,13 @@ class Key(NamedTuple):
     is_of_one_run: bool = False
 
 
-class _More(TypedDict, total=False):
-    """What a declaration says of a key; see `Key`.
+class _Details(TypedDict, total=False):
+    """The optional parts of a declaration, which `Key` describes.
 
-    `usual` is the value that applies where a key without a default is not given.
+    `implied` is the `Key.default` of a key whose field has the default None.
     """
 
-    usual: object
+    implied: object
     otherwise: str
     example: object
     auto: str
@@ -181,38 +184,51 @@ class _More(TypedDict, total=False):
     is_of_one_run: bool
 
 
-def _key(default: Any, expected: str, meaning: str, **said: Unpack[_More]) -> Any:
-    """Define a configuration key.
+def _key(default: Any, expected: str, meaning: str, **details: Unpack[_Details]) -> Any:
+    """Declare a key, and return the pydantic field.
 
     Args:
-        default: the value of the setting; None: "not given", for keys whose value is decided
-            elsewhere.
-        expected: completes the sentence "expected ..." of the error for a wrong value.
-        meaning: what the key means, in one line.
-        said: what else there is to say; `fixed` may be left out if its section says it.
+        default: the field's value if the key is not set; None if another place decides the value.
+        expected: see `Key`.
+        meaning: see `Key`, without `auto`.
+        details: see `Key`; `fixed` can be left out if the section has it.
     """
-    if "auto" in said:
-        meaning = f"{meaning} auto: {said['auto']}."
-    extra = cast(dict[str, Any], {"expected": expected} | said)
+    if "auto" in details:
+        meaning = f"{meaning} auto: {details['auto']}."
+    extra = cast(dict[str, Any], {"expected": expected} | details)
     return Field(default, description=meaning, json_schema_extra=extra)
 
 
 def _choice(
-    default: Any, meaning: str, words: Mapping[str, str], *, also: str = "", **said: Unpack[_More]
+    default: Any,
+    meaning: str,
+    words: Mapping[str, str],
+    *,
+    also: str = "",
+    **details: Unpack[_Details],
 ) -> Any:
-    """Define a key that takes one of some words, each with what it stands for, "auto", or what
-    `also` says.
+    """Declare a key that takes one of some words, and return the pydantic field.
+
+    Args:
+        default: see `_key`.
+        meaning: see `_key`.
+        words: by each word except "auto", what it stands for.
+        also: the other values that the key takes, in words; "" for none.
+        details: see `_key`. With `auto` the key also takes the word "auto".
     """
-    values = [*(["auto"] if "auto" in said else []), *words, *([also] if also else [])]
-    said["choices"] = words
-    return _key(default, join_with_or(values), meaning, **said)
+    values = ["auto"] if "auto" in details else []
+    values += words
+    if also:
+        values.append(also)
+    details["choices"] = words
+    return _key(default, join_with_or(values), meaning, **details)
 
 
 class Section(BaseModel):
-    """A table of the TOML file; a key that is not given is None if it has no default.
+    """A table of the TOML file. A key that is not set is None if it has no default.
 
     Attributes:
-        fixed: why a sweep cannot vary those of its keys that do not say more.
+        fixed: `Key.fixed` of the section's keys that have neither `varies` nor `fixed`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -220,78 +236,77 @@ class Section(BaseModel):
 
     @classmethod
     def about(cls) -> str:
-        """Return what the section is about, its docstring, in one line."""
+        """Return the section's docstring in one line, which users see."""
         return " ".join((cls.__doc__ or "").split())
 
 
 def _with_parameters(
     section: type[Section], chosen_by: str, declared: Mapping[str, Sequence[Parameter]]
 ) -> Any:
-    """Return a section with one more key for each parameter of a table's rows.
+    """Return a section with more keys: the parameters of a table's rows.
+
+    Such a table is the losses of preferences. Its rows have parameters, such as beta.
 
     Args:
         section: the section, which has the key that chooses a row.
-        chosen_by: that key, such as "prefer.loss".
+        chosen_by: the key that chooses a row, such as "prefer.loss".
         declared: the parameters of each row, by the row's name. Several rows may have the same
             parameter with different defaults.
     """
     parameters: dict[str, Parameter] = {}
-    rows: dict[str, dict[float | str | None, list[str]]] = {}  # by field, then by default
-    for row, of_row in declared.items():
-        for parameter in of_row:
-            parameters.setdefault(parameter.field, parameter)
-            rows.setdefault(parameter.field, {}).setdefault(parameter.default, []).append(row)
+    # By the parameter's name and its default, the rows that have it with this default.
+    rows_by_default: dict[str, dict[float | str | None, list[str]]] = {}
+    for row, row_parameters in declared.items():
+        for parameter in row_parameters:
+            name = parameter.field
+            parameters.setdefault(name, parameter)
+            rows_by_default.setdefault(name, {}).setdefault(parameter.default, []).append(row)
     fields: dict[str, Any] = {}
     for name, parameter in parameters.items():
-        if len(rows[name]) == 1:
-            usual, otherwise, example = parameter.default, "", parameter.example
+        if len(rows_by_default[name]) == 1:
+            details = _Details(implied=parameter.default, otherwise="", example=parameter.example)
         else:
-            usual, otherwise, example = None, _defaults_said(rows[name]), parameter.default
+            words = _defaults_in_words(rows_by_default[name])
+            details = _Details(implied=None, otherwise=words, example=parameter.default)
+        details["belongs_to"] = chosen_by
         values = parameter.values
         expected = values.expected if isinstance(values, Range) else values
-        field = _key(
-            None,
-            expected,
-            parameter.meaning,
-            usual=usual,
-            otherwise=otherwise,
-            example=example,
-            belongs_to=chosen_by,
-        )
+        field = _key(None, expected, parameter.meaning, **details)
         fields[name] = (_type_of(values) | None, field)
     return create_model(section.__name__, __base__=section, **fields)
 
 
 def _type_of(values: Range | str) -> Any:
-    """Return the type of a parameter's key."""
+    """Return the type of the key of a parameter that takes these values."""
     if not isinstance(values, Range):
         return Text
     return Annotated[int if values.whole else float, AfterValidator(values.checked)]
 
 
-def _defaults_said(rows: Mapping[float | str | None, Sequence[str]]) -> str:
-    """Return the defaults of several rows in words, such as "0.1, and 2 for simpo".
+def _defaults_in_words(rows_by_default: Mapping[float | str | None, Sequence[str]]) -> str:
+    """Return several defaults in words, such as "0.1, and 2 for simpo".
 
     Args:
-        rows: the rows that have a default, by the default.
+        rows_by_default: by each default, the names of the rows that have it.
     """
-    usual = max(rows, key=lambda default: len(rows[default]))
+    most_frequent = max(rows_by_default, key=lambda default: len(rows_by_default[default]))
     others = [
-        f"{_said(default)} for {' and '.join(names)}"
-        for default, names in rows.items()
-        if default != usual
+        f"{_default_text(default)} for {' and '.join(rows)}"
+        for default, rows in rows_by_default.items()
+        if default != most_frequent
     ]
-    return f"{_said(usual)}, and {', '.join(others)}"
+    return f"{_default_text(most_frequent)}, and {', '.join(others)}"
 
 
-def _said(default: float | str | None) -> str:
+def _default_text(default: float | str | None) -> str:
     return f"{default:g}" if isinstance(default, int | float) else str(default)
 
 
-_SIZE = f"a whole number above 0, at most {MOST_SIZE}"
-_WHOLE = "a whole number above 0, at most 1e15"
-_COUNT = f'{_WHOLE} ("512k" is 512000, "512Ki" is 524288)'
-_PRESETS = "the preset's"
+# `Key.expected` of the types `Size`, `Whole` and `Count`.
+_EXPECTS_SIZE = f"a whole number above 0, at most {MOST_SIZE}"
+_EXPECTS_WHOLE = "a whole number above 0, at most 1e15"
+_EXPECTS_COUNT = f'{_EXPECTS_WHOLE} ("512k" is 512000, "512Ki" is 524288)'
+_OF_PRESET = "the preset's"  # `Key.otherwise` of the sizes of a model
 
 
 class ModelSection(Section):
@@ -312,7 +327,7 @@ class ModelSection(Section):
         None,
         "Architecture of a new model.",
         {name: f"that of transformers' {family.architecture}" for name, family in FAMILIES.items()},
-        usual=FIRST_FAMILY,
+        implied=FIRST_FAMILY,
         varies="between graphs",
     )
     init: Text | None = _key(
@@ -325,7 +340,7 @@ class ModelSection(Section):
     )
     vocab_size: Size | None = _key(
         None,
-        _SIZE,
+        _EXPECTS_SIZE,
         "Number of tokens that the embedding has rows for.",
         otherwise="the tokenizer's",
         example=4096,
@@ -333,18 +348,18 @@ class ModelSection(Section):
     )
     hidden_size: Size | None = _key(
         None,
-        _SIZE,
+        _EXPECTS_SIZE,
         "Width of the residual stream.",
-        otherwise=_PRESETS,
+        otherwise=_OF_PRESET,
         example=192,
         varies="between graphs",
         is_amount=True,
     )
     intermediate_size: Size | None = _key(
         None,
-        _SIZE,
+        _EXPECTS_SIZE,
         "Width of the feed-forward layer.",
-        otherwise=f"{_PRESETS}, or 8/3 of hidden_size",
+        otherwise=f"{_OF_PRESET}, or 8/3 of hidden_size",
         example=512,
         varies="between graphs",
         is_amount=True,
@@ -353,32 +368,32 @@ class ModelSection(Section):
         None,
         f"a whole number above 0, at most {MOST_LAYERS}",
         "Number of transformer blocks.",
-        otherwise=_PRESETS,
+        otherwise=_OF_PRESET,
         example=4,
         varies="between graphs",
         is_amount=True,
     )
     num_attention_heads: Size | None = _key(
         None,
-        _SIZE,
+        _EXPECTS_SIZE,
         "Number of query heads.",
-        otherwise=_PRESETS,
+        otherwise=_OF_PRESET,
         example=6,
         varies="between graphs",
         is_amount=True,
     )
     num_key_value_heads: Size | None = _key(
         None,
-        _SIZE,
+        _EXPECTS_SIZE,
         "Number of key and value heads. It divides num_attention_heads.",
-        otherwise=f"{_PRESETS}, or num_attention_heads",
+        otherwise=f"{_OF_PRESET}, or num_attention_heads",
         example=2,
         varies="between graphs",
         is_amount=True,
     )
     max_position_embeddings: Size | None = _key(
         None,
-        _SIZE,
+        _EXPECTS_SIZE,
         "Longest sequence in tokens.",
         otherwise="data.sequence_length",
         example=2048,
@@ -388,7 +403,7 @@ class ModelSection(Section):
         None,
         "true or false",
         "Whether the output head is the embedding's transpose.",
-        otherwise=_PRESETS,
+        otherwise=_OF_PRESET,
         example=True,
         varies="between graphs",
     )
@@ -428,16 +443,16 @@ class DataSection(Section):
     )
     vocab_size: Size | None = _key(
         None,
-        _SIZE,
+        _EXPECTS_SIZE,
         "Number of tokens of a bpe that is trained.",
-        usual=4096,
+        implied=4096,
         belongs_to="data.tokenizer",
         varies="between graphs",
         is_amount=True,
     )
     sequence_length: Auto | Annotated[Count, Field(le=MOST_LENGTH)] = _key(
         "auto",
-        _COUNT.replace("1e15", str(MOST_LENGTH)) + ", or auto",
+        _EXPECTS_COUNT.replace("1e15", str(MOST_LENGTH)) + ", or auto",
         "Tokens in a row.",
         auto="256 for a new model, else what the model has, at most 1,024",
         example=1024,
@@ -532,7 +547,7 @@ class OptimSection(Section):
         example=0.01,
         varies="in one graph",
     )
-    betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = _key(
+    betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_parse_pair)] = _key(
         (0.9, 0.95),
         "two numbers, 0 or more and below 1",
         "Decay of the first and second moment.",
@@ -571,7 +586,7 @@ class OptimSection(Section):
         None,
         "a number from 0 to 1",
         "Share of optim.lr that the schedule falls to.",
-        usual=0.05,
+        implied=0.05,
         belongs_to="optim.schedule",
         varies="in one graph",
     )
@@ -599,7 +614,7 @@ class OptimSection(Section):
     )
     transfer_base: Size | None = _key(
         None,
-        _SIZE,
+        _EXPECTS_SIZE,
         "hidden_size of the model that optim.lr is for.",
         otherwise="the narrowest of this shape from 256 on",
         example=64,
@@ -616,7 +631,7 @@ class TrainSection(Section):
 
     updates: Count | None = _key(
         None,
-        _COUNT,
+        _EXPECTS_COUNT,
         "Stop after this many updates.",
         example=1000,
         varies="between graphs",
@@ -625,7 +640,7 @@ class TrainSection(Section):
     )
     tokens: Count | None = _key(
         None,
-        _COUNT,
+        _EXPECTS_COUNT,
         "Stop after this many tokens.",
         example=10_000_000,
         varies="between graphs",
@@ -634,7 +649,7 @@ class TrainSection(Section):
     )
     epochs: Whole | None = _key(
         None,
-        _WHOLE,
+        _EXPECTS_WHOLE,
         "Stop after this many passes over the data.",
         example=1,
         fixed="say it in train.updates or train.tokens",
@@ -644,7 +659,7 @@ class TrainSection(Section):
         None,
         "a number above 0, at most 1e7",
         "Train for about this many minutes.",
-        usual=DEFAULT_MINUTES,
+        implied=DEFAULT_MINUTES,
         fixed=_OF_ONE_TIME,
         is_of_one_run=True,
     )
@@ -659,7 +674,7 @@ class TrainSection(Section):
     )
     tokens_per_update: Auto | Annotated[Count, Field(le=MOST_PER_UPDATE)] = _key(
         "auto",
-        _COUNT.replace("1e15", str(MOST_PER_UPDATE)) + ", or auto",
+        _EXPECTS_COUNT.replace("1e15", str(MOST_PER_UPDATE)) + ", or auto",
         "Tokens of an update.",
         auto="2,048, or one row if that is longer",
         example=65_536,
@@ -667,7 +682,7 @@ class TrainSection(Section):
     )
     micro_batch: Auto | Size = _key(
         "auto",
-        f"{_SIZE}, or auto",
+        f"{_EXPECTS_SIZE}, or auto",
         "Rows on the device at once.",
         auto="the number that the planner finds fastest",
         example=8,
@@ -712,8 +727,8 @@ class TrainSection(Section):
         {
             "none": "nothing",
             "pointwise": "what is between products, convolutions and attention",
-            "full": "each block, of which the input is kept",
-            "offload": "each block, of which the input is kept in host memory",
+            "full": "each block; its input is kept",
+            "offload": "each block; its input is kept in host memory",
         },
         also=FRACTION.expected,
         auto="the fastest that fits",
@@ -753,7 +768,7 @@ class TrainSection(Section):
     )
     eval_every: Auto | Whole = _key(
         "auto",
-        f"{_WHOLE}, or auto",
+        f"{_EXPECTS_WHOLE}, or auto",
         "Updates between evaluations.",
         auto="about 12 evaluations in a run",
         example=100,
@@ -762,7 +777,7 @@ class TrainSection(Section):
     )
     save_every: Auto | Whole = _key(
         "auto",
-        f"{_WHOLE}, or auto",
+        f"{_EXPECTS_WHOLE}, or auto",
         "Updates between checkpoints.",
         auto="about 6 checkpoints in a run",
         example=500,
@@ -771,7 +786,7 @@ class TrainSection(Section):
     )
     keep: Whole = _key(
         2,
-        _WHOLE,
+        _EXPECTS_WHOLE,
         "How many of the newest checkpoints are kept. 1 leaves nothing to fall back on.",
         fixed=_NO_EFFECT,
     )
@@ -794,49 +809,49 @@ class LoraSection(Section):
         None,
         ABOVE_0.expected,
         "The adapters' output is scaled by alpha / rank.",
-        usual=32.0,
+        implied=32.0,
         varies="between graphs",
     )
     rslora: bool | None = _key(
         None,
         "true or false",
         "Scale the adapters' output by alpha / sqrt(rank) instead (rsLoRA).",
-        usual=False,
+        implied=False,
         varies="between graphs",
     )
     dora: bool | None = _key(
         None,
         "true or false",
         "Train the lengths of rows apart from their directions (DoRA).",
-        usual=False,
+        implied=False,
         varies="between graphs",
     )
     lr_ratio: PositiveFloat | None = _key(
         None,
         ABOVE_0.expected,
         "Learning rate of the adapters' second matrices as a multiple of optim.lr (LoRA+).",
-        usual=1.0,
+        implied=1.0,
         varies="between graphs",
     )
     targets: Texts | None = _key(
         None,
         "all-linear, a list of module names or a regular expression for whole names",
         "Linear layers that get an adapter. all-linear: all but the head.",
-        usual="all-linear",
+        implied="all-linear",
         varies="between graphs",
     )
     dropout: Momentum | None = _key(
         None,
         DECAY.expected,
         "Dropout of the adapters' inputs.",
-        usual=0.0,
+        implied=0.0,
         varies="between graphs",
     )
     base: Literal["auto", "int8", "nf4"] | None = _choice(
         None,
         "Form in which frozen weights are kept.",
         {"int8": "8 bits a weight", "nf4": "4 bits a weight, as in QLoRA"},
-        usual="auto",
+        implied="auto",
         auto="16 bits if the arithmetic is in 16 bits",
         example="nf4",
         varies="between graphs",
@@ -845,10 +860,10 @@ class LoraSection(Section):
         None,
         'auto or a list of tokens, ["<|im_start|>"]',
         "Tokens whose rows of embedding and head are trained, besides those new to the base.",
-        usual="auto",
+        implied="auto",
         auto="no others",
         example=["<|im_start|>"],
-        fixed="which tokens a base never saw is no choice",
+        fixed="which tokens are new to a base is a fact, not a choice",
     )
 
 
@@ -890,20 +905,20 @@ class RlSection(_OfRewards):  # type: ignore[misc]
         None,
         "How an answer is weighed against the others of its group.",
         {name: advantage.meaning for name, advantage in ADVANTAGES.items()},
-        usual="dr_grpo",
+        implied="dr_grpo",
     )
-    prompts: Size | None = _key(None, _SIZE, "Prompts of an update.", usual=16)
+    prompts: Size | None = _key(None, _EXPECTS_SIZE, "Prompts of an update.", implied=16)
     group: Annotated[int, Field(ge=2, le=MOST_SIZE)] | None = _key(
-        None, f"a whole number from 2 to {MOST_SIZE}", "Answers to each prompt.", usual=8
+        None, f"a whole number from 2 to {MOST_SIZE}", "Answers to each prompt.", implied=8
     )
     draws: Size | None = _key(
         None,
-        _SIZE,
-        "Most times that an update samples, until rl.prompts groups have unequal rewards.",
-        usual=1,
+        _EXPECTS_SIZE,
+        "Maximum number of samplings in an update, which end when rl.prompts groups have unequal rewards.",
+        implied=1,
     )
     updates: Size | None = _key(
-        None, _SIZE, "Updates made from the answers of one sampling.", usual=1
+        None, _EXPECTS_SIZE, "Updates made from the answers of one sampling.", implied=1
     )
     kl: Literal["none", "k1", "k2", "k3"] | None = _choice(
         None,
@@ -914,7 +929,7 @@ class RlSection(_OfRewards):  # type: ignore[misc]
             "k2": "KL(model, start) of each token, added to the loss",
             "k3": "KL(start, model) of each token, added to the loss",
         },
-        usual="none",
+        implied="none",
     )
     kl_coef: PositiveFloat | None = _key(
         None,
@@ -933,8 +948,8 @@ class RlSection(_OfRewards):  # type: ignore[misc]
     )
     max_new_tokens: Size | None = _key(
         None,
-        _SIZE,
-        "Most tokens of an answer. Longer ones are cut.",
+        _EXPECTS_SIZE,
+        "Maximum tokens of an answer. Longer answers are cut.",
         otherwise="half of data.sequence_length",
         example=128,
     )
@@ -942,20 +957,20 @@ class RlSection(_OfRewards):  # type: ignore[misc]
         None,
         "What is done with answers that were cut.",
         {"keep": "they are learned from", "mask": "they are left out of the loss"},
-        usual="keep",
+        implied="keep",
     )
     truncation_penalty: NonNegativeFloat | None = _key(
         None,
         NOT_NEGATIVE.expected,
         "What is taken from the reward of an answer that was cut.",
-        usual=0.0,
+        implied=0.0,
         belongs_to="rl.truncated",
     )
     temperature: Annotated[float, Field(gt=0, le=100)] | None = _key(
         None,
         "a number above 0, at most 100",
         "Temperature at which answers are sampled and learned.",
-        usual=1.0,
+        implied=1.0,
     )
 
 
@@ -985,15 +1000,16 @@ class PreferSection(_OfLosses):  # type: ignore[misc]
 
 
 class WayToLearn(NamedTuple):
-    """What is known of a way to learn before torch is imported.
+    """A way to learn (texts, preferences or rewards), as far as it is known without torch.
 
-    What it does is the `OBJECTIVE` of `session/objectives/NAME.py`, where NAME is its name.
+    The rest is the `OBJECTIVE` of `session/objectives/NAME.py`, where NAME is the way's name. That
+    file imports torch, which takes seconds.
 
     Attributes:
         kind: its name, the key that chooses it, such as rl.reward, and what a list of runs shows.
-        keys: the section of that key, here [rl]; None without a key.
-        names_code: those of its keys whose value may name a function in a Python file.
-        exclusive: sets of its keys of which one at most counts.
+        keys: the section of its keys, such as [rl]; None if it has no keys.
+        names_code: the keys whose value may name a function in a Python file.
+        exclusive: groups of keys; at most one key of each group counts.
     """
 
     kind: Kind
@@ -1008,7 +1024,7 @@ class WayToLearn(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Return the key that chooses it; "" for what is learned if no key chooses another."""
+        """Return the key that chooses it; "" for the way that applies if no key chooses one."""
         return self.kind.key
 
     @property
@@ -1040,7 +1056,7 @@ PREFERENCES_WAY = WayToLearn(
     PreferSection,
 )
 TEXTS_WAY = WayToLearn(listing.TEXTS)
-# The last is what a run learns from if no key chooses another.
+# The last one applies if no key chooses a way.
 WAYS_TO_LEARN: tuple[WayToLearn, ...] = (REWARDS_WAY, PREFERENCES_WAY, TEXTS_WAY)
 
 SECTIONS: dict[str, type[Section]] = {
@@ -1056,24 +1072,25 @@ KEYS: tuple[str, ...] = tuple(
 )
 
 
-def described(key: str) -> Key:
-    """Return what a key means and takes."""
+def key_declaration(key: str) -> Key:
+    """Return the declaration of a key."""
     section, _, name = key.partition(".")
     field = SECTIONS[section].model_fields[name]
-    said = dict(cast(Mapping[str, Any], field.json_schema_extra))
-    usual = said.pop("usual", None)
-    default = usual if field.default is None else field.default
-    if "varies" not in said:
-        said.setdefault("fixed", SECTIONS[section].fixed)
-    return Key(meaning=str(field.description), default=default, **said)
+    details = dict(cast(Mapping[str, Any], field.json_schema_extra))
+    implied = details.pop("implied", None)
+    default = implied if field.default is None else field.default
+    if "varies" not in details:
+        details.setdefault("fixed", SECTIONS[section].fixed)
+    return Key(meaning=str(field.description), default=default, **details)
 
 
-def belonging() -> dict[str, tuple[str, ...]]:
-    """Return, by key, the keys that say something about its value: where that value gives way to
-    another one, they do, too.
+def dependent_keys() -> dict[str, tuple[str, ...]]:
+    """Return, by a key, the keys that say something about its value (`Key.belongs_to`).
+
+    If another value overrides the key's value, these keys no longer apply.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    dependents: dict[str, tuple[str, ...]] = {}
     for key in KEYS:
-        if owner := described(key).belongs_to:
-            found[owner] = (*found.get(owner, ()), key)
-    return found
+        if owner := key_declaration(key).belongs_to:
+            dependents[owner] = (*dependents.get(owner, ()), key)
+    return dependents

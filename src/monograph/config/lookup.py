@@ -1,23 +1,24 @@
-"""Find the keys that a person means by a word: a section, a key, a part of its name, or another
-program's name.
+"""Find the keys that a word stands for.
+
+The word is a section, a key, a part of a key's name, or the name of the key in another program.
 """
 
 import re
 from typing import Any, NamedTuple
 
 from monograph.config.elsewhere import ELSEWHERE
-from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.settings import toml_of
 from monograph.errors import UsageError, did_you_mean
 
 
 class Found(NamedTuple):
-    """What a word stands for.
+    """The keys that a word stands for.
 
     Attributes:
         keys: the keys, in the order of the configuration.
-        advice: how the same is had where no key says it, or what else to know; each by another
-            program's name.
+        advice: by the name in another program, a sentence that says what to do here. Only names
+            that do not stand for a single key have one.
     """
 
     keys: tuple[str, ...]
@@ -28,7 +29,7 @@ def keys_named(word: str) -> Found:
     """Return the keys that a word stands for.
 
     Raises:
-        UsageError: there are none; the message names the nearest ones.
+        UsageError: the word stands for no key; the message suggests a similar name.
     """
     word = word.strip().lower().partition("=")[0]
     if word in KEYS:
@@ -37,36 +38,41 @@ def keys_named(word: str) -> Found:
     if section in SECTIONS:
         return Found(tuple(key for key in KEYS if key.startswith(f"{section}.")), {})
     name = word.rpartition(".")[2].replace("-", "_").strip("_")
-    alike = {other: said for other, said in ELSEWHERE.items() if name and name in other}
-    exact = {name: ELSEWHERE[name]} if name in ELSEWHERE else {}
-    named = {key for key in KEYS if name and name in key.partition(".")[2]}
-    if exact or any(key.endswith(f".{name}") for key in named):
-        alike = exact
-    for said in alike.values():
-        named |= set(keys_in(said))
-    if not named and not alike:
-        near = (
-            did_you_mean(name, (*KEYS, *ELSEWHERE)) or f"; the sections are {', '.join(SECTIONS)}"
-        )
-        raise UsageError(f"no key is called {word}{near}")
-    advice = {other: said for other, said in alike.items() if said not in KEYS}
-    return Found(tuple(key for key in KEYS if key in named), advice)
+    keys = {key for key in KEYS if name and name in key.partition(".")[2]}
+    # `ELSEWHERE` maps another program's name to a key or a sentence. Names that have the word as a
+    # part count only if the word is not a whole name, here or elsewhere.
+    is_name_elsewhere = name in ELSEWHERE
+    is_name_here = any(key.endswith(f".{name}") for key in keys)
+    if is_name_elsewhere:
+        elsewhere = {name: ELSEWHERE[name]}
+    elif is_name_here or not name:
+        elsewhere = {}
+    else:
+        elsewhere = {other: text for other, text in ELSEWHERE.items() if name in other}
+    for text in elsewhere.values():
+        keys |= set(keys_in(text))
+    if not keys and not elsewhere:
+        suggestion = did_you_mean(name, (*KEYS, *ELSEWHERE))
+        suggestion = suggestion or f"; the sections are {', '.join(SECTIONS)}"
+        raise UsageError(f"no key is called {word}{suggestion}")
+    advice = {other: text for other, text in elsewhere.items() if text not in KEYS}
+    return Found(tuple(key for key in KEYS if key in keys), advice)
 
 
 def keys_in(text: str) -> list[str]:
-    """Return the keys that a sentence names."""
+    """Return the keys that a text names, in the order of the text."""
     return [word for word in re.findall(r"[a-z]+\.[a-z_]+", text) if word in KEYS]
 
 
 def names_elsewhere(key: str) -> list[str]:
-    """Return what other programs call a key."""
-    return [name for name, said in ELSEWHERE.items() if said == key or f"{key}=" in said]
+    """Return the names that other programs have for a key, or for one of its values."""
+    return [name for name, text in ELSEWHERE.items() if text == key or f"{key}=" in text]
 
 
 def example_of(key: str) -> Any:
-    """Return a value that somebody might set."""
-    said = described(key)
-    return said.default if said.example is None else said.example
+    """Return an example of a key's value: its declared example, or else its default."""
+    description = key_declaration(key)
+    return description.default if description.example is None else description.example
 
 
 def typed(value: object) -> str:

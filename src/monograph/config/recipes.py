@@ -1,4 +1,4 @@
-"""Name the recipes: configurations for common jobs, which come with the package."""
+"""Find recipes: configurations for common jobs, which come with the package."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -25,19 +25,19 @@ class Recipe(NamedTuple):
 
 
 def recipes() -> list[Recipe]:
-    """Return all recipes, by name."""
+    """Return all recipes, sorted by name."""
     return [recipe_named(name) for name in _names()]
 
 
 def recipe_named(name: str) -> Recipe:
-    """Return a recipe.
+    """Return the recipe of this name.
 
     Raises:
-        UsageError: there is none of this name.
+        UsageError: there is no recipe of this name.
     """
     if name not in _names():
-        near = did_you_mean(name, _names()) or f"; there are {', '.join(_names())}"
-        raise UsageError(f"there is no recipe {name}{near}")
+        suggestion = did_you_mean(name, _names()) or f"; there are {', '.join(_names())}"
+        raise UsageError(f"there is no recipe {name}{suggestion}")
     return _read(FOLDER / f"{name}.toml")
 
 
@@ -46,6 +46,6 @@ def _names() -> list[str]:
 
 
 def _read(path: Path) -> Recipe:
-    """Read the first two lines of a recipe: what it is for, and a command."""
+    """Read a recipe, whose first two lines say what it is for and show a command."""
     meaning, command, *_ = path.read_text(encoding="utf-8").splitlines()
     return Recipe(path.stem, path, meaning.removeprefix("# "), command.removeprefix("# "))

@@ -1,8 +1,9 @@
-"""Spellings of earlier versions: values that held several things, and the keys that say the same
-things now.
+"""Translate the old spellings of values: forms that the values of keys had in earlier versions.
 
-A person who writes an old spelling is told the new ones, with the values as they were written. A
-run that was begun with it is read as if it had been begun with the new ones.
+An old spelling, such as optim.name = "muon:8bit", said several things in one value. Now each of
+them has a key of its own: optim.name = "muon" and optim.state = "8bit". If a person writes an old
+spelling, a message says the new keys and values. If an earlier version wrote it into a run's
+config.toml, the run is read as if it had the new keys.
 """
 
 import re
@@ -11,44 +12,55 @@ from typing import NamedTuple
 
 from monograph.storage.reading import exists
 
-# What a person would write for each key; a list for a key that takes one.
+# By key, the value as a person types it; a list for a key that takes a list.
 Texts = dict[str, str | list[str]]
 
 
 class OldSpelling(NamedTuple):
-    """A form that a key's value had in earlier versions, also with parts that were never combined.
+    """A form that a key's value had in earlier versions.
+
+    The pattern also matches combinations of parts that no earlier version took.
 
     Attributes:
         key: the key.
-        pattern: a regular expression that matches the whole value, with a named group for each of
-            its parts.
+        pattern: a regular expression that matches the whole value, with a named group for each
+            part.
         examples: values of this form, for tests and docs.
-        now: returns what to write for each key that says the same, from the pattern's groups; None:
-            not that key.
+        new_texts: returns the new keys with their values, from the pattern's groups by name. None
+            means that the key is not set.
     """
 
     key: str
     pattern: str
     examples: tuple[str, ...]
-    now: Callable[..., Mapping[str, str | None]]
+    new_texts: Callable[..., Mapping[str, str | None]]
 
 
-# Keys that take whatever a person writes; all others take numbers, or words in small letters.
-_FREE = {"rl.answer_regex", "rl.answer_schema", "rl.reward_regex", "rl.reward_schema", "rl.teacher"}
-_SECOND = {"robust": "label_smoothing", "simpo": "gamma", "kto": "undesirable_weight"}
+# Keys that take any text. All others take numbers or words in small letters, but old spellings may
+# have capitals.
+_FREE_TEXT = {
+    "rl.answer_regex",
+    "rl.answer_schema",
+    "rl.reward_regex",
+    "rl.reward_schema",
+    "rl.teacher",
+}
+# The key of prefer for the second number of prefer.loss, by the loss.
+_KEY_OF_SECOND_NUMBER = {"robust": "label_smoothing", "simpo": "gamma", "kto": "undesirable_weight"}
 
 
-def _state(name: str, state: str) -> dict[str, str | None]:
+def _optimizer_texts(name: str, state: str) -> dict[str, str | None]:
     if state.lower() == "all-bf16":
         return {"optim.name": name, "optim.state": "bf16", "optim.master_weights": "false"}
     return {"optim.name": name, "optim.state": state}
 
 
-def _answer(which: str | None, key: str, value: str) -> dict[str, str | None]:
+def _answer_texts(which: str | None, key: str, value: str) -> dict[str, str | None]:
     return {"data.answers": which or "every", key: value}
 
 
-def _true(part: str | None) -> str | None:
+def _true_if(part: str | None) -> str | None:
+    """Return "true" if the pattern's group has matched, else None."""
     return part and "true"
 
 
@@ -70,7 +82,7 @@ OLD_SPELLINGS = (
         "optim.name",
         r"(?P<name>auto|adamw|muon):(?P<state>fp32|bf16|8bit|all-bf16)",
         ("muon:8bit", "adamw:all-bf16", "MUON:8BIT", "auto:bf16"),
-        _state,
+        _optimizer_texts,
     ),
     OldSpelling(
         "optim.lr",
@@ -108,8 +120,8 @@ OLD_SPELLINGS = (
         ("16:dora", "16:rslora", "16:dora:rslora", "16:rslora:DoRA"),
         lambda rank, dora, rslora: {
             "lora.rank": rank,
-            "lora.dora": _true(dora),
-            "lora.rslora": _true(rslora),
+            "lora.dora": _true_if(dora),
+            "lora.rslora": _true_if(rslora),
         },
     ),
     OldSpelling(
@@ -118,21 +130,21 @@ OLD_SPELLINGS = (
         ("32:sqrt", "32:sqrt:dora"),
         lambda alpha, dora, rslora: {
             "lora.alpha": alpha,
-            "lora.rslora": _true(rslora),
-            "lora.dora": _true(dora),
+            "lora.rslora": _true_if(rslora),
+            "lora.dora": _true_if(dora),
         },
     ),
     OldSpelling(
         "data.answers",
         r"(?:(?P<which>every|last):)?regex:(?P<pattern>.+)",
         ("regex:[0-9]+", "last:Regex:[A-Z]+"),
-        lambda which, pattern: _answer(which, "rl.answer_regex", pattern),
+        lambda which, pattern: _answer_texts(which, "rl.answer_regex", pattern),
     ),
     OldSpelling(
         "data.answers",
         r"(?:(?P<which>every|last):)?json-schema:(?P<file>.+)",
         ("json-schema:FILE", "last:json-schema:FILE"),
-        lambda which, file: _answer(which, "rl.answer_schema", file),
+        lambda which, file: _answer_texts(which, "rl.answer_schema", file),
     ),
     OldSpelling(
         "rl.reward",
@@ -191,71 +203,93 @@ OLD_SPELLINGS = (
         lambda loss, beta, second: {
             "prefer.loss": loss,
             "prefer.beta": beta,
-            f"prefer.{_SECOND[loss.lower()]}": second,
+            f"prefer.{_KEY_OF_SECOND_NUMBER[loss.lower()]}": second,
         },
     ),
 )
 
 
-def _weighted(sources: object) -> Texts | None:
-    """Return sources and weights if some of the sources end with a weight, as in "books/@2"."""
+def _sources_and_weights(sources: object) -> Texts | None:
+    """Return data.source and data.weights for sources such as "books/@2"; None without a weight."""
     if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
         return None
-    # A file may be called so, and is then meant.
-    parts = [
-        None if exists(source) else re.fullmatch(rf"(.+)@({NUMBER})", source) for source in sources
-    ]
-    if not any(parts):
-        return None
-    places = [part[1] if part else source for part, source in zip(parts, sources, strict=True)]
-    return {"data.source": places, "data.weights": [part[2] if part else "1" for part in parts]}
+    paths = []
+    weights = []
+    has_weight = False
+    for source in sources:
+        match = re.fullmatch(rf"(.+)@({NUMBER})", source)
+        # A file may have such a name.
+        if match and not exists(source):
+            has_weight = True
+            paths.append(match[1])
+            weights.append(match[2])
+        else:
+            paths.append(source)
+            weights.append("1")
+    return {"data.source": paths, "data.weights": weights} if has_weight else None
 
 
 def translated(key: str, value: object) -> Texts | None:
-    """Return the keys that say what an old spelling of a key's value said, and what to write; None
-    if it is none.
+    """Return the new keys and values for an old spelling of a key's value.
+
+    Returns:
+        The values as texts, by key; None if the value is not an old spelling.
     """
     if key == "data.source":
-        return _weighted([value] if isinstance(value, str) else value)
+        return _sources_and_weights([value] if isinstance(value, str) else value)
     if not isinstance(value, str):
         return None
     for old in OLD_SPELLINGS:
-        match = (
-            re.fullmatch(old.pattern, value, re.DOTALL | re.IGNORECASE) if old.key == key else None
-        )
+        if old.key != key:
+            continue
+        match = re.fullmatch(old.pattern, value, re.DOTALL | re.IGNORECASE)
         if match:
-            now = old.now(**match.groupdict())
-            return {new: _as_today(new, said) for new, said in now.items() if said is not None}
+            new_texts = old.new_texts(**match.groupdict())
+            return {
+                new_key: _in_small_letters(new_key, text)
+                for new_key, text in new_texts.items()
+                if text is not None
+            }
     return None
 
 
-def _as_today(key: str, said: str) -> str:
-    as_written = key in _FREE or re.fullmatch(NUMBER, said, re.IGNORECASE)
-    return said if as_written else said.lower()
+def _in_small_letters(key: str, text: str) -> str:
+    """Return a text in small letters; free texts and numbers, such as 1E-4, stay as they are."""
+    is_kept = key in _FREE_TEXT or re.fullmatch(NUMBER, text, re.IGNORECASE)
+    return text if is_kept else text.lower()
 
 
 def translated_each(key: str, value: object) -> list[Texts]:
-    """Return the same of each of several values, as an axis or a list has them; [] if none of them
-    is an old spelling.
+    """Return the translation of each of several values, as an axis or a list has them.
 
-    A value that is none stays as it is.
+    Args:
+        key: the key.
+        value: a list of texts, or texts with commas between them.
+
+    Returns:
+        The new keys and values for each; a value that is not an old spelling keeps its key. The
+        list is empty if none is an old spelling, or if there are fewer than two values.
     """
     parts = value.split(",") if isinstance(value, str) else value
     if key == "data.source" or not isinstance(parts, list) or len(parts) < 2:
         return []
     if not all(isinstance(part, str) for part in parts):
         return []
-    found = [translated(key, part.strip()) for part in parts]
-    if not any(found):
+    texts = [part.strip() for part in parts]
+    translations = [translated(key, text) for text in texts]
+    if not any(translations):
         return []
-    return [now or {key: part.strip()} for now, part in zip(found, parts, strict=True)]
+    return [
+        translation or {key: text} for translation, text in zip(translations, texts, strict=True)
+    ]
 
 
-def joined(each: Sequence[Texts]) -> dict[str, list[str]]:
-    """Return the values of each key, every one once, in their order."""
+def joined(texts_of_each: Sequence[Texts]) -> dict[str, list[str]]:
+    """Return the distinct values of each key in several translations, in order of appearance."""
     values: dict[str, list[str]] = {}
-    for now in each:
-        for key, said in now.items():
-            several = values.setdefault(key, [])
-            several += [text for text in [said] if isinstance(text, str) and text not in several]
+    for texts in texts_of_each:
+        for key, text in texts.items():
+            values_of_key = values.setdefault(key, [])
+            if isinstance(text, str) and text not in values_of_key:
+                values_of_key.append(text)
     return values

@@ -1,4 +1,8 @@
-"""Hold the settings of one run: frozen values, where each came from, and their text form."""
+"""Hold the settings of one run: checked and frozen values, their origins, and their text as TOML.
+
+A key is written with its section, as in "optim.lr". The key's type is that of a field of the
+section's model in `monograph.config.keys`.
+"""
 
 import hashlib
 import json
@@ -12,7 +16,14 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from monograph.config import keys
-from monograph.config.keys import DEFAULT_MINUTES, KEYS, SECTIONS, WAYS_TO_LEARN, Section, described
+from monograph.config.keys import (
+    DEFAULT_MINUTES,
+    KEYS,
+    SECTIONS,
+    WAYS_TO_LEARN,
+    Section,
+    key_declaration,
+)
 from monograph.config.renamed import Texts, translated, translated_each
 from monograph.config.slips import meant_value
 from monograph.errors import UsageError
@@ -21,35 +32,39 @@ from monograph.storage.code import code_named
 from monograph.terminal import shell_words
 
 # The keys whose values may name a function in a Python file.
-NAME_CODE = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
-# The keys that a resumed run may change, with their defaults: see `monograph.config.keys.Key`. The
-# fingerprint of its records says whether an ignored key changes them.
-ANYWHERE = {key: described(key).default for key in KEYS if described(key).is_of_place}
-# The keys that a run decides anew if it begins from another one.
-OF_ONE_RUN = frozenset(key for key in KEYS if described(key).is_of_one_run)
-# At most one key of each group counts: the one whose origin has the highest rank.
+CODE_KEYS = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
+# By key, the default of each key that a resumed run may change (`is_of_place` of
+# `monograph.config.keys.Key`). In the fingerprint it stands for all values of the key. An ignored
+# key of records may change since the fingerprint of the records shows whether the records changed.
+CHANGEABLE_ON_RESUME = {
+    key: key_declaration(key).default for key in KEYS if key_declaration(key).is_of_place
+}
+# The keys that a run that begins from another run decides anew.
+RUN_SPECIFIC_KEYS = frozenset(key for key in KEYS if key_declaration(key).is_of_one_run)
+# At most one key of each group counts: the one that was given at the highest rank (`Given.rank`).
 EXCLUSIVE = (
     ("train.updates", "train.tokens", "train.epochs", "train.minutes"),
     ("model.preset", "model.init"),
     *(group for way in WAYS_TO_LEARN for group in way.exclusive),
 )
-BELONGS = keys.belonging()
+# By key, the keys that say something about its value, such as prefer.gamma about prefer.loss.
+DEPENDENT_KEYS = keys.dependent_keys()
 WaySection = TypeVar("WaySection", bound=Section)
 
 
 class Settings(BaseModel):
     """All settings of a run, checked.
 
-    `settings.optim.lr` reads a value, and `settings.section(RlSection).kl` one of a way to learn. None
-    means "not given", and "auto" means "the planner's choice".
+    `settings.optim.lr` reads a value, and `settings.section(RlSection).kl` a value of a way to
+    learn. None means that the key is not set, and "auto" that the program chooses a value.
 
     Attributes:
-        way_sections: the sections that belong to one way to learn each, by name.
-        origins: the origin of each key that was set, by dotted key: "run.toml:7",
-            "MONOGRAPH_TRAIN_SEED", "command line".
-        written: the values as a person wrote them, for messages, by dotted key.
-        vouched: the digest of each Python file that may run, by the value that names it
-            (`monograph.run.trust`).
+        way_sections: by name, the sections each of which belongs to one way to learn.
+        origins: by key, the origin of each value that was set, such as "run.toml:7",
+            "MONOGRAPH_TRAIN_SEED" or "command line".
+        written: by key, the values as a person wrote them, for messages.
+        vouched: by the value that names a Python file, the digest of the file. These files may be
+            run (`monograph.run.trust`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -76,13 +91,11 @@ class Settings(BaseModel):
         return programs_in(self.values())
 
     def vouching(self, digests: Mapping[str, str]) -> "Settings":
-        """Return the same settings which vouch for more Python files; `digests` are by the value
-        that names a file.
-        """
+        """Return the same settings with more entries of `vouched`."""
         return self.model_copy(update={"vouched": {**self.vouched, **digests}})
 
     def values(self) -> dict[str, Any]:
-        """Return every key's value, by dotted key, in the order of `KEYS`."""
+        """Return every key's value by the key, in the order of `KEYS`."""
         return {
             f"{name}.{key}": value
             for name in SECTIONS
@@ -90,11 +103,11 @@ class Settings(BaseModel):
         }
 
     def said(self, key: str) -> str:
-        """Return a key as an error begins with it: "run.toml:7: train.seed = 3"."""
+        """Return a key for the beginning of a message: "run.toml:7: train.seed = 3"."""
         return f"{self.origins.get(key, 'default')}: {key} = {self.as_written(key)}"
 
     def as_written(self, key: str) -> str:
-        """Return a key's value as a person wrote it, or else as it is."""
+        """Return a key's value as a person wrote it, or as Python writes it if no person did."""
         return self.written.get(key) or str(self.values()[key])
 
     def pinned(self) -> dict[str, Any]:
@@ -102,52 +115,58 @@ class Settings(BaseModel):
         return {key: value for key, value in self.values().items() if key in self.origins}
 
     def resolve(self, values: Mapping[str, Any], origin: str) -> "Settings":
-        """Return the same settings with some keys fixed, for example by the plan; `origin` is shown
-        with each.
+        """Return the same settings with other values of some keys, for example those of the plan.
 
-        Fixing one key of an exclusive group (say `train.updates` after a calibration) unsets the
-        others.
+        A new value of one key of an exclusive group, such as `train.updates`, unsets the other keys
+        of the group.
+
+        Args:
+            values: the new values by key.
+            origin: the origin of the new values.
 
         Raises:
             UsageError: a key is unknown, or a value has the wrong type.
         """
         checked = {key: check(key, value, origin, from_text=False) for key, value in values.items()}
-        unset = {
-            key for group in EXCLUSIVE for key in group if not checked.keys().isdisjoint(group)
-        } - checked.keys()
+        unset: set[str] = set()
+        for group in EXCLUSIVE:
+            if not checked.keys().isdisjoint(group):
+                unset |= set(group) - checked.keys()
         kept = {key: value for key, value in self.pinned().items() if key not in unset}
         origins = {key: self.origins[key] for key in kept} | dict.fromkeys(checked, origin)
         written = {
-            key: self.written[key] for key in kept if key in self.written and key not in checked
+            key: text for key, text in self.written.items() if key in kept and key not in checked
         }
         return build(kept | checked, origins, written).vouching(self.vouched)
 
     def require_consistent(self) -> None:
-        """Refuse values that are right alone and do not fit together.
+        """Refuse values that are valid by themselves but not together.
 
         Raises:
-            UsageError: there are some; the message names them.
+            UsageError: two values exclude each other; the message names them.
         """
         model = self.model
         data = self.data
         train = self.train
         sizes = model.sizes().keys()
+        # A file of weights alone, without a configuration, needs the sizes.
         if model.init and sizes and not model.init.endswith(WEIGHT_FILES):
             key = f"model.{min(sizes)}"
             raise UsageError(
-                f"{self.origins[key]}: {key} cannot change what model.init brings; give one or the other"
+                f"{self.origins[key]}: {key} cannot change the model that model.init names; give one or the other"
             )
         if model.init and model.family:
             origin = self.origins["model.family"]
             raise UsageError(
-                f"{origin}: model.family is that of a new model, and model.init brings its own; give one"
+                f"{origin}: model.family is that of a new model, and model.init names a model with its own; give one"
             )
         shape = ("hidden_size", "num_hidden_layers", "num_attention_heads")
         given = [key for key in shape if key in sizes]
-        if model.preset == "auto" and model.init is None and given and len(given) < len(shape):
-            missing = ", ".join(f"model.{key}" for key in shape if key not in sizes)
+        missing = [f"model.{key}" for key in shape if key not in sizes]
+        is_new_shape = model.preset == "auto" and model.init is None
+        if is_new_shape and given and missing:
             raise UsageError(
-                f"model.{given[0]} alone is no shape: give {missing} too, or a model.preset that it changes"
+                f"model.{given[0]} alone is not a shape: give {', '.join(missing)} too, or a model.preset to change"
             )
         per_update = train.tokens_per_update
         length = data.sequence_length
@@ -163,13 +182,12 @@ class Settings(BaseModel):
 
     @property
     def fingerprint(self) -> str:
-        """Return the hex SHA-256 of the values, which ignores their origins and the keys in
-        `ANYWHERE`.
-        """
-        then = self.resolve(ANYWHERE, "fingerprint")
-        return hashlib.sha256(then.to_toml().encode()).hexdigest()
+        """Return the hex SHA-256 of all values, except those of `CHANGEABLE_ON_RESUME`."""
+        comparable = self.resolve(CHANGEABLE_ON_RESUME, "fingerprint")
+        return hashlib.sha256(comparable.to_toml().encode()).hexdigest()
 
     def _lines(self) -> Iterator[str]:
+        """Yield the lines of `to_toml`."""
         values = self.values()
         if self.model.init is not None:
             values["model.preset"] = None  # the default preset would exclude model.init
@@ -185,8 +203,8 @@ class Settings(BaseModel):
 
 
 def programs_in(values: Mapping[str, Any]) -> list[str]:
-    """Return those of some values, by dotted key, that name a function in a Python file."""
-    codes = [code_named(values.get(key)) for key in NAME_CODE]
+    """Return the values, among values by key, that name a function in a Python file."""
+    codes = [code_named(values.get(key)) for key in CODE_KEYS]
     return [code.value for code in codes if code is not None]
 
 
@@ -199,141 +217,156 @@ def digest_of(tables: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def toml_of(value: object) -> str:
-    """Return a value as TOML text; JSON's strings are valid TOML, except that TOML requires DEL to
-    be escaped.
-    """
+    """Return a value as TOML text."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_of, value)) + "]"
     if isinstance(value, str):
+        # A JSON string is a valid TOML string, except that TOML requires DEL to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def check(key: str, value: object, origin: str, *, from_text: bool, written: str = "") -> Any:
-    """Return the value of `key`, converted to its type; with `from_text`, text may stand for a
-    number.
+    """Return a value, converted to its key's type.
 
     Args:
         key: the key.
-        value: its value.
-        origin: where it comes from, for messages.
-        from_text: whether text may stand for a number.
-        written: the value as a person wrote it, for messages; "": as it is.
+        value: the value.
+        origin: where it was written, for messages.
+        from_text: whether the value may be a text that stands for a number, as in a shell.
+        written: the value as a person wrote it, for messages; "" if `value` itself is to be shown.
 
     Raises:
-        UsageError: the value is wrong; the message names the origin, the key, the value and the
-            expected values.
+        UsageError: the key does not take the value; the message names the origin, the key, the
+            value and the expected values.
     """
-    if instead := _today(key, value, from_text):
-        raise UsageError(f"{origin}: {key} = {written or _shown(value)}: {instead}")
+    if advice := _new_spelling_advice(key, value, from_text):
+        raise UsageError(f"{origin}: {key} = {written or _text_of(value)}: {advice}")
     section, _, name = key.partition(".")
     adapter = _adapter(section, name)
     try:
+        # Strict validation refuses a text that stands for a number.
         checked = adapter.validate_python(value, strict=not from_text)
     except ValidationError:
-        shown = written or json.dumps(value, ensure_ascii=False, default=str)
+        text = written or json.dumps(value, ensure_ascii=False, default=str)
         hint = _hint(key, value) if isinstance(value, str) else ""
         raise UsageError(
-            f"{origin}: {key} = {shown}: expected {described(key).expected}{hint}"
+            f"{origin}: {key} = {text}: expected {key_declaration(key).expected}{hint}"
         ) from None
     return checked
 
 
 def _hint(key: str, text: str) -> str:
-    """Return what was perhaps meant by a text that is no value of a key."""
+    """Return what a person may have meant by a text that is not a value of a key; "" if unknown."""
     adapter = _adapter(*key.split("."))
-    if _reads(adapter, text):
+    if _is_valid(adapter, text):
         return " (write it without quotes)"
-    return meant_value(key, text, choices(key), lambda candidate: _reads(adapter, candidate))
+    return meant_value(key, text, choices(key), lambda candidate: _is_valid(adapter, candidate))
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """Return the words that a key's type lists, among the other values that it may take."""
+    """Return the words that a key takes, which are the Literal types in its annotation."""
     section, _, name = key.partition(".")
     annotation = SECTIONS[section].model_fields[name].annotation
-    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return tuple(value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind))
+    is_union = get_origin(annotation) in (Union, UnionType)
+    types = get_args(annotation) if is_union else (annotation,)
+    literals = [each for each in types if get_origin(each) is Literal]
+    return tuple(word for literal in literals for word in get_args(literal))
 
 
 def translated_values(key: str, value: object) -> dict[str, Any] | None:
-    """Return the keys and values that say what an old spelling of a key's value said; None if it is
-    none.
+    """Return the keys and values that stand for an old spelling of a key's value.
+
+    Returns:
+        The values by key; None if the value is not an old spelling (`monograph.config.renamed`).
     """
-    now = translated(key, value)
-    return now and {
-        new: check(new, said, f"{key} = {value}", from_text=True) for new, said in now.items()
+    new_texts = translated(key, value)
+    if not new_texts:
+        return None
+    origin = f"{key} = {value}"
+    return {
+        new_key: check(new_key, text, origin, from_text=True) for new_key, text in new_texts.items()
     }
 
 
 def as_typed(texts: Mapping[str, str | list[str]]) -> str:
-    """Return keys with their values as they are typed in a shell:
-    `optim.name=muon optim.state=8bit`.
+    """Return keys with their values as a person types them in a shell.
+
+    For example `optim.name=muon optim.state=8bit`.
     """
-    return shell_words(*(f"{key}={_joined(said)}" for key, said in texts.items()))
+    return shell_words(*(f"{key}={_shell_text(text)}" for key, text in texts.items()))
 
 
-def _joined(said: str | list[str]) -> str:
-    """Return the text of a value, or of several: numbers with commas, and paths, in which commas
-    may be, as a list.
-    """
-    if isinstance(said, str) or len(said) == 1:
-        return "".join(said)
-    return ",".join(said) if all(map(_number, said)) else toml_of(said)
+def _shell_text(text: str | list[str]) -> str:
+    """Return the text of a value, or of a list of values."""
+    if isinstance(text, str):
+        return text
+    if len(text) == 1:
+        return text[0]
+    # Paths may have commas, so they are a TOML list.
+    return ",".join(text) if all(map(_number, text)) else toml_of(text)
 
 
 def _number(text: str) -> int | float | None:
-    """Return the number that a text is in a TOML file; None if it is none."""
+    """Return the number that a text is in a TOML file; None if it is not a number."""
     with suppress(tomllib.TOMLDecodeError):
         value = tomllib.loads(f"value = {text}")["value"]
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
     return None
 
 
-def _today(key: str, value: object, from_text: bool) -> str:
-    """Return what to do instead of giving an old spelling, or several; "" if it is none."""
-    if now := translated(key, value):
-        return f"say {as_typed(now) if from_text else in_toml(now)}"
-    each = translated_each(key, value)
-    return a_run_each(each) if each else ""
+def _new_spelling_advice(key: str, value: object, from_text: bool) -> str:
+    """Return what to write instead of one or more old spellings; "" for other values."""
+    if new_texts := translated(key, value):
+        return f"say {as_typed(new_texts) if from_text else in_toml(new_texts)}"
+    new_texts_of_each = translated_each(key, value)
+    return a_run_each(new_texts_of_each) if new_texts_of_each else ""
 
 
-def a_run_each(each: Sequence[Texts]) -> str:
-    """Return the advice to start a run with each of several groups of keys."""
-    return f"start a run for each: {', and '.join(map(as_typed, each))}"
+def a_run_each(texts_of_each: Sequence[Texts]) -> str:
+    """Return the advice to start several runs, each with its own keys and values."""
+    return f"start a run for each: {', and '.join(map(as_typed, texts_of_each))}"
 
 
-def _shown(value: object) -> str:
+def _text_of(value: object) -> str:
+    """Return a value as a person types it; a list has commas."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def in_toml(texts: Mapping[str, str | list[str]]) -> str:
-    """Return keys and values as a file has them: `name = "muon" and state = "8bit" under [optim]`."""
-    lines: dict[str, list[str]] = {}
-    for key, said in texts.items():
+    """Return keys and values as lines of a TOML file, for a message.
+
+    For example `name = "muon" and state = "8bit" under [optim]`.
+    """
+    assignments: dict[str, list[str]] = {}  # by section
+    for key, text in texts.items():
         section, _, name = key.partition(".")
-        lines.setdefault(section, []).append(f"{name} = {_toml_value(key, said)}")
+        assignments.setdefault(section, []).append(f"{name} = {_toml_value(key, text)}")
     return " and ".join(
-        f"{' and '.join(assignments)} under [{section}]" for section, assignments in lines.items()
+        f"{' and '.join(lines)} under [{section}]" for section, lines in assignments.items()
     )
 
 
-def _toml_value(key: str, said: str | list[str]) -> str:
-    """Return a text as a TOML file has it: a number as it was written, if that is TOML."""
+def _toml_value(key: str, text: str | list[str]) -> str:
+    """Return a value, or a list of values, as TOML; `text` is what a person types in a shell."""
     try:
-        value = check(key, said, "", from_text=True)
+        value = check(key, text, "", from_text=True)
     except UsageError:
-        if isinstance(said, str) and said.isupper():
-            return said  # it stands for a value
-        value = said  # which is refused once the key has it
-    if isinstance(said, list) and not isinstance(value[0], str):
-        return f"[{', '.join(said)}]"
-    if isinstance(said, str) and not isinstance(value, str) and _number(said) == value:
-        return said
+        if isinstance(text, str) and text.isupper():
+            return text  # a placeholder, such as N
+        # The key does not take this text, which a later check reports.
+        value = text
+    # A number stays as a person wrote it: 3e-4 does not become 0.0003.
+    if isinstance(text, list) and not isinstance(value[0], str):
+        return f"[{', '.join(text)}]"
+    if isinstance(text, str) and not isinstance(value, str) and _number(text) == value:
+        return text
     return toml_of(value)
 
 
 @cache
 def _adapter(section: str, name: str) -> TypeAdapter[Any]:
+    """Return pydantic's validator of a key's type; NaN and infinity are invalid numbers."""
     annotation = SECTIONS[section].model_fields[name].rebuild_annotation()
     return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
 
@@ -343,21 +376,22 @@ def build(
     origins: Mapping[str, str],
     written: Mapping[str, str] = MappingProxyType({}),
 ) -> Settings:
-    """Build settings from checked values by dotted key; missing keys take their defaults.
+    """Build settings from checked values; missing keys take their defaults.
 
     Args:
-        values: the values.
-        origins: where each comes from.
-        written: values as a person wrote them.
+        values: the values by key.
+        origins: the origin of each value by key.
+        written: by key, values as a person wrote them.
 
     Raises:
-        UsageError: values that are right alone do not fit together.
+        UsageError: two values exclude each other.
     """
     tables: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for key, value in values.items():
         section, _, name = key.partition(".")
         tables[section][name] = value
     if values.keys().isdisjoint(EXCLUSIVE[0]):
+        # No key says how long the run is.
         tables["train"]["minutes"] = DEFAULT_MINUTES
     sections = {name: SECTIONS[name](**table) for name, table in tables.items()}
     way_sections = {way.section: sections.pop(way.section) for way in WAYS_TO_LEARN if way.keys}
@@ -371,7 +405,7 @@ def build(
     return settings
 
 
-def _reads(adapter: TypeAdapter[Any], text: str) -> bool:
+def _is_valid(adapter: TypeAdapter[Any], text: str) -> bool:
     with suppress(ValidationError):
         adapter.validate_python(text)
         return True

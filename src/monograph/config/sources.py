@@ -1,5 +1,7 @@
-"""Load settings from arguments, the environment, a TOML file and defaults; each value remembers its
-origin.
+"""Load settings from a command's arguments, the environment, a TOML file and defaults.
+
+Each value remembers its origin. A fault is something wrong with a value or an argument: faults are
+collected in a list, so that one error names all of them.
 """
 
 import difflib
@@ -12,20 +14,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monograph.config.given import COMMAND_LINE, Given, raise_all
-from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.recipes import recipes
 from monograph.config.renamed import translated
 from monograph.config.settings import (
-    ANYWHERE,
-    BELONGS,
+    CHANGEABLE_ON_RESUME,
+    DEPENDENT_KEYS,
     EXCLUSIVE,
     Settings,
     build,
     check,
     digest_of,
 )
-from monograph.config.toml_file import MOST_TOML_BYTES, given_and_faults
-from monograph.config.unknown import meant, require_known
+from monograph.config.toml_file import MAX_TOML_BYTES, given_and_faults
+from monograph.config.unknown import key_advice, require_known
 from monograph.data import HEAVIEST, LIGHTEST
 from monograph.errors import InputRefused, MonographError, UsageError, did_you_mean
 from monograph.model.families import FAMILIES, PRESETS
@@ -33,7 +35,9 @@ from monograph.storage.code import HUB
 from monograph.storage.reading import entries, exists, is_folder, matching, read_input
 from monograph.terminal import shell_words
 
+# The number in "books/@2".
 _WEIGHT = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?"
+# The key by the name of its variable: MONOGRAPH_OPTIM_LR is optim.lr.
 _ENVIRONMENT = {f"MONOGRAPH_{key.replace('.', '_').upper()}": key for key in KEYS}
 _ENVIRONMENT_PREFIXES = tuple(f"MONOGRAPH_{name.upper()}_" for name in SECTIONS)
 
@@ -46,72 +50,74 @@ def load(
     recorded: bool = False,
     faults: Sequence[MonographError] = (),
 ) -> Settings:
-    """Load settings from a TOML file, the environment (default: this process's) and overrides by
-    dotted key.
-
-    An override that is a `str` is read as text from a shell: "3e-4" is a number if the key takes
-    numbers.
+    """Load settings: the command line overrides the environment, which overrides the TOML file.
 
     Args:
-        toml: the file.
-        overrides: values by dotted key, which a person typed.
-        environment: the variables of the environment.
-        recorded: whether a run wrote the file, perhaps by an earlier version, whose spellings are
-            then translated.
-        faults: what else is wrong with the command line, to be said together with what is wrong
-            here.
+        toml: the TOML file; None for no file.
+        overrides: the values of the command line, by dotted key. A `str` is read as text from a
+            shell: "3e-4" is a number if the key takes numbers.
+        environment: the variables of the environment; None for this process's.
+        recorded: whether a run wrote the file. An earlier version may have written it, so its old
+            spellings (`monograph.config.renamed`) are translated.
+        faults: faults of the command line that are already known.
 
     Raises:
-        UsageError: a section or key is unknown (the message names the nearest known one), a value
-            has the wrong type, keys exclude each other, or the file is not TOML; all that is wrong
-            is said at once.
-        MonographError: the first of `faults`.
+        UsageError: a section or key is unknown, a value has the wrong type, keys exclude each
+            other, or the file is not TOML. The message names all faults.
+        MonographError: `faults` has other errors alone.
     """
-    given, wrong = ({}, []) if toml is None else given_and_faults(toml)
+    all_faults: list[UsageError] = []
+    given: Mapping[str, Given] = {}
+    if toml is not None:
+        given, all_faults = given_and_faults(toml)
     if recorded:
-        given = _translated(given)
-    given = _replaced(
-        given, _from_environment(os.environ if environment is None else environment, wrong)
-    )
-    given = _replaced(given, _from_command_line(overrides or {}, wrong))
-    in_force = _without_overruled(given, wrong)
+        given = _with_new_spellings(given)
+    if environment is None:
+        environment = os.environ
+    given = _overridden(given, _from_environment(environment, all_faults))
+    given = _overridden(given, _from_command_line(overrides or {}, all_faults))
+    in_force = _one_of_each_exclusive_group(given, all_faults)
     values = dict[str, Any]()
-    for key, value in in_force.items():
+    for key, entry in in_force.items():
         try:
             values[key] = check(
-                key, value.value, value.origin, from_text=value.from_text, written=value.written
+                key, entry.value, entry.origin, from_text=entry.from_text, written=entry.written
             )
-        except UsageError as error:
-            wrong.append(error)
-    raise_all([*faults, *wrong])
-    written = {key: value.written or value.value for key, value in in_force.items()}
-    written = {key: text for key, text in written.items() if isinstance(text, str)}
-    return build(values, {key: value.origin for key, value in in_force.items()}, written)
+        except UsageError as fault:
+            all_faults.append(fault)
+    raise_all([*faults, *all_faults])
+    origins = {key: entry.origin for key, entry in in_force.items()}
+    written = {}
+    for key, entry in in_force.items():
+        text = entry.written or entry.value
+        if isinstance(text, str):
+            written[key] = text
+    return build(values, origins, written)
 
 
-def _translated(given: Mapping[str, Given]) -> dict[str, Given]:
-    """Return values with those that have an old spelling replaced by what they say."""
-    found: dict[str, Given] = {}
-    for key, value in given.items():
-        now = translated(key, value.value)
-        if now is None:
-            found.setdefault(key, value)
-        else:
-            found |= {
-                new: value._replace(value=said, from_text=True, written="")
-                for new, said in now.items()
-            }
-    return found
+def _with_new_spellings(given: Mapping[str, Given]) -> dict[str, Given]:
+    """Return values in which old spellings are replaced by the keys that say the same now."""
+    new_given: dict[str, Given] = {}
+    for key, entry in given.items():
+        new_texts = translated(key, entry.value)
+        if new_texts is None:
+            # The values of an old spelling, such as optim.name = "muon:8bit", come before those of
+            # the keys that say the same now.
+            new_given.setdefault(key, entry)
+            continue
+        for new_key, text in new_texts.items():
+            new_given[new_key] = entry._replace(value=text, from_text=True, written="")
+    return new_given
 
 
 def written_fingerprint(toml: Path) -> str:
-    """Return the fingerprint that the version which wrote a run's config.toml took of it.
+    """Return the fingerprint of a run's config.toml, as the version that wrote the file took it.
 
-    It is that of the file's own keys and spellings, where `Settings.fingerprint` has those of this
-    version.
+    It is the digest of the file's own keys and spellings. `Settings.fingerprint` is the digest of
+    the keys and spellings of this version.
     """
-    tables = tomllib.loads(read_input(toml, MOST_TOML_BYTES).decode())
-    for key, value in ANYWHERE.items():
+    tables = tomllib.loads(read_input(toml, MAX_TOML_BYTES).decode())
+    for key, value in CHANGEABLE_ON_RESUME.items():
         section, _, name = key.partition(".")
         table = tables.get(section, {})
         if value is None:
@@ -122,7 +128,7 @@ def written_fingerprint(toml: Path) -> str:
 
 
 def _from_environment(environment: Mapping[str, str], faults: list[UsageError]) -> dict[str, Given]:
-    """Return the values of the environment's variables; add those that name no key to `faults`."""
+    """Return the values of MONOGRAPH_ variables; append to `faults` for each that names no key."""
     given = {}
     for name, value in environment.items():
         if name in _ENVIRONMENT:
@@ -135,7 +141,7 @@ def _from_environment(environment: Mapping[str, str], faults: list[UsageError]) 
 
 
 def _from_command_line(overrides: Mapping[str, Any], faults: list[UsageError]) -> dict[str, Given]:
-    """Return the values of the command line; add unknown keys to `faults`."""
+    """Return the values of the command line; append to `faults` for each unknown key."""
     given = {}
     for key, value in overrides.items():
         try:
@@ -147,48 +153,50 @@ def _from_command_line(overrides: Mapping[str, Any], faults: list[UsageError]) -
     return given
 
 
-def _replaced(given: Mapping[str, Given], higher: Mapping[str, Given]) -> dict[str, Given]:
-    """Return values with those of a higher rank in their place; what belongs to a value that gives
-    way goes with it.
+def _overridden(given: Mapping[str, Given], higher: Mapping[str, Given]) -> dict[str, Given]:
+    """Return the values `given`, overridden by the values `higher` of a higher rank.
+
+    A key such as prefer.gamma says something about the value of another key (`DEPENDENT_KEYS`),
+    here prefer.loss. If a different value overrides that value, the key is dropped, too.
     """
-    giving_way = {
-        key for key, value in higher.items() if key in given and given[key].value != value.value
-    }
-    gone = {belonging for key in giving_way for belonging in BELONGS.get(key, ())}
-    return {key: value for key, value in given.items() if key not in gone} | dict(higher)
+    dropped: set[str] = set()
+    for key, entry in higher.items():
+        if key in given and given[key].value != entry.value:
+            dropped.update(DEPENDENT_KEYS.get(key, ()))
+    kept = {key: entry for key, entry in given.items() if key not in dropped}
+    return kept | dict(higher)
 
 
-def _without_overruled(given: Mapping[str, Given], faults: list[UsageError]) -> dict[str, Given]:
-    """Return the values with at most one key of each exclusive group: the one given at the highest
-    rank.
+def _one_of_each_exclusive_group(
+    given: Mapping[str, Given], faults: list[UsageError]
+) -> dict[str, Given]:
+    """Return the values with at most one key of each group of `EXCLUSIVE`.
 
-    Two of one rank are added to `faults`.
+    The key with the highest rank stays. If two keys of a group have the same rank, a fault is
+    appended to `faults`.
     """
     dropped: set[str] = set()
     for group in EXCLUSIVE:
-        present = sorted((key for key in group if key in given), key=lambda key: given[key].rank)
-        if not present:
+        keys = sorted((key for key in group if key in given), key=lambda key: given[key].rank)
+        if not keys:
             continue
-        winner = present[-1]
-        for key in present[:-1]:
+        winner = keys[-1]
+        origin = given[winner].origin
+        for key in keys[:-1]:
+            dropped.add(key)
             if given[key].rank == given[winner].rank:
-                faults.append(
-                    UsageError(
-                        f"{given[winner].origin}: {key} and {winner} exclude each other; give one"
-                    )
-                )
-        dropped.update(present[:-1])
+                message = f"{origin}: {key} and {winner} exclude each other; give one"
+                faults.append(UsageError(message))
     return {key: value for key, value in given.items() if key not in dropped}
 
 
 class Arguments(NamedTuple):
-    """A command's arguments.
+    """A command's arguments, sorted by what they are.
 
     Attributes:
-        toml: the TOML file.
-        overrides: values by dotted key, also of keys that are not there; the data paths are
-            `data.source`.
-        faults: what is wrong with other arguments.
+        toml: the TOML file; None for no file.
+        overrides: values by dotted key, which need not exist. Paths are the value of `data.source`.
+        faults: a fault for each argument that is none of these.
     """
 
     toml: Path | None
@@ -197,101 +205,117 @@ class Arguments(NamedTuple):
 
 
 def key_and_value(argument: str) -> tuple[str, str] | None:
-    """Return both parts of KEY=VALUE; None for other arguments, such as a path with an `=` in it."""
+    """Return KEY and VALUE of KEY=VALUE; None for other arguments, such as a path with an `=`."""
     key, equals, value = argument.partition("=")
-    if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and (key in KEYS or not exists(argument)):
-        return key, value
-    return None
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+        return None
+    if key not in KEYS and exists(argument):  # it is a path
+        return None
+    return key, value
 
 
 def classify(arguments: Iterable[str]) -> Arguments:
-    """Sort arguments: `x.toml` is the configuration, `section.key=value` an override, and the
-    others are data.
+    """Sort arguments into a configuration (`x.toml`), overrides (`section.key=value`) and paths.
 
-    Data may have a weight, as in `books/@2`. A path that contains `=` is written `./a=b`.
+    A path names text to train on and may have a weight, as in `books/@2`. A path that contains `=`
+    must be written `./a=b`.
 
-    Faults are: there are two TOML files, a key or the data is given twice (UsageError), a path does
-    not exist, or a pattern matches nothing (InputRefused).
+    Faults are a UsageError for a second TOML file, and for a key or text that is given twice. They
+    are an InputRefused for a path that does not exist and for a pattern that matches no file.
     """
     files: list[Path] = []
     overrides: dict[str, Any] = {}
     sources: list[str] = []
     faults: list[MonographError] = []
-    for argument in _whole(arguments, faults):
-        if given := key_and_value(argument):
-            key, value = given
+    for argument in _without_split_assignments(arguments, faults):
+        if pair := key_and_value(argument):
+            key, value = pair
             if key in overrides:
-                said = f"{key} is given twice, as {overrides[key]} and as {value}; give it once"
-                faults.append(UsageError(f"{COMMAND_LINE}: {said}"))
+                fault = f"{key} is given twice, as {overrides[key]} and as {value}; give it once"
+                faults.append(UsageError(f"{COMMAND_LINE}: {fault}"))
             overrides[key] = value
         elif argument.endswith(".toml") and exists(argument) and not is_folder(argument):
             files.append(Path(argument))
         else:
             try:
-                sources.append(_source(argument))
-            except MonographError as error:
-                faults.append(error)
+                _require_text(argument)
+                sources.append(argument)
+            except MonographError as fault_of_path:
+                faults.append(fault_of_path)
     if len(files) > 1:
-        faults.append(
-            UsageError(
-                f"{COMMAND_LINE}: {files[0]} and {files[1]} are both configurations; give one"
-            )
-        )
+        fault = f"{files[0]} and {files[1]} are both configurations; give one"
+        faults.append(UsageError(f"{COMMAND_LINE}: {fault}"))
     if sources:
         try:
-            overrides |= _data(sources, overrides)
-        except UsageError as error:
-            faults.append(error)
+            overrides |= _data_keys(sources, overrides)
+        except UsageError as fault_of_paths:
+            faults.append(fault_of_paths)
     return Arguments(files[0] if files else None, overrides, faults)
 
 
-def _whole(arguments: Iterable[str], faults: list[MonographError]) -> Iterator[str]:
-    """Yield the arguments without keys that are apart from their values, as in `optim.lr = 3e-4`,
-    which are faults.
+def _without_split_assignments(
+    arguments: Iterable[str], faults: list[MonographError]
+) -> Iterator[str]:
+    """Yield the arguments, without assignments that are not one word of the form KEY=VALUE.
+
+    Such an assignment is `optim.lr = 3e-4`, `optim.lr 3e-4` or `optim.lr: 3e-4`. A fault is
+    appended to `faults` for each one.
     """
-    left = [*arguments]
-    while left:
-        argument = left.pop(0)
-        apart = re.fullmatch(r"([a-z_.]+)([=:]?)|([a-z_.]+):(.+)", argument)
-        key = apart and (apart[1] or apart[3])
-        if not apart or key not in KEYS or exists(argument):
+    remaining = [*arguments]
+    while remaining:
+        argument = remaining.pop(0)
+        # KEY, KEY= or KEY: alone, or KEY:VALUE
+        match = re.fullmatch(
+            r"(?P<alone>[a-z_.]+)(?P<sign>[=:]?)|(?P<key>[a-z_.]+):(?P<value>.+)", argument
+        )
+        key = match and (match["alone"] or match["key"])
+        if not match or key not in KEYS or exists(argument):
             yield argument
             continue
-        value = apart[4] or ""
-        for sign in ("=", ":", "==") if not (apart[2] or value) else ():
-            if left and left[0] == sign:
-                left.pop(0)
-        if not value and left and "=" not in left[0].lstrip("=") and not exists(left[0]):
-            value = left.pop(0).lstrip("=")
-        said = (
-            f"write {shell_words(f'{key}={value}')}"
-            if value
-            else f"it takes {described(key).expected}"
-        )
-        faults.append(UsageError(f"{COMMAND_LINE}: {key} and its value are one word: {said}"))
+        value = match["value"] or ""
+        if not match["sign"] and not value:
+            # The sign may be the next word. Several signs are skipped, too.
+            for sign in ("=", ":", "=="):
+                if remaining and remaining[0] == sign:
+                    remaining.pop(0)
+        if not value and remaining and _may_be_value(remaining[0]):
+            value = remaining.pop(0).lstrip("=")
+        if value:
+            advice = f"write {shell_words(f'{key}={value}')}"
+        else:
+            advice = f"it takes {key_declaration(key).expected}"
+        faults.append(UsageError(f"{COMMAND_LINE}: {key} and its value are one word: {advice}"))
 
 
-def _data(sources: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that paths among the arguments stand for.
+def _may_be_value(argument: str) -> bool:
+    """Return whether an argument can be the value of the key before it: not KEY=VALUE or a path."""
+    return "=" not in argument.lstrip("=") and not exists(argument)
+
+
+def _data_keys(sources: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of data.source and data.weights for paths among the arguments.
 
     Raises:
-        UsageError: a key says the same, or a weight is out of range.
+        UsageError: `overrides` has one of these keys, too, or a weight is out of range.
     """
-    for key, what in (("data.source", "name the data"), ("data.weights", "say weights")):
-        if key in overrides and (
-            key == "data.source" or any(weighted(source)[1] != 1 for source in sources)
-        ):
-            raise UsageError(f"{COMMAND_LINE}: {key} and {sources[0]} both {what}; give one")
-    places, weights = zip(*map(weighted, sources), strict=True)
-    found: dict[str, Any] = {"data.source": places[0] if len(places) == 1 else list(places)}
-    if any(weight != 1 for weight in weights):
-        found["data.weights"] = list(weights)
-    return found
+    if "data.source" in overrides:
+        message = f"data.source and {sources[0]} both name the data; give one"
+        raise UsageError(f"{COMMAND_LINE}: {message}")
+    has_weights = any(weighted(source)[1] != 1 for source in sources)
+    if "data.weights" in overrides and has_weights:
+        message = f"data.weights and {sources[0]} both say weights; give one"
+        raise UsageError(f"{COMMAND_LINE}: {message}")
+    paths, weights = zip(*map(weighted, sources), strict=True)
+    values: dict[str, Any] = {"data.source": paths[0] if len(paths) == 1 else list(paths)}
+    if has_weights:
+        values["data.weights"] = list(weights)
+    return values
 
 
 def weighted(argument: str) -> tuple[str, float]:
-    """Return ("books/", 2.0) for "books/@2"; the weight is 1 if none is given or a file has the
-    whole name.
+    """Return a path and its weight: ("books/", 2.0) for "books/@2".
+
+    The weight is 1 if the argument has none, or if a file has the whole argument as its name.
 
     Raises:
         UsageError: the weight is out of range.
@@ -308,39 +332,43 @@ def weighted(argument: str) -> tuple[str, float]:
     return place, weight
 
 
-def _source(argument: str) -> str:
-    """Return an argument that names text.
+def _require_text(argument: str) -> None:
+    """Refuse an argument that does not name text to train on.
 
     Raises:
-        UsageError: it is nothing, and means something else; or its weight is out of range.
-        InputRefused: it is nothing.
+        UsageError: the argument means something else, such as a preset; or its weight is out of
+            range.
+        InputRefused: no file or folder has this name.
     """
     place, _ = weighted(argument)
     if argument.lower().endswith((".yaml", ".yml")) and exists(place):
-        writes = "`monograph train --print-config > run.toml` writes one"
-        instead = f"{writes}; to train on its text: data.source={argument}"
         raise UsageError(
-            f"{COMMAND_LINE}: {argument}: a configuration is a TOML file here: {instead}"
+            f"{COMMAND_LINE}: {argument}: a configuration is a TOML file here: `monograph train "
+            f"--print-config > run.toml` writes one; to train on its text: data.source={argument}"
         )
+    # "stdlib" is Python's standard library, and "-" is stdin.
     if place in ("stdlib", "-") or place.startswith(HUB) or exists(place) or matching(place):
-        return argument
-    if meaning := _no_place(argument):
-        raise UsageError(f"{COMMAND_LINE}: {argument} is no file; {meaning}")
+        return
+    if advice := _advice_for_no_path(argument):
+        raise UsageError(f"{COMMAND_LINE}: {argument} is not a file; {advice}")
     if glob.has_magic(argument):
         raise InputRefused(f"{argument}: no file matches this pattern")
     parent, name = os.path.split(argument.rstrip("/"))
     siblings = [entry.name for entry in entries(parent or ".")]
     if name in siblings:
         raise InputRefused(f"{argument}: a link that leads to no file")
-    near = difflib.get_close_matches(name, siblings, n=1)
-    hint = f"; did you mean {os.path.join(parent, near[0])}?" if near else ""
-    if not hint and re.fullmatch(r"[A-Za-z][\w.-]*/[A-Za-z][\w.-]*", argument) and not siblings:
-        hint = f"; of the Hub it is {HUB}{argument} for text, and model.init={HUB}{argument} for a model"
-    raise InputRefused(f"{argument}: no such file or folder{hint}")
+    advice = ""
+    similar_names = difflib.get_close_matches(name, siblings, n=1)
+    is_owner_and_name = re.fullmatch(r"[A-Za-z][\w.-]*/[A-Za-z][\w.-]*", argument)
+    if similar_names:
+        advice = f"; did you mean {os.path.join(parent, similar_names[0])}?"
+    elif is_owner_and_name and not siblings:
+        advice = f"; of the Hub it is {HUB}{argument} for text, and model.init={HUB}{argument} for a model"
+    raise InputRefused(f"{argument}: no such file or folder{advice}")
 
 
-def _no_place(argument: str) -> str:
-    """Return what a person meant by an argument that is no file; "" if it may have been one."""
+def _advice_for_no_path(argument: str) -> str:
+    """Return what to type instead of an argument that is not a path; "" if unknown."""
     if argument.lower() in PRESETS:
         return f"did you mean model.preset={argument.lower()}?"
     if argument.lower() in FAMILIES:
@@ -352,11 +380,10 @@ def _no_place(argument: str) -> str:
     if re.fullmatch(r"[0-9.]+(e[-+]?[0-9]+)?", argument):
         return f"a number is a key's value, as in optim.lr={argument}; several are joined by commas"
     key, equals, value = argument.partition("=")
+    # Other programs have +key=value, --key=value and section/key=value.
     key = key.strip("+~- ").replace("/", ".")
-    if equals and (key in KEYS or meant(key)):
-        return (
-            f"did you mean {shell_words(f'{key}={value.strip()}')}?"
-            if key in KEYS
-            else meant(key, value).strip("; ")
-        )
+    if equals and key in KEYS:
+        return f"did you mean {shell_words(f'{key}={value.strip()}')}?"
+    if equals and key_advice(key):
+        return key_advice(key, value).strip("; ")
     return ""

@@ -1,27 +1,41 @@
-"""Read the values of a TOML file, each with its line and as it was written, and say what is wrong
-with the file.
+"""Read the values of a TOML file, each with its line and as it was written.
+
+A fault is something that is wrong with the file. Faults are collected, so that one error names all
+of them.
 """
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from monograph.config.given import Given, raise_all
-from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.lookup import example_of
 from monograph.config.settings import toml_of
-from monograph.config.toml_slips import explained
+from monograph.config.toml_slips import toml_error_message
 from monograph.config.unknown import require_known
 from monograph.errors import UsageError, did_you_mean
 from monograph.storage.reading import read_input
 
-MOST_TOML_BYTES = 1 << 20
-_HEADER = re.compile(r"\s*\[+\s*([\w.\"'-]+)\s*\]")
-_LONGEST = 500  # characters of a value that is shown as it was written
-_ENTRY = re.compile(r"\s*([\w.\"' -]+?)\s*=(.*)")
+MAX_TOML_BYTES = 1 << 20
+MAX_WRITTEN = 500  # characters after the `=`; a longer value is not searched for a comment
+_HEADER = re.compile(r"\s*\[+\s*([\w.\"'-]+)\s*\]")  # [NAME] or [[NAME]]
+_ENTRY = re.compile(r"\s*([\w.\"' -]+?)\s*=(.*)")  # NAME = TEXT
+
+
+class _Line(NamedTuple):
+    """The line of a section or a key.
+
+    Attributes:
+        number: its number, from 1.
+        text: the text after its `=`; "" for a section.
+    """
+
+    number: int
+    text: str
 
 
 def from_toml(path: Path) -> dict[str, Given]:
@@ -36,65 +50,72 @@ def from_toml(path: Path) -> dict[str, Given]:
 
 
 def given_and_faults(path: Path) -> tuple[dict[str, Given], list[UsageError]]:
-    """Return the values in a TOML file by dotted key, not yet checked, and what is wrong with the
-    file.
+    """Return the values in a TOML file by dotted key, not yet checked, and the file's faults.
 
-    That is: it cannot be read, is not TOML, has an unknown section or key, or a table in the place
-    of a value.
+    There is a fault if the file cannot be read or is not TOML, and for each unknown section or key,
+    each table that should be a value, and each value that should be a table.
     """
     try:
-        text = _text(path)
+        text = _read_text(path)
         tables = tomllib.loads(text)
     except UsageError as error:
         return {}, [error]
     except tomllib.TOMLDecodeError as error:
-        return {}, [UsageError(explained(path, text, str(error)))]
+        return {}, [UsageError(toml_error_message(path, text, str(error)))]
     except RecursionError:
         return {}, [UsageError(f"{path}: not read: it is nested too deeply")]
-    # Of a key that is written in several lines the first counts.
-    places = dict(reversed([*_places(text)]))
+    # A section may be mentioned in several lines, and its first line is shown. A dict keeps the
+    # last item of a key, hence `reversed`.
+    lines = dict(reversed([*_lines_by_name(text)]))
     given: dict[str, Given] = {}
     faults: list[UsageError] = []
     for section, table in tables.items():
         try:
-            given |= _of_section(path, places, section, table, faults)
+            given |= _values_of_section(path, lines, section, table, faults)
         except UsageError as error:
             faults.append(error)
     return given, faults
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Return the text of a file.
 
     Raises:
-        UsageError: it cannot be read or is no UTF-8.
+        UsageError: the file cannot be read, or is not UTF-8.
     """
     try:
-        content = read_input(path, MOST_TOML_BYTES)
+        content = read_input(path, MAX_TOML_BYTES)
         if b"\0" in content:
             raise UsageError(
                 f"{path}: not UTF-8 text (it has NUL bytes, as UTF-16 does): save it as UTF-8"
             )
-        return content.decode("utf-8-sig")  # some editors begin it with a byte order mark
+        return content.decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text (byte {error.start}): save it as UTF-8") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _of_section(
+def _values_of_section(
     path: Path,
-    places: dict[str, tuple[int, str]],
+    lines: Mapping[str, _Line],
     section: str,
     table: Any,
     faults: list[UsageError],
 ) -> dict[str, Given]:
-    """Return the values of a section; add what is wrong with its keys to `faults`.
+    """Return the values of a section; append to `faults` for each key that is wrong.
+
+    Args:
+        path: the file.
+        lines: the lines of sections and keys by dotted name.
+        section: the section's name.
+        table: what tomllib has read under this name.
+        faults: the faults so far.
 
     Raises:
-        UsageError: it is no section, or no table.
+        UsageError: there is no such section, or it is not a table.
     """
-    origin = _origin(path, places, section)
+    origin = _origin(path, lines, section)
     if section not in SECTIONS:
         if not isinstance(table, dict):
             require_known(section, origin)
@@ -102,93 +123,92 @@ def _of_section(
             raise UsageError(
                 f"{origin}: there is no section [{section}]{did_you_mean(section, SECTIONS)}"
             )
-        first = next(iter(table))  # all of its keys are unknown: one says why
-        require_known(f"{section}.{first}", _origin(path, places, f"{section}.{first}"))
+        # All keys of an unknown section are unknown. The message about the first one says so.
+        first_key = f"{section}.{next(iter(table))}"
+        require_known(first_key, _origin(path, lines, first_key))
     if not isinstance(table, dict):
-        raise UsageError(_no_table(origin, section, table))
+        raise UsageError(_not_a_table_message(origin, section, table))
     given: dict[str, Given] = {}
     for name, value in table.items():
         key = f"{section}.{name}"
-        origin = _origin(path, places, key)
+        origin = _origin(path, lines, key)
         try:
             require_known(key, origin)
             if isinstance(value, dict):
-                raise UsageError(_no_value(origin, key, value))
-            given[key] = Given(
-                value,
-                origin,
-                1,
-                from_text=False,
-                written=_written(value, places.get(key, (0, ""))[1]),
-            )
+                raise UsageError(_not_a_value_message(origin, key, value))
+            written = _written_value(value, lines[key].text) if key in lines else ""
+            given[key] = Given(value, origin, rank=1, from_text=False, written=written)
         except UsageError as error:
             faults.append(error)
     return given
 
 
-def _no_table(origin: str, section: str, value: object) -> str:
-    """Return the message for a section that is given a value."""
-    first = next(key for key in KEYS if key.startswith(f"{section}."))
-    line = f"{first.partition('.')[2]} = {toml_of(example_of(first))}"
+def _not_a_table_message(origin: str, section: str, value: object) -> str:
+    """Return the message for a section that the file assigns a value to."""
+    first_key = next(key for key in KEYS if key.startswith(f"{section}."))
+    example = f"{first_key.partition('.')[2]} = {toml_of(example_of(first_key))}"
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return f"{origin}: [[{section}]] is a list of tables, and {section} is one section: write [{section}]"
+    shown_value = "{...}" if isinstance(value, dict) else toml_of(value)
     return (
-        f"{origin}: {section} = {_shown(value)}: {section} is a section, not a key: "
-        f"write its keys under a line [{section}], as in `{line}`; `monograph keys {section}` lists them"
+        f"{origin}: {section} = {shown_value}: {section} is a section, not a key: "
+        f"write its keys under a line [{section}], as in `{example}`; `monograph keys {section}` lists them"
     )
 
 
-def _no_value(origin: str, key: str, table: dict[str, Any]) -> str:
-    """Return the message for a key that is given a table."""
+def _not_a_value_message(origin: str, key: str, table: dict[str, Any]) -> str:
+    """Return the message for a key that the file uses as a section."""
     section, _, name = key.partition(".")
-    own = [inner for inner in table if f"{section}.{inner}" in KEYS]
+    # For example a file with [train.seed] above the other keys of [train].
+    keys_of_section = [inner for inner in table if f"{section}.{inner}" in KEYS]
+    if keys_of_section:
+        return (
+            f"{origin}: {key} is a key, not a section: write {keys_of_section[0]} under [{section}]"
+        )
     example = f"{name} = {toml_of(example_of(key))}"
-    for inner in own:  # the keys of a section were written under one of them
-        return f"{origin}: {key} is a key, not a section: write {inner} under [{section}]"
     return (
         f"{origin}: {key} is a key, not a section: write `{example}` under [{section}]; it takes "
-        f"{described(key).expected}"
+        f"{key_declaration(key).expected}"
     )
 
 
-def _shown(value: object) -> str:
-    return "{...}" if isinstance(value, dict) else toml_of(value)
-
-
-def _places(text: str) -> Iterator[tuple[str, tuple[int, str]]]:
-    """Yield each dotted name that a line assigns or heads, with the line's number and the text
-    after its `=`.
-    """
+def _lines_by_name(text: str) -> Iterator[tuple[str, _Line]]:
+    """Yield (dotted name, line) for each section and key that a line begins or assigns."""
     section = ""
     for number, line in enumerate(text.split("\n"), start=1):
         if header := _HEADER.match(line):
-            section = _plain(header[1])
-            yield section, (number, "")
+            section = _without_quotes(header[1])
+            yield section, _Line(number, "")
         elif entry := _ENTRY.match(line):
-            name = ".".join(filter(None, (section, _plain(entry[1]))))
-            yield name, (number, entry[2])
-            # `train.seed = 1` opens the section, too.
-            yield name.partition(".")[0], (number, "")
+            name = _without_quotes(entry[1])
+            if section:
+                name = f"{section}.{name}"
+            yield name, _Line(number, entry[2])
+            # `train.seed = 1` before any header is a line of the section "train", too.
+            yield name.partition(".")[0], _Line(number, "")
 
 
-def _plain(name: str) -> str:
+def _without_quotes(name: str) -> str:
     return re.sub(r"[\"'\s]", "", name)
 
 
-def _origin(path: Path, places: dict[str, tuple[int, str]], key: str) -> str:
-    """Return `run.toml:7`, or `run.toml` if the key has no line of its own, as in an inline table."""
-    number = places.get(key, (0, ""))[0]
-    return f"{path}:{number}" if number else str(path)
+def _origin(path: Path, lines: Mapping[str, _Line], name: str) -> str:
+    """Return `run.toml:7`, or `run.toml` for a key without a line, as in an inline table."""
+    return f"{path}:{lines[name].number}" if name in lines else str(path)
 
 
-def _written(value: object, after: str) -> str:
-    """Return the part of a line after its `=` that is this value: without a comment; "" if it goes
-    on elsewhere.
+def _written_value(value: object, text: str) -> str:
+    """Return the part of `text`, which follows an `=`, that was parsed as this value.
+
+    A comment is not part of it. "" means that the value continues in the next line, or that the
+    text has more than `MAX_WRITTEN` characters.
     """
-    if len(after) > _LONGEST:
+    if len(text) > MAX_WRITTEN:
         return ""
-    for end in (*(found.start() for found in re.finditer("#", after)), len(after)):
+    # A # begins a comment unless it is inside a string, so try to cut the text at each one.
+    comment_starts = [match.start() for match in re.finditer("#", text)]
+    for end in (*comment_starts, len(text)):
         with suppress(tomllib.TOMLDecodeError, RecursionError):
-            if repr(tomllib.loads(f"value = {after[:end]}")["value"]) == repr(value):
-                return after[:end].strip()
+            if repr(tomllib.loads(f"value = {text[:end]}")["value"]) == repr(value):
+                return text[:end].strip()
     return ""

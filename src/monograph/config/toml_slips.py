@@ -1,6 +1,7 @@
-"""Say what is wrong with a file that is not TOML: the line, the slip, and the line as it should be.
+"""Explain why a file is not TOML: name the line, the slip, and the line as it should be.
 
-A correction is proposed only if it is TOML.
+A slip is a small error of a person, such as a missing quote. A correction is shown only if it is
+valid TOML and its key takes the value.
 """
 
 import re
@@ -9,13 +10,17 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from monograph.config.keys import KEYS, described
+from monograph.config.keys import KEYS, key_declaration
 from monograph.config.settings import check, toml_of
 from monograph.errors import UsageError
 
 _KEY = r"\s*[\w.\"'-]+\s*"
+_HEADER = re.compile(r"\s*\[\s*([\w.\"'-]+)\s*\]")
+# Typographic quotes, and the straight quotes of TOML.
 _QUOTES = str.maketrans({"“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "‘": "'", "’": "'"})
+# Characters that look like a space, or like nothing.
 _SPACES = re.compile("[\u00a0\u1680\u2000-\u200d\u202f\u205f\u2060\u3000\ufeff]")
+# Other spellings of TOML's truth values.
 _WORDS = {
     "True": "true",
     "False": "false",
@@ -24,113 +29,121 @@ _WORDS = {
     "yes": "true",
     "no": "false",
 }
+# What people write for a key without a value.
 _NOTHING = {"", "None", "none", "null", "nil", "~"}
-_LONGEST = 120  # characters of a line that are shown
-# Of one that is corrected: no person types a longer one, and patterns take time.
-_LONGEST_READ = 500
-_NEAREST = 20  # lines before the one that the parser means
-_HEADER = re.compile(r"\s*\[\s*([\w.\"'-]+)\s*\]")
+_MAX_SHOWN = 120  # characters of a line that a message shows
+# A longer line is not corrected: no person types one, and the patterns take time.
+_MAX_CORRECTED = 500
+_MAX_OPEN_LINES = 20  # lines with an open bracket that are tried, before the line of the parser
 
 
-def explained(path: Path, text: str, said: str) -> str:
-    """Return what is wrong with a file: its name, the line, the slip and the remedy.
+def toml_error_message(path: Path, text: str, parser_message: str) -> str:
+    """Return the message for a file that is not TOML, with the line, the slip and the correction.
 
     Args:
         path: the file.
-        text: its text, which is not TOML.
-        said: the message of the parser.
+        text: its text.
+        parser_message: the message of tomllib.
     """
     if re.search("\r(?!\n)", text):
         return f"{path}: not TOML: its lines end as those of an old Mac do: save it with the line ends of Linux"
     if text.lstrip()[:1] == "{":
         return f"{path}: not TOML, but JSON: `monograph train --print-config` writes a file to edit"
     lines = re.split("\r\n|\n", text)
-    at = _line(said, lines)
-    what = re.sub(r" \(at .*\)$", "", said)
-    if again := _again(lines, at, what):
-        return f"{path}:{at}: not TOML: {again}"
-    opened = [*islice(_open_before(lines, at), _NEAREST)]
-    for number in (*opened, at) if what.startswith("Unclosed") else (at, *opened):
-        if found := _corrected(lines[number - 1], _section(lines[:number])):
-            return f"{path}:{number}: not TOML: {found}"
-    line = lines[at - 1].strip()[:_LONGEST]
-    return f"{path}:{at}: not TOML: {what} in `{line}`: a line is `key = value`, `[section]` or `# a comment`"
+    number = _line_number(parser_message, lines)
+    # The message without the place, which is said differently here.
+    reason = re.sub(r" \(at .*\)$", "", parser_message)
+    if repetition := _repetition(lines, number, reason):
+        return f"{path}:{number}: not TOML: {repetition}"
+    # The slip may be in an earlier line that opens a bracket: the parser notices it later.
+    open_lines = [*islice(_open_lines_before(number, lines), _MAX_OPEN_LINES)]
+    if reason.startswith("Unclosed"):
+        numbers_to_try = [*open_lines, number]
+    else:
+        numbers_to_try = [number, *open_lines]
+    for tried_number in numbers_to_try:
+        section = _last_section(lines[:tried_number])
+        if correction := _correction(lines[tried_number - 1], section):
+            return f"{path}:{tried_number}: not TOML: {correction}"
+    line = lines[number - 1].strip()[:_MAX_SHOWN]
+    return f"{path}:{number}: not TOML: {reason} in `{line}`: a line is `key = value`, `[section]` or `# a comment`"
 
 
-def _line(said: str, lines: list[str]) -> int:
-    """Return the number of the line that the parser means: that which has text, if it stopped after
-    it.
+def _line_number(parser_message: str, lines: list[str]) -> int:
+    """Return the number of the line that the parser's message is about, from 1.
+
+    The parser may stop at empty lines after the line with the slip.
     """
-    found = re.search(r"at line (\d+)", said)
-    at = min(int(found[1]), len(lines)) if found else len(lines)
-    while at > 1 and not lines[at - 1].strip():
-        at -= 1
-    return at
+    place = re.search(r"at line (\d+)", parser_message)
+    number = min(int(place[1]), len(lines)) if place else len(lines)
+    while number > 1 and not lines[number - 1].strip():
+        number -= 1
+    return number
 
 
-def _open_before(lines: list[str], at: int) -> Iterator[int]:
-    """Yield the lines before one that open a bracket, a brace or a text that they do not close, the
-    nearest first.
-    """
-    for number in range(at - 1, 0, -1):
-        line = lines[number - 1]
-        if (
-            line.count("[") > line.count("]")
-            or line.count("{") > line.count("}")
-            or line.count('"""') == 1
-        ):
-            yield number
+def _open_lines_before(number: int, lines: list[str]) -> Iterator[int]:
+    """Yield the numbers of lines that leave a bracket, brace or text open, the last first."""
+    for earlier_number in range(number - 1, 0, -1):
+        line = lines[earlier_number - 1]
+        has_open_bracket = line.count("[") > line.count("]")
+        has_open_brace = line.count("{") > line.count("}")
+        has_open_text = line.count('"""') == 1
+        if has_open_bracket or has_open_brace or has_open_text:
+            yield earlier_number
 
 
-def _again(lines: list[str], at: int, what: str) -> str:
-    """Return what is there twice; "" if nothing is."""
+def _repetition(lines: list[str], number: int, reason: str) -> str:
+    """Return the message for a section or key that line `number` repeats; "" if it repeats none."""
     section = ""
-    headers = dict[str, int]()
-    keys = dict[tuple[str, str], int]()
-    for number, line in enumerate(lines[:at], start=1):
+    line_of_section = dict[str, int]()
+    line_of_key = dict[tuple[str, str], int]()  # by section and name
+    for current, line in enumerate(lines[:number], start=1):
         if header := _HEADER.match(line):
             section = header[1]
-            if section in headers and number == at:
-                twice = f"lines {headers[section]} and {at}"
-                return f"[{section}] is there twice, in {twice}: keep one, with all of its keys"
-            headers[section] = number
+            if section in line_of_section and current == number:
+                numbers = f"lines {line_of_section[section]} and {number}"
+                return f"[{section}] is there twice, in {numbers}: keep one, with all of its keys"
+            line_of_section[section] = current
         elif entry := re.match(r"\s*([\w.\"'-]+)\s*=", line):
-            place = (section, entry[1])
-            if place in keys and number == at:
-                return (
-                    f"{place[1]} is there twice, in lines {keys[place]} and {at}: keep one of them"
-                )
-            keys[place] = number
-    if re.match("Cannot (declare|overwrite|mutate|redefine)", what):
-        name = section or lines[at - 1].partition("=")[0].strip()
+            name = entry[1]
+            if (section, name) in line_of_key and current == number:
+                numbers = f"lines {line_of_key[section, name]} and {number}"
+                return f"{name} is there twice, in {numbers}: keep one of them"
+            line_of_key[section, name] = current
+    if re.match("Cannot (declare|overwrite|mutate|redefine)", reason):
+        name = section or lines[number - 1].partition("=")[0].strip()
         return f"{name} is there twice, as a section and as a key with a dot: write all of its keys under one [{name}]"
     return ""
 
 
-def _section(lines: list[str]) -> str:
-    """Return the section that lines end in; "" if none has begun."""
+def _last_section(lines: list[str]) -> str:
+    """Return the section at the end of the lines; "" if no section has begun."""
     headers = [header[1] for line in lines if (header := _HEADER.match(line))]
     return headers[-1] if headers else ""
 
 
-def _corrected(line: str, section: str) -> str:
-    """Return the slip of a line and the line as it should be; "" if none is found that is TOML."""
-    if len(line) > _LONGEST_READ:
+def _correction(line: str, section: str) -> str:
+    """Return a line's slip, and the line as it should be.
+
+    If each correction has a value that its key does not take, the message says what the key takes.
+    "" means that no correction is valid TOML.
+    """
+    if len(line) > _MAX_CORRECTED:
         return ""
-    refused = ""
+    first_wrong_value = ""
     for slip, correction in _corrections(line):
         if correction == line or not _is_toml(correction):
             continue
-        refused = refused or _refused(correction, section)
-        if not _refused(correction, section):
-            return f"{slip}: write {' and '.join(correction.strip().splitlines())[:_LONGEST]}"
-    return refused
+        wrong_value = _wrong_value_message(correction, section)
+        if not wrong_value:
+            new_lines = " and ".join(correction.strip().splitlines())
+            return f"{slip}: write {new_lines[:_MAX_SHOWN]}"
+        first_wrong_value = first_wrong_value or wrong_value
+    return first_wrong_value
 
 
-def _refused(line: str, section: str) -> str:
-    """Return what a line's key takes, if it does not take the line's value; "" if it does or is not
-    known.
-    """
+def _wrong_value_message(line: str, section: str) -> str:
+    """Return the message for a value that its key does not take; "" for others and unknown keys."""
     for name, value in tomllib.loads(line).items():
         key = f"{section}.{name}"
         if key not in KEYS:
@@ -139,7 +152,7 @@ def _refused(line: str, section: str) -> str:
             check(key, value, "", from_text=False)
         except UsageError:
             text = line.partition("=")[2].strip(" \"'")
-            return f"{name} = {text[:_LONGEST]}: expected {described(key).expected}"
+            return f"{name} = {text[:_MAX_SHOWN]}: expected {key_declaration(key).expected}"
     return ""
 
 
@@ -152,33 +165,43 @@ def _is_toml(line: str) -> bool:
 
 
 def _corrections(line: str) -> Iterator[tuple[str, str]]:
-    """Yield slips that a line may have, each with the line without it; the likeliest first."""
-    if odd := _SPACES.search(line):
+    """Yield (slip, corrected line) for each slip that the line may have, the likeliest first."""
+    if wrong_space := _SPACES.search(line):
         line = _SPACES.sub(" ", line)
-        yield f"it has a space that is none in TOML (U+{ord(odd[0]):04X})", line
-    if (straight := line.translate(_QUOTES)) != line:
+        yield f"it has a space that TOML does not take as one (U+{ord(wrong_space[0]):04X})", line
+    straight = line.translate(_QUOTES)
+    if straight != line:
         line = straight
         yield "quotes are straight in TOML", line
-    yield from _of_two(line)
+    yield from _split_lines(line)
     yield "a comment begins with #", re.sub(r"\s*(?://|;|--)\s*(.*)", r"  # \1", line, count=1)
-    yield from _of_header(line)
-    yield from _of_sign(line)
+    yield from _corrected_headers(line)
+    yield from _corrected_signs(line)
     if entry := re.match(rf"({_KEY})(?:==|=>|:=|=|:)\s*(.*?)\s*(#.*)?$", line):
         key, value, comment = entry.groups()
-        for slip, correction in (*_of_number(value), *_of_list(value), *_of_text(value)):
-            yield slip, f"{key.strip()} = {correction}  {comment or ''}"
+        corrected_values = (
+            *_corrected_numbers(value),
+            *_corrected_lists(value),
+            *_corrected_texts(value),
+        )
+        for slip, corrected_value in corrected_values:
+            yield slip, f"{key.strip()} = {corrected_value}  {comment or ''}"
         if value in _NOTHING:
             yield "a key without a value is left out", f"# {key.strip()} ="
 
 
-def _of_two(line: str) -> Iterator[tuple[str, str]]:
+def _split_lines(line: str) -> Iterator[tuple[str, str]]:
+    """Yield the corrections of a line that should be two lines."""
+    # [optim] lr = 1
     if two := re.fullmatch(rf"\s*(\[[^\[\]]*\])\s*({_KEY}=.*)", line):
         yield "a section has a line of its own", f"{two[1]}\n{two[2]}"
+    # lr = 1, eps = 2
     if two := re.fullmatch(rf"({_KEY}=.*?)[,;\s]+([\w.\"'-]+\s*=.*)", line):
         yield "a line has one key", f"{two[1].strip()}\n{two[2].strip()}"
 
 
-def _of_header(line: str) -> Iterator[tuple[str, str]]:
+def _corrected_headers(line: str) -> Iterator[tuple[str, str]]:
+    """Yield the corrections of a line with a single word, such as `[optim` or `optim:`."""
     word = re.fullmatch(r"\s*\[*\s*([\w.-]+)\s*\]*\s*:?\s*(#.*)?", line)
     if word and ("[" in line or "]" in line or ":" in line):
         yield "a section is a name in brackets", f"[{word[1]}]"
@@ -186,34 +209,41 @@ def _of_header(line: str) -> Iterator[tuple[str, str]]:
         yield "a key without a value is left out", f"# {word[1]} ="
 
 
-def _of_sign(line: str) -> Iterator[tuple[str, str]]:
-    joined = "= stands between a key and its value"
+def _corrected_signs(line: str) -> Iterator[tuple[str, str]]:
+    """Yield the corrections of a line with another sign than `=`, or with none."""
+    slip = "= stands between a key and its value"
     if entry := re.match(rf"({_KEY})(:=|==|=>|:)\s*(.*)", line):
-        yield joined, f"{entry[1].strip()} = {entry[3]}"
-    if apart := re.fullmatch(r"\s*([\w.-]+)\s+([^=\s].*)", line):
-        yield joined, f"{apart[1]} = {apart[2]}"
+        yield slip, f"{entry[1].strip()} = {entry[3]}"
+    if entry := re.fullmatch(r"\s*([\w.-]+)\s+([^=\s].*)", line):
+        yield slip, f"{entry[1]} = {entry[2]}"
 
 
-def _of_number(value: str) -> Iterator[tuple[str, str]]:
-    """Yield corrections of a value that is a number, numbers or a truth value."""
+def _corrected_numbers(value: str) -> Iterator[tuple[str, str]]:
+    """Yield (slip, corrected value) for a value that is meant as a number, a list or a bool."""
     word = value.rstrip(",;")
-    if (bare := value.strip("\"'")) != value and re.fullmatch(r"[-+0-9.e]+", bare):
-        yield "a number is not in quotes", bare
+    unquoted = value.strip("\"'")
+    if unquoted != value and re.fullmatch(r"[-+0-9.e]+", unquoted):
+        yield "a number is not in quotes", unquoted
     if word in _WORDS:
         yield "true and false are in small letters", _WORDS[word]
     if word != value:
         yield "nothing stands after a value", word
+    # As in .5, 5. or 007.
     if number := re.fullmatch(
         r"([-+]?)0*([0-9_]*)(\.?)([0-9_]*)((?:e[-+]?[0-9]+)?)", value, re.IGNORECASE
     ):
-        sign, whole, point, part, power = number.groups()
-        digits = f"{sign}{whole or 0}" + (f".{part or 0}" if point else "") + power
-        yield "a number begins and ends with a digit, and not with a 0 before others", digits
+        sign, integer, point, fraction, exponent = number.groups()
+        digits = f"{sign}{integer or 0}"
+        if point:
+            digits += f".{fraction or 0}"
+        slip = "a number begins and ends with a digit, and not with a 0 before others"
+        yield slip, digits + exponent
     if re.fullmatch(r"[0-9.,eE+\s-]+", value):
         yield "several numbers are a list", f"[{value}]"
 
 
-def _of_list(value: str) -> Iterator[tuple[str, str]]:
+def _corrected_lists(value: str) -> Iterator[tuple[str, str]]:
+    """Yield (slip, corrected value) for a value that is meant as a list or a table."""
     for bracket, closing in ("[]", "{}"):
         if value.startswith(bracket):
             yield f"the {closing} is missing", f"{value.rstrip(',')}{closing}"
@@ -228,11 +258,12 @@ def _of_list(value: str) -> Iterator[tuple[str, str]]:
         yield "a text is in quotes", f"[{', '.join(map(toml_of, parts))}]"
 
 
-def _of_text(value: str) -> Iterator[tuple[str, str]]:
-    inside = value.strip("\"'")
+def _corrected_texts(value: str) -> Iterator[tuple[str, str]]:
+    """Yield (slip, corrected value) for a value that is meant as a text."""
+    unquoted = value.strip("\"'")
     if "\\" in value:
-        yield "a backslash is itself only in single quotes", f"'{inside}'"
+        yield "a backslash is itself only in single quotes", f"'{unquoted}'"
     if value[:1] in "\"'" or value[-1:] in "\"'":
-        yield "a text begins and ends with the same quote", toml_of(inside)
+        yield "a text begins and ends with the same quote", toml_of(unquoted)
     elif value not in _NOTHING - {"none"} and not re.search(r"[=,\[\]{}]", value):
         yield "a text is in quotes", toml_of(value)

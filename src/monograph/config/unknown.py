@@ -1,13 +1,11 @@
-"""Answer a key that is not there: with the key that was meant, and with its value where that has
-one.
-"""
+"""Suggest the key that a person meant by a name that is not a key."""
 
 import re
 import shlex
 from contextlib import suppress
 
 from monograph.config.elsewhere import ELSEWHERE, VALUES
-from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.lookup import example_of, typed
 from monograph.config.settings import as_typed, check, in_toml
 from monograph.errors import UsageError, did_you_mean
@@ -19,80 +17,101 @@ def require_known(key: str, origin: str, value: str | None = None) -> None:
     Args:
         key: the key.
         origin: where it was written.
-        value: what was typed as its value; None: it was written in a file, where the value stays as
-            it is.
+        value: the value that was typed; None for a key in a file, where the value need not be
+            repeated.
 
     Raises:
-        UsageError: the key is unknown; the message names the nearest known one.
+        UsageError: the key is unknown; the message suggests a key.
     """
     if key not in KEYS:
-        raise UsageError(f"{origin}: there is no key {key}{meant(key, value) or _known_keys(key)}")
+        advice = key_advice(key, value) or _list_keys(key)
+        raise UsageError(f"{origin}: there is no key {key}{advice}")
 
 
-def meant(name: str, value: str | None = None) -> str:
-    """Return the end of a message about an unknown key or option: what to say instead; "" if
-    nothing is alike.
+def key_advice(name: str, value: str | None = None) -> str:
+    """Return the end of a message about an unknown key or option: what to type instead.
 
     Args:
-        name: its name, with or without a section.
-        value: its value; None: the value is said elsewhere; "": there is none.
+        name: the unknown name, with or without a section.
+        value: the value that was typed; "" if there was none, None if the advice shall not repeat
+            the value.
+
+    Returns:
+        The advice, which begins with "; ", or "" if no key has a similar name or meaning.
     """
-    section, _, short = name.lower().rpartition(".")
-    if own := _of_section(section, short, value):
-        return _question(own, value)
-    if said := ELSEWHERE.get(short):
-        if said in KEYS:
-            return _question([said], value)
-        return f"; {said if value is not None else _for_file(said)}"
-    if same := [key for key in KEYS if key.endswith(f".{short}")]:
-        return _question(same, value)
-    near = did_you_mean(name, KEYS).removeprefix("; did you mean ").removesuffix("?")
-    return _question([near], value) if near else ""
+    section, _, short_name = name.lower().rpartition(".")
+    if keys := _keys_with_words(section, short_name, value):
+        return _suggest(keys, value)
+    if elsewhere := ELSEWHERE.get(short_name):
+        if elsewhere in KEYS:
+            return _suggest([elsewhere], value)
+        return f"; {elsewhere if value is not None else _with_toml_assignments(elsewhere)}"
+    if keys := [key for key in KEYS if key.endswith(f".{short_name}")]:
+        return _suggest(keys, value)
+    similar_key = did_you_mean(name, KEYS).removeprefix("; did you mean ").removesuffix("?")
+    return _suggest([similar_key], value) if similar_key else ""
 
 
-def _of_section(section: str, short: str, value: str | None) -> list[str]:
-    """Return the keys of a section, if that is there, whose names have all words of another name
-    and take its value.
+def _keys_with_words(section: str, short_name: str, value: str | None) -> list[str]:
+    """Return the keys of a section whose names have all words of `short_name`.
 
-    One word, such as lr, says too little.
+    Keys that do not accept the value are left out. An unknown section has no keys, and neither has
+    a name of one word, such as lr, since it would fit too many keys.
     """
-    words = set(short.split("_"))
-    fields = SECTIONS[section].model_fields if section in SECTIONS and len(words) > 1 else ()
+    words = set(short_name.split("_"))
+    if section not in SECTIONS or len(words) == 1:
+        return []
+    fields = SECTIONS[section].model_fields
     keys = [f"{section}.{field}" for field in fields if words <= set(field.split("_"))]
-    return [key for key in keys if value is None or takes(key, value)]
+    return [key for key in keys if value is None or accepts(key, value)]
 
 
-def _question(keys: list[str], value: str | None) -> str:
-    """Ask whether one of some keys was meant, each with the value if it takes that, or else with
-    what it takes.
+def _suggest(keys: list[str], value: str | None) -> str:
+    """Return the question whether one of some keys was meant.
+
+    The keys that accept the value are shown with it. If none accepts it, the first key is shown
+    with the values that it accepts.
     """
     if value is None:
         return f"; did you mean {' or '.join(keys)}?"
-    if fitting := [key for key in keys if takes(key, value)]:
-        return f"; did you mean {' or '.join(as_typed({key: value}) for key in fitting)}?"
+    accepting_keys = [key for key in keys if accepts(key, value)]
+    if accepting_keys:
+        assignments = [as_typed({key: value}) for key in accepting_keys]
+        return f"; did you mean {' or '.join(assignments)}?"
     for key in keys:
-        if said := VALUES.get(key, {}).get(value.lower()):
-            return f"; did you mean {as_typed({key: said})}?" if takes(key, said) else f"; {said}"
+        elsewhere = VALUES.get(key, {}).get(value.lower())
+        if not elsewhere:
+            continue
+        if accepts(key, elsewhere):
+            return f"; did you mean {as_typed({key: elsewhere})}?"
+        return f"; {elsewhere}"
     key = keys[0]
     example = as_typed({key: typed(example_of(key))})
-    return f"; did you mean {key}? It takes {described(key).expected}, as in {example}"
+    return f"; did you mean {key}? It takes {key_declaration(key).expected}, as in {example}"
 
 
-def _for_file(said: str) -> str:
-    """Return a sentence with its keys and values as a file has them."""
+def _with_toml_assignments(sentence: str) -> str:
+    """Return a sentence of `ELSEWHERE` with each KEY=VALUE as a line of a TOML file.
+
+    An assignment after "train ", as in `monograph train KEY=VALUE`, stays as it is.
+    """
     assignment = r"(?:[a-z]+\.[a-z_]+)=(?:'[^']*'|\S+?)"
+    # Without \b, the "rain.parallel" of "train train.parallel=ddp" would match.
+    assignments = rf"(?<!train )\b{assignment}(?: {assignment})*(?=[,;:]?(?:\s|$))"
 
-    def assigned(found: re.Match[str]) -> str:
-        return in_toml(dict(word.split("=", 1) for word in shlex.split(found[0])))
+    def as_lines(match: re.Match[str]) -> str:
+        return in_toml(dict(word.split("=", 1) for word in shlex.split(match[0])))
 
-    return re.sub(rf"(?<!train ){assignment}(?: {assignment})*(?=[,;:]?(?:\s|$))", assigned, said)
+    return re.sub(assignments, as_lines, sentence)
 
 
-def takes(key: str, text: str) -> bool:
-    """Return whether a text is a value of a key, or what a sweep may vary it by."""
+def accepts(key: str, text: str) -> bool:
+    """Return whether a text is a value of a key, or an axis over which a sweep varies the key."""
     if re.match("(log|lin):", text):
         return True
-    return all(_is_value(key, each) for each in text.split(",")) or _is_value(key, text)
+    are_values = all(_is_value(key, part) for part in text.split(","))
+    # The whole text may be a value although its parts are not: a text may have commas.
+    return are_values or _is_value(key, text)
 
 
 def _is_value(key: str, text: str) -> bool:
@@ -102,7 +121,8 @@ def _is_value(key: str, text: str) -> bool:
     return False
 
 
-def _known_keys(key: str) -> str:
+def _list_keys(key: str) -> str:
+    """Return the keys of a key's section, or all sections if that section is unknown."""
     section = key.partition(".")[0]
     if section in SECTIONS:
         return f"; [{section}] has {', '.join(SECTIONS[section].model_fields)}"

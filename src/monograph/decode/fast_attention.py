@@ -14,7 +14,7 @@ from torch import Tensor
 
 from monograph.ops.attention import Heads
 from monograph.ops.cached_attention_kernel import SLOTS, attend_cache
-from monograph.ops.decode_kernels import ROWS, attend
+from monograph.ops.decode_kernels import ROWS, attend, attend_fits
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # `attend` multiplies the halves of a head by themselves, and a product has at least 16 channels.
@@ -57,6 +57,9 @@ class FastAttention:
         query_BH1E, key_BK1E, _ = heads
         head_dim = query_BH1E.shape[-1]
         if head_dim < _MIN_HEAD_OF_STEP or not _are_possible(query_BH1E, keys_NBKCE):
+            return None
+        slots = keys_NBKCE.shape[3]
+        if not attend_fits(keys_NBKCE.device, slots, head_dim, keys_NBKCE.dtype):
             return None
         if key_BK1E.dtype != keys_NBKCE.dtype or self._counters_BK.shape[1] != key_BK1E.shape[1]:
             return None

@@ -24,11 +24,13 @@ from monograph.model.families import Norms
 from monograph.model.layers import MLP, Attention, CentredRMSNorm, Linear, Mixture, RMSNorm
 from monograph.model.llama import Block, Llama
 from monograph.model.rope import cos_sin
+from monograph.ops.attention import BLOCK
 from monograph.ops.decode_kernels import (
     ROWS,
     Activation,
     Norm,
     attend,
+    attend_fits,
     project,
     project_gated,
     step_of,
@@ -56,6 +58,8 @@ def obstacle(model: Llama) -> str | None:
         return f"the kernels compute in fp32, fp16 or bf16, not {weight.dtype}"
     if config.head_dim < MIN_HEAD or config.head_dim & (config.head_dim - 1):
         return f"the kernels need heads of 32, 64, 128 or 256 channels, not {config.head_dim}"
+    if not attend_fits(weight.device, BLOCK, config.head_dim, weight.dtype):
+        return f"this card's shared memory is too small for heads of {config.head_dim} channels"
     if config.rotary_dim != config.head_dim:
         return "the kernels rotate all channels of a head, and this family only some"
     if config.family.norms != Norms():

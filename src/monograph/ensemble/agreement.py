@@ -22,7 +22,7 @@ from monograph.optim.planes import require_movable
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 # Attributes that `nn.Module` itself has, and those that torch.compile and nn.Module.compile leave
 # in a module.
-_OWN = frozenset((*vars(nn.Module()), "_is_torch_compile", "_compiled_call_impl"))
+_MODULE_ATTRIBUTES = frozenset((*vars(nn.Module()), "_is_torch_compile", "_compiled_call_impl"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
 # Attributes of transformers' models and configs that no forward pass reads: the model's origin,
@@ -45,6 +45,10 @@ _PLAIN = (
     type,
 )
 
+# Pairs of objects' ids. They count as equal where they are found in attributes, as they are
+# compared elsewhere.
+_Pairs = frozenset[tuple[int, int]]
+
 
 class Difference(NamedTuple):
     """A path at which two modules differ, and the values that they have there, in words."""
@@ -54,26 +58,38 @@ class Difference(NamedTuple):
     other: str
 
 
-def agree(members: Sequence[nn.Module]) -> None:
+class _Contents(NamedTuple):
+    """All of a value that a call of the value may use.
+
+    Attributes:
+        key: what is compared by ==.
+        values: further values, to be compared one by one.
+    """
+
+    key: object
+    values: list[object]
+
+
+def require_stackable(members: Sequence[nn.Module]) -> None:
     """Check that modules can be stacked.
 
     Raises:
-        InputRefused: two differ in more than their numbers, or one has something that torch cannot
-            batch; the message names the first path.
+        InputRefused: two modules differ in more than the numbers in their tensors, or one has
+            something that torch cannot batch; the message names the first path.
         UsageError: `require_movable` refuses a member.
     """
     _require_apart(members)
     for member in members:
         require_movable(member)
-        own = {
-            id(item)
-            for items in (member.modules(), member.parameters(), member.buffers())
-            for item in items
-        }
+        modules_and_tensors = itertools.chain(
+            member.modules(), member.parameters(), member.buffers()
+        )
+        ids = {id(item) for item in modules_and_tensors}
         for path, module in member.named_modules():
-            _require_stackable(path or "the module", module, own)
+            _require_stackable_module(path or "the module", module, ids)
     for number, other in enumerate(members[1:], start=1):
-        if difference := next(_differences(members[0], other), None):
+        difference = next(_differences(members[0], other), None)
+        if difference:
             raise InputRefused(
                 f"members 0 and {number} cannot share a graph: {difference.path} is {difference.one} in one "
                 f"and {difference.other} in the other"
@@ -81,29 +97,33 @@ def agree(members: Sequence[nn.Module]) -> None:
 
 
 def _require_apart(members: Sequence[nn.Module]) -> None:
-    """Refuse members that share trained parameters or modules with buffers, as each gets its own
-    part of the stack.
+    """Refuse members that share a trained parameter or a module with buffers.
+
+    Each member gets its own part of the stack, so after stacking they would share it no longer.
     """
-    owner: dict[int, int] = {}
+    member_of: dict[int, int] = {}  # by the id of a parameter or module
     for number, member in enumerate(members):
-        changing = [
+        changing: list[tuple[str, nn.Parameter | nn.Module]] = [
             (name, parameter)
             for name, parameter in member.named_parameters()
             if parameter.requires_grad
         ]
-        for name, part in (
-            *changing,
-            *((name, part) for name, part in member.named_modules() if part._buffers),
-        ):
-            if owner.setdefault(id(part), number) != number:
+        changing += [(name, module) for name, module in member.named_modules() if module._buffers]
+        for name, part in changing:
+            first_number = member_of.setdefault(id(part), number)
+            if first_number != number:
                 raise InputRefused(
-                    f"members {owner[id(part)]} and {number} share {name}: build one for each"
+                    f"members {first_number} and {number} share {name}: build one for each"
                 )
 
 
-def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
-    """Refuse a module that cannot be stacked; `own` are the ids of the member's modules and
-    tensors.
+def _require_stackable_module(path: str, module: nn.Module, ids: set[int]) -> None:
+    """Refuse a module that cannot be stacked.
+
+    Args:
+        path: its path in the member.
+        module: the module, without its submodules.
+        ids: the ids of the member's modules and tensors.
     """
     if isinstance(module, Sibling):
         raise InputRefused(
@@ -113,240 +133,288 @@ def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
         raise InputRefused(
             f"{path} ({type(module).__name__}) is TorchScript, which nothing batches: give the module it was made of"
         )
-    if (
-        isinstance(module, nn.RNNBase)
-        and is_parametrized(module)
-        and _writes_buffers(module.get_submodule("parametrizations"))
-    ):
-        raise InputRefused(
-            f"{path} ({type(module).__name__}) has a parametrization that writes its own buffers, as a spectral norm "
-            "does, and torch evaluates it several times a call: train such members one by one, each in a Resident"
-        )
-    for where, owner in {
-        path: module,
-        **{f"{path}.{name}": p for name, p in module._parameters.items()},
-    }.items():
+    if isinstance(module, nn.RNNBase) and is_parametrized(module):
+        if _writes_buffers(module.get_submodule("parametrizations")):
+            raise InputRefused(
+                f"{path} ({type(module).__name__}) has a parametrization that writes its own buffers, as a spectral "
+                "norm does, and torch evaluates it several times a call: train such members one by one, each in a "
+                "Resident"
+            )
+    hook_owners: dict[str, nn.Module | nn.Parameter | None] = {path: module}
+    hook_owners |= {f"{path}.{name}": value for name, value in module._parameters.items()}
+    for owner_path, owner in hook_owners.items():
         if any(getattr(owner, kind, None) for kind in _BACKWARD_HOOKS):
             raise InputRefused(
-                f"{where} has a hook for its gradient, and no gradient is one member's alone: "
+                f"{owner_path} has a hook for its gradient, and no gradient is one member's alone: "
                 "remove the hook, or train such members one by one, each in a Resident"
             )
     # The stack's forward pass gets each member's tensors by name. A tensor that is reached in
     # another way would be the first member's, for all members.
-    held = {
-        name: value for name, value in vars(module).items() if name not in _OWN | _no_own(module)
-    }
-    held["hooks"] = [getattr(module, kind) for kind in _HOOKS]
-    if name := next((name for name, value in held.items() if _reaches(value, own, set())), None):
-        raise InputRefused(
-            f"{path}.{name} reaches the member's own tensors past their names, where nothing can put another member's: "
-            "read them by name from the module that the forward pass is called on"
-        )
+    ignored = _MODULE_ATTRIBUTES | _derived_attributes(module)
+    attributes = {name: value for name, value in vars(module).items() if name not in ignored}
+    attributes["hooks"] = [getattr(module, kind) for kind in _HOOKS]
+    for name, value in attributes.items():
+        if _reaches(value, ids, set()):
+            raise InputRefused(
+                f"{path}.{name} reaches the member's own tensors past their names, where nothing can put another "
+                "member's: read them by name from the module that the forward pass is called on"
+            )
 
 
 def _writes_buffers(parametrizations: nn.Module) -> bool:
-    """Return whether parametrizations write their buffers when they are evaluated in training mode."""
+    """Return whether parametrizations write their buffers when they run in training mode."""
+
+    def versions() -> list[tuple[int, int]]:
+        return [(id(buffer), buffer._version) for buffer in parametrizations.buffers()]
+
     with torch.no_grad(), modes_kept(parametrizations), buffers_kept(parametrizations.train()):
-        before = [(id(buffer), buffer._version) for buffer in parametrizations.buffers()]
-        for parametrization in parametrizations.children() if before else ():
+        before = versions()
+        if not before:
+            return False
+        for parametrization in parametrizations.children():
             parametrization()
-        return before != [(id(buffer), buffer._version) for buffer in parametrizations.buffers()]
+        return before != versions()
 
 
 def _reaches(
-    value: object, own: set[int], seen: set[tuple[int, bool]], closed: bool = False
+    value: object, ids: set[int], seen: set[tuple[int, bool]], in_closure: bool = False
 ) -> bool:
-    """Return whether a value holds one of the member's `own` tensors, or one of its modules in a
-    function's closure.
+    """Return whether a value holds a tensor of the member, or a module of it in a closure.
 
-    Such a module is the first member's in every copy, as closures are not copied.
+    A deep copy of the member copies modules and containers, but not the variables in a function's
+    closure. So a module in a closure would be the first member's in every copy.
+
+    Args:
+        value: the value, searched with all that it holds.
+        ids: the ids of the member's modules and tensors.
+        seen: which values were searched, as (id, in_closure).
+        in_closure: whether a function's closure holds the value.
     """
-    if (id(value), closed) in seen or isinstance(value, types.ModuleType):
+    if (id(value), in_closure) in seen or isinstance(value, types.ModuleType):
         return False
-    seen.add((id(value), closed))
-    if id(value) in own:
-        return closed or isinstance(value, Tensor)
-    # A deep copy copies modules and containers, but not the variables that a function has closed
-    # over.
-    closed = closed or isinstance(value, types.FunctionType)
-    return any(_reaches(part, own, seen, closed) for part in _parts(value)[1])
+    seen.add((id(value), in_closure))
+    if id(value) in ids:
+        return in_closure or isinstance(value, Tensor)
+    in_closure = in_closure or isinstance(value, types.FunctionType)
+    return any(_reaches(held, ids, seen, in_closure) for held in _contents(value).values)
 
 
 def _differences(one: nn.Module, other: nn.Module) -> Iterator[Difference]:
-    ours, theirs = (dict(module.named_modules(remove_duplicate=False)) for module in (one, other))
-    # Modules at the same path are compared here; a module without a path is compared like any
-    # attribute.
+    """Yield the differences of two members."""
+    ours = dict(one.named_modules(remove_duplicate=False))
+    theirs = dict(other.named_modules(remove_duplicate=False))
+    # Modules at the same path are compared here. A module without a path, which only an attribute
+    # holds, is compared like any attribute.
     by_path = frozenset((id(ours[name]), id(theirs[name])) for name in ours if name in theirs)
     for name in dict.fromkeys((*ours, *theirs)):
-        if name not in ours or name not in theirs:
-            yield Difference(
-                name,
-                *(type(of[name]).__name__ if name in of else "absent" for of in (ours, theirs)),
-            )
+        if name not in ours:
+            yield Difference(name, "absent", type(theirs[name]).__name__)
+        elif name not in theirs:
+            yield Difference(name, type(ours[name]).__name__, "absent")
         else:
-            for path, mine, yours in _of_parts(ours[name], theirs[name], by_path):
-                yield Difference(".".join(filter(None, (name, path))) or "the module", mine, yours)
+            for difference in _differences_of_modules(ours[name], theirs[name], by_path):
+                path = ".".join(filter(None, (name, difference.path))) or "the module"
+                yield difference._replace(path=path)
     # Ties are a part of the structure: a weight that is untied in one member would be two
     # parameters of the stack.
-    ties = [_ties(module) for module in (one, other)]
-    for tie in sorted(ties[0] ^ ties[1]):
-        yield Difference(tie[0], *("tied to " + tie[1] if tie in of else "not tied" for of in ties))
+    our_ties = _ties(one)
+    their_ties = _ties(other)
+    for tie in sorted(our_ties ^ their_ties):
+        tied = f"tied to {tie[1]}"
+        if tie in our_ties:
+            yield Difference(tie[0], tied, "not tied")
+        else:
+            yield Difference(tie[0], "not tied", tied)
 
 
-def computed(module: nn.Module) -> set[str]:
-    """Return attributes that a forward pre-hook computes from parameters, as `nn.utils.weight_norm`
-    and pruning do.
+def hook_attributes(module: nn.Module) -> set[str]:
+    """Return the names of attributes that a forward pre-hook computes from parameters, as
+    `nn.utils.weight_norm` and pruning do.
     """
     hooks = module._forward_pre_hooks.values()
+    # Hooks of weight norms have the attribute `name`, those of pruning have `_tensor_name`.
     names = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
     return {name for name in names if name in vars(module)}
 
 
-def _no_own(module: nn.Module) -> set[str]:
-    """Return attributes that only repeat parameters: computed ones, and a recurrent layer's list of
-    its weights.
+def _derived_attributes(module: nn.Module) -> set[str]:
+    """Return the names of attributes that only repeat parameters: those that hooks compute, and a
+    recurrent layer's lists of its weights.
     """
-    return computed(module) | (
-        {"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set()
-    )
+    names = hook_attributes(module)
+    if isinstance(module, nn.RNNBase):
+        names |= {"_flat_weights", "_flat_weight_refs"}
+    return names
 
 
-def _of_parts(
-    one: nn.Module, other: nn.Module, by_path: frozenset[tuple[int, int]]
+def _differences_of_modules(
+    one: nn.Module, other: nn.Module, by_path: _Pairs
 ) -> Iterator[Difference]:
-    """Yield the differences of two modules, without those of their submodules."""
-    # Each parametrized module has a class.
-    kinds = [type_before_parametrizations(module) for module in (one, other)]
-    if kinds[0] is not kinds[1]:
-        yield Difference("", *(kind.__name__ for kind in kinds))
+    """Yield the differences of two modules, without those of their submodules.
+
+    Args:
+        one: a module.
+        other: the module at the same path of another member.
+        by_path: pairs of modules at the same path, which are compared elsewhere.
+    """
+    # torch makes a class for each parametrized module, so the original classes are compared.
+    our_class = type_before_parametrizations(one)
+    their_class = type_before_parametrizations(other)
+    if our_class is not their_class:
+        yield Difference("", our_class.__name__, their_class.__name__)
         return
     if one.training != other.training:
         yield Difference("training", str(one.training), str(other.training))
     for kind in ("_parameters", "_buffers"):
-        yield from _of_names(
+        yield from _differences_by_name(
             getattr(one, kind), getattr(other, kind), lambda a, b: _form(a) == _form(b), _form
         )
     for kind in _HOOKS:
-        hooks = [list(getattr(module, kind).values()) for module in (one, other)]
-        if not _equal(hooks[0], hooks[1], by_path):
-            yield Difference("hooks", f"{len(hooks[0])} of its own", f"{len(hooks[1])} of its own")
-    # Members may have different rates of dropout.
-    ignored = _OWN | _LABELS | _no_own(one) | ({"p"} if isinstance(one, DROPOUTS) else set())
-    mine, yours = (
-        {k: v for k, v in vars(module).items() if k not in ignored} for module in (one, other)
-    )
-    for difference in _of_names(mine, yours, lambda a, b: _equal(a, b, by_path), _short):
-        yield _inside(difference, mine.get(difference.path), yours.get(difference.path), by_path)
+        ours = list(getattr(one, kind).values())
+        theirs = list(getattr(other, kind).values())
+        if not _equal(ours, theirs, by_path):
+            yield Difference("hooks", f"{len(ours)} of its own", f"{len(theirs)} of its own")
+    ignored = _MODULE_ATTRIBUTES | _LABELS | _derived_attributes(one)
+    if isinstance(one, DROPOUTS):
+        ignored |= {"p"}  # members may have different rates
+    our_attributes = {name: value for name, value in vars(one).items() if name not in ignored}
+    their_attributes = {name: value for name, value in vars(other).items() if name not in ignored}
+    yield from _differences_of_attributes(our_attributes, their_attributes, by_path)
 
 
-def _inside(
-    difference: Difference, one: object, other: object, by_path: frozenset[tuple[int, int]]
-) -> Difference:
-    """Return the difference of two objects, narrowed down to the attribute in which they differ."""
+def _differences_of_attributes(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], by_path: _Pairs
+) -> Iterator[Difference]:
+    """Yield the differences of two objects' attributes, each narrowed down to the innermost
+    attribute.
+    """
+    for difference in _differences_by_name(
+        ours, theirs, lambda a, b: _equal(a, b, by_path), _short_text
+    ):
+        name = difference.path
+        yield _narrowed(difference, ours.get(name), theirs.get(name), by_path)
+
+
+def _narrowed(difference: Difference, one: object, other: object, by_path: _Pairs) -> Difference:
+    """Return the difference of two objects, narrowed down to the first attribute in which they
+    differ.
+    """
     if type(one) is not type(other) or isinstance(one, _PLAIN) or not hasattr(one, "__dict__"):
         return difference
-    mine = vars(one)
-    yours = vars(other)
-    for deeper in _of_names(mine, yours, lambda a, b: _equal(a, b, by_path), _short):
-        whole = deeper._replace(path=f"{difference.path}.{deeper.path}")
-        return _inside(whole, mine.get(deeper.path), yours.get(deeper.path), by_path)
-    return difference
+    inner = next(_differences_of_attributes(vars(one), vars(other), by_path), None)
+    if inner is None:
+        return difference
+    return inner._replace(path=f"{difference.path}.{inner.path}")
 
 
-def _of_names(
-    one: Mapping[str, Any],
-    other: Mapping[str, Any],
+def _differences_by_name(
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
     equal: Callable[[Any, Any], bool],
-    say: Callable[[Any], str],
+    text: Callable[[Any], str],
 ) -> Iterator[Difference]:
-    for name in dict.fromkeys((*one, *other)):
-        if name not in one or name not in other:
-            yield Difference(
-                name, *(say(held[name]) if name in held else "absent" for held in (one, other))
-            )
-        elif not equal(one[name], other[name]):
-            yield Difference(name, say(one[name]), say(other[name]))
+    """Yield the names whose values differ or which one mapping lacks.
+
+    Args:
+        ours: one object's values by name.
+        theirs: the other object's.
+        equal: whether two values count as equal.
+        text: a value in words.
+    """
+    for name in dict.fromkeys((*ours, *theirs)):
+        if name not in ours:
+            yield Difference(name, "absent", text(theirs[name]))
+        elif name not in theirs:
+            yield Difference(name, text(ours[name]), "absent")
+        elif not equal(ours[name], theirs[name]):
+            yield Difference(name, text(ours[name]), text(theirs[name]))
 
 
 def _form(tensor: Tensor | None) -> str:
+    """Return a tensor's shape, dtype, device and whether it is frozen, in words."""
     if tensor is None:
         return "none"
     frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}{frozen}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{list(tensor.shape)} {dtype} on {tensor.device}{frozen}"
 
 
 def _ties(module: nn.Module) -> set[tuple[str, ...]]:
     """Return the groups of names that stand for the same tensor."""
-    listed = (
+    named_tensors = itertools.chain(
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
     )
-    return {tuple(group) for group in shared_tensors(itertools.chain(*listed)).values()}
+    return {tuple(group) for group in shared_tensors(named_tensors).values()}
 
 
-def _equal(one: object, other: object, within: frozenset[tuple[int, int]]) -> bool:
-    """Return whether two attributes have equal values, also if they are different objects."""
+def _equal(one: object, other: object, assumed: _Pairs) -> bool:
+    """Return whether two values are equal although they may be different objects.
+
+    Args:
+        one: a value.
+        other: another one.
+        assumed: pairs of ids of objects that count as equal.
+    """
     pair = (id(one), id(other))
-    if one is other or pair in within:
+    if one is other or pair in assumed:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    mine = _parts(one)
-    yours = _parts(other)
+    ours = _contents(one)
+    theirs = _contents(other)
     # Objects may refer to one another in circles, so a pair that is being compared counts as equal
     # inside itself.
-    within |= {pair}
-    return mine[0] == yours[0] and all(
-        _equal(a, b, within) for a, b in zip(mine[1], yours[1], strict=True)
-    )
+    assumed |= {pair}
+    if ours.key != theirs.key:
+        return False
+    return all(_equal(a, b, assumed) for a, b in zip(ours.values, theirs.values, strict=True))
 
 
-def _parts(value: object) -> tuple[object, list[object]]:
-    """Return a key to compare by ==, and further values to compare: together all that a call of the
-    value may use.
+def _contents(value: object) -> _Contents:
+    """Return all of a value that a call of it may use, its attributes included."""
+    contents = _contents_by_type(value)
+    # Functions and instances of subclasses may have attributes, too.
+    attributes: dict[str, Any] = {}
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        attributes = {name: held for name, held in vars(value).items() if name not in _LABELS}
+    return _Contents((contents.key, list(attributes)), [*contents.values, *attributes.values()])
+
+
+def _contents_by_type(value: object) -> _Contents:
+    """Return what a value of a known type holds apart from attributes; for an unknown type with
+    attributes, nothing.
     """
-    key, held = _content(value)
-    # Functions and instances of subclasses may have attributes of their own.
-    own = vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
-    own = {name: part for name, part in own.items() if name not in _LABELS}
-    return (key, list(own)), [*held, *own.values()]
-
-
-def _content(value: object) -> tuple[object, list[object]]:
-    key: object = ""
-    held: list[object] = []
     match value:
         case float() | complex():
-            key = repr(value)  # 0.0 differs from -0.0, and NaN equals NaN
+            return _Contents(repr(value), [])  # 0.0 differs from -0.0, and NaN equals NaN
         case Mapping():
-            key = list(value)
-            held = list(value.values())
+            return _Contents(list(value), list(value.values()))
         case list() | tuple():
-            key = len(value)
-            held = list(value)
+            return _Contents(len(value), list(value))
         case types.FunctionType():
+            # A cell that equals `CellType()` is empty: its variable has no value yet.
             cells = [
                 cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()
             ]
-            key = value.__code__, len(cells), id(value.__globals__)
-            held = [value.__defaults__, value.__kwdefaults__, *cells]
+            key = (value.__code__, len(cells), id(value.__globals__))
+            return _Contents(key, [value.__defaults__, value.__kwdefaults__, *cells])
         case types.MethodType():
-            held = [value.__func__, value.__self__]
+            return _Contents("", [value.__func__, value.__self__])
         case functools.partial():
-            held = [value.func, value.args, value.keywords]
+            return _Contents("", [value.func, value.args, value.keywords])
         case np.ndarray() | np.generic() if not value.dtype.hasobject:
-            key = value.dtype.str, value.shape, value.tobytes()
-        case _ if isinstance(value, (*_PLAIN, set, frozenset)) or not hasattr(value, "__dict__"):
-            key = value
-    return key, held
+            return _Contents((value.dtype.str, value.shape, value.tobytes()), [])
+    if isinstance(value, (*_PLAIN, set, frozenset)) or not hasattr(value, "__dict__"):
+        return _Contents(value, [])
+    return _Contents("", [])
 
 
-def _short(value: object) -> str:
-    text = (
-        repr(value)
-        if isinstance(value, (*_PLAIN, tuple, list))
-        else f"another {type(value).__name__}"
-    )
+def _short_text(value: object) -> str:
+    if isinstance(value, (*_PLAIN, tuple, list)):
+        text = repr(value)
+    else:
+        text = f"another {type(value).__name__}"
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,30 +1,65 @@
-"""Call a function of one module for all members of a stack at once, by `torch.func.vmap` over their
-tensors.
+"""Call a function of one module for all members of an ensemble at once, by `torch.func.vmap` over
+the members' stacked tensors.
+
+Modules that cannot be batched are refused. So the first call in eager mode is a trial: it shows
+whether the module can be batched, and how.
 
 Shapes: N members, B batch, H heads, T queries, S keys, D head dimension.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from monograph import compat
-from monograph.ensemble.agreement import computed
-from monograph.ensemble.layers import KERNELS, CannotBatch, Counter, Dropout, Layers, Watch, refusal
+from monograph.ensemble.agreement import hook_attributes
+from monograph.ensemble.layers import (
+    KERNELS,
+    CannotBatch,
+    Dropout,
+    DropoutCounter,
+    Layers,
+    PassObserver,
+    refusal,
+)
 from monograph.ensemble.stack import Stack
 from monograph.errors import InputRefused
 from monograph.graph.inspect import buffers_kept
 from monograph.step.retries import out_of_memory
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_TENSOR = object()
+_TENSOR = object()  # stands for a tensor in a list of leaves
+# The dropout seeds have a name among the members' tensors that no parameter or buffer can have.
+_SEED = ""
 Functions = dict[str, Callable[..., Tensor]]
 Function = Callable[..., Any]  # (module, *inputs) -> tensors in any nesting
 Tensors = dict[str, Tensor]
+
+
+class _Place(NamedTuple):
+    """Where a module holds a parameter or buffer.
+
+    Attributes:
+        name: the tensor's name in the whole module. A tied tensor has several places, and in all of
+            them the name of the first one.
+        owner: the module that holds the tensor.
+        kind: the owner's dictionary: "_parameters" or "_buffers".
+        key: the tensor's key in that dictionary.
+    """
+
+    name: str
+    owner: nn.Module
+    kind: str
+    key: str
+
+    def holder(self) -> dict[str, Any]:
+        """Return the owner's dictionary that holds the tensor."""
+        tensors: dict[str, Any] = getattr(self.owner, self.kind)
+        return tensors
 
 
 class Members:
@@ -36,30 +71,38 @@ class Members:
 
     Attributes:
         stack: the members.
-        seeds: the seeds of their dropout, [N] int64.
-        draw: the number of micro-batches trained on, 0-d int64; each drops other elements.
+        seeds: the seeds of the members' dropout, [N] int64.
+        draw: the number of micro-batches trained on, 0-d int64. Dropout depends on it, so each
+            micro-batch drops other elements.
     """
 
     def __init__(self, stack: Stack, seeds: Tensor):
-        self.stack, self.seeds = stack, seeds
+        self.stack = stack
+        self.seeds = seeds
         self.draw = torch.zeros((), dtype=torch.int64, device=seeds.device)
-        # Dropout reads its seed from this module, in which vmap puts each member's own.
-        # Made here, as a traced function should not make modules.
-        self._counter = Counter(seeds[0], self.draw)
+        # Dropout reads its seed from this module, in which vmap puts each member's own seed.
+        # The module is made here because a traced function should not make modules.
+        self._counter = DropoutCounter(seeds[0], self.draw)
         self._dropout = Dropout(self._counter)
-        compat.warn_of_loops(False)  # `_eager` warns of loops after its first look
-        self._for_graphs: dict[bool, bool] = {}  # by training mode: whether to call as if compiling
-        named = list(stack.module.named_modules())
-        self._absent = [
+        # torch's own warnings of loops over members are off: `_call_eagerly` warns after its trial.
+        compat.set_vmap_loop_warning(False)
+        # For each training mode (True, False): whether the module must run as if compiling.
+        self._as_if_compiling: dict[bool, bool] = {}
+        modules = list(stack.module.named_modules())
+        self._none_buffers = [
             (path, owner, key)
-            for path, owner in named
-            for key, of in owner._buffers.items()
-            if of is None
+            for path, owner in modules
+            for key, buffer in owner._buffers.items()
+            if buffer is None
         ]
-        self._computed = [(owner, key) for _, owner in named for key in computed(owner)]
+        self._hook_attributes = [
+            (owner, key) for _, owner in modules for key in hook_attributes(owner)
+        ]
         # Places are listed once. torch.func.functional_call would walk through the module at each
         # call, which takes most of the time of tracing a graph.
-        self._places = [*_places(named), ("", self._counter, "_buffers", "seed")]
+        self._module_places = _places(modules)
+        seed_place = _Place(_SEED, self._counter, "_buffers", "seed")
+        self._places = [*self._module_places, seed_place]
 
     def __call__(
         self, function: Function, *inputs: object, each: bool, parameters: Tensors | None = None
@@ -69,45 +112,55 @@ class Members:
         Call it in `context()`, which is not entered here because a captured graph would contain it.
 
         Args:
-            function: a function of a module and the inputs; the module keeps its mode.
+            function: a function of a module and the inputs. The module keeps its training mode.
             inputs: tensors in any nesting.
-            each: whether each member has inputs of its own, [N, ...]; else all get the same.
-            parameters: tensors that replace the stack's own of these names.
+            each: whether each member has its own inputs, [N, ...]. Otherwise all members get the
+                same inputs.
+            parameters: tensors that replace the stack's tensors of these names.
 
         Raises:
-            InputRefused: the function cannot be batched; the message says what cannot, and where.
+            InputRefused: the function cannot be batched. The message names the part and the reason.
         """
-        batched, alone = self._ways(function, *inputs, each=each, parameters=parameters)
-        return batched() if torch.compiler.is_compiling() else self._eager(batched, alone)
+        call_all, call_first = self._calls(function, *inputs, each=each, parameters=parameters)
+        if torch.compiler.is_compiling():
+            return call_all()
+        return self._call_eagerly(call_all, call_first)
 
-    def _ways(
+    def _calls(
         self, function: Function, *inputs: object, each: bool, parameters: Tensors | None = None
     ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Return a call of the function for all members, and one for the first member alone."""
+        """Return two functions without arguments: the call for all members at once, and the call
+        for the first member alone.
+        """
         stack = self.stack
         # Parameters, buffers and seeds are one mapping. vmap batches all of it in its first
-        # dimension, so that no tensor of a member's own can be left out by mistake.
-        held = {name: getattr(owner, kind)[key] for name, owner, kind, key in self._places}
-        held |= (parameters or {}) | {"": self.seeds}
-        dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
-        # vmap returns tensors alone. The function's other results are noted here when it is traced,
-        # for all members.
+        # dimension, so no tensor of a member can be left out by mistake.
+        stacked = {place.name: place.holder()[place.key] for place in self._places}
+        if parameters is not None:
+            stacked |= parameters
+        stacked[_SEED] = self.seeds
+        input_dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
+        # vmap returns only tensors. `call_one` notes the structure of the function's result and
+        # its plain values here, while vmap runs it.
         structure: list[Any] = []
 
-        def one(tensors: dict[str, Tensor], *inputs: object) -> list[Any]:
-            # Sites are counted from 0 in each pass, so that a call of dropout has the same number
+        def call_one(tensors: dict[str, Tensor], *inputs: object) -> list[Any]:
+            # Calls of dropout are counted from 0 in each pass, so that a call has the same number
             # in the batch and alone.
             self._dropout.site = 0
             out = self._call_with(tensors, function, *inputs)
-            self._dropout.site = 0  # a changed value would be an output of the graph
-            # A buffer that was None and is set in the forward pass would be a tensor inside vmap,
-            # useless outside it.
-            for path, owner, key in self._absent:
-                if (value := owner._buffers[key]) is not None:
+            self._dropout.site = 0  # a changed value would become an output of the graph
+            # The forward pass may set a buffer that was None. Its value is a tensor of this vmap,
+            # which is useless after the vmap.
+            for path, owner, key in self._none_buffers:
+                value = owner._buffers[key]
+                if value is not None:
                     owner._buffers[key] = None
-                    raise _not_that(".".join(filter(None, (path, key))), None, value)
-            for owner, key in self._computed:
-                setattr(owner, key, None)  # a tensor inside vmap must not outlive it
+                    name = ".".join(filter(None, (path, key)))
+                    raise _changed_buffer(name, None, value)
+            # Pre-hooks have set these attributes to tensors of this vmap, too.
+            for owner, key in self._hook_attributes:
+                setattr(owner, key, None)
             leaves, spec = tree_flatten(out)
             # A plain value, such as None in place of a loss, is the same for all members.
             structure[:] = [
@@ -116,121 +169,136 @@ class Members:
             ]
             return [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
 
-        def batched() -> Any:
-            tensors = iter(torch.vmap(one, in_dims=(0, *dims), randomness="error")(held, *inputs))
+        def call_all() -> Any:
+            vmapped = torch.vmap(call_one, in_dims=(0, *input_dims), randomness="error")
+            tensors = iter(vmapped(stacked, *inputs))
             spec, leaves = structure
             return tree_unflatten(
                 [next(tensors) if leaf is _TENSOR else leaf for leaf in leaves], spec
             )
 
-        def alone() -> Any:
-            own = (
-                tree_map(lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, inputs)
-                if each
-                else inputs
-            )
-            return function(stack.members[0], *own)
+        def call_first() -> Any:
+            first_inputs = inputs
+            if each:
+                first_inputs = tree_map(
+                    lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, inputs
+                )
+            return function(stack.members[0], *first_inputs)
 
-        return batched, alone
+        return call_all, call_first
 
     def buffers(self) -> Tensors:
         """Return the stack's buffers by name."""
         return {
-            name: getattr(owner, kind)[key]
-            for name, owner, kind, key in self._places[:-1]
-            if kind == "_buffers"
+            place.name: place.holder()[place.key]
+            for place in self._module_places
+            if place.kind == "_buffers"
         }
 
     def _call_with(self, tensors: Tensors, function: Function, *inputs: object) -> Any:
-        """Call the function with these tensors in the module, and write buffers that it replaces
-        back into them.
+        """Call the function with these tensors in the module.
+
+        Where the forward pass replaces a tensor by another one, as a batch norm may do with its
+        statistics, the new value is written into the given tensor.
         """
-        held = [getattr(owner, kind) for _, owner, kind, _ in self._places]
-        before = [of[key] for of, (*_, key) in zip(held, self._places, strict=True)]
-        for of, (name, _, _, key) in zip(held, self._places, strict=True):
-            of[key] = tensors[name]
+        # The owners' dictionaries are read and written directly: torch would check and register
+        # each tensor again.
+        places = self._places
+        holders = [place.holder() for place in places]
+        before = [holder[place.key] for holder, place in zip(holders, places, strict=True)]
+        for holder, place in zip(holders, places, strict=True):
+            holder[place.key] = tensors[place.name]
         try:
             out = function(self.stack.module, *inputs)
         finally:
-            after = [of.get(key) for of, (*_, key) in zip(held, self._places, strict=True)]
-            for of, (*_, key), tensor in zip(held, self._places, before, strict=True):
-                of[key] = tensor
-        for (name, *_), tensor in zip(self._places, after, strict=True):
-            if tensor is not tensors[name]:
-                _write(name, tensors[name], tensor)
+            after = [holder.get(place.key) for holder, place in zip(holders, places, strict=True)]
+            for holder, place, tensor in zip(holders, places, before, strict=True):
+                holder[place.key] = tensor
+        for place, tensor in zip(places, after, strict=True):
+            if tensor is not tensors[place.name]:
+                _write_buffer(place.name, tensors[place.name], tensor)
         return out
 
     def layers(self, function: Function, *inputs: object, each: bool) -> Layers:
-        """Run the function once, and return how each part of the module runs; nothing changes.
+        """Run the function once, and return how each part of the module runs. Nothing changes.
+
+        Args:
+            function: see `__call__`.
+            inputs: see `__call__`.
+            each: see `__call__`.
 
         Raises:
             InputRefused: see `__call__`.
         """
         with self.context(), torch.no_grad():
-            return self._looked_at(*self._ways(function, *inputs, each=each))[1].layers()
+            _, observer = self._try_calls(*self._calls(function, *inputs, each=each))
+            return observer.layers()
 
-    def _eager(self, batched: Callable[[], Any], alone: Callable[[], Any]) -> Any:
-        """Return `batched()`; a first look tells whether it must run as if compiling."""
+    def _call_eagerly(self, call_all: Callable[[], Any], call_first: Callable[[], Any]) -> Any:
+        """Return `call_all()`. The first call in each training mode is preceded by a trial, which
+        tells whether the module must run as if compiling.
+        """
         training = self.stack.module.training
-        if training not in self._for_graphs:
-            self._for_graphs[training], watch = self._looked_at(batched, alone)
-            watch.warn()
+        if training not in self._as_if_compiling:
+            self._as_if_compiling[training], observer = self._try_calls(call_all, call_first)
+            observer.warn()
+        as_if_compiling = self._as_if_compiling[training]
         try:
-            with compat.as_if_compiling() if self._for_graphs[training] else nullcontext():
-                return batched()
+            with compat.as_if_compiling() if as_if_compiling else nullcontext():
+                return call_all()
         except (RuntimeError, ValueError, TypeError) as failure:
             if out_of_memory(failure):
                 raise
-            # Inputs or function may differ from those of the first look, so look again. If the
-            # answer is the same, the error is the function's own.
-            before = self._for_graphs[training]
-            self._for_graphs[training], _ = self._looked_at(batched, alone)
-            if before == self._for_graphs[training]:
+            # The function or its inputs may differ from those of the first trial, so a second trial
+            # is made. If its answer is the same, the error is the function's own.
+            self._as_if_compiling[training], _ = self._try_calls(call_all, call_first)
+            if self._as_if_compiling[training] == as_if_compiling:
                 raise
-        return self._eager(batched, alone)
+        return self._call_eagerly(call_all, call_first)
 
-    def _looked_at(
-        self, batched: Callable[[], Any], alone: Callable[[], Any]
-    ) -> tuple[bool, Watch]:
-        """Return whether `batched` must run as if compiling, and what was observed.
+    def _try_calls(
+        self, call_all: Callable[[], Any], call_first: Callable[[], Any]
+    ) -> tuple[bool, PassObserver]:
+        """Run `call_all` once, as if compiling if it fails otherwise, and undo changes of buffers.
 
-        Some modules read tensors' values (attention those of its mask) unless they believe that
-        they are compiled.
+        Some modules read tensors' values (e.g. an attention those of its mask) unless they are
+        being compiled. vmap cannot give values, so such modules must believe that they are.
+
+        Returns:
+            Whether `call_all` must run as if compiling, and the observer of the pass.
 
         Raises:
-            InputRefused: the module cannot be batched either way; an error that a member raises
-                alone is raised as it is.
+            InputRefused: `call_all` fails both ways, although the first member runs alone. If the
+                first member also fails alone, its error is raised unchanged.
         """
         module = self.stack.module
         failures = []
-        # The module first runs as it is, as some modules take another path if they believe that
-        # they are compiled.
+        # The usual way comes first: some modules take another path if they are being compiled.
         for compiling in (False, True):
-            watch = Watch(module)
-            # Gradients stay enabled or disabled, as a module may do other things.
-            with buffers_kept(module), watch():
+            observer = PassObserver(module)
+            # Gradients stay enabled or disabled, as a module may do other things without them.
+            with buffers_kept(module), observer():
                 try:
                     with compat.as_if_compiling() if compiling else nullcontext():
-                        batched()
+                        call_all()
                 except (RuntimeError, ValueError, TypeError) as failure:
-                    failures.append((failure, watch.where))
+                    failures.append((failure, observer.running))
                 else:
-                    return compiling, watch
-        first, where = failures[0]
-        if out_of_memory(first):
-            raise first
+                    return compiling, observer
+        first_failure, running = failures[0]
+        if out_of_memory(first_failure):
+            raise first_failure
+        # A member that fails alone has a bug that has nothing to do with batching, and its own
+        # message says more. Gradients stay enabled here, too: the module may compute some itself.
         member = self.stack.members[0]
-        # Gradients stay enabled, too, as the module may compute some itself.
         with buffers_kept(member):
-            # A member that fails alone has a bug that has nothing to do with batching, and its own
-            # message says more.
-            if not isinstance(first, CannotBatch):
-                alone()
-        raise refusal(first, where) from first
+            if not isinstance(first_failure, CannotBatch):
+                call_first()
+        raise refusal(first_failure, running) from first_failure
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """In the block torch's dropout, attention and other functions are replaced by those that
+        """Replace torch's dropout, attention and other functions in the block by those that
         `__call__` needs.
         """
         functions: Functions = {
@@ -239,8 +307,10 @@ class Members:
             "normalize": _normalize,
         }
         with (
-            compat.functional(functions | self._dropout.functions()),
-            compat.layers(KERNELS, _weight_norm, _average_of_batches, _refuse_checkpoint),
+            compat.replace_functional(functions | self._dropout.functions()),
+            compat.replace_layer_functions(
+                KERNELS, _weight_norm, _cumulative_batch_norm, _refuse_checkpoint
+            ),
             compat.without_fast_path(),
         ):
             yield
@@ -256,20 +326,19 @@ class Members:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        # A fused kernel draws its own random numbers, so with dropout the probabilities are
-        # computed in memory.
+        # A fused kernel samples its own random numbers, so with dropout the probabilities are
+        # computed in memory and the ensemble's dropout is applied to them.
         if dropout_p == 0:
             folded: Tensor = torch.ops.monograph.folded_attention(
                 query, key, value, attn_mask, is_causal, scale, enable_gqa
             )
             return folded
-        probabilities = _probabilities(query, key, attn_mask, is_causal, scale, enable_gqa)
-        value = (
-            value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
-            if enable_gqa
-            else value
+        probabilities = _attention_probabilities(
+            query, key, attn_mask, is_causal, scale, enable_gqa
         )
-        return self._dropout.of(probabilities, dropout_p, tuple(probabilities.shape)) @ value
+        if enable_gqa:
+            value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
+        return self._dropout.apply(probabilities, dropout_p, tuple(probabilities.shape)) @ value
 
 
 def _embedding(
@@ -281,16 +350,19 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Do as `torch.nn.functional.embedding`; torch's batched form drops padding's gradient in
-    member 0 only.
+    """Compute `torch.nn.functional.embedding`, whose batched form in torch is wrong: it drops the
+    gradient of `padding_idx` only in member 0.
     """
     if max_norm is not None or scale_grad_by_freq:
         name = "scale_grad_by_freq" if max_norm is None else "max_norm"
-        raise CannotBatch(f"it has {name}, which would count all members' tokens: leave it out")
-    rows = _embed(ids, weight)
+        raise CannotBatch(
+            f"it has {name}, which would count the tokens of all members together: leave {name} out"
+        )
+    rows = _torch_embedding(ids, weight)
     if padding_idx is None:
         return rows
-    return torch.where((ids == padding_idx % weight.shape[0]).unsqueeze(-1), rows.detach(), rows)
+    is_padding = ids == padding_idx % weight.shape[0]  # a negative index counts from the end
+    return torch.where(is_padding.unsqueeze(-1), rows.detach(), rows)
 
 
 def _refuse_checkpoint() -> None:
@@ -303,19 +375,21 @@ def _refuse_checkpoint() -> None:
 def _normalize(
     x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None
 ) -> Tensor:
-    """Do as `torch.nn.functional.normalize`, whose argument `out`, which spectral norms use, has no
-    batched form.
+    """Compute `torch.nn.functional.normalize`, whose argument `out` has no batched form in torch.
+    Spectral norms pass it.
     """
-    normal = _plain_normalize(x, p, dim, eps)
+    normal = _torch_normalize(x, p, dim, eps)
     return normal if out is None else out.copy_(normal)
 
 
 def _weight_norm(direction: Tensor, norm: Tensor, dim: int = 0) -> Tensor:
-    rows = (
-        direction.reshape(1, -1)
-        if dim == -1
-        else direction.transpose(0, dim).reshape(direction.shape[dim], -1)
-    )
+    """Return norm * direction / |direction|, with the length over all dimensions except `dim`
+    (-1: over all of them).
+    """
+    if dim == -1:
+        rows = direction.reshape(1, -1)
+    else:
+        rows = direction.transpose(0, dim).reshape(direction.shape[dim], -1)
     lengths: Tensor = rows.norm(dim=1)
     return direction * (norm / lengths.view(norm.shape))
 
@@ -333,63 +407,69 @@ class _BatchNorm(Protocol):
     def _check_input_dim(self, input: Tensor) -> None: ...
 
 
-def _average_of_batches(norm: _BatchNorm, x: Tensor) -> Tensor:
-    """Compute a batch norm whose momentum is None: its statistics are means over the k batches seen
-    so far.
+def _cumulative_batch_norm(norm: _BatchNorm, x: Tensor) -> Tensor:
+    """Compute a batch norm whose momentum is None: its running statistics are means over the k
+    batches seen so far.
 
     running_k = running_{k-1} + (batch_k - running_{k-1}) / k
     """
     norm._check_input_dim(x)
     norm.num_batches_tracked.add_(1)
-    of_batch = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
-    out = nn.functional.batch_norm(x, *of_batch, norm.weight, norm.bias, True, 1.0, norm.eps)
-    for running, batch in zip((norm.running_mean, norm.running_var), of_batch, strict=True):
-        # torch would compute 1 / k on the host from a buffer's value, which a batched buffer does
-        # not have.
-        running.add_((batch - running) / norm.num_batches_tracked)
+    mean = torch.zeros_like(norm.running_mean)
+    variance = torch.zeros_like(norm.running_var)
+    # With momentum 1, torch writes the statistics of this batch alone into the two tensors.
+    momentum = 1.0
+    out = nn.functional.batch_norm(
+        x, mean, variance, norm.weight, norm.bias, True, momentum, norm.eps
+    )
+    # torch would compute 1 / k on the host from a buffer's value, which a batched buffer does not
+    # have.
+    norm.running_mean.add_((mean - norm.running_mean) / norm.num_batches_tracked)
+    norm.running_var.add_((variance - norm.running_var) / norm.num_batches_tracked)
     return out
 
 
-def _write(name: str, buffer: Tensor, value: object) -> None:
-    """Write a value, which the forward pass has put in a buffer's place, into the members' buffer.
+def _write_buffer(name: str, buffer: Tensor, value: object) -> None:
+    """Write a value that the forward pass has put in a buffer's place into the members' buffer.
 
     Raises:
-        InputRefused: it is no tensor of the buffer's shape and dtype.
+        InputRefused: the value is not a tensor of the buffer's shape and dtype.
     """
     if not isinstance(value, Tensor) or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
-        raise _not_that(name, buffer, value)
-    # The new statistics are results of the pass, which no gradient flows through.
+        raise _changed_buffer(name, buffer, value)
+    # New statistics are results of the pass. No gradient flows through them.
     with torch.no_grad():
         buffer.copy_(value)
 
 
-def _not_that(name: str, *of: object) -> InputRefused:
-    was, now = (
-        f"{list(t.shape)} {str(t.dtype)[6:]}" if isinstance(t, Tensor) else "nothing" for t in of
-    )
+def _changed_buffer(name: str, before: object, after: object) -> InputRefused:
     return InputRefused(
-        f"the members cannot be batched: the forward pass sets the buffer {name}, {was}, to {now}: make it as large as "
-        "it gets, and of one dtype, from the beginning"
+        f"the members cannot be batched: the forward pass sets the buffer {name}, {_form(before)}, to {_form(after)}: "
+        "make it as large as it gets, and of one dtype, from the beginning"
     )
 
 
-def _places(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, str, str]]:
-    """Return the places of parameters and buffers: (name, owner, the owner's dictionary, key).
+def _form(value: object) -> str:
+    """Return a tensor's shape and dtype in words."""
+    if not isinstance(value, Tensor):
+        return "nothing"
+    return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
-    A tied tensor is in several places, and has the name of the first one in all of them.
-    """
+
+def _places(modules: list[tuple[str, nn.Module]]) -> list[_Place]:
+    """Return the places of all parameters, then of all buffers, of (path, module) pairs."""
     places = []
-    names = dict[int, str]()
+    names = dict[int, str]()  # by the tensor's identity
     for kind in ("_parameters", "_buffers"):
         for path, owner in modules:
             for key, tensor in getattr(owner, kind).items():
                 if tensor is not None:
                     name = names.setdefault(id(tensor), f"{path}.{key}".lstrip("."))
-                    places.append((name, owner, kind, key))
+                    places.append(_Place(name, owner, kind, key))
     return places
 
 
-def _probabilities(
+def _attention_probabilities(
     query: Tensor,
     key: Tensor,
     mask: Tensor | None,
@@ -397,6 +477,9 @@ def _probabilities(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
+    """Return softmax(scale query key^T + mask), [B, H, T, S]; arguments are those of torch's
+    attention.
+    """
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -411,19 +494,22 @@ def _probabilities(
 
 # ---- attention -----------------------------------------------------------------------------------
 # The fused kernels have no batching rule, so vmap would loop over members, forward and backward.
-# The rule below folds the members into the batch, and autograd then sees one call.
+# `_attention_of_members` is such a rule: it folds the members into the batch, and autograd then
+# sees one call of the kernel.
 
 _LIBRARY = torch.library.Library("monograph", "FRAGMENT")
 _LIBRARY.define(
     "folded_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, "
     "bool enable_gqa) -> Tensor"
 )
-_sdpa, _embed = nn.functional.scaled_dot_product_attention, nn.functional.embedding
-_plain_normalize = nn.functional.normalize
+# torch's own functions, kept here because `Members.context` replaces their names.
+_torch_attention = nn.functional.scaled_dot_product_attention
+_torch_embedding = nn.functional.embedding
+_torch_normalize = nn.functional.normalize
 
 
 @torch.library.impl(_LIBRARY, "folded_attention", "CompositeImplicitAutograd")
-def _attention(
+def _folded_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -432,30 +518,41 @@ def _attention(
     scale: float | None,
     gqa: bool,
 ) -> Tensor:
-    return _sdpa(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
+    return _torch_attention(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
 
 
-def _folded_attention(  # type: ignore[no-untyped-def]
+def _attention_of_members(  # type: ignore[no-untyped-def]
     info, in_dims, query, key, value, mask, is_causal, scale, gqa
 ):
-    def front(tensor: Tensor, dim: int | None) -> Tensor:
-        return (
-            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        )
+    """Compute attention for a batch of members; see torch.library.register_vmap for the arguments.
 
-    # Tensors that members share are expanded, as the kernel sees N times as many rows.
-    heads = [front(tensor, dim) for tensor, dim in zip((query, key, value), in_dims, strict=False)]
+    query [N, ..., H, T, D], key and value [N, ..., H, S, D] (with the member axis at `in_dims`)
+    """
+
+    def with_members_first(tensor: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            # All members share this tensor. It is expanded, as the kernel sees N times as many
+            # rows.
+            return tensor.expand(info.batch_size, *tensor.shape)
+        return tensor.movedim(dim, 0)
+
+    query = with_members_first(query, in_dims[0])
+    key = with_members_first(key, in_dims[1])
+    value = with_members_first(value, in_dims[2])
+    batch_shape = query.shape[:-3]
     if mask is not None:
-        mask = front(mask, in_dims[3])
-        mask = mask.view(mask.shape[0], *[1] * (heads[0].ndim - mask.ndim), *mask.shape[1:])
-        mask = (
-            mask.expand(*heads[0].shape[:-3], *mask.shape[-3:]).flatten(0, -4)
-            if heads[0].ndim > 3
-            else mask
-        )
-    query, key, value = (tensor.flatten(0, -4) if tensor.ndim > 3 else tensor for tensor in heads)
-    out = _attention(query, key, value, mask, is_causal, scale, gqa)
-    return out.view(*heads[0].shape[:-1], out.shape[-1]), 0
+        mask = with_members_first(mask, in_dims[3])
+        # A mask may have fewer dimensions than the query: the missing ones come after N.
+        mask = mask.view(mask.shape[0], *[1] * (query.ndim - mask.ndim), *mask.shape[1:])
+        if query.ndim > 3:
+            mask = mask.expand(*batch_shape, *mask.shape[-3:]).flatten(0, -4)
+    out_shape = query.shape[:-1]
+    # With three dimensions the member axis is in the place of H, and there is nothing to fold.
+    query, key, value = (
+        tensor.flatten(0, -4) if tensor.ndim > 3 else tensor for tensor in (query, key, value)
+    )
+    out = _folded_attention(query, key, value, mask, is_causal, scale, gqa)
+    return out.view(*out_shape, out.shape[-1]), 0
 
 
-torch.library.register_vmap("monograph::folded_attention", _folded_attention, lib=_LIBRARY)
+torch.library.register_vmap("monograph::folded_attention", _attention_of_members, lib=_LIBRARY)

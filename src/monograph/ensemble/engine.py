@@ -1,5 +1,9 @@
 """Train N members with one engine, whose step updates all of them at once.
 
+Two ways lead to an update. Usually `accumulate` adds up gradients and `update` applies them. If a
+window (the micro-batches of one update) is a single micro-batch, one captured graph may compute
+gradient and update together. Then `accumulate` only keeps the window, and `update` runs the graph.
+
 Shapes: N members, R rows of a window.
 """
 
@@ -16,7 +20,7 @@ from monograph.engine import Engine, require_member_axis
 from monograph.ensemble.call import Members
 from monograph.ensemble.knobs import Knobs
 from monograph.ensemble.layers import Layers
-from monograph.ensemble.optimizers import optimizers, require_read, seeds
+from monograph.ensemble.optimizers import dropout_seeds, member_optimizers, require_read
 from monograph.ensemble.stack import Stack
 from monograph.ensemble.stacked import Stacked
 from monograph.errors import OutOfDeviceMemory, UsageError
@@ -38,7 +42,8 @@ Reduce = Literal["stack", "mean", "vote", "variance"]
 
 @final
 class Ensemble(Engine):
-    """N modules of one structure that run and train as one batched program, each as it would alone.
+    """N modules of one structure that run and train as one batched program, each as if it were
+    alone.
 
         member i after k windows  =  the same module, trained alone on its windows with its own
         rate, decay and seed
@@ -48,13 +53,14 @@ class Ensemble(Engine):
     stack, so they can be saved, evaluated or exported at any time. A member that diverges has its
     updates skipped, and no other member is affected.
 
-    Refused are members that differ in more than their numbers, and modules that one graph cannot
-    hold: those that decide by a tensor's value or draw from torch's generator (dropout is exact:
-        see `monograph.ensemble.layers`).
+    Members are refused if they differ in more than the numbers in their tensors, or if one graph
+    cannot hold them: if they decide by a tensor's value or draw from torch's generator. Dropout is
+    supported and exact, see `monograph.ensemble.layers`.
 
     Attributes:
         members: the modules.
-        knobs: the values that were varied, one mapping for each member.
+        knobs: the values in which the members differ, one mapping for each member.
+        stack: the members' tensors with a leading member axis.
     """
 
     def __init__(
@@ -75,43 +81,44 @@ class Ensemble(Engine):
 
         Args:
             build: the modules, on their device; or a function that builds one from its knobs.
-            knobs: one for each member, as `grid` returns them: `seed` is the seed of its dropout
-                (by default the member's number), and `lr`, `betas`, `eps`, `weight_decay` and
-                `momentum` replace the optimizer's.
+            knobs: one for each member, as `grid` returns them. `seed` is the seed of its dropout
+                (by default the member's number). `lr`, `betas`, `eps`, `weight_decay` and
+                `momentum` replace those of the optimizer.
             loss: `loss(model, batch) -> (sum, count)` of one member.
-            optim: one optimizer or its class, or one optimizer for each member.
+            optim: one optimizer or its class, or one optimizer for each member; None: AdamW.
             schedule: factor of the learning rate for each update's index, or one schedule for each
-                member.
-            clip: largest gradient norm of a member.
-            precision: the compute dtype.
+                member; None: a constant factor of 1.
+            clip: largest gradient norm of a member; None: norms are not clipped.
+            precision: the compute dtype; None: the parameters' own dtype.
             remat: the share of all layers' activations that a captured graph keeps for the backward
-                pass; torch chooses what it computes again instead. A smaller share does not always
+                pass. torch chooses which others it recomputes. A smaller share does not always
                 take less memory: try 0.5.
             micro_batch: rows per micro-batch; None: the whole window at once.
-            each: whether windows hold rows of its own for each member, [N, R, ...]; else all train
-                on the same rows, [R, ...].
+            each: whether each member has its own rows in a window, [N, R, ...]. Otherwise all
+                members train on the same rows, [R, ...].
 
         Raises:
             UsageError: there are not as many knobs, optimizers or schedules as members, optimizers
                 differ in a field that must be equal, or nothing reads a knob.
             InputRefused: the members differ in structure.
         """
-        members, names = _built(build, knobs)
-        self.knobs: tuple[Mapping[str, Any], ...] = tuple(names)
+        members, member_knobs = _build_members(build, knobs)
+        self.knobs: tuple[Mapping[str, Any], ...] = tuple(member_knobs)
         self.members = tuple(members)
         self.stack = Stack(members)
         # Stacking moves nothing between devices: members train on the device that they are on.
-        self._call = Members(self.stack, seeds(names, next(self.stack.module.parameters()).device))
-        optims = optimizers(optim or AdamW(), names)
-        # Whether knobs are read is known only if they are used by a builder alone: members,
-        # optimizers, schedules and windows of the caller's may have been made from them.
-        if callable(build) and not (
-            each or isinstance(optim, list | tuple) or isinstance(schedule, Sequence)
-        ):
+        device = next(self.stack.module.parameters()).device
+        self._call = Members(self.stack, dropout_seeds(member_knobs, device))
+        optims = member_optimizers(optim or AdamW(), member_knobs)
+        # A caller may read knobs to make members, optimizers, schedules or windows, and nothing
+        # notices that. So unread knobs are refused only if none of these can depend on them.
+        optims_given = isinstance(optim, list | tuple)
+        schedules_given = isinstance(schedule, Sequence)
+        if callable(build) and not (each or optims_given or schedules_given):
             require_read(knobs or (), optims[0])
         schedules = _schedules(schedule, len(members))
 
-        def made() -> Stacked:
+        def make_stacked() -> Stacked:
             stacked = Stacked(
                 self._call,
                 optims=optims,
@@ -120,6 +127,7 @@ class Ensemble(Engine):
                 remat=remat,
                 each=each,
             )
+            # The step registers itself as `stacked.step`.
             Step(
                 self.model,
                 loss=loss,
@@ -130,24 +138,28 @@ class Ensemble(Engine):
             )
             return stacked
 
-        self._make_stacked = made
-        # torch's checkpoint does not run inside of vmap, so blocks are never recomputed.
-        own_rows = len(members) if each else None
-        super().__init__(
-            lambda: self.stacked.step, Retries(micro_batch, recomputes=False), members=own_rows
-        )
+        self._make_stacked = make_stacked
+        members_with_own_rows = len(members) if each else None
+        # torch.utils.checkpoint does not run inside vmap, so the engine cannot recompute blocks
+        # when memory runs out.
+        retries = Retries(micro_batch, recomputes=False)
+        super().__init__(lambda: self.stacked.step, retries, members=members_with_own_rows)
         # This is an attribute, as `compile` replaces it by a compiled function.
-        self._infer: Callable[..., Any] = self._inferred
-        self._in_one_graph, self._begun = False, False
-        # A window that one graph of the whole update takes at `update`.
-        self._waiting: Batch | None = None
+        self._infer: Callable[..., Any] = self._call_members
+        # Whether one captured graph computes gradient and update of a window.
+        self._updates_in_one_graph = False
+        # The window that this graph takes at the next `update`.
+        self._waiting_window: Batch | None = None
+        # Whether gradients were added up since the last update.
+        self._has_gradients = False
 
     @functools.cached_property
     def stacked(self) -> Stacked:
-        """Return the parameters of the members and their step; it is made at first use, with
-        gradients and moments.
+        """Return the members' parameters, and make them and the step at first use, with gradients
+        and moments.
         """
         stacked = self._make_stacked()
+        # The step has moved the stack's parameters into planes.
         self.stack.relink()
         return stacked
 
@@ -158,8 +170,9 @@ class Ensemble(Engine):
 
     @property
     def model(self) -> nn.Module:
-        """Return a module like the members with stacked parameters and buffers, [N, ...]; all run
-        in its mode.
+        """Return a module like the members with stacked parameters and buffers, [N, ...].
+
+        All members run in its mode, training or evaluation.
         """
         return self.stack.module
 
@@ -170,50 +183,55 @@ class Ensemble(Engine):
 
         Args:
             inputs: the arguments of a member's call.
-            each: whether each member has inputs of its own, so that every tensor has a leading
-                member axis; else all get the same.
+            each: whether each member has its own inputs, so that every tensor has a leading member
+                axis. Otherwise all members get the same inputs.
             reduce: "stack": outputs [N, ...]; "mean" or "variance" (divided by N - 1) over the
                 members; "vote": the class [...] that most members score highest, from outputs [N,
                 ..., classes].
             named: the keyword arguments of a member's call.
 
         Raises:
-            UsageError: a tensor has no member axis although `each` is true, or `reduce` is none of
-                these.
+            UsageError: a tensor has no member axis although `each` is true, or `reduce` has another
+                value.
         """
         if each:
             require_member_axis((inputs, named), self.size, "inputs")
         with self._call.context():
             out = self._infer(inputs, named, each)
-        return out if reduce == "stack" else tree_map(functools.partial(_reduced, reduce), out)
+        if reduce == "stack":
+            return out
+        return tree_map(functools.partial(_reduce_members, reduce), out)
 
     def compile(self, backend: graph.Backend = "inductor") -> Self:
-        """Compile what `ensemble(x)` runs, in place, with a graph for each shape and mode, and
+        """Compile in place what `ensemble(x)` runs, with a graph for each shape and mode, and
         return the ensemble.
 
-        This does not concern training, which `capture` compiles.
+        Training is not affected: `capture` compiles it.
+
+        Args:
+            backend: the compiler.
 
         Raises:
-            CaptureFailed: at a later call, torch cannot compile it; the message says what and
-                where.
+            CaptureFailed: raised by a later call if torch cannot compile it; the message says what
+                and where.
         """
         compat.allow_recurrent()
-        self._infer = graph.compiled(self._inferred, backend)
+        self._infer = graph.compiled(self._call_members, backend)
         return self
 
     def layers(self, *inputs: object, each: bool = False, **named: object) -> Layers:
-        """Return how each part of the members runs: batched, or looped over the members and why;
-        `print` gives a table.
+        """Return how each part of the members runs: batched, or looped over the members and why.
 
-        The arguments are those of a call. The members run once, in their mode, and do not change.
+        `print` gives a table. The arguments are those of a call. The members run once, in their
+        mode, and do not change.
 
         Raises:
             InputRefused: a part cannot run for all members at once; the message says which and why.
         """
-        return self._call.layers(_run, inputs, named, each=each)
+        return self._call.layers(_call_module, inputs, named, each=each)
 
-    def _inferred(self, inputs: tuple[Any, ...], named: dict[str, Any], each: bool) -> Any:
-        return self._call(_run, inputs, named, each=each)
+    def _call_members(self, inputs: tuple[Any, ...], named: dict[str, Any], each: bool) -> Any:
+        return self._call(_call_module, inputs, named, each=each)
 
     def capture(
         self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "whole"
@@ -225,79 +243,88 @@ class Ensemble(Engine):
         """
         if scope != "whole":
             raise UsageError(
-                f"scope {scope!r}: an ensemble's step is one graph, whatever its depth: take 'whole'"
+                f"scope {scope!r}: an ensemble's step is one graph, for deep models too: take 'whole'"
             )
         compat.allow_recurrent()
-        # One graph of both passes cannot keep a share of activations between them. A GPU replays
-        # micro-steps instead.
-        whole = self._rows(window) <= (self.micro_batch or self._rows(window))
-        self._in_one_graph = whole and self.stacked.kept_share == 1 and self.step.recorder is None
+        # A share of activations can be kept only between two graphs, of the forward and the
+        # backward pass. A GPU with a recorder replays micro-steps instead of running one graph.
+        self._updates_in_one_graph = (
+            self._is_one_micro_batch(window)
+            and self.stacked.kept_share == 1
+            and self.step.recorder is None
+        )
         reason = super().capture(window, backend, scope)
         # torch may be able to compile as two graphs what it cannot differentiate inside one.
-        if reason and self._in_one_graph:
-            self._in_one_graph = False
+        if reason and self._updates_in_one_graph:
+            self._updates_in_one_graph = False
             reason = super().capture(window, backend, scope)
         return reason
 
+    def _is_one_micro_batch(self, window: Batch) -> bool:
+        rows = self._rows(window)
+        return self.micro_batch is None or rows <= self.micro_batch
+
     def _warm(self, batch: Batch) -> None:
-        if not self._in_one_graph:
+        """Run once what was captured, so that it is compiled. Nothing changes."""
+        if not self._updates_in_one_graph:
             super()._warm(batch)
             return
         step = self.step
         with step.counters_kept():
-            self.stacked.frozen.fill_(True)  # the update is made, but changes nothing
+            # The update of frozen members is computed, but changes nothing. `counters_kept`
+            # restores `frozen`.
+            self.stacked.frozen.fill_(True)
             self.stacked.update_whole(batch)
-            step.index -= 1
+            step.index -= 1  # it is not among the counters
         self._score(batch)
 
     def accumulate(self, window: Batch) -> None:
-        """Add the window's exact gradients; where one graph makes a whole update, that is left to
-        `update`.
+        """Add the window's exact gradients, or keep the window for `update` if one graph computes
+        gradient and update.
         """
-        # If gradient and update are one graph, the window waits for `update`. It must be one
-        # micro-batch, as the graph keeps no gradient that another one could be added to. A second
-        # window before `update` ends the wait, and both are accumulated in the usual way.
-        fits = self._waiting is None and self._rows(window) <= (
-            self.micro_batch or self._rows(window)
-        )
-        if self._in_one_graph and fits and not self._begun:
-            # The caller may write to it.
-            self._waiting = {name: tensor.clone() for name, tensor in window.items()}
+        # The graph takes a window of one micro-batch, and stores no gradient that another window's
+        # could be added to. So only the first window of an update is kept.
+        is_first = self._waiting_window is None and not self._has_gradients
+        if is_first and self._is_one_micro_batch(window) and self._updates_in_one_graph:
+            # The caller may write to its window before `update`.
+            self._waiting_window = {name: tensor.clone() for name, tensor in window.items()}
             return
-        parts = (self._waiting, window)
-        self._waiting = None
-        self._begun = True
-        for part in parts:
-            if part is not None:
-                super().accumulate(part)
+        # With a second window before `update`, the kept one is also accumulated the usual way.
+        waiting_window = self._waiting_window
+        self._waiting_window = None
+        self._has_gradients = True
+        if waiting_window is not None:
+            super().accumulate(waiting_window)
+        super().accumulate(window)
 
     def load_state(self, state: EngineState) -> None:
-        """Copy a state as `Engine.load_state` does, and forget a waiting window."""
+        """Copy a state as `Engine.load_state` does, and drop a window that waits for `update`."""
         super().load_state(state)
-        self._waiting, self._begun = None, False
+        self._waiting_window = None
+        self._has_gradients = False
 
     def update(self) -> Update:
         """Apply the accumulated gradients.
 
         Raises:
-            OutOfDeviceMemory: memory ran out in a graph of a whole update, which may have been made
-                in part.
+            OutOfDeviceMemory: memory ran out in a graph of gradient and update. Some parameters may
+                have been updated, so the engine cannot try again.
         """
-        window = self._waiting
-        self._waiting = None
-        self._begun = False
+        window = self._waiting_window
+        self._waiting_window = None
+        self._has_gradients = False
         if window is None:
             return super().update()
         try:
             return self.stacked.update_whole(next(self._micro_batches(window)))
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(
-                f"an update of {self.size} members does not fit the device's memory any more, and may have been made "
-                "in part: go on from a checkpoint, with fewer members or a smaller micro_batch"
+                f"an update of {self.size} members no longer fits the device's memory, and some parameters may have "
+                "been updated: resume from a checkpoint, with fewer members or a smaller micro_batch"
             ) from error
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return each member's sum of losses and targets on the same batch, [N] each; see
+        """Return each member's sum of losses and number of targets on the same batch, [N] each; see
         `Engine.evaluate`.
         """
         if self.stacked.each:
@@ -308,12 +335,12 @@ class Ensemble(Engine):
         return self._score(batch)
 
     def freeze(self, members: Sequence[int]) -> None:
-        """Stop updating these members, for good."""
+        """Never update these members again."""
         self.stacked.frozen[list(members)] = True
 
     def member_state(self, member: int) -> EngineState:
-        """Return a copy of a member's state, as a `Resident` would return it that had trained this
-        member alone.
+        """Return a copy of a member's state. It equals the state of a `Resident` that has trained
+        this member alone.
 
         Args:
             member: the member's number.
@@ -322,18 +349,22 @@ class Ensemble(Engine):
         optimizer = {name: view[member].clone() for name, view in self._buffers().items()}
         model = {name: tensor.clone() for name, tensor in kept_state(self.members[member]).items()}
         counters = {
-            name: counter.tolist() for name, counter in self.stacked.counters_of(member).items()
+            name: counter.tolist() for name, counter in self.stacked.member_counters(member).items()
         }
         return EngineState(model, optimizer, {"index": self.index, **counters})
 
 
-def _built(
+def _build_members(
     build: Sequence[nn.Module] | Callable[[Any], nn.Module], knobs: Sequence[Any] | None
 ) -> tuple[list[nn.Module], list[dict[str, Any]]]:
-    """Return the members, and each one's knobs by name."""
-    members = [build(own) for own in knobs or ()] if callable(build) else list(build)
-    if odd := [member for member in members if not isinstance(member, nn.Module)]:
-        raise UsageError(f"a member is a {type(odd[0]).__name__}: expected a torch.nn.Module")
+    """Build the members if they are not given, and return them and each member's knobs by name."""
+    if callable(build):
+        members = [build(member_knobs) for member_knobs in knobs or ()]
+    else:
+        members = list(build)
+    for member in members:
+        if not isinstance(member, nn.Module):
+            raise UsageError(f"a member is a {type(member).__name__}: expected a torch.nn.Module")
     members = [unwrap_(member) for member in members]
     if knobs is None:
         return members, [{} for _ in members]
@@ -341,28 +372,40 @@ def _built(
         raise UsageError(
             f"{len(knobs)} knobs for {len(members)} members: give one each, as `grid` does"
         )
-    return members, [dict(vars(own)) if hasattr(own, "__dict__") else _plain(own) for own in knobs]
+    return members, [_knobs_by_name(member_knobs) for member_knobs in knobs]
 
 
-def _plain(knobs: Knobs | Mapping[str, Any]) -> dict[str, Any]:
-    """Return knobs as a dict, without counting their values as read."""
-    return dict(knobs.__getstate__() if isinstance(knobs, Knobs) else knobs)
+def _knobs_by_name(knobs: Any) -> dict[str, Any]:
+    """Return one member's knobs as a dict.
+
+    Args:
+        knobs: `Knobs`, whose values this does not count as read; any other mapping; or any object,
+            whose attributes are its knobs.
+    """
+    if hasattr(knobs, "__dict__"):
+        return dict(vars(knobs))
+    if isinstance(knobs, Knobs):
+        return knobs.__getstate__()
+    return dict(knobs)
 
 
 def _schedules(schedule: Schedule | Sequence[Schedule] | None, members: int) -> list[Schedule]:
-    schedules = (
-        list(schedule) if isinstance(schedule, Sequence) else [schedule or constant()] * members
-    )
+    """Return one schedule for each member."""
+    if isinstance(schedule, Sequence):
+        schedules = list(schedule)
+    else:
+        schedules = [schedule or constant()] * members
     if len(schedules) != members:
         raise UsageError(f"{len(schedules)} schedules for {members} members: pass one, or one each")
     return schedules
 
 
-def _run(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _call_module(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return module(*inputs, **named)
 
 
-def _reduced(reduce: Reduce, out: Tensor) -> Tensor:
+def _reduce_members(reduce: Reduce, out: Tensor) -> Tensor:
+    """Return outputs [N, ...] reduced over the members."""
     if reduce == "mean":
         return out.mean(0)
     if reduce == "variance":

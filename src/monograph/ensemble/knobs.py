@@ -1,4 +1,4 @@
-"""Name the values that members of an ensemble differ in, and make combinations and ranges of them."""
+"""Name the values in which an ensemble's members differ, and make combinations and ranges of them."""
 
 import itertools
 import math
@@ -9,20 +9,24 @@ from monograph.errors import UsageError
 
 
 class Knobs:
-    """One member's values, read by name as in `knobs.lr`; they never change, and compare by names
-    and values.
+    """One member's values, read by name as in `knobs.lr`. They never change.
+
+    Two `Knobs` are equal if their names and values are equal.
     """
 
     __slots__ = ("_read", "_values")
     _values: Mapping[str, Any]
-    _read: set[str]
+    _read: set[str]  # the names whose values were read
 
     def __init__(self, **values: object) -> None:
         self.__setstate__(values)
 
     @staticmethod
     def unread(knobs: "Knobs") -> list[str]:
-        """Return the names whose values were not read yet."""
+        """Return the names whose values were not read yet.
+
+        This is a static method because `knobs.unread` must be free for a knob of that name.
+        """
         return [name for name in knobs._values if name not in knobs._read]
 
     def __getattr__(self, name: str) -> Any:
@@ -42,6 +46,7 @@ class Knobs:
         return dict(self._values)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # `__setattr__` refuses every assignment.
         object.__setattr__(self, "_values", state)
         object.__setattr__(self, "_read", set())
 
@@ -62,7 +67,8 @@ class Knobs:
         return isinstance(other, Knobs) and dict(self._values) == dict(other._values)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._values))  # names alone count, as values need not be hashable
+        # Only the names are hashed, as a value may be unhashable.
+        return hash(frozenset(self._values))
 
     def __repr__(self) -> str:
         return f"Knobs({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
@@ -75,14 +81,15 @@ def grid(**axes: Iterable[Any]) -> list[Knobs]:
         lr=1e-2 seed=1
 
     Raises:
-        UsageError: an axis has no value, or is a single value instead of several.
+        UsageError: an axis is empty, or is a single value instead of a list of values.
     """
     for name, axis in axes.items():
         if isinstance(axis, str) or not isinstance(axis, Iterable):
             raise UsageError(f"the axis {name} is {axis!r}: give its values, [{axis!r}]")
     values = {name: list(axis) for name, axis in axes.items()}
-    if empty := [name for name, axis in values.items() if not axis]:
-        raise UsageError(f"the axis {empty[0]} has no value: give at least one")
+    for name, axis_values in values.items():
+        if not axis_values:
+            raise UsageError(f"the axis {name} has no value: give at least one")
     return [
         Knobs(**dict(zip(values, point, strict=True)))
         for point in itertools.product(*values.values())
@@ -90,32 +97,39 @@ def grid(**axes: Iterable[Any]) -> list[Knobs]:
 
 
 def log_range(first: float, last: float, count: int) -> list[float]:
-    """Return `count` values from `first` to `last`, each the one before times the same factor.
+    """Return `count` values from `first` to `last`. Each is the previous one times the same factor.
 
         value_i = first * (last / first)^(i / (count - 1)),  both ends exactly as given
 
     Raises:
-        UsageError: an end is not above 0, or there are fewer values than two ends need.
+        UsageError: an end is not above 0, or `require_ends` refuses the range.
     """
     for end in (first, last):
         if not (0 < end < math.inf):
             raise UsageError(
-                f"log_range({first:g}, {last:g}, {count}): {end:g} is no number above 0"
+                f"log_range({first:g}, {last:g}, {count}): {end:g} is not a number above 0"
             )
     require_ends(f"log_range({first:g}, {last:g}, {count})", first, last, count)
-    ratio = math.log(last / first) / max(1, count - 1)
-    return [float(first), *(first * math.exp(ratio * i) for i in range(1, count - 1)), float(last)][
-        :count
-    ]
+    log_factor = math.log(last / first) / max(1, count - 1)
+    inner = [first * math.exp(log_factor * i) for i in range(1, count - 1)]
+    values = [float(first), *inner, float(last)]
+    return values[:count]  # a single value is both ends
 
 
 def require_ends(what: str, first: float, last: float, count: int) -> None:
     """Refuse a range that has fewer values than ends, or whose values would be equal.
 
+    Args:
+        what: how messages name the range.
+        first: its first value.
+        last: its last value.
+        count: its number of values.
+
     Raises:
-        UsageError: the range is refused; the message names `what`.
+        UsageError: the range is refused.
     """
-    if count < (1 if first == last else 2):
+    ends = 1 if first == last else 2
+    if count < ends:
         raise UsageError(f"{what}: a range has both its ends: at least 2 values, not {count}")
     if first == last and count > 1:
         raise UsageError(f"{what}: both ends are {first:g}, so all its values would be equal")

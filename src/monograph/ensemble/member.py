@@ -1,5 +1,5 @@
 """One member of an ensemble as an engine, so that its run is saved, loaded and scored like any
-other.
+other run.
 """
 
 from typing import NoReturn, final
@@ -14,19 +14,24 @@ from monograph.graph.lora import kept_state
 from monograph.loop import EngineState
 from monograph.loss import Batch
 
-TOGETHER = (
+_REFUSAL = (
     "the members of an ensemble train together: call the ensemble's own accumulate and update"
 )
 
 
 @final
 class MemberEngine(Engine):
-    """The engine of one member, whose step is that of all members; they train together, by the
-    ensemble alone.
+    """The engine of one member. Its step is the ensemble's, which trains all members together, so a
+    member cannot be trained by its own engine.
     """
 
     def __init__(self, ensemble: Ensemble, number: int):
-        """Take the ensemble and the member's number."""
+        """Make the engine of a member.
+
+        Args:
+            ensemble: the ensemble.
+            number: the member's number.
+        """
         self._ensemble = ensemble
         self._number = number
         super().__init__(lambda: ensemble.step, ensemble.retries)
@@ -42,7 +47,7 @@ class MemberEngine(Engine):
         Raises:
             UsageError: always.
         """
-        raise UsageError(TOGETHER)
+        raise UsageError(_REFUSAL)
 
     def update(self) -> NoReturn:
         """Refuse to update a member alone.
@@ -50,7 +55,7 @@ class MemberEngine(Engine):
         Raises:
             UsageError: always.
         """
-        raise UsageError(TOGETHER)
+        raise UsageError(_REFUSAL)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the member's sum of losses and number of targets."""
@@ -65,20 +70,20 @@ class MemberEngine(Engine):
         """Replace the member's weights, optimizer state and counters.
 
         Raises:
-            InputRefused: the state does not fit the member. Nothing was copied then.
+            InputRefused: the state does not fit the member. Then nothing was copied.
         """
         weights = kept_state(self.model)
-        buffers = {
+        moments = {
             name: stacked[self._number]
             for name, stacked in self._ensemble.state().optimizer.items()
         }
-        counters = self._ensemble.stacked.counters_of(self._number)
-        state.require_fit(EngineState(weights, buffers, {"index": self.index, **counters}))
-        values = {name: state.counter(name, counter) for name, counter in counters.items()}
-        for mine, theirs in (
+        counters = self._ensemble.stacked.member_counters(self._number)
+        state.require_fit(EngineState(weights, moments, {"index": self.index, **counters}))
+        new_counters = {name: state.counter(name, counter) for name, counter in counters.items()}
+        for tensors, new_tensors in (
             (weights, state.model),
-            (buffers, state.optimizer),
-            (counters, values),
+            (moments, state.optimizer),
+            (counters, new_counters),
         ):
-            for name, tensor in mine.items():
-                write(tensor.detach(), theirs[name])
+            for name, tensor in tensors.items():
+                write(tensor.detach(), new_tensors[name])

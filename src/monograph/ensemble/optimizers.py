@@ -1,5 +1,7 @@
-"""Give each member its optimizer, and merge their kinds, in which a number that differs is a tensor
-[N].
+"""Give each member an optimizer, and merge the members' kinds of updates.
+
+A number of a merged `Kind`, which says how a parameter is updated, is a tensor [N] if the members'
+values differ. Otherwise it stays a number, which keeps the graph simple.
 
 Shapes: N members.
 """
@@ -15,23 +17,23 @@ from monograph.errors import UsageError
 from monograph.optim import Kind, Optimizer
 from monograph.optim.optimizer import Knob
 
-# Fields of a `Kind` in which members may differ; so are its betas, each by itself.
-_NUMBERS = ("lr", "weight_decay", "eps")
+# Fields of a `Kind` in which members may differ. They may also differ in each of its betas.
+_MEMBER_FIELDS_OF_KIND = ("lr", "weight_decay", "eps")
 
 
-def optimizers(
+def member_optimizers(
     optim: Optimizer | type[Optimizer] | Sequence[Optimizer], knobs: Sequence[Mapping[str, Any]]
 ) -> list[Optimizer]:
     """Return one optimizer for each member.
 
     Args:
-        optim: one optimizer for all, whose fields are replaced by the knobs of the same names; or
-            one for each member.
-        knobs: each member's knobs by name.
+        optim: one optimizer (or its class) for all members, whose fields are replaced by the knobs
+            of the same names; or one optimizer for each member.
+        knobs: each member's knobs by name. A knob is a value that members differ in.
 
     Raises:
-        UsageError: there are not as many optimizers as members, one is no optimizer, or they differ
-            in a field that must be equal.
+        UsageError: there are not as many optimizers as members, one is not an optimizer, or they
+            differ in a field that must be equal.
     """
     if isinstance(optim, list | tuple):
         optims = list(optim)
@@ -40,36 +42,37 @@ def optimizers(
                 f"{len(optims)} optimizers for {len(knobs)} members: pass one, or one each"
             )
     else:
-        first = optim() if isinstance(optim, type) and issubclass(optim, Optimizer) else optim
-        if not isinstance(first, Optimizer):
+        common = optim
+        if isinstance(optim, type) and issubclass(optim, Optimizer):
+            common = optim()
+        if not isinstance(common, Optimizer):
             raise UsageError(
                 f"optim = {optim!r}: expected one of this package's, such as monograph.AdamW(lr=1e-3)"
             )
+        names = common.may_differ
         optims = [
-            replace(first, **{name: own[name] for name in first.may_differ if name in own})
-            for own in knobs
+            replace(common, **{name: own[name] for name in names if name in own}) for own in knobs
         ]
+    first = optims[0]
     for number, other in enumerate(optims):
-        if type(other) is not type(optims[0]):
+        if type(other) is not type(first):
             raise UsageError(
-                f"members 0 and {number} have different optimizers; those of one graph share its kind"
+                f"members 0 and {number} have different optimizers: members of one graph share its class"
             )
-        # All other fields shape the graph, which all members share.
-        shared = (
-            field.name for field in fields(other) if field.name not in (*other.may_differ, "groups")
-        )
-        if odd := next(
-            (name for name in shared if getattr(other, name) != getattr(optims[0], name)), None
-        ):
-            raise UsageError(
-                f"members 0 and {number} differ in the optimizer's {odd}, which one graph shares; "
-                f"a member may have its own {', '.join(other.may_differ)}"
-            )
+        # Groups of parameters have numbers of their own, in which members may differ, too.
+        for field in fields(other):
+            if field.name in (*other.may_differ, "groups"):
+                continue
+            if getattr(other, field.name) != getattr(first, field.name):
+                raise UsageError(
+                    f"members 0 and {number} differ in the optimizer's {field.name}, which one graph shares; "
+                    f"a member may have its own {', '.join(other.may_differ)}"
+                )
     return optims
 
 
 def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
-    """Refuse a knob that changes nothing, as tables would list it although its members are equal.
+    """Refuse a knob that changes nothing. Tables would list it as if members differed by it.
 
     Args:
         knobs: each member's knobs, after the member was built.
@@ -78,46 +81,66 @@ def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
     Raises:
         UsageError: nothing has read a knob, and the optimizer has no field of its name.
     """
-    # The ensemble itself reads seeds and the optimizer's numbers.
-    own = ["seed", *optim.may_differ]
+    read_by_ensemble = ["seed", *optim.may_differ]
     for member_knobs in knobs:
-        unread = Knobs.unread(member_knobs) if isinstance(member_knobs, Knobs) else []
-        if name := next((name for name in unread if name not in own), None):
-            raise UsageError(
-                f"the knob {name} changes nothing: the function that builds a member does not read it, and of "
-                f"{type(optim).__name__} a member has its own {', '.join(own[1:])}; take it out, or read it"
-            )
+        # Whether the values of another mapping were read is not known.
+        if not isinstance(member_knobs, Knobs):
+            continue
+        for name in Knobs.unread(member_knobs):
+            if name not in read_by_ensemble:
+                raise UsageError(
+                    f"the knob {name} changes nothing: the function that builds a member does not read it, and of "
+                    f"{type(optim).__name__} a member has its own {', '.join(optim.may_differ)}; "
+                    "take it out, or read it"
+                )
 
 
-def seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> torch.Tensor:
-    """Return the seeds of the members' dropout, [N] int64; by default a member's number.
+def dropout_seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> torch.Tensor:
+    """Return the seeds of the members' dropout, [N] int64. By default a seed is the member's
+    number.
 
     Raises:
-        UsageError: a seed is no whole number.
+        UsageError: a seed is not a whole number.
     """
     seeds = [own.get("seed", number) for number, own in enumerate(knobs)]
-    if odd := [seed for seed in seeds if not isinstance(seed, int)]:
-        raise UsageError(f"seed = {odd[0]!r}: expected a whole number")
+    for seed in seeds:
+        if not isinstance(seed, int):
+            raise UsageError(f"seed = {seed!r}: expected a whole number")
     return torch.tensor(seeds, dtype=torch.int64, device=device)
 
 
-def kinds(of_members: Sequence[Mapping[str, Kind]], device: torch.device) -> dict[str, Kind]:
-    """Return how each parameter is updated, by name; numbers are tensors [N] where the members'
-    differ.
+def merge_kinds(
+    member_kinds: Sequence[Mapping[str, Kind]], device: torch.device
+) -> dict[str, Kind]:
+    """Return by name how each parameter is updated. Numbers are tensors [N] where the members'
+    values differ.
+
+    Parameters that share a kind in each member share one merged kind, so that they can share a
+    plane.
+
+    Args:
+        member_kinds: for each member, its parameters' kinds by name.
+        device: the device of the tensors.
     """
-    by_kind: dict[tuple[Kind, ...], Kind] = {}
-    for of_parameter in zip(*(of.values() for of in of_members), strict=True):
-        numbers: dict[str, Any] = {
-            name: _knob([getattr(kind, name) for kind in of_parameter], device) for name in _NUMBERS
-        }
-        betas = zip(*(kind.betas for kind in of_parameter), strict=True)
-        numbers["betas"] = tuple(_knob(of_moment, device) for of_moment in betas)
-        by_kind.setdefault(of_parameter, of_parameter[0]._replace(**numbers))
-    return {name: by_kind[tuple(of[name] for of in of_members)] for name in of_members[0]}
+    merged: dict[tuple[Kind, ...], Kind] = {}  # by the members' kinds
+    names = list(member_kinds[0])
+    merged_by_name = {}
+    for name in names:
+        kinds = tuple(kind_of[name] for kind_of in member_kinds)
+        if kinds not in merged:
+            numbers: dict[str, Any] = {
+                field: _merge_values([getattr(kind, field) for kind in kinds], device)
+                for field in _MEMBER_FIELDS_OF_KIND
+            }
+            betas_of_members = zip(*(kind.betas for kind in kinds), strict=True)
+            numbers["betas"] = tuple(_merge_values(betas, device) for betas in betas_of_members)
+            merged[kinds] = kinds[0]._replace(**numbers)
+        merged_by_name[name] = merged[kinds]
+    return merged_by_name
 
 
-def _knob(values: Sequence[Knob], device: torch.device) -> Knob:
-    """Return the members' common value, or else a tensor [N] of their values, fp64."""
+def _merge_values(values: Sequence[Knob], device: torch.device) -> Knob:
+    """Return the members' common value, or if they differ a tensor [N] of their values, fp64."""
     if all(value == values[0] for value in values):
         return values[0]
     return torch.tensor(values, dtype=torch.float64, device=device)

@@ -11,28 +11,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from monograph.ensemble.agreement import DROPOUTS, agree, computed
+from monograph.ensemble.agreement import DROPOUTS, hook_attributes, require_stackable
 from monograph.errors import UsageError
 from monograph.step.guard import Memory, memory
 
-AT_A_TIME = 8  # this many members are checked before an update
+CHECKED_PER_UPDATE = 8  # the members that `require_views` checks before each update
+
+Owner = tuple[nn.Module, str]  # a module, and the name under which it holds a tensor
 
 
-class Held(NamedTuple):
-    """A tensor of the stack, and for each member the module and the name under which it holds its
-    part.
+class _StackedTensor(NamedTuple):
+    """A tensor of the stack.
+
+    Attributes:
+        stacked: all members' values, [N, ...].
+        owners: for each member, where it holds its part.
     """
 
     stacked: Tensor
-    owners: list[tuple[nn.Module, str]]
+    owners: list[Owner]
 
 
 class Stack:
     """N modules of one structure.
 
     They are stacked one parameter at a time, so that no more than one is in memory twice.
-    Afterwards they are still ordinary modules, whose tensors are views of the stack, so that
-    training the stack trains them.
+    Afterwards they are still ordinary modules, whose tensors are views of the stack. So training
+    the stack trains them.
 
     Attributes:
         members: the modules.
@@ -48,48 +53,54 @@ class Stack:
 
         Raises:
             UsageError: there is no module, or a module is listed twice.
-            InputRefused: two modules differ in more than their numbers, or have something that
-                torch cannot batch; the message names the first path.
+            InputRefused: two modules differ in more than the numbers in their tensors, or have
+                something that torch cannot batch; the message names the first path.
         """
         if not members:
             raise UsageError("an ensemble needs a member: the list of modules is empty")
         if len({id(member) for member in members}) < len(members):
             raise UsageError("a module stands twice among the members: build one for each")
-        # This comes before anything is moved, as a refusal must leave the members as they were.
-        agree(members)
+        # The check comes before anything is moved, as a refusal must leave the members unchanged.
+        require_stackable(members)
         self.members = tuple(members)
-        self._parts = [_parts(member) for member in members]
-        self._held: list[Held] = []
+        # What `require_views` compares with: modules and parameters at this moment.
+        self._identities = [_identities(member) for member in members]
+        self._tensors: list[_StackedTensor] = []
+        # The memo of copy.deepcopy: by an object's id, what the copy has in its place.
         memo: dict[int, Any] = {}
-        # Each tensor's old parts are freed before the next one is stacked, so only one is in memory
-        # twice.
-        for owners in _tensors(members):
-            whole = _stacked([getattr(module, name) for module, name in owners])
-            self._held.append(Held(whole, owners))
-            self._point(self._held[-1])
-            first, name = owners[0]
-            memo[id(getattr(first, name))] = whole
-        # Attributes computed from parameters at each call are no leaves, so they cannot be copied,
-        # and need not be.
+        # `_point_members` frees a tensor's old memory before the next tensor is stacked.
+        for owners in _tensor_owners(members):
+            stacked = _stack([getattr(module, name) for module, name in owners])
+            tensor = _StackedTensor(stacked, owners)
+            self._tensors.append(tensor)
+            self._point_members(tensor)
+            first_module, name = owners[0]
+            memo[id(getattr(first_module, name))] = stacked
+        # Attributes that are computed from parameters at each call cannot be deep-copied, as they
+        # are not leaves of autograd. The copy does not need them, so it gets None.
         for part in members[0].modules():
-            of = [vars(part)[name] for name in computed(part)] + getattr(part, "_flat_weights", [])
-            memo |= {id(tensor): None for tensor in of if id(tensor) not in memo}
-        # By the memo the copy has stacked tensors in place of the first member's. It goes by
-        # identity, so ties stay.
+            computed = [vars(part)[name] for name in hook_attributes(part)]
+            computed += getattr(part, "_flat_weights", [])  # a recurrent layer's list
+            for attribute in computed:
+                memo.setdefault(id(attribute), None)
+        # The memo puts the stacked tensors in place of the first member's. It goes by identity, so
+        # tied tensors stay tied.
         self.module = copy.deepcopy(members[0], memo)
-        # A key-value cache is no tensor, and useless where nothing is generated.
+        # Nothing is generated in training. A key-value cache would be useless, and is a result that
+        # vmap cannot return.
         for part in self.module.modules():
             config = getattr(part, "config", None)
             if config is not None and getattr(config, "use_cache", False):
                 config.use_cache = False
-        if not self._held:
+        if not self._tensors:
             raise UsageError(
                 "the members have no parameters and no buffers: there is nothing that could differ"
             )
-        device = self._held[0].stacked.device
-        for path, rates in _rates(members).items():
-            own = torch.tensor(rates, dtype=torch.float64, device=device)
-            self.module.set_submodule(path, _RatedDropout(self.module.get_submodule(path), own))
+        device = self._tensors[0].stacked.device
+        for path, rates in _different_rates(members).items():
+            rates_N = torch.tensor(rates, dtype=torch.float64, device=device)
+            dropout = _DropoutWithRates(self.module.get_submodule(path), rates_N)
+            self.module.set_submodule(path, dropout)
 
     @property
     def size(self) -> int:
@@ -98,92 +109,105 @@ class Stack:
 
     def relink(self) -> None:
         """Point the members at the stack again after its parameters have moved."""
-        for held in self._held:
-            self._point(held)
+        for tensor in self._tensors:
+            self._point_members(tensor)
 
-    def require_views(self, turn: int) -> None:
-        """Check that members still hold views of the stack; each turn checks the next few members.
+    def require_views(self, update: int) -> None:
+        """Check that members still hold views of the stack.
+
+        Each update checks the next few members: checking all of them would take longer than
+        launching an update, and this notices a change soon enough.
+
+        Args:
+            update: the update's index.
 
         Raises:
             UsageError: a part, parameter or buffer was replaced, frozen, moved or cast; the message
                 names the first.
         """
-        # Checking all members would take longer than launching an update, and a change is noticed
-        # soon enough.
-        for number in {(turn * AT_A_TIME + step) % self.size for step in range(AT_A_TIME)}:
+        start = update * CHECKED_PER_UPDATE
+        numbers = {(start + step) % self.size for step in range(CHECKED_PER_UPDATE)}
+        for number in numbers:
             member = self.members[number]
-            changed = None
-            for stacked, owners in self._held:
+            changed_name = None
+            for stacked, owners in self._tensors:
                 module, name = owners[number]
                 tensor = getattr(module, name, None)
-                if not (
+                is_view = (
                     isinstance(tensor, type(stacked))
                     and tensor.requires_grad == stacked.requires_grad
-                    and memory(tensor) == _share(stacked, number)
-                ):
-                    path = next(
-                        (path for path, part in member.named_modules() if part is module), None
-                    )
-                    changed = changed or (None if path is None else f"{path}.{name}".lstrip("."))
-            if changed or _parts(member) != self._parts[number]:
-                changed = changed or "a part or parameter"
+                    and memory(tensor) == _view_memory(stacked, number)
+                )
+                if not is_view and changed_name is None:
+                    # The owner itself may have been replaced. Then it has no path.
+                    paths = [path for path, part in member.named_modules() if part is module]
+                    if paths:
+                        changed_name = f"{paths[0]}.{name}".lstrip(".")
+            if changed_name is not None or _identities(member) != self._identities[number]:
+                changed_name = changed_name or "a part or parameter"
                 raise UsageError(
-                    f"{changed} of member {number} was added, replaced, frozen, moved or cast: its ensemble trains "
-                    "what it was; make a new ensemble of the members, or engine.freeze([...])"
+                    f"{changed_name} of member {number} was added, replaced, frozen, moved or cast, but its ensemble "
+                    "trains what the member held before: make a new ensemble of the members; to freeze a member, use "
+                    "engine.freeze([...])"
                 )
 
-    def _point(self, held: Held) -> None:
-        for number, (module, name) in enumerate(held.owners):
-            tensor = getattr(module, name)
-            share = held.stacked.detach()[number]
-            if isinstance(tensor, nn.Parameter):
-                tensor.data = share
-                tensor.grad = None
+    def _point_members(self, tensor: _StackedTensor) -> None:
+        """Make each member's tensor a view of the stack, and free its gradient."""
+        for number, (module, name) in enumerate(tensor.owners):
+            view = tensor.stacked.detach()[number]
+            held = getattr(module, name)
+            if isinstance(held, nn.Parameter):
+                held.data = view
+                held.grad = None
             else:
-                module._buffers[name] = share
+                module._buffers[name] = view
 
 
-class _RatedDropout(nn.Module):
-    """Dropout with a rate for each member, in a buffer [N] outside of the state dict."""
+class _DropoutWithRates(nn.Module):
+    """Dropout with a rate for each member.
 
-    def __init__(self, dropout: nn.Module, rates: Tensor):
+    Attributes:
+        rate: the rates, a buffer [N] outside of the state dict.
+    """
+
+    def __init__(self, dropout: nn.Module, rates_N: Tensor):
         super().__init__()
         self.training = dropout.training
-        self._function = type(dropout).__name__.lower()
-        self.register_buffer("rate", rates, persistent=False)
+        self._function = type(dropout).__name__.lower()  # Dropout1d -> dropout1d
+        self.register_buffer("rate", rates_N, persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Do what one member's dropout does."""
+        """Apply one member's dropout. It runs inside vmap, where `rate` is that member's, 0-d."""
+        # The function is looked up at each call, as `Members.context` replaces it.
         dropped: Tensor = getattr(nn.functional, self._function)(hidden, self.rate, self.training)
         return dropped
 
 
-def _share(stacked: Tensor, number: int) -> Memory:
-    """Return the memory of `stacked[number]`, without an operator for each of many tensors in each
-    update.
+def _view_memory(stacked: Tensor, number: int) -> Memory:
+    """Return `memory(stacked[number])`. It is computed without making the view, as this runs for
+    many tensors in each update.
     """
     storage, offset, shape, stride = memory(stacked)
     return storage, offset + number * stride[0], shape[1:], stride[1:]
 
 
-def _parts(member: nn.Module) -> list[int]:
-    """Return the identities of the member's modules and of their parameters."""
+def _identities(member: nn.Module) -> list[int]:
+    """Return the ids of the member's modules and of their parameters."""
     return [id(item) for part in member.modules() for item in (part, *part._parameters.values())]
 
 
-def _stacked(tensors: list[Tensor]) -> Tensor:
-    whole = torch.stack([tensor.detach() for tensor in tensors])
+def _stack(tensors: list[Tensor]) -> Tensor:
+    """Return the members' tensors as one; it is a parameter if they are parameters."""
+    stacked = torch.stack([tensor.detach() for tensor in tensors])
     first = tensors[0]
-    return (
-        nn.Parameter(whole, requires_grad=first.requires_grad)
-        if isinstance(first, nn.Parameter)
-        else whole
-    )
+    if isinstance(first, nn.Parameter):
+        return nn.Parameter(stacked, requires_grad=first.requires_grad)
+    return stacked
 
 
-def _tensors(members: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Module, str]]]:
-    """Yield for each parameter and buffer, tied ones once, the module and name under which each
-    member holds it.
+def _tensor_owners(members: Sequence[nn.Module]) -> Iterator[list[Owner]]:
+    """Yield for each parameter and buffer where each member holds it. A tied tensor is yielded
+    once.
     """
     seen = set[int]()
     for modules in zip(*(member.modules() for member in members), strict=True):
@@ -193,9 +217,14 @@ def _tensors(members: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Module, str
                 yield [(module, name) for module in modules]
 
 
-def _rates(members: Sequence[nn.Module]) -> dict[str, list[float]]:
-    """Return the members' rates of each dropout module in which they differ, by path."""
-    alike = zip(*(member.named_modules() for member in members), strict=True)
-    dropouts = (parts for parts in alike if isinstance(parts[0][1], DROPOUTS))
-    rates_of = {parts[0][0]: [float(module.p) for _, module in parts] for parts in dropouts}
-    return {path: rates for path, rates in rates_of.items() if len(set(rates)) > 1}
+def _different_rates(members: Sequence[nn.Module]) -> dict[str, list[float]]:
+    """Return, by path, the members' rates of each dropout module in which they differ."""
+    different = {}
+    for named in zip(*(member.named_modules() for member in members), strict=True):
+        path, first = named[0]
+        if not isinstance(first, DROPOUTS):
+            continue
+        rates = [float(module.p) for _, module in named]
+        if len(set(rates)) > 1:
+            different[path] = rates
+    return different

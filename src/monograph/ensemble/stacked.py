@@ -1,5 +1,5 @@
-"""Keep the parameters of N members in one stack: planes, losses, norms and rates have a leading
-member axis.
+"""Keep the parameters of N members in one stack. Planes (flat tensors of many parameters), losses,
+norms and learning rates have a leading member axis.
 
 Shapes: N members.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from monograph import compat
 from monograph.ensemble.call import Members, Tensors
-from monograph.ensemble.optimizers import kinds
+from monograph.ensemble.optimizers import merge_kinds
 from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.precision import Precision
@@ -26,19 +26,24 @@ from monograph.step import OnDevice, Step, Update, finish_update
 
 
 class Stacked(OnDevice):
-    """The parameters of N members: each has its own loss, norm, clipping, rate and acceptance,
-    whatever the others do.
+    """The parameters of N members.
+
+    Each member has its own loss, norm, clipping and learning rate, and its updates are accepted or
+    skipped independently of the other members.
 
     Attributes:
-        members: the members.
+        members: a caller of functions for all members at once.
         optims: an optimizer for each member.
         schedules: a schedule for each member.
-        each: whether every member has rows of its own.
+        each: whether every member has its own rows.
         optim: the first member's optimizer, for the step, which asks it what all members share.
+        kept_share: the share of all layers' activations that a captured graph keeps.
         frozen: which members are never updated again, [N] bool.
+        update_in_one: the gradient and the update of a window of one micro-batch, as one graph.
+        counters: state tensors that all members share, by name.
     """
 
-    differentiable = False  # a gradient inside of vmap is not one of the stack
+    differentiable = False  # a gradient inside vmap is not a gradient of the stack
 
     def __init__(
         self,
@@ -50,12 +55,15 @@ class Stacked(OnDevice):
         remat: Remat.Budget,
         each: bool,
     ):
-        """Take what `monograph.Ensemble` takes, with one optimizer and one schedule for each
-        member.
+        """Make the parameters. The arguments are those of `monograph.Ensemble`, with one optimizer
+        and one schedule for each member.
+
+        Raises:
+            UsageError: an ensemble does not have this precision, optimizer state or recomputation.
         """
         super().__init__()
         self.members = members
-        self.optims = [checked(o) for o in optims]
+        self.optims = [checked(optim) for optim in optims]
         self.schedules = schedules
         self.each = each
         if precision is not None and precision.name == "fp8":
@@ -74,8 +82,10 @@ class Stacked(OnDevice):
         self.counters = {"frozen": self.frozen, "draw": members.draw}
         self.optim = self.optims[0]
 
-    def counters_of(self, member: int) -> dict[str, Tensor]:
-        """Return one member's counters of the step, 0-d views by name."""
+    def member_counters(self, member: int) -> dict[str, Tensor]:
+        """Return one member's counters of the step, 0-d views by name, without the counters that
+        members share.
+        """
         return {
             name: counter[member]
             for name, counter in self.step.counters.items()
@@ -83,7 +93,9 @@ class Stacked(OnDevice):
         }
 
     def update_whole(self, batch: Batch) -> Update:
-        """Do `accumulate(step, [batch])` and `update(step)`, in one graph where they are captured."""
+        """Accumulate the gradient of one micro-batch and update, in one graph if the step is
+        captured.
+        """
         step = self.step
         self.members.stack.require_views(step.index)
         step.count_window([batch])
@@ -94,49 +106,54 @@ class Stacked(OnDevice):
         return finish_update(step, lr, grad_norm)
 
     def _update_in_one(self, batch: Batch, loss_factor: Tensor) -> Tensor:
-        """Compute the gradient and update of a window of one micro-batch, whose gradient need not
-        be kept to add to.
+        """Compute the gradient of a window of one micro-batch, and update by it.
+
+        The gradient is not stored, as no other micro-batch's gradient is added to it.
+
+        Returns:
+            Each member's gradient norm, [N].
         """
         step = self.step
         buffers = self.members.buffers()
 
         def loss(parameters: Tensors) -> tuple[Tensor, tuple[Tensor, Tensor, Tensors]]:
-            # A transform cannot write to tensors from outside, as it would to running means, so
-            # they are cloned.
-            own = {name: buffer.clone() for name, buffer in buffers.items()}
-            loss_sum, count = self.sums(batch, parameters | own)
-            return step.scaled_loss(loss_sum, loss_factor), (loss_sum.detach(), count, own)
+            # Inside torch.func.grad, a tensor from outside cannot be written, and forward passes
+            # write running means. So the passes get clones.
+            clones = {name: buffer.clone() for name, buffer in buffers.items()}
+            loss_sum, count = self.sums(batch, parameters | clones)
+            return step.scaled_loss(loss_sum, loss_factor), (loss_sum.detach(), count, clones)
 
-        # Views are made here, as a graph would copy inputs that overlap and are written.
+        # The parameters are made here from the planes. If the graph got both as inputs, it would
+        # copy them, as they overlap and are written.
         parameters = {
             name: view for plane in step.planes for name, view in plane.views(plane.param)
         }
-        # Gradients are results instead of `.grad`, so that the graph frees them like its other
+        # Gradients are returned, not stored in `.grad`, so that the graph frees them like its other
         # intermediates.
-        grads, (loss_sum, count, written) = torch.func.grad(loss, has_aux=True)(parameters)
+        grads, (loss_sum, count, new_buffers) = torch.func.grad(loss, has_aux=True)(parameters)
         for name, buffer in buffers.items():
-            buffer.copy_(written[name])
+            buffer.copy_(new_buffers[name])
         step.loss_sum.copy_(loss_sum)
         step.count.copy_(count)
         size = self.members.stack.size
-        flat = [
-            torch.cat([grads[slot.name].reshape(size, -1) for slot in p.slots], dim=-1)
-            for p in step.planes
+        plane_grads = [
+            torch.cat([grads[slot.name].reshape(size, -1) for slot in plane.slots], dim=-1)
+            for plane in step.planes
         ]
-        return step.clip_and_apply(flat)
+        return step.clip_and_apply(plane_grads)
 
     # ── the parameters ──────────────────────────────────────────────────────────────────────────
 
     def place(self, step: Step) -> list[Plane]:
         """Move the stacked parameters into planes [N, size]."""
         self.step = step
-        of_members = [
-            optim.kinds(m) for optim, m in zip(self.optims, self.members.stack.members, strict=True)
+        member_kinds = [
+            optim.kinds(member)
+            for optim, member in zip(self.optims, self.members.stack.members, strict=True)
         ]
-        # Numbers that differ between members become tensors [N]; equal ones stay numbers, which
-        # keeps the graph simple.
-        made = planes(trainable(step.model), kinds(of_members, self.frozen.device), lead=1)
-        return [step.prepare_plane(plane) for plane in made]
+        kinds = merge_kinds(member_kinds, self.frozen.device)
+        stacked_planes = planes(trainable(step.model), kinds, lead=1)
+        return [step.prepare_plane(plane) for plane in stacked_planes]
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions of the step, and the update of a window of one micro-batch."""
@@ -144,42 +161,51 @@ class Stacked(OnDevice):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """In the block the members can be called together, and a graph is compiled with their
-        budget of activations.
+        """Let the members be called together in the block, and let graphs that are compiled there
+        keep `kept_share` of the activations.
 
         Raises:
             UsageError: activations are to be recomputed, but the step is not captured.
         """
+        # Only a compiler divides a graph into what is kept and what is recomputed.
         if self.kept_share < 1 and self.step.scope == "none" and torch.is_grad_enabled():
             raise UsageError(
                 "an ensemble recomputes only in captured graphs: engine.capture(window) first"
             )
-        with self.members.context(), compat.activations_kept(self.kept_share):
+        with self.members.context(), compat.limit_saved_activations(self.kept_share):
             yield
 
     def rates(self) -> tuple[float, ...]:
-        """Return each member's rate."""
+        """Return each member's learning rate."""
         pairs = zip(self.optims, self.schedules, strict=True)
         return tuple(optim.lr * factor_at(schedule, self.step.index) for optim, schedule in pairs)
 
     def sums(self, batch: Any, parameters: Tensors | None = None) -> tuple[Tensor, Tensor]:
-        """Return the members' sums of losses and numbers of targets, [N] each."""
+        """Return the members' sums of losses and numbers of targets, [N] each.
 
-        def of_one(module: nn.Module, batch: object) -> tuple[Tensor, Tensor]:
+        Args:
+            batch: a micro-batch.
+            parameters: tensors that replace the stack's tensors of these names.
+        """
+
+        def member_sums(module: nn.Module, batch: object) -> tuple[Tensor, Tensor]:
             return pair(self.step.loss(module, batch))
 
         size = self.members.stack.size
+        # Shares (`monograph.loss.SHARES`, weights that balance a model's experts) are each member's
+        # own, although all members may get the same rows. Then the rows are expanded, so that
+        # everything in the batch is [N, ...].
         balanced = self.step.balances and SHARES in batch
-        # Each member has shares of its own, even of rows that all get.
         if balanced and not self.each:
             batch = {
                 name: rows if name == SHARES else rows.expand(size, *rows.shape)
                 for name, rows in batch.items()
             }
         loss_sum, count = self.members(
-            of_one, batch, each=self.each or balanced, parameters=parameters
+            member_sums, batch, each=self.each or balanced, parameters=parameters
         )
-        # Inside vmap, no tensor says whether it requires a gradient.
+        # The count is checked here, as a tensor inside vmap does not say whether it requires a
+        # gradient.
         return loss_sum, constant(count)
 
     def targets(self, batch: object) -> Tensor | None:
@@ -190,7 +216,7 @@ class Stacked(OnDevice):
             return None
         if not self.each:
             return counted(loss.count(batch), device).expand(self.members.stack.size)
-        # It is vmapped, as a loss counts one member's batch and may index it by position.
+        # A loss counts one member's batch and may index it by position, so its count is vmapped.
         return torch.vmap(lambda batch: counted(loss.count(batch), device))(batch)
 
     def accumulate(self, batches: Sequence[object]) -> None:
@@ -200,4 +226,4 @@ class Stacked(OnDevice):
         step.link()
         for batch in batches:
             step.micro_step(batch)
-            self.members.draw += 1  # the next micro-batch drops other elements
+            self.members.draw += 1  # dropout drops other elements in the next micro-batch

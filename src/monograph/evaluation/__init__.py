@@ -1,4 +1,4 @@
-"""Measures a model: bits per byte of text, log-probabilities of continuations, answers to multiple
+"""Measure a model: bits per byte of text, log-probabilities of continuations, answers to multiple
 choice.
 """
 

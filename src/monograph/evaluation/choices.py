@@ -1,12 +1,13 @@
-"""Scores continuations by their log-probability after a context, and answers multiple choice by
-these scores.
+"""Score continuations by their log-probability after a context, and answer multiple-choice
+questions by these scores.
 
-Multiple choice is scored as in lm-evaluation-harness. Questions come in files of JSON lines; a
+Multiple choice is scored as in lm-evaluation-harness. Questions come in files of JSON lines. A
 record has a question, its choices and the number of the right choice.
 
 Shapes: B rows, T positions, N scored positions, C of them at once, D hidden size, V vocabulary.
 """
 
+import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -30,12 +31,17 @@ from monograph.storage.reading import is_file
 from monograph.text.chat import chat_ids
 from monograph.text.tokenizer import Tokenizer
 
-BATCH_TOKENS = 8192  # most ids of a forward pass, padding included
-LOGITS = 1 << 26  # most logits in memory at once: 256 MiB in fp32
+BATCH_TOKENS = 8192  # maximum of ids of a forward pass, padding included
+LOGITS = 1 << 26  # maximum of logits in memory at once: 256 MiB in fp32
 
 
 class Continuation(NamedTuple):
-    """Ids to score, and the context before them, which has at least one id."""
+    """Ids to score after a context.
+
+    Attributes:
+        context: the ids of the context, at least one.
+        ids: the ids to score, at least one.
+    """
 
     context: Sequence[int]
     ids: Sequence[int]
@@ -46,7 +52,8 @@ class Score(NamedTuple):
 
     Attributes:
         log_probability: the sum over its ids of ln p(id | all ids before).
-        greedy: whether each of its ids is the likeliest at its place (the lowest id among equals).
+        greedy: whether each of its ids is the likeliest at its position (of equally likely ids, the
+            lowest one).
     """
 
     log_probability: float
@@ -56,54 +63,71 @@ class Score(NamedTuple):
 @torch.no_grad()
 def score(
     model: Llama,
-    asked: Sequence[Continuation],
+    continuations: Sequence[Continuation],
     precision: Precision,
     *,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,
 ) -> list[Score]:
-    """Score continuations; the scores have the order of `asked`.
+    """Score continuations, and return the scores in the same order.
 
         log_probability = sum over i of log_softmax(logits(context + ids[:i]))[ids[i]]
 
-    One forward pass scores a whole continuation, and rows of similar length share one. They are
-    padded on the right, where causal attention never looks, so neither batch nor padding changes a
-    score beyond rounding. If context and continuation together are longer than the model's
-    positions, the beginning of the context is left out, as in lm-evaluation-harness.
+    One forward pass scores whole continuations of similar length. Rows are padded on the right,
+    where causal attention never looks, so neither batch nor padding changes a score beyond
+    rounding. If context and continuation together are longer than the model's positions, the
+    beginning of the context is left out, as in lm-evaluation-harness.
 
     Args:
         model: a language model; it is put into evaluation mode.
-        asked: the continuations, of at least one id each.
+        continuations: the continuations.
         precision: compute precision of the forward pass; softmax and sums are in fp32 or wider.
-        batch_tokens: most ids of a forward pass, padding included, unless one row alone has more.
+        batch_tokens: maximum of ids of a forward pass, padding included, unless one row alone has
+            more.
         progress: called with ("continuation", continuations scored, all continuations).
 
     Raises:
         InputRefused: a continuation is longer than the model's positions.
     """
     model.eval()
-    rows = [fitted(continuation, model.config.max_position_embeddings) for continuation in asked]
+    positions = model.config.max_position_embeddings
+    rows = [_row_of(continuation, positions) for continuation in continuations]
     scores: dict[int, Score] = {}
     meter = Meter(progress, "continuation", len(rows))
     with precision.context(model.lm_head.weight.device.type):
-        for indices in _batches([len(row) for row, _ in rows], batch_tokens):
-            scores |= zip(indices, _scored(model, [rows[index] for index in indices]), strict=True)
+        for indices in _batch_indices([len(row.ids) for row in rows], batch_tokens):
+            batch_scores = _score_rows(model, [rows[index] for index in indices])
+            scores |= zip(indices, batch_scores, strict=True)
             meter.add(len(indices))
     return [scores[index] for index in range(len(rows))]
 
 
-def fitted(asked: Continuation, longest: int) -> tuple[list[int], int]:
-    """Return (the last `longest` + 1 ids of context and continuation, how many of them are the
-    continuation's).
+class _Row(NamedTuple):
+    """A context and a continuation in one row.
+
+    Attributes:
+        ids: the ids of both.
+        scored: how many of the last ids are the continuation's.
+    """
+
+    ids: list[int]
+    scored: int
+
+
+def _row_of(continuation: Continuation, positions: int) -> _Row:
+    """Return a continuation's row, shortened to the model's positions.
 
     Raises:
-        InputRefused: the continuation does not fit.
+        InputRefused: the continuation alone does not fit.
     """
-    if len(asked.ids) > longest:
+    if len(continuation.ids) > positions:
         raise InputRefused(
-            f"a continuation of {len(asked.ids)} tokens has no room in the model's {longest} positions: shorten it"
+            f"a continuation of {len(continuation.ids)} tokens has no room in the model's {positions} positions: "
+            "shorten it"
         )
-    return [*asked.context, *asked.ids][-longest - 1 :], len(asked.ids)
+    # The model does not read the last id, so there is room for one more.
+    ids = [*continuation.context, *continuation.ids][-positions - 1 :]
+    return _Row(ids, len(continuation.ids))
 
 
 class TokenScore(NamedTuple):
@@ -111,7 +135,7 @@ class TokenScore(NamedTuple):
 
     Attributes:
         log_probability: ln p(id | all ids before).
-        likeliest: (id, ln p) of the likeliest ids at its place.
+        likeliest: (id, ln p) of the likeliest ids at its position.
     """
 
     log_probability: float
@@ -128,80 +152,89 @@ def score_tokens(
         model: a language model; it is put into evaluation mode.
         ids: at least two, at most one more than the model's positions.
         precision: see `score`.
-        likeliest: how many of the likeliest ids are reported at each place.
+        likeliest: how many of the likeliest ids are reported at each position.
     """
     device = model.eval().lm_head.weight.device
+    scores = list[TokenScore]()
     with precision.context(device.type):
         hidden_ND = model(torch.tensor([list(ids[:-1])], device=device))[0]
-        found = list[TokenScore]()
-        pieces = max(1, -(-len(hidden_ND) * model.config.vocab_size // LOGITS))
-        targets = torch.tensor(list(ids[1:]), device=device).tensor_split(pieces)
-        for hidden_CD, targets_C in zip(hidden_ND.tensor_split(pieces), targets, strict=True):
-            logits_CV = model.logits(hidden_CD)
-            values_CV = logits_CV.to(
-                torch.promote_types(logits_CV.dtype, torch.float32)
-            ).log_softmax(-1)
-            top = values_CV.topk(likeliest)
-            columns = (values_CV.gather(-1, targets_C[:, None])[:, 0], top.indices, top.values)
-            for value, at, most in zip(*(column.tolist() for column in columns), strict=True):
-                found.append(TokenScore(value, list(zip(at, most, strict=True))))
-    return found
+        targets_N = torch.tensor(list(ids[1:]), device=device)
+        for logits_CV, targets_C in _logits_in_pieces(model, hidden_ND, targets_N):
+            log_p_CV = logits_CV.log_softmax(-1)
+            target_log_p_C = log_p_CV.gather(-1, targets_C[:, None])[:, 0]
+            top = log_p_CV.topk(likeliest)
+            for log_p, top_ids, top_log_p in zip(
+                target_log_p_C.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+            ):
+                scores.append(TokenScore(log_p, list(zip(top_ids, top_log_p, strict=True))))
+    return scores
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Yield groups of indices of at most `batch_tokens` padded ids, the longest first, so that
-    memory fails early.
+def _batch_indices(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Yield the indices of the rows of each batch.
+
+    The longest rows come first, so that memory that does not suffice fails at once.
+
+    Args:
+        lengths: the rows' lengths.
+        batch_tokens: see `score`.
     """
-    group: list[int] = []
+    batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if group and lengths[group[0]] * (len(group) + 1) > batch_tokens:
-            yield group
-            group = []
-        group.append(index)
-    if group:
-        yield group
+        # The first row of a batch is its longest.
+        if batch and lengths[batch[0]] * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
 
 
-def _scored(model: Llama, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
+def _score_rows(model: Llama, rows: Sequence[_Row]) -> list[Score]:
     """Return the scores of rows that go through the model together."""
     device = model.lm_head.weight.device
-    inputs = max(len(row) for row, _ in rows) - 1
-    tokens_BT = torch.tensor(
-        [row[:-1] + [0] * (inputs + 1 - len(row)) for row, _ in rows], device=device
-    )
-    targets_N = torch.tensor(
-        [token for row, count in rows for token in row[-count:]], device=device
-    )
-    # Position i predicts id i + 1, so the predictions of a continuation end one position before its
-    # last id.
-    ends = [index * inputs + len(row) - 1 for index, (row, _) in enumerate(rows)]
-    places = [
-        place
-        for end, (_, count) in zip(ends, rows, strict=True)
-        for place in range(end - count, end)
-    ]
-    hidden_ND = model(tokens_BT).flatten(0, 1)[torch.tensor(places, device=device)]
-    chosen_N, best_N = _log_probabilities(model, hidden_ND, targets_N)
-    counts = [count for _, count in rows]
-    sums = [float(chosen.double().sum()) for chosen in chosen_N.cpu().split(counts)]
-    hits = [bool(hit.all()) for hit in (best_N == targets_N).cpu().split(counts)]
-    return [Score(total, hit) for total, hit in zip(sums, hits, strict=True)]
+    length = max(len(row.ids) for row in rows) - 1  # the model does not read the last id
+    padded = [row.ids[:-1] + [0] * (length + 1 - len(row.ids)) for row in rows]
+    tokens_BT = torch.tensor(padded, device=device)
+    targets = [token for row in rows for token in row.ids[-row.scored :]]
+    targets_N = torch.tensor(targets, device=device)
+    # The positions of the predictions of the targets, among those of all rows.
+    positions: list[int] = []
+    for index, row in enumerate(rows):
+        # A position predicts the next id, so the predictions end one position before the last id.
+        end = index * length + len(row.ids) - 1
+        positions += range(end - row.scored, end)
+    hidden_ND = model(tokens_BT).flatten(0, 1)[torch.tensor(positions, device=device)]
+    target_log_p_N, likeliest_N = _log_probabilities(model, hidden_ND, targets_N)
+    counts = [row.scored for row in rows]
+    sums = [float(log_p.double().sum()) for log_p in target_log_p_N.cpu().split(counts)]
+    greedy = [bool(hits.all()) for hits in (likeliest_N == targets_N).cpu().split(counts)]
+    return [Score(total, all_hit) for total, all_hit in zip(sums, greedy, strict=True)]
 
 
 def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each target's ln p, [N] in fp32 or wider, and the likeliest id at its place, with few
-    logits at a time.
+    """Return each target's ln p, [N] in fp32 or wider, and the likeliest ids, [N]."""
+    target_log_p = []
+    likeliest = []
+    for logits_CV, targets_C in _logits_in_pieces(model, hidden_ND, targets_N):
+        target_log_p.append(-cross_entropy(logits_CV, targets_C, reduction="none"))
+        likeliest.append(logits_CV.argmax(-1))
+    return torch.cat(target_log_p), torch.cat(likeliest)
+
+
+def _logits_in_pieces(
+    model: Llama, hidden_ND: Tensor, targets_N: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield logits [C, V] in fp32 or wider and their targets [C], piece by piece, so that at most
+    LOGITS logits are in memory.
     """
-    chosen, best = [], []
-    pieces = max(1, -(-hidden_ND.shape[0] * model.config.vocab_size // LOGITS))
+    pieces = max(1, math.ceil(hidden_ND.shape[0] * model.config.vocab_size / LOGITS))
     for hidden_CD, targets_C in zip(
         hidden_ND.tensor_split(pieces), targets_N.tensor_split(pieces), strict=True
     ):
         logits_CV = model.logits(hidden_CD)
         logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-        chosen.append(-cross_entropy(logits_CV, targets_C, reduction="none"))
-        best.append(logits_CV.argmax(-1))
-    return torch.cat(chosen), torch.cat(best)
+        yield logits_CV, targets_C
 
 
 CHOICES = "choices"
@@ -212,7 +245,7 @@ ANSWER_KEYS = ("gold", "answer")
 
 
 class Question(NamedTuple):
-    """One question of multiple choice.
+    """A multiple-choice question.
 
     Attributes:
         query: the whole text before an answer.
@@ -228,25 +261,35 @@ class Question(NamedTuple):
 
 
 def hold_questions(places: Sequence[str], text_key: str | None, chat: bool = False) -> bool:
-    """Return whether the files hold questions: JSON lines of which one of the first has `choices`,
-    and none a text.
+    """Return whether the files hold questions.
+
+    A file holds questions if it has JSON lines, one of its first records has the key `choices`, and
+    none of them has a text.
+
+    Args:
+        places: the files.
+        text_key: the key of a record's text; None: "text".
+        chat: whether the questions are to be asked as in a chat.
 
     Raises:
-        UsageError: some files do and some do not; their scores cannot be compared. Or none do and
-            `chat` is set, which is a way to ask questions.
+        UsageError: some files hold questions and some do not, so that their scores cannot be
+            compared; or no file does although `chat` is set.
         InputRefused: a file cannot be read.
     """
-    holding = [
-        place for place in places if _holds_questions(Path(os.path.expanduser(place)), text_key)
-    ]
-    if holding and len(holding) < len(places):
-        other = next(place for place in places if place not in holding)
+    with_questions = []
+    others = []
+    for place in places:
+        if _holds_questions(Path(os.path.expanduser(place)), text_key):
+            with_questions.append(place)
+        else:
+            others.append(place)
+    if with_questions and others:
         raise UsageError(
-            f"--data: {holding[0]} holds questions and {other} does not; evaluate them one by one"
+            f"--data: {with_questions[0]} holds questions and {others[0]} does not; evaluate them one by one"
         )
-    if chat and not holding:
+    if chat and not with_questions:
         raise UsageError("--chat is how questions are asked: give a file of them with --data")
-    return bool(holding)
+    return bool(with_questions)
 
 
 def read_questions(places: Sequence[str]) -> list[Question]:
@@ -256,8 +299,8 @@ def read_questions(places: Sequence[str]) -> list[Question]:
     number of the right choice under one of `ANSWER_KEYS`; other keys are ignored.
 
     Raises:
-        InputRefused: a record is bad; the message has its file and line. It is not skipped, as the
-            score would then be that of another set of questions.
+        InputRefused: a record is bad; the message has its file and line. A bad record is not
+            skipped, as the score would then be that of other questions.
     """
     questions = []
     for place in places:
@@ -276,18 +319,22 @@ def read_questions(places: Sequence[str]) -> list[Question]:
 def _holds_questions(path: Path, text_key: str | None) -> bool:
     if not is_file(path) or suffix_of(path) not in LINES:
         return False
-    first = [record for _, record in sample(path, RecordSettings(text_key))]
-    return any(CHOICES in record for record in first) and not any(
-        (text_key or TEXT) in record for record in first
-    )
+    first_records = [record for _, record in sample(path, RecordSettings(text_key))]
+    any_choices = any(CHOICES in record for record in first_records)
+    any_text = any((text_key or TEXT) in record for record in first_records)
+    return any_choices and not any_text
 
 
 def _question(record: dict[str, Any] | Fault, where: str) -> Question:
-    """Return the question of a record; raise Unusable."""
+    """Return the question of a record.
+
+    Raises:
+        Unusable: the record is bad.
+    """
     if isinstance(record, Fault):
         raise Unusable(*record)
-    query_key = _only(record, QUESTION_KEYS)
-    answer_key = _only(record, ANSWER_KEYS)
+    query_key = _only_key(record, QUESTION_KEYS)
+    answer_key = _only_key(record, ANSWER_KEYS)
     query = checked_text(record[query_key], query_key)
     choices = record.get(CHOICES)
     gold = record[answer_key]
@@ -298,6 +345,7 @@ def _question(record: dict[str, Any] | Fault, where: str) -> Question:
     ]
     if not all(choice.strip() for choice in choices):
         raise Unusable("choices", f"{CHOICES!r} has an empty string")
+    # Records are read with all numbers as floats.
     if not isinstance(gold, float) or gold not in range(len(choices)):
         expected = f"the number of the right choice, from 0 to {len(choices) - 1}"
         shown = f"{gold:g}" if isinstance(gold, float) else ascii(gold)[:40]
@@ -305,8 +353,12 @@ def _question(record: dict[str, Any] | Fault, where: str) -> Question:
     return Question(query, tuple(choices), int(gold), where)
 
 
-def _only(record: dict[str, Any], keys: Sequence[str]) -> str:
-    """Return the only one of the keys that a record has."""
+def _only_key(record: dict[str, Any], keys: Sequence[str]) -> str:
+    """Return the only one of the keys that a record has.
+
+    Raises:
+        Unusable: it has none or several of them.
+    """
     present = [key for key in keys if key in record]
     if len(present) != 1:
         found = " and ".join(present) or "none"
@@ -317,21 +369,22 @@ def _only(record: dict[str, Any], keys: Sequence[str]) -> str:
 class Accuracy(NamedTuple):
     """Shares of questions that were answered right, with standard errors.
 
-    A standard error is sqrt(sum of (x - mean)^2 / (n - 1) / n) over the n answers x, 1 for right
-    and 0 for wrong; None for one question.
+    A standard error is sqrt(sum of (x - mean)^2 / (n - 1) / n) over the n answers x, which are 1 if
+    right and 0 if wrong. It is None for one question.
 
     Attributes:
-        acc: the share if the answer is the choice of the largest log-probability.
+        acc: the share if the choice of the largest log-probability is the answer.
         acc_stderr: the standard error of `acc`.
-        acc_norm: the share if it is the choice of the largest log-probability per character, so
-            that length does not decide.
+        acc_norm: the share if the choice of the largest log-probability per character is the
+            answer, so that length does not decide.
         acc_norm_stderr: the standard error of `acc_norm`.
-        acc_bytes: the same per byte of UTF-8, which is fairer if choices are in several scripts.
+        acc_bytes: the share if the choice of the largest log-probability per byte of UTF-8 is the
+            answer, which is fairer if choices are in several scripts.
         acc_bytes_stderr: the standard error of `acc_bytes`.
         chance: the accuracy of guessing: the mean of 1 / number of choices.
         questions: the number n of questions.
-        cut: the number of questions whose beginning did not fit the model's positions and was left
-            out.
+        cut: the number of questions whose beginning was left out, as it did not fit the model's
+            positions.
     """
 
     acc: float
@@ -346,8 +399,8 @@ class Accuracy(NamedTuple):
 
 
 class ChoiceMarks(NamedTuple):
-    """Marks of whether the choice that a model finds likeliest is right; the attributes are those
-    of `Accuracy`.
+    """Whether a model's answer to a question is right, for each way to choose the answer; see
+    `Accuracy`.
     """
 
     acc: bool
@@ -363,13 +416,20 @@ def choose(
     progress: Progress | None = None,
     chat: bool = False,
 ) -> tuple[list[ChoiceMarks], Accuracy]:
-    """Answer questions by the log-probability of " " + choice after the question; the first of
-    equal choices counts.
+    """Answer questions by the log-probability of " " + choice after the question.
 
-    Source: lm-evaluation-harness, task type `multiple_choice` with its `target_delimiter` " " and
-    no examples; names and values are those of its metrics. `progress` is called as in `score`. With
-    `chat` a question is a user's message in the model's own template, and a choice, without the
-    space, begins the answer.
+    Of choices with equal log-probabilities the first one is the answer. Source:
+    lm-evaluation-harness, task type `multiple_choice` with its `target_delimiter` " " and no
+    examples; names and values are those of its metrics.
+
+    Args:
+        model: a language model; it is put into evaluation mode.
+        tokenizer: its tokenizer.
+        questions: the questions.
+        precision: see `score`.
+        progress: see `score`.
+        chat: whether a question is a user's message in the model's own template. Then a choice,
+            without the space, begins the model's answer.
 
     Raises:
         InputRefused: there are no questions, a choice is longer than the model's positions, or the
@@ -377,70 +437,88 @@ def choose(
     """
     if not questions:
         raise InputRefused("there are no questions to answer; give a file with one record a line")
-    encode = _chat_pairs if chat else _text_pairs
-    asked = [encode(tokenizer, question) for question in questions]
-    longest = model.config.max_position_embeddings
-    for question, pairs in zip(questions, asked, strict=True):
-        if (most := max(len(pair.ids) for pair in pairs)) > longest:
+    encode = _chat_continuations if chat else _text_continuations
+    encoded = [encode(tokenizer, question) for question in questions]
+    positions = model.config.max_position_embeddings
+    cut = 0
+    for question, continuations in zip(questions, encoded, strict=True):
+        longest_choice = max(len(each.ids) for each in continuations)
+        if longest_choice > positions:
             raise InputRefused(
-                f"{question.where}: a choice of {most} tokens, the model has {longest} positions; shorten it"
+                f"{question.where}: a choice of {longest_choice} tokens, the model has {positions} positions; "
+                "shorten it"
             )
-    scores = iter(
-        score(model, [pair for pairs in asked for pair in pairs], precision, progress=progress)
+        longest_row = max(len(each.context) + len(each.ids) for each in continuations)
+        if longest_row > positions + 1:  # the model does not read the last id
+            cut += 1
+    all_continuations = [each for continuations in encoded for each in continuations]
+    scores = iter(score(model, all_continuations, precision, progress=progress))
+    marks = []
+    for question in questions:
+        log_probabilities = [next(scores).log_probability for _ in question.choices]
+        marks.append(_mark(question, log_probabilities))
+    acc = mean([each.acc for each in marks])
+    acc_norm = mean([each.acc_norm for each in marks])
+    acc_bytes = mean([each.acc_bytes for each in marks])
+    accuracy = Accuracy(
+        acc=acc.value,
+        acc_stderr=acc.standard_error,
+        acc_norm=acc_norm.value,
+        acc_norm_stderr=acc_norm.standard_error,
+        acc_bytes=acc_bytes.value,
+        acc_bytes_stderr=acc_bytes.standard_error,
+        chance=statistics.fmean(1 / len(question.choices) for question in questions),
+        questions=len(questions),
+        cut=cut,
     )
-    answers = [
-        _answer(question, [next(scores).log_probability for _ in question.choices])
-        for question in questions
-    ]
-    shares: list[float | None] = [
-        number for right in zip(*answers, strict=True) for number in mean(right)[:2]
-    ]
-    chance = statistics.fmean(1 / len(question.choices) for question in questions)
-    cut = sum(
-        any(len(pair.context) + len(pair.ids) > longest + 1 for pair in pairs) for pairs in asked
-    )
-    return answers, Accuracy._make([*shares, chance, len(questions), cut])
+    return marks, accuracy
 
 
-def _text_pairs(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
+def _text_continuations(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
     return [encode_pair(tokenizer, question.query, f" {choice}") for choice in question.choices]
 
 
-def _chat_pairs(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
-    prompt = chat_ids(
-        tokenizer, [{"role": "user", "content": question.query}], add_generation_prompt=True
-    )
+def _chat_continuations(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
+    messages = [{"role": "user", "content": question.query}]
+    prompt = chat_ids(tokenizer, messages, add_generation_prompt=True)
     return [
         Continuation(list(prompt), tokenizer.encode_between(choice, prompt))
         for choice in question.choices
     ]
 
 
-def _answer(question: Question, logs: Sequence[float]) -> ChoiceMarks:
-    characters = [len(choice) for choice in question.choices]
-    sizes = [len(c.encode()) for c in question.choices]
-    normed = (
-        [log / length for log, length in zip(logs, scores, strict=True)]
-        for scores in (characters, sizes)
-    )
-    return ChoiceMarks._make(
-        scores.index(max(scores)) == question.gold for scores in (list(logs), *normed)
+def _mark(question: Question, log_probabilities: Sequence[float]) -> ChoiceMarks:
+    """Return whether the answers are right, given each choice's log-probability."""
+    per_character = []
+    per_byte = []
+    for choice, log_probability in zip(question.choices, log_probabilities, strict=True):
+        per_character.append(log_probability / len(choice))
+        per_byte.append(log_probability / len(choice.encode()))
+
+    def is_right(scores: Sequence[float]) -> bool:
+        return scores.index(max(scores)) == question.gold
+
+    return ChoiceMarks(
+        acc=is_right(log_probabilities),
+        acc_norm=is_right(per_character),
+        acc_bytes=is_right(per_byte),
     )
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Continuation:
-    """Return the ids of a context, after the token that begins a document, and those of its
-    continuation.
+    """Encode a context, after the token that begins a document, and its continuation.
 
-    White space at the end of the context goes to the continuation, as in lm-evaluation-harness,
-    since a tokenizer joins it with the next word. If the tokenizer joins more of the two parts than
-    that, each part is encoded alone.
+    White space at the end of the context becomes a part of the continuation, as in
+    lm-evaluation-harness, since a tokenizer joins it with the next word. If the tokenizer joins
+    more of the context with the continuation, each of them is encoded separately.
     """
-    words = context.rstrip()
-    context, continuation = words, context[len(words) :] + continuation
-    before, whole = tokenizer.encode_batch([context, context + continuation])
-    if whole[: len(before)] == before and len(whole) > len(before):
-        ids = whole[len(before) :]
+    stripped = context.rstrip()
+    white_space = context[len(stripped) :]
+    continuation = white_space + continuation
+    context_ids, all_ids = tokenizer.encode_batch([stripped, stripped + continuation])
+    begins_with_context = all_ids[: len(context_ids)] == context_ids
+    if begins_with_context and len(all_ids) > len(context_ids):
+        ids = all_ids[len(context_ids) :]
     else:
-        ids = tokenizer.encode(continuation, inside=bool(before))
-    return Continuation([tokenizer.bos_id, *before], ids)
+        ids = tokenizer.encode(continuation, inside=bool(context_ids))
+    return Continuation([tokenizer.bos_id, *context_ids], ids)

@@ -1,4 +1,4 @@
-"""Compares two models, two ensembles, or an ensemble's settings on the same held-out text, with
+"""Compare two models, two ensembles, or an ensemble's settings on the same held-out text, with
 error bars.
 """
 
@@ -23,13 +23,14 @@ class Comparison:
     """The difference b - a of two sides, models or ensembles, on the same text or questions.
 
     Attributes:
-        a: bits per byte of the first side, or its share of questions answered right; the mean over
-            its members.
+        a: bits per byte of the first side, or its share of right answers; the mean over its
+            members.
         b: the same of the second side.
         difference: the mean of b - a over the pairs, and its standard error.
-        paired_by: the repeated knob, such as "seed", or "document" or "question".
-        parameters: the numbers of parameters of one member of each side; None if an engine does not
-            give them.
+        paired_by: what a pair shares: the repeated knob, such as "seed", or "document", or
+            "question".
+        parameters: the number of parameters of one member of each side; None if an engine does not
+            give it.
         unit: "bits/byte", of which less is better, or "acc", of which more is better.
     """
 
@@ -47,21 +48,17 @@ class Comparison:
             return f"one {self.paired_by} cannot tell it from chance"
         if self.difference.is_noise:
             return "no difference that could not be chance"
-        return (
-            "b is better"
-            if (self.difference.value < 0) == (self.unit == "bits/byte")
-            else "a is better"
-        )
+        less_is_better = self.unit == "bits/byte"
+        b_is_less = self.difference.value < 0
+        return "b is better" if b_is_less == less_is_better else "a is better"
 
     def __str__(self) -> str:
-        error = (
-            ""
-            if self.difference.standard_error is None
-            else f" ± {self.difference.standard_error:.3f}"
-        )
-        units = {"document": "units of text"}.get(self.paired_by, f"{self.paired_by}s")
+        error = ""
+        if self.difference.standard_error is not None:
+            error = f" ± {self.difference.standard_error:.3f}"
+        pairs = "units of text" if self.paired_by == "document" else f"{self.paired_by}s"
         parts = [
-            f"b - a = {self.difference.value:+.3f}{error} {self.unit} ({self.difference.n} {units})",
+            f"b - a = {self.difference.value:+.3f}{error} {self.unit} ({self.difference.n} {pairs})",
             self.verdict,
         ]
         if self.parameters:
@@ -113,7 +110,7 @@ def compare(
             ensemble differ in more than the repeated knob.
     """
     if isinstance(b, Rows):
-        knobs = _knobs(a)
+        knobs = _member_knobs(a)
         if not knobs:
             raise UsageError(
                 "compare(engine, held_out) is for an ensemble; for two engines, compare(a, b, held_out)"
@@ -132,35 +129,49 @@ def compare_on(
     over: str = "seed",
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compare two engines as `compare(a, b, held_out)` does, but each reads the documents in its
-    own tokenizer's rows.
+    """Compare two engines as `compare(a, b, held_out)` does, but each reads the documents in the
+    rows of its own tokenizer.
+
+    Args:
+        a: the first engine.
+        rows_a: the documents in its tokenizer's rows.
+        b: the second engine.
+        rows_b: the same documents in its tokenizer's rows.
+        over: the knob that only repeats a setting.
+        progress: called with the rows or units scored.
 
     Raises:
         UsageError: see `compare`; or the documents differ.
     """
-    # indices by value of the repeated knob
-    members_a = _repetitions(a, over)
-    members_b = _repetitions(b, over)
-    pairs = [(members_a[key], members_b[key]) for key in members_a if key in members_b]
-    if len(pairs) > 1:
-        values_a = bits_per_byte(a, rows_a, progress)
-        values_b = bits_per_byte(b, rows_b, progress)
-        both = [(values_a[i], values_b[j]) for i, j in pairs]
-        gap = mean([second - first for first, second in both])
-        by = over
-        first, second = (float(np.mean(values)) for values in zip(*both, strict=True))
+    members_a = _members_by_seed(a, over)
+    members_b = _members_by_seed(b, over)
+    shared_seeds = [seed for seed in members_a if seed in members_b]
+    if len(shared_seeds) > 1:
+        members_bits_a = bits_per_byte(a, rows_a, progress)
+        members_bits_b = bits_per_byte(b, rows_b, progress)
+        bits_a = [members_bits_a[members_a[seed]] for seed in shared_seeds]
+        bits_b = [members_bits_b[members_b[seed]] for seed in shared_seeds]
+        b_minus_a = mean([bit_b - bit_a for bit_a, bit_b in zip(bits_a, bits_b, strict=True)])
+        paired_by = over
+        mean_a = float(np.mean(bits_a))
+        mean_b = float(np.mean(bits_b))
     else:
-        # The sides share no two values of the knob, so compare one member of each.
-        i, j = pairs[0] if pairs else (0, 0)
-        scores_a = _one(by_document(a, rows_a, progress), i)
-        scores_b = _one(by_document(b, rows_b, progress), j)
-        gap = difference(scores_b, scores_a)
-        by = "document"
-        first = float(scores_a.bits_per_byte_N[0])
-        second = float(scores_b.bits_per_byte_N[0])
-    size_a = _parameters(a)
-    size_b = _parameters(b)
-    return Comparison(first, second, gap, by, (size_a, size_b) if size_a and size_b else None)
+        # With at most one shared seed, one member of each side is compared: those of that seed, or
+        # the first ones.
+        member_a = members_a[shared_seeds[0]] if shared_seeds else 0
+        member_b = members_b[shared_seeds[0]] if shared_seeds else 0
+        scores_a = _scores_of_member(by_document(a, rows_a, progress), member_a)
+        scores_b = _scores_of_member(by_document(b, rows_b, progress), member_b)
+        b_minus_a = difference(scores_b, scores_a)
+        paired_by = "document"
+        mean_a = float(scores_a.bits_per_byte_N[0])
+        mean_b = float(scores_b.bits_per_byte_N[0])
+    parameters_a = _member_parameters(a)
+    parameters_b = _member_parameters(b)
+    parameters = None
+    if parameters_a and parameters_b:
+        parameters = (parameters_a, parameters_b)
+    return Comparison(mean_a, mean_b, b_minus_a, paired_by, parameters)
 
 
 def compare_answers(
@@ -174,18 +185,24 @@ def compare_answers(
             question by question.
         b: the answers of the second side.
     """
-    both = [key for key in a if key in b]
-    if len(both) > 1:
-        pairs = [(_share(a[key]), _share(b[key])) for key in both]
+    shared_seeds = [seed for seed in a if seed in b]
+    if len(shared_seeds) > 1:
+        paired_by = "seed"
+        marks_a = [_right_share(a[seed]) for seed in shared_seeds]
+        marks_b = [_right_share(b[seed]) for seed in shared_seeds]
     else:
-        keys = (both[0], both[0]) if both else (next(iter(a)), next(iter(b)))
-        pairs = [(float(i.acc), float(j.acc)) for i, j in zip(a[keys[0]], b[keys[1]], strict=True)]
-    first, second = (float(np.mean(values)) for values in zip(*pairs, strict=True))
-    gap = mean([j - i for i, j in pairs])
-    return Comparison(first, second, gap, "seed" if len(both) > 1 else "question", unit="acc")
+        paired_by = "question"
+        seed_a = shared_seeds[0] if shared_seeds else next(iter(a))
+        seed_b = shared_seeds[0] if shared_seeds else next(iter(b))
+        marks_a = [float(answer.acc) for answer in a[seed_a]]
+        marks_b = [float(answer.acc) for answer in b[seed_b]]
+    b_minus_a = mean([mark_b - mark_a for mark_a, mark_b in zip(marks_a, marks_b, strict=True)])
+    mean_a = float(np.mean(marks_a))
+    mean_b = float(np.mean(marks_b))
+    return Comparison(mean_a, mean_b, b_minus_a, paired_by, unit="acc")
 
 
-def _share(answers: Sequence[ChoiceMarks]) -> float:
+def _right_share(answers: Sequence[ChoiceMarks]) -> float:
     return float(np.mean([answer.acc for answer in answers]))
 
 
@@ -195,44 +212,44 @@ def bits_per_byte(engine: Evaluates, rows: Rows, progress: Progress | None = Non
     Raises:
         UsageError: there are no rows, or the loss's sum says nothing about bytes.
     """
-    measured = [
-        evaluation.bits_per_byte for evaluation in evaluate_members(engine, rows, progress=progress)
-    ]
-    values = [value for value in measured if value is not None]
-    if len(values) < len(measured):
-        raise UsageError(
-            "the loss counts something other than the rows' targets: its sum says nothing about bytes"
-        )
+    values = []
+    for evaluation in evaluate_members(engine, rows, progress=progress):
+        if evaluation.bits_per_byte is None:
+            raise UsageError(
+                "the loss counts something other than the rows' targets: its sum says nothing about bytes"
+            )
+        values.append(evaluation.bits_per_byte)
     return values
 
 
-def _knobs(engine: object) -> list[dict[str, Any]]:
-    """Return the knobs of each member, by name; none for an engine without knobs."""
+def _member_knobs(engine: object) -> list[dict[str, Any]]:
+    """Return each member's knobs by name; an empty list for an engine without knobs."""
     return [dict(knobs.items()) for knobs in getattr(engine, "knobs", None) or ()]
 
 
-def _repetitions(engine: object, over: str) -> dict[Hashable, int]:
-    """Return the indices of members by their value of the repeated knob; empty for an engine of one
-    model.
+def _members_by_seed(engine: object, over: str) -> dict[Hashable, int]:
+    """Return the members' indices by their value of the repeated knob; an empty dict for an engine
+    of one model.
+
+    Raises:
+        UsageError: the members also differ in another knob.
     """
-    knobs = _knobs(engine)
-    indices = {member[over]: index for index, member in enumerate(knobs) if over in member}
-    others = {name for member in knobs for name in member if name != over}
-    varied = [
-        name for name in sorted(others) if len({repr(member.get(name)) for member in knobs}) > 1
-    ]
-    if varied:
-        raise UsageError(
-            f"the members differ in {varied[0]} too: compare(engine, held_out, over={over!r}) says which is best"
-        )
-    return indices
+    member_knobs = _member_knobs(engine)
+    other_names = {name for knobs in member_knobs for name in knobs if name != over}
+    for name in sorted(other_names):
+        if len({repr(knobs.get(name)) for knobs in member_knobs}) > 1:
+            raise UsageError(
+                f"the members differ in {name} too: compare(engine, held_out, over={over!r}) says which is best"
+            )
+    return {knobs[over]: index for index, knobs in enumerate(member_knobs) if over in knobs}
 
 
-def _one(scores: Scores, member: int) -> Scores:
+def _scores_of_member(scores: Scores, member: int) -> Scores:
     return Scores(scores.bits_UN[:, member : member + 1], scores.bytes_U)
 
 
-def _parameters(engine: object) -> int | None:
+def _member_parameters(engine: object) -> int | None:
     """Return the number of parameters of one member; None if the engine does not give it."""
-    module = next(iter(getattr(engine, "members", ())), None) or getattr(engine, "model", None)
+    members = getattr(engine, "members", ())
+    module = next(iter(members), None) or getattr(engine, "model", None)
     return parameter_count(module) if isinstance(module, nn.Module) else None

@@ -1,5 +1,8 @@
-"""Decides whether a difference is more than chance: paired differences, their standard error,
+"""Decide whether a difference is more than chance: paired differences, their standard error,
 Student's t.
+
+A knob is a name under which members (trained models) have values. A repeated knob, such as the
+seed, only repeats a setting: members that differ in nothing else have the same setting.
 """
 
 import math
@@ -25,30 +28,37 @@ class Mean(NamedTuple):
 
     @property
     def is_noise(self) -> bool | None:
-        """Return whether zero is inside the interval value ± t · standard_error at 95 %; None
-        without an error.
+        """Return whether zero is inside the 95 % interval value ± t · standard_error; None if there
+        is no standard error.
         """
-        error = self.standard_error
-        return None if error is None else abs(self.value) <= t_quantile(self.n - 1) * error
+        if self.standard_error is None:
+            return None
+        return abs(self.value) <= t_quantile(self.n - 1) * self.standard_error
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """Return the mean of independent values, such as paired differences; raise StatisticsError if
-    there are none.
+    """Return the mean of independent values, such as paired differences.
+
+    Raises:
+        StatisticsError: there are no values.
     """
     n = len(values)
-    return Mean(
-        statistics.fmean(values), statistics.stdev(values) / math.sqrt(n) if n > 1 else None, n
-    )
+    standard_error = statistics.stdev(values) / math.sqrt(n) if n > 1 else None
+    return Mean(statistics.fmean(values), standard_error, n)
 
 
 @cache
 def t_quantile(degrees: int) -> float:
-    """Return the t for which P(|T| <= t) = 95 %, where T has Student's distribution with `degrees` of freedom."""
+    """Return the t for which P(|T| <= t) = 95 %, where T has Student's distribution with `degrees`
+    of freedom.
+    """
     low, high = 0.0, 1e4
-    for _ in range(80):
+    for _ in range(80):  # bisection, down to the precision of a float
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, degrees) < 0.95 else (low, middle)
+        if _probability_within(middle, degrees) < 0.95:
+            low = middle
+        else:
+            high = middle
     return high
 
 
@@ -56,19 +66,20 @@ POWER_QUANTILE = 0.8416  # of the normal distribution, at 80 %
 
 
 def seeds_needed(difference: float, noise: float, settings: int, most: int) -> int | None:
-    """Return how many seeds show a true difference in four sweeps of five; None if `most` would
-    not.
+    """Return with how many seeds four sweeps of five would show a true difference; None if it is
+    more than `most`.
 
-        the smallest n >= 2 with |difference| * sqrt(n) / noise >= t(95 %, settings * (n - 1)) + 0.84
+        the smallest n >= 2 with
+        |difference| * sqrt(n) / noise >= t(95 %, settings * (n - 1)) + 0.84
 
-    The mean of n paired differences has the standard error noise / sqrt(n). It is beyond t standard
-    errors, the bound of `tabulate`, with a probability of 80 % if its expectation is 0.84 standard
-    errors beyond that.
+    The mean of n paired differences has the standard error noise / sqrt(n). `tabulate` shows a
+    difference if this mean is beyond t standard errors. The probability of that is 80 % if the
+    mean's expectation is 0.84 standard errors beyond t.
 
     Args:
         difference: the difference of two settings.
         noise: standard deviation of a paired difference over seeds.
-        settings: the number of settings that the noise is pooled over.
+        settings: the number of settings over which the noise is pooled.
         most: the largest n to consider.
     """
     for n in range(2, most + 1):
@@ -78,8 +89,10 @@ def seeds_needed(difference: float, noise: float, settings: int, most: int) -> i
     return None
 
 
-def _within(t: float, degrees: int) -> float:
-    """Return P(|T| <= t), which is a finite sum for whole degrees: Abramowitz and Stegun 26.7.3 and 26.7.4."""
+def _probability_within(t: float, degrees: int) -> float:
+    """Return P(|T| <= t). For whole degrees it is a finite sum: Abramowitz and Stegun 26.7.3 (odd
+    degrees) and 26.7.4 (even degrees).
+    """
     angle = math.atan(t / math.sqrt(degrees))
     cosine = math.cos(angle)
     odd = degrees % 2
@@ -88,7 +101,9 @@ def _within(t: float, degrees: int) -> float:
     for k in range(odd + 2, degrees + 1, 2):
         total += term
         term *= cosine * cosine * (k - 1) / k
-    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+    if odd:
+        return 2 / math.pi * (angle + math.sin(angle) * total)
+    return math.sin(angle) * total
 
 
 @dataclass(frozen=True)
@@ -98,11 +113,11 @@ class Setting:
     Attributes:
         knobs: the values that the members share, by name.
         members: the members' indices, by seed.
-        mean: mean of the members' values over the seeds that have one; None if none has.
-        failed: seeds without a value, whose members diverged.
-        difference: difference from the best setting over the seeds that both have; None for the
-            best itself.
-        tied: whether the difference is within the noise; None if the noise is unknown.
+        mean: mean of the members' values; None if every member diverged.
+        failed: the seeds of members that diverged, which have no value.
+        difference: this setting's values minus those of the best setting, over the seeds for which
+            both have one; None for the best setting itself, and if there is no such seed.
+        tied: whether the difference is within the noise; None if it is not known.
     """
 
     knobs: Mapping[str, Any]
@@ -127,9 +142,9 @@ class Table:
     Attributes:
         settings: the settings in the order of their first members.
         best: the best setting; None if every member diverged.
-        values: the value of each member, None for one that diverged.
-        noise: standard deviation of a paired difference over seeds, pooled; None if there is only
-            one seed.
+        values: each member's value; None for a member that diverged.
+        noise: standard deviation of a paired difference over seeds, pooled over settings; None if
+            there is only one seed.
         degrees: the degrees of freedom of `noise`.
         over: the name of the repeated knob.
         unit: the unit of the values.
@@ -150,19 +165,18 @@ class Table:
         """
         if len(self.settings) == 1:
             return "one setting: there is nothing to compare it with"
-        over = self.over.rpartition(".")[2]
+        over = self.over.rpartition(".")[2]  # the key without its section
+        if self.best is None:
+            return "all diverged"
         if sum(setting.mean is not None for setting in self.settings) < 2:
-            return (
-                "the others diverged: there is nothing to compare the best with"
-                if self.best
-                else "all diverged"
-            )
+            return "the others diverged: there is nothing to compare the best with"
         if self.noise is None:
             return f"one {over}: no error bar, and no difference can be told from chance; give more of them"
         errors = t_quantile(max(1, self.degrees))
+        degrees = "1 degree" if self.degrees == 1 else f"{self.degrees} degrees"
         return (
             f"tied: the difference to the best, paired over {over}s, is within {errors:.1f} standard "
-            f"errors (95 %, {self.degrees} degree{'s' * (self.degrees > 1)} of freedom, pooled over the better half)"
+            f"errors (95 %, {degrees} of freedom, pooled over the better half)"
         )
 
     def __str__(self) -> str:
@@ -176,34 +190,35 @@ class Table:
             f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
             for key, value in setting.knobs.items()
         )
-        lost = (
-            f"{len(setting.failed)} of {len(setting.members)} diverged"
-            if setting.failed and setting.mean
-            else ""
-        )
-        standing = self.standing(setting, lost)
-        scored = f"{name or 'all'}: {written(setting.mean)} {self.unit}"
+        divergence = ""
+        if setting.failed and setting.mean:
+            divergence = f"{len(setting.failed)} of {len(setting.members)} diverged"
+        standing = self.standing(setting, divergence)
+        scored = f"{name or 'all'}: {mean_text(setting.mean)} {self.unit}"
         return f"{scored}   {standing}" if standing else scored
 
-    def standing(self, setting: Setting, lost: str) -> str:
-        """Return a setting's standing in words: best, tied, and what is said of members that were
-        `lost`.
+    def standing(self, setting: Setting, divergence: str) -> str:
+        """Return a setting's standing in words: "best" or "tied" or neither, then `divergence`.
+
+        Args:
+            setting: the setting.
+            divergence: which of its members diverged, in words; "": none.
         """
-        tied = (
-            f"tied (+{setting.difference.value:.3f})" if setting.tied and setting.difference else ""
-        )
-        return ", ".join(
-            filter(None, ("best" if self.best and setting is self.best.setting else tied, lost))
-        )
+        standing = ""
+        if self.best and setting is self.best.setting:
+            standing = "best"
+        elif setting.tied and setting.difference:
+            standing = f"tied (+{setting.difference.value:.3f})"
+        return ", ".join(filter(None, (standing, divergence)))
 
 
-def written(value: Mean | None) -> str:
+def mean_text(value: Mean | None) -> str:
     """Return `2.553 ± 0.012`, or `2.553` if there is no standard error, or `diverged` for None."""
     if value is None:
         return "diverged"
-    return f"{value.value:.3f}" + (
-        "" if value.standard_error is None else f" ± {value.standard_error:.3f}"
-    )
+    if value.standard_error is None:
+        return f"{value.value:.3f}"
+    return f"{value.value:.3f} ± {value.standard_error:.3f}"
 
 
 def tabulate(
@@ -215,16 +230,17 @@ def tabulate(
     """Compare settings over repetitions, in a layout where a repetition (a seed) is shared by all
     settings.
 
-        difference of setting s = mean over seeds of value(s, seed) - value(best, seed)
-        noise^2 = sum over settings s of the better half, and seeds, of (d(s, seed) -
-        difference(s))^2 / degrees
+        d(s, seed)    = value(s, seed) - value(best, seed)
+        difference(s) = mean over seeds of d(s, seed)
+        noise^2       = sum over settings s of the better half, and seeds, of
+                        (d(s, seed) - difference(s))^2 / degrees
+        degrees       = sum over the same settings without the best of (seeds - 1)
+        s is tied     = |difference(s)| <= t(95 %, degrees) · noise / sqrt(seeds)
 
-    with d(s, seed) the paired difference and degrees = (settings - 1) · (seeds - 1). What a seed
-    contributes (initial weights, order of rows) is in both values of a pair and cancels. Two seeds
-    alone say little about noise, so it is pooled over settings; but far from the optimum training
-    is noisier, so only the better half of the settings, and at
-    least two, count. A setting is tied with the best if |difference| <= t(95 %, degrees) · noise / sqrt(seeds). A
-    setting with a member that diverged is never the best if another setting has none.
+    What a seed contributes (initial weights, order of rows) is in both values of a pair and
+    cancels. Two seeds alone say little about noise, so it is pooled over settings. Far from the
+    optimum training is noisier, so only the better half of the settings count, and at least two. A
+    setting with a member that diverged is never the best if another setting has no such member.
 
     Args:
         values: one for each member, such as its held-out bits per byte; None or not finite if the
@@ -234,57 +250,69 @@ def tabulate(
         unit: the values' unit.
     """
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
-    settings = _settings(finite, knobs, over)
-    ranked = sorted(
-        (s for s in settings if s.mean),
-        key=lambda s: (bool(s.failed), s.mean.value if s.mean else 0.0),
-    )
+    settings = _group_settings(finite, knobs, over)
+    with_mean = [(setting.mean.value, setting) for setting in settings if setting.mean]
+    with_mean.sort(key=lambda pair: (bool(pair[1].failed), pair[0]))
+    ranked = [setting for _, setting in with_mean]
     if not ranked:
         return Table(tuple(settings), None, tuple(finite), None, 0, over, unit=unit)
     top = ranked[0]
-    paired = {id(other): _paired(other, top, finite) for other in ranked[1:]}
-    half = ranked[1 : 1 + pooled(len(ranked))]
-    squares = [(d - statistics.fmean(paired[id(s)])) ** 2 for s in half for d in paired[id(s)]]
-    degrees = sum(max(0, len(paired[id(s)]) - 1) for s in half)
+    # The paired differences d of each setting. Settings are not hashable, so their ids are keys.
+    differences = {id(other): _paired_differences(other, top, finite) for other in ranked[1:]}
+    squares = []
+    degrees = 0
+    for setting in ranked[1 : 1 + pooled(len(ranked))]:
+        paired = differences[id(setting)]
+        squares += [(d - statistics.fmean(paired)) ** 2 for d in paired]
+        degrees += max(0, len(paired) - 1)
     noise = math.sqrt(sum(squares) / degrees) if degrees else None
-    best = Best(
-        top,
-        min(
-            (m for m in top.members.values() if finite[m] is not None),
-            key=lambda m: finite[m] or 0.0,
-        ),
-    )
-    factor = t_quantile(degrees) if degrees else 0.0
+    t = t_quantile(degrees) if degrees else 0.0
+    values_of_top = {
+        member: value for member in top.members.values() if (value := finite[member]) is not None
+    }
+    best_member = min(values_of_top, key=lambda member: values_of_top[member])
 
-    def compared(setting: Setting) -> Setting:
-        pairs = paired.get(id(setting))
-        if not pairs:
+    def compare_with_top(setting: Setting) -> Setting:
+        paired = differences.get(id(setting))
+        if not paired:
             return setting
-        error = noise / math.sqrt(len(pairs)) if noise is not None else None
-        difference = Mean(statistics.fmean(pairs), error, len(pairs))
-        tied = None if error is None else abs(difference.value) <= factor * error
+        error = noise / math.sqrt(len(paired)) if noise is not None else None
+        difference = Mean(statistics.fmean(paired), error, len(paired))
+        tied = None if error is None else abs(difference.value) <= t * error
         return replace(setting, difference=difference, tied=tied)
 
     return Table(
-        tuple(map(compared, settings)), best, tuple(finite), noise, degrees, over, unit=unit
+        tuple(map(compare_with_top, settings)),
+        Best(top, best_member),
+        tuple(finite),
+        noise,
+        degrees,
+        over,
+        unit=unit,
     )
 
 
 def pooled(settings: int) -> int:
-    """Return how many of so many settings lend `tabulate` their noise: the better half without the
-    best.
+    """Return over how many settings `tabulate` pools the noise: the better half without the best
+    setting.
+
+    Args:
+        settings: the number of all settings.
     """
-    return max(2, -(-settings // 2)) - 1
+    return max(2, math.ceil(settings / 2)) - 1
 
 
-def _settings(
+def _group_settings(
     values: Sequence[float | None], knobs: Sequence[Mapping[str, Any]], over: str
 ) -> list[Setting]:
+    """Return the settings in the order of their first members, not compared yet."""
+    # By the shared knobs as text: these knobs, and the members' indices by seed.
     groups: dict[str, tuple[dict[str, Any], dict[Hashable, int]]] = {}
-    for index, member in enumerate(knobs):
-        shared = {name: value for name, value in member.items() if name != over}
-        members = groups.setdefault(repr(shared), (shared, {}))[1]
-        members[member.get(over, len(members))] = index
+    for index, member_knobs in enumerate(knobs):
+        shared = {name: value for name, value in member_knobs.items() if name != over}
+        _, members = groups.setdefault(repr(shared), (shared, {}))
+        seed = member_knobs.get(over, len(members))
+        members[seed] = index
     settings = []
     for shared, members in groups.values():
         measured = [value for member in members.values() if (value := values[member]) is not None]
@@ -293,11 +321,16 @@ def _settings(
     return settings
 
 
-def _paired(one: Setting, other: Setting, values: Sequence[float | None]) -> list[float]:
+def _paired_differences(
+    one: Setting, other: Setting, values: Sequence[float | None]
+) -> list[float]:
     """Return the value of `one` minus that of `other` for every seed for which both have one."""
-    pairs = (
-        (values[one.members[s]], values[other.members[s]])
-        for s in one.members
-        if s in other.members
-    )
-    return [a - b for a, b in pairs if a is not None and b is not None]
+    differences = []
+    for seed, member in one.members.items():
+        if seed not in other.members:
+            continue
+        value = values[member]
+        other_value = values[other.members[seed]]
+        if value is not None and other_value is not None:
+            differences.append(value - other_value)
+    return differences

@@ -1,10 +1,9 @@
-"""Scores a model by loss, perplexity and bits per byte on text that it was not trained on.
+"""Score a model by loss, perplexity and bits per byte on text that it was not trained on.
 
-`by_document` scores each document separately, so that two models of any tokenizers can be compared
-in pairs.
+`by_document` scores documents separately, so that two models with different tokenizers can be
+compared document by document.
 
-Shape suffixes: D documents, U units (whole documents that follow one another), R rows, T positions,
-N members.
+Shape suffixes: D documents, U units (consecutive whole documents), R rows, T positions, N members.
 """
 
 import math
@@ -40,8 +39,9 @@ class Evaluation(NamedTuple):
             if the loss counts something other than the rows' targets, so that its sum says nothing
             about bytes.
         perplexity: exp(loss), per token.
-        tokens: what the loss counted, targets or the sum of their weights, rounded.
-        bytes: bytes of the targets' text; the end of a document is a target of no bytes.
+        tokens: the number of targets, or the sum of their weights if the loss weights them,
+            rounded.
+        bytes: bytes of the targets' text. A document's end is a target of 0 bytes.
     """
 
     loss: float
@@ -63,7 +63,8 @@ def evaluate(
 
         loss = sum over targets of -ln p(target) / targets        bits per byte = sum of -log2 p(target) / bytes
 
-    A document longer than a row is scored in pieces, each without the piece before it as context.
+    A document longer than a row is scored in pieces. The context of a piece does not include the
+    previous piece.
 
     Args:
         engine: an engine of one model.
@@ -92,7 +93,7 @@ def evaluate_members(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> list[Evaluation]:
-    """Score rows by every member of an engine; a single model counts as one member. See `evaluate`.
+    """Score rows by every member of an engine, see `evaluate`. A single model counts as one member.
 
     Raises:
         UsageError: the arguments are not an engine and rows, or there are no rows.
@@ -114,26 +115,37 @@ def evaluate_members(
     meter = Meter(progress, "row", count)
     for batch in rows.in_order(batch_rows, limit):
         sums.append(engine.evaluate(batch))
-        # The last batch is filled up with empty rows.
+        # The last batch may be padded with empty rows.
         meter.add(min(batch_rows, count - meter.done))
     totals_N = torch.stack([torch.atleast_1d(total).double() for total, _ in sums]).sum(0).tolist()
     counts_N = torch.stack([torch.atleast_1d(count) for _, count in sums]).sum(0).tolist()
-    coverage = rows.coverage(limit)
+    targets, size_bytes = rows.coverage(limit)
     return [
-        _evaluation(total, counted, *coverage)
+        _evaluation(total, counted, targets, size_bytes)
         for total, counted in zip(totals_N, counts_N, strict=True)
     ]
 
 
-def _evaluation(total: float, counted: float, targets: int, size: int) -> Evaluation:
+def _evaluation(total: float, counted: float, targets: int, size_bytes: int) -> Evaluation:
+    """Return a member's scores.
+
+    Args:
+        total: the sum of the losses, in nats.
+        counted: what the loss counted.
+        targets: the number of the rows' targets.
+        size_bytes: the bytes of their text.
+    """
     loss = total / (counted or 1.0)
-    bits = total / math.log(2) / size if counted == targets else None
-    return Evaluation(loss, bits, math.exp(min(loss, 700.0)), round(counted), size)
+    bits_per_byte = None
+    if counted == targets:
+        bits_per_byte = total / math.log(2) / size_bytes
+    perplexity = math.exp(min(loss, 700.0))  # a higher loss would overflow
+    return Evaluation(loss, bits_per_byte, perplexity, round(counted), size_bytes)
 
 
 # More units would hardly narrow an error bar, and each costs at least one forward pass.
 MOST_UNITS = 256
-ROWS = 8  # rows of a forward pass
+ROWS_PER_PASS = 8  # in `by_document`
 
 
 class Scores(NamedTuple):
@@ -155,12 +167,16 @@ class Scores(NamedTuple):
 
 
 def by_document(engine: Evaluates, rows: Rows, progress: Progress | None = None) -> Scores:
-    """Score each document separately: a batch has the targets of one unit only, in the rows where
-    they always are.
+    """Score each document separately.
 
-    A unit is one document or, if there are more than 256 documents, several consecutive ones, so
-    that there are 256 units. Rows and tokenizer do not change the units, so two models of one text
-    have the same.
+    A unit is one document or, if there are more than 256 documents, several consecutive documents,
+    so that there are 256 units. Units do not depend on rows and tokenizer, so two models have the
+    same units of one text. The rows stay as they are; a batch has the targets of only one unit.
+
+    Args:
+        engine: an engine.
+        rows: the documents in rows.
+        progress: called with ("unit", units done, all units).
 
     Raises:
         UsageError: there are no rows, or the loss counts something other than targets, so bits per
@@ -170,41 +186,49 @@ def by_document(engine: Evaluates, rows: Rows, progress: Progress | None = None)
         raise UsageError("there is nothing to compare on: data.held_out is 0; give other text")
     units = np.array_split(np.arange(rows.documents), min(MOST_UNITS, rows.documents))
     unit_D = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
-    owner_RT = rows.owners(np.arange(len(rows)))
-    unit_RT = np.where(owner_RT < 0, -1, unit_D[owner_RT])
+    # The document at each position; -1 at padding.
+    document_RT = rows.owners(np.arange(len(rows)))
+    unit_RT = np.where(document_RT < 0, -1, unit_D[document_RT])
     bits = []
-    sizes = []
+    unit_bytes = []
     meter = Meter(progress, "unit", len(units))
     for unit in range(len(units)):
-        sums = []
+        losses = []
         counted = 0
         targets = 0
-        size = 0
+        size_bytes = 0
         indices = np.flatnonzero((unit_RT == unit).any(1))
-        for begin in range(0, len(indices), ROWS):
-            chosen = indices[begin : begin + ROWS]
-            batch, targets_of, length = _of_unit(rows, chosen, unit_RT[chosen] == unit)
+        for begin in range(0, len(indices), ROWS_PER_PASS):
+            indices_R = indices[begin : begin + ROWS_PER_PASS]
+            batch, batch_targets, batch_bytes = _unit_batch(
+                rows, indices_R, unit_RT[indices_R] == unit
+            )
             total, count = engine.evaluate(batch)
-            sums.append(torch.atleast_1d(total).double())
-            counted = counted + int(torch.atleast_1d(count)[0])
-            targets = targets + targets_of
-            size = size + length
+            losses.append(torch.atleast_1d(total).double())
+            counted += int(torch.atleast_1d(count)[0])
+            targets += batch_targets
+            size_bytes += batch_bytes
         if counted != targets:
             raise UsageError(
                 "the loss counts something other than the rows' targets: its sum says nothing about bytes"
             )
-        sum_N = torch.stack(sums).sum(0).cpu().numpy() if sums else np.zeros(1)
-        bits.append(sum_N / math.log(2))
-        sizes.append(size)
+        # A unit without targets has no batch.
+        loss_N = torch.stack(losses).sum(0).cpu().numpy() if losses else np.zeros(1)
+        bits.append(loss_N / math.log(2))
+        unit_bytes.append(size_bytes)
         meter.add(1)
-    return Scores(np.stack(bits), np.array(sizes))
+    return Scores(np.stack(bits), np.array(unit_bytes))
 
 
 def difference(one: Scores, other: Scores) -> Mean:
     """Return one - other in bits per byte, for scores of one model each, paired by unit.
 
-        d = sum(a - b) / sum(bytes)        standard error = sqrt(U / (U - 1) · sum(e^2)) / sum(bytes),
-        e = (a - b) - d · bytes            (the ratio estimator: Cochran, Sampling Techniques, 1977, 6.4)
+    With a and b the bits of the two models for a unit, the ratio estimator (Cochran, Sampling
+    Techniques, 1977, 6.4) is:
+
+        d = sum(a - b) / sum(bytes)
+        e = (a - b) - d · bytes
+        standard error = sqrt(U / (U - 1) · sum(e^2)) / sum(bytes)
 
     Raises:
         UsageError: the units are not the same text.
@@ -213,26 +237,32 @@ def difference(one: Scores, other: Scores) -> Mean:
         raise UsageError(
             "the two were scored on different text: their documents do not have the same bytes"
         )
-    size = one.bytes_U.sum()
-    apart_U = one.bits_UN[:, 0] - other.bits_UN[:, 0]
-    value = float(apart_U.sum() / size)
-    units = len(apart_U)
-    rest_U = apart_U - value * one.bytes_U
-    error = (
-        math.sqrt(units / (units - 1) * float(rest_U @ rest_U)) / float(size) if units > 1 else None
-    )
-    return Mean(value, error, units)
+    total_bytes = one.bytes_U.sum()
+    difference_U = one.bits_UN[:, 0] - other.bits_UN[:, 0]
+    value = float(difference_U.sum() / total_bytes)
+    units = len(difference_U)
+    residual_U = difference_U - value * one.bytes_U
+    standard_error = None
+    if units > 1:
+        variance = units / (units - 1) * float(residual_U @ residual_U)
+        standard_error = math.sqrt(variance) / float(total_bytes)
+    return Mean(value, standard_error, units)
 
 
-def _of_unit(
-    rows: Rows, indices_R: NDArray[np.int64], mine_RT: NDArray[np.bool_]
+def _unit_batch(
+    rows: Rows, indices_R: NDArray[np.int64], in_unit_RT: NDArray[np.bool_]
 ) -> tuple[Batch, int, int]:
-    """Return ROWS rows with the targets at `mine_RT` alone, the number of targets, and the bytes of
-    their text.
+    """Return a batch of rows with the targets of one unit, the number of these targets, and the
+    bytes of their text.
+
+    Args:
+        rows: all rows.
+        indices_R: the rows to return. The batch is padded with empty rows to ROWS_PER_PASS.
+        in_unit_RT: which of their targets belong to the unit.
     """
     window = rows.window(indices_R)
-    window["targets"] = np.where(mine_RT, window["targets"], IGNORE)
-    empty = rows.empty(ROWS - len(indices_R))
+    window["targets"] = np.where(in_unit_RT, window["targets"], IGNORE)
+    empty = rows.empty(ROWS_PER_PASS - len(indices_R))
     batch = {
         key: torch.from_numpy(np.concatenate([values, empty[key]]))
         for key, values in window.items()

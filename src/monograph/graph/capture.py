@@ -100,7 +100,7 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
 def _compiler(step: Capturable, backend: Backend, scope: Scope) -> Compiler:
     # On a GPU, a kernel that computes all parts of a concatenation at once computes every part for
     # each part's elements.
-    options = compat.cats_in_parts() if step.device.type == "cuda" else {}
+    options = compat.split_cat_options() if step.device.type == "cuda" else {}
     backend = _backend_that_recomputes_alike(step, backend, scope)
     return functools.partial(compiled, backend=backend, more=options)
 
@@ -300,10 +300,10 @@ def compiled(
         compat.quiet_missing_tf32()
         # A process that is killed while it compiles leaves truncated libraries, on which later ones
         # would fail.
-        compat.remove_cut_off_libraries()
+        compat.remove_truncated_libraries()
         # The key of Inductor's cache lacks the vector width, so another processor would run wrong
         # code (dev/log.md).
-        compat.tell_processors_apart()
+        compat.key_cache_by_vector_width()
         compat.build_kernels_together()
         keep_freed_memory()
         if torch.cuda.is_available():  # only a GPU's kernel has them in its source
@@ -328,10 +328,10 @@ def compiled(
 
     @functools.wraps(function)
     def captured(*arguments: object, **keywords: object) -> Any:
-        if compat.without_numbers():  # torch.compile refuses to trace in a dispatch mode
+        if compat.makes_fake_tensors():  # torch.compile refuses to trace in a dispatch mode
             return function(*arguments, **keywords)
         try:
-            with compat.hooks_kept():
+            with compat.restore_saved_tensor_hooks():
                 return graph(*arguments, **keywords)
         except Exception as error:
             # While it leaves a transform, torch 2.11 raises a second error, which says nothing.

@@ -137,7 +137,7 @@ def _native_function(name: str, dimensions: tuple[int, int]) -> Callable[..., No
         name: the function's name.
         dimensions: the number of dimensions of the left and of the right operand.
     """
-    function: Callable[..., None] = getattr(compat.native(SOURCE.read_text()), name)
+    function: Callable[..., None] = getattr(compat.compile_cpp(SOURCE.read_text()), name)
     left_dimensions, right_dimensions = dimensions
     left = [c_void_p, *[c_long] * left_dimensions]
     right = [c_void_p, *[c_long] * right_dimensions]

@@ -473,7 +473,7 @@ def record_blocks(
         output, recording = record(own_forward, state, *args, **kwargs)
         if captured and with_stored_bytes:
             if recording not in bytes_stored_by_graph:  # equal blocks are traced once
-                bytes_stored_by_graph[recording] = compat.stored_by_graph(
+                bytes_stored_by_graph[recording] = compat.bytes_saved_for_backward(
                     own_forward, block, args, kwargs
                 )
             # No `rest_flops`: recomputed operators between products are fused into the kernels that

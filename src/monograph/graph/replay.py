@@ -347,7 +347,7 @@ class StaticInputs:
 
     def __call__(self, batch: object) -> None:
         """Run the function on a batch."""
-        if self._stopped or compat.without_numbers():
+        if self._stopped or compat.makes_fake_tensors():
             self.function(batch)
             return
         self._void_if_changed()

@@ -19,10 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Queries of a program, and slots that it reads at once. A tile of fp32 scores and the sums of 128
-# channels then fit the registers of four warps.
-QUERIES: Final = 64
+# Slots that a program reads at once.
 SLOTS: Final = 32
+
+
+def _queries_of(head_dim: int, dtype: torch.dtype) -> int:
+    """Return how many queries a program has, so that its sums fit the registers of four warps."""
+    if dtype == torch.float32:
+        return 16
+    return 64 if head_dim <= 128 else 32
 
 
 @triton.jit
@@ -131,7 +136,8 @@ def attend_cache(
     if query_BHTE.stride(-1) != 1:
         query_BHTE = query_BHTE.contiguous()
     out_BTHE = query_BHTE.new_empty(rows, length, heads, head_dim)
-    _attend_chunk[(triton.cdiv(length * group, QUERIES), key_heads, rows)](
+    queries = _queries_of(head_dim, query_BHTE.dtype)
+    _attend_chunk[(triton.cdiv(length * group, queries), key_heads, rows)](
         query_BHTE,
         keys_NBKCE,
         values_NBKCE,
@@ -150,7 +156,7 @@ def attend_cache(
         E=head_dim,
         C=slots,
         N=blocks,
-        M=QUERIES,
+        M=queries,
         S=SLOTS,
         WINDOW=window is not None,
         SINKS=sink_H is not None,

@@ -23,7 +23,7 @@ key-value head, E head dimension, F = E / 2, L blocks of the cache, C slots of a
 """
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -257,6 +257,17 @@ def _attend(
             tl.store(to + F, (sum2 / whole[:, None]).to(kind), mask=mine)
 
 
+def attend_fits(device: torch.device, slots: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Return whether a block's keys and values, and the queries, fit a card's shared memory.
+
+    With blocks of 128 slots, heads of 128 channels in fp32 and heads of 256 in 16 bits need 136 KiB.
+    Data centers' cards have 163 KiB and more, and others 99.
+    """
+    needed_bytes = (2 * slots + ROWS) * head_dim * dtype.itemsize
+    card: Any = torch.cuda.get_device_properties(device)  # torch's types lack this attribute
+    return bool(needed_bytes <= card.shared_memory_per_block_optin)
+
+
 def _precision(dtype: torch.dtype) -> str:
     """Return how `tl.dot` multiplies: exact products of fp32; for 16-bit operands it says nothing."""
     return "ieee" if dtype == torch.float32 else "tf32"
@@ -410,7 +421,8 @@ def _launch(
         STEP=step_of(summed),
         PRECISION=_precision(x_BK.dtype),
         num_warps=4,
-        num_stages=4,
+        # Four stages of fp32 tiles are 115 KiB of shared memory, and consumer cards have 99.
+        num_stages=2 if x_BK.dtype == torch.float32 else 4,
     )
 
 

@@ -40,7 +40,7 @@ def fusing() -> AbstractContextManager[None]:
 
     Their backward passes add them.
     """
-    return compat.functional({"linear": linear, "embedding": embedding})
+    return compat.replace_functional({"linear": linear, "embedding": embedding})
 
 
 def fused_of(owner: object) -> Fused | None:

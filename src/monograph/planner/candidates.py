@@ -1,9 +1,13 @@
-"""List the ways in which a run could be trained, with the memory and time of each in closed form."""
+"""List the ways in which a run could be trained, with the memory and time of each in closed form.
+
+The weights stay on the device here; `planner.streaming` lists the ways in which they are streamed.
+"""
 
 import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from monograph.device import Device
 from monograph.predict.estimate import estimate_bytes, trained_adapters
@@ -11,7 +15,22 @@ from monograph.predict.footprint import Compile, Work
 from monograph.predict.roofline import flops_per_token, mfu, update_time
 
 ByDtype = Mapping[str, float]  # numbers by the name of a precision
-Ways = tuple[str, Compile, str | float]  # precision, compile scope, recomputation
+
+
+class Way(NamedTuple):
+    """A way to train: one combination of the open choices, apart from the micro-batch.
+
+    Attributes:
+        precision: "fp32", "bf16" and so on.
+        scope: what one compiled graph holds: the "whole" step, each of the "blocks", or "none".
+        remat: what is recomputed in the backward pass: "none"; "pointwise", all but products; a
+            share of the activations that is kept, the rest is recomputed; "full", each block; or
+            "offload", each block from an input that is kept on the host.
+    """
+
+    precision: str
+    scope: Compile
+    remat: str | float
 
 
 @dataclass(frozen=True)
@@ -19,12 +38,12 @@ class Request:
     """A request for a plan: the training, and the choices that are open.
 
     Attributes:
-        training: what no choice changes, with all rows of an update at once; a way replaces the
-            rest of it.
+        training: the training, with all rows of an update in one micro-batch. A way replaces what
+            it chooses, and the rest is the same for all ways.
         micro_batch: rows of a micro-batch; None if the plan chooses.
-        precisions: the choices, best first.
-        scopes: choices among "whole", "blocks" and "none", best first.
-        remats: choices among "none", "pointwise", shares, "full" and "offload", best first.
+        precisions: the possible values of `Way.precision`, best first.
+        scopes: the possible values of `Way.scope`, best first.
+        remats: the possible values of `Way.remat`, best first.
     """
 
     training: Work
@@ -45,34 +64,41 @@ class Request:
 
     @property
     def micro_batches(self) -> list[int]:
-        """Return the possible rows of a micro-batch: the number asked for, or all that divide the
+        """Return the possible rows of a micro-batch: the requested number, or all divisors of the
         rows of an update.
         """
         if self.micro_batch is not None:
             return [min(self.micro_batch, self.rows)]
-        small = [size for size in range(1, math.isqrt(self.rows) + 1) if self.rows % size == 0]
-        return sorted({*small, *(self.rows // size for size in small)})
+        small_divisors = [
+            size for size in range(1, math.isqrt(self.rows) + 1) if self.rows % size == 0
+        ]
+        return sorted({*small_divisors, *(self.rows // size for size in small_divisors)})
 
-    def having(self, training: Work) -> "Request":
+    def with_training(self, training: Work) -> "Request":
         """Return the request for another training, with the same choices open."""
         return replace(self, training=training)
 
-    def of_tokens(self, tokens_per_update: int, length: int) -> "Request":
-        """Return the request for updates of so many tokens, in whole rows of `length` and in one
-        row at least.
+    def with_tokens(self, tokens_per_update: int, length: int) -> "Request":
+        """Return the request for updates of other sizes.
+
+        Args:
+            tokens_per_update: tokens of an update, rounded down to whole rows, but at least one
+                row.
+            length: tokens of a row.
         """
         rows = max(1, tokens_per_update // length)
-        return self.having(replace(self.training, rows=rows, window_rows=rows, length=length))
+        return self.with_training(
+            replace(self.training, rows=rows, window_rows=rows, length=length)
+        )
 
-    def work(self, way: Ways, rows: int, device: Device) -> Work:
-        """Return one way to train with micro-batches of `rows`."""
-        precision, scope, remat = way
+    def work(self, way: Way, rows: int, device: Device) -> Work:
+        """Return the training with one way, in micro-batches of `rows`."""
         return replace(
             self.training,
             rows=rows,
-            precision=precision,
-            compile=scope,
-            remat=remat,
+            precision=way.precision,
+            compile=way.scope,
+            remat=way.remat,
             device_type=device.type,
         )
 
@@ -87,10 +113,10 @@ class Candidate:
         update_s: predicted seconds of an update.
         tokens_per_s: predicted tokens per second.
         mfu: share of the datasheet's FLOP/s; None on a device without a datasheet.
-        by_origin: bytes at the peak by origin; None if it was not traced.
-        residual_bytes: the part of the workspace that earlier runs on the device took beyond their
-            traces.
-        why: why it was not chosen; empty for the chosen one.
+        by_origin: bytes at the peak by origin; None if the peak was not traced.
+        residual_bytes: the part of the workspace that was added to the trace, because earlier runs
+            on the device took more than their traces said.
+        why: why it was not chosen; "" for the chosen one.
     """
 
     work: Work
@@ -105,11 +131,11 @@ class Candidate:
     @property
     def traced(self) -> Mapping[str, int] | None:
         """Return `by_origin` as it was traced, without the residual bytes."""
-        if not (self.by_origin and self.residual_bytes):
+        if not self.by_origin or not self.residual_bytes:
             return self.by_origin
         return {**self.by_origin, "workspace": self.by_origin["workspace"] - self.residual_bytes}
 
-    def of_trace(self, by_origin: Mapping[str, int], residual_bytes: int) -> "Candidate":
+    def with_trace(self, by_origin: Mapping[str, int], residual_bytes: int) -> "Candidate":
         """Return the candidate with the traced memory `by_origin`, and `residual_bytes` added to
         its workspace.
         """
@@ -121,18 +147,29 @@ class Candidate:
         )
 
 
-def ways(request: Request) -> list[Ways]:
-    """Return all combinations, except recomputation in one graph of the whole step if there is a
-    choice of scopes.
+def resident_ways(request: Request) -> list[Way]:
+    """Return the ways to train with the weights on the device.
 
-    The order in which such a graph computes is hard to predict. Offloading is impossible in it, as
-    it happens between graphs.
+    These are all combinations, with exceptions for one graph of the whole step. If there is a
+    choice of scopes, such a graph recomputes nothing: the order in which it would recompute is hard
+    to predict. It never offloads, as offloading happens between graphs.
     """
+    remats_in_whole: set[str | float] = {"none"}
+    if len(request.scopes) == 1:
+        remats_in_whole = {*request.remats} - {"offload"}
     every = itertools.product(request.precisions, request.scopes, request.remats)
-    in_whole = {"none"} if len(request.scopes) > 1 else {*request.remats} - {"offload"}
-    return [way for way in every if way[1] != "whole" or way[2] in in_whole]
+    return [
+        Way(precision, scope, remat)
+        for precision, scope, remat in every
+        if scope != "whole" or remat in remats_in_whole
+    ]
 
 
+_GRAPHS = {
+    "whole": "the step in one graph",
+    "blocks": "a graph per block",
+    "none": "no graph",
+}
 _RECOMPUTED = {
     "none": "nothing recomputed",
     "pointwise": "all but products recomputed",
@@ -141,71 +178,78 @@ _RECOMPUTED = {
 }
 
 
-def described(work: Work) -> str:
+def describe_work(work: Work) -> str:
     """Describe a combination in words."""
-    graph = {"whole": "the step in one graph", "blocks": "a graph per block", "none": "no graph"}[
-        work.compile
-    ]
-    recomputed = (
-        _RECOMPUTED.get(str(work.remat))
-        or f"recomputed but for {work.remat:.0%} of the activations"
-    )
+    graph = _GRAPHS[work.compile]
+    recomputed = _RECOMPUTED.get(str(work.remat))
+    if recomputed is None:
+        recomputed = f"recomputed but for {work.remat:.0%} of the activations"
     return f"micro-batches of {work.rows}, {work.precision}, {graph}, {recomputed}"
 
 
-def of_way(
+def way_candidates(
     request: Request,
-    way: Ways,
+    way: Way,
     device: Device,
     limit: int,
     correction: float,
     peaks: ByDtype,
     slowness: ByDtype,
 ) -> list[Candidate]:
-    """Return candidates for one combination: the largest micro-batch that fits and the next larger
-    one.
+    """Return the candidates of one way: the largest micro-batch that fits, and the next larger one.
 
-    If none fits, it is the smallest micro-batch.
+    If no micro-batch fits, the smallest one is the only candidate.
 
     Args:
         request: the request.
-        way: the combination.
-        device: the device that it is for.
+        way: the way.
+        device: the device to train on.
         limit: bytes that tensors may take there.
-        correction: ratio of this combination's traced peak to its closed form; 1 if it was not
-            traced.
+        correction: ratio of this way's traced peak to its closed form; 1 if it was not traced.
         peaks: FLOP/s by precision.
-        slowness: ratio of measured to predicted time by precision, where earlier runs measured one.
+        slowness: ratio of measured to predicted time, for precisions that earlier runs measured.
     """
     works = [request.work(way, size, device) for size in request.micro_batches]
-    needed = [int(correction * estimate_bytes(work)) for work in works]
-    fits = sum(bytes_needed <= limit for bytes_needed in needed)
-    shown = range(max(0, fits - 1), min(len(works), fits + 1))
+    needed_bytes = [int(correction * estimate_bytes(work)) for work in works]
+    # Micro-batches are sorted by size, so the first ones fit.
+    fitting = sum(needed <= limit for needed in needed_bytes)
+    shown = range(max(0, fitting - 1), min(len(works), fitting + 1))
     return [
-        _timed(works[index], needed[index], device, peaks, slowness.get(way[0], 1.0))
+        _candidate(
+            works[index], needed_bytes[index], device, peaks, slowness.get(way.precision, 1.0)
+        )
         for index in shown
     ]
 
 
-def _timed(work: Work, needed: int, device: Device, peaks: ByDtype, slowness: float) -> Candidate:
+def _candidate(
+    work: Work, needed_bytes: int, device: Device, peaks: ByDtype, slowness: float
+) -> Candidate:
     seconds = slowness * update_time(work, device, peaks[work.precision]).total_s
-    return Candidate(work, needed, seconds, *speed(work, seconds, device))
+    rate, share = speed(work, seconds, device)
+    return Candidate(work, needed_bytes, seconds, rate, share)
 
 
-def slower(ratio: float) -> str:
-    """Return in words how long a way takes, by the ratio to the best one's time: 1.21 -> "21%
-    slower".
+def slower_text(ratio: float) -> str:
+    """Return in words how long a way takes.
+
+    Args:
+        ratio: its time over that of the best way. 1.21 gives "21% slower".
     """
     if ratio < 1.005:
         return "no faster"
-    return f"{ratio - 1:.0%} slower" if ratio < 1.995 else f"takes {ratio:.1f}x as long"
+    if ratio < 1.995:
+        return f"{ratio - 1:.0%} slower"
+    return f"takes {ratio:.1f}x as long"
 
 
 def speed(work: Work, update_s: float, device: Device) -> tuple[float, float | None]:
-    """Return tokens per second, and the share of the datasheet's FLOP/s; None on a device without a
-    datasheet.
+    """Return the tokens per second of an update that takes `update_s`, and its share of the
+    datasheet's FLOP/s (None on a device without a datasheet).
     """
-    rate = work.window_rows * work.length / update_s
-    datasheet = device.peak_flops.get(work.precision)
+    tokens_per_s = work.window_rows * work.length / update_s
+    peak_flops = device.peak_flops.get(work.precision)
+    if not peak_flops:
+        return tokens_per_s, None
     flops = flops_per_token(work.config, work.length, trained_adapters(work))
-    return rate, mfu(rate, flops, datasheet) if datasheet else None
+    return tokens_per_s, mfu(tokens_per_s, flops, peak_flops)

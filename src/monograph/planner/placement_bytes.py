@@ -1,12 +1,21 @@
-"""Count a streamed model's bytes on the device, in the host's memory and in files, and choose what
-stays on the device.
+"""Count a streamed model's bytes on the device, in the host's memory and in files, and choose which
+buffers stay on the device.
 
 device = resident buffers + slots + staging buffers + boundaries + masks
          + max(one stage's passes, an update's intermediates)
 host   = all other buffers + offloaded boundaries
 
-A resident buffer stays on the device. The form is closed: it needs the planes of a model's first
-stage, one middle stage and the last one, which the engine's own code makes on tensors without data.
+The words, which are those of `monograph.stream`:
+    stage           what is before the blocks, a group of blocks, or what is after them
+    plane           a part of a stage's parameters in one tensor
+    buffer          a plane's weights, gradient or moments, by name
+    resident        on the device all the time
+    slot            device memory in which the weights and gradients of one stage after another lie
+    staging buffer  device memory for a piece of a plane while the device updates it
+    boundary        the tensor that passes from one stage to the next
+
+The form is closed: it needs the planes of a model's first stage, one middle stage and the last one,
+which the engine's own code makes on tensors without data.
 """
 
 import functools
@@ -33,9 +42,10 @@ from monograph.stream.placement import When, Where
 from monograph.stream.store import GRADIENT, REST, TURNS, WEIGHTS, Stage, store_in_stages
 from monograph.stream.walk import INPUT_SETS
 
-Names = frozenset[str]
+BufferNames = frozenset[str]
+BufferSize = tuple[int, torch.dtype]  # numbers and their dtype
 META = torch.device("meta")
-# All other buffers are moments.
+# A buffer's origin by its name. Names that are not listed are those of moments.
 ORIGIN = {WEIGHTS: "weights", REST: "weights", GRADIENT: "gradients"}
 
 
@@ -47,32 +57,34 @@ class PlaneShape(NamedTuple):
             slot's memory.
         numbers: number of parameters.
         whole: how many numbers can only be updated together: those of a matrix, or 1.
-        buffers: (numbers, dtype) by name.
+        buffers: the buffers' sizes by name.
     """
 
     place: int
     numbers: int
     whole: int
-    buffers: Mapping[str, tuple[int, torch.dtype]]
+    buffers: Mapping[str, BufferSize]
 
     def size_bytes(self, name: str) -> int:
-        """Return the bytes of one buffer."""
+        """Return the bytes of one buffer; 0 if the plane does not have it."""
         numbers, dtype = self.buffers.get(name, (0, torch.int8))
         return numbers * dtype.itemsize
 
-    def stays(self, resident: Names) -> bool:
-        """Return whether the whole plane stays on the host: none of its buffers is `resident` on
-        the device.
+    def is_off_device(self, resident: BufferNames) -> bool:
+        """Return whether no buffer of the plane is on the device.
+
+        Args:
+            resident: the names of the stage's buffers that stay on the device.
         """
         return not resident & self.buffers.keys()
 
     def pieces(self) -> Iterable[tuple[int, int]]:
-        """Return (begin, end) of pieces that are copied to a staging buffer: the first, and the
-        last if it differs.
+        """Return (begin, end) of the largest and the smallest piece that is copied to a staging
+        buffer. All others are as large as the first one.
         """
         step = max(1, MAX_CHUNK_ELEMENTS // self.whole) * self.whole
-        most = range(0, self.numbers, step)
-        return {(begin, min(self.numbers, begin + step)) for begin in (most[0], most[-1])}
+        begins = range(0, self.numbers, step)
+        return {(begin, min(self.numbers, begin + step)) for begin in (begins[0], begins[-1])}
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +113,8 @@ class Stages:
     @property
     def names(self) -> list[str]:
         """Return the names of all buffers."""
-        every = (*self.first, *self.middle, *self.last)
-        return list(dict.fromkeys(name for plane in every for name in plane.buffers))
+        planes = (*self.first, *self.middle, *self.last)
+        return list(dict.fromkeys(name for plane in planes for name in plane.buffers))
 
     def size_bytes(self, index: int, name: str) -> int:
         """Return the bytes of a stage's buffers of that name."""
@@ -110,8 +122,8 @@ class Stages:
 
     @cached_property
     def _sizes(self) -> list[dict[str, int]]:
-        """Return bytes by buffer name for each stage, kept because a search asks for them millions
-        of times.
+        """Return for each stage the bytes by buffer name. They are kept, as a search asks for them
+        millions of times.
         """
         names = self.names
         return [
@@ -120,11 +132,26 @@ class Stages:
         ]
 
 
+class _StageKind(NamedTuple):
+    """Stages that are alike and have the same resident buffers.
+
+    Attributes:
+        position: "first", "middle" or "last".
+        planes: the planes of each of them.
+        resident: the names of their buffers that stay on the device.
+    """
+
+    position: str
+    planes: tuple[PlaneShape, ...]
+    resident: BufferNames
+
+
 @functools.lru_cache(maxsize=64)  # if nothing fits, a second search looks for settings that would
 def stages_of(
     config: LlamaConfig, optim: Optimizer, precision: str, blocks_per_stage: int
 ) -> Stages:
-    """Return the stages of a model, whose number of blocks `blocks_per_stage` divides."""
+    """Return the stages of a model whose number of blocks is a multiple of `blocks_per_stage`."""
+    # A model of one middle stage is enough, as all middle stages are alike.
     short = config.shortened(blocks_per_stage)
     with META:
         model = Llama(short)
@@ -132,11 +159,12 @@ def stages_of(
     store = store_in_stages(
         model, optim.kinds(model), optim, rounds=Precision(precision).rounds, placement=placement
     )
-    first, middle, last = (_shapes(stage) for stage in store.stages)
-    return Stages(first, middle, last, config.num_hidden_layers // blocks_per_stage + 2, store.tied)
+    first, middle, last = (_plane_shapes(stage) for stage in store.stages)
+    count = config.num_hidden_layers // blocks_per_stage + 2
+    return Stages(first, middle, last, count, store.tied)
 
 
-def _shapes(stage: Stage) -> tuple[PlaneShape, ...]:
+def _plane_shapes(stage: Stage) -> tuple[PlaneShape, ...]:
     shapes = []
     for entry in stage.stored:
         plane = entry.plane
@@ -145,65 +173,82 @@ def _shapes(stage: Stage) -> tuple[PlaneShape, ...]:
             name: (buffer.tensor.numel(), buffer.tensor.dtype)
             for name, buffer in entry.buffers.items()
         }
+        # A plane of matrices holds matrices of one size, one in each of `plane.slots`.
         whole = numbers // len(plane.slots) if plane.kind.matrix else 1
         shapes.append(PlaneShape(plane.number, numbers, whole, buffers))
     return tuple(shapes)
 
 
-def room_bytes(guests: Iterable[Mapping[Any, tuple[int, torch.dtype]]]) -> int:
-    """Return the bytes of a `monograph.stream.slots.DeviceBuffer` that each of these groups of
-    tensors fits into.
+def device_buffer_bytes(groups: Iterable[Mapping[Any, BufferSize]]) -> int:
+    """Return the bytes of a `monograph.stream.slots.DeviceBuffer`, which holds one of these groups
+    of tensors at a time.
+
+    Args:
+        groups: each group's tensor sizes by key. Tensors of one key and dtype share memory.
     """
     sizes: dict[tuple[Any, torch.dtype], int] = {}
-    for guest in guests:
-        for key, (numbers, dtype) in guest.items():
+    for group in groups:
+        for key, (numbers, dtype) in group.items():
             sizes[key, dtype] = max(sizes.get((key, dtype), 0), numbers)
     return sum(numbers * dtype.itemsize for (_, dtype), numbers in sizes.items())
 
 
-def slots_bytes(stages: Stages, resident: Sequence[Names]) -> int:
-    """Return the bytes of `monograph.stream.slots.Slots`; `resident` names each stage's buffers on
-    the device.
+def slots_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
+    """Return the bytes of `monograph.stream.slots.Slots`.
+
+    Args:
+        stages: the model's stages.
+        resident: for each stage, the names of its buffers that stay on the device.
     """
-    kinds = _kinds(stages, resident)
-    first, middle, last = (
-        [group for group in kinds if group[0] == kind] for kind in ("first", "middle", "last")
-    )
-    ends = [first, last] if stages.tied else [first + last]
-    return sum(_slot_bytes(kind) for kind in ends) + min(2, stages.count - 2) * _slot_bytes(middle)
+    kinds = _stage_kinds(stages, resident)
+    first = [kind for kind in kinds if kind.position == "first"]
+    middle = [kind for kind in kinds if kind.position == "middle"]
+    last = [kind for kind in kinds if kind.position == "last"]
+    # Two slots hold middle stages, so that one stage is copied while another one computes. The
+    # first and the last stage share a slot, unless the last reads the first one's weights.
+    middle_slots = min(2, stages.count - 2)
+    if stages.tied:
+        end_bytes = _slot_bytes(first) + _slot_bytes(last)
+    else:
+        end_bytes = _slot_bytes(first + last)
+    return end_bytes + middle_slots * _slot_bytes(middle)
 
 
 def staging_bytes(
-    stages: Stages, resident: Sequence[Names], *, gradient: bool, on_host: bool
+    stages: Stages, resident: Sequence[BufferNames], *, gradient: bool, on_host: bool
 ) -> int:
     """Return the bytes of the staging buffers.
 
     Args:
         stages: the model's stages.
-        resident: names of each stage's buffers on the device.
+        resident: for each stage, the names of its buffers that stay on the device.
         gradient: whether gradients leave their slots, so that they are brought for an update.
         on_host: whether the host updates planes that are entirely off the device, which then need
             no staging buffer.
     """
-    guests = []
-    for _, planes, names in _kinds(stages, resident):
-        for plane in (shape for shape in planes if not (on_host and shape.stays(names))):
-            away = [
+    groups: list[dict[str, BufferSize]] = []
+    for _, planes, names in _stage_kinds(stages, resident):
+        for plane in planes:
+            if on_host and plane.is_off_device(names):
+                continue
+            brought = [
                 name
                 for name in plane.buffers
                 if name not in names and (gradient or name != GRADIENT)
             ]
-            guests += [
-                {name: _part(plane, name, *piece) for name in away} for piece in plane.pieces()
-            ]
-    return STAGING_BUFFERS * room_bytes(guests)
+            for begin, end in plane.pieces():
+                groups.append({name: _piece_size(plane, name, begin, end) for name in brought})
+    return STAGING_BUFFERS * device_buffer_bytes(groups)
 
 
 @functools.lru_cache(maxsize=4096)  # ways that differ in their micro-batch hold the same planes
-def held_bytes(
-    stages: Stages, resident: tuple[Names, ...], *, gradient: bool, on_host: bool
+def plane_bytes(
+    stages: Stages, resident: tuple[BufferNames, ...], *, gradient: bool, on_host: bool
 ) -> Mapping[str, int]:
-    """Return the bytes on the device of planes, slots and staging buffers, by origin."""
+    """Return the bytes on the device of planes, slots and staging buffers, by origin.
+
+    The arguments are those of `staging_bytes`.
+    """
     sizes = dict.fromkeys(("weights", "gradients", "moments"), 0)
     for index, names in enumerate(resident):
         for name in names:
@@ -212,55 +257,56 @@ def held_bytes(
     return sizes | {"slots": slots_bytes(stages, resident), "staging buffers": staging}
 
 
-def turns_bytes(stages: Stages, resident: Sequence[Names]) -> int:
+def turn_gradient_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
     """Return the bytes of gradients on the host if stages take turns with TURNS sets of memory."""
-    guests = [
-        (index % TURNS, {plane.place: plane.buffers[GRADIENT]})
-        for index, names in enumerate(resident)
-        for plane in stages.planes[index]
-        if plane.stays(names)
-    ]
-    return sum(
-        room_bytes(guest for turn, guest in guests if turn == number) for number in range(TURNS)
-    )
+    groups_by_turn: list[list[dict[int, BufferSize]]] = [[] for _ in range(TURNS)]
+    for index, names in enumerate(resident):
+        for plane in stages.planes[index]:
+            if plane.is_off_device(names):
+                groups_by_turn[index % TURNS].append({plane.place: plane.buffers[GRADIENT]})
+    return sum(device_buffer_bytes(groups) for groups in groups_by_turn)
 
 
-def _part(plane: PlaneShape, name: str, begin: int, end: int) -> tuple[int, torch.dtype]:
+def _piece_size(plane: PlaneShape, name: str, begin: int, end: int) -> BufferSize:
+    """Return the size of a buffer's part that belongs to the parameters from `begin` to `end`."""
     numbers, dtype = plane.buffers[name]
+    # A buffer of scales has one number for so many parameters; other buffers have one for each.
     block = plane.numbers // numbers
-    return -(-end // block) - begin // block, dtype
+    rounded_up_end = -(-end // block)
+    return rounded_up_end - begin // block, dtype
 
 
-def _kinds(
-    stages: Stages, resident: Sequence[Names]
-) -> list[tuple[str, tuple[PlaneShape, ...], Names]]:
-    """Return (kind, planes, resident names), once for stages that are alike and have the same
-    resident buffers.
-    """
-    ends = {0: "first", stages.count - 1: "last"}
-    every = dict.fromkeys(
-        (ends.get(index, "middle"), names) for index, names in enumerate(resident)
-    )
+def _stage_kinds(stages: Stages, resident: Sequence[BufferNames]) -> list[_StageKind]:
+    """Return the different kinds of stages, in the order of the first stage of each."""
+    positions = {0: "first", stages.count - 1: "last"}
     planes = {"first": stages.first, "middle": stages.middle, "last": stages.last}
-    return [(kind, planes[kind], names) for kind, names in every]
-
-
-def _slot_bytes(kinds: Sequence[tuple[str, tuple[PlaneShape, ...], Names]]) -> int:
-    return sum(
-        room_bytes(
-            {p.place: p.buffers[name] for p in planes}
-            for _, planes, names in kinds
-            if name not in names
-        )
-        for name in (WEIGHTS, GRADIENT)
+    kinds = dict.fromkeys(
+        (positions.get(index, "middle"), names) for index, names in enumerate(resident)
     )
+    return [_StageKind(position, planes[position], names) for position, names in kinds]
+
+
+def _slot_bytes(kinds: Sequence[_StageKind]) -> int:
+    """Return the bytes of one slot for stages of these kinds: their weights and gradients that are
+    not resident.
+    """
+    total = 0
+    for name in (WEIGHTS, GRADIENT):
+        total += device_buffer_bytes(
+            {plane.place: plane.buffers[name] for plane in kind.planes}
+            for kind in kinds
+            if name not in kind.resident
+        )
+    return total
 
 
 Tiers = Mapping[str, Mapping[str, int]]  # bytes by origin, for "device", "host" and "disk"
 # The memory of passes is only estimated, so resident buffers leave room for this many times the
 # estimate.
 MARGIN = 1.25
-GOLDEN = 0.618033988749895  # any number of its first multiples, modulo 1, are spread evenly
+# The first multiples of this number, modulo 1, are spread evenly between 0 and 1, however many of
+# them are taken.
+GOLDEN = 0.618033988749895
 
 
 @dataclass(frozen=True)
@@ -271,12 +317,12 @@ class StreamWay:
         work: micro-batch, precision, compile scope and recomputation.
         stages: the model's stages.
         blocks_per_stage: blocks in a stage.
-        when: when weights are updated.
+        when: when weights are updated, see `monograph.stream.Placement`.
         offload: whether boundaries are kept on the host.
         where: where weights that are not resident are updated.
         on_disk: names of buffers that lie in files where they are not resident.
-        files_first: whether buffers named in `on_disk` are the first to stay on the device, because
-            a disk is slow, or the last, because it has room.
+        files_first: whether buffers named in `on_disk` are the first to stay on the device, as a
+            disk is slow. Otherwise they are the last, as a disk has room.
     """
 
     work: Work
@@ -285,118 +331,147 @@ class StreamWay:
     when: When
     offload: bool
     where: Where = "device"
-    on_disk: Names = frozenset()
+    on_disk: BufferNames = frozenset()
     files_first: bool = True
 
     @cached_property
     def order(self) -> list[list[tuple[int, str]]]:
-        """Return buffers as (stage, name) in the order in which they stay on the device, in groups
-        of one name.
+        """Return the buffers as (stage, name), in the order in which they are kept on the device.
 
-        Buffers that save most copies per byte come first: weights, which are copied up to three
-        times an update, then gradients, which leave in the backward pass and return in the forward
-        pass. Buffers in files come before or after all others. Where the host updates weights, a
-        group is a stage instead, as a stage is entirely on the host or on the device.
+        They are in groups, of one name each. Buffers that save most copies per byte come first:
+        weights, which are copied up to three times an update, then gradients, which leave in the
+        backward pass and return in the forward pass. Buffers in files come before or after all
+        others. Where the host updates weights, a group is a stage instead, as a stage is entirely
+        on the host or on the device.
         """
-        stages = sorted(range(self.stages.count), key=lambda index: index * GOLDEN % 1)
-        names = [
-            WEIGHTS,
-            GRADIENT,
-            REST,
-            *(n for n in self.stages.names if n not in (WEIGHTS, GRADIENT, REST)),
-        ]
-        names = [
-            name
-            for name in names
-            if name in self.stages.names and not (name == GRADIENT and self.at_once)
-        ]
+        # Resident stages are spread evenly over the model, so that copies are, too.
+        spread_stages = sorted(range(self.stages.count), key=lambda index: index * GOLDEN % 1)
+        existing = self.stages.names
+        preferred = [WEIGHTS, GRADIENT, REST]
+        others = [name for name in existing if name not in preferred]
+        names = [name for name in (*preferred, *others) if name in existing]
+        if self.gradients_stay_in_slots:
+            names = [name for name in names if name != GRADIENT]
+        # False sorts before True, and the sort keeps the order of equal names.
         names.sort(key=lambda name: (name in self.on_disk) != self.files_first)
-        groups = [
-            [(index, name) for index in stages if self.stages.size_bytes(index, name)]
-            for name in names
-        ]
         if self.where == "host":
             groups = [
                 [(index, name) for name in names if self.stages.size_bytes(index, name)]
-                for index in stages
+                for index in spread_stages
+            ]
+        else:
+            groups = [
+                [(index, name) for index in spread_stages if self.stages.size_bytes(index, name)]
+                for name in names
             ]
         return [group for group in groups if group]
 
     @property
-    def at_once(self) -> bool:
-        """Return whether gradients never leave a slot."""
+    def gradients_stay_in_slots(self) -> bool:
+        """Return whether gradients are never kept outside of a slot, as each stage is updated as
+        soon as its gradient is complete.
+        """
         return self.when == "backward"
 
-    def on_host(self, index: int, resident: Sequence[Names]) -> list[PlaneShape]:
-        """Return a stage's planes that the host updates."""
+    def host_updated(self, index: int, resident: Sequence[BufferNames]) -> list[PlaneShape]:
+        """Return a stage's planes that the host updates.
+
+        Args:
+            index: the stage's index.
+            resident: for each stage, the names of its buffers that stay on the device.
+        """
+        if self.where != "host":
+            return []
         return [
-            plane
-            for plane in self.stages.planes[index]
-            if self.where == "host" and plane.stays(resident[index])
+            plane for plane in self.stages.planes[index] if plane.is_off_device(resident[index])
         ]
 
     @cached_property
-    def passing(self) -> dict[str, int]:
-        """Return the bytes on the device next to planes, by origin; all but boundaries and masks
-        are estimates.
+    def pass_bytes(self) -> dict[str, int]:
+        """Return the bytes on the device of passes and of an update's intermediates, by origin.
+
+        Boundaries and masks are exact, all others are estimates.
         """
-        work, number = self.work, self.work.number_bytes
-        config, tokens = work.config, work.tokens
-        # The first block's input is the stage's, which is at a boundary.
-        inside = (
-            stored_numbers(work, work.remat) * number * tokens * self.blocks_per_stage
-            - work.input_bytes
+        number = self.work.number_bytes
+        config = self.work.config
+        tokens = self.work.tokens
+        eager = self.work.compile == "none"
+
+        # What the forward pass of a stage keeps for its backward pass. The first block's input is
+        # the stage's, which is counted as a boundary.
+        kept = (
+            stored_numbers(self.work, self.work.remat) * number * tokens * self.blocks_per_stage
+            - self.work.input_bytes
         )
-        head = config.vocab_size * config.hidden_size
-        chunks = chunk_count(tokens, config.vocab_size, work.device_type)
-        # A block's backward pass begins with the gradients of gate, up and their product (in a
-        # graph the product itself is gone by then), and ends with those of its weights, where
-        # products do not add them. A chunk's logits become their gradient, next to the rounded
-        # head.
-        eager = work.compile == "none"
-        rounded = number % 4
-        added = 0 if work.fused else 4
-        weights = sum(plane.numbers for plane in self.stages.middle) / self.blocks_per_stage
-        # In the block that is recomputed.
-        again = stored_numbers(work, "none") - stored_numbers(work, work.remat)
-        block = (
-            again + (3 if eager else 2) * work.inner_numbers
-        ) * number * tokens + added * weights
-        loss = (
-            tokens
-            / chunks
-            * config.vocab_size
-            * ((8 if eager else number) + (rounded or 4 * (not eager)))
-        )
-        # The head's gradient adds up over chunks; that of one chunk follows its logits.
-        loss += head * (rounded + (4 if eager or chunks > 1 else added)) + 2 * work.input_bytes
         matrices = [plane.whole for plane in self.stages.middle if plane.whole > 1]
         planes = (*self.stages.first, *self.stages.middle, *self.stages.last)
-        largest = max(end - begin for plane in planes for begin, end in plane.pieces())
+        largest_piece = max(end - begin for plane in planes for begin, end in plane.pieces())
         if eager:
-            update = (FORMATS[work.optim.state].eager_update_bytes + 8) * largest
+            update = (FORMATS[self.work.optim.state].eager_update_bytes + 8) * largest_piece
         else:
-            update = max(4 * largest, ORTHOGONAL_NUMBERS * number * max(matrices, default=0))
-        passes = inside + max(block, loss - inside, 4 * head - inside, update - inside)
-        # Dense masks, cosines and sines.
-        masks = (
-            work.window_rows * work.length * (work.length + 4 * config.head_dim)
-            if work.packed
-            else 0
+            update = max(4 * largest_piece, ORTHOGONAL_NUMBERS * number * max(matrices, default=0))
+
+        # The peak is in a block's backward pass, in the loss, where an fp32 tensor of the head's
+        # size is made, or in an update. Only the first of them needs what the forward pass has
+        # kept.
+        head = config.vocab_size * config.hidden_size
+        peak = kept + max(
+            self._block_backward_bytes, self._loss_bytes - kept, 4 * head - kept, update - kept
         )
+        # Dense masks, cosines and sines.
+        masks = 0
+        if self.work.packed:
+            length = self.work.length
+            masks = self.work.window_rows * length * (length + 4 * config.head_dim)
         return {
-            "boundaries": self._states * work.input_bytes,
-            "activations": int(inside),
-            "workspace": int(passes - inside) + masks,
+            "boundaries": self._states * self.work.input_bytes,
+            "activations": int(kept),
+            "workspace": int(peak - kept) + masks,
         }
 
     @property
-    def _states(self) -> int:
-        """Return the most states on the device at once, in states of a micro-batch.
+    def _block_backward_bytes(self) -> float:
+        """Return the estimated bytes of a block's backward pass, recomputation included.
 
-        A state is the tensor that passes from stage to stage. If states stay on the device, they
-        are the inputs of all stages and one gradient; if they are offloaded, those of the stage
-        that is read, those of the stage that is written, and the rings of copies.
+        It begins with the gradients of gate, up and their product (in a graph the product itself is
+        gone by then). It ends with the gradients of the block's weights, unless products add them
+        to the plane.
+        """
+        work = self.work
+        eager = work.compile == "none"
+        recomputed = stored_numbers(work, "none") - stored_numbers(work, work.remat)
+        weights = sum(plane.numbers for plane in self.stages.middle) / self.blocks_per_stage
+        gradient_bytes = 0 if work.fused else 4
+        numbers = recomputed + (3 if eager else 2) * work.inner_numbers
+        return numbers * work.number_bytes * work.tokens + gradient_bytes * weights
+
+    @property
+    def _loss_bytes(self) -> float:
+        """Return the estimated bytes of the loss, whose logits are computed in chunks of tokens."""
+        work = self.work
+        eager = work.compile == "none"
+        vocabulary = work.config.vocab_size
+        head = vocabulary * work.config.hidden_size
+        chunks = chunk_count(work.tokens, vocabulary, work.device_type)
+        # The bytes of a number of the head that is rounded to 16 bits; 0 in fp32.
+        rounded = work.number_bytes % 4
+        gradient_bytes = 0 if work.fused else 4
+        # A chunk's logits become their gradient, next to the rounded head.
+        logit_bytes = (8 if eager else work.number_bytes) + (rounded or 4 * (not eager))
+        loss = work.tokens / chunks * vocabulary * logit_bytes
+        # The head's gradient adds up over chunks; that of one chunk follows its logits.
+        head_bytes = rounded + (4 if eager or chunks > 1 else gradient_bytes)
+        loss += head * head_bytes + 2 * work.input_bytes
+        return loss
+
+    @property
+    def _states(self) -> int:
+        """Return the largest number of states on the device at once.
+
+        A state is a micro-batch's tensor that passes from stage to stage. If states stay on the
+        device, they are the inputs of all stages and one gradient. If they are offloaded, they are
+        those of the stage that is read, those of the stage that is written, and INPUT_SETS sets of
+        copies.
         """
         inner = self.stages.count - 1
         if not self.offload:
@@ -406,62 +481,55 @@ class StreamWay:
     @property
     def offloaded_bytes(self) -> int:
         """Return the bytes of boundaries that are kept on the host."""
-        return (
-            (self.stages.count - 2) * self.work.micro_batches * self.work.input_bytes
-            if self.offload
-            else 0
-        )
+        if not self.offload:
+            return 0
+        return (self.stages.count - 2) * self.work.micro_batches * self.work.input_bytes
 
-    def resident(self, count: int) -> list[Names]:
-        """Return the names of each stage's buffers on the device, if the first `count` of `order`
-        are.
+    def resident(self, count: int) -> list[BufferNames]:
+        """Return for each stage the names of its resident buffers, if the first `count` buffers of
+        `order` are resident.
         """
+        buffers = list(itertools.chain.from_iterable(self.order))
         names_of: list[set[str]] = [set() for _ in range(self.stages.count)]
-        for index, name in [buffer for group in self.order for buffer in group][:count]:
+        for index, name in buffers[:count]:
             names_of[index].add(name)
         return [frozenset(names) for names in names_of]
 
-    def device(self, resident: Sequence[Names]) -> dict[str, int]:
+    def device(self, resident: Sequence[BufferNames]) -> dict[str, int]:
         """Return the bytes on the device by origin."""
-        held = held_bytes(
-            self.stages, tuple(resident), gradient=not self.at_once, on_host=self.where == "host"
-        )
-        return {**held, **self.passing}
+        return {**self._plane_bytes(resident), **self.pass_bytes}
 
-    def filled(self, limit: int) -> list[Names]:
-        """Return the names of each stage's resident buffers: as many of `order` as `limit` bytes
-        hold.
-        """
-        passing = self.passing
-        spare = (
-            limit
-            - int(MARGIN * (passing["activations"] + passing["workspace"]))
-            - passing["boundaries"]
+    def _plane_bytes(self, resident: Sequence[BufferNames]) -> Mapping[str, int]:
+        return plane_bytes(
+            self.stages,
+            tuple(resident),
+            gradient=not self.gradients_stay_in_slots,
+            on_host=self.where == "host",
         )
+
+    def resident_within(self, limit: int) -> list[BufferNames]:
+        """Return for each stage the names of its resident buffers, if as many buffers of `order`
+        are resident as fit into `limit` bytes.
+        """
+        estimated = self.pass_bytes["activations"] + self.pass_bytes["workspace"]
+        available = limit - int(MARGIN * estimated) - self.pass_bytes["boundaries"]
 
         def fits(count: int) -> bool:
-            return (
-                sum(
-                    size
-                    for name, size in self.device(self.resident(count)).items()
-                    if name not in passing
-                )
-                <= spare
-            )
+            return sum(self._plane_bytes(self.resident(count)).values()) <= available
 
-        ends = [0, *itertools.accumulate(map(len, self.order))]
-        # Within a group memory only grows with `count`, so it is bisected; at a group's end slots
-        # may no longer be needed, so ends are tried one by one.
-        whole = max((n for n, end in enumerate(ends) if fits(end)), default=0)
+        # Within a group memory only grows with `count`, so the count is bisected. At a group's end
+        # slots may no longer be needed and memory falls, so all ends are tried.
+        ends = [0, *itertools.accumulate(len(group) for group in self.order)]
+        whole_groups = max((number for number, end in enumerate(ends) if fits(end)), default=0)
+        low = ends[whole_groups]
         if self.where == "host":
-            return self.resident(ends[whole])
-        low = ends[whole]
-        high = ends[min(whole + 1, len(ends) - 1)]
-        return self.resident(
-            low + bisect_left(range(low + 1, high), True, key=lambda count: not fits(count))
-        )
+            return self.resident(low)
+        high = ends[min(whole_groups + 1, len(ends) - 1)]
+        candidates = range(low + 1, high)
+        further = bisect_left(candidates, True, key=lambda count: not fits(count))
+        return self.resident(low + further)
 
-    def tiers(self, resident: Sequence[Names]) -> Tiers:
+    def tiers(self, resident: Sequence[BufferNames]) -> Tiers:
         """Return the bytes by origin on the device, on the host and on disk."""
         tiers = {
             "device": self.device(resident),
@@ -471,26 +539,32 @@ class StreamWay:
         for index in range(self.stages.count):
             for name in self.stages.names:
                 size = self.stages.size_bytes(index, name)
-                if not size or name in resident[index] or (name == GRADIENT and self.at_once):
+                if not size or name in resident[index]:
+                    continue
+                if name == GRADIENT and self.gradients_stay_in_slots:
                     continue
                 tier = tiers["disk" if name in self.on_disk else "host"]
                 origin = ORIGIN.get(name, "moments")
                 tier[origin] = tier.get(origin, 0) + size
-        if self.where == "host" and self.at_once and (turns := turns_bytes(self.stages, resident)):
-            tiers["host"]["gradients"] = turns
+        # The host gets the gradients of the planes that it updates, although none is kept.
+        if self.where == "host" and self.gradients_stay_in_slots:
+            gradients = turn_gradient_bytes(self.stages, resident)
+            if gradients:
+                tiers["host"]["gradients"] = gradients
         if self.offload:
             tiers["host"]["boundaries"] = self.offloaded_bytes
         return tiers
 
-    def placement(self, resident: Sequence[Names]) -> Placement:
-        """Return the placement for the engine; the caller sets its device and folder."""
+    def placement(self, resident: Sequence[BufferNames]) -> Placement:
+        """Return the placement for the engine. The caller sets its device and folder."""
+        on_device = frozenset(
+            (index, name) for index, names in enumerate(resident) for name in names
+        )
         return Placement(
             when=self.when,
             where=self.where,
             blocks_per_stage=self.blocks_per_stage,
             offload=self.offload,
-            on_device=frozenset(
-                (index, name) for index, names in enumerate(resident) for name in names
-            ),
+            on_device=on_device,
             on_disk=self.on_disk,
         )

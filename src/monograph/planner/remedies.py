@@ -1,7 +1,7 @@
 """List what can be changed so that a training fits a device or is faster there, and what each
 change costs.
 
-Everything here is estimated in closed form, as tracing each change would take a minute.
+Memory and time are estimated in closed form, as tracing each change would take a minute.
 """
 
 import itertools
@@ -17,16 +17,24 @@ from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
 from monograph.optim.formats import FORMATS, narrower
-from monograph.planner.candidates import ByDtype, Candidate, Request, of_way, ways
+from monograph.planner.candidates import (
+    ByDtype,
+    Candidate,
+    Request,
+    resident_ways,
+    way_candidates,
+)
 from monograph.planner.defaults import Plan, budget
-from monograph.planner.streaming import HOST_SHARE, Limits, StreamCandidate, streamed
+from monograph.planner.streaming import HOST_SHARE, Limits, StreamCandidate, stream_candidates
 from monograph.report.quantities import binary
 
 # The share of a device's memory that an estimate may take, as it may be a few per cent too low.
-ROOM = 0.95
-SHORTEST = 256  # tokens of a row
-HOSTS_GIB = 64, 128, 256, 512
-FEWER_TOKENS = 2**17, 2**14  # of an update that is streamed, whose states between stages are kept
+ESTIMATE_SHARE = 0.95
+MIN_LENGTH = 256  # tokens of a row
+HOSTS_GIB = 64, 128, 256, 512  # the memory of usual hosts
+# Smaller updates to try where a model is streamed: the memory of states between stages grows with
+# the tokens of an update.
+FEWER_TOKENS = 2**17, 2**14
 
 
 class Remedy(NamedTuple):
@@ -43,7 +51,18 @@ class Remedy(NamedTuple):
     best: Candidate
 
 
-Changed = tuple[str, str, Request]  # what to type, what it costs, and the training with it
+class Change(NamedTuple):
+    """A change of a training.
+
+    Attributes:
+        typed: what to add to the command line.
+        cost: what it costs, in words, apart from time.
+        request: the changed training.
+    """
+
+    typed: str
+    cost: str
+    request: Request
 
 
 class Choices(NamedTuple):
@@ -51,7 +70,7 @@ class Choices(NamedTuple):
 
     Attributes:
         existing: whether the model has weights that adapters can be added to.
-        smaller: smaller shapes, by what to type for each, the largest first.
+        smaller: smaller shapes as (what to type, shape), the largest first.
         card: whether another card may be taken.
         may_stream: whether weights may be streamed from the host.
         halves: the 16-bit precision of the device; "" if it has none.
@@ -64,172 +83,207 @@ class Choices(NamedTuple):
     halves: str = ""
 
 
-# A change is worth a line where a training fits already if it is this much faster, or needs this
-# share of the memory.
-FASTER, SMALLER = 1.05, 0.75
+# If a training fits already, a change is worth a line if it gives at least this many times the
+# tokens per second, or needs at most this share of the memory.
+MIN_SPEEDUP, MAX_MEMORY_SHARE = 1.05, 0.75
 
 
-def better(
+def remedies_worth_showing(
     plan: Plan, request: Request, peaks: ByDtype, choices: Choices, limits: Limits
 ) -> list[Remedy]:
-    """Return the changes that are worth a line: all with which it fits, or where it does already,
-    the better ones.
+    """Return the changes that are worth a line in a plan.
+
+    If the training does not fit, or fits only when it is streamed, these are all changes with which
+    it fits on the device. Otherwise they are narrower numbers that make it faster or smaller.
+
+    Args:
+        plan: the plan without changes.
+        request: the training, and the choices that are open.
+        peaks: FLOP/s by precision.
+        choices: what may be changed.
+        limits: the limits of streaming.
     """
     best = plan.chosen
     if best is None:
-        return [*remedies(request, plan.device, peaks, choices, limits)]
+        return [*fitting_remedies(request, plan.device, peaks, choices, limits)]
     if isinstance(best, StreamCandidate):
-        return [*remedies(request, plan.device, peaks, choices._replace(may_stream=False), limits)]
+        choices = choices._replace(may_stream=False)
+        return [*fitting_remedies(request, plan.device, peaks, choices, limits)]
+    narrower = _narrower(request, choices._replace(existing=False))
     return [
         remedy
-        for remedy in _fitting(
-            _numerics(request, choices._replace(existing=False)), plan.device, peaks
-        )
-        if remedy.best.tokens_per_s >= FASTER * best.tokens_per_s
-        or remedy.best.peak_memory_bytes <= SMALLER * best.peak_memory_bytes
+        for remedy in _that_fit(narrower, plan.device, peaks)
+        if remedy.best.tokens_per_s >= MIN_SPEEDUP * best.tokens_per_s
+        or remedy.best.peak_memory_bytes <= MAX_MEMORY_SHARE * best.peak_memory_bytes
     ]
 
 
-def remedies(
+def fitting_remedies(
     request: Request, device: Device, peaks: ByDtype, choices: Choices, limits: Limits
 ) -> Iterator[Remedy]:
-    """Yield the changes with which the training fits, those that keep most of it first."""
-    numerics = [*_numerics(request, choices)]
-    fitting = [*_fitting(numerics, device, peaks)]
-    yield from fitting
-    yield from itertools.islice(_fitting(_shorter(request), device, peaks), 1)
+    """Yield the changes with which the training fits: all narrower numbers, then the least change
+    of each other kind.
+
+    The arguments are those of `remedies_worth_showing`.
+    """
+    narrower = [*_narrower(request, choices)]
+    narrower_that_fit = [*_that_fit(narrower, device, peaks)]
+    yield from narrower_that_fit
+    yield from itertools.islice(_that_fit(_shorter(request), device, peaks), 1)
     if choices.may_stream:
-        yield from itertools.islice(_streamed(request, device, peaks, limits), 1)
+        yield from itertools.islice(_streaming(request, device, peaks, limits), 1)
     smaller = (
-        (change, "a smaller model", request.having(replace(request.training, config=shape)))
-        for change, shape in choices.smaller
+        Change(
+            typed,
+            "a smaller model",
+            request.with_training(replace(request.training, config=shape)),
+        )
+        for typed, shape in choices.smaller
     )
-    yield from itertools.islice(_fitting(smaller, device, peaks), 1)
+    yield from itertools.islice(_that_fit(smaller, device, peaks), 1)
     if choices.card:
-        here = [remedy.change for remedy in fitting]
-        elsewhere = [
-            changed
-            for changed in numerics
-            if changed[0] not in here and changed[2].training.lora is not None
+        # On larger cards: the training itself, and with adapters if these do not fit here.
+        fitting_here = [remedy.change for remedy in narrower_that_fit]
+        adapters = [
+            change
+            for change in narrower
+            if change.typed not in fitting_here and change.request.training.lora is not None
         ]
-        yield from _larger_cards([("", "", request), *elsewhere], device)
+        yield from _larger_cards([Change("", "", request), *adapters], device)
 
 
-def _fitting(changes: Iterable[Changed], device: Device, peaks: ByDtype) -> Iterator[Remedy]:
-    """Yield the changes with which it fits."""
-    for change, cost, request in changes:
-        best = fastest(request, device, peaks)
+def _that_fit(changes: Iterable[Change], device: Device, peaks: ByDtype) -> Iterator[Remedy]:
+    """Yield the changes with which the training fits the device."""
+    for change in changes:
+        best = fastest_fitting(change.request, device, peaks)
         if best is not None:
-            yield Remedy(change, cost, best)
+            yield Remedy(change.typed, change.cost, best)
 
 
-def fastest(request: Request, device: Device, peaks: ByDtype) -> Candidate | None:
-    """Return the fastest way that fits a device by the closed form; None if none does."""
-    limit = int(ROOM * budget(device))
-    found = [
-        candidate
-        for way in ways(request)
-        if way[1] != "none"
-        for candidate in of_way(request, way, device, limit, 1.0, peaks, {})
-        if candidate.peak_memory_bytes <= limit
-    ]
-    return min(found, key=lambda candidate: candidate.update_s, default=None)
+def fastest_fitting(request: Request, device: Device, peaks: ByDtype) -> Candidate | None:
+    """Return the fastest way that fits a device by the closed form; None if none does.
+
+    Only ways with compiled graphs count.
+    """
+    limit = int(ESTIMATE_SHARE * budget(device))
+    fitting = []
+    for way in resident_ways(request):
+        if way.scope == "none":
+            continue
+        for candidate in way_candidates(request, way, device, limit, 1.0, peaks, {}):
+            if candidate.peak_memory_bytes <= limit:
+                fitting.append(candidate)
+    return min(fitting, key=lambda candidate: candidate.update_s, default=None)
 
 
-def _numerics(request: Request, choices: Choices) -> Iterator[Changed]:
-    """Yield (change, cost, request) for narrower numbers, and for adapters in place of all weights."""
+def _narrower(request: Request, choices: Choices) -> Iterator[Change]:
+    """Yield changes to narrower numbers, and to adapters in place of all weights."""
     training = request.training
-    optim = training.optim
-    lora = training.lora
     if request.precisions == ("fp32",) and choices.halves:
-        change = f"train.precision={choices.halves}"
-        yield change, "products in 16 bits", replace(request, precisions=(choices.halves,))
+        yield Change(
+            f"train.precision={choices.halves}",
+            "products in 16 bits",
+            replace(request, precisions=(choices.halves,)),
+        )
+    lora = training.lora
     if lora is not None:
         if lora.base == "auto":
-            eight = replace(lora, base="int8")
-            four = replace(lora, base="nf4")
-            yield (
-                "lora.base=int8",
-                "frozen weights rounded to 8 bits",
-                request.having(replace(training, lora=eight)),
+            int8 = replace(training, lora=replace(lora, base="int8"))
+            nf4 = replace(training, lora=replace(lora, base="nf4"))
+            yield Change(
+                "lora.base=int8", "frozen weights rounded to 8 bits", request.with_training(int8)
             )
-            yield (
-                "lora.base=nf4",
-                "frozen weights rounded to 4 bits",
-                request.having(replace(training, lora=four)),
+            yield Change(
+                "lora.base=nf4", "frozen weights rounded to 4 bits", request.with_training(nf4)
             )
         return
+    optim = training.optim
     if FORMATS[optim.state].exact:
         for state in narrower(optim.state):
-            if FORMATS[state].stochastic:  # below, with the weights
+            # A format that rounds stochastically is yielded below, together with the weights.
+            if FORMATS[state].stochastic:
                 continue
-            narrow = request.having(replace(training, optim=replace(optim, state=state)))
             bits = round(8 * FORMATS[state].bytes_each)
-            yield f"optim.state={state}", f"moments rounded to {bits} bits", narrow
+            narrow = replace(training, optim=replace(optim, state=state))
+            yield Change(
+                f"optim.state={state}",
+                f"moments rounded to {bits} bits",
+                request.with_training(narrow),
+            )
         if request.precisions == ("bf16",):
-            whole = replace(optim, state="bf16", master_weights=False)
-            halved = request.having(replace(training, optim=whole))
-            change = "optim.state=bf16 optim.master_weights=false"
-            yield change, "weights, moments in 16 bits", halved
+            bits_16 = replace(training, optim=replace(optim, state="bf16", master_weights=False))
+            yield Change(
+                "optim.state=bf16 optim.master_weights=false",
+                "weights, moments in 16 bits",
+                request.with_training(bits_16),
+            )
     if choices.existing:
-        adapted = replace(training, optim=AdamW(), lora=Lora())
         rank = Lora().rank
-        yield f"lora.rank={rank}", "adapters in place of all weights", request.having(adapted)
-        change = f"lora.rank={rank} lora.base=nf4"
-        yield (
-            change,
+        adapted = replace(training, optim=AdamW(), lora=Lora())
+        yield Change(
+            f"lora.rank={rank}", "adapters in place of all weights", request.with_training(adapted)
+        )
+        adapted_nf4 = replace(adapted, lora=Lora(base="nf4"))
+        yield Change(
+            f"lora.rank={rank} lora.base=nf4",
             "adapters on weights of 4 bits",
-            request.having(replace(adapted, lora=Lora(base="nf4"))),
+            request.with_training(adapted_nf4),
         )
 
 
-def _shorter(request: Request) -> Iterator[Changed]:
-    """Yield half of the row's length, a quarter of it and so on."""
+def _shorter(request: Request) -> Iterator[Change]:
+    """Yield rows of half of the length, of a quarter of it and so on."""
     length = request.training.length // 2
-    while length >= SHORTEST:
-        yield (
+    while length >= MIN_LENGTH:
+        yield Change(
             f"data.sequence_length={length}",
             "longer texts are cut",
-            request.of_tokens(request.tokens_per_update, length),
+            request.with_tokens(request.tokens_per_update, length),
         )
         length //= 2
 
 
-def _streamed(request: Request, device: Device, peaks: ByDtype, known: Limits) -> Iterator[Remedy]:
-    """Yield streaming from each usual host that has room, the smallest first; then with smaller
-    updates.
+def _streaming(
+    request: Request, device: Device, peaks: ByDtype, given_limits: Limits
+) -> Iterator[Remedy]:
+    """Yield streaming from each usual host that has room, the smallest first; then the same with
+    smaller updates.
     """
+    length = request.training.length
     for tokens in (request.tokens_per_update, *FEWER_TOKENS):
-        if not request.training.length <= tokens <= request.tokens_per_update:
+        if not length <= tokens <= request.tokens_per_update:
             continue
-        smaller = (
-            ""
-            if tokens == request.tokens_per_update
-            else f" train.tokens_per_update={binary(tokens)}"
-        )
-        asked = replace(request, remats=("none",), scopes=("blocks",)).of_tokens(
-            tokens, request.training.length
-        )
+        typed = "train.memory=stream"
+        further_cost = ""
+        if tokens != request.tokens_per_update:
+            typed += f" train.tokens_per_update={binary(tokens)}"
+            further_cost = ", small updates"
+        changed = replace(request, remats=("none",), scopes=("blocks",))
+        changed = changed.with_tokens(tokens, length)
         for gibibytes in HOSTS_GIB:
-            limits = replace(known, host_bytes=int(HOST_SHARE * gibibytes * 2**30), disk_bytes=0)
+            host_bytes = int(HOST_SHARE * gibibytes * 2**30)
+            limits = replace(given_limits, host_bytes=host_bytes, disk_bytes=0)
             with suppress(OutOfDeviceMemory):
-                best = streamed(asked, device, limits, peaks)[0]
-                cost = f"a host of {gibibytes} GiB" + (", small updates" if smaller else "")
-                yield Remedy(f"train.memory=stream{smaller}", cost, best)
+                best = stream_candidates(changed, device, limits, peaks)[0]
+                yield Remedy(typed, f"a host of {gibibytes} GiB{further_cost}", best)
 
 
-def _larger_cards(changes: Iterable[Changed], device: Device) -> Iterator[Remedy]:
-    """Yield for each change the card with the least memory that it fits, of those with more than
-    the device has.
+def _larger_cards(changes: Iterable[Change], device: Device) -> Iterator[Remedy]:
+    """Yield for each change the smallest card that the training fits, of those with more memory
+    than the device.
     """
-    every = sorted(map(named, CARDS), key=lambda card: card.memory_bytes)
-    larger = [card for card in every if card.memory_bytes > device.memory_bytes]
-    names = {card.name: short for short, card in CARDS.items()}
-    for change, cost, request in changes:
-        able = [card for card in larger if request.precisions[0] in card.peak_flops]
-        found = ((card, fastest(request, card, card.peak_flops)) for card in able)
-        for card, best in found:
+    by_memory = sorted(map(named, CARDS), key=lambda card: card.memory_bytes)
+    larger = [card for card in by_memory if card.memory_bytes > device.memory_bytes]
+    short_names = {card.name: short_name for short_name, card in CARDS.items()}
+    for change in changes:
+        for card in larger:
+            if change.request.precisions[0] not in card.peak_flops:
+                continue
+            best = fastest_fitting(change.request, card, card.peak_flops)
             if best is not None:
-                said = f"{card.memory_bytes / 2**30:.0f} GiB" + (f"; {cost}" if cost else "")
-                yield Remedy(f"{change} --device {names[card.name]}".strip(), said, best)
+                typed = f"{change.typed} --device {short_names[card.name]}".strip()
+                cost = f"{card.memory_bytes / 2**30:.0f} GiB"
+                if change.cost:
+                    cost += f"; {change.cost}"
+                yield Remedy(typed, cost, best)
                 break

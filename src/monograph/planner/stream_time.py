@@ -1,5 +1,10 @@
-"""Predict the time of a streamed model's update: in closed form for a search, by the clock for its
-best few ways.
+"""Predict the time of a streamed model's update, in two ways: in closed form, for a search over all
+ways to stream, and by the clock (`stream.clock`), which simulates the engine, for the best few
+ways.
+
+A streamed model's weights live on the host. They come to the device in stages: what is before the
+blocks, groups of blocks, and what is after them. A plane is a part of a stage's parameters in one
+tensor.
 """
 
 import math
@@ -12,151 +17,226 @@ import torch
 
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
-from monograph.planner.placement_bytes import META, Names, StreamWay
+from monograph.planner.placement_bytes import META, BufferNames, StreamWay
 from monograph.predict.footprint import Work
 from monograph.stream import Placement, Streamed
 from monograph.stream.clock import Clock, Costs, Link, Pretend, UpdateTiming, pretended
 from monograph.stream.lanes import Lanes
 from monograph.stream.store import GRADIENT, WEIGHTS
 
-MOST_PLAYED = 16  # micro-batches; with more, several are played as one
+# The clock runs at most this many micro-batches. Of more, it runs several as one.
+MAX_CLOCK_MICRO_BATCHES = 16
 
 
-class Seconds(NamedTuple):
+class StageSeconds(NamedTuple):
     """The seconds of each stage in an update, over all micro-batches.
 
     Attributes:
-        there: the forward pass.
-        back: the repeated forward pass and the backward pass.
-        device: updating weights on the device.
-        host: updating weights on the host.
+        forward: the forward pass.
+        backward: the recomputed forward pass and the backward pass.
+        device_update: updating weights on the device.
+        host_update: updating weights on the host.
     """
 
-    there: list[float]
-    back: list[float]
-    device: list[float]
-    host: list[float]
+    forward: list[float]
+    backward: list[float]
+    device_update: list[float]
+    host_update: list[float]
 
     @property
-    def late_s(self) -> float:
-        """Return how long the forward pass waits for stages that the host updates during it, one
-        after another.
+    def wait_in_forward_s(self) -> float:
+        """Return how long the forward pass waits for the host in all, if the host updates one stage
+        after another during that pass.
+
+        Before a stage's forward pass the device waits for the host's update of that stage.
+        Afterwards the device updates its own planes of the next stage.
         """
-        ready = 0.0
-        done = self.device[0]
-        for host_s, there_s, next_s in zip(
-            self.host, self.there, [*self.device[1:], 0.0], strict=True
+        next_device_updates = [*self.device_update[1:], 0.0]
+        host_done = 0.0
+        device_done = self.device_update[0]
+        for host_s, forward_s, next_device_s in zip(
+            self.host_update, self.forward, next_device_updates, strict=True
         ):
-            ready += host_s
-            done = max(done, ready) + there_s + next_s
-        return done - sum(self.there) - sum(self.device)
+            host_done += host_s
+            device_done = max(device_done, host_done) + forward_s + next_device_s
+        return device_done - sum(self.forward) - sum(self.device_update)
 
     @property
-    def late_in_backward_s(self) -> float:
-        """Return how long the next forward pass waits if the host updates stages during the
+    def wait_after_backward_s(self) -> float:
+        """Return how long the next forward pass waits, if the host updates stages during the
         backward pass.
 
-        A stage is updated once its gradient is there, the last stage first.
+        A stage is updated when its gradient is complete, the last stage first.
         """
-        done = ready = 0.0
-        for back_s, device_s, host_s in reversed(
-            list(zip(self.back, self.device, self.host, strict=True))
-        ):
-            done += back_s
-            ready = max(ready, done) + host_s if host_s else ready
-            done += device_s
-        before = next((index for index, host_s in enumerate(self.host) if host_s), 0)
-        return max(0.0, ready - done - sum(self.there[:before]))
+        device_done = host_done = 0.0
+        stages = list(zip(self.backward, self.device_update, self.host_update, strict=True))
+        for backward_s, device_s, host_s in reversed(stages):
+            device_done += backward_s
+            if host_s:
+                host_done = max(host_done, device_done) + host_s
+            device_done += device_s
+        # The next forward pass waits when it comes to the first stage that the host updates.
+        first_on_host = next((index for index, host_s in enumerate(self.host_update) if host_s), 0)
+        forward_before_s = sum(self.forward[:first_on_host])
+        return max(0.0, host_done - device_done - forward_before_s)
 
 
-def seconds_of(way: StreamWay, resident: Sequence[Names], times: Costs) -> Seconds:
-    """Return the seconds of each stage for a way to stream."""
+class _Phase(NamedTuple):
+    """A part of an update in which computing and copies overlap.
+
+    Attributes:
+        compute_s: seconds of computing.
+        in_bytes: bytes copied to the device.
+        out_bytes: bytes copied from the device.
+    """
+
+    compute_s: float
+    in_bytes: int
+    out_bytes: int
+
+    def joined(self, other: "_Phase") -> "_Phase":
+        """Return the phase of both works at the same time."""
+        return _Phase(
+            self.compute_s + other.compute_s,
+            self.in_bytes + other.in_bytes,
+            self.out_bytes + other.out_bytes,
+        )
+
+    def seconds(self, link: Link) -> float:
+        """Return the longest of computing, copying in and copying out."""
+        return max(self.compute_s, self.in_bytes / link.into, self.out_bytes / link.out)
+
+
+def stage_seconds(way: StreamWay, resident: Sequence[BufferNames], costs: Costs) -> StageSeconds:
+    """Return the seconds of each stage for a way to stream.
+
+    Args:
+        way: the way.
+        resident: for each stage, the names of its buffers that stay on the device.
+        costs: the seconds of each pass.
+    """
     stages = way.stages
-    count = way.work.micro_batches
+    micro_batches = way.work.micro_batches
     blocks = way.blocks_per_stage
+    inner = stages.count - 2  # the stages of blocks
     numbers = [sum(plane.numbers for plane in planes) for planes in stages.planes]
-    on_host = [
-        sum(plane.numbers for plane in way.on_host(index, resident))
+    host_numbers = [
+        sum(plane.numbers for plane in way.host_updated(index, resident))
         for index in range(stages.count)
     ]
-    inner = stages.count - 2
-    return Seconds(
-        [count * times.first_s, *[count * blocks * times.forward_s] * inner, 0.0],
-        [
-            count * times.first_again_s,
-            *[count * blocks * times.again_s] * inner,
-            count * times.loss_s,
+    return StageSeconds(
+        # The last stage runs forward only with the backward pass: `loss_s` holds both.
+        forward=[
+            micro_batches * costs.first_s,
+            *[micro_batches * blocks * costs.forward_s] * inner,
+            0.0,
         ],
-        [times.number_s * (every - home) for every, home in zip(numbers, on_host, strict=True)],
-        [times.host_number_s * home for home in on_host],
+        backward=[
+            micro_batches * costs.first_again_s,
+            *[micro_batches * blocks * costs.again_s] * inner,
+            micro_batches * costs.loss_s,
+        ],
+        device_update=[
+            costs.number_s * (every - on_host)
+            for every, on_host in zip(numbers, host_numbers, strict=True)
+        ],
+        host_update=[costs.host_number_s * on_host for on_host in host_numbers],
     )
 
 
-def closed_form(way: StreamWay, resident: Sequence[Names], times: Costs, link: Link) -> float:
+def closed_form_seconds(
+    way: StreamWay, resident: Sequence[BufferNames], costs: Costs, link: Link
+) -> float:
     """Return the seconds of an update: the sum over phases of the longest of computing, copying in
     and copying out.
 
     The host updates its stages during a pass, and the forward pass waits for a stage that is late.
-    """
-    on_host = [way.on_host(index, resident) for index in range(way.stages.count)]
 
-    def away(names: Iterable[str], *, home: bool) -> int:
-        """Return the bytes off the device of planes that the host updates (`home`), or of all
-        others.
+    Args:
+        way: the way.
+        resident: for each stage, the names of its buffers that stay on the device.
+        costs: the seconds of each pass.
+        link: the rates of copies.
+    """
+    host_planes = [way.host_updated(index, resident) for index in range(way.stages.count)]
+
+    def off_device_bytes(names: Iterable[str], *, host_updated: bool) -> int:
+        """Return the bytes off the device of these buffers, of planes that the host updates or of
+        planes that the device updates.
         """
         return sum(
             plane.size_bytes(name)
-            for index, here in enumerate(resident)
+            for index, resident_names in enumerate(resident)
             for plane in way.stages.planes[index]
-            if (plane in on_host[index]) == home
+            if (plane in host_planes[index]) == host_updated
             for name in names
-            if name not in here
+            if name not in resident_names
         )
 
-    names = way.stages.names
-    seconds = seconds_of(way, resident, times)
-    weights, weights_home = (away([WEIGHTS], home=home) for home in (False, True))
-    gradients, gradients_home = (away([GRADIENT], home=home) for home in (False, True))
-    renewed_bytes = away(names, home=False) - gradients
-    disk_s, disk_home_s = (2 * away(way.on_disk, home=home) / link.disk for home in (False, True))
+    seconds = stage_seconds(way, resident, costs)
+    forward_s = sum(seconds.forward)
+    backward_s = sum(seconds.backward)
+    update_s = sum(seconds.device_update)
+
+    host_weights = off_device_bytes([WEIGHTS], host_updated=True)
+    weights = off_device_bytes([WEIGHTS], host_updated=False) + host_weights
+    gradients = off_device_bytes([GRADIENT], host_updated=False)
+    host_gradients = off_device_bytes([GRADIENT], host_updated=True)
+    update_bytes = off_device_bytes(way.stages.names, host_updated=False) - gradients
     boundaries = way.offloaded_bytes
-    there_s = sum(seconds.there)
-    back_s = sum(seconds.back)
-    renew_s = sum(seconds.device)
-    late_there_s = 0.0 if way.at_once else max(seconds.late_s, disk_home_s - there_s)
-    late_back_s = max(seconds.late_in_backward_s, disk_home_s - back_s) if way.at_once else 0.0
+
+    # Each buffer in a file is read and written once.
+    disk_s = 2 * off_device_bytes(way.on_disk, host_updated=False) / link.disk
+    host_disk_s = 2 * off_device_bytes(way.on_disk, host_updated=True) / link.disk
+
+    # The host's updates overlap with the pass during which they are made: the backward pass if
+    # gradients never leave their slots, else the next forward pass.
+    forward_wait_s = backward_wait_s = 0.0
+    if way.gradients_stay_in_slots:
+        backward_wait_s = max(seconds.wait_after_backward_s, host_disk_s - backward_s)
+    else:
+        forward_wait_s = max(seconds.wait_in_forward_s, host_disk_s - forward_s)
+
     # Gradients that left their slots come back for the update.
-    came = 0 if way.at_once else gradients
-    renewed = max(renew_s, disk_s), renewed_bytes + came, renewed_bytes
-    there = there_s + late_there_s, weights + weights_home, boundaries
-    back = back_s + late_back_s, weights + weights_home + boundaries, came + gradients_home
-    phases = {
-        "sweep": [there, back, renewed],
-        "next forward": [_at_once((there[0], weights_home, boundaries), renewed), back],
-        "backward": [there, _at_once(back, renewed)],
-    }[way.when]
-    return sum(max(work_s, into / link.into, out / link.out) for work_s, into, out in phases)
+    returned_gradients = 0 if way.gradients_stay_in_slots else gradients
+    update = _Phase(max(update_s, disk_s), update_bytes + returned_gradients, update_bytes)
+    forward = _Phase(forward_s + forward_wait_s, weights, boundaries)
+    backward = _Phase(
+        backward_s + backward_wait_s, weights + boundaries, returned_gradients + host_gradients
+    )
+    if way.when == "sweep":
+        phases = [forward, backward, update]
+    elif way.when == "next forward":
+        # The update has brought the weights that the device updates, so only those that the host
+        # updates are copied for the forward pass.
+        forward = forward._replace(in_bytes=host_weights)
+        phases = [forward.joined(update), backward]
+    else:
+        phases = [forward, backward.joined(update)]
+    return sum(phase.seconds(link) for phase in phases)
 
 
-def _at_once(one: tuple[float, int, int], other: tuple[float, int, int]) -> tuple[float, int, int]:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
-
-
-def timing(work: Work, placement: Placement, times: Costs, link: Link) -> UpdateTiming:
+def clock_timing(work: Work, placement: Placement, costs: Costs, link: Link) -> UpdateTiming:
     """Return an update's timing by the clock, which runs the engine's own walk over the model's
-    whole depth.
+    whole depth on tensors without data.
+
+    Args:
+        work: the step.
+        placement: the place of each buffer.
+        costs: the seconds of each pass.
+        link: the rates of copies.
     """
     with META:
         model = Llama(work.config)
     clock = Clock(link)
-    played = min(work.micro_batches, MOST_PLAYED)
-    several = work.micro_batches / played
-    costs = {
-        name: seconds * (1 if name.endswith("number_s") else several)
-        for name, seconds in times._asdict().items()
-    }
+    clock_batches = min(work.micro_batches, MAX_CLOCK_MICRO_BATCHES)
+    batches_as_one = work.micro_batches / clock_batches
+    clock_costs = {}
+    for name, seconds in costs._asdict().items():
+        # The costs of updating a number do not depend on micro-batches.
+        clock_costs[name] = seconds * (1 if name.endswith("number_s") else batches_as_one)
     state = torch.empty(
-        math.ceil(work.tokens * several),
+        math.ceil(work.tokens * batches_as_one),
         work.config.hidden_size,
         dtype=Precision(work.precision).dtype,
         device=META,
@@ -167,7 +247,7 @@ def timing(work: Work, placement: Placement, times: Costs, link: Link) -> Update
         clip=work.clip,
         precision=Precision(work.precision),
         lanes=Lanes(clock),
-        passes=partial(Pretend, clock=clock, costs=Costs(**costs), state=state),
+        passes=partial(Pretend, clock=clock, costs=Costs(**clock_costs), state=state),
         placement=replace(placement, device=META),
     )
-    return pretended(engine, clock, played)
+    return pretended(engine, clock, clock_batches)

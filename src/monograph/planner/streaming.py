@@ -1,11 +1,14 @@
 """Search the ways to stream a model, given the memory of device and host, a disk, and the rates of
 copies.
+
+A streamed model's weights live on the host and come to the device in stages. The words are those of
+`planner.placement_bytes`, which counts bytes; `planner.stream_time` predicts times.
 """
 
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +18,9 @@ import torch
 from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
 from monograph.optim import formats
-from monograph.planner.candidates import ByDtype, Candidate, Request, slower, speed
-from monograph.planner.placement_bytes import Names, Stages, StreamWay, Tiers, stages_of
-from monograph.planner.stream_time import closed_form, timing
+from monograph.planner.candidates import ByDtype, Candidate, Request, Way, slower_text, speed
+from monograph.planner.placement_bytes import BufferNames, Stages, StreamWay, Tiers, stages_of
+from monograph.planner.stream_time import clock_timing, closed_form_seconds
 from monograph.predict import roofline
 from monograph.predict.footprint import Compile
 from monograph.predict.roofline import CPU_BYTES_PER_S, LINK_BYTES_PER_S, LINK_SHARE
@@ -28,8 +31,8 @@ from monograph.stream.clock import Link
 from monograph.stream.placement import When, Where
 from monograph.stream.store import GRADIENT, REST, WEIGHTS
 
-# The shares of a host's free memory for pinned buffers, and of a disk's free space for files.
-HOST_SHARE, DISK_SHARE = 0.9, 0.95
+HOST_SHARE = 0.9  # of a host's free memory, for pinned buffers
+DISK_SHARE = 0.95  # of a disk's free space, for files
 DISK_BYTES_PER_S = 2e9  # a solid-state disk's rate; no disk was measured
 
 
@@ -44,7 +47,7 @@ class Limits:
         link: the rates of copies.
         host_bytes_per_s: rate of the host's memory; if None, it is measured on first use.
         shared: whether device and host share one memory of `host_bytes`.
-        folder: the folder for files; None for the system's folder for temporary files.
+        folder: the folder for files; None: the system's folder for temporary files.
     """
 
     device_bytes: int
@@ -67,21 +70,26 @@ class Limits:
         """Return the limits of this machine, with `device_bytes` on the device."""
         host = describe(torch.device("cpu"))
         disk = free_bytes(folder or Path(tempfile.gettempdir()))
-        rate = (
-            CPU_BYTES_PER_S
-            if device.type == "cpu"
-            else LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
+        if device.type == "cpu":
+            rate = CPU_BYTES_PER_S
+        else:
+            rate = LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
+        return cls(
+            device_bytes,
+            host_bytes=int(HOST_SHARE * host.free_memory_bytes),
+            disk_bytes=int(DISK_SHARE * disk),
+            link=Link(into=rate, out=rate, disk=DISK_BYTES_PER_S),
+            host_bytes_per_s=None,
+            shared=device.type == "cpu",
+            folder=folder,
         )
-        link = Link(rate, rate, DISK_BYTES_PER_S)
-        host_bytes = int(HOST_SHARE * host.free_memory_bytes)
-        disk_bytes = int(DISK_SHARE * disk)
-        return cls(device_bytes, host_bytes, disk_bytes, link, None, device.type == "cpu", folder)
 
 
-BLOCKS_PER_STAGE = 1, 2, 4
-# The clock times this many distinct candidates for updates on the device, and as many for those on
-# the host.
-TIMED = 3
+BLOCKS_PER_STAGE = 1, 2, 4  # the numbers that are tried
+# The clock times this many distinct candidates that update on the device, and as many that update
+# on the host.
+MAX_TIMED = 3
+# The clock's lanes in words. A lane is what does one thing at a time: the device, a link and so on.
 LANES = {
     "compute": "computing",
     "in": "link to the device",
@@ -98,8 +106,8 @@ class StreamCandidate(Candidate):
     Attributes:
         placement: the place of each buffer, the blocks of a stage, and when weights are updated.
         tiers: bytes by origin for the device, the host and the disk.
-        bottleneck: the lane that is busy for longest, in words; None if the clock did not time the
-            candidate.
+        bottleneck: the lane that is busy for longest, in words; None if the time is that of the
+            closed form, not that of the clock.
         disk_moved_bytes: bytes to and from files in an update.
     """
 
@@ -109,32 +117,40 @@ class StreamCandidate(Candidate):
     disk_moved_bytes: int = 0
 
     def total(self, tier: str) -> int:
-        """Return the bytes of a tier."""
+        """Return the bytes of a tier: "device", "host" or "disk"."""
         return sum(self.tiers[tier].values())
 
     @property
     def device_share(self) -> float:
         """Return the share of all weights, gradients and moments that stays on the device."""
-        planes = {
-            tier: sum(v for k, v in of.items() if k in _PLANES) for tier, of in self.tiers.items()
+        plane_bytes = {
+            tier: sum(by_origin.get(origin, 0) for origin in _PLANE_ORIGINS)
+            for tier, by_origin in self.tiers.items()
         }
-        return planes["device"] / max(1, sum(planes.values()))
+        return plane_bytes["device"] / max(1, sum(plane_bytes.values()))
 
 
-_PLANES = ("weights", "gradients", "moments")
+_PLANE_ORIGINS = ("weights", "gradients", "moments")
 
 
-def streamed(
+def stream_candidates(
     request: Request, device: Device, limits: Limits, peak_flops: ByDtype
 ) -> list[StreamCandidate]:
-    """Return the ways to stream that fit, best first; all but the first say why they were not
+    """Return the ways to stream that fit, best first. All but the first say why they were not
     chosen.
+
+    Args:
+        request: the training, and the choices that are open.
+        device: the device to train on.
+        limits: memory, disk and link.
+        peak_flops: FLOP/s by precision.
 
     Raises:
         OutOfDeviceMemory: nothing fits; the message says which memory is too small, by how much,
             and what would fit.
     """
-    if not (fitting := _fitting(request, device, limits)):
+    fitting = _fitting_ways(request, device, limits)
+    if not fitting:
         raise OutOfDeviceMemory(_refusal(request, device, limits))
     candidates = [
         _candidate(way, resident, device, limits, peak_flops) for way, resident in fitting
@@ -144,9 +160,10 @@ def streamed(
     seen = Counter[Where]()
     for index, candidate in enumerate(distinct):
         seen[candidate.placement.where] += 1
-        if seen[candidate.placement.where] <= TIMED:
-            distinct[index] = _timed(candidate, device, limits, peak_flops)
-    # Candidates timed by the clock come first, as a closed form is never longer than its time.
+        if seen[candidate.placement.where] <= MAX_TIMED:
+            distinct[index] = _time_by_clock(candidate, device, limits, peak_flops)
+    # Candidates that the clock has timed come first (False sorts before True). The times of the
+    # others cannot be compared with theirs, as the closed form is never longer than the clock.
     best, *others = sorted(
         distinct, key=lambda candidate: (candidate.bottleneck is None, candidate.update_s)
     )
@@ -155,119 +172,132 @@ def streamed(
 
 # ── the search ──────────────────────────────────────────────────────────────────────────────────
 
-Fitting = list[tuple[StreamWay, list[Names]]]
+# Ways, each with the names of each stage's buffers that stay on the device.
+FittingWays = list[tuple[StreamWay, list[BufferNames]]]
 
 
-def _fitting(request: Request, device: Device, limits: Limits) -> Fitting:
-    """Return all ways that fit, with their resident buffers; moments lie in files only if nothing
-    fits otherwise.
-    """
-    every = list(ways(request, device))
-    fitting = _that_fit(every, limits)
+def _fitting_ways(request: Request, device: Device, limits: Limits) -> FittingWays:
+    """Return all ways that fit. Moments lie in files only if nothing fits otherwise."""
+    every = list(stream_ways(request, device))
+    fitting = _select_fitting(every, limits)
     for files_first in (True, False):
         if fitting or not limits.disk_bytes:
             break
         in_files = [
             replace(way, on_disk=_moments(way.stages), files_first=files_first) for way in every
         ]
-        fitting = _that_fit(in_files, limits)
+        fitting = _select_fitting(in_files, limits)
     return fitting
 
 
-def _that_fit(every: Sequence[StreamWay], limits: Limits) -> Fitting:
-    # If device and host share one memory, nothing is gained by keeping a buffer on the device.
-    filled = [
-        (way, way.resident(0) if limits.shared else way.filled(limits.device_bytes))
-        for way in every
-    ]
-    return [(way, resident) for way, resident in filled if not _short(way.tiers(resident), limits)]
+def _select_fitting(ways: Sequence[StreamWay], limits: Limits) -> FittingWays:
+    fitting = []
+    for way in ways:
+        if limits.shared:
+            # Device and host share one memory, so nothing is gained by keeping a buffer resident.
+            resident = way.resident(0)
+        else:
+            resident = way.resident_within(limits.device_bytes)
+        if not _exceeded_tiers(way.tiers(resident), limits):
+            fitting.append((way, resident))
+    return fitting
 
 
-def ways(request: Request, device: Device) -> Iterator[StreamWay]:
-    """Yield all combinations; those that update weights in the backward pass only without clipping."""
-    layers = request.training.config.num_hidden_layers
-    sizes = request.micro_batches
+def stream_ways(request: Request, device: Device) -> Iterator[StreamWay]:
+    """Yield all ways to stream. Weights are updated in the backward pass only without clipping, as
+    the norm is not known before all gradients are.
+    """
+    training = request.training
+    # An engine that streams never holds the whole step, so it compiles blocks. It offloads the
+    # inputs of stages itself (`StreamWay.offload`).
     scope: Compile = "none" if request.scopes == ("none",) else "blocks"
-    remats = [remat_of for remat_of in request.remats if remat_of != "offload"] or ["none"]
+    remats = [remat for remat in request.remats if remat != "offload"] or ["none"]
     whens: list[When] = ["next forward", "sweep"]
-    if request.training.clip is None:
+    if training.clip is None:
         whens.append("backward")
     updates: list[tuple[When, Where]] = [(when, "device") for when in whens]
-    # On the host a sweep equals updating before the next forward pass, and only an update element
-    # by element of exact moments is limited by the memory's speed there.
-    captured = scope != "none" and compiler_obstacle() is None
-    light = (
-        formats.FORMATS[request.training.optim.state].exact
-        and not request.training.optim.updates_matrices
-    )
-    if device.type != "cpu" and captured and light:
+    # The host updates only if its memory's speed is the limit there: in compiled code, with exact
+    # moments, element by element. On the host a sweep equals "next forward".
+    compiled = scope != "none" and compiler_obstacle() is None
+    light = formats.FORMATS[training.optim.state].exact and not training.optim.updates_matrices
+    if device.type != "cpu" and compiled and light:
         updates += [(when, "host") for when in whens if when != "sweep"]
-    for precision, per_stage in itertools.product(request.precisions, BLOCKS_PER_STAGE):
-        if layers % per_stage:
+    for precision, blocks_per_stage in itertools.product(request.precisions, BLOCKS_PER_STAGE):
+        if training.config.num_hidden_layers % blocks_per_stage:
             continue
-        stages = stages_of(request.training.config, request.training.optim, precision, per_stage)
+        stages = stages_of(training.config, training.optim, precision, blocks_per_stage)
         for rows, remat, (when, where), offload in itertools.product(
-            sizes, remats, updates, (False, True)
+            request.micro_batches, remats, updates, (False, True)
         ):
             yield StreamWay(
-                request.work((precision, scope, remat), rows, device),
-                stages,
-                per_stage,
-                when,
-                offload,
-                where,
+                work=request.work(Way(precision, scope, remat), rows, device),
+                stages=stages,
+                blocks_per_stage=blocks_per_stage,
+                when=when,
+                offload=offload,
+                where=where,
             )
 
 
-def _moments(stages: Stages) -> Names:
+def _moments(stages: Stages) -> BufferNames:
     return frozenset(stages.names) - {WEIGHTS, REST, GRADIENT}
 
 
-def _short(tiers: Tiers, limits: Limits) -> dict[str, int]:
-    """Return by how many bytes each tier is too small."""
-    needed = {tier: sum(of.values()) for tier, of in tiers.items()}
+def _exceeded_tiers(tiers: Tiers, limits: Limits) -> set[str]:
+    """Return the tiers that are too small for these bytes."""
+    needed = {tier: sum(by_origin.values()) for tier, by_origin in tiers.items()}
     if limits.shared:
         needed["host"] += needed["device"]
-    given = {"device": limits.device_bytes, "host": limits.host_bytes, "disk": limits.disk_bytes}
-    return {tier: needed[tier] - given[tier] for tier in needed if needed[tier] > given[tier]}
+    available = {
+        "device": limits.device_bytes,
+        "host": limits.host_bytes,
+        "disk": limits.disk_bytes,
+    }
+    return {tier for tier in needed if needed[tier] > available[tier]}
 
 
 # ── time ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _candidate(
-    way: StreamWay, resident: Sequence[Names], device: Device, limits: Limits, peak_flops: ByDtype
+    way: StreamWay,
+    resident: Sequence[BufferNames],
+    device: Device,
+    limits: Limits,
+    peak_flops: ByDtype,
 ) -> StreamCandidate:
     """Return the candidate of a way, with its time in closed form."""
     tiers = way.tiers(resident)
-    times = roofline.pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
-    seconds = closed_form(way, resident, times, limits.link)
+    costs = roofline.pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
+    seconds = closed_form_seconds(way, resident, costs, limits.link)
+    rate, share = speed(way.work, seconds, device)
     return StreamCandidate(
         way.work,
-        sum(tiers["device"].values()),
-        seconds,
-        *speed(way.work, seconds, device),
-        tiers["device"],
+        peak_memory_bytes=sum(tiers["device"].values()),
+        update_s=seconds,
+        tokens_per_s=rate,
+        mfu=share,
+        by_origin=tiers["device"],
         placement=way.placement(resident),
         tiers=tiers,
         disk_moved_bytes=2 * sum(tiers["disk"].values()),
     )
 
 
-def _timed(
+def _time_by_clock(
     candidate: StreamCandidate, device: Device, limits: Limits, peak_flops: ByDtype
 ) -> StreamCandidate:
     """Return the candidate with its time by the clock."""
     work = candidate.work
-    times = roofline.pass_times(work, device, peak_flops[work.precision], limits.host_rate)
-    timed = timing(work, candidate.placement, times, limits.link)
-    rate, share = speed(work, timed.update_s, device)
+    costs = roofline.pass_times(work, device, peak_flops[work.precision], limits.host_rate)
+    timing = clock_timing(work, candidate.placement, costs, limits.link)
+    rate, share = speed(work, timing.update_s, device)
     return replace(
         candidate,
-        update_s=timed.update_s,
+        update_s=timing.update_s,
         tokens_per_s=rate,
         mfu=share,
-        bottleneck=LANES[timed.bottleneck],
+        bottleneck=LANES[timing.bottleneck],
     )
 
 
@@ -278,127 +308,143 @@ def _distinct(candidates: Sequence[StreamCandidate]) -> list[StreamCandidate]:
     """Return the first of each group of candidates that differ only in their micro-batch and
     recomputation.
     """
-    first: dict[tuple[object, ...], StreamCandidate] = {}
+    first_of_group: dict[tuple[object, ...], StreamCandidate] = {}
     for candidate in candidates:
-        place = candidate.placement
-        key = (
+        placement = candidate.placement
+        group = (
             candidate.work.precision,
-            place.when,
-            place.where,
-            place.offload,
-            place.blocks_per_stage,
+            placement.when,
+            placement.where,
+            placement.offload,
+            placement.blocks_per_stage,
         )
-        first.setdefault(key, candidate)
-    return list(first.values())
+        first_of_group.setdefault(group, candidate)
+    return list(first_of_group.values())
 
 
 def _why(candidate: StreamCandidate, best: StreamCandidate) -> str:
     ratio = candidate.update_s / best.update_s
     if ratio < 1.005 and not candidate.bottleneck:
         return "no faster than others by the closed form"
-    return slower(ratio)
+    return slower_text(ratio)
 
 
 def _refusal(request: Request, device: Device, limits: Limits) -> str:
-    every = [(way, way.tiers(way.filled(limits.device_bytes))) for way in ways(request, device)]
-    least = min((tiers for _, tiers in every), key=lambda tiers: sum(tiers["device"].values()))
-    if "device" in _short(least, limits):
-        parts = ", ".join(
-            f"{name} {gibibytes(size)}" for name, size in least["device"].items() if size
-        )
-        needed = sum(least["device"].values())
-        of_tokens = sum(
-            least["device"][name] for name in ("boundaries", "activations", "workspace")
-        )
-        remedy = "model, or a device with more memory: its stages alone are too large"
-        if needed - of_tokens < limits.device_bytes:
-            remedy = "train.tokens_per_update, data.sequence_length or model"
-        return (
-            f"nothing fits {gibibytes(limits.device_bytes)} of {device.name}: streamed stage by stage it needs "
-            f"{gibibytes(needed)} ({parts}); use a smaller {remedy}"
-        )
-    held = [(way, tiers) for way, tiers in every if "device" not in _short(tiers, limits)]
-    way, least = min(held, key=lambda pair: sum(pair[1]["host"].values()))
-    there = dict(least["host"])
-    computing = sum(least["device"].values())
+    """Return one line that says which memory is too small for every way, by how much, and what
+    would fit.
+    """
+    every = [
+        way.tiers(way.resident_within(limits.device_bytes)) for way in stream_ways(request, device)
+    ]
+    smallest_on_device = min(every, key=lambda tiers: sum(tiers["device"].values()))
+    if "device" in _exceeded_tiers(smallest_on_device, limits):
+        return _device_refusal(smallest_on_device["device"], device, limits)
+    fitting_device = [tiers for tiers in every if "device" not in _exceeded_tiers(tiers, limits)]
+    smallest_on_host = min(fitting_device, key=lambda tiers: sum(tiers["host"].values()))
+    return _host_refusal(smallest_on_host, request, device, limits)
+
+
+def _device_refusal(by_origin: Mapping[str, int], device: Device, limits: Limits) -> str:
+    needed = sum(by_origin.values())
+    of_tokens = sum(by_origin[origin] for origin in ("boundaries", "activations", "workspace"))
+    if needed - of_tokens < limits.device_bytes:
+        remedy = "use a smaller train.tokens_per_update, data.sequence_length or model"
+    else:
+        remedy = "use a smaller model, or a device with more memory: its stages alone are too large"
+    return (
+        f"nothing fits {gibibytes(limits.device_bytes)} of {device.name}: streamed stage by stage it needs "
+        f"{gibibytes(needed)} ({_amounts(by_origin)}); {remedy}"
+    )
+
+
+def _host_refusal(tiers: Tiers, request: Request, device: Device, limits: Limits) -> str:
+    host_bytes = dict(tiers["host"])
+    device_bytes = sum(tiers["device"].values())
+    beside = ""
     if limits.shared:
-        there["computing"] = computing
-    parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in there.items() if size)
-    in_addition = "" if limits.shared else f" next to {gibibytes(computing)} of {device.name}"
-    moments = there.get("moments", 0)
-    folder = limits.folder or tempfile.gettempdir()
-    files = f"with the moments in files it would be {gibibytes(sum(there.values()) - moments)}, still too much"
+        host_bytes["computing"] = device_bytes
+    else:
+        beside = f" next to {gibibytes(device_bytes)} of {device.name}"
+    needed = sum(host_bytes.values())
+    moments = host_bytes.get("moments", 0)
     if moments > limits.disk_bytes:
+        folder = limits.folder or tempfile.gettempdir()
         files = (
             f"in files moments need {gibibytes(moments)} of disk, and {gibibytes(limits.disk_bytes)} may be taken in "
             f"{folder}"
         )
+    else:
+        files = (
+            f"with the moments in files it would be {gibibytes(needed - moments)}, still too much"
+        )
     return (
-        f"nothing fits: streamed, the host needs {gibibytes(sum(there.values()))} ({parts}){in_addition}, and "
+        f"nothing fits: streamed, the host needs {gibibytes(needed)} ({_amounts(host_bytes)}){beside}, and "
         f"{gibibytes(limits.host_bytes)} of it may be taken; {_remedy(request, device, limits)}; {files}"
     )
 
 
+def _amounts(by_origin: Mapping[str, int]) -> str:
+    return ", ".join(f"{origin} {gibibytes(size)}" for origin, size in by_origin.items() if size)
+
+
 def _remedy(request: Request, device: Device, limits: Limits) -> str:
-    """Return a sentence on what would fit: an optimizer state of fewer bytes, or fewer tokens in an
-    update.
+    """Return a sentence on what would fit without files: an optimizer state of fewer bytes, fewer
+    tokens in an update, or both.
     """
-    narrow = formats.narrower(request.training.optim.state)
+    state = request.training.optim.state
+    narrower_states = formats.narrower(state)
     fewer_rows = sorted({max(1, request.rows // 4), 1} - {request.rows}, reverse=True)
-    for tokens in (
-        request.tokens_per_update,
-        *(request.training.length * rows for rows in fewer_rows),
-    ):
-        for state in (
-            narrow
-            if tokens == request.tokens_per_update
-            else [request.training.optim.state, *narrow]
-        ):
-            other = request.of_tokens(tokens, request.training.length)
-            optim = replace(request.training.optim, state=state)
-            other = other.having(replace(other.training, optim=optim))
-            if _fitting(other, device, replace(limits, disk_bytes=0)):
-                fewer = (
-                    ""
-                    if tokens == request.tokens_per_update
-                    else f"train.tokens_per_update = {tokens:,}"
-                )
-                narrower = "" if state == request.training.optim.state else f"optim.state = {state}"
-                return " and ".join(filter(None, (narrower, fewer))) + " would fit"
-    if not narrow:
+    # The changes to try: all narrower states with the given rows, then fewer rows with all states.
+    changes = [(request.rows, narrower) for narrower in narrower_states]
+    changes += itertools.product(fewer_rows, [state, *narrower_states])
+    for rows, other_state in changes:
+        tokens = request.training.length * rows
+        other = request.with_tokens(tokens, request.training.length)
+        optim = replace(request.training.optim, state=other_state)
+        other = other.with_training(replace(other.training, optim=optim))
+        if _fitting_ways(other, device, replace(limits, disk_bytes=0)):
+            changed_keys = []
+            if other_state != state:
+                changed_keys.append(f"optim.state = {other_state}")
+            if rows != request.rows:
+                changed_keys.append(f"train.tokens_per_update = {tokens:,}")
+            return " and ".join(changed_keys) + " would fit"
+    if not narrower_states:
         return "no smaller train.tokens_per_update would fit"
-    return f"neither optim.state = {narrow[-1]} nor a smaller train.tokens_per_update would fit"
+    narrowest = narrower_states[-1]
+    return f"neither optim.state = {narrowest} nor a smaller train.tokens_per_update would fit"
+
+
+_WHEN = {
+    "sweep": "in a sweep",
+    "next forward": "before the next forward pass",
+    "backward": "in the backward pass",
+}
 
 
 def describe_way(candidate: StreamCandidate) -> str:
     """Return in words how many blocks a stage has, and when and where stages are updated."""
     placement = candidate.placement
     blocks = (
-        f"{placement.blocks_per_stage} block{'s' if placement.blocks_per_stage > 1 else ''} a stage"
+        "1 block" if placement.blocks_per_stage == 1 else f"{placement.blocks_per_stage} blocks"
     )
-    words = {
-        "sweep": "in a sweep",
-        "next forward": "before the next forward pass",
-        "backward": "in the backward pass",
-    }
-    when = words[placement.when]
+    when = _WHEN[placement.when]
     where = "on the host " if placement.where == "host" else ""
-    return (
-        f"{blocks}, updated {where}{when}{', boundaries on the host' if placement.offload else ''}"
-    )
+    offloaded = ", boundaries on the host" if placement.offload else ""
+    return f"{blocks} a stage, updated {where}{when}{offloaded}"
 
 
 def describe_tiers(candidate: StreamCandidate) -> Iterator[tuple[str, str]]:
     """Yield (label, text) for the bytes on the host, for those in files, and for the way."""
     for tier in ("host", "disk"):
-        if parts := candidate.tiers[tier]:
-            amounts = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items())
-            moved = (
-                f"; {gibibytes(candidate.disk_moved_bytes)} an update to and fro"
-                if tier == "disk"
-                else ""
-            )
-            yield tier, f"{gibibytes(candidate.total(tier))}: {amounts}{moved}"
+        by_origin = candidate.tiers[tier]
+        if not by_origin:
+            continue
+        amounts = ", ".join(f"{origin} {gibibytes(size)}" for origin, size in by_origin.items())
+        moved = ""
+        if tier == "disk":
+            moved = f"; {gibibytes(candidate.disk_moved_bytes)} read and written per update"
+        yield tier, f"{gibibytes(candidate.total(tier))}: {amounts}{moved}"
     limit = f"; limited by {candidate.bottleneck}" if candidate.bottleneck else ""
     yield (
         "stream",

@@ -1,8 +1,7 @@
-"""Keep the traces of steps in the cache folder, since the same step is planned again and again: by
-plans and by runs.
+"""Keep traces of steps in the cache folder, since plans and runs plan the same step many times.
 
-A trace depends on the step, on torch and on this package's code, whose files are known by their
-sizes and times.
+A trace is the predicted memory of a step (`predict.footprint`). It depends on the step, on torch
+and on this package's code, whose files are recognized by their sizes and times.
 """
 
 import json
@@ -21,40 +20,48 @@ from monograph.predict.footprint import Work, footprint
 from monograph.storage.cache_dir import cache_root, digest
 from monograph.storage.reading import contents, parse_json
 
-MOST = 512  # traces that are kept, of about 150 bytes each; the ones added last
+MAX_TRACES = 512  # the newest ones are kept, of about 150 bytes each
+Trace = list[Any]  # the bytes of each of ORIGINS, then a seal
 
 
 def traced_bytes(work: Work) -> Mapping[str, int]:
-    """Return the peak of a step's update by origin, from the cache folder or by a trace."""
+    """Return the peak memory of a step's update in bytes by origin, from the cache folder or by a
+    new trace, which is then kept there.
+    """
     path = cache_root()[0] / "traces.json"
-    key = digest(repr((work, torch.__version__, _code())))
-    if known := _read(path).get(key):
-        return _sizes(known)
+    key = digest(repr((work, torch.__version__, _code_state())))
+    known_trace = _read_traces(path).get(key)
+    if known_trace:
+        return _bytes_by_origin(known_trace)
     sizes = list(footprint(work).by_origin.values())
-    # Another process may have added some meanwhile.
-    kept = {**_read(path), key: [*sizes, _seal(key, sizes)]}
-    with suppress(OSError):  # without it, the next plan traces again
+    trace = [*sizes, _seal(key, sizes)]
+    # The file is read again, as another process may have added traces during this one.
+    traces = {**_read_traces(path), key: trace}
+    newest = dict(list(traces.items())[-MAX_TRACES:])
+    # If the file cannot be written, the next plan traces again.
+    with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{key[:16]}")
-        partial.write_text(json.dumps(dict([*kept.items()][-MOST:])))
+        partial.write_text(json.dumps(newest))
         partial.replace(path)
-    return _sizes(kept[key])
+    return _bytes_by_origin(trace)
 
 
-def _sizes(trace: list[Any]) -> dict[str, int]:
-    return dict(zip(ORIGINS, trace, strict=False))
+def _bytes_by_origin(trace: Trace) -> dict[str, int]:
+    return dict(zip(ORIGINS, trace, strict=False))  # without the seal
 
 
 def _seal(key: str, sizes: list[int]) -> str:
+    """Return a checksum, which tells a damaged trace."""
     return digest(f"{key} {sizes}")[:16]
 
 
-def _read(path: Path) -> dict[str, list[Any]]:
-    """Return the traces in a file, each the bytes of ORIGINS and a seal, without damaged ones."""
+def _read_traces(path: Path) -> dict[str, Trace]:
+    """Return the undamaged traces of a file by key; none if the file cannot be read."""
     with suppress(OSError, ValueError, RecursionError, InputRefused, Unreadable):
-        kept = parse_json(contents(path) or b"")
-        if isinstance(kept, dict):
-            return {key: trace for key, trace in kept.items() if _is_sound(key, trace)}
+        traces = parse_json(contents(path) or b"")
+        if isinstance(traces, dict):
+            return {key: trace for key, trace in traces.items() if _is_sound(key, trace)}
     return {}
 
 
@@ -66,13 +73,11 @@ def _is_sound(key: str, trace: object) -> bool:
 
 
 @cache
-def _code() -> str:
-    """Return a text that differs wherever a file of this package was changed."""
+def _code_state() -> str:
+    """Return a text that changes when any file of this package changes."""
     folder = Path(monograph.__file__).parent
-    files = sorted(folder.rglob("*.py"))
-    return repr(
-        [
-            (str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns)
-            for path in files
-        ]
-    )
+    state = []
+    for path in sorted(folder.rglob("*.py")):
+        status = path.stat()
+        state.append((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
+    return repr(state)

@@ -1,8 +1,8 @@
 """Count the bytes that code would have alive, by origin, on tensors that have a shape but no data.
 
 Code inside a `FakeMemory` runs unchanged, on a CPU and in almost no memory. Eager operations are
-counted as they are dispatched; captured graphs are counted by walking their kernels
-(`monograph.predict.kernels`).
+counted when they are dispatched. A captured graph is counted by a walk over its kernels, which
+`monograph.predict.kernels` lists.
 """
 
 import weakref
@@ -21,14 +21,15 @@ from monograph.predict.kernels import inner_bytes, kernels
 from monograph.predict.lifetimes import Name, PlannedKernel
 
 ORIGINS = ("weights", "gradients", "moments", "activations", "loss head", "workspace")
-PASSING = ORIGINS[3:]  # the origins whose memory a micro-step allocates and frees again
+TRANSIENT = ORIGINS[3:]  # the origins whose memory a micro-step allocates and frees again
 Sample = tuple[int, ...]  # bytes alive, in the order of ORIGINS
+Counted = tuple[str, int]  # the origin of a storage or buffer, and its bytes
 UNIT_BYTES = {"cpu": 64, "cuda": 512}  # allocations are rounded up to a multiple of this
 
 
 class Graphs:
-    """Compiled graphs that several `FakeMemory` use in turn, so that code common to two models is
-    traced once.
+    """Compiled graphs that several `FakeMemory` use one after another, so that code common to two
+    models is traced once.
 
     Attributes:
         mode: the mode in which tensors have no data.
@@ -39,59 +40,68 @@ class Graphs:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # random generators have real state
-        self._known: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
-    def of(self, function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    def compiled(self, function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
         """Return `function` compiled so that `memory` counts its graphs as a compiler for
         `device_type` makes them.
         """
 
-        def runner(graph: torch.fx.GraphModule, backward: bool) -> Callable[..., Any]:
-            plan = kernels(graph, device_type, backward)
+        def make_runner(graph: torch.fx.GraphModule, backward: bool) -> Callable[..., Any]:
+            planned = kernels(graph, device_type, backward)
 
             def run(arguments: list[Any]) -> Any:
-                return self.memory._run(graph, plan, arguments, backward)
+                return self.memory._run(graph, planned, arguments, backward)
 
+            # torch then passes the arguments as one list, which `_run` clears, so that they can be
+            # freed while the graph's results are alive.
             run._boxed_call = True  # type: ignore[attr-defined]
             return run
 
-        if function not in self._known:
-            backend = compat.partitioned(
-                lambda graph: runner(graph, False), lambda graph: runner(graph, True)
+        if function not in self._compiled:
+            backend = compat.partitioning_backend(
+                lambda graph: make_runner(graph, False), lambda graph: make_runner(graph, True)
             )
-            self._known[function] = torch.compile(
+            self._compiled[function] = torch.compile(
                 function, fullgraph=True, dynamic=False, backend=backend
             )
-        return self._known[function]
+        return self._compiled[function]
 
 
 class FakeMemory:
-    """A count of all storages, from the operation that makes one until the last tensor that uses it
-    is gone.
+    """A count of all storages. A storage counts from the operation that makes it until the last
+    tensor that uses it is gone.
 
         with FakeMemory(vocabulary=4096) as memory:
             ...
         memory.curve
 
     Attributes:
+        vocabulary: the size of the vocabulary, by which the loss head is recognised.
+        device_type: the type of the device whose memory is counted.
         origin: the origin of new storages; set it before the code that makes them. In a micro-step,
             storages with an axis as long as the vocabulary belong to the loss head instead.
         curve: samples, one after each operation and each kernel of a graph after which the bytes
-            differ. Its inputs are still alive in the sample.
-        walked: the length of `curve` at the end of each graph.
+            differ. The inputs of that operation or kernel are still alive in the sample.
+        graph_ends: the length of `curve` at the end of each graph.
     """
 
     def __init__(self, vocabulary: int, device_type: str = "cpu", graphs: Graphs | None = None):
-        """Count as for "cpu" or "cuda", which round sizes up differently; `graphs` may come from an
-        earlier count.
+        """Make a count of nothing.
+
+        Args:
+            vocabulary: the size of the vocabulary, which no other axis may have.
+            device_type: "cpu" or "cuda", which round sizes up differently.
+            graphs: the graphs of an earlier count, to use them again; None: new ones.
         """
-        self.vocabulary, self.device_type = vocabulary, device_type
+        self.vocabulary = vocabulary
+        self.device_type = device_type
         self._graphs = graphs or Graphs()
         self.origin = "weights"
         self.curve: list[Sample] = []
-        self.walked: list[int] = []
-        self._live = dict.fromkeys(ORIGINS, 0)
-        self._known: dict[int, tuple[str, int]] = {}
+        self.graph_ends: list[int] = []
+        self._alive_bytes = dict.fromkeys(ORIGINS, 0)  # in the order of ORIGINS
+        self._storages: dict[int, Counted] = {}  # by id
         self._modes = ExitStack()
 
     def __enter__(self) -> "FakeMemory":
@@ -104,24 +114,25 @@ class FakeMemory:
         self._modes.close()
 
     def assign(self, origin: str, tensors: Iterable[Tensor]) -> None:
-        """Move these tensors' storages, which are counted already, to this origin."""
+        """Move the storages of these tensors, which are already counted, to this origin."""
         for tensor in tensors:
-            before, size_bytes = self._known[id(tensor.untyped_storage())]
-            self._live[before] -= size_bytes
-            self._live[origin] += size_bytes
-            self._known[id(tensor.untyped_storage())] = origin, size_bytes
+            key = id(tensor.untyped_storage())
+            old_origin, size_bytes = self._storages[key]
+            self._alive_bytes[old_origin] -= size_bytes
+            self._alive_bytes[origin] += size_bytes
+            self._storages[key] = origin, size_bytes
 
     def captured(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` as one graph, as `graph.capture.compiled` does, whose kernels are
-        counted but not built.
+        """Return `function` as one graph, as `graph.capture.compiled` does. Its kernels are counted
+        but not built.
         """
         compat.allow_variants()  # a search traces one function for many shapes
         compat.quiet_inputs_of_blocks()
         compat.differentiate_outside_autocast()
-        graph = self._graphs.of(function, self.device_type)
+        graph = self._graphs.compiled(function, self.device_type)
 
         def run(*arguments: object, **keywords: object) -> Any:
-            # `Step.choose_kept` runs a copy of the model, which is not to be counted.
+            # `Step.choose_kept` traces a copy of the model, which must not be counted.
             if torch.compiler.is_compiling():
                 return function(*arguments, **keywords)
             with compat.without_modes():
@@ -131,90 +142,120 @@ class FakeMemory:
 
     # ── what the modes and the graphs report ──────────────────────────────────────────────────────
 
-    def _note(self, results: object) -> None:
+    def _count_results(self, results: object) -> None:
+        """Count the storages of tensors that are not counted yet, until they are freed."""
         for tensor in tree_leaves(results):
             if not isinstance(tensor, Tensor):
                 continue
             storage = tensor.untyped_storage()
             key = id(storage)
-            if key in self._known:
+            if key in self._storages:
                 continue
-            origin = self._origin(tensor.shape)
-            size_bytes = self._rounded(storage.nbytes())
-            self._known[key] = origin, size_bytes
-            self._live[origin] += size_bytes
-            weakref.finalize(storage, self._freed, key)
+            origin = self._origin_of(tensor.shape)
+            size_bytes = self._allocated_bytes(storage.nbytes())
+            self._storages[key] = origin, size_bytes
+            self._alive_bytes[origin] += size_bytes
+            weakref.finalize(storage, self._remove_storage, key)
 
-    def _freed(self, key: int) -> None:
-        origin, size_bytes = self._known.pop(key)
-        self._live[origin] -= size_bytes
+    def _remove_storage(self, key: int) -> None:
+        origin, size_bytes = self._storages.pop(key)
+        self._alive_bytes[origin] -= size_bytes
 
-    def _origin(self, shape: Iterable[int]) -> str:
-        return "loss head" if self.origin in PASSING and self.vocabulary in shape else self.origin
+    def _origin_of(self, shape: Iterable[int]) -> str:
+        if self.origin in TRANSIENT and self.vocabulary in shape:
+            return "loss head"
+        return self.origin
 
-    def _rounded(self, size_bytes: int) -> int:
+    def _allocated_bytes(self, size_bytes: int) -> int:
         unit = UNIT_BYTES[self.device_type]
-        return -(-size_bytes // unit) * unit
+        units = -(-size_bytes // unit)  # rounded up
+        return units * unit
 
-    def _sample(self, inside_bytes: int = 0) -> None:
-        *others, workspace = self._live.values()
-        sample = (*others, workspace + inside_bytes)
+    def _add_sample(self, workspace_bytes: int = 0) -> None:
+        """Add the bytes alive to the curve, with these bytes more of workspace."""
+        *others, workspace = self._alive_bytes.values()
+        sample = (*others, workspace + workspace_bytes)
         if self.curve[-1:] != [sample]:
             self.curve.append(sample)
 
     def _run(
         self,
         graph: torch.fx.GraphModule,
-        plan: list[PlannedKernel],
+        planned: list[PlannedKernel],
         arguments: list[Any],
         backward: bool,
     ) -> Any:
-        self._walk(plan, arguments, backward)
-        self.walked.append(len(self.curve))
-        # Without the listener, as the kernels are counted already.
+        """Run a graph on tensors without data, and count its kernels.
+
+        Args:
+            graph: the graph.
+            planned: its kernels.
+            arguments: its arguments; the list is cleared.
+            backward: whether it is a backward graph.
+        """
+        self._walk_kernels(planned, arguments, backward)
+        self.graph_ends.append(len(self.curve))
+        # The listener is off, as the kernels are already counted.
         with compat.without_modes(), self._graphs.mode:
             results = graph(*arguments)
         arguments.clear()
-        self._note(results)
+        self._count_results(results)
         return results
 
-    def _walk(self, plan: list[PlannedKernel], arguments: list[Any], backward: bool) -> None:
-        """Add a sample for each kernel of a graph; a backward graph frees saved tensors once it has
+    def _walk_kernels(
+        self, planned: list[PlannedKernel], arguments: list[Any], backward: bool
+    ) -> None:
+        """Add a sample for each kernel of a graph. A backward graph frees saved tensors when it has
         read them.
         """
-        kept = dict(self._live)
-        alive = self._passing(plan, arguments) if backward else {}
-        for kernel in plan:
-            origin = self._origin(kernel.output.shape)
-            size_bytes = self._rounded(kernel.size_bytes)
-            alive[kernel.name] = origin, size_bytes
-            self._live[origin] += size_bytes
-            if kernel.over in alive:
-                self._live[alive.pop(kernel.over)[0]] -= size_bytes
-            self._sample()
-            for name in kernel.last_reads:
-                if name in alive:
-                    origin, size_bytes = alive.pop(name)
-                    self._live[origin] -= size_bytes
-        self._live = kept
+        before = dict(self._alive_bytes)
+        buffers = self._freeable_arguments(planned, arguments) if backward else {}
+        for kernel in planned:
+            origin = self._origin_of(kernel.output.shape)
+            size_bytes = self._allocated_bytes(kernel.size_bytes)
+            buffers[kernel.name] = origin, size_bytes
+            self._alive_bytes[origin] += size_bytes
+            if kernel.written_over in buffers:
+                old_origin, _ = buffers.pop(kernel.written_over)
+                self._alive_bytes[old_origin] -= size_bytes
+            self._add_sample()
+            for name in kernel.freed_after:
+                if name in buffers:
+                    origin, size_bytes = buffers.pop(name)
+                    self._alive_bytes[origin] -= size_bytes
+        # From here on the storages count: those of arguments until they are freed, and those of
+        # results, which `_run` adds.
+        self._alive_bytes = before
 
-    def _passing(
-        self, plan: list[PlannedKernel], arguments: list[Any]
-    ) -> dict[Name, tuple[str, int]]:
-        """Return (origin, bytes) of the arguments that the graph may free.
+    def _freeable_arguments(
+        self, planned: list[PlannedKernel], arguments: list[Any]
+    ) -> dict[Name, Counted]:
+        """Return the arguments that the graph may free, by index.
 
         Of arguments that share a storage, only the one that is read last is listed.
         """
-        read_at = {name: at for at, kernel in enumerate(plan) for name in kernel.last_reads}
-        latest: dict[int, int] = {}
-        for index, value in enumerate(arguments):
+        last_read = {
+            name: index for index, kernel in enumerate(planned) for name in kernel.freed_after
+        }
+        latest: dict[int, int] = {}  # by storage, the argument that is read last
+        for argument, value in enumerate(arguments):
             if isinstance(value, Tensor):
                 key = id(value.untyped_storage())
                 latest[key] = max(
-                    index, latest.get(key, index), key=lambda place: read_at.get(place, len(plan))
+                    argument,
+                    latest.get(key, argument),
+                    key=lambda index: last_read.get(index, len(planned)),
                 )
-        passed = {index: self._known[key] for key, index in latest.items() if key in self._known}
-        return {index: entry for index, entry in passed.items() if entry[0] in PASSING}
+        counted = {
+            argument: self._storages[key]
+            for key, argument in latest.items()
+            if key in self._storages
+        }
+        return {
+            argument: (origin, size_bytes)
+            for argument, (origin, size_bytes) in counted.items()
+            if origin in TRANSIENT
+        }
 
 
 class _Listener(TorchDispatchMode):
@@ -232,14 +273,15 @@ class _Listener(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         result = function(*args, **(kwargs or {}))
-        self.memory._note(result)
-        inside_bytes = 0
+        self.memory._count_results(result)
+        workspace_bytes = 0
         if "add_product_" in str(function):
             total, left, right = args
-            inside_bytes = inner_bytes(total, left, right, self.memory.device_type)
-        elif function is torch.ops.aten.add.Tensor and compat.sums_gradients():
-            # Autograd writes the sum of two gradients over one of them, except for tensors without
-            # data.
-            inside_bytes = -self.memory._rounded(result.untyped_storage().nbytes())
-        self.memory._sample(inside_bytes)
+            workspace_bytes = inner_bytes(total, left, right, self.memory.device_type)
+        elif function is torch.ops.aten.add.Tensor and compat.is_accumulating_gradients():
+            # Autograd writes the sum of two gradients over one of them. For tensors without data it
+            # allocates the sum, whose bytes are taken off again.
+            sum_bytes = self.memory._allocated_bytes(result.untyped_storage().nbytes())
+            workspace_bytes = -sum_bytes
+        self.memory._add_sample(workspace_bytes)
         return result

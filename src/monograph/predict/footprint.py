@@ -2,12 +2,14 @@
 run.
 
 The traced models have two and three blocks. The difference of the traces is what a block adds at
-each moment, so a model of any depth takes the same few seconds to predict. Where kinds of blocks
-take turns, one turn is what a block is elsewhere. Nothing is computed and no device is needed.
+each moment, so a model of any depth takes the same few seconds to predict. In a model whose kinds
+of blocks alternate, such as attention and gated delta nets, a turn takes the place of a block: the
+shortest sequence of kinds that repeats. Nothing is computed and no device is needed.
 """
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, NamedTuple
@@ -33,7 +35,8 @@ from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, Sample
 from monograph.step import Clip, OnDevice, Step, accumulate, update
 
 Compile = Scope | Literal["none"]
-Judged = Literal["", "rows", "exact"]
+Judged = Literal["", "rows", "exact"]  # see `Training.judged`
+# An update's temporary values take fewer bytes than this for each trained number.
 UPDATE_BYTES = 32
 # With remat "offload", the inputs of this many blocks are on the device, all others on the host.
 ON_THEIR_WAY = 3
@@ -41,7 +44,7 @@ ON_THEIR_WAY = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model is trained, whatever its shape and the device.
+    """How a model is trained, apart from its shape and the device.
 
     Attributes:
         rows: rows of a micro-batch.
@@ -50,16 +53,18 @@ class Training:
         precision: the compute precision, as in the settings: "fp32", "bf16", "fp16" or "fp8".
         compile: what one graph holds: the "whole" step; each of the "blocks", the loss and the
             update; or "none".
-        remat: which activations the backward pass recomputes, as in the settings: "none",
-            "pointwise", a share, "full", "offload".
+        remat: which activations the backward pass recomputes, as in the settings: "none";
+            "pointwise", all but products; a share of the activations that is kept, the rest is
+            recomputed; "full", each block; "offload", each block from an input that is kept on the
+            host.
         window_rows: rows of an update, all of whose tokens are on the device at once.
         packed: whether rows hold several documents.
-        clip: the largest gradient norm; None for no bound.
-        lora: the adapters that are trained next to the frozen model; None if the model itself is
+        clip: the largest gradient norm; None: norms are not clipped.
+        lora: the adapters that are trained next to the frozen model; None: the model itself is
             trained.
-        judged: how answers are judged, whose log-probabilities the loss needs: "" on text; "exact"
-            if each is scored in the bits in which it is drawn, by the cache's attention in a row of
-            its own; "rows" otherwise.
+        judged: for which answers the loss needs log-probabilities: "": none, the model learns from
+            text; "exact": answers, each in its own row, by the attention that reads a cache, so
+            that they get the same bits as in sampling; "rows": answers, by the usual attention.
     """
 
     rows: int
@@ -87,7 +92,7 @@ class Training:
     @property
     def micro_batches(self) -> int:
         """Return the micro-batches of an update."""
-        return -(-self.window_rows // self.rows)
+        return math.ceil(self.window_rows / self.rows)
 
     @property
     def number_bytes(self) -> int:
@@ -95,9 +100,9 @@ class Training:
         return 4 if self.precision == "fp32" else 2
 
     def of(self, config: LlamaConfig, device_type: str) -> "Work":
-        """Return the work of training a model of this shape so, on a device of this type."""
-        known = {each.name: getattr(self, each.name) for each in fields(Training)}
-        return Work(config, device_type=device_type, **known)
+        """Return the work of training a model of this shape on a device of this type."""
+        training = {each.name: getattr(self, each.name) for each in fields(Training)}
+        return Work(config, device_type=device_type, **training)
 
 
 @dataclass(frozen=True)
@@ -115,8 +120,8 @@ class Work(Training):
 
     @property
     def fused(self) -> bool:
-        """Return whether products add gradients, as `monograph.step.on_device.fuses` decides for
-        the engine.
+        """Return whether products add their results to the gradients, as
+        `monograph.step.on_device.fuses` decides for the engine.
         """
         # The losses of answers that are judged read gradients of their own.
         computes_narrow = self.device_type == "cuda" and self.precision in ("bf16", "fp16")
@@ -125,59 +130,55 @@ class Work(Training):
     @property
     def inner_numbers(self) -> int:
         """Return the width of a token's feed-forward layer; of a mixture, the sum over the experts
-        that compute it.
+        that compute the token.
         """
         config = self.config
-        return (
-            self._experts * getattr(config, config.family.experts)
-            if self._experts
-            else config.intermediate_size
-        )
+        if not self._experts:
+            return config.intermediate_size
+        expert_width: int = getattr(config, config.family.experts)
+        return self._experts * expert_width
 
     @property
     def routed_numbers(self) -> int:
-        """Return the numbers per token that a mixture keeps beside its experts' inner ones.
+        """Return the numbers per token that a mixture keeps in addition to `inner_numbers`.
 
         They are the inputs and the outputs of the pairs of a token and an expert, and the router's
-        probabilities.
+        probabilities, which are fp32.
         """
-        return (
-            2 * self._experts * self.config.hidden_size
-            + self.config.num_experts * 4 // self.number_bytes
-        )
+        pairs = 2 * self._experts * self.config.hidden_size
+        return pairs + self.config.num_experts * 4 // self.number_bytes
 
     @property
     def _experts(self) -> int:
         """Return how many experts compute a token; 0 without a mixture."""
         config = self.config
-        return (
-            config.num_experts_per_tok
-            if any(map(config.is_mixture, range(config.num_hidden_layers)))
-            else 0
-        )
+        if any(config.is_mixture(layer) for layer in range(config.num_hidden_layers)):
+            return config.num_experts_per_tok
+        return 0
 
     @property
     def masked(self) -> bool:
-        """Return whether attention reads dense masks, as for all borders but those in a CUDA
-        graph's flex attention.
+        """Return whether attention reads dense masks.
+
+        A mask is needed for packed documents and for windows. In captured code on CUDA, flex
+        attention does without one.
         """
         config = self.config
         layers = range(self.config.num_hidden_layers)
-        bordered = self.packed or any(
-            (config.window(layer) or self.length) < self.length for layer in layers
-        )
-        return bordered and (self.device_type == "cpu" or self.compile == "none")
+        has_window = any((config.window(layer) or self.length) < self.length for layer in layers)
+        has_flex_attention = self.device_type != "cpu" and self.compile != "none"
+        return (self.packed or has_window) and not has_flex_attention
 
     @property
     def repeats_heads(self) -> bool:
         """Return whether attention needs as many key-value heads as query heads: on CUDA, with a
         dense mask or in fp32.
 
-        A T4's kernel for fp16 does, too, which is not known here.
+        The kernel for fp16 on a T4 needs them, too, but which card it is is not known here.
         """
-        return self.device_type == "cuda" and (
-            self.masked or (self.precision == "fp32" and not self.packed)
-        )
+        if self.device_type != "cuda":
+            return False
+        return self.masked or (self.precision == "fp32" and not self.packed)
 
     @property
     def input_bytes(self) -> int:
@@ -204,7 +205,12 @@ class Footprint(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """The samples of a part of a step, and the stage that this part belongs to."""
+    """A part of a step.
+
+    Attributes:
+        stage: "forward", "backward" or "update".
+        samples: the bytes alive, in the order of the operations.
+    """
 
     stage: str
     samples: list[Sample]
@@ -213,110 +219,129 @@ class Curve(NamedTuple):
 @functools.lru_cache(maxsize=64)  # plans for several cards or hosts ask for the same work
 def footprint(work: Work) -> Footprint:
     """Return the peak of one update, with the gradients of earlier micro-batches on the device."""
-    apart = _apart(work)
-    curves = (
-        _without_inputs(_deep(replace(apart, remat="full")), apart)
-        if work.remat == "offload"
-        else _deep(apart)
-    )
+    traced = _with_distinct_vocabulary(work)
+    if work.remat == "offload":
+        # In "full" recomputation the inputs that are offloaded stay on the device.
+        curves = _without_offloaded(_full_depth_curves(replace(traced, remat="full")), traced)
+    else:
+        curves = _full_depth_curves(traced)
     peak = footprint_of(curves)
-    before, after = work.config, apart.config
-    # These origins grow with the vocabulary; gradients and moments of adapters do not.
-    of_model = ORIGINS[:1] if work.lora else ORIGINS[:3]
-    ratios = dict.fromkeys(of_model, before.parameter_count() / after.parameter_count())
-    ratios["loss head"] = before.vocab_size / after.vocab_size
-    return Footprint(
-        peak.stage,
-        {name: round(size * ratios.get(name, 1)) for name, size in peak.by_origin.items()},
-    )
+    # The traced vocabulary may be larger, so bytes that grow with it are scaled back. Gradients and
+    # moments of adapters do not grow with it.
+    parameter_ratio = work.config.parameter_count() / traced.config.parameter_count()
+    growing = ["weights"] if work.lora else ["weights", "gradients", "moments"]
+    ratios = dict.fromkeys(growing, parameter_ratio)
+    ratios["loss head"] = work.config.vocab_size / traced.config.vocab_size
+    by_origin = {
+        origin: round(size * ratios.get(origin, 1)) for origin, size in peak.by_origin.items()
+    }
+    return Footprint(peak.stage, by_origin)
 
 
-def _apart(work: Work) -> Work:
+def _with_distinct_vocabulary(work: Work) -> Work:
     """Return the work with a vocabulary whose size no other axis has, so that the trace recognises
     the loss head by it.
 
-    The vocabulary may get a few more entries than it has; `footprint` takes their bytes off again.
+    The vocabulary may get a few more entries; `footprint` takes their bytes off again.
     """
-    config, tokens = work.config, work.tokens
-    heads = config.num_attention_heads, config.num_key_value_heads
-    taken = {
+    config = work.config
+    tokens = work.tokens
+    heads = (config.num_attention_heads, config.num_key_value_heads)
+    other_sizes = {
         config.hidden_size,
         config.intermediate_size,
         config.moe_intermediate_size,
+        config.num_experts,
+        tokens * config.num_experts_per_tok,
         config.head_dim,
         *heads,
-    }
-    taken |= {config.num_experts, tokens * config.num_experts_per_tok}
-    taken |= {number * config.head_dim for number in heads}
-    taken |= {
+        *(number * config.head_dim for number in heads),
         work.length,
         tokens,
         work.window_rows * work.length,
-        *range(QUERIES, work.length, QUERIES),
+        *range(QUERIES, work.length, QUERIES),  # the keys that a block of queries reads
     }
     vocabulary = config.vocab_size
     while True:
         chunks = chunk_count(tokens, vocabulary, work.device_type)
-        if vocabulary not in taken | {tokens // chunks, -(-tokens // chunks)}:
+        chunk_sizes = {tokens // chunks, -(-tokens // chunks)}  # rounded down, and up
+        if vocabulary not in other_sizes | chunk_sizes:
             return replace(work, config=replace(config, vocab_size=vocabulary))
         vocabulary += 1
 
 
-def _deep(work: Work) -> list[Curve]:
-    """Return the step's samples at its full depth.
+def _full_depth_curves(work: Work) -> list[Curve]:
+    """Return the step's samples at its full depth, from traces at two depths.
 
-    If the traces at two depths do not line up, the model is traced at its full depth.
+    If the two traces do not line up, the model is traced at its full depth.
     """
     layers = work.config.num_hidden_layers
     turn = turn_of(work.config)
-    least = 2 if turn == 1 else turn + layers % turn
-    depths = least, least + turn
-    if layers <= depths[1]:
+    low_depth = 2 if turn == 1 else turn + layers % turn
+    high_depth = low_depth + turn
+    if layers <= high_depth:
         return _curves(work)
+    further_turns = (layers - low_depth) // turn
     graphs = Graphs()
-    cut = [replace(work, config=work.config.shortened(depth)) for depth in depths]
-    if work.compile == "blocks":  # its graphs serve a second trace, too, if this does not suffice
-        low, high = (_curves(shallow, graphs, updated=False) for shallow in cut)
-        curves = _at_depth(low, high, (layers - least) // turn)
+    low_work = replace(work, config=work.config.shortened(low_depth))
+    high_work = replace(work, config=work.config.shortened(high_depth))
+    if work.compile == "blocks":
+        # The first try is without the update, whose trace takes as long as the rest. If it does not
+        # suffice, the traces below use its graphs again.
+        low = _curves(low_work, graphs, with_update=False)
+        high = _curves(high_work, graphs, with_update=False)
+        curves = _extend_curves(low, high, further_turns)
         if curves and not _may_peak_in_update(curves, work):
             return curves
-    low, high = (_curves(shallow, graphs) for shallow in cut)
-    return _at_depth(low, high, (layers - least) // turn) or _curves(work)
+    low = _curves(low_work, graphs)
+    high = _curves(high_work, graphs)
+    return _extend_curves(low, high, further_turns) or _curves(work)
 
 
-def _at_depth(low: list[Curve], high: list[Curve], beyond: int) -> list[Curve]:
-    """Return the curves of a model with `beyond` more turns of blocks than `low`; none if they do
-    not line up.
+def _extend_curves(low: list[Curve], high: list[Curve], further_turns: int) -> list[Curve]:
+    """Return the curves of a deeper model; an empty list if the given curves do not line up.
+
+    Args:
+        low: the curves of a shallow model.
+        high: those of a model with one turn of blocks more.
+        further_turns: how many turns more than `low` the deeper model has.
     """
     curves = []
-    for one, other in zip(low, high, strict=True):
-        of_low, of_high = (
-            corners(each.samples) if each.stage == "update" else each.samples
-            for each in (one, other)
-        )
-        if (samples := deepened(of_low, of_high, beyond)) is None:
+    for low_curve, high_curve in zip(low, high, strict=True):
+        low_samples = low_curve.samples
+        high_samples = high_curve.samples
+        if low_curve.stage == "update":
+            low_samples = corners(low_samples)
+        if high_curve.stage == "update":
+            high_samples = corners(high_samples)
+        samples = extend_samples(low_samples, high_samples, further_turns)
+        if samples is None:
             return []
-        curves.append(Curve(one.stage, samples))
+        curves.append(Curve(low_curve.stage, samples))
     return curves
 
 
 def _may_peak_in_update(curves: list[Curve], work: Work) -> bool:
-    """Return whether the optimizer's update might need more than the passes before it, whose curves
-    these are.
+    """Return whether the optimizer's update might need more memory than the passes before it.
 
-    Its temporary values are fewer than UPDATE_BYTES for each trained number. The trace of an update
-    takes as long as the rest, and most peaks are far above what it needs.
+    Most peaks are far above what an update needs, and its trace takes as long as the rest.
+
+    Args:
+        curves: the curves of the passes.
+        work: the step.
     """
-    # Weights, gradients and moments.
-    kept = sum(curves[-1].samples[-1][: ORIGINS.index("activations")])
-    gradients = curves[-1].samples[-1][ORIGINS.index("gradients")]  # of 4 bytes each, or of 2
+    end = dict(zip(ORIGINS, curves[-1].samples[-1], strict=True))
+    kept = end["weights"] + end["gradients"] + end["moments"]
     peak = footprint_of(curves).peak_bytes
-    return peak <= kept + UPDATE_BYTES // work.number_bytes * gradients
+    # A gradient has 4 bytes, or those of a number of the compute dtype. So the last product is
+    # UPDATE_BYTES for each gradient, or more.
+    return peak <= kept + UPDATE_BYTES // work.number_bytes * end["gradients"]
 
 
 def turn_of(config: LlamaConfig) -> int:
-    """Return after how many blocks the kinds of blocks, by their parts, come again in the same
-    order.
+    """Return the number of blocks after which the kinds of blocks repeat; 1 if all are of one kind.
+
+    A block's kind is whether it has a gated delta net, and whether it has a mixture of experts.
     """
     kinds = [
         (config.is_linear(layer), config.is_mixture(layer))
@@ -325,88 +350,112 @@ def turn_of(config: LlamaConfig) -> int:
     return next(turn for turn in itertools.count(1) if kinds[turn:] == kinds[:-turn])
 
 
-def _without_inputs(curves: list[Curve], work: Work) -> list[Curve]:
-    """Subtract the blocks' inputs that wait on the host from the activations; those on their way
-    stay.
+def _without_offloaded(curves: list[Curve], work: Work) -> list[Curve]:
+    """Return the curves without the blocks' inputs that are on the host. The inputs that are being
+    copied stay.
     """
-    away = max(0, work.config.num_hidden_layers - ON_THEIR_WAY) * work.input_bytes
+    on_host_bytes = max(0, work.config.num_hidden_layers - ON_THEIR_WAY) * work.input_bytes
     place = ORIGINS.index("activations")
 
-    def less(sample: Sample) -> Sample:
-        return (*sample[:place], max(0, sample[place] - away), *sample[place + 1 :])
+    def subtract(sample: Sample) -> Sample:
+        activations = max(0, sample[place] - on_host_bytes)
+        return (*sample[:place], activations, *sample[place + 1 :])
 
-    return [
-        Curve(stage, samples if stage == "update" else [*map(less, samples)])
-        for stage, samples in curves
-    ]
+    without = []
+    for stage, samples in curves:
+        # During the update no input is kept.
+        if stage != "update":
+            samples = [subtract(sample) for sample in samples]
+        without.append(Curve(stage, samples))
+    return without
 
 
 def footprint_of(curves: list[Curve]) -> Footprint:
     """Return the largest of a step's samples."""
-    peaks = [(sample, curve.stage) for curve in curves for sample in curve.samples]
-    sample, stage = max(peaks, key=lambda peak: sum(peak[0]))
-    return Footprint(stage, dict(zip(ORIGINS, sample, strict=True)))
+    samples = [(sample, curve.stage) for curve in curves for sample in curve.samples]
+    peak, stage = max(samples, key=lambda pair: sum(pair[0]))
+    return Footprint(stage, dict(zip(ORIGINS, peak, strict=True)))
 
 
-def deepened(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample] | None:
-    """Extend the samples `low` to a model with `beyond` more blocks; `high` are those of a model
-    with one block more.
+def extend_samples(
+    low: list[Sample], high: list[Sample], further_blocks: int
+) -> list[Sample] | None:
+    """Extend the samples of a shallow model to a deeper one.
 
     The difference between two corresponding samples is what each further block adds. Curves of the
     same length correspond sample by sample. Otherwise `high` has the samples of one more block
     somewhere in the middle: the curves correspond from their beginnings up to there, and from their
     ends back to there.
 
+    Args:
+        low: the samples of a shallow model.
+        high: those of a model with one block more.
+        further_blocks: how many blocks more than `low` the deeper model has.
+
     Returns:
         The samples; None if the two correspondences together do not cover `low`.
     """
     if len(low) == len(high):
-        return _along(low, high, beyond)
-    ahead = _alike(low, high)
-    back = _alike(low[::-1], high[::-1])
-    if ahead + back < len(low):
+        return _extrapolate(low, high, further_blocks)
+    backward_low = low[::-1]
+    backward_high = high[::-1]
+    from_beginning = _count_alike(low, high)
+    from_end = _count_alike(backward_low, backward_high)
+    if from_beginning + from_end < len(low):
         return None
-    return _along(low[:ahead], high, beyond) + _along(low[::-1][:back], high[::-1], beyond)
+    beginning = _extrapolate(low[:from_beginning], high, further_blocks)
+    # The end stays in backward order: its readers look for the largest sample, or at origins that
+    # do not change during a pass.
+    return beginning + _extrapolate(backward_low[:from_end], backward_high, further_blocks)
 
 
 def corners(samples: list[Sample]) -> list[Sample]:
-    """Return the samples except those inside a run of equal steps, whose values lie between the
+    """Return the samples without those inside a run of equal steps, whose values lie between the
     run's ends.
 
     An update computes a number for each part of each plane, at several points: such runs are as
     long as the model is deep. Without them, models of all depths have equally many samples.
     """
     steps = [
-        tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(samples)
+        tuple(b - a for a, b in zip(before, after, strict=True))
+        for before, after in itertools.pairwise(samples)
     ]
-    turns = [True, *(before != after for before, after in itertools.pairwise(steps)), True]
-    return [*itertools.compress(samples, turns)]
+    changes = [before != after for before, after in itertools.pairwise(steps)]
+    return [*itertools.compress(samples, [True, *changes, True])]
 
 
-def _alike(one: list[Sample], other: list[Sample]) -> int:
+def _count_alike(one: list[Sample], other: list[Sample]) -> int:
     """Count the samples up to which two curves differ from their own first samples by the same
     bytes.
     """
-    pairs = zip(one, other, strict=False)
-    same = (
-        all(a - b == c - d for a, b, c, d in zip(x, one[0], y, other[0], strict=True))
-        for x, y in pairs
-    )
-    return sum(1 for _ in itertools.takewhile(bool, same))
+    count = 0
+    for sample, other_sample in zip(one, other, strict=False):
+        difference = [a - b for a, b in zip(sample, one[0], strict=True)]
+        other_difference = [a - b for a, b in zip(other_sample, other[0], strict=True)]
+        if difference != other_difference:
+            break
+        count += 1
+    return count
 
 
-def _along(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample]:
+def _extrapolate(low: list[Sample], high: list[Sample], further_blocks: int) -> list[Sample]:
     return [
-        tuple(a + beyond * (b - a) for a, b in zip(*pair, strict=True))
-        for pair in zip(low, high, strict=False)
+        tuple(a + further_blocks * (b - a) for a, b in zip(low_sample, high_sample, strict=True))
+        for low_sample, high_sample in zip(low, high, strict=False)
     ]
 
 
-def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -> list[Curve]:
-    """Return the samples of a step, without its update's if that is not `updated`."""
+def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = True) -> list[Curve]:
+    """Trace a step and return its samples.
+
+    Args:
+        work: the step.
+        graphs: the graphs of an earlier trace, to use them again; None: new ones.
+        with_update: whether the optimizer's update is traced, too.
+    """
     with FakeMemory(work.config.vocab_size, work.device_type, graphs) as memory:
         model = Llama(work.config)
-        # Fused attention without a mask stands in for flex attention.
+        # Fused attention without a mask takes the place of flex attention.
         if work.device_type == "cuda":
             model.use_attention("sdpa", "repeated" if work.repeats_heads else "torch", "cuda")
         if work.judged == "exact":
@@ -427,11 +476,9 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
             memory.assign("gradients", [plane.grad])
             memory.assign("moments", plane.state.values())
         memory.origin = "activations"
-        names = (
-            "tokens",
-            "targets",
-            *(("segments", "positions") if work.packed and work.masked else ()),
-        )
+        names = ["tokens", "targets"]
+        if work.packed and work.masked:
+            names += ["segments", "positions"]
         window = {
             name: torch.zeros(max(work.rows, work.window_rows), work.length, dtype=torch.int64)
             for name in names
@@ -441,25 +488,32 @@ def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -
             capture_by(memory.captured, step, work.compile)
         with compat.without_modes():
             step.choose_kept(batch)
+        # The stages, each with the index of its first sample.
         begins = [("forward", len(memory.curve))]
         forward = step.forward.now
 
-        def watched(batch: object, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def forward_then_mark(batch: object, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             result = forward(batch, loss_factor)
             begins.append(("backward", len(memory.curve)))
             memory.origin = "workspace"
             return result
 
-        step.forward.now = watched
+        step.forward.now = forward_then_mark
         accumulate(step, [batch])
-        if updated:
+        if with_update:
             begins.append(("update", len(memory.curve)))
             update(step)
-        if work.compile == "whole":  # what follows a graph has its own samples for each block
-            begins = [*zip(("forward", "backward"), memory.walked, strict=False), *begins]
+        if work.compile == "whole":
+            # What follows a graph in its stage has samples for each block, too, so it becomes a
+            # curve of its own, which lines up by itself.
+            graph_ends = zip(("forward", "backward"), memory.graph_ends, strict=False)
+            begins = [*graph_ends, *begins]
             begins.sort(key=lambda begin: begin[1])
         pairs = itertools.pairwise([*begins, ("", len(memory.curve))])
         return [Curve(stage, memory.curve[begin:end]) for (stage, begin), (_, end) in pairs]
+
+
+# The loss and the head below are cached, so that traces of several depths share their graphs.
 
 
 @functools.cache
@@ -484,13 +538,11 @@ def _judged_loss(device_type: str) -> Loss:
 
 def _token_loss(device_type: str) -> TokenLoss:
     loss = TokenLoss()
-    loss.head = _head(device_type)
+    loss.head = _cross_entropy_head(device_type)
     return loss
 
 
-@functools.cache  # one function for each device, so that traces of several depths share its graphs
-def _head(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `linear_cross_entropy` in as many chunks as on the planned device, wherever the trace
-    runs.
-    """
+@functools.cache
+def _cross_entropy_head(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `linear_cross_entropy` in as many chunks as on the planned device."""
     return functools.partial(linear_cross_entropy, device_type=device_type)

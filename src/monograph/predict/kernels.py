@@ -3,9 +3,14 @@
 A compiler computes elementwise nodes inside the kernels that read them. It writes only the values
 that a product, an extern operator or the graph's caller reads, and the results of reductions, as a
 reader needs a whole reduction before it can begin.
+
+A value that the compiler writes, or an argument of the graph, is a buffer here. An extern operator
+is one that the compiler calls, instead of generating its code. A dear value is one that a CPU takes
+long to compute, so that the compiler avoids computing it twice.
 """
 
 import operator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from monograph.graph.matmul import workspace_bytes
 from monograph.ops.fused_gradients import block_rows
-from monograph.predict.lifetimes import Name, PlannedKernel, scheduled
+from monograph.predict.lifetimes import Name, PlannedKernel, order_kernels
 
 # The compiler treats these as elementwise although torch does not tag them so: reads at computed
 # places, casts, constants.
@@ -57,172 +62,230 @@ _REDUCTIONS = {
     "sum",
     "var_mean",
 }
-# On a CPU, the compiler does not compute these values twice, nor values that read more than
-# MOST_LOADS buffers: `should_realize_on_reuse` of torch._inductor, and
+# On a CPU, the compiler avoids computing these values twice, and values that read more than
+# MAX_LOADS buffers: `should_realize_on_reuse` of torch._inductor, and
 # `config.realize_reads_threshold`.
 _DEAR = {"exp", "sigmoid"}
-MOST_LOADS = 4
+MAX_LOADS = 4
+
+
+class _Sources(NamedTuple):
+    """What a reader of a node reads: the node's buffer if it is written, else the buffers of its
+    own sources.
+
+    Attributes:
+        buffers: the names of the buffers.
+        loads: the buffers, each with the names of the views on the way from it.
+        dear_sizes: for each buffer, the bytes of the dear values on the ways from it; 0 stands for
+            a way without a dear value.
+    """
+
+    buffers: frozenset[Name]
+    loads: frozenset[tuple[Name, ...]]
+    dear_sizes: dict[Name, set[int]]
+
+    @classmethod
+    def of_buffer(cls, name: Name) -> "_Sources":
+        """Return the sources of a reader of one buffer."""
+        return cls(frozenset([name]), frozenset([(name,)]), {name: {0}})
 
 
 def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[PlannedKernel]:
     """Return the buffers of a partitioned graph of aten operators, in the order in which the
     compiler writes them.
 
-    Only a backward graph may free its arguments.
+    Args:
+        graph: the forward or the backward graph.
+        device_type: "cpu" or "cuda".
+        backward: whether it is the backward graph, which may free its arguments.
     """
-    given = enumerate(graph.graph.find_nodes(op="placeholder") if backward else [])
-    arguments: dict[Name, int] = {
-        index: sum(tensor.nbytes for tensor in _tensors(node)) for index, node in given
-    }
-    return scheduled(*_written(graph, device_type), arguments)
+    arguments: dict[Name, int] = {}
+    if backward:
+        for index, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+            arguments[index] = sum(tensor.nbytes for tensor in _tensors(node))
+    written, returned = _written_kernels(graph, device_type)
+    return order_kernels(written, returned, arguments)
 
 
-def _written(graph: GraphModule, device_type: str) -> tuple[list[PlannedKernel], set[Name]]:
+def _written_kernels(graph: GraphModule, device_type: str) -> tuple[list[PlannedKernel], set[Name]]:
     """Return the kernels in the order of the graph's nodes, and the names that the caller keeps."""
-    reads: dict[Node, frozenset[Name]] = {}
-    # The buffers that a node reads, each with the views between.
-    loads: dict[Node, frozenset[tuple[Name, ...]]] = {}
-    # For each buffer read: bytes of the dear values between, 0 for none.
-    behind: dict[Node, dict[Name, set[int]]] = {}
+    sources: dict[Node, _Sources] = {}
     kernels: list[PlannedKernel] = []
     returned: frozenset[Name] = frozenset()
     arguments = 0
     on_cpu = device_type == "cpu"
     for node in graph.graph.nodes:
         if node.op == "placeholder":
-            reads[node], loads[node] = frozenset([arguments]), frozenset([(arguments,)])
-            behind[node] = {arguments: {0}}
+            sources[node] = _Sources.of_buffer(arguments)
             arguments += 1
             continue
-        through = frozenset[Name]().union(*(reads[source] for source in node.all_input_nodes))
-        loads[node] = frozenset[tuple[Name, ...]]().union(
-            *(loads[source] for source in node.all_input_nodes)
-        )
+        inputs = [sources[source] for source in node.all_input_nodes]
+        buffers = frozenset[Name]().union(*(each.buffers for each in inputs))
+        loads = frozenset[tuple[Name, ...]]().union(*(each.loads for each in inputs))
         if _is_view(node):
-            loads[node] = frozenset((*load, node.name) for load in loads[node])
+            loads = frozenset((*load, node.name) for load in loads)
+        changed = _changed(node)
         if node.op == "output":
-            returned = through
-        elif bases := _changed(node):
-            total, left, right = (
-                source.meta["val"] for source in (*bases, node.kwargs["left"], node.kwargs["right"])
-            )
-            product = f"{node.name}'s product"
-            inside = inner_bytes(total, left, right, device_type)
-            size = total.numel()
-            changes = _only(reads[bases[0]], node)
-            kernels.append(
-                PlannedKernel(product, total, size, inside, through, fused=False, hidden=True)
-            )
-            through |= {product}
-            kernels.append(
-                PlannedKernel(
-                    node.name, total, size, total.nbytes, through, fused=False, changes=changes
-                )
-            )
-            reads[node], loads[node], behind[node] = _written_here(node)
-        elif _is_view(node) or not (
-            _is_written(node) or (on_cpu and _is_passed_twice(node, len(loads[node])))
+            returned = buffers
+        elif changed:
+            in_place = _only_name(sources[changed[0]].buffers, node)
+            kernels += _in_place_kernels(node, changed, buffers, in_place, device_type)
+            sources[node] = _Sources.of_buffer(node.name)
+        elif not _is_view(node) and (
+            _is_written(node) or (on_cpu and _is_read_twice(node, len(loads)))
         ):
-            reads[node], behind[node] = through, _behind(node, behind, on_cpu)
-            # What was not written yet is computed by the loop that stores it.
-            if _is_store(node) and node.all_input_nodes[1].name not in through:
+            dear_sizes = _dear_sizes(node, sources, on_cpu)
+            kernels += _node_kernels(node, sources, buffers, dear_sizes, device_type)
+            sources[node] = _Sources.of_buffer(node.name)
+        else:
+            sources[node] = _Sources(buffers, loads, _dear_sizes(node, sources, on_cpu))
+            # A store writes into an argument. If its value was not written yet, the store's own
+            # loop computes it.
+            if _is_store(node) and node.all_input_nodes[1].name not in buffers:
                 [output] = _tensors(node)
                 kernels.append(
-                    PlannedKernel(node.name, output, output.numel(), 0, through, fused=True)
+                    PlannedKernel(node.name, output, output.numel(), 0, buffers, fused=True)
                 )
-        else:
-            if copy_bytes := _copied_bytes(node, device_type):
-                copied = f"{node.name}'s copy"
-                kernels.append(
-                    PlannedKernel(
-                        copied,
-                        _tensors(node)[0],
-                        0,
-                        copy_bytes,
-                        frozenset(),
-                        fused=False,
-                        hidden=True,
-                    )
-                )
-                through |= {copied}
-            outputs = _tensors(node)
-            size_bytes = sum(source.untyped_storage().nbytes() for source in outputs)
-            at_places = _name(node) in _WRITES_AT_PLACES
-            base = _only(reads[node.all_input_nodes[0]], node) if at_places else None
-            fused = not _is_extern(node) or at_places
-            between = _behind(node, behind, on_cpu)
-            separate = frozenset(
-                name for name, of in between.items() if of not in ({0}, {size_bytes})
-            )
-            within = max(set[int]().union(*between.values()), default=0)
-            numbers = (device_type == "cuda" and _row_numbers(node)) or outputs[0].numel()
-            kernels.append(
-                PlannedKernel(
-                    node.name,
-                    outputs[0],
-                    numbers,
-                    size_bytes,
-                    through,
-                    fused,
-                    base,
-                    separate,
-                    within,
-                )
-            )
-            reads[node], loads[node], behind[node] = _written_here(node)
     return kernels, set(returned)
 
 
+def _in_place_kernels(
+    node: Node, changed: list[Node], buffers: frozenset[Name], in_place: Name, device_type: str
+) -> list[PlannedKernel]:
+    """Return the kernels of `add_product_`: the product in its workspace, and the addition.
+
+    Args:
+        node: the call.
+        changed: the tensors that it changes, see `_changed`.
+        buffers: the buffers that it reads.
+        in_place: the buffer that it changes.
+        device_type: "cpu" or "cuda".
+    """
+    operands: list[Any] = [*changed, node.kwargs["left"], node.kwargs["right"]]
+    total, left, right = (operand.meta["val"] for operand in operands)
+    workspace = inner_bytes(total, left, right, device_type)
+    product = PlannedKernel(
+        f"{node.name}'s product",
+        total,
+        total.numel(),
+        workspace,
+        buffers,
+        fused=False,
+        is_workspace=True,
+    )
+    addition = PlannedKernel(
+        node.name,
+        total,
+        total.numel(),
+        total.nbytes,
+        buffers | {product.name},
+        fused=False,
+        changes=in_place,
+    )
+    return [product, addition]
+
+
+def _node_kernels(
+    node: Node,
+    sources: dict[Node, _Sources],
+    buffers: frozenset[Name],
+    dear_sizes: dict[Name, set[int]],
+    device_type: str,
+) -> list[PlannedKernel]:
+    """Return the kernel of a node that is written, after that of its workspace if it needs one.
+
+    Args:
+        node: the node.
+        sources: the sources of all earlier nodes.
+        buffers: the buffers that it reads.
+        dear_sizes: see `_Sources`.
+        device_type: "cpu" or "cuda".
+    """
+    node_kernels = []
+    copy_bytes = _copy_bytes(node, device_type)
+    if copy_bytes:
+        copy = PlannedKernel(
+            f"{node.name}'s copy",
+            _tensors(node)[0],
+            0,
+            copy_bytes,
+            frozenset(),
+            fused=False,
+            is_workspace=True,
+        )
+        node_kernels.append(copy)
+        buffers |= {copy.name}
+    outputs = _tensors(node)
+    size_bytes = sum(output.untyped_storage().nbytes() for output in outputs)
+    numbers = outputs[0].numel()
+    if device_type == "cuda":
+        numbers = _row_numbers(node) or numbers
+    changes = None
+    at_places = _name(node) in _WRITES_AT_PLACES
+    if at_places:
+        changes = _only_name(sources[node.all_input_nodes[0]].buffers, node)
+    # See `_dear_sizes` for which buffers the result can be written over.
+    not_over = frozenset(
+        name for name, sizes in dear_sizes.items() if sizes not in ({0}, {size_bytes})
+    )
+    largest_dear = max(set[int]().union(*dear_sizes.values()), default=0)
+    node_kernels.append(
+        PlannedKernel(
+            node.name,
+            outputs[0],
+            numbers,
+            size_bytes,
+            buffers,
+            fused=not _is_extern(node) or at_places,
+            changes=changes,
+            not_over=not_over,
+            intermediate_bytes=largest_dear,
+        )
+    )
+    return node_kernels
+
+
 def _row_numbers(node: Node) -> int:
-    """Return the numbers that a reduction over rows reads, else 0: on a GPU what reads whole rows
-    joins its loop.
+    """Return how many numbers a reduction over rows reads; 0 for any other node.
+
+    On a GPU other kernels that read whole rows join its loop.
     """
     if _name(node) not in _REDUCTIONS:
         return 0
-    [source, *_] = node.all_input_nodes
-    [read, *_] = _tensors(source)
-    given = node.args[1] if len(node.args) > 1 else None
-    dims = given if isinstance(given, list | tuple) else [given]
-    return (
-        read.numel() if {dim for dim in dims if isinstance(dim, int)} & {-1, read.ndim - 1} else 0
-    )
+    source = node.all_input_nodes[0]
+    read = _tensors(source)[0]
+    dims = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(dims, list | tuple):
+        dims = [dims]
+    reduces_rows = any(isinstance(dim, int) and dim in (-1, read.ndim - 1) for dim in dims)
+    return read.numel() if reduces_rows else 0
 
 
-def _written_here(
-    node: Node,
-) -> tuple[frozenset[Name], frozenset[tuple[Name, ...]], dict[Name, set[int]]]:
-    """Return the entries of `reads`, `loads` and `behind` for a written node: its readers read the
-    node itself.
-    """
-    return frozenset([node.name]), frozenset([(node.name,)]), {node.name: {0}}
-
-
-def _only(names: frozenset[Name], node: Node) -> Name:
+def _only_name(names: frozenset[Name], node: Node) -> Name:
     """Return the only one of these names, or the node's own name if there are several."""
     return next(iter(names)) if len(names) == 1 else node.name
 
 
-def _behind(
-    node: Node, behind: dict[Node, dict[Name, set[int]]], on_cpu: bool
-) -> dict[Name, set[int]]:
-    """Return for each buffer that a node reads the sizes of the dear values between, 0 where it is
-    read directly.
+def _dear_sizes(node: Node, sources: dict[Node, _Sources], on_cpu: bool) -> dict[Name, set[int]]:
+    """Return for each buffer that a node reads the bytes of the dear values on the ways from it,
+    see `_Sources`.
 
     A dear value that is read twice counts as a buffer of its own until its loop is made. A result
-    is written over a buffer behind it only if the result, the dear value and the buffer have one
-    size.
+    is written over a buffer behind a dear value only if the result, the dear value and the buffer
+    have one size.
     """
+    inputs = node.all_input_nodes
     if on_cpu and len(node.users) > 1 and _name(node) in _DEAR and _tensors(node):
         [value] = _tensors(node)
-        return {name: {value.nbytes} for source in node.all_input_nodes for name in behind[source]}
+        return {name: {value.nbytes} for source in inputs for name in sources[source].dear_sizes}
     sizes_of: dict[Name, set[int]] = {}
-    for source in node.all_input_nodes:
-        for name, sizes in behind[source].items():
+    for source in inputs:
+        for name, sizes in sources[source].dear_sizes.items():
             sizes_of[name] = sizes_of.get(name, set()) | sizes
     return sizes_of
 
 
-def _copied_bytes(node: Node, device_type: str) -> int:
+def _copy_bytes(node: Node, device_type: str) -> int:
     """Return the bytes of workspace that a matrix product needs in addition to its result."""
     if _name(node) != "mm" or device_type != "cpu":
         return 0
@@ -231,34 +294,40 @@ def _copied_bytes(node: Node, device_type: str) -> int:
 
 
 def _is_written(node: Node) -> bool:
+    """Return whether a node is written on any device."""
     if not _tensors(node):
         return False
-    needed = any(reader.op == "output" or _is_extern(reader) for reader in _readers(node))
-    return needed or _is_extern(node) or _name(node) in _REDUCTIONS
+    is_needed = any(reader.op == "output" or _is_extern(reader) for reader in _readers(node))
+    return is_needed or _is_extern(node) or _name(node) in _REDUCTIONS
 
 
-def _is_passed_twice(node: Node, loads: int) -> bool:
-    """Return whether a CPU writes an elementwise node, because a reduction reads all of it before
-    another reader does.
+def _is_read_twice(node: Node, loads: int) -> bool:
+    """Return whether a CPU writes an elementwise node because a reduction reads all of it before
+    another reader does. Then a dear value is not computed twice.
 
-    Then a dear value is written instead of being computed twice. On a GPU one kernel holds the
-    whole row.
+    On a GPU one kernel holds the whole row, so no value is computed twice.
+
+    Args:
+        node: the node.
+        loads: the number of buffers that it reads.
     """
     if len(node.users) < 2 or not _tensors(node):
         return False
-    reduced = [_name(reader) in _REDUCTIONS for reader in _readers(node)]
-    return any(reduced) and not all(reduced) and (_name(node) in _DEAR or loads > MOST_LOADS)
+    is_dear = _name(node) in _DEAR or loads > MAX_LOADS
+    is_reduction = [_name(reader) in _REDUCTIONS for reader in _readers(node)]
+    return is_dear and any(is_reduction) and not all(is_reduction)
 
 
 def _readers(node: Node) -> list[Node]:
     """Return the nodes that read a node, directly or through views of it."""
-    return [
-        reader for user in node.users for reader in (_readers(user) if _is_view(user) else [user])
-    ]
+    readers = []
+    for user in node.users:
+        readers += _readers(user) if _is_view(user) else [user]
+    return readers
 
 
 def _is_view(node: Node) -> bool:
-    if node.target is operator.getitem:
+    if node.target is operator.getitem:  # it selects one of several results
         return True
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
     return bool(returns) and all(
@@ -267,30 +336,41 @@ def _is_view(node: Node) -> bool:
 
 
 def _is_store(node: Node) -> bool:
-    return _name(node) == "copy_"  # into an argument, by the kernel that computed it
+    """Return whether a node writes a value into an argument."""
+    return _name(node) == "copy_"
 
 
 def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type: str) -> int:
     """Return the bytes of workspace of `add_product_` of `monograph.ops.fused_gradients`, the only
     in-place operator.
 
-    A GPU needs none. A CPU's holds some rows of the product and, where it adds them to numbers of
+    A GPU needs none. On a CPU the workspace holds some rows of the product and, if the total has
     another dtype, a copy of these rows in that dtype.
+
+    Args:
+        total_VD: the tensor to which the product is added.
+        left_CV: the left matrix, which the product transposes.
+        right_CD: the right matrix.
+        device_type: "cpu" or "cuda".
     """
     if device_type == "cuda":
         return 0
-    numbers = min(total_VD.shape[-2], block_rows("cpu", total_VD.shape[-1])) * total_VD.shape[-1]
-    return numbers * (
-        right_CD.element_size() + total_VD.element_size() * (right_CD.dtype != total_VD.dtype)
-    )
+    rows = min(total_VD.shape[-2], block_rows("cpu", total_VD.shape[-1]))
+    number_bytes = right_CD.element_size()
+    if right_CD.dtype != total_VD.dtype:
+        number_bytes += total_VD.element_size()
+    return rows * total_VD.shape[-1] * number_bytes
 
 
 def _changed(node: Node) -> list[Node]:
-    """Return the tensors that `add_product_` writes in place; a traced graph wraps it in a call of
-    another name.
+    """Return the tensors that a node writes in place: for a call of `add_product_`, its total.
+
+    A traced graph wraps the call in one of another name.
     """
     if not str(node.target).startswith("auto_functionalized"):
         return []
+    # `auto_functionalized_v2` lists the tensors as `_all_bases`; the older wrapper has the
+    # operator's own argument.
     return list(node.kwargs.get("_all_bases") or [node.kwargs["total"]])  # type: ignore[arg-type]
 
 
@@ -302,18 +382,17 @@ def _is_extern(node: Node) -> bool:
 
 
 def _name(node: Node) -> str:
+    """Return the operator's name without its namespace; "" if the node calls no operator."""
     schema = getattr(node.target, "_schema", None)
     return schema.name.partition("::")[2] if schema else ""
 
 
 def _tensors(node: Node) -> list[Tensor]:
-    """Return a node's tensors without states of random generators: a few kB, whose size is known
-    only at run time.
+    """Return a node's tensors without states of random generators.
+
+    These are a few kB, and their size is known only at run time.
     """
     value = node.meta.get("val")
-    tensors = [
-        item
-        for item in (value if isinstance(value, tuple | list) else [value])
-        if isinstance(item, Tensor)
-    ]
-    return [item for item in tensors if all(isinstance(size, int) for size in item.shape)]
+    values = value if isinstance(value, tuple | list) else [value]
+    tensors = [item for item in values if isinstance(item, Tensor)]
+    return [tensor for tensor in tensors if all(isinstance(size, int) for size in tensor.shape)]

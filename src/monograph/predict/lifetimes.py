@@ -5,6 +5,9 @@ This follows the rules of torch._inductor that decide about memory: it orders no
 (`reorder_for_peak_memory`); it fuses loops that are connected or read the same values, and computes
 the fused loop's inputs first (`fuse_nodes`); and it writes a result over a buffer that nothing else
 in the result's loop and nothing later reads.
+
+A loop here is the run of consecutive kernels that the compiler fuses into one. `predict.kernels`
+finds which kernels a graph has.
 """
 
 import itertools
@@ -16,10 +19,12 @@ from torch import Tensor
 
 Name = int | str  # the name of a buffer: an argument's index or a node's name
 
-# Two loops are not fused if more than FAR nodes lie between them (`are_long_distant_nodes` in
-# torch._inductor), or if the buffers that one could reuse from the other have more than REUSED
-# times the bytes that both read (`can_fusion_increase_peak_memory`).
-FAR, REUSED = 64, 32
+# Two loops are not fused if more than this many nodes lie between them (`are_long_distant_nodes` in
+# torch._inductor).
+MAX_DISTANCE = 64
+# They are not fused either if the buffers that one of them could reuse from the other have more
+# than this many times the bytes that both read (`can_fusion_increase_peak_memory`).
+MAX_REUSE_RATIO = 32
 
 
 @dataclass
@@ -29,21 +34,21 @@ class PlannedKernel:
     Attributes:
         name: the node's name.
         output: the first output, a tensor that has a shape and a dtype but no data.
-        numbers: the numbers over which its loop goes.
+        numbers: how many numbers its loop goes over.
         size_bytes: bytes of all its outputs.
         reads: the arguments and earlier kernels that it reads.
         fused: whether it is elementwise, a reduction, or a write at computed places. Then it may be
             written over a value of the same size that it reads last, if nothing else in its loop
             reads that value.
-        changes: the value that it changes in place, whose memory it takes. No reader is written
-            over such a kernel.
-        separate: values that it reads but cannot be written over.
-        within_bytes: bytes of intermediate values, for which the compiler expects memory and then
-            needs none.
-        hidden: whether this is the workspace of the operator that follows, which the compiler does
-            not know.
-        over: the argument or kernel whose memory it takes, if any.
-        last_reads: the other values whose memory is freed after it.
+        changes: the value that it changes in place, whose memory it takes; None if it changes
+            nothing. No reader is written over such a kernel.
+        not_over: values that it reads, and over which it cannot be written.
+        intermediate_bytes: bytes of intermediate values. The compiler expects to need memory for
+            them, but then needs none.
+        is_workspace: whether this is the workspace of the operator that follows, which the compiler
+            does not know of.
+        written_over: the argument or kernel whose memory it takes; None: new memory.
+        freed_after: the values whose memory is freed after it.
     """
 
     name: str
@@ -53,104 +58,120 @@ class PlannedKernel:
     reads: frozenset[Name]
     fused: bool
     changes: Name | None = None
-    separate: frozenset[Name] = frozenset()
-    within_bytes: int = 0
-    hidden: bool = False
-    over: Name | None = None
-    last_reads: list[Name] = field(default_factory=list)
+    not_over: frozenset[Name] = frozenset()
+    intermediate_bytes: int = 0
+    is_workspace: bool = False
+    written_over: Name | None = None
+    freed_after: list[Name] = field(default_factory=list)
 
 
-def scheduled(
+def order_kernels(
     written: list[PlannedKernel], returned: set[Name], arguments: Mapping[Name, int]
 ) -> list[PlannedKernel]:
-    """Return the kernels in the compiler's order, with `over` and `last_reads` filled in.
+    """Set the kernels' `written_over` and `freed_after`, and return them in the compiler's order.
 
     Args:
         written: kernels in the order of the graph's nodes.
         returned: names of the values that the graph's caller keeps.
         arguments: bytes of each argument that the graph may free.
     """
-    ordered = _early(written, returned, arguments)
-    loops = _loops(ordered)
-    last = {name: at for at, kernel in enumerate(ordered) for name in (*kernel.reads, kernel.name)}
-    readers = Counter(
-        (loops[at], name) for at, kernel in enumerate(ordered) for name in kernel.reads
-    )
+    ordered = _run_order(written, returned, arguments)
+    loop_ends = _loop_ends(ordered)
+    last_use: dict[Name, int] = {}  # the index of the last kernel that reads or writes a value
+    readers = Counter[tuple[int, Name]]()  # of a value, among the kernels of a loop
+    for index, kernel in enumerate(ordered):
+        last_use[kernel.name] = index
+        for name in kernel.reads:
+            last_use[name] = index
+            readers[loop_ends[index], name] += 1
     sizes: dict[Name, int] = {**arguments, **{kernel.name: kernel.size_bytes for kernel in ordered}}
-    changed = {kernel.name for kernel in ordered if kernel.changes is not None}
+    changed_in_place = {kernel.name for kernel in ordered if kernel.changes is not None}
     for name in sizes:  # in a fixed order, so that equal blocks choose alike
-        if name not in last or name in returned:
+        if name not in last_use or name in returned:
             continue
-        reader = ordered[last[name]]
-        free = (
-            reader.over is None
-            and readers[loops[last[name]], name] == 1
-            and name not in reader.separate | changed
+        reader = ordered[last_use[name]]
+        loop_end = loop_ends[last_use[name]]
+        may_take = (
+            reader.written_over is None
+            and readers[loop_end, name] == 1
+            and name not in reader.not_over | changed_in_place
         )
         fits = reader.fused and name != reader.name and sizes[name] == reader.size_bytes
-        if reader.changes == name or (free and fits):
-            reader.over = name
+        if reader.changes == name or (may_take and fits):
+            reader.written_over = name
         else:
-            ordered[loops[last[name]]].last_reads.append(name)
-    ends = {name: loops[at] for name, at in last.items() if name not in returned}
-    _reuse(ordered, _expected(ordered, ends, arguments))
+            # The inputs of a loop are needed until its last kernel.
+            ordered[loop_end].freed_after.append(name)
+    freed_at = {name: loop_ends[index] for name, index in last_use.items() if name not in returned}
+    _reuse_buffers(ordered, _expected_bytes(ordered, freed_at, arguments))
     return ordered
 
 
-def _reuse(ordered: list[PlannedKernel], expected: list[int]) -> None:
-    """Give freed buffers to later kernels of the same dtype and size, where the compiler expects no
-    higher peak for it.
+def _reuse_buffers(ordered: list[PlannedKernel], expected_bytes: list[int]) -> None:
+    """Give freed buffers to later kernels of the same dtype and size, if the compiler expects that
+    the peak does not rise.
 
     The compiler does not know the workspace of operators, so the real peak may rise
     (`should_reuse_buffer`).
     """
-    most = max(expected, default=0)
+    peak_bytes = max(expected_bytes, default=0)
+    # By dtype and bytes, the freed buffers as (index of the kernel after which it is freed, name).
     freed = dict[tuple[object, int], list[tuple[int, Name]]]()
-    kinds = {
+    kinds: dict[Name, tuple[object, int]] = {
         kernel.name: (kernel.output.dtype, kernel.size_bytes)
         for kernel in ordered
-        if not kernel.hidden
+        if not kernel.is_workspace
     }
-    for at, kernel in enumerate(ordered):
-        if kernel.over is None and (waiting := freed.get(kinds.get(kernel.name, (None, 0)))):
-            begin, name = waiting[-1]
-            between = range(begin + 1, at)
-            if all(expected[step] + kernel.size_bytes <= most for step in between):
-                waiting.pop()
-                ordered[begin].last_reads.remove(name)
-                kernel.over = name
+    for index, kernel in enumerate(ordered):
+        candidates: list[tuple[int, Name]] = []
+        if kernel.written_over is None and kernel.name in kinds:
+            candidates = freed.get(kinds[kernel.name], [])
+        if candidates:
+            freed_at, name = candidates[-1]
+            # A buffer that is reused stays alive in between.
+            between = range(freed_at + 1, index)
+            if all(expected_bytes[step] + kernel.size_bytes <= peak_bytes for step in between):
+                candidates.pop()
+                ordered[freed_at].freed_after.remove(name)
+                kernel.written_over = name
                 for step in between:
-                    expected[step] += kernel.size_bytes
-        for name in kernel.last_reads:
+                    expected_bytes[step] += kernel.size_bytes
+        for name in kernel.freed_after:
             if name in kinds:
-                freed.setdefault(kinds[name], []).append((at, name))
+                freed.setdefault(kinds[name], []).append((index, name))
 
 
-def _expected(
-    ordered: list[PlannedKernel], ends: Mapping[Name, int], arguments: Mapping[Name, int]
+def _expected_bytes(
+    ordered: list[PlannedKernel], freed_at: Mapping[Name, int], arguments: Mapping[Name, int]
 ) -> list[int]:
     """Return the bytes that the compiler expects to be alive at each kernel.
 
     It assumes that nothing is written over, and that operators need no workspace.
+
+    Args:
+        ordered: the kernels.
+        freed_at: the index of the kernel after which a value is freed; a value that is not listed
+            is never freed.
+        arguments: bytes of each argument that the graph may free.
     """
-    begins: dict[Name, int] = dict.fromkeys(arguments, 0)
-    begins |= {
-        kernel.name: at + (kernel.changes is not None)
-        for at, kernel in enumerate(ordered)
-        if not kernel.hidden
-    }
+    made_at: dict[Name, int] = dict.fromkeys(arguments, 0)
+    for index, kernel in enumerate(ordered):
+        if not kernel.is_workspace:
+            # The value that a kernel changes in place has its memory until the kernel has run.
+            made_at[kernel.name] = index + 1 if kernel.changes is not None else index
     sizes: dict[Name, int] = {**arguments, **{kernel.name: kernel.size_bytes for kernel in ordered}}
-    changes = [0] * (len(ordered) + 1)
-    for name, begin in begins.items():
-        changes[begin] += sizes[name]
-        changes[ends.get(name, len(ordered) - 1) + 1] -= sizes[name]
-    alive = itertools.accumulate(changes)
+    differences = [0] * (len(ordered) + 1)
+    for name, index in made_at.items():
+        differences[index] += sizes[name]
+        differences[freed_at.get(name, len(ordered) - 1) + 1] -= sizes[name]
+    alive_bytes = itertools.accumulate(differences)
     return [
-        size_bytes + kernel.within_bytes for size_bytes, kernel in zip(alive, ordered, strict=False)
+        alive + kernel.intermediate_bytes
+        for alive, kernel in zip(alive_bytes, ordered, strict=False)
     ]
 
 
-def _early(
+def _run_order(
     written: list[PlannedKernel], returned: set[Name], arguments: Mapping[Name, int]
 ) -> list[PlannedKernel]:
     """Return the kernels in the order in which a compiler runs them.
@@ -158,83 +179,117 @@ def _early(
     A kernel that frees at least as much memory as it takes comes directly after the last kernel
     that it reads. A kernel that reads the same values as an earlier loop of its size joins that
     loop. The loop then waits for the kernel's other inputs, unless these need the loop itself.
+
+    The arguments are those of `order_kernels`.
     """
-    written = _late(written)
-    last = {name: at for at, kernel in enumerate(written) for name in kernel.reads}
-    sizes: dict[Name, int] = {kernel.name: kernel.size_bytes for kernel in written}
-    known: dict[Name, int] = {**arguments, **sizes}
-    order = {kernel.name: number for number, kernel in enumerate(written)}
+    written = _delay_sources(written)
+    last_reader = {name: index for index, kernel in enumerate(written) for name in kernel.reads}
+    written_bytes: dict[Name, int] = {kernel.name: kernel.size_bytes for kernel in written}
+    known_bytes: dict[Name, int] = {**arguments, **written_bytes}
+    position = {kernel.name: index for index, kernel in enumerate(written)}
     users = Counter(name for kernel in written for name in kernel.reads) + Counter(returned)
     ordered: list[PlannedKernel] = []
 
+    def single_use_bytes(kernel: PlannedKernel) -> set[int]:
+        """Return the sizes of the values that only this kernel reads, and so could write over."""
+        return {known_bytes.get(name, 0) for name in kernel.reads if users[name] == 1}
+
     def may_join(loop: PlannedKernel, kernel: PlannedKernel) -> bool:
-        """Return whether the kernel is near the loop, and common reads outweigh reads of one that
-        could be reused.
+        """Return whether the kernel is near the loop, and what both read is large beside what one
+        of them could reuse from the other.
 
         Arguments that the graph may not free do not count, as the two may read different parts of
         them: chunks of a loss do so.
         """
-        shared = sum(known.get(name, 0) for name in loop.reads & kernel.reads)
-        alone = (
-            {known.get(name, 0) for name in other.reads if users[name] == 1}
-            for other in (loop, kernel)
-        )
-        far = order[kernel.name] - order[loop.name] > FAR
-        return shared > 0 and not far and sum(set.intersection(*alone)) <= REUSED * shared
+        shared = sum(known_bytes.get(name, 0) for name in loop.reads & kernel.reads)
+        is_far = position[kernel.name] - position[loop.name] > MAX_DISTANCE
+        reusable = sum(single_use_bytes(loop) & single_use_bytes(kernel))
+        return shared > 0 and not is_far and reusable <= MAX_REUSE_RATIO * shared
 
-    for number, kernel in enumerate(written):
-        frees = sum(sizes.get(name, 0) for name in kernel.reads if last[name] == number)
-        at = len(ordered)
+    for index, kernel in enumerate(written):
+        place = len(ordered)
         if kernel.fused:
-            near = [
+            joinable = [
                 other
                 for other in ordered
                 if _share_a_loop(other, kernel) and may_join(other, kernel)
             ]
-            _make_ready(ordered, kernel, near)
-            ready = next(
-                (place for place in range(at, 0, -1) if ordered[place - 1].name in kernel.reads), 0
+            _move_inputs_ahead(ordered, kernel, joinable)
+            freed_bytes = sum(
+                written_bytes.get(name, 0) for name in kernel.reads if last_reader[name] == index
             )
-            places = (
-                place + 1 for place in range(ready, at) if _share_a_loop(ordered[place], kernel)
-            )
-            at = next(places, ready if ready and frees >= kernel.size_bytes else at)
-            while 0 < at < len(ordered) and _is_within_rows(ordered[at - 1], ordered[at], kernel):
-                at += 1
-        ordered.insert(at, kernel)
+            place = _place_in_order(ordered, kernel, freed_bytes)
+        ordered.insert(place, kernel)
     return ordered
 
 
-def _late(written: list[PlannedKernel]) -> list[PlannedKernel]:
-    """Return the kernels with each that reads nothing, such as zeros, directly before the first
-    that reads it.
+def _place_in_order(ordered: list[PlannedKernel], kernel: PlannedKernel, freed_bytes: int) -> int:
+    """Return the index at which a fused kernel comes among the kernels so far.
+
+    Args:
+        ordered: the kernels so far.
+        kernel: the kernel.
+        freed_bytes: bytes that are freed after it.
     """
-    late = {kernel.name: kernel for kernel in written if kernel.fused and not kernel.reads}
+    end = len(ordered)
+    input_indices = [index for index, other in enumerate(ordered) if other.name in kernel.reads]
+    after_inputs = input_indices[-1] + 1 if input_indices else 0
+    same_loop = [
+        index for index in range(after_inputs, end) if _share_a_loop(ordered[index], kernel)
+    ]
+    if same_loop:
+        place = same_loop[0] + 1
+    elif input_indices and freed_bytes >= kernel.size_bytes:
+        place = after_inputs
+    else:
+        place = end
+    while 0 < place < end and _splits_row_loop(ordered[place - 1], ordered[place], kernel):
+        place += 1
+    return place
+
+
+def _delay_sources(written: list[PlannedKernel]) -> list[PlannedKernel]:
+    """Move each kernel that reads nothing, such as zeros, directly before the first kernel that
+    reads it, and return all kernels.
+    """
+    sources = {kernel.name: kernel for kernel in written if kernel.fused and not kernel.reads}
     ordered = []
     for kernel in written:
-        ordered += [late.pop(name) for name in sorted(map(str, kernel.reads)) if name in late]
-        ordered += [] if kernel.name in late else [kernel]
-    return [*ordered, *late.values()]
+        for name in sorted(map(str, kernel.reads)):
+            if name in sources:
+                ordered.append(sources.pop(name))
+        if kernel.name not in sources:
+            ordered.append(kernel)
+    return [*ordered, *sources.values()]
 
 
-def _make_ready(
-    ordered: list[PlannedKernel], kernel: PlannedKernel, near: list[PlannedKernel]
+def _move_inputs_ahead(
+    ordered: list[PlannedKernel], kernel: PlannedKernel, joinable: list[PlannedKernel]
 ) -> None:
-    """Move a kernel's inputs ahead of the first loop in `near` that it belongs to, unless they need
-    its results.
+    """Move a kernel's inputs ahead of the first loop that it may join, unless they need the loop's
+    results. Then the next loop is tried.
+
+    Args:
+        ordered: the kernels so far, which are reordered in place.
+        kernel: the kernel.
+        joinable: kernels whose loops the kernel may join.
     """
-    ends = _loops(ordered) if near else []
-    for place in map(ordered.index, near):
-        begin = ends.index(ends[place])
-        end = ends[place] + 1
-        members = {member.name for member in ordered[begin:end]}
+    loop_ends = _loop_ends(ordered) if joinable else []
+    for member in joinable:
+        loop_end = loop_ends[ordered.index(member)]
+        begin = loop_ends.index(loop_end)
+        end = loop_end + 1
+        members = {other.name for other in ordered[begin:end]}
         needed = set(kernel.reads) - members
         ahead = list[PlannedKernel]()
         after = list[PlannedKernel]()
+        # Backwards, so that what a needed kernel reads is needed, too.
         for other in reversed(ordered[end:]):
-            is_needed = other.name in needed
-            (ahead if is_needed else after).append(other)
-            needed |= other.reads if is_needed else frozenset()
+            if other.name in needed:
+                ahead.append(other)
+                needed |= other.reads
+            else:
+                after.append(other)
         if ahead and not needed & members:
             ordered[begin:] = [*ahead[::-1], *ordered[begin:end], *after[::-1]]
             return
@@ -247,25 +302,23 @@ def _share_a_loop(loop: PlannedKernel, kernel: PlannedKernel) -> bool:
     return loop.fused and loop.numbers == kernel.numbers and not loop.reads.isdisjoint(kernel.reads)
 
 
-def _is_within_rows(before: PlannedKernel, after: PlannedKernel, kernel: PlannedKernel) -> bool:
-    """Return whether a kernel would come between two of one loop over rows, on a GPU, to which it
-    does not belong.
+def _splits_row_loop(before: PlannedKernel, after: PlannedKernel, kernel: PlannedKernel) -> bool:
+    """Return whether a kernel between two others would split their loop over rows, to which it does
+    not belong. Only on a GPU a reduction over rows has such a loop.
     """
-    rows = before.numbers > before.output.numel() and _share_a_loop(before, after)
-    return rows and not _share_a_loop(after, kernel)
+    reduces_rows = before.numbers > before.output.numel()
+    is_one_loop = reduces_rows and _share_a_loop(before, after)
+    return is_one_loop and not _share_a_loop(after, kernel)
 
 
-def _loops(ordered: list[PlannedKernel]) -> list[int]:
-    """Return for each kernel the index of the last kernel of its loop; the loop's inputs are needed
-    until then.
-    """
+def _loop_ends(ordered: list[PlannedKernel]) -> list[int]:
+    """Return for each kernel the index of the last kernel of its loop."""
     ends = list(range(len(ordered)))
-    for at in range(len(ordered) - 2, -1, -1):
-        this, following = ordered[at], ordered[at + 1]
-        if (
-            this.fused
-            and following.fused
-            and (this.name in following.reads or _share_a_loop(this, following))
-        ):
-            ends[at] = ends[at + 1]
+    for index in reversed(range(len(ordered) - 1)):
+        kernel = ordered[index]
+        following = ordered[index + 1]
+        if not (kernel.fused and following.fused):
+            continue
+        if kernel.name in following.reads or _share_a_loop(kernel, following):
+            ends[index] = ends[index + 1]
     return ends

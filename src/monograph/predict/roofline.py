@@ -2,8 +2,7 @@
 code reaches.
 
 `Calibration` keeps how far updates on this machine were from their prediction, in time and memory,
-to correct the next plan. `drawing_s` is the time of drawing answers, by the roofline of a decode
-step.
+to correct the next plan. `drawing_s` predicts the time of sampling answers.
 """
 
 import functools
@@ -24,7 +23,7 @@ from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
 from monograph.model.parameters import multiplied
 from monograph.predict import estimate
-from monograph.predict.fake_memory import PASSING
+from monograph.predict.fake_memory import TRANSIENT
 from monograph.predict.footprint import Work
 from monograph.storage.reading import contents, parse_json
 from monograph.stream.clock import Costs
@@ -36,9 +35,9 @@ def matmul_parameters(config: LlamaConfig) -> int:
 
         N_matmul = L · (2·d·d_q + 2·d·d_kv + 3·d·d_ff) + V·d,     d_q = heads · head_dim,   d_kv = kv_heads · head_dim
 
-    A mixture of E experts counts with the k that compute a token, E·d + 3·k·d·d_expert in place of
-    3·d·d_ff. The input embedding is a lookup, norms and biases are elementwise, so none is counted.
-    Unit: parameters.
+    Of a mixture of E experts those k are counted that compute a token: E·d + 3·k·d·d_expert in
+    place of 3·d·d_ff. The input embedding is not counted, as it is a lookup. Norms and biases are
+    not counted, as they are elementwise. Unit: parameters.
     """
     return sum(map(math.prod, multiplied(config))) + config.vocab_size * config.hidden_size
 
@@ -51,14 +50,21 @@ def training_flops(
 
         6 · N_matmul + 6 · L · d_attn · T
 
-    A multiply-add is 2 operations; the backward pass costs twice the forward pass, hence 6 per
+    A multiply-add is 2 operations, and the backward pass costs twice the forward pass, hence 6 per
     parameter (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Scores and mixing cost 4·d_attn
     per visible position forward, 12·d_attn with the backward pass (Chowdhery et al. 2022, arXiv
-    2204.02311, appendix B), and causal attention sees T/2 on average. `attention_width` is heads ·
-    head_dim. Left out: softmax, norms, rotary embedding, activation functions, loss and optimizer
-    (elementwise), recomputation (it is not work of the model), and the shorter attention of packed
-    documents. Non-causal counts, 12·L·d_attn·T, give a higher figure for the same run: compare only
-    like with like.
+    2204.02311, appendix B), and causal attention sees T/2 positions on average.
+
+    Not counted: softmax, norms, rotary embedding, activation functions, loss and optimizer (they
+    are elementwise), recomputation (it is not work of the model), and that packed documents have
+    shorter attention. Other tools count attention as if it were not causal, 12·L·d_attn·T, which
+    gives a higher figure for the same run.
+
+    Args:
+        matmul_parameters: N_matmul, see the function of that name.
+        layers: L.
+        attention_width: d_attn, heads · head_dim.
+        sequence_length: T.
     """
     return 6 * matmul_parameters + 6 * layers * attention_width * sequence_length
 
@@ -70,47 +76,50 @@ def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameter
 
     With adapters of A parameters next to frozen weights, 4 · N_matmul + 6 · A replaces 6 ·
     N_matmul: the gradient of a weight costs as much as the forward pass, and a frozen weight has
-    none.
+    no gradient.
 
     A layer with an attention window w < T sees w · (1 - w / 2T) positions on average, as many as
     causal attention over rows of w · (2 - w / T) tokens. This length, rounded down, counts for the
-    layer instead of T. A gated delta net reads, corrects and reads again a matrix of E key times V
-    value channels for each head: 18·heads·E·V for the layer.
+    layer instead of T. A gated delta net has for each head a matrix of E key times V value
+    channels, which it reads, corrects and reads again: 18·heads·E·V for the layer.
     """
     attending = [layer for layer in range(config.num_hidden_layers) if not config.is_linear(layer)]
     windows = [min(config.window(layer) or sequence_length, sequence_length) for layer in attending]
-    # Over all layers.
-    lengths = sum(w * (2 * sequence_length - w) // sequence_length for w in windows)
+    length_of_all_layers = sum(w * (2 * sequence_length - w) // sequence_length for w in windows)
     width = config.num_attention_heads * config.head_dim
     matrices = matmul_parameters(config)
     not_computed = 2 * matrices - 6 * adapter_parameters if adapter_parameters else 0
     state = (
         config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
     )
-    of_states = 18 * (config.num_hidden_layers - len(attending)) * state
-    return training_flops(matrices, 1, width, lengths) + of_states - not_computed
+    delta_nets = config.num_hidden_layers - len(attending)
+    state_flops = 18 * delta_nets * state
+    # One layer of the summed length costs as much as all layers.
+    flops = training_flops(matrices, 1, width, length_of_all_layers)
+    return flops + state_flops - not_computed
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float:
     """Return the model FLOPs utilisation, tokens_per_s · flops_per_token / peak_flops: a fraction,
     not per cent.
 
-    State which `peak_flops` was used: a datasheet's (`device.Device.peak_flops`) or a measured one
-    (`device.measured_matmul_flops`). Source: Chowdhery et al. 2022, arXiv 2204.02311, appendix B.
+    Whoever shows it should say which `peak_flops` was used: a datasheet's
+    (`device.Device.peak_flops`) or a measured one (`device.measured_matmul_flops`). Source:
+    Chowdhery et al. 2022, arXiv 2204.02311, appendix B.
     """
     return tokens_per_s * flops_per_token / peak_flops
 
 
-# Bytes that an update reads and writes per parameter, by whether it is captured. Captured: one pass
-# over gradient, weights and two moments in fp32, and the zeroed gradient. Eager: every intermediate
-# goes through memory as well.
+# Bytes that an update reads and writes per parameter, by whether it is captured. A captured update
+# passes once over gradient, weights and two moments in fp32, and zeros the gradient. In an eager
+# one every intermediate goes through memory as well.
 UPDATE_BYTES = {True: 36, False: 132}
 # The same for an update on the host, without the norm and the zeros, which stay on the device. The
 # eager value is the captured one times the measured slowdown (dev/log.md).
 HOST_UPDATE_BYTES = {True: 28, False: 1700}
-# How much longer the host takes where weights are kept in two halves, as generated code cannot
-# vectorise 16-bit integers.
-HOST_HALVES = 3.7
+# How many times as long the host takes if weights are kept in two halves of 16 bits, as generated
+# code cannot vectorise 16-bit integers.
+HOST_HALVES_SLOWDOWN = 3.7
 # Kernels of one block, forward and backward together, as a profiler counts them, by whether the
 # block is captured.
 KERNELS = {True: 40, False: 160}
@@ -146,13 +155,12 @@ EFFICIENCIES = {"NVIDIA H200": Efficiency(products=0.797, traffic=0.896)}
 # A CPU's FLOP/s are measured, and no datasheet gives its bandwidth.
 CPU = Efficiency(products=0.9, attention=0.4, traffic=0.7, launch_s=2e-6, saturating_tokens=64)
 CPU_BYTES_PER_S = 20e9
-# The bytes/s of a link of unknown rate (PCIe 4.0 with 16 lanes is assumed), and the share of a link
-# that copies reach.
-LINK_BYTES_PER_S, LINK_SHARE = 32e9, 0.8
+LINK_BYTES_PER_S = 32e9  # of a link of unknown rate: PCIe 4.0 with 16 lanes is assumed
+LINK_SHARE = 0.8  # of a link's rate that copies reach
 
 
 class UpdateTime(NamedTuple):
-    """The seconds of one update by what they are spent on, each as if nothing overlapped.
+    """The seconds of one update by what they are spent on, each as if it were done alone.
 
     Attributes:
         products_s: matrix products, recomputed ones included.
@@ -161,8 +169,8 @@ class UpdateTime(NamedTuple):
         launch_s: launching kernels.
         update_s: clipping and the optimizer.
         transfer_s: copying blocks' inputs to the host and back.
-        launches_ahead: whether the host launches kernels while the device works; a CPU does one
-            after the other.
+        launches_ahead: whether the host launches kernels while the device works. A CPU launches
+            and works one after the other.
     """
 
     products_s: float
@@ -175,8 +183,8 @@ class UpdateTime(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """Return the update's seconds: work, launches and transfers overlap, so the longest of them
-        counts.
+        """Return the update's seconds: work, launches and transfers of the passes overlap, so only
+        the longest of them counts.
         """
         work_s = self.products_s + self.attention_s + self.traffic_s
         if not self.launches_ahead:
@@ -184,64 +192,89 @@ class UpdateTime(NamedTuple):
         return max(work_s, self.launch_s, self.transfer_s) + self.update_s
 
 
-def reached(device: Device) -> tuple[Efficiency, float]:
+def efficiency(device: Device) -> tuple[Efficiency, float]:
     """Return the shares that code reaches on a device, and the bytes/s of its memory that
     elementwise code reaches.
     """
-    rate = EFFICIENCIES.get(device.name, CPU if device.type == "cpu" else Efficiency())
-    return rate, (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * rate.traffic
+    default = CPU if device.type == "cpu" else Efficiency()
+    shares = EFFICIENCIES.get(device.name, default)
+    return shares, (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * shares.traffic
 
 
 def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     """Return the seconds of an update of `work.window_rows` rows, cut into micro-batches of
     `work.rows`.
 
-    products  = (6 N_matmul + L recomputed FLOPs) tokens / (peak e m / (m + m_half)) for
-    micro-batches of m tokens; with
-                adapters of A parameters 4 N_matmul + 6 A replaces 6 N_matmul
-    attention = L (6 d_attn T + recomputed FLOPs) tokens / (peak e_attn)
-    traffic   = 3 L (numbers stored per token and layer) tokens bytes / bandwidth, as each is written once and read
-                twice; a third more where blocks recompute products, or in eager code anything; plus
-                the dequantised weights in each pass of a micro-batch
+        products  = (6 N_matmul + L recomputed FLOPs) tokens / (peak e m / (m + m_half))
+        attention = L (6 d_attn T + recomputed FLOPs) tokens / (peak e_attn)
+        traffic   = (3 L (numbers stored per token and layer) tokens bytes + dequantised weights) / bandwidth
+
+    Here e is the share of the FLOP/s that large products reach, m the tokens of a micro-batch, and
+    m_half the tokens at which products reach half of that share. With adapters of A parameters 4
+    N_matmul + 6 A replaces 6 N_matmul. A stored number is written once and read twice; if blocks
+    recompute products, or eager code recomputes anything, the traffic of numbers is a third more.
+    Weights are dequantised in each pass of a micro-batch.
     """
     config = work.config
     captured = work.compile != "none"
     layers = work.config.num_hidden_layers
-    again, attended_again = estimate.recomputed_flops(work)
-    rate, bandwidth = reached(device)
+    recomputed_linear, recomputed_attention = estimate.recomputed_flops(work)
+    shares, bandwidth = efficiency(device)
     tokens = work.window_rows * work.length
-    micro = work.tokens
-    # With adapters, the other weights have no gradients: 4 FLOPs instead of 6.
+    micro_batch_tokens = work.tokens
+    micro_batches = work.micro_batches
+
+    # Frozen weights have no gradients: 4 FLOPs per token instead of 6.
     adapters = estimate.trained_adapters(work)
-    flops = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters + layers * again
-    attended = layers * (
-        6 * config.num_attention_heads * config.head_dim * work.length + attended_again
+    flops_per_weight = 4 if adapters else 6
+    flops = flops_per_weight * matmul_parameters(config) + 6 * adapters + layers * recomputed_linear
+    attention_flops = layers * (
+        6 * config.num_attention_heads * config.head_dim * work.length + recomputed_attention
     )
+
     numbers = estimate.stored_numbers(work, "none")
-    # Probabilities are recomputed where they are read.
+    # With these policies attention's probabilities are not stored, but recomputed where they are
+    # read.
     if work.remat not in ("none", "full", "offload"):
         numbers -= (estimate.SCORE_NUMBERS - 1) * estimate.score_numbers(work)
-    if again if captured else work.remat != "none":
+    # Captured code fuses what it recomputes into its readers, except products.
+    writes_again = recomputed_linear > 0 if captured else work.remat != "none"
+    if writes_again:
         numbers *= 4 / 3
     traffic = 3 * numbers * work.number_bytes * layers
-    forwards = 1 + (work.remat in ("full", "offload"))
-    steps = work.micro_batches
-    passes = 1 + forwards + forwards * (work.lora is not None and work.lora.dora)
-    calls_s = steps * (MICRO_STEP_S + (2 * layers * CALL_S if work.compile == "blocks" else 0.0))
-    crossing = 2 * layers * config.hidden_size * work.number_bytes
+    forward_passes = 2 if work.remat in ("full", "offload") else 1
+    dequantising_passes = 1 + forward_passes
+    # DoRA reads the dense weights once more in each forward pass.
+    if work.lora is not None and work.lora.dora:
+        dequantising_passes += forward_passes
+
+    calls_s = MICRO_STEP_S
+    if work.compile == "blocks":
+        calls_s += 2 * layers * CALL_S
+    offload_bytes = 2 * layers * config.hidden_size * work.number_bytes  # per token, both ways
     link = device.link_bytes_per_s or LINK_BYTES_PER_S
+    product_rate = (
+        peak_flops
+        * shares.products
+        * micro_batch_tokens
+        / (micro_batch_tokens + shares.saturating_tokens)
+    )
+    dense_bytes = dequantising_passes * micro_batches * estimate.dense_bytes(work)
     return UpdateTime(
-        products_s=flops
-        * tokens
-        / (peak_flops * rate.products * micro / (micro + rate.saturating_tokens)),
-        attention_s=attended * tokens / (peak_flops * rate.attention),
-        traffic_s=(traffic * tokens + passes * steps * estimate.dense_bytes(work)) / bandwidth,
-        launch_s=KERNELS[captured] * layers * steps * rate.launch_s * (1 if captured else 2)
-        + calls_s,
+        products_s=flops * tokens / product_rate,
+        attention_s=attention_flops * tokens / (peak_flops * shares.attention),
+        traffic_s=(traffic * tokens + dense_bytes) / bandwidth,
+        # Eager code takes twice as long to launch a kernel.
+        launch_s=KERNELS[captured]
+        * layers
+        * micro_batches
+        * shares.launch_s
+        * (1 if captured else 2)
+        + micro_batches * calls_s,
         update_s=estimate.trained_numbers(config, work.lora, work.precision)
         * UPDATE_BYTES[captured]
         / bandwidth,
-        transfer_s=tokens * crossing / (LINK_SHARE * link) if work.remat == "offload" else 0.0,
+        transfer_s=tokens * offload_bytes / (LINK_SHARE * link) if work.remat == "offload" else 0.0,
         launches_ahead=device.type != "cpu",
     )
 
@@ -249,58 +282,77 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
 def pass_times(
     work: Work, device: Device, peak_flops: float, host_bytes_per_s: float = CPU_BYTES_PER_S
 ) -> Costs:
-    """Return the times by the same roofline pass by pass, where every block is computed again from
-    its input.
+    """Return the seconds of a streamed model's passes by the same roofline, with each stage
+    recomputed from its input.
 
-    They include what `work.remat` recomputes within a stage. `host_bytes_per_s` is the rate of the
-    host's memory.
+    They include what `work.remat` recomputes within a stage.
+
+    Args:
+        work: the step.
+        device: the device.
+        peak_flops: its FLOP/s in the precision of `work`.
+        host_bytes_per_s: the rate of the host's memory.
     """
     config = work.config
     captured = work.compile != "none"
-    rate, bandwidth = reached(device)
-    tokens, number = work.tokens, work.number_bytes
-    products = peak_flops * rate.products * tokens / (tokens + rate.saturating_tokens)
+    shares, bandwidth = efficiency(device)
+    tokens = work.tokens
+    number_bytes = work.number_bytes
+    product_rate = peak_flops * shares.products * tokens / (tokens + shares.saturating_tokens)
     head = config.vocab_size * config.hidden_size
-    layers = config.num_hidden_layers
-    of_block = (matmul_parameters(config) - head) // layers
-    attended = 2 * config.num_attention_heads * config.head_dim * work.length
-    again, attended_again = estimate.recomputed_flops(work)
-    kernels_s = KERNELS[captured] / 3 * rate.launch_s * (1 if captured else 2) + CALL_S * (
+    block_parameters = (matmul_parameters(config) - head) // config.num_hidden_layers
+    attention_flops = 2 * config.num_attention_heads * config.head_dim * work.length
+    recomputed_linear, recomputed_attention = estimate.recomputed_flops(work)
+    # For a third of a block's work: its forward pass, or half of its backward pass.
+    kernels_s = KERNELS[captured] / 3 * shares.launch_s * (1 if captured else 2) + CALL_S * (
         work.compile == "blocks"
     )
-    # One pass over a block's activations.
-    crossing_s = estimate.stored_numbers(work, "none") * number * tokens / bandwidth
+    activations_s = estimate.stored_numbers(work, "none") * number_bytes * tokens / bandwidth
 
-    def passed(flops: float, attention: float, crossings: float) -> float:
+    def block_seconds(linear_flops: float, attention_flops: float, passes: float) -> float:
+        """Return the seconds of work on one block.
+
+        Args:
+            linear_flops: FLOPs per token of its linear layers.
+            attention_flops: FLOPs per token of attention.
+            passes: how often its activations are passed over; a forward pass is one.
+        """
         work_s = (
-            tokens * (flops / products + attention / (peak_flops * rate.attention))
-            + crossings * crossing_s
+            tokens
+            * (linear_flops / product_rate + attention_flops / (peak_flops * shares.attention))
+            + passes * activations_s
         )
-        launch_s = crossings * kernels_s
+        launch_s = passes * kernels_s
+        # A CPU does not launch kernels ahead.
         return max(work_s, launch_s) if device.type != "cpu" else work_s + launch_s
 
-    embedded_s = 2 * config.hidden_size * number * tokens / bandwidth
-    halves = 1.0 if work.precision == "fp32" else HOST_HALVES
+    embedding_s = 2 * config.hidden_size * number_bytes * tokens / bandwidth
+    slowdown = 1.0 if work.precision == "fp32" else HOST_HALVES_SLOWDOWN
     return Costs(
-        first_s=embedded_s,
-        forward_s=passed(2 * of_block, attended, 1),
-        again_s=passed(6 * of_block + again, 3 * attended + attended_again, 4 if again else 3),
-        loss_s=6 * head * tokens / products + (0.0 if device.type != "cpu" else MICRO_STEP_S),
-        first_again_s=embedded_s + 12 * head / bandwidth,  # a gradient of zeros, filled and added
+        first_s=embedding_s,
+        forward_s=block_seconds(2 * block_parameters, attention_flops, passes=1),
+        again_s=block_seconds(
+            6 * block_parameters + recomputed_linear,
+            3 * attention_flops + recomputed_attention,
+            passes=4 if recomputed_linear else 3,
+        ),
+        loss_s=6 * head * tokens / product_rate + (0.0 if device.type != "cpu" else MICRO_STEP_S),
+        # The embedding's gradient is filled with zeros, and added.
+        first_again_s=embedding_s + 12 * head / bandwidth,
         number_s=UPDATE_BYTES[captured] / bandwidth,
-        host_number_s=HOST_UPDATE_BYTES[captured] * halves / (host_bytes_per_s * CPU.traffic),
+        host_number_s=HOST_UPDATE_BYTES[captured] * slowdown / (host_bytes_per_s * CPU.traffic),
     )
 
 
 SCHEMA = "monograph.calibration/1"
-MOST = 9  # the newest measurements of a kind are kept, and their median counts
+MAX_MEASUREMENTS = 9  # of a kind: the newest are kept, and their median counts
 # The memory that an allocator takes beyond a trace is partly the same for all steps and partly
-# grows with them, in unknown shares. So it is applied only to steps whose activations and workspace
-# are as large within this factor.
-ALIKE = 2.0
+# grows with them, in unknown shares. So a measurement is applied only to steps whose transient
+# bytes are as large within this factor.
+MAX_SIZE_RATIO = 2.0
 # The memory that a step allocates and frees is corrected downwards by at most this share of its
 # trace (law 12).
-LEAST = 0.05
+MAX_REDUCTION = 0.05
 
 
 class Calibration:
@@ -308,17 +360,18 @@ class Calibration:
     peak.
 
     Ratios are kept by device and precision, bytes by device, precision and scope. The file is a
-    convenience: a damaged one counts as empty, one that cannot be read is not written over, and a
-    failed write is ignored.
+    convenience: a damaged file counts as empty, a file that cannot be read is not written over, and
+    a failed write is ignored.
     """
 
     def __init__(self, file: Path) -> None:
         """Read a file, which need not exist."""
         self._file = file
-        self._seen: dict[str, list[float]] = {}
-        # (bytes beyond the trace, bytes that pass in it).
+        self._ratios: dict[str, list[float]] = {}
+        # (bytes beyond the trace, transient bytes of the trace).
         self._beyond: dict[str, list[tuple[int, int]]] = {}
-        self._unread = False
+        self._is_unreadable = False
+        # All that a damaged file may raise.
         with suppress(
             InputRefused,
             ValueError,
@@ -331,141 +384,164 @@ class Calibration:
             try:
                 saved = parse_json(contents(file) or b"")
             except Unreadable:
-                self._unread = True
+                self._is_unreadable = True
                 return
             if saved.get("schema") == SCHEMA:
-                self._seen = {
-                    str(kind): [float(ratio) for ratio in ratios]
-                    for kind, ratios in saved["seen"].items()
+                self._ratios = {
+                    str(key): [float(ratio) for ratio in ratios]
+                    for key, ratios in saved["seen"].items()
                 }
-                for kind, beyond in saved.get("beyond", {}).items():
-                    self._beyond[kind] = [(int(more), int(passing)) for more, passing in beyond]
+                for key, pairs in saved.get("beyond", {}).items():
+                    self._beyond[key] = [
+                        (int(beyond), int(transient)) for beyond, transient in pairs
+                    ]
 
     def slowness(self, device: Device, kind: str) -> float | None:
         """Return the median ratio on this device of this kind, see `note_ratio`; None if nothing
         was measured.
         """
-        seen = [
-            ratio for ratio in self._seen.get(_kind(device, kind), ()) if 0 < ratio < float("inf")
-        ]
-        return statistics.median(seen) if seen else None
+        ratios = self._ratios.get(_key(device, kind), ())
+        sound_ratios = [ratio for ratio in ratios if 0 < ratio < float("inf")]
+        return statistics.median(sound_ratios) if sound_ratios else None
 
     def note(self, device: Device, work: Work, seconds: float, peak_flops: float) -> None:
         """Keep the ratio of an update's measured to its predicted time."""
-        self.note_ratio(
-            device, work.precision, seconds / update_time(work, device, peak_flops).total_s
-        )
+        predicted_s = update_time(work, device, peak_flops).total_s
+        self.note_ratio(device, work.precision, seconds / predicted_s)
 
     def note_ratio(self, device: Device, kind: str, ratio: float) -> None:
-        """Keep a ratio of measured to predicted time: of an update in a precision, or of drawing."""
-        self._keep(self._seen.setdefault(_kind(device, kind), []), ratio)
+        """Keep a ratio of measured to predicted time.
+
+        Args:
+            device: the device.
+            kind: what was measured: an update, by its precision, or sampling.
+            ratio: the ratio.
+        """
+        self._keep(self._ratios.setdefault(_key(device, kind), []), ratio)
 
     def residual(self, device: Device, work: Work, traced: Mapping[str, int]) -> int:
-        """Return the median of the bytes by which peaks of like steps on this device differ from
-        their traces, else 0.
+        """Return the median of the bytes that similar steps on this device took beyond their
+        traces; 0 if there were no similar steps.
 
-        Steps are alike if they have the same precision and scope, and if their passing bytes
+        Steps are similar if they have the same precision and scope, and if their transient bytes
         (traced activations, loss head and workspace) agree within a factor of two. A negative
-        median is cut to the smaller of the workspace and a twentieth of the passing bytes.
+        result is limited to the smaller of the workspace and a twentieth of the transient bytes.
 
         Args:
             device: the device that the step runs on.
             work: the step.
             traced: the step's peak by origin.
         """
-        passing = _passing(traced)
-        seen = self._beyond.get(_kind(device, work.precision, work.compile), ())
-        alike = [more for more, then in seen if then <= ALIKE * passing and passing <= ALIKE * then]
-        least = min(int(LEAST * passing), traced.get("workspace", 0))
-        return max(-least, int(statistics.median(alike))) if alike else 0
+        transient = _transient_bytes(traced)
+        similar = [
+            beyond
+            for beyond, their_transient in self._beyond.get(
+                _key(device, work.precision, work.compile), ()
+            )
+            if their_transient <= MAX_SIZE_RATIO * transient
+            and transient <= MAX_SIZE_RATIO * their_transient
+        ]
+        if not similar:
+            return 0
+        max_reduction = min(int(MAX_REDUCTION * transient), traced.get("workspace", 0))
+        return max(-max_reduction, int(statistics.median(similar)))
 
     def note_memory(
         self, device: Device, work: Work, traced: Mapping[str, int], measured_bytes: int
     ) -> None:
-        """Keep how far a step's measured peak is from its trace; more than all that passes has
-        another cause.
-        """
-        more = measured_bytes - sum(traced.values())
-        passing = _passing(traced)
-        if abs(more) <= passing:
-            self._keep(
-                self._beyond.setdefault(_kind(device, work.precision, work.compile), []),
-                (more, passing),
-            )
+        """Keep how many bytes more than its trace a step took at its peak.
 
-    def _keep(self, seen: list[Any], new: object) -> None:
+        Args:
+            device: the device.
+            work: the step.
+            traced: its traced peak by origin.
+            measured_bytes: its measured peak.
+        """
+        beyond = measured_bytes - sum(traced.values())
+        transient = _transient_bytes(traced)
+        # A larger difference has another cause than the step.
+        if abs(beyond) <= transient:
+            measurements = self._beyond.setdefault(_key(device, work.precision, work.compile), [])
+            self._keep(measurements, (beyond, transient))
+
+    def _keep(self, measurements: list[Any], new: object) -> None:
         """Add a measurement to those of its kind, and write all."""
-        seen.append(new)
-        del seen[:-MOST]
-        if self._unread:  # a write would lose the earlier measurements
+        measurements.append(new)
+        del measurements[:-MAX_MEASUREMENTS]
+        if self._is_unreadable:  # a write would lose the earlier measurements
             return
+        content = {"schema": SCHEMA, "seen": self._ratios, "beyond": self._beyond}
         temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(
-                json.dumps({"schema": SCHEMA, "seen": self._seen, "beyond": self._beyond})
-            )
+            temporary.write_text(json.dumps(content))
             temporary.replace(self._file)
+        # It still exists if writing failed.
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
-def _passing(traced: Mapping[str, int]) -> int:
-    return sum(traced.get(origin, 0) for origin in PASSING)
+def _transient_bytes(traced: Mapping[str, int]) -> int:
+    return sum(traced.get(origin, 0) for origin in TRANSIENT)
 
 
-def _kind(device: Device, *way: str) -> str:
-    """Return the key of measurements; times have one key for each precision, so that the order of
-    ways stays.
+def _key(device: Device, *kind: str) -> str:
+    """Return the key of measurements of a kind on a device.
+
+    The kind of a time is only its precision. So all ways to train in a precision get the same
+    correction, and their order stays.
     """
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    return ", ".join((device.name + threads, *way))
+    return ", ".join((device.name + threads, *kind))
 
 
 def peak_flops(device: Device, precisions: tuple[str, ...]) -> Mapping[str, float]:
-    """Return FLOP/s by precision: the datasheet's, else those of products measured on this
-    machine's default device.
+    """Return FLOP/s by precision: those of the datasheet. For precisions that it does not list,
+    products are measured on this machine's default device.
     """
-    known = dict(device.peak_flops)
-    if "bf16" in known:
-        known.setdefault("fp16", known["bf16"])
-    dtypes = {name: Precision(name).dtype for name in precisions if name not in known}
+    rates = dict(device.peak_flops)
+    if "bf16" in rates:
+        rates.setdefault("fp16", rates["bf16"])
     threads = torch.get_num_threads()
-    return known | {
-        name: _measured_flops(default_device(), dtype, threads) for name, dtype in dtypes.items()
-    }
+    for name in precisions:
+        if name not in rates:
+            rates[name] = _measured_flops(default_device(), Precision(name).dtype, threads)
+    return rates
 
 
 @functools.cache
 def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """Return the FLOP/s of products, measured once by each process; a run with rewards asks for
-    them six times.
+    """Return the FLOP/s of products.
+
+    They are measured once by each process, as a run with rewards asks for them six times. `threads`
+    is only a part of the cache's key.
     """
     return measured_matmul_flops(device, dtype, 0.1)
 
 
 def measured_memory_bytes_per_s() -> float:
-    """Return the bytes/s of the host's memory, measured for about 0.1 s as the sum of two vectors
-    of 64 MiB.
+    """Measure the host's memory for about 0.1 s by sums of two vectors of 64 MiB, and return its
+    bytes/s.
 
     It is the rate that this machine reaches now, under its other load, with torch's threads.
     """
     one, other, out = (torch.zeros(2**24) for _ in range(3))
-    torch.add(one, other, out=out)
+    torch.add(one, other, out=out)  # a warm-up, which is not timed
     count = 0
     start = clock()
     while count == 0 or clock() - start < 0.1:
         torch.add(one, other, out=out)
         count += 1
-    return count * 3 * one.nbytes / (clock() - start)
+    bytes_per_sum = 3 * one.nbytes
+    return count * bytes_per_sum / (clock() - start)
 
 
 class Drawing(NamedTuple):
-    """Answers that are drawn for an update.
+    """Answers that are sampled for an update.
 
     Attributes:
-        answers: their number.
-        at_once: most rows of a decode step.
+        answers: the number of answers.
+        at_once: maximum of rows of a decode step.
         prompt: tokens before an answer.
         tokens: tokens of each answer.
         number_bytes: bytes of a weight, key or value.
@@ -481,26 +557,31 @@ class Drawing(NamedTuple):
 
 
 def drawing_s(config: LlamaConfig, drawing: Drawing, device: Device, peak_flops: float) -> float:
-    """Return the seconds of drawing answers, without those of reading their prompts.
+    """Return the seconds of sampling answers, without those of reading their prompts.
 
-    A step of R rows takes the longer of R (2 N_matmul / products + 4 L d_attn context / attention)
-    and the time of reading weights, keys and values once, and its launches; the context is a prompt
-    and half of an answer.
+    A decode step of R rows takes the longest of R (2 N_matmul / products + 4 L d_attn context /
+    attention), of reading weights, keys and values once, and of its launches. On a CPU launches are
+    added instead. The context is a prompt and half of an answer.
     """
-    rate, bandwidth = reached(device)
+    shares, bandwidth = efficiency(device)
     rows = min(drawing.answers, drawing.at_once)
     layers = config.num_hidden_layers
     context = drawing.prompt + drawing.tokens / 2
     matrices = matmul_parameters(config)
     attending = layers - sum(map(config.is_linear, range(layers)))
-    attended = 4 * attending * config.num_attention_heads * config.head_dim * context
-    products = peak_flops * rate.products * rows / (rows + rate.saturating_tokens)
-    kept = 2 * attending * config.num_key_value_heads * config.head_dim * context
-    work_s = rows * (2 * matrices / products + attended / (peak_flops * rate.attention))
-    work_s = max(work_s, (matrices + rows * kept) * drawing.number_bytes / bandwidth)
+    attention_flops = 4 * attending * config.num_attention_heads * config.head_dim * context
+    product_rate = peak_flops * shares.products * rows / (rows + shares.saturating_tokens)
+    compute_s = rows * (
+        2 * matrices / product_rate + attention_flops / (peak_flops * shares.attention)
+    )
+    cached_numbers = 2 * attending * config.num_key_value_heads * config.head_dim * context
+    read_s = (matrices + rows * cached_numbers) * drawing.number_bytes / bandwidth
+    work_s = max(compute_s, read_s)
+    # A third of a block's kernels are those of its forward pass.
     launch_s = (
-        layers * KERNELS[drawing.captured] / 3 * rate.launch_s * (1 if drawing.captured else 2)
+        layers * KERNELS[drawing.captured] / 3 * shares.launch_s * (1 if drawing.captured else 2)
         + MICRO_STEP_S
     )
     step_s = work_s + launch_s if device.type == "cpu" else max(work_s, launch_s)
-    return -(-drawing.answers // rows) * drawing.tokens * step_s
+    rounds = math.ceil(drawing.answers / rows)
+    return rounds * drawing.tokens * step_s

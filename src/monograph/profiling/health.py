@@ -73,7 +73,7 @@ def compiled_obstacle(device: torch.device) -> str | None:
         return x.grad
 
     try:
-        compat.tell_processors_apart()
+        compat.key_cache_by_vector_width()
         compat.quiet_missing_tf32()
         compiled = gradient(torch.compile(function))
         expected = gradient(function)

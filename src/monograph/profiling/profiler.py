@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from monograph.compat import parse_no_events, quiet_profiler, watched_kernels
+from monograph.compat import parse_no_events, quiet_profiler, record_cpu_kernels
 from monograph.device import clock, compiler_obstacle, describe, measured_matmul_flops, synchronize
 from monograph.engine import Engine
 from monograph.errors import DiskFull, InputRefused, UsageError
@@ -276,7 +276,7 @@ def _profile_updates(
             activities=activities, record_shapes=True, acc_events=True
         )
         try:
-            with watched_kernels(), profiler, _head_span(engine):
+            with record_cpu_kernels(), profiler, _head_span(engine):
                 parse_no_events(profiler)
                 # The first update under a profiler takes longer, so it is not timed.
                 _update(engine, _next_window(windows))

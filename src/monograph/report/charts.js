@@ -1,18 +1,25 @@
-// Draws the charts of a report with uPlot. The page's data is described in charts.py.
+// Draws the charts of a report with uPlot. charts.py describes the page's data: `data.tables` are tables of columns,
+// and `data.charts` have lines, each of which is a column of a table.
+//
+// A chart without an axis of its own is drawn over the horizontal axis that the reader chooses. A series is what uPlot
+// draws for a line. The readout is the text below a chart: the values at the pointer. `u` is uPlot's name for a plot.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const shared = data.charts.filter((chart) => !chart.axis);
+  const chartsOverChosenAxis = data.charts.filter((chart) => !chart.axis);
   const hasTime = data.tables.every((table) => table.time && table.time.some((seconds) => seconds > 0));
-  const kept = remembered();
-  const state = { axis: kept.axis || "tokens", smoothing: kept.smoothing ?? 2.5, log: kept.log || {} };
-  const plots = new Map();
-  const MANY = 6; // with more lines than this, only the one under the pointer is read out
+  const saved = loadChoices();
+  // The reader's choices: the horizontal axis; the share of a run that a median is over, in %; and by the name of a
+  // chart, whether its vertical axis is logarithmic.
+  const state = { axis: saved.axis || "tokens", smoothing: saved.smoothing ?? 2.5, log: saved.log || {} };
+  const plots = new Map(); // the uPlot objects by the names of their charts
+  const MAX_READ_OUT = 6; // with more lines than this, only the line under the pointer is read out
   const FONT = "12px system-ui, -apple-system, 'Segoe UI', sans-serif";
-  const DOTS = { points: 6, dots: 5, star: 11 }; // px
+  const DOT_SIZES = { points: 6, dots: 5, star: 11 }; // px, by the line's style
+  const LINEAR = 1, LOG = 3; // uPlot's numbers for the kinds of a scale
   const SHADES = ["--accent", "--second", "--third", "--fourth"];
 
-  // A page that loads itself again keeps the reader's choices, where a browser gives pages of files a storage.
-  function remembered() {
+  // A page that reloads itself keeps the reader's choices, unless the browser has no storage for pages of files.
+  function loadChoices() {
     try {
       return JSON.parse(sessionStorage.getItem(location.pathname)) || {};
     } catch {
@@ -20,11 +27,11 @@
     }
   }
 
-  function remember() {
+  function saveChoices() {
     try {
       sessionStorage.setItem(location.pathname, JSON.stringify(state));
     } catch {
-      // The choices last as long as the page, then.
+      // Without a storage, the choices are lost when the page reloads.
     }
   }
 
@@ -37,7 +44,7 @@
     return String(Number(value.toPrecision(Math.abs(value) >= 100 ? 4 : 3)));
   }
 
-  function counted(value) {
+  function withPrefix(value) {
     for (const [scale, prefix] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
       if (Math.abs(value) >= 0.9995 * scale) return `${digits(value / scale)} ${prefix}`;
     }
@@ -50,28 +57,32 @@
     return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
   }
 
-  function small(value) {
+  // A value without a prefix: very small and very large ones have an exponent.
+  function withExponent(value) {
     const size = Math.abs(value);
     return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(2).replace(/\.?0+e/, "e") : digits(value);
   }
 
-  const valueText = (chart) => chart.is_count ? counted : small;
+  const valueText = (chart) => chart.is_count ? withPrefix : withExponent;
 
+  // Returns a function that writes a place on the horizontal axis for the readout.
   function placeText(chart) {
     if (chart.axis) {
       const named = new Map(chart.axis.ticks);
       return (place) => `${chart.axis.name} ${named.get(place) || digits(place)}`;
     }
     if (state.axis === "time") return (place) => `after ${clock(place)}`;
-    if (state.axis === "tokens") return (place) => `at ${counted(place)} tokens`;
+    if (state.axis === "tokens") return (place) => `at ${withPrefix(place)} tokens`;
     return (place) => `at update ${place.toLocaleString("en")}`;
   }
 
-  function placeOnAxis(place) {
+  // Writes a place for the ticks of the axis that the reader chose.
+  function tickText(place) {
     if (state.axis === "time") return clock(place);
-    return state.axis === "tokens" ? counted(place) : place.toLocaleString("en");
+    return state.axis === "tokens" ? withPrefix(place) : place.toLocaleString("en");
   }
 
+  // [level, words] of each value that a chart's lines are compared with.
   const levelsOf = (chart) => Object.entries(chart.levels).map(([name, level]) => [level, `${name} ${level.toFixed(2)}`]);
 
   // ---- values ----
@@ -81,19 +92,21 @@
     return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
   }
 
+  // The moving median of values, over the share of the run that the reader chose.
   function smoothed(values) {
     const half = Math.floor(values.length * state.smoothing / 200);
     return half ? values.map((_, i) => median(values.slice(Math.max(0, i - half), i + half + 1))) : values;
   }
 
-  // A series for each line, and two for a trend: its values, pale, and their median.
+  // A series for each line. A trend has two: its values in a pale colour, and their moving median.
   function seriesOf(chart) {
-    const found = [];
+    const series = [];
     for (const line of chart.lines) {
       const table = data.tables[line.table], xs = table[chart.axis ? chart.axis.key : state.axis];
       const column = table[line.key] || [], places = [], values = [];
       column.forEach((value, i) => {
         if (value === null || xs[i] === null || xs[i] === undefined) return;
+        // uPlot needs rising places. Of several values at one place, the last counts.
         if (places.at(-1) === xs[i]) {
           places.pop();
           values.pop();
@@ -102,49 +115,52 @@
         values.push(value);
       });
       if (!places.length) continue;
-      const shade = SHADES[line.shade % SHADES.length], share = line.shade < SHADES.length ? 1 : 0.55;
-      const base = { label: line.label, shade, share, places };
+      const shade = SHADES[line.shade % SHADES.length], opacity = line.shade < SHADES.length ? 1 : 0.55;
+      const base = { label: line.label, shade, opacity, places };
       const isTrend = line.style === "trend" && values.length > 2;
-      if (isTrend) found.push({ ...base, values, pale: true, said: false, width: 1 });
-      found.push({
+      if (isTrend) series.push({ ...base, values, isPale: true, isReadOut: false, width: 1 });
+      series.push({
         ...base,
         key: line.key,
         values: isTrend ? smoothed(values) : values,
-        size: line.style === "edge" ? 0 : DOTS[line.style] || (places.length < 3 ? 6 : 0),
-        said: line.label !== "" && line.style !== "edge",
+        size: line.style === "edge" ? 0 : DOT_SIZES[line.style] || (places.length < 3 ? 6 : 0),
+        isReadOut: line.label !== "" && line.style !== "edge",
         width: ["dots", "edge", "star"].includes(line.style) ? 0 : 2,
       });
     }
-    return found;
+    return series;
   }
 
   // ---- drawing beside the lines ----
 
-  function pen(u, role, width) {
+  // Sets font, colour (the name of a CSS variable) and line width of what is drawn next.
+  function setPen(u, role, width) {
     u.ctx.font = FONT.replace("12px", `${12 * uPlot.pxRatio}px`);
     u.ctx.strokeStyle = u.ctx.fillStyle = colour(role);
     u.ctx.lineWidth = width * uPlot.pxRatio;
   }
 
+  // Draws a dotted line at each level, and writes at its right what it is; also at the run's last value.
   function drawLevels(u, chart, series) {
     const ratio = uPlot.pxRatio, { left, top, width, height } = u.bbox, gap = 15 * ratio;
-    const last = series.find((each) => each.said);
+    const last = series.find((each) => each.isReadOut);
     const labels = levelsOf(chart).map((label) => [...label, "--muted"]);
     if (!labels.length) return;
     if (last) labels.push([last.values.at(-1), `this run ${last.values.at(-1).toFixed(2)}`, "--accent"]);
     const inside = labels.filter(([level]) => level >= u.scales.y.min && level <= u.scales.y.max);
     inside.sort((one, other) => other[0] - one[0]);
     const places = inside.map(([level]) => u.valToPos(level, "y", true));
+    // Words that would touch move down, and then up again where they would leave the chart.
     for (let i = 1; i < places.length; i++) places[i] = Math.max(places[i], places[i - 1] + gap);
     places.forEach((place, i) => {
       places[i] = Math.min(place, top + height - gap * (places.length - 1 - i));
     });
     inside.forEach(([level, text, role], i) => {
-      pen(u, role, 1);
+      setPen(u, role, 1);
       u.ctx.textAlign = "left";
       u.ctx.textBaseline = "middle";
       u.ctx.fillText(text, left + width + 8 * ratio, places[i]);
-      if (role === "--accent") return;
+      if (role === "--accent") return; // the run itself has a curve instead of a level
       u.ctx.setLineDash([2 * ratio, 3 * ratio]);
       u.ctx.beginPath();
       u.ctx.moveTo(left, u.valToPos(level, "y", true));
@@ -154,14 +170,15 @@
     });
   }
 
+  // A mark with a label is a dashed line, and a mark without one is a short tick at the bottom.
   function drawMarks(u, chart) {
     const ratio = uPlot.pxRatio, { left, top, width, height } = u.bbox, xs = data.tables[0][state.axis];
-    let lines = 0, end = -Infinity;
+    let line = 0, end = -Infinity; // the line of text of the last label, and where the labels so far end
     for (const { row, label } of chart.marks) {
       const place = xs[row];
       if (place < u.scales.x.min || place > u.scales.x.max) continue;
       const x = u.valToPos(place, "x", true);
-      pen(u, label ? "--muted" : "--warn", label ? 1 : 2);
+      setPen(u, label ? "--muted" : "--warn", label ? 1 : 2);
       u.ctx.beginPath();
       if (label) u.ctx.setLineDash([3 * ratio, 3 * ratio]);
       u.ctx.moveTo(x, label ? top : top + height - 8 * ratio);
@@ -169,18 +186,20 @@
       u.ctx.stroke();
       u.ctx.setLineDash([]);
       if (!label) continue;
-      const wide = u.ctx.measureText(label).width, room = x + wide + 6 * ratio < left + width;
-      const begin = room ? x + 4 * ratio : Math.max(left, x - 4 * ratio - wide);
-      lines = begin < end ? lines + 1 : 0;
-      end = Math.max(end, begin + wide + 8 * ratio);
+      const labelWidth = u.ctx.measureText(label).width, fitsAtRight = x + labelWidth + 6 * ratio < left + width;
+      const begin = fitsAtRight ? x + 4 * ratio : Math.max(left, x - 4 * ratio - labelWidth);
+      // A label that would touch an earlier one is written in the next line.
+      line = begin < end ? line + 1 : 0;
+      end = Math.max(end, begin + labelWidth + 8 * ratio);
       u.ctx.textAlign = "left";
       u.ctx.textBaseline = "top";
-      u.ctx.fillText(label, begin, top + (2 + 15 * lines) * ratio);
+      u.ctx.fillText(label, begin, top + (2 + 15 * line) * ratio);
     }
   }
 
   // ---- one chart ----
 
+  // The ends of the vertical axis; `low` and `high` are the ends of the visible values, null without visible values.
   function limits(u, chart, low, high) {
     const isLog = state.log[chart.name];
     if (!isLog && !u.isZoomed) return chart.limits;
@@ -190,20 +209,20 @@
     return [low - room, high + room];
   }
 
-  // A logarithmic axis is marked at 1, 2 and 5 of each decade, or at decades where these are many.
-  function decades(u, axis, low, high) {
-    const found = [];
+  // A logarithmic axis has ticks at 1, 2 and 5 times each power of 10, or at the powers alone if it spans many.
+  function logTicks(u, axis, low, high) {
+    const ticks = [];
     for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
       for (const digit of high / low > 1e4 ? [1] : [1, 2, 5]) {
         const value = Number((digit * 10 ** power).toPrecision(1));
-        if (value >= low && value <= high) found.push(value);
+        if (value >= low && value <= high) ticks.push(value);
       }
     }
-    return found.length > 1 ? found : [low, high].map((value) => Number(value.toPrecision(2)));
+    return ticks.length > 1 ? ticks : [low, high].map((value) => Number(value.toPrecision(2)));
   }
 
-  // The ticks' words, without those that would touch the ones before them.
-  function apart(u, ticks, ruler) {
+  // The texts of the ticks. A text that would touch the one before it is left out.
+  function tickTextsApart(u, ticks, ruler) {
     let end = -Infinity;
     return ticks.map(([at, text]) => {
       const middle = u.valToPos(at, "x"), half = ruler.measureText(text).width / 2;
@@ -213,7 +232,7 @@
     });
   }
 
-  // Where the horizontal axis begins and ends while nothing is zoomed.
+  // The ends of the horizontal axis without zoom.
   function endsOf(chart, xs) {
     if (!chart.axis) return xs[0] === xs.at(-1) ? around(xs[0]) : [Math.min(0, xs[0]), xs.at(-1)];
     const all = [...xs, ...chart.axis.ticks.map(([at]) => at)];
@@ -229,7 +248,7 @@
     return [place - room, place + room];
   }
 
-  // The width of the words at the levels, which stand at the chart's right.
+  // The width in px of the words at the levels, which are at the chart's right. `ruler` measures texts.
   function roomAtRight(chart, ruler) {
     const words = levelsOf(chart).map(([, text]) => text);
     if (!words.length) return 12;
@@ -243,22 +262,22 @@
       grid: { show: false },
       ticks: { stroke: colour("--rule"), width: 1, size: 4 },
     };
-    const written = valueText(chart);
+    const text = valueText(chart);
     const x = { ...common, size: 30 };
     if (chart.axis) {
       x.splits = () => chart.axis.ticks.map(([at]) => at);
-      x.filter = (u, ticks) => ticks;
-      x.values = (u) => apart(u, chart.axis.ticks, ruler);
+      x.filter = (u, ticks) => ticks; // uPlot would drop some on a logarithmic axis
+      x.values = (u) => tickTextsApart(u, chart.axis.ticks, ruler);
     } else {
       x.space = 56;
-      x.values = (u, ticks) => ticks.map(placeOnAxis);
+      x.values = (u, ticks) => ticks.map(tickText);
     }
     const y = { ...common, size: 52, gap: 6, space: 34 };
     y.ticks = { show: false };
     y.grid = { stroke: colour("--rule"), width: 1 };
-    y.values = (u, ticks) => ticks.map((at) => at === null ? "" : written(at));
+    y.values = (u, ticks) => ticks.map((at) => at === null ? "" : text(at));
     if (state.log[chart.name]) {
-      y.splits = decades;
+      y.splits = logTicks;
       y.filter = (u, ticks) => ticks;
     }
     return [x, y];
@@ -269,25 +288,28 @@
       size: 7,
       width: 0,
       fill: (u, i) => colour(series[i - 1].shade),
-      show: (u, i) => series[i - 1].said ? undefined : false,
+      // `i` is uPlot's index, whose first series is the horizontal axis. `undefined` shows the point, uPlot's default.
+      show: (u, i) => series[i - 1].isReadOut ? undefined : false,
     };
     const drag = { x: true, y: false, dist: 6 };
-    const cursor = { y: false, drag, points, focus: { prox: isMany(series) ? 24 : -1 } };
+    const cursor = { y: false, drag, points, focus: { prox: hasManyLines(series) ? 24 : -1 } };
+    // The pointer and the zoom are the same in all charts over the chosen axis.
     if (!chart.axis) cursor.sync = { key: "run", scales: ["x", null], setSeries: false };
     return cursor;
   }
 
-  function drawnSeries(each) {
+  function uPlotSeries(each) {
     return {
       label: each.label,
       spanGaps: true,
       width: each.width,
-      alpha: each.pale ? 0.3 : each.share,
+      alpha: each.isPale ? 0.3 : each.opacity,
       stroke: colour(each.shade),
       points: { show: Boolean(each.size), size: each.size, fill: colour(each.shade), width: 0 },
     };
   }
 
+  // The indices are uPlot's, whose first series is the horizontal axis.
   function bandOf(chart, series) {
     const [low, high] = chart.band.map((key) => series.findIndex((each) => each.key === key) + 1);
     return { series: [high, low], fill: colour("--band") };
@@ -303,6 +325,7 @@
     const xs = values[0], ends = endsOf(chart, xs);
     const ruler = document.createElement("canvas").getContext("2d");
     ruler.font = FONT;
+    // uPlot calls this with the ends that a zoom asks for, or with the first and last place for no zoom.
     const xRange = (u, low, high) => {
       u.isZoomed = xs.length > 1 && low !== null && (low !== xs[0] || high !== xs.at(-1));
       return u.isZoomed ? [low, high] : ends;
@@ -313,31 +336,31 @@
       padding: [10, roomAtRight(chart, ruler), 0, 0],
       legend: { show: false },
       cursor: cursorOf(chart, series),
-      focus: { alpha: isMany(series) ? 0.25 : 1 },
+      focus: { alpha: hasManyLines(series) ? 0.25 : 1 },
       scales: {
-        x: { time: false, distr: chart.axis?.is_log ? 3 : 1, range: xRange },
-        y: { distr: state.log[chart.name] ? 3 : 1, range: (u, low, high) => limits(u, chart, low, high) },
+        x: { time: false, distr: chart.axis?.is_log ? LOG : LINEAR, range: xRange },
+        y: { distr: state.log[chart.name] ? LOG : LINEAR, range: (u, low, high) => limits(u, chart, low, high) },
       },
       axes: axesOf(chart, ruler),
-      series: [{}, ...series.map(drawnSeries)],
+      series: [{}, ...series.map(uPlotSeries)],
       bands: chart.band ? [bandOf(chart, series)] : [],
       hooks: {
         draw: [(u) => drawLevels(u, chart, series), (u) => drawMarks(u, chart)],
         setCursor: [(u) => readOut(u, figure, chart, series)],
-        setScale: [(u, key) => key === "x" && tools(figure, chart, u.isZoomed)],
+        setScale: [(u, key) => key === "x" && updateButtons(figure, chart, u.isZoomed)],
       },
     }, values, place);
-    u.full = ends;
+    u.fullRange = ends;
     plots.set(chart.name, u);
     readOut(u, figure, chart, series);
-    tools(figure, chart, false);
+    updateButtons(figure, chart, false);
   }
 
-  // ---- the values under the pointer, in words below the chart ----
+  // ---- the readout ----
 
-  const isMany = (series) => series.filter((each) => each.said).length > MANY;
+  const hasManyLines = (series) => series.filter((each) => each.isReadOut).length > MAX_READ_OUT;
 
-  // The value at a place, or the last one before it, as a chart may mix lines with few and many values.
+  // The value of a series at an index, or the last value before it: a line may have values at few of the places.
   function valueAt(chart, column, index) {
     if (chart.axis) return column[index] ?? null;
     for (let i = index; i >= 0; i--) {
@@ -346,57 +369,58 @@
     return null;
   }
 
-  // Where nothing is pointed at, the end of a run is read, or the best setting of a sweep.
-  function atRest(u, series) {
+  // The index that is read out without a pointer: the best setting of a sweep, or the end of a run.
+  function defaultIndex(u, series) {
     const best = series.find((each) => each.key === "best");
     return best ? u.data[0].indexOf(best.places[0]) : u.data[0].length - 1;
   }
 
   function readOut(u, figure, chart, series) {
-    const index = u.cursor.idx ?? atRest(u, series), written = valueText(chart);
-    const known = series.map((each, i) => [each, valueAt(chart, u.data[i + 1], index)]);
-    let said = known.filter(([each, value]) => each.said && value !== null);
+    const index = u.cursor.idx ?? defaultIndex(u, series), text = valueText(chart);
+    const seriesAndValues = series.map((each, i) => [each, valueAt(chart, u.data[i + 1], index)]);
+    let shown = seriesAndValues.filter(([each, value]) => each.isReadOut && value !== null);
     const readout = figure.querySelector(".readout");
-    if (isMany(series)) {
+    if (hasManyLines(series)) {
       if (u.cursor.idx === null || u.cursor.idx === undefined) {
-        readout.textContent = `${said.length} lines; point at one to read it`;
+        readout.textContent = `${shown.length} lines; point at one to read it`;
         return;
       }
       const at = u.posToVal(u.cursor.top, "y");
-      said.sort((one, other) => Math.abs(one[1] - at) - Math.abs(other[1] - at));
-      said = said.slice(0, 1);
+      shown.sort((one, other) => Math.abs(one[1] - at) - Math.abs(other[1] - at));
+      shown = shown.slice(0, 1);
     }
-    readout.replaceChildren(placeText(chart)(u.data[0][index]), ...said.map(([each, value]) => {
+    readout.replaceChildren(placeText(chart)(u.data[0][index]), ...shown.map(([each, value]) => {
       const entry = document.createElement("span"), swatch = document.createElement("i");
       swatch.style.background = `var(${each.shade})`;
-      entry.append(swatch, `${each.label} ${written(value)}`);
+      entry.append(swatch, `${each.label} ${text(value)}`);
       return entry;
     }));
   }
 
-  // ---- what the reader can press ----
+  // ---- buttons, keys and menus ----
 
-  function tools(figure, chart, zoomed) {
+  // Adds the buttons of a chart, at the first call, and shows the button that resets the zoom if there is a zoom.
+  function updateButtons(figure, chart, isZoomed) {
     let place = figure.querySelector(".tools");
     if (!place) {
       place = document.createElement("span");
       place.className = "tools";
       figure.querySelector("figcaption").append(place);
-      place.append(button("reset zoom", () => reset(chart)));
+      place.append(button("reset zoom", () => resetZoom(chart)));
       if (!chart.band && seriesOf(chart).every((each) => each.values.every((value) => value > 0))) {
         const log = button("log", () => {
           state.log[chart.name] = !state.log[chart.name];
           log.setAttribute("aria-pressed", state.log[chart.name]);
-          remember();
+          saveChoices();
           draw(chart);
         });
         log.title = "logarithmic scale";
         log.setAttribute("aria-pressed", Boolean(state.log[chart.name]));
         place.append(log);
       }
-      keyboard(figure.querySelector(".plot"), chart);
+      listenToKeysAndTouch(figure.querySelector(".plot"), chart);
     }
-    place.firstChild.hidden = !zoomed;
+    place.firstChild.hidden = !isZoomed;
   }
 
   function button(text, press) {
@@ -407,61 +431,68 @@
     return made;
   }
 
-  function reset(chart) {
+  // Resets the zoom of a chart, and of all charts that share its axis.
+  function resetZoom(chart) {
     for (const [name, u] of plots) {
-      const isShared = shared.some((each) => each.name === name);
-      if (name === chart.name || (isShared && !chart.axis)) u.setScale("x", { min: u.data[0][0], max: u.data[0].at(-1) });
+      const isOverChosenAxis = chartsOverChosenAxis.some((each) => each.name === name);
+      const xs = u.data[0];
+      if (name === chart.name || (isOverChosenAxis && !chart.axis)) u.setScale("x", { min: xs[0], max: xs.at(-1) });
     }
   }
 
-  function keyboard(place, chart) {
+  function listenToKeysAndTouch(place, chart) {
     place.tabIndex = 0;
     place.setAttribute("role", "img");
     place.setAttribute("aria-label", `${chart.title}. Left and right read values, plus and minus zoom, Escape shows all.`);
     place.addEventListener("keydown", (event) => {
       const u = plots.get(chart.name), xs = u.data[0], index = u.cursor.idx ?? xs.length - 1;
       const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -xs.length, End: xs.length }[event.key];
-      if (step) point(u, Math.min(xs.length - 1, Math.max(0, index + step)));
+      if (step) moveCursor(u, Math.min(xs.length - 1, Math.max(0, index + step)));
       else if (event.key === "+" || event.key === "-") zoom(u, xs[index], event.key === "+" ? 0.5 : 2);
-      else if (event.key === "Escape") reset(chart);
+      else if (event.key === "Escape") resetZoom(chart);
       else return;
       event.preventDefault();
       figureOf(place).querySelector(".readout").setAttribute("aria-live", "polite");
     });
-    const touched = (event) => {
-      if (event.pointerType === "mouse") return;
+    const moveToTouch = (event) => {
+      if (event.pointerType === "mouse") return; // uPlot follows the mouse itself
       const u = plots.get(chart.name), box = u.over.getBoundingClientRect();
       u.setCursor({ left: event.clientX - box.left, top: event.clientY - box.top });
     };
-    place.addEventListener("pointerdown", touched);
-    place.addEventListener("pointermove", touched);
+    place.addEventListener("pointerdown", moveToTouch);
+    place.addEventListener("pointermove", moveToTouch);
   }
 
   const figureOf = (element) => element.closest("figure");
 
-  function point(u, index) {
+  function moveCursor(u, index) {
     const left = u.valToPos(u.data[0][index], "x");
     u.setCursor({ left: Math.min(Math.max(left, 0), u.over.clientWidth), top: 0 });
   }
 
   function zoom(u, middle, factor) {
     const half = (u.scales.x.max - u.scales.x.min) * factor / 2;
-    const low = Math.max(u.full[0], middle - half), high = Math.min(u.full[1], middle + half);
-    if (low <= u.full[0] && high >= u.full[1]) u.setScale("x", { min: u.data[0][0], max: u.data[0].at(-1) });
+    const low = Math.max(u.fullRange[0], middle - half), high = Math.min(u.fullRange[1], middle + half);
+    if (low <= u.fullRange[0] && high >= u.fullRange[1]) u.setScale("x", { min: u.data[0][0], max: u.data[0].at(-1) });
     else if (high > low) u.setScale("x", { min: low, max: high });
   }
 
-  function controls() {
-    if (!shared.length) return;
+  // Adds the menu of horizontal axes and the slider of the smoothing, above the charts.
+  function addControls() {
+    if (!chartsOverChosenAxis.length) return;
     const place = document.createElement("div");
     place.className = "controls";
     const axis = document.createElement("select");
     for (const [key, name] of Object.entries(data.axes)) {
       if (key !== "time" || hasTime) axis.add(new Option(name, key, false, key === state.axis));
     }
-    axis.addEventListener("change", () => { state.axis = axis.value; remember(); shared.forEach(draw); });
+    axis.addEventListener("change", () => {
+      state.axis = axis.value;
+      saveChoices();
+      chartsOverChosenAxis.forEach(draw);
+    });
     place.append(labelled("Horizontal axis", axis));
-    if (shared.some((chart) => chart.lines.some((line) => line.style === "trend"))) {
+    if (chartsOverChosenAxis.some((chart) => chart.lines.some((line) => line.style === "trend"))) {
       const smoothing = document.createElement("input");
       Object.assign(smoothing, { type: "range", min: 0, max: 10, step: 0.5, value: state.smoothing });
       const text = () => smoothing.setAttribute("aria-valuetext", `median of ${state.smoothing} % of the run`);
@@ -469,8 +500,8 @@
       smoothing.addEventListener("input", () => {
         state.smoothing = Number(smoothing.value);
         text();
-        remember();
-        shared.forEach(draw);
+        saveChoices();
+        chartsOverChosenAxis.forEach(draw);
       });
       place.append(labelled("Smoothing", smoothing));
     }
@@ -487,7 +518,7 @@
   }
 
   if (!hasTime && state.axis === "time") state.axis = "tokens";
-  controls();
+  addControls();
   data.charts.forEach(draw);
   const watcher = new ResizeObserver((entries) => {
     for (const { target } of entries) {

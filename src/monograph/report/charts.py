@@ -1,16 +1,17 @@
-"""Describe charts as data, which a page's script draws with uPlot, and draw a still picture of each
-for other readers.
+"""Describe charts as data that a page's script draws, and draw a still picture of each chart.
 
-A page has tables of columns, such as the metrics of a run, and charts, whose lines are columns of
-these tables. A chart that names no axis of its own is drawn over the axis that the reader chooses:
-tokens, updates or time.
+The script (charts.js) draws with uPlot. Readers without JavaScript see the still picture.
+
+A page has tables and charts. A table is a dictionary of columns, such as the metrics of a run. The
+lines of a chart are columns of these tables. A chart without an axis of its own is drawn over the
+horizontal axis that the reader chooses: tokens, updates or time.
 """
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +24,22 @@ Row = Mapping[str, Any]
 Columns = dict[str, list[float | None]]
 Floats = NDArray[np.float64]
 
-# What a chart of a run can be drawn over.
+# The horizontal axes that a reader can choose: the column's key, and its name in the menu.
 AXES = {"tokens": "tokens", "update": "updates", "time": "time"}
-POINTS = 1200  # the most rows of a table: more than a chart is pixels wide
+POINTS = 1200  # maximum of evenly spaced rows in a table; a chart is fewer pixels wide
+# A still picture has this many points in a line, and this size in units that a page stretches.
 STILL_POINTS = 150
-STILL_WIDTH, STILL_HEIGHT = 600, 200
+STILL_WIDTH = 600
+STILL_HEIGHT = 200
+
+# How a line is drawn.
+#   trend:   all values pale, and their moving median strong
+#   line:    a line without dots
+#   points:  a line with a dot at each value
+#   dots:    dots without a line
+#   star:    large dots without a line, for the best value
+#   edge:    nothing, since the column only bounds the chart's band
+LineStyle = Literal["trend", "line", "points", "dots", "star", "edge"]
 
 
 @dataclass(frozen=True)
@@ -35,28 +47,26 @@ class Line:
     """A column drawn in a chart.
 
     Attributes:
-        key: the column's name.
-        label: what the reader calls it.
-        style: "trend" (all values pale, their moving median strong), "line", "points" (a line with
-            a dot at each value) or "dots" (no line).
-        table: the number of its table.
-        shade: the number of its colour; lines of one setting share it.
+        key: the column's key.
+        label: the line's name for the reader; "" for a line that has none.
+        style: how it is drawn.
+        table: the index of its table.
+        shade: the index of its colour; lines of one setting have the same.
     """
 
     key: str
     label: str
-    style: str = "trend"
+    style: LineStyle = "trend"
     table: int = 0
     shade: int = 0
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment of a run: a vertical line with words, or without words a short tick in the colour of
-    a warning.
+    """A moment of a run: a vertical line with words, or a short tick in the colour of a warning.
 
     Attributes:
-        row: the number of the row of table 0.
+        row: the index of the row of table 0.
         label: the words; "" for a tick.
     """
 
@@ -66,10 +76,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Axis:
-    """The horizontal axis of a chart that is not of a run's progress.
+    """A chart's own horizontal axis, for a chart that does not show a run's progress.
 
     Attributes:
-        key: the column of table 0 with the places.
+        key: the column with the places on the axis.
         name: the axis's name.
         ticks: (place, text) pairs.
         is_log: whether it is logarithmic.
@@ -86,17 +96,17 @@ class Chart:
     """A chart.
 
     Attributes:
-        name: its name in the page.
+        name: its name in the page, which is unique.
         title: what it shows, with the unit.
         lines: its lines.
-        limits: the least and largest value shown before the reader zooms.
-        levels: values to compare with, by name.
+        limits: the lowest and highest value shown before the reader zooms.
+        levels: values to compare the lines with, by name.
         marks: moments of the run.
-        note: a sentence below it.
-        is_count: whether values have SI prefixes.
+        note: a sentence below it; "" for none.
+        is_count: whether values are written with SI prefixes.
         is_wide: whether it takes two thirds of the page's width.
-        axis: its own horizontal axis; None for the one that the reader chooses.
-        band: the keys of the columns between which the ground is coloured.
+        axis: its own horizontal axis; None for the axis that the reader chooses.
+        band: the keys of the lower and the upper column of a coloured band; None for no band.
     """
 
     name: str
@@ -112,32 +122,57 @@ class Chart:
     band: tuple[str, str] | None = None
 
 
-def columns(rows: Sequence[Row], keys: Sequence[str]) -> Columns:
-    """Return the rows of a run's metrics as columns, one row for each update, at most `POINTS` of
-    them.
+def last_memory_ledger(rows: Sequence[Row]) -> Mapping[str, Mapping[str, int]] | None:
+    """Return the last ledger of peak memory that has a measurement, or None.
 
-    `time` is the seconds of training so far. An evaluation, which has none, gets those of the
-    update before it. Of a long run every n-th update is kept, and every one that was evaluated,
-    skipped or slow.
+    A ledger has bytes by part, under "planned" and "measured".
     """
-    merged: dict[int, dict[str, Any]] = {}
+    for row in reversed(rows):
+        ledger: Mapping[str, Mapping[str, int]] = row.get("memory") or {}
+        if ledger.get("measured"):
+            return ledger
+    return None
+
+
+def columns(rows: Sequence[Row], keys: Sequence[str]) -> Columns:
+    """Return the rows of a run's metrics as columns, with one row for each update.
+
+    A run of more than `POINTS` updates keeps every n-th update, and each update that was evaluated,
+    skipped or slow.
+
+    Args:
+        rows: rows of metrics.jsonl; several may be of one update.
+        keys: the columns to make, beside `tokens`, `update` and `time`, which is the seconds of
+            training so far. A column without values is left out.
+    """
+    row_by_update: dict[int, dict[str, Any]] = {}
     for row in rows:
-        if "update" in row and ("tokens" in row or row["update"] in merged):
-            merged.setdefault(row["update"], {}).update(row)
-    kept = _thinned(list(merged.values()))
+        if "update" not in row:
+            continue
+        # A row without tokens cannot be placed on the axis, unless its update has another row.
+        if "tokens" in row or row["update"] in row_by_update:
+            row_by_update.setdefault(row["update"], {}).update(row)
+    kept = _thinned(list(row_by_update.values()))
     seconds = 0.0
-    found: Columns = {key: [] for key in ("tokens", "update", "time", *keys)}
+    table: Columns = {key: [] for key in ("tokens", "update", "time", *keys)}
     for row in kept:
+        # An evaluation has no time of its own, and takes that of the update before it.
         seconds = row.get("wall_s") or seconds
-        for key, values in found.items():
-            values.append(rounded(seconds if key == "time" else row.get(key)))
+        for key, values in table.items():
+            value = seconds if key == "time" else row.get(key)
+            values.append(rounded(value))
+    return without_empty_columns(table)
+
+
+def without_empty_columns(table: Columns) -> Columns:
+    """Return the columns that have a value."""
     return {
-        key: values for key, values in found.items() if any(value is not None for value in values)
+        key: values for key, values in table.items() if any(value is not None for value in values)
     }
 
 
 def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    step = -(-len(rows) // POINTS)
+    step = math.ceil(len(rows) / POINTS)
     return [
         row
         for index, row in enumerate(rows)
@@ -146,14 +181,15 @@ def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_event(row: Row) -> bool:
-    return (
-        bool(row.get("skipped")) or "slower" in row or any(key.startswith("eval_") for key in row)
-    )
+    """Return whether the update was skipped, slow or evaluated."""
+    is_evaluated = any(key.startswith("eval_") for key in row)
+    return bool(row.get("skipped")) or "slower" in row or is_evaluated
 
 
 def rounded(value: float | None) -> float | None:
-    """Return a number with five digits, more than a chart can show; None if it is none or not
-    finite.
+    """Return a number with five digits, or None for None, NaN and infinity.
+
+    Five digits are more than a chart can show, and make a smaller page.
     """
     if value is None or not math.isfinite(value):
         return None
@@ -161,148 +197,182 @@ def rounded(value: float | None) -> float | None:
 
 
 def present(table: Columns, key: str) -> Floats:
-    """Return the values that a column has; no values if there is no such column."""
+    """Return a column's values without None; no values if the table has no such column."""
     return np.array([value for value in table.get(key, []) if value is not None], dtype=np.float64)
 
 
 def limits(
     metric: Metric, lines: Sequence[Floats], levels: Iterable[float] = (), room: float = 1.15
 ) -> tuple[float, float]:
-    """Return the ends of a metric's axis, with room around the values.
+    """Return the lower and the upper end of a metric's vertical axis.
 
     Args:
-        metric: says how; see `monograph.report.metrics.Limits`.
-        lines: the values of each line, at least one value in all.
-        levels: values to compare with, which are shown, too.
-        room: how much higher the axis is than its values, if it begins at 0.
+        metric: its `limits` choose how (`monograph.report.metrics.Limits`).
+        lines: the values of each line, with at least one value in all.
+        levels: values to compare the lines with, which must be visible, too.
+        room: the axis's upper end as a multiple of the highest value, if the axis begins at 0.
     """
     values = np.concatenate([*lines, np.array(list(levels), dtype=np.float64)])
     low = float(values.min())
     high = float(values.max())
+    # An axis must have a height. `or 1.0` gives one to values that are all 0.
     if metric.limits == "zero":
         return min(0.0, low), room * high or 1.0
     if metric.limits == "spikes":
         return min(0.0, low), room * float(np.quantile(values, 0.995)) or 1.0
     if metric.limits == "late":
         last = max(float(line[-1]) for line in lines if len(line))
-        high = max(
-            [min(float(line.max()), 2.2 * last) for line in lines if len(line)] + list(levels)
-        )
+        # An untrained model's first values are cut off at 2.2 times the last value.
+        line_tops = [min(float(line.max()), 2.2 * last) for line in lines if len(line)]
+        high = max(line_tops + list(levels))
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return low - margin, high + margin
 
 
 def lines_of(
-    metric: Metric, table: Columns, at: int = 0, name: str = "", shade: int = 0
+    metric: Metric, table: Columns, table_index: int = 0, run_name: str = "", shade: int = 0
 ) -> list[Line]:
-    """Return the lines of a metric that a table has columns for.
+    """Return the lines of a metric: its training values and its held-out values.
 
     Args:
         metric: the metric.
-        table: the columns.
-        at: the table's number.
-        name: the run's name, if the chart shows several; "" for one run.
-        shade: the number of the run's colour; of one run, held-out values have their own.
+        table: the columns of a run; a line whose column is missing is left out.
+        table_index: the table's index in the page.
+        run_name: the run's name, if the chart shows several runs; "" if it shows one.
+        shade: the index of the run's colour. If the chart shows one run, held-out values have a
+            colour of their own beside training values.
     """
     lines = list[Line]()
     if metric.key in table:
-        lines.append(
-            Line(metric.key, name or metric.label, "line" if metric.is_line else "trend", at, shade)
-        )
+        style: LineStyle = "line" if metric.is_line else "trend"
+        lines.append(Line(metric.key, run_name or metric.label, style, table_index, shade))
     if metric.held_out in table:
-        label = "held out"
-        if name:
-            label = f"{name}, held out" if lines else name
-        lines.append(Line(metric.held_out, label, "points", at, shade if name else len(lines)))
+        if not run_name:
+            label = "held out"
+        elif lines:
+            label = f"{run_name}, held out"
+        else:
+            label = run_name
+        held_out_shade = shade if run_name else len(lines)
+        lines.append(Line(metric.held_out, label, "points", table_index, held_out_shade))
     return lines
 
 
 def moving_median(
     values: Floats, share: int = 40, points: int = 300
 ) -> tuple[NDArray[np.int64], Floats]:
-    """Return up to `points` indices and the medians of one `share`-th of the values around them.
+    """Return the moving median of values at some of their indices.
 
-    A median, unlike a mean, does not turn a spike into a plateau.
+    Unlike a mean, a median does not turn a spike into a plateau.
+
+    Args:
+        values: the values.
+        share: a median is over 1 / `share` of all values, centred at its index.
+        points: the maximum number of indices, which are evenly spaced.
+
+    Returns:
+        The indices, and the median at each.
     """
     half = len(values) // (2 * share)
-    at = np.unique(
+    indices = np.unique(
         np.linspace(0, len(values) - 1, min(len(values), points)).round().astype(np.int64)
     )
-    return at, np.array([np.median(values[max(0, i - half) : i + half + 1]) for i in at])
+    medians = [np.median(values[max(0, i - half) : i + half + 1]) for i in indices]
+    return indices, np.array(medians)
 
 
 # ---- markup --------------------------------------------------------------------------------------
 
 
 def payload(tables: Sequence[Columns], charts: Sequence[Chart]) -> str:
-    """Return tables and charts as JSON that can stand inside a page."""
-    described = {"axes": AXES, "tables": tables, "charts": [asdict(chart) for chart in charts]}
-    return json.dumps(described, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    """Return tables and charts as JSON that can stand inside a <script> element."""
+    content = {"axes": AXES, "tables": tables, "charts": [asdict(chart) for chart in charts]}
+    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    # A text such as "</script>" would end the element.
+    return text.replace("<", "\\u003c")
 
 
 def figure(chart: Chart, tables: Sequence[Columns]) -> str:
-    """Return a chart's place in the page, with a still picture and the first and last values in
-    words.
+    """Return a chart's markup: a still picture, and its first and last values in words.
+
+    charts.js replaces both.
     """
-    size = ' class="chart wide"' if chart.is_wide else ' class="chart"'
+    size_class = ' class="chart wide"' if chart.is_wide else ' class="chart"'
     note = f'<p class="note">{escaped(chart.note)}</p>' if chart.note else ""
-    words = _ends(chart, tables)
+    words = _values_in_words(chart, tables)
     return (
-        f'<figure{size} id="chart-{chart.name}"><figcaption><h2>{escaped(chart.title)}</h2></figcaption>\n'
+        f'<figure{size_class} id="chart-{chart.name}"><figcaption><h2>{escaped(chart.title)}</h2></figcaption>\n'
         f'<div class="plot">{_still(chart, tables, words)}</div><p class="readout">{escaped(words)}</p>{note}</figure>'
     )
 
 
-def _ends(chart: Chart, tables: Sequence[Columns]) -> str:
-    """Return the values at both ends of the chart's first lines, and its levels, in words."""
+def _values_in_words(chart: Chart, tables: Sequence[Columns]) -> str:
+    """Return the first and last values of the chart's first four lines, and its levels."""
     words = []
     for line in chart.lines[:4]:
         values = present(tables[line.table], line.key)
-        if len(values):
-            first, last = (count(value) for value in (values[0], values[-1]))
-            words.append(
-                f"{line.label}: {first} at first, {last} at last"
-                if len(values) > 1
-                else f"{line.label}: {last}"
-            )
+        if len(values) > 1:
+            first = count(values[0])
+            last = count(values[-1])
+            words.append(f"{line.label}: {first} at first, {last} at last")
+        elif len(values):
+            words.append(f"{line.label}: {count(values[-1])}")
     words += [f"{name}: {count(level)}" for name, level in chart.levels.items()]
     return "; ".join(words)
 
 
 def _still(chart: Chart, tables: Sequence[Columns], words: str) -> str:
-    """Return a picture without words, which any width can stretch, for readers without JavaScript."""
-    key = chart.axis.key if chart.axis else "tokens"
-    places = [present(tables[line.table], key) for line in chart.lines]
-    begin = min((float(each.min()) for each in places if len(each)), default=0.0)
-    end = max((float(each.max()) for each in places if len(each)), default=1.0)
-    paths = [_path(line, tables[line.table], key, (begin, end), chart) for line in chart.lines]
-    paths += [
-        _drawn([(0.0, level), (1.0, level)], chart.limits, "level")
-        for level in chart.levels.values()
+    """Return a chart as an SVG element without text, which can be stretched to any width."""
+    x_key = chart.axis.key if chart.axis else "tokens"
+    xs_by_line = [present(tables[line.table], x_key) for line in chart.lines]
+    begin = min((float(xs.min()) for xs in xs_by_line if len(xs)), default=0.0)
+    end = max((float(xs.max()) for xs in xs_by_line if len(xs)), default=1.0)
+    shapes = [
+        _line_markup(line, tables[line.table], x_key, (begin, end), chart.limits)
+        for line in chart.lines
     ]
+    for level in chart.levels.values():
+        shapes.append(_polyline([(0.0, level), (1.0, level)], chart.limits, "level"))
     return (
         f'<svg viewBox="0 0 {STILL_WIDTH} {STILL_HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escaped(chart.title)}: {escaped(words)}">{"".join(paths)}</svg>'
+        f'aria-label="{escaped(chart.title)}: {escaped(words)}">{"".join(shapes)}</svg>'
     )
 
 
-def _path(line: Line, table: Columns, key: str, ends: tuple[float, float], chart: Chart) -> str:
-    pairs = zip(table[key], table.get(line.key, []), strict=False)
+def _line_markup(
+    line: Line,
+    table: Columns,
+    x_key: str,
+    x_ends: tuple[float, float],
+    y_limits: tuple[float, float],
+) -> str:
+    """Return the moving median of a line as a polyline; "" if the line has no values."""
+    pairs = zip(table[x_key], table.get(line.key, []), strict=False)
     known = [(x, y) for x, y in pairs if x is not None and y is not None]
     if not known:
         return ""
-    at, values = moving_median(np.array([y for _, y in known]), points=STILL_POINTS)
-    begin, end = ends
-    shares = [
-        ((known[i][0] - begin) / ((end - begin) or 1.0), float(y))
-        for i, y in zip(at, values, strict=True)
+    indices, medians = moving_median(np.array([y for _, y in known]), points=STILL_POINTS)
+    begin, end = x_ends
+    width = (end - begin) or 1.0
+    points = [
+        ((known[index][0] - begin) / width, float(median))
+        for index, median in zip(indices, medians, strict=True)
     ]
-    return _drawn(shares, chart.limits, f"shade{line.shade}")
+    return _polyline(points, y_limits, f"shade{line.shade}")
 
 
-def _drawn(points: Sequence[tuple[float, float]], limits: tuple[float, float], role: str) -> str:
-    low, high = limits
+def _polyline(
+    points: Sequence[tuple[float, float]], y_limits: tuple[float, float], css_class: str
+) -> str:
+    """Return an SVG polyline.
+
+    Args:
+        points: (x as a share of the picture's width, value) pairs.
+        y_limits: the values at the picture's lower and upper edge; others are drawn at the edge.
+        css_class: the line's class, which gives it a colour.
+    """
+    low, high = y_limits
     height = (high - low) or 1.0
-    inside = [(x, min(max((high - y) / height, 0.0), 1.0)) for x, y in points]
-    corners = " ".join(f"{STILL_WIDTH * x:.0f},{STILL_HEIGHT * y:.0f}" for x, y in inside)
-    return f'<polyline class="{role}" points="{corners}"/>'
+    shares = [(x, min(max((high - value) / height, 0.0), 1.0)) for x, value in points]
+    corners = " ".join(f"{STILL_WIDTH * x:.0f},{STILL_HEIGHT * y:.0f}" for x, y in shares)
+    return f'<polyline class="{css_class}" points="{corners}"/>'

@@ -1,36 +1,39 @@
-"""Write the page of a comparison: scores, differences with their errors, settings that differ,
-curves of all runs.
+"""Write the page of a comparison of models.
+
+It has the models' scores, the differences between scores with their standard errors, the settings
+that differ, and the curves of all runs. A side of a comparison is one model or several runs of one
+setting, one for each seed.
 """
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from monograph.report.charts import Chart, Line, Row, columns, limits, lines_of, present
-from monograph.report.metrics import keys, shown
+from monograph.report.metrics import metric_keys, shown_metrics
 from monograph.report.page import Cell, Drawings, number, page, section, table
 from monograph.report.quantities import count
 
-SHADES = 4  # colours that can be told apart
+SHADES = 4  # the page has this many colours that can be told apart
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One of the compared.
+    """A side of a comparison.
 
     Attributes:
         name: the name that the user gave.
         params: the number of parameters.
         score: bits per byte, or the share of questions answered correctly.
-        tokens_per_s: the training speed; None if it is not known.
-        curves: the rows of each of its runs, one for each seed; none for a model's folder.
-        config: the config.toml of the first of its runs; "" for a model's folder.
-        difference: the difference from the first of the compared; None for the first.
+        tokens_per_s: the training speed; None if unknown.
+        curves: the rows of metrics of each run; empty for a model's folder.
+        config: the config.toml of the first run; "" for a model's folder.
+        difference: the score minus the first side's score; None for the first side.
         standard_error: the difference's standard error; None if there is none.
-        pairs: what the difference is a mean over, such as "412 documents".
-        verdict: which of the two is better.
+        pairs: what the difference is a mean over, such as "412 documents"; "" for the first side.
+        verdict: whether this side or the first one is better; "" for the first side.
     """
 
     name: str
@@ -49,10 +52,10 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], lines: Sequen
     """Return a comparison's page as HTML.
 
     Args:
-        title: what was compared on which text.
+        title: what was compared, and on which text.
         unit: the score's unit.
-        sides: the compared, the one that the others are compared with first.
-        lines: what the command prints of the others, a line each.
+        sides: the sides; all others are compared with the first one.
+        lines: what the command prints about each of the other sides.
     """
     first, *others = sides
     verdicts = list(dict.fromkeys(side.verdict for side in others))
@@ -62,7 +65,7 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], lines: Sequen
         title=title,
         headline=headline[0].upper() + headline[1:],
         standing="; ".join(lines) if len(lines) == 1 else f"Each is compared with {first.name}.",
-        figures=[(f"{side.name}, {unit}", f"{side.score:.4f}") for side in sides],
+        key_figures=[(f"{side.name}, {unit}", f"{side.score:.4f}") for side in sides],
         drawings=_drawings(sides),
         sections=[
             section(f"Scores, {unit}", _scores(sides, unit), whole=True),
@@ -72,21 +75,20 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], lines: Sequen
 
 
 def _drawings(sides: Sequence[Compared]) -> Drawings:
-    runs = [(place, rows) for place, side in enumerate(sides) for rows in side.curves]
-    tables = [columns(rows, keys()) for _, rows in runs]
+    """Return a chart for each metric that is compared, with the lines of all runs."""
+    runs = [(side_index, rows) for side_index, side in enumerate(sides) for rows in side.curves]
+    tables = [columns(rows, metric_keys()) for _, rows in runs]
     charts = list[Chart]()
-    for metric in shown({key for found in tables for key in found}):
+    for metric in shown_metrics({key for run_table in tables for key in run_table}):
         if not metric.is_compared:
             continue
         lines = list[Line]()
-        for at, (place, _) in enumerate(runs):
-            lines += lines_of(metric, tables[at], at, sides[place].name, place % SHADES)
+        for run_index, (side_index, _) in enumerate(runs):
+            name = sides[side_index].name
+            lines += lines_of(metric, tables[run_index], run_index, name, side_index % SHADES)
         values = [present(tables[line.table], line.key) for line in lines]
-        charts.append(
-            Chart(
-                metric.chart, metric.title, lines, limits(metric, values), is_count=metric.is_count
-            )
-        )
+        ends = limits(metric, values)
+        charts.append(Chart(metric.chart, metric.title, lines, ends, is_count=metric.is_count))
     return Drawings(tables, charts, halves=True)
 
 
@@ -122,28 +124,33 @@ def _scores(sides: Sequence[Compared], unit: str) -> str:
 
 def _settings(sides: Sequence[Compared]) -> str:
     """Return a table of the settings that are not the same in all runs."""
-    settings = [(side.name, _flat(side.config)) for side in sides if side.config]
-    keys = list(dict.fromkeys(key for _, values in settings for key in values))
-    differ = [key for key in keys if len({repr(values.get(key)) for _, values in settings}) > 1]
-    rows: list[list[Cell]] = [
-        [key, *(_text(values.get(key)) for _, values in settings)] for key in differ
-    ]
-    return table("Settings that differ", ["key", *(name for name, _ in settings)], rows)
+    names = [side.name for side in sides if side.config]
+    configs = [_flat_config(side.config) for side in sides if side.config]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    rows: list[list[Cell]] = []
+    for key in keys:
+        values = [config.get(key) for config in configs]
+        # By `repr`, since a list cannot be in a set, and since 1 == True.
+        if len({repr(value) for value in values}) > 1:
+            rows.append([key, *map(_setting_text, values)])
+    return table("Settings that differ", ["key", *names], rows)
 
 
-def _flat(config: str) -> dict[str, Any]:
-    """Return the keys of a config.toml as "section.key"; none of a file that cannot be read."""
+def _flat_config(config: str) -> dict[str, Any]:
+    """Return the values of a config.toml by "section.key"; empty if it is not valid TOML."""
     try:
-        found = tomllib.loads(config)
+        document = tomllib.loads(config)
     except tomllib.TOMLDecodeError:
         return {}
-    sections: dict[str, Mapping[str, Any]] = {
-        key: value for key, value in found.items() if isinstance(value, dict)
-    }
-    return {
-        f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()
-    }
+    flat = {}
+    for section_name, section_values in document.items():
+        if not isinstance(section_values, dict):
+            continue
+        for key, value in section_values.items():
+            flat[f"{section_name}.{key}"] = value
+    return flat
 
 
-def _text(value: object) -> str:
+def _setting_text(value: object) -> str:
+    """Return a value as Python writes it, without the quotes of a string; "" for None."""
     return "" if value is None else re.sub(r"^'|'$", "", repr(value))

@@ -1,14 +1,24 @@
-"""Style figures for a reader's light or dark theme, turn them into files, and draw those of a run.
+"""Style figures, turn them into PNG or SVG files, and draw the figures of a run.
 
-A run's figures show the metrics of `monograph.report.metrics` of which its rows have values, and
-its peak memory. A row is a dictionary of metrics.jsonl: `tokens` (seen so far), metrics by their
-names, `skipped` (true if the update was skipped), `slower` (`monograph.session.gauges`) and
-`memory` (`monograph.profiling.memory.ledger`).
+A figure follows the reader's light or dark theme if it is an SVG that went through `themed`.
+
+A run has one figure for each metric of `monograph.report.metrics` that its rows have values of, and
+one for its peak memory. A row is a dictionary of metrics.jsonl. The keys that are read here:
+
+- `tokens`: the tokens trained on so far.
+- the names of metrics, with their values.
+- `skipped`: whether the update was skipped.
+- `slower`: a slowdown that was noticed at this update (`monograph.session.gauges`).
+- `memory`: the planned and the measured peak memory (`monograph.profiling.memory.ledger`).
+
+A panel is a function that draws one chart into matplotlib axes. The same panel draws a chart's own
+figure and its part of the sheet, which is one figure with the most important charts.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,14 +29,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monograph.report import quantities
-from monograph.report.charts import limits, moving_median
-from monograph.report.metrics import BITS_PER_BYTE, SPEED, Metric, shown
+from monograph.report.charts import last_memory_ledger, limits, moving_median
+from monograph.report.metrics import BITS_PER_BYTE, SPEED, Metric, shown_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Each role has a colour of its own, so that a page can replace it by the page's colour in an SVG.
+# `themed` finds a role in an SVG by its colour, so no two roles have the same colour. That is why
+# PAPER, the background, is not exactly white.
 INK = "#1c1d21"
 MUTED = "#6e7079"
 GRID = "#e4e5ea"
@@ -64,27 +75,29 @@ STYLE: dict[Any, Any] = {
     "lines.solid_joinstyle": "round",
     "figure.facecolor": PAPER,
     "savefig.facecolor": PAPER,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "monograph",  # equal runs give equal files
+    "svg.fonttype": "none",  # text stays text, which `themed` can give the page's font
+    "svg.hashsalt": "monograph",  # makes the element ids of an SVG reproducible
 }
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw the figures of the block in this project's style."""
-    # Imported here, as it takes a good part of a second, and most commands draw nothing.
+    """Apply this project's style to all figures that are drawn inside the `with` block."""
+    # The import takes a good part of a second, and most commands draw nothing.
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
-        # Labels can fill an early figure.
+        # The labels of a figure early in a run can leave no room for the layout. The figure is
+        # still readable.
         warnings.filterwarnings("ignore", message="constrained_layout not applied")
-        matplotlib.rcdefaults()  # a person's own matplotlibrc must not change these pages
+        # A person's own matplotlibrc must not change these figures.
+        matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
         yield
 
 
 def png(figure: Figure, dpi: int) -> bytes:
-    """Return a figure as a PNG file."""
+    """Return a figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()
@@ -93,13 +106,14 @@ def png(figure: Figure, dpi: int) -> bytes:
 def svg(figure: Figure) -> str:
     """Return a figure as an SVG element, with a transparent background and no metadata."""
     buffer = io.StringIO()
-    none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(buffer, format="svg", transparent=True, metadata=none)
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
     text = buffer.getvalue()
+    # An element inside a page has no XML declaration and no document type.
     return text[text.index("<svg") :]
 
 
-# (colour in a drawing, its name, its replacement on a dark page)
+# (colour in a light figure, name of the CSS variable, colour on a dark page)
 COLOURS = (
     (INK, "ink", "#e9eaee"),
     (MUTED, "muted", "#9a9da8"),
@@ -110,32 +124,40 @@ COLOURS = (
 
 
 def themed(svg: str) -> str:
-    """Return an SVG with this file's colours replaced by variables, which follow the reader's light
-    or dark theme.
+    """Return an SVG that follows the reader's light or dark theme.
+
+    CSS variables replace the colours of `COLOURS`, and the system's font replaces DejaVu Sans.
     """
-    there = [pair for pair in COLOURS if pair[0] in svg]
-    light = " ".join(f"--{name}: {colour};" for colour, name, _ in there)
-    dark = " ".join(f"--{name}: {colour};" for _, name, colour in there)
-    for colour, name, _ in there:
-        svg = svg.replace(colour, f"var(--{name})")
+    used_colours = [colours for colours in COLOURS if colours[0] in svg]
+    light = " ".join(f"--{name}: {light_colour};" for light_colour, name, _ in used_colours)
+    dark = " ".join(f"--{name}: {dark_colour};" for _, name, dark_colour in used_colours)
+    for light_colour, name, _ in used_colours:
+        svg = svg.replace(light_colour, f"var(--{name})")
     svg = svg.replace("'DejaVu Sans'", "system-ui, sans-serif")
-    style = f"<style>svg {{ {light} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>"
-    head = svg.index(">") + 1
-    return svg[:head] + style + svg[head:]
+    style_tag = f"<style>svg {{ {light} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}</style>"
+    after_svg_tag = svg.index(">") + 1
+    return svg[:after_svg_tag] + style_tag + svg[after_svg_tag:]
 
 
 Row = Mapping[str, Any]
-Yardsticks = Mapping[str, float]  # values to compare a run with, by name
+Yardsticks = Mapping[str, float]  # bits per byte to compare a run with, by name, such as "gzip -9"
+MemoryLedger = Mapping[str, Mapping[str, int]]  # bytes by part, under "planned" and "measured"
 Floats = NDArray[np.float64]
+Panel = Callable[["Axes"], None]
 
-_SIZES = {"first": (7.3, 3.2), "second": (3.5, 3.2), "lower": (3.5, 2.5), "": (3.5, 2.5)}  # inches
-# Tokens and values of a number that no row has.
-_NONE: tuple[Floats, Floats] = (np.empty(0), np.empty(0))
-_POINTS = 1200  # the most points of a line: more than a figure is pixels wide
+# Width and height of a metric's figure in inches, by `Metric.place`.
+_SIZES = {"first": (7.3, 3.2), "second": (3.5, 3.2), "lower": (3.5, 2.5), "": (3.5, 2.5)}
+_NO_SERIES: tuple[Floats, Floats] = (np.empty(0), np.empty(0))  # tokens and values of a missing key
+_MAX_POINTS = 1200  # of a line; a figure has fewer pixels than this from left to right
 
 
 class Picture(NamedTuple):
-    """A finished figure as a PNG file."""
+    """A finished figure.
+
+    Attributes:
+        name: the file's name without ".png".
+        png: the file's bytes.
+    """
 
     name: str
     png: bytes
@@ -144,31 +166,37 @@ class Picture(NamedTuple):
 def draw(
     metrics: Sequence[Row], yardsticks: Yardsticks, title: str, subtitle: str
 ) -> tuple[bytes, list[Picture]]:
-    """Return a PNG sheet of all figures for which `metrics` has rows, under `title` and `subtitle`,
-    and each figure.
+    """Draw all figures of a run.
+
+    Args:
+        metrics: rows as this module describes them.
+        yardsticks: bits per byte to draw in the chart of held-out bits per byte.
+        title: the sheet's title.
+        subtitle: the line below the title.
+
+    Returns:
+        The sheet as a PNG file, and each figure by itself. Metrics without values are left out.
     """
-    there = {key for row in metrics for key, value in row.items() if value is not None}
-    panels: dict[Metric, Callable[[Axes], None]] = {
-        metric: partial(_panel, metrics=metrics, metric=metric, yardsticks=yardsticks)
-        for metric in shown(there)
+    keys_with_values = {key for row in metrics for key, value in row.items() if value is not None}
+    panels: dict[Metric, Panel] = {
+        metric: partial(_draw_metric, metrics=metrics, metric=metric, yardsticks=yardsticks)
+        for metric in shown_metrics(keys_with_values)
     }
-    memory: Callable[[Axes], None] | None = None
-    if ledger := next(
-        (row["memory"] for row in reversed(metrics) if (row.get("memory") or {}).get("measured")),
-        None,
-    ):
-        memory = partial(_memory, ledger=ledger)
+    memory_panel: Panel | None = None
+    if ledger := last_memory_ledger(metrics):
+        memory_panel = partial(_draw_memory, ledger=ledger)
     with style():
-        sheet = _sheet(panels, memory, title, subtitle)
+        sheet = _sheet_png(panels, memory_panel, title, subtitle)
         pictures = [
-            single(metric.chart, panel, _SIZES[metric.place]) for metric, panel in panels.items()
+            single_picture(metric.chart, panel, _SIZES[metric.place])
+            for metric, panel in panels.items()
         ]
-        if memory:
-            pictures.append(single("memory", memory, _SIZES[""]))
+        if memory_panel:
+            pictures.append(single_picture("memory", memory_panel, _SIZES[""]))
         return sheet, pictures
 
 
-def single(name: str, panel: Callable[[Axes], None], size: tuple[float, float]) -> Picture:
+def single_picture(name: str, panel: Panel, size: tuple[float, float]) -> Picture:
     """Return a figure of one panel; `size` is its width and height in inches."""
     from matplotlib.figure import Figure
 
@@ -178,102 +206,111 @@ def single(name: str, panel: Callable[[Axes], None], size: tuple[float, float]) 
 
 
 def held_out_svg(metrics: Sequence[Row], yardsticks: Yardsticks) -> str:
-    """Return the figure of the held-out score as an SVG element."""
+    """Return the figure of held-out bits per byte as an SVG element."""
     from matplotlib.figure import Figure
 
     with style():
         figure = Figure(figsize=_SIZES[BITS_PER_BYTE.place], layout="constrained")
-        _panel(figure.add_subplot(), metrics, BITS_PER_BYTE, yardsticks)
+        _draw_metric(figure.add_subplot(), metrics, BITS_PER_BYTE, yardsticks)
         return svg(figure)
 
 
-def _sheet(
-    panels: Mapping[Metric, Callable[[Axes], None]],
-    memory: Callable[[Axes], None] | None,
-    title: str,
-    subtitle: str,
+def _sheet_png(
+    panels: Mapping[Metric, Panel], memory_panel: Panel | None, title: str, subtitle: str
 ) -> bytes:
+    """Draw the sheet: the panels with place "first" and "second" above, the lower ones below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 8.2))
     figure.text(0.045, 0.955, title, fontsize=17, fontweight="bold", va="center")
     figure.text(0.045, 0.915, subtitle, fontsize=9.5, color=MUTED, va="center")
     sides = {"left": 0.045, "right": 0.965}
-    upper = figure.add_gridspec(
+    upper_grid = figure.add_gridspec(
         1, 2, width_ratios=[1.9, 1], **sides, top=0.835, bottom=0.455, wspace=0.30
     )
-    last = {metric.place: panel for metric, panel in panels.items()}
-    for place, where in (("first", upper[0]), ("second", upper[1])):
-        if place in last:
-            last[place](figure.add_subplot(where))
-    row = [panel for metric, panel in panels.items() if metric.place == "lower"]
-    if memory:
-        row.append(memory)
-    lower = figure.add_gridspec(1, max(3, len(row)), **sides, top=0.325, bottom=0.065, wspace=0.28)
-    for number, panel in enumerate(row):
-        panel(figure.add_subplot(lower[number]))
+    # If several metrics have the same place, the dict keeps the last one, as `Metric.place` says.
+    panel_by_place = {metric.place: panel for metric, panel in panels.items()}
+    if "first" in panel_by_place:
+        panel_by_place["first"](figure.add_subplot(upper_grid[0]))
+    if "second" in panel_by_place:
+        panel_by_place["second"](figure.add_subplot(upper_grid[1]))
+    lower_panels = [panel for metric, panel in panels.items() if metric.place == "lower"]
+    if memory_panel:
+        lower_panels.append(memory_panel)
+    # One or two panels are as wide as if there were three.
+    columns = max(3, len(lower_panels))
+    lower_grid = figure.add_gridspec(1, columns, **sides, top=0.325, bottom=0.065, wspace=0.28)
+    for column, panel in enumerate(lower_panels):
+        panel(figure.add_subplot(lower_grid[column]))
     return png(figure, dpi=160)
 
 
-def _panel(axes: Axes, metrics: Sequence[Row], metric: Metric, yardsticks: Yardsticks) -> None:
-    """Draw a metric: its values in training with their trend, and those on held-out records as
-    points.
+def _draw_metric(
+    axes: Axes, metrics: Sequence[Row], metric: Metric, yardsticks: Yardsticks
+) -> None:
+    """Draw a metric over tokens: its training values as a line, its held-out values as points.
+
+    A metric with held-out values alone is drawn as a line among the yardsticks.
     """
     axes.set_title(metric.title)
     axes.locator_params(nbins=5, steps=[1, 2, 2.5, 5, 10])
     axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
     axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
-    series = {key: _series(metrics, key) for key in metric.keys}
+    series_by_key = {key: _series(metrics, key) for key in metric.keys}
     levels = yardsticks if metric is BITS_PER_BYTE else {}
-    axes.set_xlim(0, max(float(tokens[-1]) for tokens, _ in series.values() if len(tokens)) or 1)
-    axes.set_ylim(
-        *limits(metric, [values for _, values in series.values()], levels.values(), room=1.25)
-    )
+    last_tokens = max(float(tokens[-1]) for tokens, _ in series_by_key.values() if len(tokens))
+    axes.set_xlim(0, last_tokens or 1)  # a run that has not trained yet needs a width, too
+    values_by_line = [values for _, values in series_by_key.values()]
+    axes.set_ylim(*limits(metric, values_by_line, levels.values(), room=1.25))
     if metric.is_count or metric.is_line:
         axes.yaxis.set_major_formatter(lambda value, _: quantities.count(value))
-    tokens, values = series.get(metric.key, _NONE)
+    tokens, values = series_by_key.get(metric.key, _NO_SERIES)
     if len(values) and metric.is_line:
-        _curve(axes, tokens, values)
+        _draw_curve(axes, tokens, values)
     elif len(values):
-        _trend(axes, tokens, values)
-    at, held = series.get(metric.held_out, _NONE)
-    if len(held) and len(values):
-        axes.plot(at, held, "o-", color=INK, linewidth=1, markersize=3.5)
+        _draw_trend(axes, tokens, values)
+    held_out_tokens, held_out_values = series_by_key.get(metric.held_out, _NO_SERIES)
+    if len(held_out_values) and len(values):
+        axes.plot(held_out_tokens, held_out_values, "o-", color=INK, linewidth=1, markersize=3.5)
         axes.set_xlabel("points: held out   ·   tokens")
-    elif len(held):
-        _among_levels(axes, at, held, levels)
+    elif len(held_out_values):
+        _draw_among_levels(axes, held_out_tokens, held_out_values, levels)
     if metric is SPEED:
-        _slow_moments(axes, metrics)
+        _mark_slow_updates(axes, metrics)
 
 
-def _among_levels(axes: Axes, tokens: Floats, values: Floats, levels: Yardsticks) -> None:
-    """Draw a curve among the levels that it is compared with, each with its name at the right."""
+def _draw_among_levels(axes: Axes, tokens: Floats, values: Floats, levels: Yardsticks) -> None:
+    """Draw a curve and the levels that it is compared with; write each one's name at its right."""
     for level in levels.values():
         axes.axhline(level, color=MUTED, linewidth=0.9, linestyle=(0, (1, 2.5)))
     axes.plot(tokens, values, color=ACCENT, linewidth=2)
     axes.plot(tokens[-1:], values[-1:], "o", color=ACCENT, markersize=5, clip_on=False)
-    names = [(level, f"{name}  {level:.2f}", MUTED, "normal") for name, level in levels.items()]
-    _labels_at_right(
-        axes, [*names, (float(values[-1]), f"this run  {values[-1]:.2f}", ACCENT, "bold")]
+    labels = [_Label(level, f"{name}  {level:.2f}", MUTED) for name, level in levels.items()]
+    labels.append(_Label(float(values[-1]), f"this run  {values[-1]:.2f}", ACCENT, "bold"))
+    _write_labels_at_right(axes, labels)
+
+
+def _draw_curve(axes: Axes, tokens: Floats, values: Floats) -> None:
+    """Draw values that lie on a smooth curve, and write the peak beside it."""
+    step = _thinning_step(values)
+    axes.plot(tokens[::step], values[::step], color=ACCENT, linewidth=1.8)
+    peak = int(values.argmax())
+    axes.annotate(
+        f"peak {values[peak]:.3g}",
+        (tokens[peak], values[peak]),
+        (2, 5),
+        textcoords="offset points",
+        fontsize=8,
+        color=ACCENT,
     )
 
 
-def _curve(axes: Axes, tokens: Floats, values: Floats) -> None:
-    """Draw values that lie on a curve, with the highest written at its place."""
-    step = _thinning(values)
-    axes.plot(tokens[::step], values[::step], color=ACCENT, linewidth=1.8)
-    peak = int(values.argmax())
-    place = (tokens[peak], values[peak])
-    words = f"peak {values[peak]:.3g}"
-    axes.annotate(words, place, (2, 5), textcoords="offset points", fontsize=8, color=ACCENT)
-
-
-def _slow_moments(axes: Axes, metrics: Sequence[Row]) -> None:
-    """Mark the updates that were skipped, and those at which the run became slower."""
+def _mark_slow_updates(axes: Axes, metrics: Sequence[Row]) -> None:
+    """Mark the updates that were skipped, and the updates at which the run became slower."""
     skipped = [row["tokens"] for row in metrics if row.get("skipped")]
     axes.plot(
         skipped,
-        np.full(len(skipped), 0.035 * axes.get_ylim()[1]),
+        np.full(len(skipped), 0.035 * axes.get_ylim()[1]),  # just above the horizontal axis
         "|",
         color=WARN,
         markersize=9,
@@ -286,29 +323,29 @@ def _slow_moments(axes: Axes, metrics: Sequence[Row]) -> None:
     if len(slower):
         axes.plot(*slower.T, "v", color=WARN, markersize=6)
         words += ", slower at each triangle"
-    # The words stand above the curve, where the limit leaves room, and away from the last value at
-    # the right.
+    # At the upper left the words hide nothing: `limits` leaves room above the curve, and the last
+    # value is written at the right.
     color = WARN if skipped or len(slower) else MUTED
     axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=8, color=color)
 
 
-def _memory(axes: Axes, ledger: Mapping[str, Mapping[str, int]]) -> None:
-    """Draw the planned memory above the measured memory, each as one bar made of its parts."""
+def _draw_memory(axes: Axes, ledger: MemoryLedger) -> None:
+    """Draw a bar of planned memory above a bar of measured memory, each made of its parts."""
     axes.set_title("Peak memory, GiB")
     for place, name in enumerate(("measured", "planned")):
-        left = 0.0
-        for index, size in enumerate(ledger[name].values()):
+        left_gib = 0.0
+        for index, size_bytes in enumerate(ledger[name].values()):
             axes.barh(
                 place,
-                size / 2**30,
-                left=left,
+                size_bytes / 2**30,
+                left=left_gib,
                 height=0.5,
                 color=ACCENT,
                 alpha=max(0.2, 1 - 0.17 * index),
             )
-            left += size / 2**30
+            left_gib += size_bytes / 2**30
         axes.annotate(
-            f"{name}  {left:.2f}",
+            f"{name}  {left_gib:.2f}",
             (0, place),
             (0, 19),
             textcoords="offset points",
@@ -317,31 +354,35 @@ def _memory(axes: Axes, ledger: Mapping[str, Mapping[str, int]]) -> None:
         )
     axes.set_ylim(-0.6, 1.8)
     axes.set_yticks([])
+    # The names of the parts, in the order of the planned bar from left to right.
     axes.set_xlabel(", ".join(ledger["planned"]), fontsize=7, color=MUTED, loc="left")
 
 
 def _series(metrics: Sequence[Row], key: str) -> tuple[Floats, Floats]:
-    """Return the tokens and the values of the rows that have a key."""
-    rows = [(row["tokens"], row[key]) for row in metrics if row.get(key) is not None]
-    tokens, values = np.array(rows, dtype=np.float64).reshape(-1, 2).T
+    """Return the tokens and the values of the rows that have a value of a key."""
+    points = [(row["tokens"], row[key]) for row in metrics if row.get(key) is not None]
+    # The reshape gives an array of no points its two columns.
+    tokens, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
     return tokens, values
 
 
-def _trend(axes: Axes, tokens: Floats, values: Floats) -> None:
-    """Draw all values in a pale colour, and their moving median with its last value written above
-    the line's end.
+def _draw_trend(axes: Axes, tokens: Floats, values: Floats) -> None:
+    """Draw all values in a pale colour, and their moving median in a strong one.
+
+    The last median is written above the end of the line.
     """
-    step = _thinning(values)
+    step = _thinning_step(values)
     axes.plot(tokens[::step], values[::step], color=ACCENT, alpha=0.25, linewidth=0.8)
-    at, medians = moving_median(values)
-    axes.plot(tokens[at], medians, color=ACCENT, linewidth=1.8)
-    # The label is about as wide as the panel's last fifth, and stands above all lines there.
+    indices, medians = moving_median(values)
+    axes.plot(tokens[indices], medians, color=ACCENT, linewidth=1.8)
+    # The label is about as wide as the last fifth of the panel. It stands above the highest value
+    # there; the line enters this fifth at an interpolated value.
     begin = 0.8 * tokens[-1]
-    near_end = max(float(values[tokens >= begin].max()), float(np.interp(begin, tokens, values)))
-    place = (tokens[-1], min(near_end, axes.get_ylim()[1]))
+    highest = max(float(values[tokens >= begin].max()), float(np.interp(begin, tokens, values)))
+    label_place = (tokens[-1], min(highest, axes.get_ylim()[1]))
     axes.annotate(
         quantities.count(float(medians[-1])),
-        place,
+        label_place,
         (0, 5),
         textcoords="offset points",
         ha="right",
@@ -352,28 +393,43 @@ def _trend(axes: Axes, tokens: Floats, values: Floats) -> None:
     )
 
 
-def _thinning(values: Floats) -> int:
-    return -(-len(values) // _POINTS)
+def _thinning_step(values: Floats) -> int:
+    """Return n such that every n-th value makes at most `_MAX_POINTS` points."""
+    return math.ceil(len(values) / _MAX_POINTS)
 
 
-def _labels_at_right(axes: Axes, labels: Sequence[tuple[float, str, str, str]]) -> None:
-    """Write each label (level, text, colour, font weight) at the right of its level; labels that
-    touch move apart.
+class _Label(NamedTuple):
+    """Words at the right of a panel.
+
+    Attributes:
+        level: the value beside which they stand.
+        text: the words.
+        colour: their colour.
+        weight: their font weight.
     """
+
+    level: float
+    text: str
+    colour: str
+    weight: str = "normal"
+
+
+def _write_labels_at_right(axes: Axes, labels: Sequence[_Label]) -> None:
+    """Write each label at the right of its level; labels that would touch move up."""
     low, high = axes.get_ylim()
-    gap = 0.062 * (high - low)
+    line_height = 0.062 * (high - low)
     place = -np.inf
-    for level, text, colour, weight in sorted(labels):
-        place = max(level, place + gap)
+    for label in sorted(labels):
+        place = max(label.level, place + line_height)
         axes.annotate(
-            text,
+            label.text,
             (1, place),
             (8, 0),
             xycoords=("axes fraction", "data"),
             textcoords="offset points",
             va="center",
             fontsize=8.5,
-            color=colour,
-            fontweight=weight,
+            color=label.colour,
+            fontweight=label.weight,
             annotation_clip=False,
         )

@@ -4,5 +4,9 @@ import html
 
 
 def escaped(text: str) -> str:
-    """Return the text made safe inside HTML; control characters, which HTML forbids, become a dot."""
-    return html.escape("".join(c if c.isprintable() or c in "\n\t" else "·" for c in text))
+    """Return a text that is safe inside HTML.
+
+    HTML forbids control characters, so each one becomes a dot.
+    """
+    printable = (c if c.isprintable() or c in "\n\t" else "·" for c in text)
+    return html.escape("".join(printable))

@@ -1,19 +1,23 @@
-"""The numbers in the rows of metrics.jsonl that people see: each is declared here, once.
+"""Declare the numbers in the rows of metrics.jsonl that people see.
 
 Pages, pictures, comparisons, the terminal and the check of a row's types read this table. A new
-number is a line here, and a value in a row: from `monograph.session.after_update`, or from an
-objective's `figures`.
+number needs an entry here and a value in a row. The value comes from
+`monograph.session.after_update`, or from `figures` of an objective (`monograph.session.objective`).
+
+Training records and held-out records may have the same number, for example a loss. It is one metric
+with two keys.
 """
 
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
-# How the vertical axis is limited before the reader zooms.
-#   around:  from the least to the largest value
-#   late:    the same, without the first values of an untrained model, on whose scale the others would be one flat line
-#   zero:    from 0 to the largest value
-#   spikes:  from 0 to the 99.5 % quantile, as one spike would flatten the rest
+# How the ends of the vertical axis are chosen, before the reader zooms.
+#   around:  from the lowest to the highest value
+#   late:    as "around", without the first values of an untrained model: on their scale the other
+#            values would be one flat line
+#   zero:    from 0 to the highest value
+#   spikes:  from 0 to the 99.5 % quantile, since a spike would flatten the other values
 Limits = Literal["around", "late", "zero", "spikes"]
 
 
@@ -22,20 +26,21 @@ class Metric:
     """A number of a run's rows.
 
     Attributes:
-        key: its name in a row, and in trackers; "" if the rows have it of held-out records alone.
+        key: its key in a row, and its name in trackers; "" if only held-out records have it.
         chart: the name of its chart on the page, and of its picture in figures/.
         title: what the chart shows, with the unit.
-        label: what its line is called; the line of held-out records is "held out".
-        held_out: the name of the same number on held-out records; "" if there is none.
-        head: the head of its column in the table of scores on held-out records; "": its key.
-        limits: see `Limits`.
-        is_line: whether its values lie on a curve, so that no median is drawn over them.
+        label: the name of its line; the line of held-out records is "held out".
+        held_out: the key of the same number on held-out records; "" if there is none.
+        head: the head of its column in the table of held-out scores; "" for its key.
+        limits: how the ends of its vertical axis are chosen.
+        is_line: whether its values lie on a smooth curve. Other values are drawn with their median.
         is_count: whether its values are written with SI prefixes.
-        place: on the sheet of pictures "first" or "second" in the upper row, or in the lower one,
-            or "" for none. A run has one that is "first" and one that is "second"; the later in the
-            table wins. The first are wide on pages.
-        is_score: whether the run is about this number instead of its loss, which is then not drawn:
-            it is of advantages or of pairs, and no nats per token.
+        place: its place on the sheet of all pictures: "first" and "second" are in the upper row,
+            "lower" is in the lower row, and "" is not on the sheet. If several metrics of a run are
+            "first", the sheet shows the last one in the table; "second" likewise. On pages, the
+            charts of "first" are wide.
+        is_score: whether it says how good the run is, in place of the loss. Then no loss is drawn,
+            since a loss of advantages or of pairs is not in nats per token.
         is_printed: whether it is printed while a run trains.
         is_compared: whether comparisons of runs draw it.
     """
@@ -56,7 +61,7 @@ class Metric:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Its names in the rows."""
+        """Its keys in the rows."""
         return tuple(key for key in (self.key, self.held_out) if key)
 
 
@@ -92,7 +97,7 @@ SPEED = Metric(
 
 
 def _gauge(key: str, chart: str, title: str, label: str) -> Metric:
-    """Return a number that the card itself measures."""
+    """Return the metric of a number that the GPU itself measures."""
     return Metric(key, chart, title, label, limits="zero", is_count=True, is_compared=False)
 
 
@@ -153,26 +158,28 @@ METRICS = [
 ]
 
 
-def keys() -> list[str]:
-    """Return the names of all metrics in the rows."""
+def metric_keys() -> list[str]:
+    """Return the keys of all metrics, on training and on held-out records."""
     return [key for metric in METRICS for key in metric.keys]
 
 
-def held_out() -> list[Metric]:
-    """Return the metrics that are measured on held-out records, too."""
+def held_out_metrics() -> list[Metric]:
+    """Return the metrics that held-out records have."""
     return [metric for metric in METRICS if metric.held_out]
 
 
-def shown(present: Container[str]) -> list[Metric]:
-    """Return the metrics of which one of the names is in `present`, without the loss if there is a
-    score.
+def shown_metrics(keys: Container[str]) -> list[Metric]:
+    """Return the metrics to draw for rows that have these keys.
+
+    A metric is drawn if the rows have one of its keys. The loss is not drawn beside a score
+    (`Metric.is_score`).
     """
-    found = [metric for metric in METRICS if any(key in present for key in metric.keys)]
-    if any(metric.is_score for metric in found):
-        return [metric for metric in found if metric is not LOSS]
-    return found
+    metrics = [metric for metric in METRICS if any(key in keys for key in metric.keys)]
+    if any(metric.is_score for metric in metrics):
+        return [metric for metric in metrics if metric is not LOSS]
+    return metrics
 
 
-def printed(row: Container[str]) -> list[str]:
-    """Return the names of the numbers of a row that are printed while the run trains."""
+def printed_keys(row: Container[str]) -> list[str]:
+    """Return the keys of a row whose numbers are printed while the run trains."""
     return [metric.key for metric in METRICS if metric.is_printed and metric.key in row]

@@ -1,5 +1,8 @@
-"""Build a report's HTML page: one file that loads nothing, follows a light or dark theme and has
-tables that sort.
+"""Build a report's HTML page.
+
+A page is one file that loads nothing else. It follows the reader's light or dark theme, and its
+tables can be sorted. This module's functions return markup, and escape the plain text that they are
+given.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,24 +15,26 @@ from monograph.report.charts import Chart, Columns, figure, payload
 from monograph.report.markup import escaped
 from monograph.storage.reading import contents
 
-# A cell is a text, by which it is sorted, or (text, number to sort by). None is unknown, and always
-# sorted last.
+# A cell of a table that sorts: a text to sort by, or (text, number to sort by). The number None
+# means unknown, and is last in each order.
 Cell = str | tuple[str, float | None]
 
-ONE_LINE = 24  # characters of a table's last column that stand on one line at any width
+# A table's last column may wrap if it has a longer text than this many characters.
+_MAX_ONE_LINE = 24
 
 
-def _own(name: str) -> str:
+def _asset(name: str) -> str:
+    """Return the text of a file in this module's folder."""
     return files(__package__).joinpath(name).read_text("utf-8")
 
 
-_PAGE = Template(_own("page.html"))
-# A click or the enter key on a column's name sorts it rising, falling, and then in the original
-# order.
-_SORTING = _own("sortable.html").rstrip()
-# The page loads itself again after so many seconds. It stops doing so once the file has not been
-# written for some time, since a run that is killed cannot say so.
-_REFRESHING = _own("refresh.html").rstrip()
+_PAGE = Template(_asset("page.html"))
+# The name of a column is a button. Presses sort the table by this column: first ascending, then
+# descending, then in the original order.
+_SORTING_SCRIPT = _asset("sortable.html").rstrip()
+# The page reloads itself every `refresh_s` seconds. It stops once the file is old, since the page
+# of a run that was killed stays "in progress" for ever.
+_REFRESH_SCRIPT = _asset("refresh.html").rstrip()
 
 
 @dataclass(frozen=True)
@@ -37,15 +42,15 @@ class Drawings:
     """The charts of a page and the tables that they draw.
 
     Attributes:
-        tables: the columns.
+        tables: the columns; a line of a chart has an index into these tables.
         charts: the charts.
-        others: markup that stands among the charts, such as bars.
-        halves: whether each chart takes half of the page's width.
+        markup: markup that stands after the charts, in the same grid.
+        halves: whether each chart takes half of the page's width, instead of a third.
     """
 
     tables: Sequence[Columns] = ()
     charts: Sequence[Chart] = ()
-    others: Sequence[str] = ()
+    markup: Sequence[str] = ()
     halves: bool = False
 
 
@@ -55,7 +60,7 @@ def page(
     title: str,
     headline: str,
     standing: str,
-    figures: Iterable[tuple[str, str]],
+    key_figures: Iterable[tuple[str, str]],
     drawings: Drawings,
     sections: Iterable[str],
     warning: str = "",
@@ -63,105 +68,106 @@ def page(
 ) -> str:
     """Return a report as an HTML page.
 
-    `title`, `headline`, `standing`, `warning` and `figures` are plain text.
-
     Args:
         kind: what the report is about, such as "Training run".
         title: the report's subject, such as a folder's name.
         headline: the result in a few words.
         standing: a sentence that says how good the result is.
-        figures: (name, quantity) pairs to read first.
+        key_figures: (name, quantity) pairs to read first.
         drawings: charts and their data.
-        sections: markup from `section`; empty ones are left out.
-        warning: a sentence on why the result is not worth much; empty if it is.
-        refresh_s: seconds after which the page loads itself again; 0 for a page that will not
-            change.
+        sections: markup from `section` and `column`; empty ones are left out.
+        warning: a sentence on why the result cannot be relied on; "" for no warning.
+        refresh_s: seconds after which the page reloads itself; 0 for never.
     """
-    known = "\n".join(
-        f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in figures
+    key_figure_items = "\n".join(
+        f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>"
+        for name, value in key_figures
     )
     body = "\n".join(filter(None, sections))
-    shown = [*(figure(chart, drawings.tables) for chart in drawings.charts), *drawings.others]
+    grid_items = [figure(chart, drawings.tables) for chart in drawings.charts]
+    grid_items += drawings.markup
     scripts = []
     if drawings.charts:
-        scripts.append(_drawing(drawings))
+        scripts.append(_chart_scripts(drawings))
     if 'class="sortable"' in body:
-        scripts.append(_SORTING)
+        scripts.append(_SORTING_SCRIPT)
     if refresh_s:
-        scripts.append(_REFRESHING)
+        scripts.append(_REFRESH_SCRIPT)
     return _PAGE.substitute(
         title=escaped(title),
         kicker=escaped(f"{kind} · {title}"),
         headline=escaped(headline),
         standing=escaped(standing),
         warning=f'<p class="standing warning">{escaped(warning)}</p>' if warning else "",
-        figures=known,
-        drawings=_grid(shown, drawings.halves) if shown else "",
+        figures=key_figure_items,
+        drawings=_grid(grid_items, drawings.halves) if grid_items else "",
         sections=body,
-        styles=_own("uplot/uPlot.min.css") if drawings.charts else "",
+        styles=_asset("uplot/uPlot.min.css") if drawings.charts else "",
         refresh=f' data-refresh="{refresh_s}"' if refresh_s else "",
         script="".join(f"\n{script}" for script in scripts),
     )
 
 
-def _grid(shown: Sequence[str], halves: bool) -> str:
-    body = "\n".join(shown)
-    arrangement = "drawings half" if halves else "drawings"
-    return f'<div class="{arrangement}">\n{body}\n</div>\n'
+def _grid(items: Sequence[str], halves: bool) -> str:
+    body = "\n".join(items)
+    css_classes = "drawings half" if halves else "drawings"
+    return f'<div class="{css_classes}">\n{body}\n</div>\n'
 
 
-def _drawing(drawings: Drawings) -> str:
-    """Return the data of the charts and the scripts that draw it, with uPlot's licence, which asks
-    to come along.
-    """
-    licence = _own("uplot/LICENSE").strip()
+def _chart_scripts(drawings: Drawings) -> str:
+    """Return the data of the charts, uPlot, and the script that draws the charts with it."""
+    licence = _asset("uplot/LICENSE").strip()  # each copy of uPlot must include its licence
     return (
         f'<script type="application/json" id="data">{payload(drawings.tables, drawings.charts)}</script>\n'
-        f"<script>\n/*\n{licence}\n*/\n{_own('uplot/uPlot.iife.min.js').strip()}\n</script>\n"
-        f"<script>\n{_own('charts.js').strip()}\n</script>"
+        f"<script>\n/*\n{licence}\n*/\n{_asset('uplot/uPlot.iife.min.js').strip()}\n</script>\n"
+        f"<script>\n{_asset('charts.js').strip()}\n</script>"
     )
 
 
 def column(*sections: str) -> str:
-    """Return sections one below the other; a wide page shows two columns side by side."""
+    """Return sections, one below the other; "" if all are empty.
+
+    A wide page shows two columns side by side.
+    """
     body = "\n".join(filter(None, sections))
     return f'<div class="column">\n{body}\n</div>' if body else ""
 
 
 def section(heading: str, *parts: str, whole: bool = False) -> str:
-    """Return markup under a heading; an empty text if all parts are empty.
+    """Return markup under a heading; "" if all parts are empty.
 
     Args:
         heading: the heading.
         parts: markup.
-        whole: whether the section has the page's whole width, as one that is in no `column` can
-            have.
+        whole: whether the section takes the page's whole width; False inside a `column`.
     """
     body = "\n".join(filter(None, parts))
-    role = ' class="whole"' if whole else ""
-    return f"<section{role}><h2>{escaped(heading)}</h2>\n{body}\n</section>" if body else ""
+    css_class = ' class="whole"' if whole else ""
+    return f"<section{css_class}><h2>{escaped(heading)}</h2>\n{body}\n</section>" if body else ""
 
 
 def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """Return a table with the columns' names over its rows, empty if there are no rows; a name
-    sorts by its column.
+    """Return a table that can be sorted by each column; "" if there are no rows.
 
     Args:
-        name: the table's content, for screen readers.
+        name: the table's content in words, for screen readers.
         heads: the columns' names.
         rows: a cell for each column; in a column of numbers each cell is a pair of text and number.
     """
     if not rows:
         return ""
-    numbers = [any(isinstance(row[column], tuple) for row in rows) for column in range(len(heads))]
-    roles = ["number" if number else "" for number in numbers]
-    if not numbers[-1] and max(len(str(row[-1])) for row in rows) > ONE_LINE:
-        roles[-1] = "words"  # which may take several lines
+    css_classes = []
+    for column in range(len(heads)):
+        is_number = any(isinstance(row[column], tuple) for row in rows)
+        css_classes.append("number" if is_number else "")
+    is_long = max(len(str(row[-1])) for row in rows) > _MAX_ONE_LINE
+    if css_classes[-1] != "number" and is_long:
+        css_classes[-1] = "words"  # these cells may wrap
     names = "".join(
-        f'<th scope="col" aria-sort="none"{_role(role)}><button type="button">{escaped(head)}</button></th>'
-        for head, role in zip(heads, roles, strict=True)
+        f'<th scope="col" aria-sort="none"{_class(css_class)}><button type="button">{escaped(head)}</button></th>'
+        for head, css_class in zip(heads, css_classes, strict=True)
     )
-    lines = "\n".join(f"<tr>{''.join(map(_cell, row, roles))}</tr>" for row in rows)
+    lines = "\n".join(f"<tr>{''.join(map(_cell, row, css_classes))}</tr>" for row in rows)
     return (
         f'<div class="scroll" role="region" aria-label="{escaped(name)}" tabindex="0"><table class="sortable">\n'
         f"<thead><tr>{names}</tr></thead>\n<tbody>\n{lines}\n</tbody></table></div>"
@@ -169,19 +175,22 @@ def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> st
 
 
 def number(value: float | None, form: str) -> Cell:
-    """Return a cell for a number, written by `form` such as "{:.3f}"; an empty one for None."""
+    """Return the cell of a number in a format such as "{:.3f}"; an empty cell for None."""
     return ("", None) if value is None else (form.format(value), value)
 
 
-def _role(role: str) -> str:
-    return f' class="{role}"' if role else ""
+def _class(css_class: str) -> str:
+    return f' class="{css_class}"' if css_class else ""
 
 
-def _cell(cell: Cell, role: str) -> str:
+def _cell(cell: Cell, css_class: str) -> str:
     text, value = cell if isinstance(cell, tuple) else (cell, None)
-    number = "" if value is None else format(value, ".9g")
-    worth = f' data-value="{number}"' if role == "number" else ""
-    return f"<td{_role(role)}{worth}>{escaped(text)}</td>"
+    sort_key = ""
+    if css_class == "number":
+        # The sorting script puts an empty value last.
+        digits = "" if value is None else format(value, ".9g")
+        sort_key = f' data-value="{digits}"'
+    return f"<td{_class(css_class)}{sort_key}>{escaped(text)}</td>"
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> str:
@@ -194,16 +203,14 @@ def pairs(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def folded(name: str, text: str) -> str:
-    """Return a text folded up under a name; an empty text stays empty."""
-    return (
-        f"<details><summary>{escaped(name)}</summary><pre>{escaped(text)}</pre></details>"
-        if text
-        else ""
-    )
+    """Return a text that is hidden until the reader opens it by its name; "" for an empty text."""
+    if not text:
+        return ""
+    return f"<details><summary>{escaped(name)}</summary><pre>{escaped(text)}</pre></details>"
 
 
 def config_of(folder: Path) -> str:
-    """Return a run's config.toml, folded up; an empty text if there is none."""
+    """Return the config.toml of a run's folder, `folded`; "" if there is none."""
     config = folder / "config.toml"
     return folded(config.name, (contents(config) or b"").decode("utf-8"))
 
@@ -214,9 +221,9 @@ class Bar:
 
     Attributes:
         text: the value in words, which stands at the bar's end.
-        share: the bar's length as a share of the longest one's; None for no bar.
-        parts: lengths of the bar's parts, as shares of it; empty for one part.
-        floor: the place of a mark, as a share of the longest bar; None for no mark.
+        share: the bar's length as a share of the longest bar's; None for words without a bar.
+        parts: the lengths of the bar's parts as shares of this bar; empty for a bar of one part.
+        floor: the place of a mark as a share of the longest bar; None for no mark.
     """
 
     text: str
@@ -225,26 +232,29 @@ class Bar:
     floor: float | None = None
 
 
-_LONGEST = 54  # percent of a cell's width, which leaves room for the words
+_LONGEST_PERCENT = 54  # the longest bar's share of its cell; the words need the rest
 
 
 def bars(name: str, heads: Sequence[str], rows: Sequence[tuple[str, bool, Sequence[Bar]]]) -> str:
     """Return a table whose cells are bars with their values.
 
     Args:
-        name: the table's content, for screen readers.
-        heads: the names of the columns of bars; empty for a single column that needs none.
-        rows: (the row's name, whether it stands out, a bar for each column).
+        name: the table's content in words, for screen readers.
+        heads: the names of the columns of bars; empty for a table without heads.
+        rows: (the row's name, whether it is highlighted, a bar for each column).
     """
     names = "".join(f'<th scope="col">{escaped(head)}</th>' for head in heads)
-    above = f"<thead><tr><td></td>{names}</tr></thead>\n" if heads else ""
-    lines = "\n".join(
-        f'<tr{_role("best" if best else "")}><th scope="row">{escaped(row)}</th>{"".join(map(_bar, cells))}</tr>'
-        for row, best, cells in rows
-    )
+    head_row = f"<thead><tr><td></td>{names}</tr></thead>\n" if heads else ""
+    body_rows = []
+    for row_name, is_highlighted, cells in rows:
+        css_class = _class("best" if is_highlighted else "")
+        body_rows.append(
+            f'<tr{css_class}><th scope="row">{escaped(row_name)}</th>{"".join(map(_bar, cells))}</tr>'
+        )
+    lines = "\n".join(body_rows)
     return (
         f'<div class="scroll" role="region" aria-label="{escaped(name)}" tabindex="0"><table class="bars">\n'
-        f"{above}<tbody>\n{lines}\n</tbody></table></div>"
+        f"{head_row}<tbody>\n{lines}\n</tbody></table></div>"
     )
 
 
@@ -256,10 +266,8 @@ def _bar(bar: Bar) -> str:
         f'<i style="width: {100 * part:.2f}%; opacity: {max(0.3, 1 - 0.14 * index):.2f}"></i>'
         for index, part in enumerate(bar.parts)
     )
-    floor = (
-        ""
-        if bar.floor is None
-        else f'<span class="floor" style="left: {_LONGEST * bar.floor:.2f}%"></span>'
-    )
-    length = f'<span class="bar" style="width: {_LONGEST * bar.share:.2f}%">{parts}</span>'
+    floor = ""
+    if bar.floor is not None:
+        floor = f'<span class="floor" style="left: {_LONGEST_PERCENT * bar.floor:.2f}%"></span>'
+    length = f'<span class="bar" style="width: {_LONGEST_PERCENT * bar.share:.2f}%">{parts}</span>'
     return f'<td><span class="track">{length}{floor}{text}</span></td>'

@@ -1,7 +1,10 @@
 """Draw the figures and write the pages of a profile and of a ladder.
 
-A profile shows where an update's time goes, what limits it and what to change. A ladder is drawn
-from the JSON object that `monograph profile --ladder --json` prints.
+A profile shows where an update's time goes, what limits it and what to change. The parts of an
+update are those of `monograph.profiling.intervals.PARTS`, such as "matmul".
+
+A ladder trains the same small run several times and changes one thing each time: each such training
+is a rung. It is drawn from the JSON object that `monograph profile --ladder --json` prints.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +20,9 @@ from monograph.report.quantities import count
 
 
 def draw_profile(verdict: Verdict, title: str) -> str:
-    """Return an SVG with a bar for each part, with a mark at its best time and its share next to
-    it.
+    """Return an SVG with a bar for each part of an update.
+
+    A bar has a mark at the part's best possible time, and its share of the update beside it.
     """
     from matplotlib.figure import Figure
 
@@ -29,11 +33,13 @@ def draw_profile(verdict: Verdict, title: str) -> str:
         axes.set_title(title)
         axes.grid(visible=False)
         for place, part in enumerate(parts):
-            taken, least = 1e3 * verdict.spent.parts[part], 1e3 * verdict.floors[part]
-            axes.barh(place, taken, height=0.62, color=ACCENT if part == verdict.binds else MUTED)
-            axes.plot([least, least], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
+            spent_ms = 1e3 * verdict.spent.parts[part]
+            floor_ms = 1e3 * verdict.floors[part]
+            colour = ACCENT if part == verdict.binds else MUTED
+            axes.barh(place, spent_ms, height=0.62, color=colour)
+            axes.plot([floor_ms, floor_ms], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
             axes.text(
-                taken,
+                spent_ms,
                 place,
                 f"  {verdict.spent.share(part):.0%}",
                 va="center",
@@ -41,6 +47,7 @@ def draw_profile(verdict: Verdict, title: str) -> str:
                 color=INK,
             )
         axes.set_yticks(range(len(parts)), parts)
+        # In milliseconds, with 12 % of room for the words at the longest bar.
         axes.set_xlim(0, 1.12e3 * max(verdict.spent.parts.values()))
         axes.set_xlabel("milliseconds per update   (line: the best; blue: what limits the run)")
         return svg(figure)
@@ -55,114 +62,121 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
         tokens_per_s: the run's speed.
         config: the run's settings as TOML.
     """
-    judged = profile.verdict
-    faster = profile.update_s / max(profile.verdict.floor_s, 1e-12)
-    best = judged.change
-    found = said(profile)
-    if best:
-        found += f"; {best.what} is predicted to make it {judged.gain(best):.2f} × as fast"
+    verdict = profile.verdict
+    possible_speedup = profile.update_s / max(verdict.floor_s, 1e-12)
+    standing = describe_limit(profile)
+    if best := verdict.change:
+        standing += f"; {best.what} is predicted to make it {verdict.gain(best):.2f} × as fast"
     return page(
         kind="Profile",
         title=title,
-        headline=f"Limited by {judged.binds}",
-        standing=f"{found[0].upper()}{found[1:]}.",
-        figures=[
+        headline=f"Limited by {verdict.binds}",
+        standing=f"{standing[0].upper()}{standing[1:]}.",
+        key_figures=[
             ("ms per update", f"{1e3 * profile.update_s:.3g}"),
             ("tokens/s", count(tokens_per_s)),
             ("micro-steps", str(profile.micro_steps)),
-            ("best, ms", f"{1e3 * judged.floor_s:.3g}"),
-            ("possible speedup", f"{faster:.2g} ×"),
+            ("best, ms", f"{1e3 * verdict.floor_s:.3g}"),
+            ("possible speedup", f"{possible_speedup:.2g} ×"),
         ],
         drawings=Drawings(),
         sections=[
-            section("Where an update's time goes", _part_bars(judged), whole=True),
-            section("Changes to try", _changes(profile), whole=True),
-            section("Parts of an update", _parts(profile), whole=True),
+            section("Where an update's time goes", _part_bars(verdict), whole=True),
+            section("Changes to try", _changes_table(verdict), whole=True),
+            section("Parts of an update", _parts_table(verdict), whole=True),
             section("Configuration", folded("config.toml", config), whole=True),
         ],
     )
 
 
-def said(profile: Profile) -> str:
-    """Return a sentence without full stop: what limits the run, its share of the time, and the
-    share not judged.
+def describe_limit(profile: Profile) -> str:
+    """Return what limits the run, in a sentence without a full stop.
+
+    The sentence has the share of the time that could be saved, and the share of the time of kernels
+    whose work is unknown.
     """
-    judged = profile.verdict
-    unknown = judged.unknown_s / judged.spent.total_s if judged.spent.total_s else 0.0
-    unjudged = (
-        f"; {unknown:.0%} of it is work that cannot be counted, and is not judged"
-        if unknown > NOTHING
-        else ""
-    )
-    if judged.binds == "nothing":
+    verdict = profile.verdict
+    unknown_share = 0.0
+    if verdict.spent.total_s:
+        unknown_share = verdict.unknown_s / verdict.spent.total_s
+    unjudged = ""
+    if unknown_share > NOTHING:
+        unjudged = f"; {unknown_share:.0%} of it is work that cannot be counted, and is not judged"
+    if verdict.binds == "nothing":
         return f"nothing that could be won back: what can be judged is near its best time as it is set up{unjudged}"
-    share = judged.recoverable[judged.binds] / profile.update_s
-    what = "empty positions" if judged.binds == "padding" else judged.binds
-    none = "" if judged.change else "; no key changes that"
-    return f"{what}: {share:.0%} of the time could be won back at most{none}{unjudged}"
+    share = verdict.recoverable[verdict.binds] / profile.update_s
+    limit = "empty positions" if verdict.binds == "padding" else verdict.binds
+    no_key = "" if verdict.change else "; no key changes that"
+    return f"{limit}: {share:.0%} of the time could be won back at most{no_key}{unjudged}"
 
 
-def mostly(bounds: Mapping[Bound, float]) -> str:
-    """Return the bound with the most seconds; "" if there is none."""
+def largest_bound(bounds: Mapping[Bound, float]) -> str:
+    """Return the bound with the most seconds, such as "memory"; "" if there is no bound."""
     return max(bounds, key=lambda kind: bounds[kind]) if bounds else ""
 
 
-def _part_bars(judged: Verdict) -> str:
-    spent = {part: seconds for part, seconds in judged.spent.parts.items() if seconds > 0}
-    longest = max(spent.values(), default=1.0)
+def _part_bars(verdict: Verdict) -> str:
+    spent_s = {part: seconds for part, seconds in verdict.spent.parts.items() if seconds > 0}
+    longest_s = max(spent_s.values(), default=1.0)
     rows = []
-    for part in filter(spent.get, PARTS):
-        text = f"{judged.spent.share(part):.0%}"
-        bar = Bar(text, spent[part] / longest, floor=min(1.0, judged.floors[part] / longest))
-        rows.append((part, part == judged.binds, [bar]))
+    for part in PARTS:
+        if part not in spent_s:
+            continue
+        text = f"{verdict.spent.share(part):.0%}"
+        floor = min(1.0, verdict.floors[part] / longest_s)
+        rows.append(
+            (part, part == verdict.binds, [Bar(text, spent_s[part] / longest_s, floor=floor)])
+        )
     note = '<p class="note">The line in a bar is the best time possible here; blue is what limits the run.</p>'
     return bars("Where an update's time goes", ["share of the time"], rows) + note
 
 
-def _parts(profile: Profile) -> str:
-    judged = profile.verdict
+def _parts_table(verdict: Verdict) -> str:
     rows: list[list[Cell]] = []
     for part in PARTS:
-        share = judged.spent.share(part)
-        taken = 1e3 * judged.spent.parts[part]
-        least = 1e3 * judged.floors[part]
-        numbers = [number(share, "{:.1%}"), number(taken, "{:.3g}"), number(least, "{:.3g}")]
-        rows.append([part, *numbers, mostly(judged.bounds.get(part, {}))])
-    return table(
-        "Parts of an update", ["part", "share", "ms", "best, ms", "mostly limited by"], rows
-    )
+        rows.append(
+            [
+                part,
+                number(verdict.spent.share(part), "{:.1%}"),
+                number(1e3 * verdict.spent.parts[part], "{:.3g}"),
+                number(1e3 * verdict.floors[part], "{:.3g}"),
+                largest_bound(verdict.bounds.get(part, {})),
+            ]
+        )
+    heads = ["part", "share", "ms", "best, ms", "mostly limited by"]
+    return table("Parts of an update", heads, rows)
 
 
-def _changes(profile: Profile) -> str:
-    judged = profile.verdict
-    rows: list[list[Cell]] = [
-        [
-            one.what,
-            number(judged.gain(one), "{:.2f} ×"),
-            "same" if one.same_training else "different",
-            one.why,
-        ]
-        for one in judged.changes
-    ]
-    return table(
-        "Changes to try", ["change", "predicted speedup", "result of training", "why"], rows
-    )
+def _changes_table(verdict: Verdict) -> str:
+    rows: list[list[Cell]] = []
+    for change in verdict.changes:
+        rows.append(
+            [
+                change.what,
+                number(verdict.gain(change), "{:.2f} ×"),
+                "same" if change.same_training else "different",
+                change.why,
+            ]
+        )
+    heads = ["change", "predicted speedup", "result of training", "why"]
+    return table("Changes to try", heads, rows)
 
 
 Values = Mapping[str, Any]
-# The speed that ratios compare, by `ratios_of`. On a CPU it is that of CPU time, as other programs
-# take wall time.
-SPEED = {"wall": "tokens_per_s", "cpu": "tokens_per_cpu_s"}
+# A rung's key with the speed that is compared, by the ladder's `ratios_of`. A ladder on a CPU
+# compares CPU time, since other programs change the wall time.
+SPEED_KEYS = {"wall": "tokens_per_s", "cpu": "tokens_per_cpu_s"}
 
 
 def draw_ladder(ladder: Values) -> str:
-    """Return an SVG with two bars for each rung, tokens per second and peak memory; the fastest
-    rung's are blue.
+    """Return an SVG with two bars for each rung: tokens per second, and peak memory.
+
+    The bars of the fastest rung are blue.
     """
     from matplotlib.figure import Figure
 
     rungs = ladder["rungs"]
-    best = fastest(ladder)
+    best = fastest_rung(ladder)
     with style():
         figure = Figure(figsize=(7.3, 0.9 + 0.36 * len(rungs)), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.5, 1])
@@ -185,7 +199,7 @@ def draw_ladder(ladder: Values) -> str:
                 axes.text(
                     rung[key],
                     place,
-                    f"\u2002{_said(rung, key)}",
+                    f"\u2002{_bar_text(rung, key)}",
                     va="center",
                     fontsize=8,
                     color=INK,
@@ -195,11 +209,12 @@ def draw_ladder(ladder: Values) -> str:
         return svg(figure)
 
 
-def _said(rung: Values, key: str) -> str:
+def _bar_text(rung: Values, key: str) -> str:
+    """Return a rung's memory, or its speed and how many times as fast it is as the rung before."""
     if key == "peak_memory_bytes":
         return quantities.memory(rung[key])
-    times = f" ({rung['times']:.2f} ×)" if rung["times"] else ""
-    return f"{rung[key]:,.0f}{times}"
+    speedup = f" ({rung['times']:.2f} ×)" if rung["times"] else ""
+    return f"{rung[key]:,.0f}{speedup}"
 
 
 def ladder_page(title: str, ladder: Values, config: str) -> str:
@@ -211,13 +226,13 @@ def ladder_page(title: str, ladder: Values, config: str) -> str:
         config: the settings that all rungs share, as TOML.
     """
     first = ladder["rungs"][0]
-    best = fastest(ladder)
+    best = fastest_rung(ladder)
     return page(
         kind="Ladder",
         title=title,
-        headline=f"{gain(ladder):.1f} × as fast as eager",
-        standing=f"{standing(ladder)}.",
-        figures=[
+        headline=f"{ladder_gain(ladder):.1f} × as fast as eager",
+        standing=f"{describe_measurement(ladder)}.",
+        key_figures=[
             ("parameters", quantities.count(ladder["params"])),
             ("tokens/s, eager", f"{first['tokens_per_s']:,.0f}"),
             ("tokens/s, best", f"{best['tokens_per_s']:,.0f}"),
@@ -229,7 +244,7 @@ def ladder_page(title: str, ladder: Values, config: str) -> str:
             section("Speed and memory", _rung_bars(ladder["rungs"], best), whole=True),
             section(
                 "All numbers",
-                table("Rungs of the ladder", HEADS, rows(ladder["rungs"])),
+                table("Rungs of the ladder", LADDER_HEADS, ladder_cells(ladder["rungs"])),
                 whole=True,
             ),
             section("Configuration", folded("config.toml", config), whole=True),
@@ -239,41 +254,42 @@ def ladder_page(title: str, ladder: Values, config: str) -> str:
 
 def _rung_bars(rungs: Sequence[Values], best: Values) -> str:
     keys = ("tokens_per_s", "peak_memory_bytes")
-    most = {key: max(rung[key] or 0 for rung in rungs) or 1 for key in keys}
-    made = []
+    maxima = {key: max(rung[key] or 0 for rung in rungs) or 1 for key in keys}
+    rows = []
     for rung in rungs:
-        cells = [
-            Bar("not available here", None)
-            if rung[key] is None
-            else Bar(_said(rung, key), rung[key] / most[key])
-            for key in keys
-        ]
-        made.append((rung["rung"], rung is best, cells))
-    return bars("Speed and memory of each rung", ["tokens per second", "peak memory"], made)
+        cells = []
+        for key in keys:
+            if rung[key] is None:
+                cells.append(Bar("not available here", None))
+            else:
+                cells.append(Bar(_bar_text(rung, key), rung[key] / maxima[key]))
+        rows.append((rung["rung"], rung is best, cells))
+    return bars("Speed and memory of each rung", ["tokens per second", "peak memory"], rows)
 
 
-def fastest(ladder: Values) -> Values:
+def fastest_rung(ladder: Values) -> Values:
     """Return the rung with the most tokens per second."""
-    return max(ladder["rungs"], key=lambda rung: rung[SPEED[ladder["ratios_of"]]] or 0)
+    speed_key = SPEED_KEYS[ladder["ratios_of"]]
+    return max(ladder["rungs"], key=lambda rung: rung[speed_key] or 0)
 
 
-def gain(ladder: Values) -> float:
-    """Return how many times as fast as the first rung the fastest is."""
-    speed = SPEED[ladder["ratios_of"]]
-    return float(fastest(ladder)[speed] / ladder["rungs"][0][speed])
+def ladder_gain(ladder: Values) -> float:
+    """Return the speed of the fastest rung over the speed of the first rung."""
+    speed_key = SPEED_KEYS[ladder["ratios_of"]]
+    return float(fastest_rung(ladder)[speed_key] / ladder["rungs"][0][speed_key])
 
 
-def standing(ladder: Values) -> str:
+def describe_measurement(ladder: Values) -> str:
     """Return how the rungs were measured, in a sentence without a full stop."""
-    of = {"wall": "", "cpu": " (in CPU time)"}
+    clock_note = {"wall": "", "cpu": " (in CPU time)"}[ladder["ratios_of"]]
     return (
-        f"Each rung changes one thing; its ratios compare it with the rung it changes{of[ladder['ratios_of']]}. "
+        f"Each rung changes one thing; its ratios compare it with the rung it changes{clock_note}. "
         f"All train on the same text with the same seed, {ladder['updates']:,} updates of "
         f"{ladder['tokens_per_update']:,} tokens each, on {ladder['device']}"
     )
 
 
-HEADS = (
+LADDER_HEADS = (
     "rung",
     "tokens/s",
     "speed",
@@ -288,15 +304,17 @@ HEADS = (
 )
 
 
-def rows(rungs: Sequence[Values]) -> list[list[Cell]]:
-    """Return the table's cells under `HEADS`; a rung that could not run has its name and the
-    reason.
+def ladder_cells(rungs: Sequence[Values]) -> list[list[Cell]]:
+    """Return a row of cells for each rung, under `LADDER_HEADS`.
+
+    The row of a rung that could not run has its name and the reason alone.
     """
-    made: list[list[Cell]] = []
+    rows: list[list[Cell]] = []
     for rung in rungs:
-        update_s, size = rung["update_s"], rung["peak_memory_bytes"]
+        update_s = rung["update_s"]
+        size = rung["peak_memory_bytes"]
         loss = rung["train_loss"] if rung["eval_loss"] is None else rung["eval_loss"]
-        made.append(
+        rows.append(
             [
                 rung["rung"],
                 number(rung["tokens_per_s"], "{:,.0f}"),
@@ -311,4 +329,4 @@ def rows(rungs: Sequence[Values]) -> list[list[Cell]]:
                 "; ".join([rung["obstacle"] or rung["change"], *rung["notes"]]),
             ]
         )
-    return made
+    return rows

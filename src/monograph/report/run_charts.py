@@ -1,31 +1,48 @@
-"""Describe the charts of a run's metrics, and its peak memory."""
+"""Describe the charts of a run: one for each metric, and bars of its peak memory."""
 
 from collections.abc import Mapping, Sequence
 
-from monograph.report.charts import Chart, Columns, Mark, Row, columns, limits, lines_of, present
-from monograph.report.metrics import BITS_PER_BYTE, LEARNING_RATE, LOSS, SPEED, Metric, keys, shown
+from monograph.report.charts import (
+    Chart,
+    Columns,
+    Mark,
+    Row,
+    columns,
+    last_memory_ledger,
+    limits,
+    lines_of,
+    present,
+)
+from monograph.report.metrics import (
+    BITS_PER_BYTE,
+    LEARNING_RATE,
+    LOSS,
+    SPEED,
+    Metric,
+    metric_keys,
+    shown_metrics,
+)
 from monograph.report.page import Bar, Drawings, bars
 from monograph.report.quantities import counted, memory
 
-Moments = Sequence[tuple[int, str]]
-Yardsticks = Mapping[str, float]
+Moments = Sequence[tuple[int, str]]  # (update, what happened then)
+Yardsticks = Mapping[str, float]  # bits per byte to compare a run with, by name, such as "gzip -9"
 
 
 def drawings_of(metrics: Sequence[Row], yardsticks: Yardsticks, moments: Moments) -> Drawings:
-    """Return the charts of what a run's rows have.
+    """Return the charts of the metrics that a run's rows have values of, and its peak memory.
 
     Args:
         metrics: rows as `monograph.report.figures` describes them.
-        yardsticks: bits per byte by name.
-        moments: (update, words) of what the learning rate's curve shows.
+        yardsticks: bits per byte to draw in the chart of held-out bits per byte.
+        moments: moments to mark in the chart of the learning rate, such as the end of the warm-up.
     """
-    table = columns(metrics, keys())
-    charts = [_chart(metric, table, metrics, yardsticks, moments) for metric in shown(table)]
-    ledger = next(
-        (row["memory"] for row in reversed(metrics) if (row.get("memory") or {}).get("measured")),
-        None,
-    )
-    return Drawings([table], charts, [_peak(ledger)] if ledger else [])
+    table = columns(metrics, metric_keys())
+    charts = [
+        _chart(metric, table, metrics, yardsticks, moments) for metric in shown_metrics(table)
+    ]
+    ledger = last_memory_ledger(metrics)
+    return Drawings([table], charts, [_memory_bars(ledger)] if ledger else [])
 
 
 def _chart(
@@ -38,52 +55,60 @@ def _chart(
         marks = _marks(table, sorted(moments))
     if metric is SPEED:
         skipped = [(row["update"], "") for row in metrics if row.get("skipped")]
-        marks = _marks(
-            table, [*skipped, *((row["update"], "slower") for row in metrics if "slower" in row)]
-        )
+        slower = [(row["update"], "slower") for row in metrics if "slower" in row]
+        marks = _marks(table, [*skipped, *slower])
         note = f"{counted(len(skipped), 'update')} skipped, each marked below." if skipped else ""
-    named = sum(bool(mark.label) for mark in marks)
-    room = 1.15 + 0.16 * named  # above the curve, for the marks' words
+    labels = sum(bool(mark.label) for mark in marks)
+    # Each label may need a line of its own above the curve.
+    room = 1.15 + 0.16 * labels
+    is_wide = metric.place == "first"
+    if metric is LOSS and BITS_PER_BYTE.held_out not in table:
+        is_wide = True  # no wide chart of held-out bits per byte stands before it
+    values = [present(table, key) for key in metric.keys]
     return Chart(
         metric.chart,
         metric.title,
         lines_of(metric, table),
-        limits(metric, [present(table, key) for key in metric.keys], levels.values(), room),
+        limits(metric, values, levels.values(), room),
         levels=levels,
         marks=marks,
         note=note,
         is_count=metric.is_count,
-        is_wide=metric.place == "first" or (metric is LOSS and BITS_PER_BYTE.held_out not in table),
+        is_wide=is_wide,
     )
 
 
 def _marks(table: Columns, moments: Moments) -> list[Mark]:
-    """Return marks at the first row at or after each update; none for an update to which the run
-    has not come.
+    """Return a mark at the first row at or after each moment's update.
+
+    A moment after the table's last row has no mark, since the run has not come to it yet.
     """
     marks = list[Mark]()
     for update, words in moments:
-        row = next(
-            (row for row, at in enumerate(table["update"]) if at is not None and at >= update), None
-        )
-        if row is not None:
-            marks.append(Mark(row, words))
+        for row, row_update in enumerate(table["update"]):
+            if row_update is not None and row_update >= update:
+                marks.append(Mark(row, words))
+                break
     return marks
 
 
-def _peak(ledger: Mapping[str, Mapping[str, int]]) -> str:
-    """Return the planned and the measured peak of memory as bars of their parts."""
+def _memory_bars(ledger: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the planned and the measured peak memory as markup: a bar each, made of its parts.
+
+    `ledger` has bytes by part, under "planned" and "measured".
+    """
     totals = {name: sum(ledger[name].values()) for name in ("planned", "measured")}
     longest = max(*totals.values(), 1)
     rows = []
     for name, total in totals.items():
         parts = [size / max(total, 1) for size in ledger[name].values()]
         rows.append((name, False, [Bar(memory(total), total / longest, parts)]))
-    said = "; ".join(
-        f"{name.capitalize()}: {', '.join(f'{part} {memory(size)}' for part, size in ledger[name].items())}"
-        for name in totals
-    )
+    sentences = []
+    for name in totals:
+        sizes = ", ".join(f"{part} {memory(size)}" for part, size in ledger[name].items())
+        sentences.append(f"{name.capitalize()}: {sizes}")
+    note = "; ".join(sentences)
     return (
         '<figure class="chart"><figcaption><h2>Peak memory</h2></figcaption>\n'
-        f'{bars("Peak memory", [], rows)}<p class="note">{said}</p></figure>'
+        f'{bars("Peak memory", [], rows)}<p class="note">{note}</p></figure>'
     )

@@ -1,4 +1,4 @@
-"""Write a run's report: figures as PNG files and one HTML page that needs nothing but itself."""
+"""Write a run's report: figures as PNG files, and one HTML page that loads no other file."""
 
 import errno
 import math
@@ -12,14 +12,14 @@ from monograph.report import quantities
 from monograph.report.figures import Picture, Row, Yardsticks, draw
 from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
-from monograph.report.metrics import LOSS, held_out, shown
+from monograph.report.metrics import LOSS, held_out_metrics, shown_metrics
 from monograph.report.page import column, config_of, number, page, pairs, section, table
 from monograph.report.run_charts import drawings_of
 
 Summary = Mapping[str, Any]
-Sample = tuple[float, str]  # when in the run, from 0 to 1, and the text that the model wrote
+Sample = tuple[float, str]  # (share of the run, 0 to 1; text that the model generated then)
 
-# The keys of a summary that a person reads first: (key, name, function that writes the value).
+# The keys of a summary that a person reads first: (key, name, function that formats the value).
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("params", "parameters", quantities.count),
     ("tokens", "tokens", quantities.count),
@@ -32,6 +32,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("train_loss", "training loss, nats", lambda value: f"{value:.3f}"),
     ("eval_loss", "held-out loss, nats", lambda value: f"{value:.3f}"),
 )
+# The names of other keys, where the key itself would not be understood.
 _NAMES = {
     "update": "updates",
     "eval_bits_per_byte": "held-out, bits per byte",
@@ -53,15 +54,16 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class About:
-    """What a run's rows do not say.
+    """What a report shows that is not in the run's rows or summary.
 
     Attributes:
-        yardsticks: bits per byte by name.
-        samples: (share of the run, 0 to 1; text that the model wrote then), shown side by side.
-        moments: (update, words) of what the learning rate's curve shows, such as the end of the
-            warm-up.
-        origin: (name, text) pairs on how the run was started: command, version, data.
-        doubt: why what the run did is worth nothing, and what would help; empty if nothing says so.
+        yardsticks: bits per byte to compare the run with, by name, such as "gzip -9".
+        samples: generated texts, which are shown side by side.
+        moments: (update, what happened then) pairs at which the learning rate's curve has a kink,
+            such as the end of the warm-up.
+        origin: (name, text) pairs that say how the run was started: command, version, data.
+        doubt: why the updates are of no use, and what would help; "" if nothing speaks against
+            them.
     """
 
     yardsticks: Yardsticks = field(default_factory=dict)
@@ -72,37 +74,38 @@ class About:
 
 
 def write_report(run_folder: Path, summary: Summary, metrics: Sequence[Row], about: About) -> None:
-    """Write `run_folder`/figures/*.png (sheet.png has them all) and `run_folder`/report.html, each
-    whole or not at all.
+    """Write `run_folder`/figures/*.png and `run_folder`/report.html.
+
+    Each file is written completely or not at all. sheet.png shows the most important figures
+    together.
 
     Args:
         run_folder: the run's folder.
-        summary: the object that `monograph train --json` prints; missing keys are left out, unknown
-            keys go into the table.
+        summary: the object that `monograph train --json` prints. Missing keys are left out, and
+            unknown keys are in a table.
         metrics: rows as `monograph.report.figures` describes them.
-        about: what these do not say.
+        about: what the report shows beside these.
 
     Raises:
-        DiskFull: there is no space for them.
+        DiskFull: the disk has no space for a file.
     """
-    sheet, drawings = draw(
-        metrics, about.yardsticks, _headline(summary), _subtitle(run_folder, summary)
-    )
-    write_pages(
-        run_folder,
-        run_page(run_folder, summary, metrics, about),
-        [Picture("sheet", sheet), *drawings],
-    )
+    title = _headline(summary)
+    subtitle = _subtitle(run_folder, summary)
+    sheet, pictures = draw(metrics, about.yardsticks, title, subtitle)
+    html_page = run_page(run_folder, summary, metrics, about)
+    write_pages(run_folder, html_page, [Picture("sheet", sheet), *pictures])
 
 
 def write_run_page(
     folder: Path, summary: Summary, metrics: Sequence[Row], about: About, state: str
 ) -> None:
-    """Write the page of a run that has not ended, without figures; `state` says what it is, such as
+    """Write the page of a run that has not ended, without figures.
+
+    The arguments are those of `write_report`, and `state`, which the page shows, such as
     "in progress".
 
     Raises:
-        DiskFull: there is no space for it.
+        DiskFull: the disk has no space for the page.
     """
     write_pages(folder, run_page(folder, summary, metrics, about, state), [])
 
@@ -111,26 +114,33 @@ def run_page(
     run_folder: Path, summary: Summary, metrics: Sequence[Row], about: About, state: str = ""
 ) -> str:
     """Return a run's page as HTML; see `write_report` and `write_run_page`."""
-    there = {key for key, value in summary.items() if value is not None}
-    said = "Samples" if "reward" in there else "Samples, from the same prompt"
-    if LOSS not in shown(there):
-        there -= {*LOSS.keys}
+    known_keys = {key for key, value in summary.items() if value is not None}
+    samples_heading = "Samples, from the same prompt"
+    if "reward" in known_keys:
+        samples_heading = "Samples"  # each answers a prompt of its own
+    if LOSS not in shown_metrics(known_keys):
+        known_keys -= {*LOSS.keys}
+    warning = ""
+    if about.doubt:
+        warning = f"{'So far' if state else 'In all updates'}, {about.doubt}."
     return page(
         kind=f"Training run, {state}" if state else "Training run",
         title=run_folder.name,
         headline=_headline(summary),
         standing=_standing(summary, about.yardsticks),
-        warning=f"{'So far' if state else 'In all updates'}, {about.doubt}." if about.doubt else "",
-        figures=[(name, written(summary[key])) for key, name, written in _FIGURES if key in there],
+        warning=warning,
+        key_figures=[
+            (name, form(summary[key])) for key, name, form in _FIGURES if key in known_keys
+        ],
         drawings=drawings_of(metrics, about.yardsticks, about.moments),
         sections=[
-            section(said, _samples(about.samples), whole=True),
+            section(samples_heading, _samples(about.samples), whole=True),
             column(
                 section("Held-out scores", _evaluations(metrics)),
-                section("Slowdowns", _slower(metrics)),
+                section("Slowdowns", _slowdowns(metrics)),
             ),
             column(
-                section("Summary", pairs(_rest(summary))),
+                section("Summary", pairs(_other_values(summary))),
                 section("How it was run", pairs(about.origin), config_of(run_folder)),
             ),
         ],
@@ -142,8 +152,8 @@ def _headline(summary: Summary) -> str:
     if summary.get("reward") is not None:
         return f"Mean reward {summary['reward']:.2f}, {summary['reward_first']:.2f} at the start"
     if summary.get("accuracy") is not None:
-        held = summary["eval_accuracy"]
-        share = summary["accuracy"] if held is None else held
+        held_out_share = summary["eval_accuracy"]
+        share = summary["accuracy"] if held_out_share is None else held_out_share
         if summary.get("labelled"):
             return f"{share:.0%} of the answers are scored as they are labelled"
         return f"The chosen answer scores higher in {share:.0%} of the pairs"
@@ -156,49 +166,56 @@ def _headline(summary: Summary) -> str:
 
 
 def _standing(summary: Summary, yardsticks: Yardsticks) -> str:
-    """Return one sentence on which yardsticks the run is below, and which it is not."""
+    """Return a sentence that names the yardsticks that the run's score is below, and the others."""
     bits = summary.get("eval_bits_per_byte")
     if bits is None or not math.isfinite(bits) or not yardsticks:
         return ""
-    ordered = sorted(yardsticks.items(), key=lambda item: -item[1])
-    beaten = [f"{name} ({value:.2f})" for name, value in ordered if bits < value]
-    ahead = [f"{name} ({value:.2f})" for name, value in ordered if bits >= value]
-    words = [
-        f"below {_listed(beaten)}" if beaten else "",
-        f"not yet below {_listed(ahead)}" if ahead else "",
-    ]
-    sentence = "; ".join(filter(None, words))
+    worst_first = sorted(yardsticks.items(), key=lambda item: -item[1])
+    beaten = [f"{name} ({value:.2f})" for name, value in worst_first if bits < value]
+    not_beaten = [f"{name} ({value:.2f})" for name, value in worst_first if bits >= value]
+    clauses = []
+    if beaten:
+        clauses.append(f"below {_join_with_and(beaten)}")
+    if not_beaten:
+        clauses.append(f"not yet below {_join_with_and(not_beaten)}")
+    sentence = "; ".join(clauses)
     return f"{sentence[0].upper()}{sentence[1:]}, all on the same text."
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_with_and(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _subtitle(run_folder: Path, summary: Summary) -> str:
-    parts = [
-        f"{written(summary[key])} {name}".removesuffix(" total time")
-        for key, name, written in _FIGURES[:4]
-        if summary.get(key) is not None
-    ]
-    computed_on = map(str, filter(None, [summary.get("device"), summary.get("dtype")]))
-    return "  ·  ".join([run_folder.name, *computed_on, *parts])
+    """Return the folder, device, precision, size, tokens, time and speed in a line."""
+    parts = [run_folder.name]
+    parts += [str(summary[key]) for key in ("device", "dtype") if summary.get(key)]
+    for key, name, form in _FIGURES[:4]:
+        if summary.get(key) is not None:
+            # A duration needs no name.
+            parts.append(f"{form(summary[key])} {name}".removesuffix(" total time"))
+    return "  ·  ".join(parts)
 
 
-def _rest(summary: Summary) -> list[tuple[str, str]]:
-    # The schema is for programs, the run is the title.
-    shown = {key for key, _, _ in _FIGURES} | {"schema", "run"}
+def _other_values(summary: Summary) -> list[tuple[str, str]]:
+    """Return (name, value) pairs of the summary's keys that the page shows nowhere else."""
+    left_out = {key for key, _, _ in _FIGURES}
+    left_out.add("schema")  # is for programs
+    left_out.add("run")  # is the page's title
     if not summary.get("compile_s"):
-        shown.add("compile_s")
+        left_out.add("compile_s")  # nothing was compiled
     return [
-        _named(key, value)
+        _name_and_text(key, value)
         for key, value in summary.items()
-        if key not in shown and value is not None
+        if key not in left_out and value is not None
     ]
 
 
-def _named(key: str, value: object) -> tuple[str, str]:
-    """Return a key's name and its value for people; the key's ending tells the unit."""
+def _name_and_text(key: str, value: object) -> tuple[str, str]:
+    """Return a key's name and its value for people.
+
+    The key's ending says the unit: `_s` is seconds, `_bytes` is bytes.
+    """
     if key == "eval_weights":
         name = key
         text = {"last": "final", "averaged": "moving average (EMA)"}[str(value)]
@@ -220,12 +237,12 @@ def _named(key: str, value: object) -> tuple[str, str]:
     return _NAMES.get(key, name.replace("_", " ")), text
 
 
-def _scores() -> dict[str, tuple[str, str]]:
-    """Return the columns of a table of scores on held-out text: head and form by key."""
+def _score_columns() -> dict[str, tuple[str, str]]:
+    """Return the columns of the table of held-out scores: (head, format) by key."""
     return {
         "update": ("update", "{:,}"),
         "tokens": ("tokens", "{:,}"),
-        **{each.held_out: (each.head or each.key, "{:.4f}") for each in held_out()},
+        **{metric.held_out: (metric.head or metric.key, "{:.4f}") for metric in held_out_metrics()},
         "eval_pass_at_1": ("correct answers", "{:.4f}"),
         "eval_rows": ("rows", "{:,}"),
         "eval_prompts": ("prompts", "{:,}"),
@@ -234,30 +251,33 @@ def _scores() -> dict[str, tuple[str, str]]:
 
 def _evaluations(rows: Sequence[Row]) -> str:
     """Return a table of the held-out curve's points, for readers who want the numbers."""
-    scores = [metric.held_out for metric in held_out()]
+    scores = [metric.held_out for metric in held_out_metrics()]
     scored = [row for row in rows if any(row.get(key) is not None for key in scores)]
     columns = {
-        key: column
-        for key, column in _scores().items()
+        key: head_and_form
+        for key, head_and_form in _score_columns().items()
         if any(row.get(key) is not None for row in scored)
     }
     cells = [[number(row.get(key), form) for key, (_, form) in columns.items()] for row in scored]
     return table("Scores on held-out text", [head for head, _ in columns.values()], cells)
 
 
-def _slower(metrics: Sequence[Row]) -> str:
-    """Return a table of the moments at which the run had become slower."""
+def _slowdowns(metrics: Sequence[Row]) -> str:
+    """Return a table of the updates at which the run became slower."""
     heads = ["update", "tokens/s", "before", "likely cause"]
-    keys = ("tokens_per_s", "before")
-    events = [(row["update"], row["slower"]) for row in metrics if "slower" in row]
-    rows = [
-        [
-            number(update, "{:,}"),
-            *(number(event[key], "{:,.0f}") for key in keys),
-            event["why"] or "unknown",
-        ]
-        for update, event in events
-    ]
+    rows = []
+    for row in metrics:
+        if "slower" not in row:
+            continue
+        slowdown = row["slower"]
+        rows.append(
+            [
+                number(row["update"], "{:,}"),
+                number(slowdown["tokens_per_s"], "{:,.0f}"),
+                number(slowdown["before"], "{:,.0f}"),
+                slowdown["why"] or "unknown",
+            ]
+        )
     return table("Moments at which the run became slower", heads, rows)
 
 
@@ -271,7 +291,13 @@ def _samples(samples: Sequence[Sample]) -> str:
 
 
 def write_pages(folder: Path, text: str, pictures: Sequence[Picture]) -> None:
-    """Write the pictures as figures/NAME.png and the text as report.html, each whole or not at all."""
+    """Write the pictures as figures/NAME.png and the HTML page `text` as report.html.
+
+    Each file is written completely or not at all.
+
+    Raises:
+        DiskFull: the disk has no space for a file.
+    """
     if pictures:
         (folder / "figures").mkdir(exist_ok=True)
     for picture in pictures:
@@ -280,10 +306,10 @@ def write_pages(folder: Path, text: str, pictures: Sequence[Picture]) -> None:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all.
+    """Write a file completely or not at all.
 
     Raises:
-        DiskFull: there is no space for it.
+        DiskFull: the disk has no space for the file, or cannot write it.
     """
     temporary = path.with_name(f".{path.name}.partial")
     try:

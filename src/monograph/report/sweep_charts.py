@@ -1,84 +1,104 @@
-"""Describe the charts of a sweep: its score against each setting that varies, and the curves of all
-members.
+"""Describe the charts of a sweep: its score against each knob, and the curves of all members.
+
+A knob is a key that the sweep varies, such as "optim.lr". A setting is one combination of values of
+the knobs, and its members are the runs of this setting, one for each seed. The mappings that
+describe settings and curves are those of `monograph.report.sweep_report`.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from monograph.report.charts import Axis, Chart, Columns, Line, Row, columns, rounded
+from monograph.report.charts import (
+    Axis,
+    Chart,
+    Columns,
+    Line,
+    Row,
+    columns,
+    rounded,
+    without_empty_columns,
+)
 from monograph.report.page import Drawings
 
 Setting = Mapping[str, Any]
-Curve = tuple[Mapping[str, Any], Sequence[Row]]
-SHADES = 4  # colours that can be told apart
+Curve = tuple[Mapping[str, Any], Sequence[Row]]  # a member's knobs, and its rows of metrics
+SHADES = 4  # the page has this many colours that can be told apart
 
 
 def drawings_of(
     settings: Sequence[Setting], curves: Sequence[Curve], key: str, unit: str
 ) -> Drawings:
-    """Return a chart for each setting that has several values, and one with the curves of all
-    members.
+    """Return a chart for each knob that varies, and a chart with the curves of all members.
 
     Args:
-        settings: settings as `monograph.report.sweep_report` describes them.
+        settings: the settings.
         curves: the members' curves.
         key: the score's key in a row of metrics.
         unit: the score's unit.
     """
     tables: list[Columns] = []
-    charts = [_against(settings, name, unit, tables) for name in varied_in(settings)]
-    if shown := _curves(curves, key, unit, tables):
-        charts.append(shown)
+    charts = [_chart_against_knob(settings, name, unit, tables) for name in varied_in(settings)]
+    if curve_chart := _chart_of_curves(curves, key, unit, tables):
+        charts.append(curve_chart)
     return Drawings(tables, charts, halves=True)
 
 
 def varied_in(settings: Sequence[Setting]) -> list[str]:
-    """Return the names of the settings that have several values."""
+    """Return the names of the knobs that have several values."""
     names = list(dict.fromkeys(name for setting in settings for name in setting["knobs"]))
-    return [
-        name
-        for name in names
-        if len({repr(setting["knobs"].get(name)) for setting in settings}) > 1
-    ]
+    varied = []
+    for name in names:
+        values = {repr(setting["knobs"].get(name)) for setting in settings}
+        if len(values) > 1:
+            varied.append(name)
+    return varied
 
 
-def _against(settings: Sequence[Setting], name: str, unit: str, tables: list[Columns]) -> Chart:
-    """Return a chart of means over one setting: a line for each combination of the others, a dot
-    for each member.
+def _chart_against_knob(
+    settings: Sequence[Setting], name: str, unit: str, tables: list[Columns]
+) -> Chart:
+    """Return a chart of the settings' means over the values of one knob, and append its tables.
+
+    There is a line of means for each combination of the other knobs, and a dot for each member. A
+    chart with a single line of means also has a band of one standard error.
+
+    Args:
+        settings: the settings.
+        name: the knob.
+        unit: the score's unit.
+        tables: the page's tables; each line's table is appended.
     """
-    places, ticks, is_log = placed([setting["knobs"].get(name) for setting in settings])
-    groups: dict[str, list[tuple[float, Setting]]] = {}
-    for place, setting in zip(places, settings, strict=True):
-        others = {key: value for key, value in setting["knobs"].items() if key != name}
-        groups.setdefault(described(others), []).append((place, setting))
+    axis = axis_of([setting["knobs"].get(name) for setting in settings])
+    groups: dict[str, list[tuple[float, Setting]]] = {}  # by the values of the other knobs
+    for place, setting in zip(axis.places, settings, strict=True):
+        other_knobs = {key: value for key, value in setting["knobs"].items() if key != name}
+        groups.setdefault(knobs_text(other_knobs), []).append((place, setting))
+    has_band = len(groups) == 1
     lines: list[Line] = []
-    for number, (words, members) in enumerate(groups.items()):
-        shade = number % SHADES
-        at = len(tables)
-        tables.append(_table(sorted(members, key=lambda pair: pair[0])))
-        if len(groups) == 1:
-            lines += [
-                Line("low", "mean - standard error", "edge", at),
-                Line("high", "mean + standard error", "edge", at),
-            ]
-        lines.append(Line("mean", f"mean, {words}" if words else "mean", "line", at, shade))
-        values = sorted(key for key in tables[at] if key.startswith("seed"))
-        lines += [Line(key, "", "dots", at, shade) for key in values]
-    lines += [
-        Line("best", "best", "star", at, 1)
-        for at in {line.table for line in lines}
-        if "best" in tables[at]
-    ]
-    lost = [setting for setting in settings if None in setting["values"]]
-    where = ", ".join(dict.fromkeys(text_of(setting["knobs"].get(name)) for setting in lost))
-    note = (
-        "Small dots are members, the band is one standard error."
-        if len(groups) == 1
-        else "Small dots are members."
-    )
-    if lost:
-        note += f" Members diverged at {name} {where}."
+    for group_index, (other_knobs_text, group) in enumerate(groups.items()):
+        shade = group_index % SHADES
+        table_index = len(tables)
+        table = _table(sorted(group, key=lambda place_and_setting: place_and_setting[0]))
+        tables.append(table)
+        if has_band:
+            lines.append(Line("low", "mean - standard error", "edge", table_index))
+            lines.append(Line("high", "mean + standard error", "edge", table_index))
+        label = f"mean, {other_knobs_text}" if other_knobs_text else "mean"
+        lines.append(Line("mean", label, "line", table_index, shade))
+        seed_keys = sorted(key for key in table if key.startswith("seed"))
+        lines += [Line(key, "", "dots", table_index, shade) for key in seed_keys]
+    # The star comes last, so that no line is drawn over it.
+    for table_index in {line.table for line in lines}:
+        if "best" in tables[table_index]:
+            lines.append(Line("best", "best", "star", table_index, 1))
+    note = "Small dots are members."
+    if has_band:
+        note = "Small dots are members, the band is one standard error."
+    diverged = [setting for setting in settings if None in setting["values"]]
+    if diverged:
+        values = dict.fromkeys(value_text(setting["knobs"].get(name)) for setting in diverged)
+        note += f" Members diverged at {name} {', '.join(values)}."
     scores = [value for setting in settings for value in setting["values"] if value is not None]
     return Chart(
         f"against_{name.rpartition('.')[2]}",
@@ -86,58 +106,70 @@ def _against(settings: Sequence[Setting], name: str, unit: str, tables: list[Col
         lines,
         limits_of(scores),
         note=note,
-        axis=Axis("place", name, ticks, is_log),
-        band=("low", "high") if len(groups) == 1 else None,
+        axis=Axis("place", name, axis.ticks, axis.is_log),
+        band=("low", "high") if has_band else None,
     )
 
 
-def _table(members: Sequence[tuple[float, Setting]]) -> Columns:
-    """Return (place, setting) pairs, in the order of their places, as columns."""
-    found: Columns = {"place": [], "mean": [], "low": [], "high": []}
-    most = max(len(setting["values"]) for _, setting in members)
-    found |= {f"seed{number}": [] for number in range(most)}
-    found["best"] = []
-    for place, setting in members:
+def _table(group: Sequence[tuple[float, Setting]]) -> Columns:
+    """Return (place on the axis, setting) pairs, sorted by place, as columns."""
+    seeds = max(len(setting["values"]) for _, setting in group)
+    seed_keys = [f"seed{seed}" for seed in range(seeds)]
+    table: Columns = {key: [] for key in ("place", "mean", "low", "high", *seed_keys, "best")}
+    for place, setting in group:
         mean = setting["mean"]
         error = setting["standard_error"] or 0.0
-        found["place"].append(rounded(place))
-        found["mean"].append(rounded(mean))
-        found["low"].append(rounded(None if mean is None else mean - error))
-        found["high"].append(rounded(None if mean is None else mean + error))
-        found["best"].append(rounded(mean) if setting["standing"] == "best" else None)
-        for number in range(most):
-            value = setting["values"][number] if number < len(setting["values"]) else None
-            found[f"seed{number}"].append(rounded(value))
-    return {
-        key: values for key, values in found.items() if any(value is not None for value in values)
-    }
+        table["place"].append(rounded(place))
+        table["mean"].append(rounded(mean))
+        table["low"].append(rounded(None if mean is None else mean - error))
+        table["high"].append(rounded(None if mean is None else mean + error))
+        table["best"].append(rounded(mean) if setting["standing"] == "best" else None)
+        for seed, key in enumerate(seed_keys):
+            # A setting may have fewer seeds than another.
+            value = setting["values"][seed] if seed < len(setting["values"]) else None
+            table[key].append(rounded(value))
+    return without_empty_columns(table)
 
 
-def placed(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]], bool]:
-    """Return where values go on an axis, its ticks, and whether it is logarithmic.
+class KnobAxis(NamedTuple):
+    """A horizontal axis for the values of a knob.
 
-    It is if the values are numbers above 0 that span a factor of 8 or more; else values are placed
-    in order.
+    Attributes:
+        places: each value's place.
+        ticks: (place, text) for each distinct value.
+        is_log: whether the axis is logarithmic.
     """
-    numbers = [
-        value for value in values if isinstance(value, int | float) and not isinstance(value, bool)
-    ]
+
+    places: list[float]
+    ticks: list[tuple[float, str]]
+    is_log: bool
+
+
+def axis_of(values: Sequence[Any]) -> KnobAxis:
+    """Return an axis for a knob's values.
+
+    Numbers above 0 whose maximum is at least 8 times their minimum are on a logarithmic axis. Other
+    values are at 0, 1, 2 and so on: numbers in rising order, texts in the order of `values`.
+    """
+    are_numbers = all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in values
+    )
     distinct = list(dict.fromkeys(values))
-    if len(numbers) == len(values):
+    if are_numbers:
         distinct = sorted(distinct)
-        if min(numbers) > 0 and max(numbers) >= 8 * min(numbers):
-            return (
-                [float(value) for value in numbers],
-                [(float(one), text_of(one)) for one in distinct],
-                True,
-            )
-    ticks = [(float(index), text_of(value)) for index, value in enumerate(distinct)]
-    return [float(distinct.index(value)) for value in values], ticks, False
+        if distinct[0] > 0 and distinct[-1] >= 8 * distinct[0]:
+            places = [float(value) for value in values]
+            return KnobAxis(places, [(float(value), value_text(value)) for value in distinct], True)
+    places = [float(distinct.index(value)) for value in values]
+    ticks = [(float(index), value_text(value)) for index, value in enumerate(distinct)]
+    return KnobAxis(places, ticks, False)
 
 
 def limits_of(values: Sequence[float]) -> tuple[float, float]:
-    """Return the limits of the scores' axis, without scores so far off that the rest would be one
-    flat line.
+    """Return the lower and the upper end of the scores' axis; a low score is good.
+
+    The axis leaves out scores above 1.6 times the best score, since the others would be one flat
+    line on their scale.
     """
     finite = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
     low = finite[0]
@@ -146,35 +178,49 @@ def limits_of(values: Sequence[float]) -> tuple[float, float]:
     return low - margin, high + 2 * margin
 
 
-def _curves(curves: Sequence[Curve], key: str, unit: str, tables: list[Columns]) -> Chart | None:
-    """Return a chart of each member's held-out scores over training, from evaluations on equally
-    many rows.
+def _chart_of_curves(
+    curves: Sequence[Curve], key: str, unit: str, tables: list[Columns]
+) -> Chart | None:
+    """Return a chart of each member's held-out scores over training, and append its tables.
+
+    Returns:
+        The chart; None if no member has a score.
     """
-    settings = list(dict.fromkeys(described(knobs, but="seed") for knobs, _ in curves))
+    settings = list(dict.fromkeys(knobs_text(knobs, without="seed") for knobs, _ in curves))
     lines = list[Line]()
-    ends = list[float]()
+    last_scores = list[float]()
     for knobs, rows in curves:
-        scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
-        fewest = min((row["eval_rows"] for row in scored), default=0)
-        table = columns([row for row in scored if row["eval_rows"] == fewest], [key])
+        table = columns(comparable_scores(rows, key), [key])
         if key not in table:
             continue
-        shade = settings.index(described(knobs, but="seed")) % SHADES
-        lines.append(Line(key, described(knobs) or "member", "line", len(tables), shade))
+        shade = settings.index(knobs_text(knobs, without="seed")) % SHADES
+        lines.append(Line(key, knobs_text(knobs) or "member", "line", len(tables), shade))
         tables.append(table)
-        ends += [value for value in table[key][-1:] if value is not None]
+        last_scores += [value for value in table[key][-1:] if value is not None]
     if not lines:
         return None
-    low, high = limits_of(ends)
+    # The ends of the curves decide the axis, since their beginnings are far above them.
+    low, high = limits_of(last_scores)
     return Chart("curves", f"Held-out {unit}, all members", lines, (low, low + 1.6 * (high - low)))
 
 
-def described(knobs: Mapping[str, Any], but: str = "") -> str:
-    """Return settings as "lr=0.01 seed=1", without the one called `but`."""
-    named = ((name.rpartition(".")[2], value) for name, value in knobs.items())
-    return " ".join(f"{name}={text_of(value)}" for name, value in named if name != but)
+def comparable_scores(rows: Sequence[Row], key: str) -> list[Row]:
+    """Return the rows with a score that was evaluated on the smallest number of held-out rows.
+
+    The last evaluation of a member may use more held-out rows than the earlier ones. Its score
+    would make a step in the curve that training did not cause.
+    """
+    scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
+    fewest_rows = min((row["eval_rows"] for row in scored), default=0)
+    return [row for row in scored if row["eval_rows"] == fewest_rows]
 
 
-def text_of(value: object) -> str:
-    """Return a setting's value in at most four digits."""
+def knobs_text(knobs: Mapping[str, Any], without: str = "") -> str:
+    """Return knobs as "lr=0.01 seed=1"; `without` is the short name of a knob to leave out."""
+    short_names = ((name.rpartition(".")[2], value) for name, value in knobs.items())
+    return " ".join(f"{name}={value_text(value)}" for name, value in short_names if name != without)
+
+
+def value_text(value: object) -> str:
+    """Return a knob's value in at most four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,13 +1,23 @@
-"""Write a sweep's report: its figures as PNG files and one HTML page that needs nothing but itself.
+"""Write a sweep's report: its figures as PNG files, and one HTML page that loads no other file.
 
-The figures show the held-out score against each knob, with error bars, and the curves of all
-members. A setting is a mapping with `knobs`, `mean`, `standard_error` (null for one seed), `values`
-(a score for each member; null if it diverged) and `standing` ("best", "tied" or ""). A curve is a
-pair of its member's knobs and rows of metrics.
+A knob is a key that the sweep varies, such as "optim.lr". A setting is one combination of values of
+the knobs. The members of a setting are its runs, one for each seed. The figures show the held-out
+score against each knob, with error bars, and the curves of all members.
+
+A setting is a mapping with these keys:
+
+- `knobs`: the value of each knob.
+- `values`: the held-out score of each member; None for a member that diverged.
+- `mean`: the mean of the scores; None if there is no score.
+- `standard_error`: the mean's standard error; None for one seed.
+- `standing`: "best", "tied" (with the best) or "".
+
+A curve is a pair: its member's knobs, and its rows of metrics.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from monograph.report import quantities
-from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Picture, single, style
+from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Picture, single_picture, style
 from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
 from monograph.report.page import Cell, Drawings, config_of, number, page, pairs, section, table
@@ -24,11 +34,12 @@ from monograph.report.run_report import write_pages
 from monograph.report.sweep_charts import (
     Curve,
     Setting,
-    described,
+    axis_of,
+    comparable_scores,
     drawings_of,
+    knobs_text,
     limits_of,
-    placed,
-    text_of,
+    value_text,
     varied_in,
 )
 
@@ -36,14 +47,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rows = Sequence[Mapping[str, Any]]
-MOST_TICKS = 10
+MAX_TICK_LABELS = 10
 
 
 def draw_sweep(
     settings: Sequence[Setting], curves: Sequence[Curve], key: str, unit: str
 ) -> list[Picture]:
-    """Return a figure for each knob that has several values, and one with the curves of all
-    members.
+    """Return a figure for each knob that varies, and a figure with the curves of all members.
 
     Args:
         settings: settings as described above.
@@ -52,94 +62,107 @@ def draw_sweep(
         unit: the score's unit.
     """
     varied = varied_in(settings)
-    panels: dict[str, Callable[[Axes], None]] = {
-        f"against_{name.rpartition('.')[2]}": partial(
-            _against, settings=settings, name=name, unit=unit
+    panels: dict[str, Callable[[Axes], None]] = {}
+    for name in varied:
+        short_name = name.rpartition(".")[2]
+        panels[f"against_{short_name}"] = partial(
+            _draw_against_knob, settings=settings, name=name, unit=unit
         )
-        for name in varied
-    }
     if any(row.get(key) is not None for _, rows in curves for row in rows):
-        panels["curves"] = lambda axes: _curves(axes, curves, key, unit, varied)
+        panels["curves"] = lambda axes: _draw_curves(axes, curves, key, unit, varied)
     with style():
-        return [single(name, panel, (7.3, 3.4)) for name, panel in panels.items()]
+        return [single_picture(name, panel, (7.3, 3.4)) for name, panel in panels.items()]
 
 
-def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> None:
-    """Draw a dot for every member, mean and standard error for every setting, and a mark where a
-    member diverged.
+def _draw_against_knob(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> None:
+    """Draw the scores against one knob.
+
+    Each member is a dot, and each setting a mean with its standard error. A cross at the top marks
+    a value of the knob at which a member diverged.
     """
-    places, ticks, is_log = placed([setting["knobs"].get(name) for setting in settings])
-    step = -(-len(ticks) // MOST_TICKS)
-    labels = [text if index % step == 0 else "" for index, (_, text) in enumerate(ticks)]
+    axis = axis_of([setting["knobs"].get(name) for setting in settings])
+    label_step = math.ceil(len(axis.ticks) / MAX_TICK_LABELS)
+    labels = [text if index % label_step == 0 else "" for index, (_, text) in enumerate(axis.ticks)]
     axes.set_title(f"Held out, {unit}, by {name}")
-    if is_log:
+    if axis.is_log:
         axes.set_xscale("log")
+    # A logarithmic axis would have minor ticks between the sweep's values.
     axes.set_xticks([], minor=True)
-    axes.set_xticks([at for at, _ in ticks], labels)
+    axes.set_xticks([place for place, _ in axis.ticks], labels)
     scored = [setting for setting in settings if setting["mean"] is not None]
     low, high = limits_of(
         [value for setting in scored for value in setting["values"] if value is not None]
     )
     axes.set_ylim(low, high)
-    for setting, place in zip(settings, places, strict=True):
-        best, tied = setting["standing"] == "best", setting["standing"] == "tied"
-        colour = ACCENT if best or tied else MUTED
-        values = [value for value in setting["values"] if value is not None]
-        axes.plot(
-            [place] * len(values),
-            values,
-            "o",
-            color=colour,
-            alpha=0.35,
-            markersize=3,
-            markeredgewidth=0,
-        )
-        if setting["mean"] is not None:
-            error = setting["standard_error"] or 0.0
-            axes.errorbar(
-                place,
-                setting["mean"],
-                yerr=error,
-                fmt="o",
-                color=colour,
-                markersize=5 if best else 4,
-                capsize=3,
-                elinewidth=1.2,
-                markerfacecolor=colour if best else "none",
-            )
-        if len(values) < len(setting["values"]):
+    for setting, place in zip(settings, axis.places, strict=True):
+        _draw_setting(axes, setting, place)
+        if None in setting["values"]:
             axes.plot([place], [high], "x", color=WARN, markersize=6, clip_on=False)
-    if len({repr(setting["knobs"]) for setting in scored}) == len(set(places)):
-        order = [index for index in np.argsort(places) if settings[index]["mean"] is not None]
+    # A line connects the means if each place has one mean. If other knobs vary, too, a place has
+    # several.
+    if len({repr(setting["knobs"]) for setting in scored}) == len(set(axis.places)):
+        order = [index for index in np.argsort(axis.places) if settings[index]["mean"] is not None]
+        places = [axis.places[index] for index in order]
         means = [settings[index]["mean"] for index in order]
-        axes.plot([places[index] for index in order], means, color=GRID, linewidth=1.4, zorder=0)
+        axes.plot(places, means, color=GRID, linewidth=1.4, zorder=0)
     words = "filled: best; blue: tied with it"
     if any(None in setting["values"] for setting in settings):
         words += "; x: a member diverged"
     axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=7.5, color=MUTED)
 
 
-def _curves(
+def _draw_setting(axes: Axes, setting: Setting, place: float) -> None:
+    """Draw a setting's members as pale dots, and its mean with an error bar."""
+    is_best = setting["standing"] == "best"
+    colour = ACCENT if setting["standing"] in ("best", "tied") else MUTED
+    values = [value for value in setting["values"] if value is not None]
+    axes.plot(
+        [place] * len(values),
+        values,
+        "o",
+        color=colour,
+        alpha=0.35,
+        markersize=3,
+        markeredgewidth=0,
+    )
+    if setting["mean"] is None:
+        return
+    axes.errorbar(
+        place,
+        setting["mean"],
+        yerr=setting["standard_error"] or 0.0,
+        fmt="o",
+        color=colour,
+        markersize=5 if is_best else 4,
+        capsize=3,
+        elinewidth=1.2,
+        markerfacecolor=colour if is_best else "none",
+    )
+
+
+def _draw_curves(
     axes: Axes, curves: Sequence[Curve], key: str, unit: str, varied: Sequence[str]
 ) -> None:
-    """Draw each member's held-out scores over training, from evaluations on equally many rows, a
-    shade per setting.
-    """
+    """Draw each member's held-out scores over training, each setting in a shade of its own."""
     axes.set_title(f"Held out, {unit}, all members")
-    shades = list(dict.fromkeys(_shown(knobs, varied) for knobs, _ in curves))
-    ends = []
+    shades = list(dict.fromkeys(_varied_knobs_text(knobs, varied) for knobs, _ in curves))
+    last_scores = []
     for knobs, rows in curves:
-        scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
-        fewest = min((row["eval_rows"] for row in scored), default=0)
-        points = [(row["tokens"], row[key]) for row in scored if row["eval_rows"] == fewest]
-        if not points:
+        scored = comparable_scores(rows, key)
+        if not scored:
             continue
-        share = (shades.index(_shown(knobs, varied)) + 1) / len(shades)
+        scores = [row[key] for row in scored]
+        shade = (shades.index(_varied_knobs_text(knobs, varied)) + 1) / len(shades)
         axes.plot(
-            *zip(*points, strict=True), color=ACCENT, alpha=0.15 + 0.85 * share, linewidth=1.2
+            [row["tokens"] for row in scored],
+            scores,
+            color=ACCENT,
+            alpha=0.15 + 0.85 * shade,
+            linewidth=1.2,
         )
-        ends.append(points[-1][1])
-    low, high = limits_of(ends)
+        last_scores.append(scores[-1])
+    # The ends of the curves decide the axis, since their beginnings are far above them.
+    low, high = limits_of(last_scores)
     axes.set_ylim(low, low + 1.6 * (high - low))
     axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
     axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
@@ -157,8 +180,8 @@ def _curves(
         )
 
 
-def _shown(knobs: Mapping[str, Any], varied: Sequence[str]) -> str:
-    return described({name: knobs.get(name) for name in varied})
+def _varied_knobs_text(knobs: Mapping[str, Any], varied: Sequence[str]) -> str:
+    return knobs_text({name: knobs.get(name) for name in varied})
 
 
 def write_sweep_report(
@@ -168,19 +191,21 @@ def write_sweep_report(
     curves: Sequence[Curve],
     origin: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Write `folder`/figures/*.png and `folder`/report.html, each whole or not at all.
+    """Write `folder`/figures/*.png and `folder`/report.html.
+
+    Each file is written completely or not at all.
 
     Args:
         folder: the sweep's folder.
         results: the object that `monograph sweep --json` prints.
-        settings: settings as this file's docstring describes them.
+        settings: settings as this module describes them.
         curves: the members' curves.
-        origin: (name, text) pairs on how the sweep was started.
+        origin: (name, text) pairs that say how the sweep was started.
 
     Raises:
-        DiskFull: there is no space for them.
+        DiskFull: the disk has no space for a file.
     """
-    key, unit = _measured(results)
+    key, unit = _score_key_and_unit(results)
     text = sweep_page(folder, results, settings, drawings_of(settings, curves, key, unit), origin)
     write_pages(folder, text, draw_sweep(settings, curves, key, unit))
 
@@ -193,20 +218,24 @@ def write_page_so_far(
     origin: Sequence[tuple[str, str]],
     state: str,
 ) -> None:
-    """Write the page of a sweep that has not ended, without figures; `state` says what it is, such
-    as "in progress".
+    """Write the page of a sweep that has not ended, without figures.
+
+    The arguments are those of `write_sweep_report`, and `state`, which the page shows, such as
+    "in progress".
 
     Raises:
-        DiskFull: there is no space for it.
+        DiskFull: the disk has no space for the page.
     """
-    drawings = drawings_of(settings, curves, *_measured(results))
+    key, unit = _score_key_and_unit(results)
+    drawings = drawings_of(settings, curves, key, unit)
     write_pages(folder, sweep_page(folder, results, settings, drawings, origin, state), [])
 
 
-def _measured(results: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the score's key in a row of metrics, and its unit."""
+def _score_key_and_unit(results: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the score's key in a row of metrics, and the score's unit."""
     unit = results["best"]["unit"] if results["best"] else "nats"
-    return "eval_bits_per_byte" if unit == "bits/byte" else "eval_loss", unit
+    key = "eval_bits_per_byte" if unit == "bits/byte" else "eval_loss"
+    return key, unit
 
 
 def sweep_page(
@@ -227,7 +256,7 @@ def sweep_page(
         title=folder.name,
         headline=_headline(best, so_far=bool(state)),
         standing=" ".join(standing),
-        figures=_key_figures(results),
+        key_figures=_key_figures(results),
         drawings=drawings,
         sections=[
             section("What to run next", *_commands(results["advice"]), whole=True),
@@ -240,75 +269,86 @@ def sweep_page(
 
 
 def _commands(advice: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [f"<pre>{escaped(each['command'])}</pre>" for each in advice if each["command"]]
+    """Return the markup of each command that the sweep's advice has."""
+    commands = [entry["command"] for entry in advice if entry["command"]]
+    return [f"<pre>{escaped(command)}</pre>" for command in commands]
 
 
 def _headline(best: Mapping[str, Any] | None, *, so_far: bool) -> str:
     if best is None:
         return "No score yet" if so_far else "Every member diverged"
     knobs = ", ".join(
-        f"{key.rpartition('.')[2]} {text_of(value)}" for key, value in best["knobs"].items()
+        f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in best["knobs"].items()
     )
-    return f"{best['mean']:.3f} {best['unit']}{' at ' + knobs if knobs else ''}{' so far' if so_far else ''}"
+    headline = f"{best['mean']:.3f} {best['unit']}"
+    if knobs:
+        headline += f" at {knobs}"
+    if so_far:
+        headline += " so far"
+    return headline
 
 
 def _key_figures(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rate, spent = results["tokens_per_s"], results["wall_s"]
-    known = [
-        ("members", str(len(results["members"]))),
-        ("diverged", str(sum(member["diverged"] is not None for member in results["members"]))),
-        ("time", quantities.duration(spent) if spent else ""),
-        ("tokens/s, all", quantities.count(rate) if rate else ""),
-    ]
-    return [(name, value) for name, value in known if value]
+    diverged = sum(member["diverged"] is not None for member in results["members"])
+    figures = [("members", str(len(results["members"]))), ("diverged", str(diverged))]
+    if results["wall_s"]:
+        figures.append(("time", quantities.duration(results["wall_s"])))
+    if results["tokens_per_s"]:
+        figures.append(("tokens/s, all", quantities.count(results["tokens_per_s"])))
+    return figures
 
 
 def _settings(settings: Sequence[Setting], unit: str) -> str:
     """Return a table of the settings' means over seeds, and how each compares with the best."""
     rows: list[list[Cell]] = []
     for setting in settings:
-        lost = setting["values"].count(None)
-        of = len(setting["values"])
-        score, error = (number(setting[key], "{:.4f}") for key in ("mean", "standard_error"))
-        rows.append([score, error, (f"{lost} of {of}", lost), setting["standing"]])
+        diverged = setting["values"].count(None)
+        rows.append(
+            [
+                number(setting["mean"], "{:.4f}"),
+                number(setting["standard_error"], "{:.4f}"),
+                (f"{diverged} of {len(setting['values'])}", diverged),
+                setting["standing"],
+            ]
+        )
     heads = [unit, "standard error", "diverged", "standing"]
-    return _with_knobs(
-        "Settings of the sweep", [setting["knobs"] for setting in settings], heads, rows
-    )
+    knobs = [setting["knobs"] for setting in settings]
+    return _table_with_knobs("Settings of the sweep", knobs, heads, rows)
 
 
 def _members(members: Rows) -> str:
     rows: list[list[Cell]] = []
     for member in members:
-        at = member["diverged"]
-        scores = [
-            number(member.get(key), "{:.4f}")
-            for key in ("eval_bits_per_byte", "eval_loss", "train_loss")
-        ]
         rows.append(
             [
-                *scores,
-                ("", None) if at is None else (f"at update {at:,}", at),
+                number(member.get("eval_bits_per_byte"), "{:.4f}"),
+                number(member.get("eval_loss"), "{:.4f}"),
+                number(member.get("train_loss"), "{:.4f}"),
+                number(member["diverged"], "at update {:,}"),
                 member.get("run", ""),
             ]
         )
     heads = ["bits per byte", "held-out loss, nats", "training loss, nats", "diverged", "run"]
-    return _with_knobs("Members of the sweep", [member["knobs"] for member in members], heads, rows)
+    knobs = [member["knobs"] for member in members]
+    return _table_with_knobs("Members of the sweep", knobs, heads, rows)
 
 
-def _with_knobs(
+def _table_with_knobs(
     name: str, knobs: Rows, heads: Sequence[str], rows: Sequence[Sequence[Cell]]
 ) -> str:
-    """Return a table whose first columns are the knobs."""
-    keys = list(dict.fromkeys(key for point in knobs for key in point))
-    cells = ([_knob(point.get(key)) for key in keys] for point in knobs)
-    whole = [[*of_knobs, *rest] for of_knobs, rest in zip(cells, rows, strict=True)]
-    return table(name, [*(key.rpartition(".")[2] for key in keys), *heads], whole)
+    """Return a table whose first columns are the knobs, and whose other columns are `rows`."""
+    keys = list(dict.fromkeys(key for values_by_key in knobs for key in values_by_key))
+    full_rows = []
+    for values_by_key, cells in zip(knobs, rows, strict=True):
+        knob_cells = [_knob_cell(values_by_key.get(key)) for key in keys]
+        full_rows.append([*knob_cells, *cells])
+    short_names = [key.rpartition(".")[2] for key in keys]
+    return table(name, [*short_names, *heads], full_rows)
 
 
-def _knob(value: object) -> Cell:
+def _knob_cell(value: object) -> Cell:
     if value is None:
         return ""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return text_of(value), value
+        return value_text(value), value
     return str(value)

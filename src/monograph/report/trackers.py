@@ -1,7 +1,8 @@
-"""Show runs in TensorBoard, Weights & Biases, trackio or MLflow, whose libraries only that needs.
+"""Send runs to a tracker: TensorBoard, Weights & Biases, trackio or MLflow.
 
-What opens a run in a tracker puts it in the place of an earlier one of the same run, so no number
-is there twice. It uses no network unless the tracker's own settings say so.
+A tracker's library is imported when a run is opened in the tracker. An opener is a function that
+opens a run in one tracker. It replaces what an earlier call wrote for the same run, so no number is
+in the tracker twice. It uses no network unless the tracker's own settings ask for that.
 """
 
 import importlib.util
@@ -22,9 +23,9 @@ from monograph.storage.reading import entries
 from monograph.terminal import shell_words
 
 PROJECT = "monograph"
-Point = tuple[int, dict[str, float]]  # an update, and the numbers of a row by name
-Settings = Mapping[str, Any]  # by key, such as "optim.lr"
-_BATCH = 1000  # numbers that MLflow takes at once
+Point = tuple[int, dict[str, float]]  # (update, the numbers of its row by name)
+Settings = Mapping[str, Any]  # a run's settings by key, such as "optim.lr"
+_MLFLOW_BATCH = 1000  # MLflow accepts at most this many numbers in one call
 
 
 class Tracker(NamedTuple):
@@ -33,175 +34,202 @@ class Tracker(NamedTuple):
     Attributes:
         write: adds points.
         close: finishes the run.
-        seen: how to look at it.
+        view: a command or a URL with which a person looks at the run.
     """
 
     write: Callable[[list[Point]], None]
     close: Callable[[], object]
-    seen: str
+    view: str
 
 
 def _tensorboard(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
-    """Write event files to OUT/NAME, by default to tensorboard/NAME."""
+    """Open a run in TensorBoard: write event files to OUT/NAME, by default to tensorboard/NAME."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     out = out or Path("tensorboard")
     suffix = f".{key}"
-    earlier = entries(out / name, "events.")
-    if others := [file for file in earlier if file.suffix != suffix]:
-        raise InputRefused(f"{others[0]}: is not of this run; name another folder with --out")
-    for file in earlier[:-1]:
+    earlier_files = entries(out / name, "events.")
+    foreign_files = [file for file in earlier_files if file.suffix != suffix]
+    if foreign_files:
+        raise InputRefused(
+            f"{foreign_files[0]} is a file of another run: name another folder with --out"
+        )
+    # The last file stays: a running TensorBoard that reads it would not find the new file without
+    # it. The START event below makes TensorBoard discard its numbers.
+    for file in earlier_files[:-1]:
         file.unlink()
     (out / name).mkdir(parents=True, exist_ok=True)
     began_s = time.time()
-    # TensorBoard's own EventFileWriter writes in a thread, whose errors it prints, and forgets in
-    # the last rows.
+    # The file is written here, since TensorBoard's own EventFileWriter writes in a thread. That
+    # thread prints its errors, and an error in the last rows is lost.
     process = f"{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
-    named = f"events.out.tfevents.{int(began_s):010d}.{process}{suffix}"
-    writer = RecordWriter(open(out / name / named, "xb"))
+    file_name = f"events.out.tfevents.{int(began_s):010d}.{process}{suffix}"
+    writer = RecordWriter(open(out / name / file_name, "xb"))
 
-    def add(update: int, **what: object) -> None:
-        writer.write(Event(step=update, wall_time=time.time(), **what).SerializeToString())
+    def add_event(update: int, **content: object) -> None:
+        writer.write(Event(step=update, wall_time=time.time(), **content).SerializeToString())
 
     def write(points: list[Point]) -> None:
         for update, numbers in points:
-            add(
-                update,
-                summary={
-                    "value": [
-                        {"tag": tag, "simple_value": number} for tag, number in numbers.items()
-                    ]
-                },
-            )
+            values = [{"tag": tag, "simple_value": number} for tag, number in numbers.items()]
+            add_event(update, summary={"value": values})
         writer.flush()
 
     writer.write(Event(wall_time=began_s, file_version="brain.Event:2").SerializeToString())
-
-    # This voids the earlier file, which stays since a TensorBoard that reads it would not find the
-    # next one without it.
-    add(0, session_log=SessionLog(status=SessionLog.START))
-    plain = {
-        each: str(value) if isinstance(value, list) else value for each, value in settings.items()
+    add_event(0, session_log=SessionLog(status=SessionLog.START))
+    # A hyperparameter cannot be a list.
+    hyperparameters = {
+        setting: str(value) if isinstance(value, list) else value
+        for setting, value in settings.items()
     }
-    add(0, summary=hparams_pb(plain, trial_id=key))
+    add_event(0, summary=hparams_pb(hyperparameters, trial_id=key))
     return Tracker(write, writer.close, f"tensorboard --logdir {shell_words(out)}")
 
 
 def _wandb(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
-    """Begin a run of wandb, offline unless WANDB_MODE says otherwise."""
-    # It would report its own errors even if offline.
+    """Open a run in wandb, offline unless WANDB_MODE says otherwise."""
+    # wandb sends reports of its own errors, even offline.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
-    place = out or Path(os.environ.get("WANDB_DIR", "."))
-    for folder in entries(place / "wandb", "offline-run-"):
+    parent_folder = out or Path(os.environ.get("WANDB_DIR", "."))
+    for folder in entries(parent_folder / "wandb", "offline-run-"):
         if folder.name.endswith(f"-{key}"):
             shutil.rmtree(folder)
-    how = wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
     mode = os.environ.get("WANDB_MODE", "offline")
-    project = os.environ.get("WANDB_PROJECT", PROJECT)
-    where = {"dir": place, "mode": mode, "project": project, "id": key, "name": name}
-    run = wandb.init(**where, config=dict(settings), reinit="create_new", settings=how)
-    seen = f"wandb sync {shell_words(Path(run.dir).parent)}" if mode == "offline" else str(run.url)
+    run = wandb.init(
+        dir=parent_folder,
+        mode=mode,
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        id=key,
+        name=name,
+        config=dict(settings),
+        reinit="create_new",  # other runs of this process stay open
+        settings=wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True),
+    )
+    if mode == "offline":  # in which the run has no URL
+        view = f"wandb sync {shell_words(Path(run.dir).parent)}"
+    else:
+        view = str(run.url)
 
-    def look() -> None:
-        # On a full disk it drops rows. Without the folder it writes nothing to this machine.
+    def require_disk_space() -> None:
+        # wandb drops rows on a full disk without an error, so try to write 1 MiB. A mode that
+        # writes nothing to this machine has no folder.
         with suppress(FileNotFoundError), tempfile.TemporaryFile(dir=run.dir) as file:
             file.write(bytes(1 << 20))
 
-    return _watched(run, look, seen)
+    return _checked_tracker(run, require_disk_space, view)
 
 
 def _trackio(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
-    """Begin a run of trackio, on this machine unless its variables name another."""
+    """Open a run in trackio, on this machine unless trackio's variables name another."""
     if out:
-        os.environ["TRACKIO_DIR"] = str(out.absolute())  # is read by the import
+        # trackio reads the variable when it is imported.
+        os.environ["TRACKIO_DIR"] = str(out.absolute())
     import trackio
 
-    with suppress(ValueError):  # there is no such project yet
-        for earlier in trackio.Api().runs(PROJECT):
-            if (earlier.config or {}).get("key") == key:
-                earlier.delete()
-    how = {
-        "config": {**settings, "key": key},
-        "embed": False,
-        "auto_log_gpu": False,
-        "auto_log_cpu": False,
-    }
-    # In a context of its own, since `init` finishes the open run of this one, and a sweep's runs
-    # are open together.
-    run = Context().run(trackio.init, PROJECT, name, **how)
-    place = f"TRACKIO_DIR={shell_words(out.absolute())} " if out else ""
+    with suppress(ValueError):  # the project does not exist yet
+        for earlier_run in trackio.Api().runs(PROJECT):
+            if (earlier_run.config or {}).get("key") == key:
+                earlier_run.delete()
+    # `init` finishes the run that is open in the current context, but the runs of a sweep are open
+    # at the same time. So each run gets a context of its own.
+    run = Context().run(
+        trackio.init,
+        PROJECT,
+        name,
+        config={**settings, "key": key},
+        embed=False,
+        auto_log_gpu=False,
+        auto_log_cpu=False,
+    )
+    folder_setting = f"TRACKIO_DIR={shell_words(out.absolute())} " if out else ""
 
-    def look() -> None:
-        if any("logs" in failed for failed in getattr(run, "_warned_failures", ())):
-            raise DiskFull("trackio: it dropped rows; see the disk, then follow again")
+    def require_no_dropped_rows() -> None:
+        # trackio warns of rows that it could not write, but raises no error.
+        if any("logs" in failure for failure in getattr(run, "_warned_failures", ())):
+            raise DiskFull("trackio dropped rows: make space on the disk, then follow again")
 
-    return _watched(run, look, f"{place}trackio show --project {PROJECT}")
+    view = f"{folder_setting}trackio show --project {PROJECT}"
+    return _checked_tracker(run, require_no_dropped_rows, view)
 
 
-class _Open(Protocol):
-    """A run that is open in a library."""
+class _OpenRun(Protocol):
+    """A run that is open in wandb or trackio."""
 
     def log(self, metrics: dict[str, float], *, step: int) -> object: ...
 
     def finish(self) -> object: ...
 
 
-def _watched(run: _Open, look: Callable[[], None], seen: str) -> Tracker:
-    """Have a look after a library has written, which raises no error where it cannot."""
+def _checked_tracker(run: _OpenRun, check: Callable[[], None], view: str) -> Tracker:
+    """Return a tracker that checks after each write whether the library lost rows.
+
+    Args:
+        run: the open run. Its library raises no error if it cannot write.
+        check: raises an error if the library may have lost rows.
+        view: see `Tracker`.
+    """
 
     def write(points: list[Point]) -> None:
         for update, numbers in points:
             run.log(numbers, step=update)
-        look()
+        check()
 
     def close() -> None:
         run.finish()
-        look()
+        check()
 
-    return Tracker(write, close, seen)
+    return Tracker(write, close, view)
 
 
 def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
-    """Begin a run of MLflow, in OUT/mlflow.db unless MLFLOW_TRACKING_URI names another place."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would tell of its use
+    """Open a run in MLflow, in OUT/mlflow.db unless MLFLOW_TRACKING_URI names another place."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow.entities import Metric, Param
     from mlflow.tracking import MlflowClient
 
-    # It tells of each table of a new file, and errors twice.
+    # MLflow logs each table of a new database, and logs an error that it also raises.
     logging.getLogger("mlflow").setLevel(logging.CRITICAL)
-    uri = (
-        os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out or Path()).absolute()}/mlflow.db"
-    )
+    folder = (out or Path()).absolute()
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
     client = MlflowClient(uri)
     project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
     experiment = client.get_experiment_by_name(project)
-    into = experiment.experiment_id if experiment else client.create_experiment(project)
-    for earlier in client.search_runs([into], f"tags.monograph = '{key}'"):
-        client.delete_run(earlier.info.run_id)
-    run = client.create_run(into, tags={"monograph": key}, run_name=name).info.run_id
-    client.log_batch(run, params=[Param(each, str(value)) for each, value in settings.items()])
+    if experiment:
+        experiment_id = experiment.experiment_id
+    else:
+        experiment_id = client.create_experiment(project)
+    for earlier_run in client.search_runs([experiment_id], f"tags.monograph = '{key}'"):
+        client.delete_run(earlier_run.info.run_id)
+    run = client.create_run(experiment_id, tags={"monograph": key}, run_name=name)
+    run_id = run.info.run_id
+    params = [Param(setting, str(value)) for setting, value in settings.items()]
+    client.log_batch(run_id, params=params)
 
     def write(points: list[Point]) -> None:
         now_ms = int(1000 * time.time())
         metrics = [
-            Metric(*named, now_ms, update)
+            Metric(metric_name, number, now_ms, update)
             for update, numbers in points
-            for named in numbers.items()
+            for metric_name, number in numbers.items()
         ]
-        for begin in range(0, len(metrics), _BATCH):
-            client.log_batch(run, metrics=metrics[begin : begin + _BATCH])
+        for begin in range(0, len(metrics), _MLFLOW_BATCH):
+            client.log_batch(run_id, metrics=metrics[begin : begin + _MLFLOW_BATCH])
 
-    return Tracker(
-        write,
-        lambda: client.set_terminated(run),
-        f"mlflow ui --backend-store-uri {shell_words(uri)}",
-    )
+    def close() -> None:
+        client.set_terminated(run_id)
+
+    return Tracker(write, close, f"mlflow ui --backend-store-uri {shell_words(uri)}")
 
 
+# Opens a run in a tracker. The arguments are:
+#   the run's name;
+#   a key that is different for a run of the same name in another folder;
+#   the run's settings;
+#   the folder for the tracker's files, or None for the tracker's default.
 Opener = Callable[[str, str, Settings, Path | None], Tracker]
 
 
@@ -209,15 +237,15 @@ class Library(NamedTuple):
     """The library of a tracker.
 
     Attributes:
-        title: what the tracker is called.
-        open: opens a run there; see `tracker_named`.
+        title: the tracker's name for people.
+        open: opens a run in it.
     """
 
     title: str
     open: Opener
 
 
-# By the name that is imported, and typed.
+# By the name that is imported, and that a person types after --to.
 LIBRARIES = {
     "tensorboard": Library("TensorBoard", _tensorboard),
     "wandb": Library("W&B", _wandb),
@@ -227,13 +255,10 @@ LIBRARIES = {
 
 
 def tracker_named(name: str) -> Opener:
-    """Return what opens a run in the tracker of a name.
-
-    Its arguments are the run's name; a key, which tells it from runs of that name in other folders;
-    its settings; and the folder for the tracker's files, where None means the tracker's own.
+    """Return the function that opens a run in the tracker of this name.
 
     Raises:
-        UsageError: there is no such tracker, or its library is not installed.
+        UsageError: there is no tracker of this name, or its library is not installed.
     """
     if name not in LIBRARIES:
         raise UsageError(f"--to {name}: expected one of {', '.join(LIBRARIES)}")

@@ -68,7 +68,7 @@ _BEFORE_IT_BEGAN = {
 _RECORD = b'{"serial": '  # the first bytes of run.lock
 
 # The numbers that a row may have, besides times, whose names end in their unit.
-_NUMBERS = (*metrics.keys(), "share")
+_NUMBERS = (*metrics.metric_keys(), "share")
 # A function that says why a folder in runs/ cannot be what `last` means, such as "is a sweep"; ""
 # if it can be.
 WhyNot = Callable[[Path], str]

@@ -10,7 +10,7 @@ from monograph import compat
 from monograph.device import clock
 from monograph.errors import Stopped
 from monograph.planner import defaults
-from monograph.report.metrics import printed
+from monograph.report.metrics import printed_keys
 from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.run.signals import StopSignal
@@ -118,7 +118,7 @@ class AfterUpdate:
         log = self.log
         log.flush()
         rate = self.report.rate(self._since_shown, clock() - self._shown_s, log.last)
-        shown = "   ".join(f"{name} {log.last[name]:.3f}" for name in printed(log.last))
+        shown = "   ".join(f"{name} {log.last[name]:.3f}" for name in printed_keys(log.last))
         self._score = shown or self._score
         self.block.update(
             done,

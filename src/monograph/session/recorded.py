@@ -13,7 +13,7 @@ from typing import Any
 
 from monograph.config import EXCLUSIVE, Settings, load
 from monograph.config.keys import DataSection
-from monograph.config.settings import BELONGS, NAME_CODE, OF_ONE_RUN
+from monograph.config.settings import CODE_KEYS, DEPENDENT_KEYS, RUN_SPECIFIC_KEYS
 from monograph.config.sources import written_fingerprint
 from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.planner import defaults
@@ -47,7 +47,7 @@ from monograph.terminal import shell_words
 def run_settings(
     run: Run,
     *,
-    runs: Collection[str] = NAME_CODE,
+    runs: Collection[str] = CODE_KEYS,
     programs: Sequence[str] = (),
     recorded: str | None = None,
 ) -> Settings:
@@ -110,7 +110,7 @@ def settings_given(
         InputRefused: see `run_settings`.
         UsageError: see `monograph.config.load`.
     """
-    vouched = _of_its_run(toml, [key for key in NAME_CODE if runs_code and key not in overrides])
+    vouched = _of_its_run(toml, [key for key in CODE_KEYS if runs_code and key not in overrides])
     is_of_run = toml is not None and carries_mark(toml)
     settings = fetched_model(load(toml, overrides, recorded=is_of_run, faults=faults), files)
     if not runs_code:
@@ -120,7 +120,7 @@ def settings_given(
     typed = [
         value
         for key, value in settings.values().items()
-        if key in NAME_CODE and not _is_from(toml, settings, key)
+        if key in CODE_KEYS and not _is_from(toml, settings, key)
     ]
     if strange := [value for value in settings.programs if value not in {*vouched, *typed}]:
         raise InputRefused(
@@ -276,7 +276,7 @@ def settings_of(run: Run, given: Settings) -> Settings:
             f"{run.folder} was stopped before it began: start it with `monograph train --out {shell_words(run.folder)}`"
         )
     # Rank 0 answers for all.
-    own = run_settings(run, runs=() if isinstance(run, Follower) else NAME_CODE)
+    own = run_settings(run, runs=() if isinstance(run, Follower) else CODE_KEYS)
     per_update = defaults.in_whole_rows(
         int(own.train.tokens_per_update), int(own.data.sequence_length)
     )
@@ -362,15 +362,15 @@ def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | N
 
 def branched(parent: Run, given: Settings) -> Settings:
     """Return the settings of a new run: the given ones, and its parent's except those of
-    `OF_ONE_RUN`.
+    `RUN_SPECIFIC_KEYS`.
     """
     if not parent.begun and not entries(parent.checkpoints):
         raise InputRefused(
             f"{parent.folder} was stopped before it began: nothing can start from it"
         )
-    replaced = dict.fromkeys(NAME_CODE, objective_of(given).is_named)
+    replaced = dict.fromkeys(CODE_KEYS, objective_of(given).is_named)
     replaced["model.init"] = given.model.init is not None
-    own = run_settings(parent, runs=[key for key in NAME_CODE if not replaced[key]])
+    own = run_settings(parent, runs=[key for key in CODE_KEYS if not replaced[key]])
     taken = _by_records(given, own)
     if added := [
         key for key in ADAPTER_KEYS if key in taken and given.values()[key] != own.values()[key]
@@ -390,11 +390,11 @@ def branched(parent: Run, given: Settings) -> Settings:
         tokenizer = tokenizer_named(given.data.tokenizer)
         tokens_of(given, source, tokenizer, is_adapted=False).require_no_new(str(parent.folder))
     taken -= {"optim.transfer", "optim.transfer_base"}
-    taken |= {belonging for key in taken for belonging in BELONGS.get(key, ())}
+    taken |= {belonging for key in taken for belonging in DEPENDENT_KEYS.get(key, ())}
     closed = (
         {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group}
         | taken
-        | OF_ONE_RUN
+        | RUN_SPECIFIC_KEYS
     )
     if given.model.init:  # that model brings its own shape
         closed |= {key for key in own.values() if key.startswith("model.")}

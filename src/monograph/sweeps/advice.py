@@ -1,8 +1,8 @@
-"""Say what a sweep's results mean and what to run next: whether a difference is real, more seeds, a
-longer axis.
+"""Say what a sweep's results mean, and what to run next: more seeds, or a longer axis.
 
-Every command begins with the sweep's own config.toml and its number of updates, so that new scores
-can be compared with the old ones.
+Every proposed command begins with the sweep's own config.toml and has its number of updates, so
+that new scores can be compared with the old ones. A knob is a varied key; a setting is a
+combination of knobs' values, with one member for each seed.
 """
 
 import itertools
@@ -18,23 +18,24 @@ from monograph.errors import UsageError
 from monograph.evaluation.significance import Setting, Table, pooled, seeds_needed, t_quantile
 from monograph.report.quantities import counted
 from monograph.sweeps.folder import Sweep
-from monograph.sweeps.spec import ORIGIN, described, short, shown
+from monograph.sweeps.spec import ORIGIN, describe_knobs, short_key, value_text
 from monograph.terminal import shell_words
 
-BEYOND = 2  # values that are proposed beyond the end of an axis
-FEWEST_SEEDS = 4  # with fewer the noise itself is hardly known
-MOST_SEEDS = 16
-# Degrees of freedom below which what looks like a small difference may be a large one.
-FEW_DEGREES = 3
-LENGTHS = ("train.updates", "train.tokens", "train.epochs")
+VALUES_BEYOND = 2  # how many values are proposed beyond the end of an axis
+MIN_SEEDS = 4  # that are proposed; with fewer seeds the noise itself is hardly known
+MAX_SEEDS = 16  # that are proposed
+# With fewer degrees of freedom, what looks like a small difference may be a large one.
+MIN_DEGREES = 3
+LENGTH_KEYS = ("train.updates", "train.tokens", "train.epochs")
 
 
 class Advice(NamedTuple):
-    """What a sweep's results mean.
+    """One thing that a sweep's results mean.
 
     Attributes:
         text: one or two sentences.
-        arguments: those of the command that follows from it, after `monograph`; empty if none does.
+        arguments: the command to run next, as the arguments after `monograph`; empty if there is
+            none.
     """
 
     text: str
@@ -42,11 +43,15 @@ class Advice(NamedTuple):
 
 
 def advise(sweep: Sweep, table: Table) -> list[Advice]:
-    """Return what follows from a finished sweep's table, in the order in which it is best done."""
+    """Return what follows from a finished sweep's table, the most urgent first."""
     if table.best is None:
         return [Advice("Every member diverged: lower the learning rates.")]
     best = table.best.setting
-    return [*_diverged(best), *_edges(sweep, table, best), *_compared(sweep, table, best)]
+    return [
+        *_divergence_advice(best),
+        *_edge_advice(sweep, table, best),
+        *_comparison_advice(sweep, table, best),
+    ]
 
 
 def as_json(advices: Sequence[Advice]) -> list[dict[str, str | None]]:
@@ -60,98 +65,106 @@ def as_json(advices: Sequence[Advice]) -> list[dict[str, str | None]]:
     ]
 
 
-def _diverged(best: Setting) -> Iterator[Advice]:
+def _divergence_advice(best: Setting) -> Iterator[Advice]:
+    """Say that even the best setting diverged with some seeds."""
     if best.failed:
-        lost = f"{len(best.failed)} of {len(best.members)}"
+        seeds = f"{len(best.failed)} of {len(best.members)}"
         yield Advice(
-            f"No setting is safe: even {_name(best)} diverged with {lost} seeds. Lower the learning rates."
+            f"No setting is safe: even {_name(best)} diverged with {seeds} seeds. Lower the learning rates."
         )
 
 
-def _edges(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
-    """Say on which axes the best value is the first or the last, and how to go on beyond."""
+def _edge_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
+    """Say on which axes the best value is the first or the last, and which values to try next."""
     axes = {key: [value] for key, value in best.knobs.items()}
-    ends = list[str]()
+    edges = list[str]()
     for key, value in best.knobs.items():
         tried = _distinct([setting.knobs[key] for setting in table.settings])
         if len(tried) < 2 or not _is_ordered(key, tried) or value not in (tried[0], tried[-1]):
             continue
         upwards = value == tried[-1]
-        further = _accepted(sweep.settings, key, beyond(tried, upwards=upwards))
+        further = _accepted(sweep.settings, key, values_beyond(tried, upwards=upwards))
         if further:
             axes[key] = [value, *further]
-            ends.append(
-                f"{shown(value)} is the {'largest' if upwards else 'smallest'} {short(key)}"
-            )
-    if ends:
-        text = f"{_listed(ends)} that this sweep tried, so the best may lie beyond. Go on there."
+            edge = "largest" if upwards else "smallest"
+            edges.append(f"{value_text(value)} is the {edge} {short_key(key)}")
+    if edges:
+        text = f"{_listed(edges)} that this sweep tried, so the best may lie beyond. Go on there."
         yield Advice(text, _command(sweep, axes, len(best.members)))
 
 
-def _compared(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
-    """Say whether the best setting is better than the others by more than chance, and if not, what
-    would tell.
+def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
+    """Say whether the best setting is better than the others by more than chance, and if not, which
+    runs would show it.
     """
     rivals = [
         setting
         for setting in table.settings
         if setting.difference and len(setting.failed) <= len(best.failed)
     ]
-    rivals.sort(key=_worse_by)
+    rivals.sort(key=_difference)
     if not rivals:
         return
     if table.noise is None:
-        half = rivals[: pooled(1 + len(rivals))]
+        nearest_rivals = rivals[: pooled(1 + len(rivals))]
         yield Advice(
-            f"One seed cannot tell a difference from chance. Run the best with {FEWEST_SEEDS} seeds each.",
-            _command(sweep, _product_of([best, *half]), FEWEST_SEEDS),
+            f"One seed cannot tell a difference from chance. Run the best with {MIN_SEEDS} seeds each.",
+            _command(sweep, _product_axes([best, *nearest_rivals]), MIN_SEEDS),
         )
         return
     tied = [setting for setting in rivals if setting.tied]
     if tied:
-        yield from _unclear(sweep, table, best, tied)
+        yield from _tie_advice(sweep, table, best, tied)
         return
     nearest = rivals[0]
     assert nearest.difference and nearest.difference.standard_error is not None
-    bound = t_quantile(table.degrees) * nearest.difference.standard_error
-    others = (
-        "the others"
-        if len(rivals) + 1 == len(table.settings)
-        else "the others that did not diverge"
-    )
+    half_interval = t_quantile(table.degrees) * nearest.difference.standard_error
+    others = "the others"
+    if len(rivals) + 1 < len(table.settings):
+        others = "the others that did not diverge"
     yield Advice(
         f"{_name(best)} is better than {others} by more than chance: the next, {_name(nearest)}, is worse by "
-        f"{_worse_by(nearest):.3g} ± {bound:.2g} {table.unit} (95 %)."
+        f"{_difference(nearest):.3g} ± {half_interval:.2g} {table.unit} (95 %)."
     )
 
 
-def _unclear(
+def _tie_advice(
     sweep: Sweep, table: Table, best: Setting, tied: Sequence[Setting]
 ) -> Iterator[Advice]:
-    """Say which settings cannot be separated from the best, and by how many seeds they could."""
+    """Say which settings cannot be separated from the best, and how many seeds could separate them.
+
+    Args:
+        sweep: the sweep.
+        table: the compared settings.
+        best: the best setting.
+        tied: settings that may be as good.
+    """
     assert table.noise is not None
-    near = list[Setting]()
-    alike = list[Setting]()
-    seeds = max(FEWEST_SEEDS, len(best.members) + 1)
+    separable = list[Setting]()
+    inseparable = list[Setting]()
+    seeds = max(MIN_SEEDS, len(best.members) + 1)
     for setting in tied:
-        needed = seeds_needed(_worse_by(setting), table.noise, pooled(1 + len(tied)), MOST_SEEDS)
-        if table.degrees < FEW_DEGREES:
-            near.append(setting)  # what is needed follows from a noise that is hardly known
+        needed = seeds_needed(_difference(setting), table.noise, pooled(1 + len(tied)), MAX_SEEDS)
+        if table.degrees < MIN_DEGREES:
+            # The needed seeds are computed from the noise, which is hardly known here. So the
+            # number is not used.
+            separable.append(setting)
         elif needed is None:
-            alike.append(setting)
+            inseparable.append(setting)
         else:
-            near.append(setting)
+            separable.append(setting)
             seeds = max(seeds, needed)
-    if near:
+    tried_seeds = counted(len(best.members), "seed")
+    if separable:
         yield Advice(
-            f"{counted(len(best.members), 'seed')} cannot separate {_name(best)} from {_with_differences(near)}. Run "
-            f"{seeds} seeds of each.",
-            _command(sweep, _product_of([best, *near]), seeds),
+            f"{tried_seeds} cannot separate {_name(best)} from {_with_differences(separable)}. Run {seeds} seeds of "
+            "each.",
+            _command(sweep, _product_axes([best, *separable]), seeds),
         )
-    if alike:
+    if inseparable:
         yield Advice(
-            f"{counted(len(best.members), 'seed')} cannot separate {_name(best)} from {_with_differences(alike)}, and "
-            f"{MOST_SEEDS} would hardly: choose by what they cost."
+            f"{tried_seeds} cannot separate {_name(best)} from {_with_differences(inseparable)}, and {MAX_SEEDS} would "
+            "hardly: choose by what they cost."
         )
 
 
@@ -164,31 +177,35 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
+def values_beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
     """Return the next values of an axis beyond its last one, or before its first one.
 
         evenly spaced:  last + i · (last - first) / (n - 1)
         otherwise:      last · (last / first)^(i / (n - 1))        i = 1, 2
 
-    The second form is for positive values alone; a zero at the start of such an axis does not
-    count. Where the first form comes to zero or below, while all values are positive, each further
-    value is half of the one before.
+    The second form is for positive values only; zeros at the start of such an axis are left out. If
+    the first form gives zero or less although all values are positive, each further value is half
+    of the previous one.
 
     Args:
         ordered: two or more values in rising order.
-        upwards: whether to go on beyond the last.
+        upwards: whether to return values beyond the last one.
     """
-    steps = range(1, BEYOND + 1)
+    steps = range(1, VALUES_BEYOND + 1)
     positive = [value for value in ordered if value > 0]
     end = ordered[-1] if upwards else ordered[0]
-    if len(ordered) > 2 and _is_even(ordered) or len(positive) < 2 or end <= 0:
+    # Two values are always evenly spaced, so they do not show it.
+    is_even = len(ordered) > 2 and _is_even(ordered)
+    if is_even or len(positive) < 2 or end <= 0:
         step = (ordered[-1] - ordered[0]) / (len(ordered) - 1)
-        values = [end + (step if upwards else -step) * i for i in steps]
+        signed_step = step if upwards else -step
+        values = [end + signed_step * i for i in steps]
         if len(positive) == len(ordered) and min(values) <= 0:
             values = [end / 2**i for i in steps]
     else:
         ratio = (positive[-1] / positive[0]) ** (1 / (len(positive) - 1))
-        values = [end * (ratio if upwards else 1 / ratio) ** i for i in steps]
+        factor = ratio if upwards else 1 / ratio
+        values = [end * factor**i for i in steps]
     if all(isinstance(value, int) for value in ordered):
         return list(dict.fromkeys(round(value) for value in values))
     return [float(f"{value:.4g}") for value in values]
@@ -205,86 +222,98 @@ def _accepted(settings: Settings, key: str, values: Sequence[float]) -> list[Any
     """Return the values that the key and the other settings accept, as they are read from the
     command line.
     """
-    found = list[Any]()
+    accepted = list[Any]()
     for value in values:
         with suppress(UsageError):
-            read = check(key, typed(value), ORIGIN, from_text=True)
-            settings.resolve({key: read}, ORIGIN)
-            found.append(read)
-    return found
+            read_value = check(key, typed_value(value), ORIGIN, from_text=True)
+            settings.resolve({key: read_value}, ORIGIN)
+            accepted.append(read_value)
+    return accepted
 
 
-def _product_of(settings: Sequence[Setting]) -> dict[str, list[Any]]:
-    """Return the axes whose product has these settings."""
+def _product_axes(settings: Sequence[Setting]) -> dict[str, list[Any]]:
+    """Return axes whose combinations include these settings."""
     keys = dict.fromkeys(key for setting in settings for key in setting.knobs)
     return {key: _distinct([setting.knobs.get(key) for setting in settings]) for key in keys}
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
     """Return the values without repetitions, numbers in rising order."""
-    found = list({repr(value): value for value in values}.values())
-    return sorted(found) if all(map(_is_number, found)) else found
+    distinct = list({repr(value): value for value in values}.values())
+    return sorted(distinct) if all(map(_is_number, distinct)) else distinct
 
 
 def _command(sweep: Sweep, axes: Mapping[str, Sequence[Any]], seeds: int) -> tuple[str, ...]:
-    """Return the arguments of a sweep over these axes and so many seeds, each member as long as in
-    `sweep`.
+    """Return the arguments of a further sweep.
+
+    Args:
+        sweep: the sweep. The members of the further one are as long as its own.
+        axes: the further sweep's values by key.
+        seeds: its number of seeds.
     """
-    words = [f"{key}={_axis(values)}" for key, values in axes.items()]
-    return ("sweep", str(sweep.run.config), *words, *_seeds(sweep, seeds), *_length(sweep, axes))
+    words = [f"{key}={_axis_text(values)}" for key, values in axes.items()]
+    seed_words = _seed_axis(sweep, seeds)
+    return ("sweep", str(sweep.run.config), *words, *seed_words, *_length_argument(sweep, axes))
 
 
-def _seeds(sweep: Sweep, number: int) -> list[str]:
-    """Return the axis of so many seeds, those of the sweep first; nothing if there is only the
-    settings' seed.
+def _seed_axis(sweep: Sweep, number: int) -> list[str]:
+    """Return the axis of a number of seeds, which includes those of the sweep; no argument if the
+    settings' own seed is the only one.
     """
-    had = list(dict.fromkeys(point[SEED] for point in sweep.points if SEED in point)) or [
-        sweep.settings.train.seed
-    ]
-    unused = (seed for seed in itertools.count() if seed not in had)
-    seeds = sorted([*had, *itertools.islice(unused, max(0, number - len(had)))])
+    used = list(dict.fromkeys(point[SEED] for point in sweep.points if SEED in point))
+    if not used:
+        used = [sweep.settings.train.seed]
+    unused = (seed for seed in itertools.count() if seed not in used)
+    further = itertools.islice(unused, max(0, number - len(used)))
+    seeds = sorted([*used, *further])
     if len(seeds) == 1:
         return []
-    is_range = len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1))
-    return [f"{SEED}={seeds[0]}..{seeds[-1]}" if is_range else f"{SEED}={_axis(seeds)}"]
+    if len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1)):
+        return [f"{SEED}={seeds[0]}..{seeds[-1]}"]
+    return [f"{SEED}={_axis_text(seeds)}"]
 
 
-def _length(sweep: Sweep, axes: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return the number of updates, if the settings give a time instead and all members had the
-    same number.
+def _length_argument(sweep: Sweep, axes: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return the argument for the number of updates, if the settings give a time instead and all
+    members had the same number; else no argument.
     """
     given = sweep.settings.values()
-    if any(given[key] is not None or key in axes for key in LENGTHS):
+    if any(given[key] is not None or key in axes for key in LENGTH_KEYS):
         return []
     updates = {group["updates"] for group in sweep.record.get("groups", [])}
     return [f"train.updates={updates.pop()}"] if len(updates) == 1 else []
 
 
-def _axis(values: Sequence[Any]) -> str:
-    pairs = len(values) > 1 and any(isinstance(value, tuple) for value in values)
-    return ",".join(f"[{typed(value)}]" if pairs else typed(value) for value in values)
+def _axis_text(values: Sequence[Any]) -> str:
+    # A value that is a tuple has commas of its own.
+    in_brackets = len(values) > 1 and any(isinstance(value, tuple) for value in values)
+    texts = [typed_value(value) for value in values]
+    return ",".join(f"[{text}]" for text in texts) if in_brackets else ",".join(texts)
 
 
-def typed(value: object) -> str:
+def typed_value(value: object) -> str:
     """Return a value as it is typed on the command line, from which exactly this value is read."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
-        return ",".join(map(typed, value))
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+        return ",".join(map(typed_value, value))
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value)
 
 
-def _worse_by(setting: Setting) -> float:
+def _difference(setting: Setting) -> float:
+    """Return by how much a setting is worse than the best."""
     assert setting.difference
     return setting.difference.value
 
 
 def _with_differences(settings: Sequence[Setting]) -> str:
-    return _listed([f"{_name(setting)} ({_worse_by(setting):+.3g})" for setting in settings])
+    return _listed([f"{_name(setting)} ({_difference(setting):+.3g})" for setting in settings])
 
 
 def _name(setting: Setting) -> str:
-    return described(dict(setting.knobs))
+    return describe_knobs(dict(setting.knobs))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,5 +1,5 @@
-"""What happens after each update of a round's members, which train at once: the same as after that
-of a single run.
+"""What happens after each update of a round, whose members train at once. The form is that of
+`monograph.session.after_update`, which does it for a single run.
 """
 
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ from monograph.step import Update
 from monograph.sweeps.batch import MemberBatch
 from monograph.sweeps.progress import SweepProgress
 
-EVERY = 10  # updates between two reads of losses from the device
+READ_EVERY = 10  # updates between two reads of losses from the device
 
 
 class Moment(NamedTuple):
-    """What is due after an update.
+    """The state of a round after an update, by which the work after it is decided.
 
     Attributes:
         done: the number of updates so far.
-        is_last: whether the round ends with it.
-        all_lost: whether no member learns any more.
+        is_last: whether it is the round's last update.
+        all_lost: whether every member has diverged.
         stopping: whether the user asked the sweep to stop.
     """
 
@@ -46,59 +46,73 @@ class AfterUpdate:
         block: SweepDisplay,
         stop: StopSignal,
     ) -> None:
-        """Open the members' logs and start the clock; `updates` are those of each member."""
+        """Open the members' logs and start the clock.
+
+        Args:
+            batch: the round.
+            updates: the number of updates of each member.
+            state: the sweep.
+            block: the live display.
+            stop: the user's signals.
+        """
         self.batch = batch
         self.updates = updates
         self.state = state
         self.block = block
         self.stop_signal = stop
-        self.logs = MetricsLogs([session.run for session in batch.sessions], EVERY)
+        self.logs = MetricsLogs([session.run for session in batch.sessions], READ_EVERY)
         self._intervals = batch.sessions[0].plan.intervals
-        self._shown = batch.engine.index
+        # The number of updates at the last time that numbers were shown, and that time.
+        self._shown_updates = batch.engine.index
         self._shown_s = clock()
 
     def note(self, update: Update) -> Moment:
-        """Log an update, show the members' numbers now and then, freeze those that diverged; return
-        what is due.
+        """Log an update, and return the state of the round after it.
+
+        After some updates the members' numbers are shown, and members that diverged are frozen.
         """
         batch = self.batch
         done = update.index + 1
         is_last = done == self.updates
         stopping = self.stop_signal.requested is not None
-        rate = self.state.rate / len(batch.members) or None
-        written = self.logs.add(update, {"tokens_per_s": rate, "wall_s": self.state.spent_s})
-        if written or is_last or stopping:
+        rate = self.state.rate / len(batch.members) or None  # 0 before the first measurement
+        were_written = self.logs.add(update, {"tokens_per_s": rate, "wall_s": self.state.spent_s})
+        if were_written or is_last or stopping:
             self._show(done, is_last)
-        return Moment(done, is_last, len(batch.ended) == len(batch.members), stopping)
+        all_lost = len(batch.ended) == len(batch.members)
+        return Moment(done, is_last, all_lost, stopping)
 
     def _show(self, done: int, is_last: bool) -> None:
+        """Write and show the members' numbers, and freeze members that diverged."""
         logs = self.logs
         logs.flush()
-        self.state.trained(self.batch, done - self._shown, clock() - self._shown_s)
+        self.state.count_trained(self.batch, done - self._shown_updates, clock() - self._shown_s)
         self.block.update(self.state.done, self.state.figures)
-        self._shown = done
+        self._shown_updates = done
         self._shown_s = clock()
-        lost = logs.diverged(self.updates if is_last else None)
-        self.batch.freeze({place: logs.ended[place] for place in lost})
+        newly_diverged = logs.diverged(self.updates if is_last else None)
+        self.batch.freeze({place: logs.ended[place] for place in newly_diverged})
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time of the block out of the updates' rate."""
+        """Leave the time of the block out of the rate of updates."""
         began = clock()
         yield
         self._shown_s += clock() - began
 
     def evaluate(self, moment: Moment) -> None:
-        """Score held-out text, if that is due."""
+        """Score held-out text, if it is time for that."""
         if moment.done % self._intervals.eval_every == 0 or moment.is_last or moment.all_lost:
             self.logs.flush()
             self.state.evaluate(self.batch, moment.done, last=moment.is_last)
             self.block.retell()
 
     def save(self, moment: Moment) -> None:
-        """Write a checkpoint of each member, if that is due, and the page of the sweep so far."""
-        due = moment.done % self._intervals.save_every == 0 or moment.is_last
-        if due or moment.stopping or self.stop_signal.save_requested:
+        """Write a checkpoint of each member, if it is time for that or the user asked for it, and
+        the page of the sweep so far.
+        """
+        is_due = moment.done % self._intervals.save_every == 0 or moment.is_last
+        if is_due or moment.stopping or self.stop_signal.save_requested:
             self.logs.flush()
             self.stop_signal.save_requested = False
             self.batch.save()
@@ -109,15 +123,18 @@ class AfterUpdate:
         """End the sweep, if the user asked for that and the round does not end anyway.
 
         Raises:
-            Stopped: the message has the command that goes on.
+            Stopped: the message has the command that continues the sweep.
         """
         if not moment.stopping or moment.is_last or moment.all_lost:
             return
         if self.state.world.leads:
             self.state.page.write("stopped")
-        again = command("sweep", "--out", str(self.state.sweep.run.folder))
-        raise Stopped(f"saved at update {moment.done} of {self.updates}; continue: {again}")
+        continue_command = command("sweep", "--out", str(self.state.sweep.run.folder))
+        raise Stopped(
+            f"saved at update {moment.done} of {self.updates}; continue: {continue_command}"
+        )
 
     def spare(self, moment: Moment) -> None:
-        """Take the updates that nobody needs any more off the display's work."""
-        self.block.spare(len(self.batch.members) * (self.updates - moment.done))
+        """Subtract updates that the round will not make from the display's total."""
+        remaining = self.updates - moment.done
+        self.block.spare(len(self.batch.members) * remaining)

@@ -1,9 +1,12 @@
-"""Train several members at once: one engine, a session for each member, and the windows that they
-read.
+"""Train several members of a sweep at once: one engine, a session for each member, and the windows
+(the rows of one update) that they read.
+
+Members that train at once are a round. A member's place is its position in the round.
 
 Shapes: N members, R rows of a window.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -39,8 +42,8 @@ EVALUATIONS = 6  # evaluations of each member, if the settings give no interval
 
 
 class MemberWindows(Iterator[Batch]):
-    """The members' windows: [R, ...] shared by all members if they have one seed, else [N, R, ...],
-    one for each.
+    """The members' windows: one for all members [R, ...] if they have the same seed, else one for
+    each member [N, R, ...].
     """
 
     def __init__(self, sessions: Sequence[Session]):
@@ -51,24 +54,30 @@ class MemberWindows(Iterator[Batch]):
             if shared is not session.batches:
                 session.batches.close()
                 session.batches = shared
-        self._sources = list(by_seed.values())
-        self._which = [list(by_seed).index(session.plan.job.seed) for session in sessions]
+        self._readers = list(by_seed.values())
+        seeds = list(by_seed)
+        self._reader_of_member = [seeds.index(session.plan.job.seed) for session in sessions]
 
     def __next__(self) -> Batch:
-        windows = [next(source) for source in self._sources]
-        return windows[0] if len(windows) == 1 else stacked(windows, self._which)
+        windows = [next(reader) for reader in self._readers]
+        if len(windows) == 1:
+            return windows[0]
+        return stack_windows(windows, self._reader_of_member)
 
     def close(self) -> None:
         """Stop reading ahead."""
-        for source in self._sources:
-            source.close()
+        for reader in self._readers:
+            reader.close()
 
 
-def stacked(windows: Sequence[Batch], which: Sequence[int]) -> Batch:
-    """Stack the members' windows to [N, R, ...]; `which` has the index of each member's window in
-    `windows`.
+def stack_windows(windows: Sequence[Batch], indices: Sequence[int]) -> Batch:
+    """Stack the members' windows to [N, R, ...].
+
+    Args:
+        windows: the different windows.
+        indices: for each member, the index of its window.
     """
-    return {name: torch.stack([windows[index][name] for index in which]) for name in windows[0]}
+    return {name: torch.stack([windows[index][name] for index in indices]) for name in windows[0]}
 
 
 @dataclass
@@ -77,10 +86,10 @@ class MemberBatch:
 
     Attributes:
         members: the round's members, in order.
-        engine: the engine of all members; an ordinary one for a single member.
+        engine: the engine of all members; an ordinary engine for a single member.
         sessions: a session for each member, which saves and logs it like any run.
         windows: the windows that the members train on.
-        ended: the update after which each diverged member did so, by its place in the round.
+        ended: for each diverged member, by its place, the update after which it diverged.
     """
 
     members: list[Member]
@@ -90,20 +99,21 @@ class MemberBatch:
     ended: dict[int, int] = field(default_factory=dict)
 
     def save(self) -> None:
-        """Write a checkpoint of every member that still learns; the random numbers that follow stay
-        the same.
-        """
-        # Each member keeps its previous checkpoint too, or a crash between two of them would leave
-        # no common update.
+        """Write a checkpoint of every member that still learns."""
+        # After a crash between the checkpoints of two members, the previous checkpoints are the
+        # last of a common update. So they are kept, too.
+        keep = min(2, len(self.sessions))
         for place, session in enumerate(self.sessions):
-            if place not in self.ended:
-                # It draws by its own seeds and counters, not from generators.
-                if isinstance(self.engine, Ensemble):
-                    seed_all(session.plan.job.seed)
-                session.save(keep=min(2, len(self.sessions)))
+            if place in self.ended:
+                continue
+            # A checkpoint holds the states of torch's generators. An ensemble samples by its own
+            # seeds and counters instead, so setting them here changes no number that follows.
+            if isinstance(self.engine, Ensemble):
+                seed_all(session.plan.job.seed)
+            session.save(keep=keep)
 
     def freeze(self, ended: dict[int, int]) -> None:
-        """Stop training members that diverged."""
+        """Stop training members that diverged; `ended` is as the attribute."""
         self.ended |= ended
         if ended and isinstance(self.engine, Ensemble):
             self.engine.freeze(list(ended))
@@ -113,31 +123,34 @@ class MemberBatch:
         self.windows.close()
 
 
-def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[BuiltRun]:
-    """Build the members' models, with plans in which only the values that depend on the run's
-    length are open.
+def build_models(members: Sequence[Member], text: Corpus, machine: Device) -> list[BuiltRun]:
+    """Build the members' models and resolve their plans, in which only the values that depend on
+    the run's length stay open.
 
-    The planner is asked once, for the first member; the others take over its choices.
+    The planner makes its choices once, for the first member, and the other members take them over.
+
+    Args:
+        members: members with plans.
+        text: the corpus that they train on.
+        machine: the device that trains them.
 
     Raises:
         OutOfDeviceMemory: not even one member fits.
     """
     plans = [member.plan for member in members if member.plan]
     first = build_run(plans[0], TextTask(text), machine)
-    return [
-        first,
-        *(build_run(plan, TextTask(text), machine, like=first.plan) for plan in plans[1:]),
-    ]
+    others = [build_run(plan, TextTask(text), machine, like=first.plan) for plan in plans[1:]]
+    return [first, *others]
 
 
-def of_length(built_runs: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
+def with_length(built_runs: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
     """Return the same models with plans for `updates` updates."""
     length = Length(updates, EVALUATIONS)
     return [built._replace(plan=resolve(built.plan, describe(), length)) for built in built_runs]
 
 
-def engine_of(built_runs: Sequence[BuiltRun], each: bool, device: torch.device) -> Engine:
-    """Return the engine of these models: an ordinary one for one model, an ensemble for more.
+def make_members_engine(built_runs: Sequence[BuiltRun], each: bool, device: torch.device) -> Engine:
+    """Return the engine of these models: an ordinary engine for one model, an ensemble for more.
 
     Args:
         built_runs: one model for each member.
@@ -163,8 +176,8 @@ def engine_of(built_runs: Sequence[BuiltRun], each: bool, device: torch.device) 
     )
 
 
-def schedule(engine: Engine, built_runs: Sequence[BuiltRun]) -> None:
-    """Give each member the schedule of its plan, whose number of updates is known."""
+def set_planned_schedules(engine: Engine, built_runs: Sequence[BuiltRun]) -> None:
+    """Give each member the schedule of its plan. The plans' numbers of updates must be known."""
     set_schedules(engine, [built.plan.schedule(built.plan.updates) for built in built_runs])
 
 
@@ -176,55 +189,71 @@ def set_schedules(engine: Engine, schedules: list[Schedule]) -> None:
         engine.step.schedule = schedules[0]
 
 
-def refill(engine: Engine, fresh: Engine) -> bool:
-    """Make a captured engine train another model of the same shape from its beginning, as the
-    engine `fresh` would.
+def reuse_engine(engine: Engine, fresh: Engine) -> bool:
+    """Make a captured engine train another model of the same shape from its beginning.
+
+    Args:
+        engine: the captured engine.
+        fresh: a new engine of the other model, whose state is copied.
 
     Returns:
-        Whether it was done. It is not if more than weights and learning rate differ, as the graph
-        fixes all the rest.
+        Whether it was done. It is not done if more than weights and learning rate differ, as the
+        graph fixes everything else.
     """
-    old, new = engine.step.optim, fresh.step.optim
-    # Only a form that rounds stochastically reads the seed.
+    old = engine.step.optim
+    new = fresh.step.optim
+    old_kinds = [plane.kind for plane in engine.step.planes]
+    new_kinds = [plane.kind for plane in fresh.step.planes]
+    # Only a format that rounds stochastically reads the seed. With any other the seed may differ.
     seed = new.seed if FORMATS[old.state].stochastic else old.seed
-    in_graph = [plane.kind for plane in engine.step.planes], replace(old, lr=new.lr)
-    if in_graph != ([plane.kind for plane in fresh.step.planes], replace(new, seed=seed)):
+    same_graph = replace(old, lr=new.lr) == replace(new, seed=seed)
+    if old_kinds != new_kinds or not same_graph:
         return False
     engine.load_state(fresh.state())
     engine.step.optim = new
     return True
 
 
-def batch_of(
+def begin_batch(
     members: Sequence[Member],
     runs: Sequence[Run],
     built_runs: Sequence[BuiltRun],
     text: Corpus,
     engine: Engine,
 ) -> MemberBatch:
-    """Return a round with its sessions at their beginning; write settings and tokenizer of runs
-    that lack them.
+    """Return a round with its sessions at their beginning, and write settings and tokenizer into
+    runs that do not have them yet.
+
+    The arguments are those of `open_batch`.
     """
-    schedule(engine, built_runs)
-    batch = opened(members, runs, built_runs, text, engine)
+    set_planned_schedules(engine, built_runs)
+    batch = open_batch(members, runs, built_runs, text, engine)
     for session in batch.sessions:
         if not session.run.begun:
             begin_run(session)
     return batch
 
 
-def opened(
+def open_batch(
     members: Sequence[Member],
     runs: Sequence[Run],
     built_runs: Sequence[BuiltRun],
     text: Corpus,
     engine: Engine,
 ) -> MemberBatch:
-    """Return a round with its sessions at their beginning, of which nothing is written."""
+    """Return a round with its sessions at their beginning, without writing anything.
+
+    Args:
+        members: the round's members.
+        runs: their runs.
+        built_runs: their models.
+        text: the corpus that they train on.
+        engine: the engine of these models.
+    """
     sessions = []
-    for number, (run, built) in enumerate(zip(runs, built_runs, strict=True)):
-        own = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
-        sessions.append(Session(run, built.plan, built.recipe, TextTask(text), own))
+    for place, (run, built) in enumerate(zip(runs, built_runs, strict=True)):
+        member_engine = MemberEngine(engine, place) if isinstance(engine, Ensemble) else engine
+        sessions.append(Session(run, built.plan, built.recipe, TextTask(text), member_engine))
     return MemberBatch(list(members), engine, sessions, MemberWindows(sessions))
 
 
@@ -234,62 +263,72 @@ def begin_run(session: Session) -> None:
     write_config(session.run, session.plan.record.settings)
 
 
-def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
-    """Resume the members at the last update that all of them saved, and return it; 0 if there is
-    none.
+def resume_batch(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
+    """Resume the members at the last update that all of them saved, and return it.
 
-    A member that had diverged by that update keeps its last checkpoint.
+    A member that had diverged by that update keeps its last checkpoint. If there is no such update,
+    the members' metrics are removed and 0 is returned.
+
+    Args:
+        batch: the round.
+        ended: for each member that diverged, by its place, the update after which it diverged.
+        progress: the display.
 
     Raises:
         InputRefused: a run is not what it was begun with, or its metrics are damaged.
     """
-    update = _common(batch, ended)
+    update = _last_common_update(batch, ended)
     if not update:
         for session in batch.sessions:
             session.run.truncate_metrics(0)
         return 0
-    lost = {place: at for place, at in ended.items() if at <= update}
+    diverged = {place: at for place, at in ended.items() if at <= update}
     for place, session in enumerate(batch.sessions):
-        session.restore(_checkpoint(session, None if place in lost else update), progress)
-        if place in lost:  # it keeps its place in the windows, though it no longer trains on them
-            session.run.log({"update": update, "diverged": lost[place]})
+        session.restore(_checkpoint(session, None if place in diverged else update), progress)
+        if place in diverged:
+            # Its last checkpoint may be older than the update. So its metrics may no longer say
+            # that it diverged, and its windows may not be those of the round. It gets the round's
+            # windows although it no longer trains on them.
+            session.run.log({"update": update, "diverged": diverged[place]})
             session.batches.close()
             session.batches = session.open_batches(update * session.batches.rows_per_window)
     batch.engine.step.index = update
     if isinstance(batch.engine, Ensemble):
         # Dropout depends on the number of micro-batches so far.
         rows = batch.sessions[0].batches.rows_per_window
-        batch.engine.stacked.members.draw.fill_(
-            update * -(-rows // (batch.engine.micro_batch or rows))
-        )
+        micro_batches = math.ceil(rows / (batch.engine.micro_batch or rows))
+        batch.engine.stacked.members.draw.fill_(update * micro_batches)
     batch.windows = MemberWindows(batch.sessions)
-    batch.freeze(lost)
+    batch.freeze(diverged)
     return update
 
 
-def _common(batch: MemberBatch, ended: dict[int, int]) -> int:
+def _last_common_update(batch: MemberBatch, ended: dict[int, int]) -> int:
     """Return the newest update at which every member that had not diverged by then has a sound
-    checkpoint; else 0.
+    checkpoint; 0 if there is none.
     """
     saved = [
         {update for update, _ in checkpointing.candidates(session.run.checkpoints)}
         for session in batch.sessions
     ]
     for update in sorted(set().union(*saved), reverse=True):
-        going = [place for place in range(len(saved)) if ended.get(place, update + 1) > update]
-        if going and all(
-            update in saved[place] and _sound(batch.sessions[place], update) for place in going
-        ):
+        learning = [place for place in range(len(saved)) if ended.get(place, update + 1) > update]
+        all_saved = all(update in saved[place] for place in learning)
+        if not learning or not all_saved:
+            continue
+        # A checkpoint is read as a whole to find out whether it is sound, so this comes last.
+        if all(_is_sound(batch.sessions[place], update) for place in learning):
             return update
     return 0
 
 
-def _sound(session: Session, update: int) -> bool:
+def _is_sound(session: Session, update: int) -> bool:
     with suppress(NoValidCheckpoint):
         _checkpoint(session, update)
         return True
     return False
 
 
-def _checkpoint(session: Session, at: int | None) -> Checkpoint:
-    return checkpointing.newest(session.run.checkpoints, lambda line: None, at=at)
+def _checkpoint(session: Session, update: int | None) -> Checkpoint:
+    """Return the run's checkpoint of an update; None: the newest one."""
+    return checkpointing.newest(session.run.checkpoints, lambda line: None, at=update)

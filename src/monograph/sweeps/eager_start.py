@@ -1,10 +1,10 @@
 """Begin a sweep with updates that are computed without a graph, while another process compiles its
 graphs.
 
-It is done where a run does it (`monograph.session.eager_start`). Each group of members is a batch
-of its own, and all members make equally many updates, so that none has learned more than another.
-How many train at once is decided after that, from measured times of what was compiled; each round
-goes on from the members' checkpoints.
+A run begins in the same way, under the same conditions (`monograph.session.eager_start`). Here all
+members of a group train at once, and all members make equally many updates, so that none has
+learned more than another. Afterwards it is decided, from measured times of the compiled graphs, how
+many train at once. Each round then starts from its members' checkpoints.
 """
 
 import time
@@ -39,21 +39,21 @@ from monograph.storage.cache_dir import is_compiled, mark_compiled
 from monograph.sweeps.batch import (
     MemberBatch,
     begin_run,
-    engine_of,
-    models_of,
-    of_length,
-    opened,
+    build_models,
+    make_members_engine,
+    open_batch,
     set_schedules,
+    with_length,
 )
-from monograph.sweeps.concurrency import Timing, first_window, several
+from monograph.sweeps.concurrency import Timing, first_window, have_different_seeds
 from monograph.sweeps.folder import Sweep
 
-_CHILD = (
+_COMPILING_PROGRAM = (
     "import sys; from monograph.sweeps.progress import compile_sweep; compile_sweep(sys.argv[1])"
 )
-# Times that a member's memory is taken at once: eagerly, and by both processes where they measure a
-# width.
-HELD = 3
+# How many times a member's memory is taken at once: by the members that train eagerly, and by each
+# of the two processes when it measures a width.
+MEMORY_FACTOR = 3
 
 
 @dataclass
@@ -62,9 +62,10 @@ class EagerStart:
 
     Attributes:
         updates: the number of updates that each member made; 0: nothing was done.
-        length: the number of updates that was expected then, of which the warm-up is a share.
-        groups: each group's models and batch.
-        keys: see `compiled_key`, one for each group.
+        length: the number of updates of the whole training that was expected then. The warm-up was
+            a share of it.
+        groups: each group's models and round.
+        keys: for each group, the name of its graphs in the cache, see `compiled_key`.
     """
 
     updates: int = 0
@@ -73,13 +74,16 @@ class EagerStart:
     keys: list[str] = field(default_factory=list)
 
     def settle(self, updates: Sequence[int]) -> None:
-        """Write settings and a checkpoint of every member, now that the number of updates of each
-        group is known.
+        """Write settings and a checkpoint of every member.
+
+        Args:
+            updates: the number of updates of each group's members, which is now decided.
         """
         if not self.updates:
             return
-        for (built_runs, batch), in_all in zip(self.groups, updates, strict=True):
-            for session, built in zip(batch.sessions, of_length(built_runs, in_all), strict=True):
+        for (built_runs, batch), group_updates in zip(self.groups, updates, strict=True):
+            completed_runs = with_length(built_runs, group_updates)
+            for session, built in zip(batch.sessions, completed_runs, strict=True):
                 session.complete(built.plan)
                 begin_run(session)
             batch.save()
@@ -87,41 +91,44 @@ class EagerStart:
             mark_compiled(key)
 
     def leave_uncompiled(self, timings: Sequence[Timing]) -> None:
-        """Have all members go on without a graph, by plans that are made for that."""
+        """Make plans without a graph for all members."""
+        # No graph will be marked as compiled.
         self.keys.clear()
-        for number, timing in enumerate(timings):
+        for index, timing in enumerate(timings):
             timing.leave_uncompiled()
-            built_runs = models_of(timing.group.members, timing.text, timing.machine)
-            self.groups[number] = (built_runs, self.groups[number][1])
+            built_runs = build_models(timing.group.members, timing.text, timing.machine)
+            _, batch = self.groups[index]
+            self.groups[index] = (built_runs, batch)
 
 
 @contextmanager
-def begun(
+def start_eagerly(
     sweep: Sweep, timings: Sequence[Timing], progress: Progress, *, alone: bool
 ) -> Iterator[EagerStart]:
-    """Train all members until another process has compiled the graphs, if that pays; hold their
-    runs for the block.
+    """Train all members until another process has compiled the graphs, if that pays, and yield what
+    was done. The members' runs stay locked in the block.
 
     Args:
         sweep: the sweep, of which nothing was trained yet.
         timings: a timing for each group of its members.
         progress: the display.
-        alone: whether no other process trains members of it.
+        alone: whether no other process trains members of the sweep.
     """
-    with ExitStack() as held:
+    with ExitStack() as opened:
         start = EagerStart()
         if alone and _is_possible(timings):
-            if _opened(start, sweep, timings, held):
+            if _open_batches(start, sweep, timings, opened):
                 _train(start, sweep, timings, progress)
             else:
-                held.close()
+                # Some rounds may have been opened.
+                opened.close()
                 start = EagerStart()
         yield start
 
 
 def _is_possible(timings: Sequence[Timing]) -> bool:
-    """Return whether the clock decides on the length, and each group would be compiled on another
-    core.
+    """Return whether the members train for a given time, and each group's graphs would be compiled,
+    on another core.
     """
     if not has_spare_core(timings[0].machine):
         return False
@@ -136,49 +143,59 @@ def _is_possible(timings: Sequence[Timing]) -> bool:
     )
 
 
-def _opened(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], held: ExitStack) -> bool:
-    """Build the batch of each group; return False if memory does not hold all, no graph does, or
-    all is compiled.
+def _open_batches(
+    start: EagerStart, sweep: Sweep, timings: Sequence[Timing], opened: ExitStack
+) -> bool:
+    """Build the round of each group, and return whether all members can train while the graphs
+    compile.
+
+    They cannot if memory does not hold all members, if no graph can hold a group, or if all graphs
+    are already in the cache.
+
+    Args:
+        start: gets the rounds and the names of the graphs.
+        sweep: the sweep.
+        timings: a timing for each group.
+        opened: gets what must be closed afterwards: locks and rounds.
     """
     needed_bytes = 2 * PROCESS_BYTES
-    built = []
+    engines = []
     windows = []
     for timing in timings:
         try:
-            built_runs = models_of(timing.group.members, timing.text, timing.machine)
-            engine = engine_of(built_runs, several(built_runs), timing.device)
-        except (
-            UsageError,
-            InputRefused,
-            OutOfDeviceMemory,
-        ):  # which is said where one at a time is tried
+            built_runs = build_models(timing.group.members, timing.text, timing.machine)
+            each = have_different_seeds(built_runs)
+            engine = make_members_engine(built_runs, each, timing.device)
+        except (UsageError, InputRefused, OutOfDeviceMemory):
+            # The reason is reported when `Timing` tries fewer members.
             return False
-        if (expected := built_runs[0].plan.expected) is None:
+        expected = built_runs[0].plan.expected
+        if expected is None:
             return False
-        needed_bytes += HELD * len(built_runs) * expected.peak_memory_bytes
-        built.append((built_runs, engine))
+        needed_bytes += MEMORY_FACTOR * len(built_runs) * expected.peak_memory_bytes
+        engines.append((built_runs, engine))
         windows.append(first_window(built_runs, timing.text))
     if needed_bytes > timings[0].machine.free_memory_bytes:
         return False
-    for timing, (built_runs, engine), window in zip(timings, built, windows, strict=True):
+    for timing, (built_runs, engine), window in zip(timings, engines, windows, strict=True):
         members = timing.group.members
-        runs = held.enter_context(sweep.holding(members))
-        batch = opened(members, runs, built_runs, timing.text, engine)
-        held.callback(batch.close)
+        runs = opened.enter_context(sweep.lock_members(members))
+        batch = open_batch(members, runs, built_runs, timing.text, engine)
+        opened.callback(batch.close)
         start.groups.append((built_runs, batch))
-        start.keys.append(
-            f"{counted(len(members), 'member')} {compiled_key(batch.sessions[0], window)}"
-        )
+        graph_key = compiled_key(batch.sessions[0], window)
+        start.keys.append(f"{counted(len(members), 'member')} {graph_key}")
     if all(map(is_compiled, start.keys)):
         return False
     return all(
-        _trains(batch, window) for (_, batch), window in zip(start.groups, windows, strict=True)
+        _can_train(batch, window) for (_, batch), window in zip(start.groups, windows, strict=True)
     )
 
 
-def _trains(batch: MemberBatch, window: Batch) -> bool:
-    """Return whether these members can train together, by an update that is thrown away."""
+def _can_train(batch: MemberBatch, window: Batch) -> bool:
+    """Compute an update without applying it, and return whether that succeeds."""
     engine = batch.engine
+    # Dropout's count of micro-batches, which a rehearsal increases.
     draw = engine.stacked.members.draw.clone() if isinstance(engine, Ensemble) else None
     try:
         with engine.step.counters_kept():
@@ -191,8 +208,9 @@ def _trains(batch: MemberBatch, window: Batch) -> bool:
 
 
 def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress: Progress) -> None:
+    """Train all members until the graphs are compiled or the patience for that is over."""
     batches = [batch for _, batch in start.groups]
-    start.length, most = _lengths(timings, start)
+    start.length, most_updates = _expected_updates(timings, start)
     for built_runs, batch in start.groups:
         plans = [
             resolve(built.plan, timings[0].machine, Length(start.length)) for built in built_runs
@@ -200,49 +218,50 @@ def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress:
         set_schedules(batch.engine, [constant(plan.intervals.warmup_updates) for plan in plans])
     logs = [MetricsLogs([session.run for session in batch.sessions], every=1) for batch in batches]
     began = clock()
-    patient_s = patience_for(timings[0].group.plan.job.span.minutes, len(timings))
+    patience_s = patience_for(timings[0].group.plan.job.span.minutes, len(timings))
     with (
-        compiling(_CHILD, str(sweep.run.folder)) as is_over,
+        compiling(_COMPILING_PROGRAM, str(sweep.run.folder)) as is_over,
         progress.stage("start", "training eagerly while the graphs compile") as stage,
     ):
-        for updates in zip(*(train(batch.engine, batch.windows) for batch in batches), strict=True):
+        # One update of each group's members at a time.
+        trainings = [train(batch.engine, batch.windows) for batch in batches]
+        for updates in zip(*trainings, strict=True):
             spent_s = clock() - began
             for log, update in zip(logs, updates, strict=True):
                 log.add(update, {"wall_s": spent_s, MARK: True})
             start.updates = updates[0].index + 1
             stage.report("update", start.updates)
-            if is_over() or spent_s > patient_s or start.updates >= max(1, most // 2):
+            if is_over() or spent_s > patience_s or start.updates >= max(1, most_updates // 2):
                 break
-        # A short text is read often enough before.
-        while not is_over() and clock() - began < patient_s:
+        # Of a short text, the updates above end before the graphs are compiled: it must not be read
+        # too often.
+        while not is_over() and clock() - began < patience_s:
             time.sleep(0.1)
         is_compiled_now = is_over()
         stage.result = f"{counted(start.updates, 'update')} of each member"
-    if not is_compiled_now and patient_s < LONGEST_S:
+    if not is_compiled_now and patience_s < LONGEST_S:
         start.leave_uncompiled(timings)
         progress.line(
             "eager",
-            f"training without compiling: the compiler was not ready in {duration(patient_s)}",
+            f"training without compiling: the compiler was not ready in {duration(patience_s)}",
         )
 
 
-def _lengths(timings: Sequence[Timing], start: EagerStart) -> tuple[int, int]:
-    """Return how many updates each member will probably make, and the most that the time can end
-    with.
+def _expected_updates(timings: Sequence[Timing], start: EagerStart) -> tuple[int, int]:
+    """Return how many updates each member will probably make, and the maximum that a run by the
+    clock makes.
     """
     most = MOST
-    seconds = 0.0
+    seconds = 0.0  # of one update of all members
     for timing, (built_runs, _) in zip(timings, start.groups, strict=True):
         plan = built_runs[0].plan
         assert plan.expected
         seconds += len(built_runs) * plan.expected.update_s
-        most = min(
-            most,
-            defaults.most_updates(
-                timing.text.train.per_epoch,
-                plan.training.window_rows,
-                plan.training.optim.weight_decay,
-            ),
+        most_of_group = defaults.most_updates(
+            timing.text.train.per_epoch,
+            plan.training.window_rows,
+            plan.training.optim.weight_decay,
         )
+        most = min(most, most_of_group)
     training_s = defaults.UPDATES_SHARE * 60 * timings[0].group.plan.job.span.minutes
     return defaults.updates_for(training_s, seconds, most), most

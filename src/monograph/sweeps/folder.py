@@ -26,16 +26,27 @@ from monograph.run.writing import write_whole
 from monograph.session.record import write_config
 from monograph.session.recorded import run_settings
 from monograph.storage.reading import contents, is_file, parse_json
-from monograph.sweeps.spec import ORIGIN, Member, carried, described
+from monograph.sweeps.spec import ORIGIN, Member, describe_knobs, transfer_notes
 from monograph.terminal import shell_words
 
 SCHEMA = "monograph.sweep/1"
-# The least number of tokens that a member of a sweep without arguments trains on, however slow the
-# machine. With fewer, the best rate would be that of the first few updates.
+# The minimum number of tokens that a member of a sweep without arguments trains on, even on a slow
+# machine. With fewer tokens, the best rate would be that of the first few updates.
 DEFAULT_TOKENS = 100_000
 
 
 class _Group(Strict):
+    """A group of members in sweep.json, see `monograph.sweeps.spec.Group`.
+
+    Attributes:
+        rounds: for each round, how many members train at once.
+        updates: the number of updates of each member.
+        why: the reason for these rounds.
+        compile: the compile scope.
+        eager_updates: see `monograph.sweeps.eager_start.EagerStart.updates`.
+        eager_length: see `monograph.sweeps.eager_start.EagerStart.length`.
+    """
+
     rounds: list[Annotated[int, Field(ge=1)]]
     updates: Natural
     why: str
@@ -60,18 +71,18 @@ class _Record(Strict):
 
 
 class Sweep:
-    """A sweep on disk; `lock` it before writing anything.
+    """A sweep on disk; lock its `run` before writing anything.
 
     Attributes:
-        run: the folder, which counts as a run's for `last`, its lock and its config.toml.
+        run: the folder. Like a run's it has a lock and a config.toml, and `last` can name it.
         record: the content of sweep.json: `asked` (a digest of settings and points), `points`,
             `least_tokens` if the sweep has no arguments, `distill` if a model learns from the
-            members at the end, later `rounds` and `updates` of the groups, the time spent so far,
-            and the result.
+            members at the end, later `groups`, the time spent so far, and the result.
     """
 
     def __init__(self, run: Run, record: dict[str, Any]):
-        self.run, self.record = run, record
+        self.run = run
+        self.record = record
 
     @classmethod
     def create(
@@ -80,10 +91,11 @@ class Sweep:
         """Create a sweep, or return the one in `out` if it has the same settings and points.
 
         Args:
-            out: the folder; None for a new one in runs/.
+            out: the folder; None: a new one in runs/.
             settings: the settings that all members share.
-            points: the values that each member varies.
-            target: the settings of the wide run, if the members are its narrow proxy.
+            points: each member's varied values.
+            target: the settings of the wide run whose narrow proxies the members are; None if they
+                are not proxies.
 
         Raises:
             UsageError: `out` holds another sweep.
@@ -91,15 +103,15 @@ class Sweep:
         """
         if out is not None and is_file(out / SWEEP):
             existing = cls.open(out)
-            if existing.record["asked"] != asked(settings, points):
+            if existing.record["asked"] != task_digest(settings, points):
                 raise UsageError(
-                    f"--out {out} holds another sweep (settings, axes or text differ): go on with it by "
+                    f"--out {out} holds another sweep (settings, axes or text differ): continue it by "
                     f"`monograph sweep --out {shell_words(out)}`, or name a new folder"
                 )
             return existing
         record: dict[str, Any] = {
             "schema": SCHEMA,
-            "asked": asked(settings, points),
+            "asked": task_digest(settings, points),
             "points": [dict(point) for point in points],
             "settings": settings.fingerprint,
         }
@@ -114,10 +126,13 @@ class Sweep:
 
     @classmethod
     def open(cls, folder: Path | None = None) -> Self:
-        """Return the sweep in a folder, or the newest one in runs/.
+        """Return a sweep.
+
+        Args:
+            folder: its folder; None: the newest sweep in runs/.
 
         Raises:
-            InputRefused: there is none, or its record is damaged.
+            InputRefused: there is no sweep, or its record is damaged.
         """
         if folder is None:
             sweeps = [run for run in runs_in(DEFAULT_ROOT) if is_file(run / SWEEP)]
@@ -135,11 +150,11 @@ class Sweep:
             if record.pop("sha256") != _digest(record):
                 raise ValueError("not what was written")
             groups = _Record.model_validate(record).groups
-            if groups is not None and sum(sum(group.rounds) for group in groups) != len(
-                record["points"]
-            ):
-                raise ValueError("other members")
-            record["points"] = [_point(point) for point in record["points"]]
+            if groups is not None:
+                members = sum(sum(group.rounds) for group in groups)
+                if members != len(record["points"]):
+                    raise ValueError("other members")
+            record["points"] = [_restored_point(point) for point in record["points"]]
         except (ValueError, TypeError, KeyError, RecursionError, AttributeError):
             raise InputRefused(
                 f"{path}: damaged; put it back, or start the sweep anew in another folder"
@@ -148,8 +163,10 @@ class Sweep:
 
     @property
     def settings(self) -> Settings:
-        """Return the settings that all members share, as given; raises InputRefused like
-        `run_settings`.
+        """Return the settings that all members share, as they were given.
+
+        Raises:
+            InputRefused: see `run_settings`.
         """
         return run_settings(self.run, programs=self.programs, recorded=self.record.get("settings"))
 
@@ -160,22 +177,23 @@ class Sweep:
 
     @property
     def wide(self) -> Path:
-        """Return the path of the wide run's settings with the best knobs, written once these are
-        known.
+        """Return the path of the wide run's settings with the best knobs. The file exists once
+        these are known.
         """
         return self.run.folder / "wide.toml"
 
     def write_wide(self, best: Point) -> list[str]:
-        """Write the settings of the wide run with the best knobs of its proxy; return lines for the
-        user.
+        """Write the settings of the wide run with the best knobs of its proxy, and return lines for
+        the user. If there is no wide run, do nothing.
         """
         if not self.record.get("target"):
             return []
+        # The recorded settings are read as a file's, so they are written first.
         write_whole(self.wide, self.record["target"])
         target = load_settings(self.wide, {}, {}, recorded=True).resolve(best, "sweep")
         write_whole(self.wide, target.to_toml())
         updates = self.record["groups"][0]["updates"]
-        return carried(target, self.settings, target.train.updates or updates, updates)
+        return transfer_notes(target, self.settings, target.train.updates or updates, updates)
 
     @property
     def points(self) -> list[Point]:
@@ -188,14 +206,16 @@ class Sweep:
         return Run(self.run.folder / "members" / f"{index:03d}")
 
     def forget_members(self) -> None:
-        """Remove what members of a sweep left that was stopped before it was known how long they
-        train.
+        """Remove the members' folders. They are left by a process that was stopped before the
+        number of updates was decided.
         """
         shutil.rmtree(self.run.folder / "members", ignore_errors=True)
 
     @contextmanager
-    def holding(self, members: Sequence[Member]) -> Iterator[list[Run]]:
-        """Yield the members' runs, created if missing and locked for the `with` block."""
+    def lock_members(self, members: Sequence[Member]) -> Iterator[list[Run]]:
+        """Create the members' runs that do not exist, lock all for the `with` block, and yield
+        them.
+        """
         with ExitStack() as locks:
             runs = []
             for member in members:
@@ -206,12 +226,18 @@ class Sweep:
             yield runs
 
     def write(self) -> None:
-        """Write sweep.json, whole or not at all; raises DiskFull."""
+        """Write sweep.json, whole or not at all.
+
+        Raises:
+            DiskFull: the disk is full or fails.
+        """
         content = {**self.record, "sha256": _digest(self.record)}
         write_whole(self.run.folder / SWEEP, json.dumps(content, indent=1) + "\n")
 
     def write_table(self, members: Sequence[dict[str, Any]]) -> Path:
-        """Write sweep.csv: a line for each member, a column for each knob and result."""
+        """Write sweep.csv, with a line for each member and a column for each knob and result, and
+        return its path.
+        """
         text = io.StringIO()
         path = self.run.folder / "sweep.csv"
         knobs = list(dict.fromkeys(key for member in members for key in member["knobs"]))
@@ -219,29 +245,30 @@ class Sweep:
         table = csv.writer(text, lineterminator="\n")
         table.writerow(["member", *knobs, *results])
         for index, member in enumerate(members):
-            values = [member["knobs"].get(key) for key in knobs]
-            cells = [
-                " ".join(map(str, value)) if isinstance(value, list | tuple) else value
-                for value in values
-            ]
+            cells = []
+            for key in knobs:
+                value = member["knobs"].get(key)
+                is_sequence = isinstance(value, list | tuple)
+                cells.append(" ".join(map(str, value)) if is_sequence else value)
             table.writerow([index, *cells, *(member[key] for key in results)])
         write_whole(path, text.getvalue())
         return path
 
     def link_best(self, index: int) -> None:
-        """Make the link `best` point to the best member; on a file system without links, do
-        nothing.
-        """
+        """Make the link `best` point to a member. On a file system without links, do nothing."""
         link = self.run.folder / "best"
         with suppress(OSError):
-            temporary = link.with_name(".best")  # only a killed process can have left one
-            temporary.unlink(missing_ok=True)
+            temporary = link.with_name(".best")
+            temporary.unlink(missing_ok=True)  # a killed process may have left one
             temporary.symlink_to(self.member(index).folder.relative_to(self.run.folder))
             temporary.replace(link)
 
 
 def seeds_of_best(folder: Path) -> dict[int, Run]:
     """Return the runs of a sweep's best setting, by seed, without those that diverged.
+
+    Args:
+        folder: the sweep's folder.
 
     Raises:
         InputRefused: the sweep did not finish, or every run diverged.
@@ -252,23 +279,24 @@ def seeds_of_best(folder: Path) -> dict[int, Run]:
     members = result.get("members", [])
     if not best:
         raise InputRefused(
-            f"{folder}: a sweep without a best setting yet: `monograph sweep --out {shell_words(folder)}` goes on"
+            f"{folder}: a sweep without a best setting yet: `monograph sweep --out {shell_words(folder)}` continues it"
         )
-    return {
-        member["knobs"].get(SEED, index): sweep.member(index)
-        for index, member in enumerate(members)
-        if member["diverged"] is None
-        and {k: v for k, v in member["knobs"].items() if k != SEED} == best["knobs"]
-    }
+    runs = {}
+    for index, member in enumerate(members):
+        knobs = dict(member["knobs"])
+        seed = knobs.pop(SEED, index)
+        if member["diverged"] is None and knobs == best["knobs"]:
+            runs[seed] = sweep.member(index)
+    return runs
 
 
-def asked(settings: Settings, points: Sequence[Point]) -> str:
-    """Return the SHA-256 of a sweep's settings and points, which does not depend on the settings'
-    origins.
+def task_digest(settings: Settings, points: Sequence[Point]) -> str:
+    """Return the SHA-256 of a sweep's settings and points, by which a sweep is recognised.
+
+    It does not depend on where the settings come from.
     """
-    text = settings.to_toml() + "\n".join(
-        described(point) + repr(sorted(point.items())) for point in points
-    )
+    point_texts = [describe_knobs(point) + repr(sorted(point.items())) for point in points]
+    text = settings.to_toml() + "\n".join(point_texts)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -276,12 +304,13 @@ def _digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def _point(point: dict[str, Any]) -> Point:
-    """Return a point with its tuples restored, which JSON turns into lists, and in today's
-    spellings.
+def _restored_point(point: dict[str, Any]) -> Point:
+    """Return a point of a record. JSON has turned its tuples into lists, and an older version may
+    have written keys and values that are spelled differently today.
     """
-    found = Point()
+    restored = Point()
     for key, value in point.items():
-        restored = tuple(value) if isinstance(value, list) else value
-        found |= translated_values(key, restored) or {key: restored}
-    return found
+        if isinstance(value, list):
+            value = tuple(value)
+        restored |= translated_values(key, value) or {key: value}
+    return restored

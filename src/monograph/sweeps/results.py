@@ -2,6 +2,7 @@
 tables.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from monograph.config.axes import SEED
 from monograph.data.corpus import Corpus
 from monograph.device import compiler_obstacle, default_device, describe
 from monograph.errors import InputRefused, UsageError
-from monograph.evaluation.significance import Setting, Table, tabulate, written
+from monograph.evaluation.significance import Setting, Table, mean_text, tabulate
 from monograph.loop import train
 from monograph.run import recorded_state
 from monograph.run.folder import MIXTURE, Run, names_mixture, standard_json
@@ -37,10 +38,11 @@ from monograph.storage.reading import is_folder
 from monograph.sweeps import advice
 from monograph.sweeps.concurrency import first_window
 from monograph.sweeps.folder import SCHEMA, Sweep
-from monograph.sweeps.spec import ORIGIN, Member, described, short, shown
+from monograph.sweeps.spec import ORIGIN, Member, describe_knobs, short_key, value_text
 from monograph.terminal import shell_words
 
-DISTILLED = "distilled"  # the run's folder, in the sweep's
+DISTILLED = "distilled"  # in the sweep's folder, that of the run which learns from the members
+# The keys of a row of held-out scores.
 BITS, NATS = "eval_bits_per_byte", "eval_loss"
 
 
@@ -53,8 +55,8 @@ class Outcome:
         run: the member's run.
         rows: the rows of its metrics.
         diverged: the update after which it learned nothing more; None if it did not diverge.
-        evaluation: the row of its last held-out scores; empty before the first.
-        summary: the summary of a finished run; else None.
+        evaluation: the row of its last held-out scores; empty if there are none yet.
+        summary: the run's summary; None if it has not finished.
     """
 
     member: Member
@@ -65,7 +67,7 @@ class Outcome:
     summary: dict[str, Any] | None
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Return whether the member needs no more training."""
         return self.summary is not None or self.diverged is not None
 
@@ -75,21 +77,32 @@ class Outcome:
         return None if self.diverged is not None else value
 
 
-def outcome(sweep: Sweep, member: Member) -> Outcome:
-    """Return a member's results, read from its run; raises InputRefused if its metrics are damaged."""
+def read_outcome(sweep: Sweep, member: Member) -> Outcome:
+    """Return a member's results, read from its run.
+
+    Raises:
+        InputRefused: the run's metrics are damaged.
+    """
     run = sweep.member(member.index)
     rows = run.rows()
     final = finished(run)
-    if final:  # for the others `Session.restore` requires the metrics
+    if final:  # a run that has not finished is checked by `Session.restore`
         recorded_state.require_metrics(run)
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
     evaluation: dict[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
     return Outcome(member, run, rows, diverged, evaluation, final)
 
 
-def mixture_of(name: str) -> list[Run]:
-    """Return the finished, finite members of the sweep if a name is SWEEP/mixture; none for any
-    other name.
+def last_trained_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of the last update; an empty one if there is none."""
+    return next((row for row in reversed(rows) if "train_loss" in row), {})
+
+
+def mixture_members(name: str) -> list[Run]:
+    """Return the runs of a sweep's finished members, if the name is SWEEP/mixture; an empty list
+    for any other name.
+
+    A member that diverged has not finished.
 
     Raises:
         InputRefused: no member has finished, or the sweep's record is damaged.
@@ -101,24 +114,29 @@ def mixture_of(name: str) -> list[Run]:
     if not names_mixture(folder / MIXTURE):
         return []
     sweep = Sweep.open(folder)
-    members = [run for run in map(sweep.member, range(len(sweep.points))) if finished(run)]
-    if not members:
+    runs = [sweep.member(index) for index in range(len(sweep.points))]
+    finished_runs = [run for run in runs if finished(run)]
+    if not finished_runs:
         raise InputRefused(
-            f"{name}: no member has finished: `monograph sweep --out {shell_words(folder)}` goes on"
+            f"{name}: no member has finished: `monograph sweep --out {shell_words(folder)}` continues the sweep"
         )
-    return members
+    return finished_runs
 
 
 def require_teachers(sweep: Sweep, ranks: int) -> None:
     """Refuse --distill for a sweep whose members cannot teach one model, before they are trained.
 
+    Args:
+        sweep: the sweep.
+        ranks: the number of processes that train it.
+
     Raises:
-        UsageError: they differ in what a token is, or in the length of rows; or the settings or
-            `ranks` exclude it.
+        UsageError: members differ in what a token is or in the length of rows, or the settings or
+            `ranks` exclude --distill.
     """
     settings = sweep.settings
-    keys = {key for point in sweep.points for key in point}
-    of_tokens = (
+    axes = {key for point in sweep.points for key in point}
+    token_keys = (
         "data.tokenizer",
         "data.vocab_size",
         "data.sequence_length",
@@ -126,23 +144,30 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
         "model.init",
     )
     obstacles = {
-        **{f"{key} as an axis": key in keys for key in of_tokens},
+        **{f"{key} as an axis": key in axes for key in token_keys},
         "a model.init that is a Python file": code_named(settings.model.init) is not None,
-        "lora.rank": settings.lora.rank is not None or "lora.rank" in keys,
+        "lora.rank": settings.lora.rank is not None or "lora.rank" in axes,
         "train.memory = stream": settings.train.memory == "stream",
         f"{ranks} processes": ranks > 1,
     }
-    if odd := [what for what, is_so in obstacles.items() if is_so]:
-        raise UsageError(
-            f"--distill trains one language model, on one device, on all members: leave out {odd[0]}"
-        )
+    for obstacle, exists in obstacles.items():
+        if exists:
+            raise UsageError(
+                f"--distill trains one language model, on one device, on all members: leave out {obstacle}"
+            )
 
 
-def student_of(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
-    """Return the run that learns from a sweep's finished members, begun if it was not.
+def open_student(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
+    """Return the run that learns from a sweep's finished members, and begin it if it does not
+    exist.
 
-    It has the settings of the best member, another seed than any, and a graph for each block where
-    the settings leave that open, since a graph of the whole step would hold every teacher.
+    It has the settings of the best member and a seed that no member has. If the settings leave it
+    open, it has a graph for each block: a graph of the whole step would hold every teacher.
+
+    Args:
+        sweep: the sweep.
+        outcomes: the members' results.
+        best: the best member's index.
 
     Raises:
         InputRefused: the members cannot teach one model.
@@ -151,32 +176,35 @@ def student_of(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
     if run.begun:
         return run
     run = Run.create(run.folder)
-    member = outcomes[best]
     with run.lock(new=True):
         write_teachers(run, [each.run for each in outcomes if each.summary])
-        settings = run_settings(member.run)
         seeds = {each.member.settings.train.seed for each in outcomes}
-        changed: dict[str, Any] = {
-            SEED: next(seed for seed in range(len(seeds) + 1) if seed not in seeds)
-        }
-        if member.member.settings.train.compile == "auto" and settings.train.compile == "whole":
+        unused_seed = next(seed for seed in range(len(seeds) + 1) if seed not in seeds)
+        changed: dict[str, Any] = {SEED: unused_seed}
+        given = outcomes[best].member.settings
+        decided = run_settings(outcomes[best].run)
+        if given.train.compile == "auto" and decided.train.compile == "whole":
             changed["train.compile"] = "blocks"
-        write_config(run, settings.resolve(changed, ORIGIN))
+        write_config(run, decided.resolve(changed, ORIGIN))
     return run
 
 
-def compared(outcomes: Sequence[Outcome]) -> Table:
+def compare_settings(outcomes: Sequence[Outcome]) -> Table:
     """Return the settings compared by bits per byte, or by the loss in nats if some score has no
     bits per byte.
     """
-    scored = [outcome.evaluation for outcome in outcomes if outcome.evaluation]
-    in_bits = all(evaluation.get(BITS) is not None for evaluation in scored)
-    key, unit = (BITS, "bits/byte") if in_bits else (NATS, "nats")
+    evaluations = [outcome.evaluation for outcome in outcomes if outcome.evaluation]
+    if all(evaluation.get(BITS) is not None for evaluation in evaluations):
+        key = BITS
+        unit = "bits/byte"
+    else:
+        key = NATS
+        unit = "nats"
     values = [outcome.score(key) for outcome in outcomes]
     return tabulate(values, [outcome.member.knobs for outcome in outcomes], SEED, unit)
 
 
-def lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
+def table_lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
     """Return the table as aligned lines: knobs, mean ± standard error over seeds, and standing
     against the best.
 
@@ -185,13 +213,12 @@ def lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
         diverged: the update after which a member learned nothing more, by the member's number.
     """
     keys = list(dict.fromkeys(key for setting in table.settings for key in setting.knobs))
-    rows = [[*map(short, keys), table.unit, ""]]
+    rows = [[*map(short_key, keys), table.unit, ""]]
     for setting in table.settings:
-        unscored = setting.mean is None and not any(
-            member in diverged for member in setting.members.values()
-        )
-        value = "" if unscored else written(setting.mean)
-        knobs = [shown(setting.knobs[key]) if key in setting.knobs else "" for key in keys]
+        any_diverged = any(member in diverged for member in setting.members.values())
+        is_unscored = setting.mean is None and not any_diverged
+        value = "" if is_unscored else mean_text(setting.mean)
+        knobs = [value_text(setting.knobs[key]) if key in setting.knobs else "" for key in keys]
         rows.append([*knobs, value, _standing(table, setting, diverged)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
@@ -201,13 +228,15 @@ def lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
 
 
 def _standing(table: Table, setting: Setting, diverged: Mapping[int, int]) -> str:
-    lost = [diverged[member] for member in setting.members.values() if member in diverged]
-    who = (
-        f"{len(lost)} of {len(setting.members)} diverged"
-        if len(lost) < len(setting.members)
-        else "diverged"
-    )
-    return table.standing(setting, f"{who} at update {', '.join(map(str, lost))}" if lost else "")
+    """Return a setting's standing against the best one, or that its members diverged."""
+    updates = [diverged[member] for member in setting.members.values() if member in diverged]
+    divergence = ""
+    if updates:
+        who = "diverged"
+        if len(updates) < len(setting.members):
+            who = f"{len(updates)} of {len(setting.members)} diverged"
+        divergence = f"{who} at update {', '.join(map(str, updates))}"
+    return table.standing(setting, divergence)
 
 
 def verdict(table: Table) -> str:
@@ -215,34 +244,34 @@ def verdict(table: Table) -> str:
     if table.best is None:
         return "every member diverged"
     best = table.best.setting
-    return described(dict(best.knobs)) if best.knobs else f"member {table.best.member}"
+    return describe_knobs(dict(best.knobs)) if best.knobs else f"member {table.best.member}"
 
 
 def as_json(
     outcomes: Sequence[Outcome], table: Table
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Return (members, best) as `--json` prints them."""
+    """Return the members and the best setting as `--json` prints them; None if there is no best."""
     members = []
     for outcome in outcomes:
-        folders = [folder for _, folder in candidates(outcome.run.checkpoints) if is_folder(folder)]
+        # The newest checkpoint comes first.
+        checkpoints = [
+            folder for _, folder in candidates(outcome.run.checkpoints) if is_folder(folder)
+        ]
         scores = {key: outcome.evaluation.get(key) for key in (NATS, BITS)}
-        last: dict[str, Any] = next(
-            (row for row in reversed(outcome.rows) if "train_loss" in row), {}
-        )
         members.append(
             {
                 "knobs": dict(outcome.member.knobs),
                 **standard_json(scores),
-                "train_loss": last.get("train_loss"),
+                "train_loss": last_trained_row(outcome.rows).get("train_loss"),
                 "diverged": outcome.diverged,
                 "run": str(outcome.run.folder),
-                "checkpoint": str(folders[0]) if folders else None,
+                "checkpoint": str(checkpoints[0]) if checkpoints else None,
             }
         )
     if table.best is None:
         return members, None
     best = table.best.setting
-    ties = [dict(setting.knobs) for setting in table.settings if setting.tied]
+    best_member = members[table.best.member]
     mean = best.mean
     return members, {
         "knobs": dict(best.knobs),
@@ -250,18 +279,25 @@ def as_json(
         "mean": mean.value if mean else None,
         "standard_error": mean.standard_error if mean else None,
         "unit": table.unit,
-        "tied": ties,
+        "tied": [dict(setting.knobs) for setting in table.settings if setting.tied],
         "noise": table.noise,
-        **{key: members[table.best.member][key] for key in ("run", "checkpoint")},
+        "run": best_member["run"],
+        "checkpoint": best_member["checkpoint"],
     }
 
 
 def summary(
-    session_rows: Sequence[Mapping[str, Any]], run: Run, known: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]], run: Run, known: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the summary that marks a member's run as finished, as the summary of any run does."""
-    trained = [row for row in session_rows if "train_loss" in row]
-    scored: Mapping[str, Any] = next((row for row in reversed(session_rows) if NATS in row), {})
+    """Return the summary that marks a member's run as finished, as the summary of any run does.
+
+    Args:
+        rows: the rows of its metrics.
+        run: the run.
+        known: further entries.
+    """
+    trained = [row for row in rows if "train_loss" in row]
+    evaluation: Mapping[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
     rates = [row["tokens_per_s"] for row in trained if row.get("tokens_per_s")]
     return {
         "schema": "monograph.train/1",
@@ -269,16 +305,16 @@ def summary(
         "update": trained[-1]["update"],
         "tokens": trained[-1]["tokens"],
         "train_loss": trained[-1]["train_loss"],
-        **{key: scored.get(key) for key in (NATS, BITS)},
+        **{key: evaluation.get(key) for key in (NATS, BITS)},
         "tokens_per_s": statistics.median(rates) if rates else None,
         **known,
     }
 
 
-def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, Any]:
-    """Return the object of `--json`, which is also the result in sweep.json."""
+def result_object(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, Any]:
+    """Return the object that `--json` prints, which is also the result in sweep.json."""
     members, best = as_json(outcomes, table)
-    spent = sweep.record.get("training_s", 0.0)
+    training_s = sweep.record.get("training_s", 0.0)
     tokens = sweep.record.get("tokens", 0)
     return {
         "schema": SCHEMA,
@@ -287,21 +323,21 @@ def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, 
         "best": best,
         "advice": advice.as_json(advice.advise(sweep, table)),
         "wall_s": sweep.record.get("elapsed_s"),
-        "tokens_per_s": tokens / spent if spent else None,
+        "tokens_per_s": tokens / training_s if training_s else None,
     }
 
 
-def so_far(
+def result_so_far(
     outcomes: Sequence[Outcome], table: Table, spent_s: float, rate: float
 ) -> dict[str, Any]:
-    """Return what is known of a sweep that has not ended, in the form of `whole`, and how many
-    members have finished.
+    """Return what is known of a sweep that has not ended, in the form of `result_object`, and how
+    many members have finished.
 
     Args:
         outcomes: the members' present outcomes.
-        table: these compared.
+        table: their comparison.
         spent_s: the seconds spent so far.
-        rate: targets per second of the last updates; 0 before the first.
+        rate: targets per second of the last updates; 0 before the first update.
     """
     members, best = as_json(outcomes, table)
     return {
@@ -314,12 +350,12 @@ def so_far(
     }
 
 
-def drawn(table: Table) -> list[dict[str, Any]]:
+def chart_settings(table: Table) -> list[dict[str, Any]]:
     """Return the settings in the form that `monograph.report.sweep_report` draws."""
     best = table.best.setting if table.best else None
     return [
         {
-            "knobs": {short(key): value for key, value in setting.knobs.items()},
+            "knobs": {short_key(key): value for key, value in setting.knobs.items()},
             "mean": setting.mean.value if setting.mean else None,
             "standard_error": setting.mean.standard_error if setting.mean else None,
             "values": [table.values[member] for member in setting.members.values()],
@@ -329,79 +365,84 @@ def drawn(table: Table) -> list[dict[str, Any]]:
     ]
 
 
-# `verify` allows this many times the difference between two ways to compute the same run alone.
-FACTOR = 4.0
+# `verify` allows this many times the difference between two ways to train the same run alone.
+MAX_DIFFERENCE_RATIO = 4.0
 
 
 def verify(outcome: Outcome, progress: Progress, eager: tuple[int, int] = (0, 0)) -> dict[str, Any]:
-    """Compare a member's training losses with those of the same run trained alone.
+    """Compare a member's training losses with those of the same run trained alone, and print and
+    return the result.
 
-        difference = max over updates of |member - alone|      equal = difference <= 4 · max |alone - alone, otherwise|
+        difference = max over updates of |member - alone|
+        equal      = difference <= 4 · max over updates of |alone - alone in another way|
 
-    "Otherwise" means uncompiled or, if nothing is compiled, in micro-batches of half the size,
-    which shows the effect of rounding on this run. Every way rounds differently and training
-    amplifies the differences, so no fixed bound would do.
+    The other way is uncompiled or, if nothing is compiled, in micro-batches of half the size. Every
+    way rounds differently, and training amplifies the differences. So no fixed bound would do, and
+    the other way shows what rounding changes in this run.
 
     Args:
-        outcome: the member's.
+        outcome: the member's results.
         progress: the display.
         eager: see `SweepProgress.eager_updates_of`.
 
     Raises:
         InputRefused: the member has no metrics, or its run is damaged.
     """
-    member = [row["train_loss"] for row in outcome.rows if row.get("train_loss") is not None]
-    if not member:
+    member_losses = [row["train_loss"] for row in outcome.rows if row.get("train_loss") is not None]
+    if not member_losses:
         raise InputRefused(f"{outcome.run.folder} has no updates to compare: train the sweep first")
     plan = resolve(run_settings(outcome.run), describe())
     text = open_corpus(plan.job.reading, progress)
     compiled = plan.training.compile != "none" and (
         default_device().type == "cuda" or not compiler_obstacle()
     )
-    alone = losses(plan, text, len(member), progress, compiled=compiled, eager=eager)
+    updates = len(member_losses)
+    losses = train_alone(plan, text, updates, progress, compiled=compiled, eager=eager)
     if not compiled:
         half = {"train.micro_batch": max(1, plan.training.rows // 2)}
         plan = resolve(plan.record.settings.resolve(half, "verify"), describe())
-    other = losses(plan, text, len(member), progress, compiled=False, eager=eager)
-    difference = largest(member, alone)
-    bound = FACTOR * largest(alone, other)
+    other_losses = train_alone(plan, text, updates, progress, compiled=False, eager=eager)
+    difference = largest_difference(member_losses, losses)
+    bound = MAX_DIFFERENCE_RATIO * largest_difference(losses, other_losses)
     equal = difference <= bound
     progress.line(
         "verify",
-        f"member {outcome.member.index} against the same run alone, {len(member)} updates: largest difference of the "
+        f"member {outcome.member.index} against the same run alone, {updates} updates: largest difference of the "
         f"training loss {difference:.2g}, {'within' if equal else 'beyond'} {bound:.2g} (4 x what two ways to compute "
         "it alone differ by)",
     )
     return {
         "member": outcome.member.index,
-        "updates": len(member),
+        "updates": updates,
         "difference": difference,
         "bound": bound,
         "equal": equal,
     }
 
 
-def largest(one: list[float], other: list[float]) -> float:
+def largest_difference(one: list[float], other: list[float]) -> float:
     """Return the largest difference at any update; nan and infinity are equal to themselves."""
-    return max(
-        0.0 if a == b or (a != a and b != b) else abs(a - b)
-        for a, b in zip(one, other, strict=True)
-    )
+
+    def difference(a: float, b: float) -> float:
+        both_nan = math.isnan(a) and math.isnan(b)
+        return 0.0 if a == b or both_nan else abs(a - b)
+
+    return max(difference(a, b) for a, b in zip(one, other, strict=True))
 
 
 def first_schedule(course: Schedule, updates: int, warmup: int) -> Schedule:
     """Return the schedule of a member that made some updates before its length was known.
 
     Args:
-        course: the schedule from then on.
-        updates: the number of those updates.
-        warmup: the updates of their warm-up.
+        course: the schedule of all later updates.
+        updates: the number of the first updates.
+        warmup: the warm-up of the first updates, as a number of updates.
     """
-    first = constant(warmup)
-    return lambda index: first(index) if index < updates else course(index)
+    first_course = constant(warmup)
+    return lambda index: first_course(index) if index < updates else course(index)
 
 
-def losses(
+def train_alone(
     plan: Plan,
     text: Corpus,
     updates: int,
@@ -412,25 +453,30 @@ def losses(
 ) -> list[float]:
     """Train a run alone from its beginning, by the schedule that the member had, and return its
     training losses.
+
+    Args:
+        plan: the run's plan.
+        text: the corpus that it trains on.
+        updates: how many updates to make.
+        progress: the display.
+        compiled: whether to compile it.
+        eager: see `SweepProgress.eager_updates_of`.
     """
     built = build_run(plan, TextTask(text), describe())
     engine = make_engine(built, default_device())
     engine.step.schedule = first_schedule(plan.schedule(plan.updates or updates), *eager)
     batches = text.batches(plan.training.tokens_per_update, seed=plan.job.seed)
     seed_all(plan.job.seed)
-    with progress.stage(
-        "alone", "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}"
-    ) as stage:
+    how = "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}"
+    with progress.stage("alone", how) as stage:
         if compiled:
-            capture(
-                engine,
-                first_window([built], text),
-                "blocks" if built.plan.training.compile == "blocks" else "whole",
-            )
-        on_device = []
+            by_block = built.plan.training.compile == "blocks"
+            window = first_window([built], text)
+            capture(engine, window, "blocks" if by_block else "whole")
+        losses = []
         for update in train(engine, batches, updates):
-            on_device.append(update.loss)
+            losses.append(update.loss)  # it stays on the device, so that updates do not wait
             stage.report("update", update.index + 1, updates)
-        values: list[float] = torch.stack(on_device).tolist()
+        values: list[float] = torch.stack(losses).tolist()
     batches.close()
     return values
