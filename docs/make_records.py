@@ -18,7 +18,7 @@ from monograph.data.forms import (
     METADATA,
     PAIR_FORM,
     PROMPT_FORM,
-    SHARED_FORM,
+    SHAREGPT_FORM,
     Form,
     Kind,
 )
@@ -60,7 +60,7 @@ def metadata() -> str:
 
 def tables() -> dict[Path, list[str]]:
     """Return what stands between the markers of each page, in order."""
-    conversations = [MESSAGES_FORM, SHARED_FORM]
+    conversations = [MESSAGES_FORM, SHAREGPT_FORM]
     return {
         DOCS / "data.md": [kinds(), metadata()],
         DOCS / "finetune.md": [keys_of(conversations), keys_of([COMPLETED_FORM])],

@@ -270,14 +270,14 @@ class Listing(Export):
     """Names and shapes, a line for each tensor."""
 
     tools = ("people",)
-    what = "a list"
-    also = ("ls",)
+    noun_phrase = "a list"
+    aliases = ("ls",)
 
-    def write(self, model, folder, tokenizer, dtype, warn, beside):
+    def write(self, model, folder, tokenizer, dtype, warn, write_extras):
         folder.mkdir()
         lines = [f"{name} {list(tensor.shape)}\n" for name, tensor in model.named_parameters()]
         (folder / "shapes.txt").write_text("".join(lines))
-        beside(folder)
+        write_extras(folder)
 
     def describe(self, folder):
         return f"{folder}: a list to read"

@@ -26,7 +26,7 @@ from monograph.automata.dfa import (
     compile_expression,
 )
 from monograph.automata.pattern import MAX_LENGTH
-from monograph.automata.schema import _STEPS, _SchemaReader, parse_schema, schema_expression
+from monograph.automata.schema import _SCHEMA_STEPS, _SchemaReader, parse_schema, schema_expression
 from monograph.automata.tokens import MAX_CELLS, MAX_EFFECTS, constraint_automaton
 from monograph.errors import InputRefused
 
@@ -641,7 +641,7 @@ def test_a_wide_schema_is_refused_before_all_of_it_is_read(
         count = 0
         with pytest.raises(InputRefused, match="needs more than 1,000,000 steps to build"):
             schema_expression(wide)
-        assert (count - 1) * _STEPS <= MAX_WORK
+        assert (count - 1) * _SCHEMA_STEPS <= MAX_WORK
 
 
 def test_values_that_are_compared_are_steps_too() -> None:

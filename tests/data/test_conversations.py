@@ -104,7 +104,7 @@ def test_a_bad_record_is_named_with_its_field(record: dict[str, Any], detail: st
 def test_numbers_stay_as_they_are(tmp_path: Path) -> None:
     chat = [USER, call(a=1, b=2.0, c=10**30)]
     [file] = find(write_chats(tmp_path / "a.jsonl", [chat]), tmp_path).files
-    keys = RecordKeys(Kind.CONVERSATIONS, DEFAULT_SETTINGS, is_chosen=False)
+    keys = RecordKeys(Kind.CONVERSATIONS, DEFAULT_SETTINGS, is_kind_set=False)
     [(_, text)] = conversation_records(file, keys)
     assert isinstance(text, str) and Conversation.of_text(text).messages == chat
     (tmp_path / "a.jsonl").write_text('{"messages": ' + "9" * 5000 + "}")

@@ -562,7 +562,7 @@ def test_the_hub_is_asked_only_for_a_hub_id_and_its_faults_are_one_line(
     ]  # fmt: skip
     with pytest.raises(
         InputRefused,
-        match=r"hf://owner/gone: cannot be fetched: Couldn't reach the hub; or save it",
+        match=r"hf://owner/gone: cannot be fetched: Couldn't reach the hub; try again, or save",
     ):
         find("hf://owner/gone", tmp_path)
 

@@ -22,7 +22,7 @@ from chats import speaking
 from monograph.errors import DiskFull, InputRefused, MonographError, UsageError
 from monograph.model import gguf as ours
 from monograph.model.config import LlamaConfig
-from monograph.model.exports import require_export
+from monograph.model.exports import find_export
 from monograph.model.families import FAMILIES
 from monograph.model.gguf import FILE, neighbouring, save_gguf
 from monograph.model.gguf_words import pre_tokenizer
@@ -442,9 +442,9 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.M
 def test_without_the_package_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UsageError, match=r"needs the package gguf: .* install '?gguf") as raised:
-        require_export("gguf", "f16")
+        find_export("gguf", "f16")
     assert isinstance(raised.value, MonographError) and raised.value.exit_code == 2
-    require_export("hf", None)
+    find_export("hf", None)
 
 
 def test_a_read_only_place_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from monograph.planner.streaming import stream_candidates, stream_ways
 from monograph.predict.footprint import Work
 from monograph.predict.roofline import pass_times, update_time
 from monograph.stream import Streamed
-from monograph.stream.chunked_update import MOST
+from monograph.stream.chunked_update import MAX_CHUNK_ELEMENTS
 from monograph.stream.clock import Link
 from monograph.stream.lanes import Home
 from monograph.stream.store import GRADIENT
@@ -161,9 +161,10 @@ def test_a_piece_of_an_update_is_no_larger_than_the_plane_that_it_is_cut_from():
     )
     for scope in ("blocks", "none"):
         work = replace(way_of(config=tiny).work, compile=scope)
-        assert sum(replace(way_of(config=tiny), work=work).pass_bytes.values()) < 4 * MOST, (
-            "the gradient of a whole piece"
-        )
+        assert (
+            sum(replace(way_of(config=tiny), work=work).pass_bytes.values())
+            < 4 * MAX_CHUNK_ELEMENTS
+        ), "the gradient of a whole piece"
 
 
 def test_weights_stay_first_and_evenly_through_the_depth():

@@ -301,11 +301,11 @@ def test_a_record_of_another_kind_after_the_sample_is_refused_by_its_line(
         ({**labelled, "chosen": "a", "rejected": "b"}, unknown.format("chosen")),
         (
             {**labelled, "label": False},
-            "is one of labelled answers by 'completion' and 'label', and those before are",
+            "is one of labelled answers by 'completion' and 'label', but the earlier records are",
         ),
         (
             {"chosen": "a", "rejected": "b"},
-            "is one of pairs of answers by 'chosen' and 'rejected', and those before are",
+            "is one of pairs of answers by 'chosen' and 'rejected', but the earlier records are",
         ),
     ]
     for record, said_of_it in more_of:

@@ -160,7 +160,7 @@ class Beside(Immediately):
     def run(self, work: LaneWork) -> Any:
         if work.mark.lane == "host":
             return self.thread.give([], work.call)
-        self.behind = max(self.behind, len(self.thread._left))
+        self.behind = max(self.behind, len(self.thread._uncollected))
         for mark in (mark for mark in work.waits if mark.lane == "host"):
             self.thread.until(mark.number)
         return super().run(work)

@@ -102,7 +102,7 @@ def test_any_schedule_is_free_of_races_and_no_wait_is_superfluous(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random works on few spaces, with a short memory of marks."""
-    monkeypatch.setattr(lanes, "MARKS", 20)
+    monkeypatch.setattr(lanes, "MARKS_BEFORE_FIRST_CLEANUP", 20)
     choose, recorder = random.Random(seed), Recorder()
     lane = Lanes(recorder)
     devices = [Space(f"slot {n}", Home.DEVICE) for n in range(4)]
@@ -128,7 +128,7 @@ def test_any_schedule_is_free_of_races_and_no_wait_is_superfluous(
 def test_a_lane_without_work_keeps_no_marks_and_still_waits_when_it_has_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lanes, "MARKS", 20)
+    monkeypatch.setattr(lanes, "MARKS_BEFORE_FIRST_CLEANUP", 20)
     recorder = Recorder()
     lane, slot, home = Lanes(recorder), Space("slot", Home.DEVICE), Space("home", Home.HOST)
     tensor = torch.zeros(1)
@@ -252,7 +252,7 @@ def of_passes(engine: Any) -> dict[int, Space]:
     found = [
         buffer for decision in walk.updates.host_update._decisions.values() for buffer in decision
     ]
-    for states in (walk.boundaries._states, walk.boundaries._host, walk.boundaries._rings):
+    for states in (walk.boundaries._states, walk.boundaries._host, walk.boundaries._input_sets):
         found += list(states.values())
     return {memory(tensor): space for tensor, space in found}
 
@@ -388,7 +388,7 @@ class Poisons:
         class Boundaries(walk.Boundaries):
             def fetch(self, stage: int, count: int) -> None:
                 for g in range(count):
-                    if ring := self._rings.get((stage % 2, g)):
+                    if ring := self._input_sets.get((stage % 2, g)):
                         poisons.names.append(ring[1].name)
                         poison_(ring[0])
                 super().fetch(stage, count)
@@ -426,6 +426,6 @@ def test_memory_is_poisoned_when_it_is_given_to_another(
         of(place, lanes.Immediately(), precision=precision), placement.when == "backward"
     )
     assert not other_bits(left, usual(place, precision))
-    kinds = {"slot"} | ({"ring"} if placement.offload else set())
+    kinds = {"slot"} | ({"returned"} if placement.offload else set())
     kinds |= {"staging"} if placement.where == "device" or placement.on_device else set()
     assert {name.split()[0] for name in poisons.names} == kinds and len(poisons.names) > 50

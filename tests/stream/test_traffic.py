@@ -91,7 +91,7 @@ def test_copied_and_held_bytes(place: str, tied: bool) -> None:
 def test_copied_and_held_bytes_in_many_pieces(
     optim: Any, when: When, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked_update, "MOST", 768)
+    monkeypatch.setattr(chunked_update, "MAX_CHUNK_ELEMENTS", 768)
     placement = Placement(when=when, on_disk=WHOLE | {"ema"})
     engine = streamed({"num_hidden_layers": 3}, placement=placement, optim=optim, clip=None)
     assert moved(engine, 2) == traffic(engine.store, placement, state_bytes(), 2)

@@ -21,7 +21,7 @@ from monograph.stream.lanes import Home
 from monograph.stream.placement import Placement
 from monograph.stream.slots import BLOCK_SLOTS, tensors_to_fetch
 from monograph.stream.store import GRADIENT, WEIGHTS, Stage, Store
-from monograph.stream.walk import RINGS
+from monograph.stream.walk import INPUT_SETS
 
 Traffic = Counter[tuple[Home, Home]]
 DECISION = 32  # bytes: four numbers of 8
@@ -144,7 +144,9 @@ def device_bytes(
     at_home = placement.when != "backward"
     cut = (piece for stage in store.stages for piece in chunks(stage))
     staging = STAGING_BUFFERS * _largest(to_fetch(piece, gradient=at_home) for piece in cut)
-    states = (2 + min(RINGS, len(middle)) if placement.offload else len(middle) + 1) * micro_batches
+    states = (
+        2 + min(INPUT_SETS, len(middle)) if placement.offload else len(middle) + 1
+    ) * micro_batches
     boundaries = (states if placement.offload else states + 1) * state_bytes
     return DeviceBytes(store.bytes_at()[Home.DEVICE], slots, staging, boundaries)
 

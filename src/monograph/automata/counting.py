@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 COUNTERS = 3
-MAX_COUNT = (1 << 15) - 1  # docs/constraints.md promises it: the largest maxLength or maxItems
+MAX_COUNT = (1 << 15) - 1  # the largest maxLength or maxItems, which docs/constraints.md promises
 STATE_BITS = 16
 COUNT_BITS = 15
 SHIFTS = tuple(STATE_BITS + COUNT_BITS * counter for counter in range(COUNTERS))
@@ -37,9 +37,9 @@ class Operation(NamedTuple):
     """An operation on one counter.
 
     Attributes:
-        kind: which of the three operations.
+        kind: which of the three operations it is; the module's docstring describes them.
         counter: the counter's index.
-        number: M of "begin", W of "end"; see the module.
+        number: M of "begin", W of "end", and 0 of "count".
     """
 
     kind: Literal["begin", "count", "end"]
@@ -84,7 +84,7 @@ def effect_of(operation: Operation) -> Effect:
 
 
 def compose_effects(first: Effect, second: Effect) -> Effect | None:
-    """Return the effect of `first` and then `second`; None if no counters allow both."""
+    """Return the effect of `first` followed by `second`; None if no counters allow both."""
     low, high, keep, add = (list(numbers) for numbers in first)
     for counter in range(COUNTERS):
         if first.keep[counter]:
@@ -152,8 +152,9 @@ def remove_operations(
 ) -> list[Transitions]:
     """Return each state's transitions by bytes, with their effects; states keep their numbers.
 
-    A transition is there, and its effect is allowed, exactly where an accepting state can still be
-    reached with the counters after it. If state 0 has no transition, no text is accepted.
+    A transition exists, and the counters allow its effect, exactly if an accepting state can still
+    be reached afterwards with the new counters. If state 0 has no transition, no text with a byte is
+    accepted.
 
     Args:
         rows: the transitions of each state.
@@ -170,8 +171,8 @@ def remove_operations(
     while True:
         rows = [{symbol: state for symbol, state in row.items() if live[state]} for row in rows]
         needs = [_needed_repetitions(rows, operations, counter) for counter in range(COUNTERS)]
-        # A part that needs more repetitions than its bound allows must not begin. States that lead
-        # only to such a part are then dead, so look again.
+        # A part that needs more repetitions than its bound allows must not begin. Without these
+        # transitions, states that lead only to such a part are dead, so the search is repeated.
         possible = [
             {
                 symbol: state
@@ -209,10 +210,12 @@ def _byte_transitions(
         guards: for each state, the effect that is allowed if the text can end from there.
     """
     transitions: Transitions = {}
-    queue = [(state, ALWAYS)]  # states that operations lead to, and the effect on the way there
+    # The queue grows in the loop. It has the states that operations lead to, and the effect of these
+    # operations.
+    queue = [(state, ALWAYS)]
     for current, effect in queue:
         if len(queue) > len(rows) + 1:
-            raise Ambiguous  # operations repeat without a byte between them
+            raise Ambiguous  # Operations repeat without a byte between them.
         for symbol, next_state in rows[current].items():
             if symbol not in byte_classes:
                 further = compose_effects(effect, effects[symbol])
@@ -229,10 +232,11 @@ def _byte_transitions(
 
 
 def _guard(needs: Sequence[int]) -> Effect:
-    """Return an effect that changes nothing, allowed where each counter has enough repetitions left.
+    """Return an effect that changes no counter, and requires that each has enough repetitions left.
 
     Args:
-        needs: how many repetitions each counter needs; _NEVER: its part is not being repeated.
+        needs: how many repetitions each counter needs; _NEVER: the counter's part is not being
+            repeated.
     """
     return ALWAYS._replace(low=tuple(need if need < _NEVER else 0 for need in needs))
 
@@ -247,16 +251,17 @@ def _cannot_end(operation: Operation | None, needs: Sequence[Sequence[int]], sta
 def _needed_repetitions(
     rows: Sequence[Row], operations: Mapping[int, Operation], counter: int
 ) -> list[int]:
-    """Return for each state how many repetitions a counted part must still have, at least.
+    """Return for each state the smallest number of repetitions that must still follow in a counted
+    part.
 
-    Outside the part it is _NEVER.
+    The number is _NEVER for states outside the part.
 
     Args:
         rows: the transitions of all states.
         operations: the operation of each class that is not one of bytes.
         counter: the part's counter.
     """
-    # For each state (state before it, whether the way between them counts a repetition).
+    # For each state, (state before it, whether the transition between them counts a repetition).
     predecessors: list[list[tuple[int, bool]]] = [[] for _ in rows]
     needs = [_NEVER] * len(rows)
     frontier = set()  # states that need `number` repetitions
@@ -270,8 +275,8 @@ def _needed_repetitions(
             elif operation.kind == "end":
                 frontier.add(state)
     number = 0
-    # Breadth first: all states that need `number` repetitions are known before those that need
-    # more.
+    # The search is breadth first: all states that need `number` repetitions are found before the
+    # states that need more.
     while frontier and number < _NEVER:
         next_frontier = set()
         queue = [state for state in frontier if needs[state] > number]

@@ -1,9 +1,10 @@
-"""Compiles a byte expression into the smallest deterministic automaton.
+"""Compile an expression over bytes (`monograph.automata.expression`) into the smallest
+deterministic automaton.
 
 The expression first becomes a nondeterministic automaton without empty moves. Its states are
 positions in the expression. A position takes one symbol of a set and has successors: the positions
 that may take the next symbol. The symbols are the 256 bytes and, from 256 on, the operations on
-counters (`counting`), which are removed at the end.
+counters (`monograph.automata.counting`), which are removed at the end.
 
 Shapes: S states, K classes of bytes that no state distinguishes.
 """
@@ -39,15 +40,16 @@ from monograph.automata.expression import (
 )
 from monograph.errors import InputRefused
 
-# docs/constraints.md promises these limits: a larger automaton is refused within two seconds.
+# docs/constraints.md promises these limits, and that a larger automaton is refused within two
+# seconds.
 MAX_STATES = 10_000
 MAX_POSITIONS = 20_000
-MAX_WORK = 1_000_000  # steps of a `Budget`
+MAX_WORK = 1_000_000  # in steps of a `Budget`
 STATE_MASK = (1 << STATE_BITS) - 1
 
-PositionSet: TypeAlias = frozenset[int]  # positions, any of which may take the next symbol
+PositionSet: TypeAlias = frozenset[int]  # any of these positions may take the next symbol
 EMPTY: PositionSet = frozenset()
-END = 0  # the position that takes no symbol: the text may end here
+END = 0  # the number of the position that takes no symbol; the text may end there
 BYTES = 256
 State = TypeVar("State")
 Rows: TypeAlias = Sequence[Mapping[int, int]]  # for each state {class of symbols: next state}
@@ -85,7 +87,7 @@ class Budget:
         """Refuse an automaton that needs more than `limit` of a unit.
 
         Raises:
-            InputRefused: it does.
+            InputRefused: `count` is more than `limit`.
         """
         if count <= limit:
             return
@@ -103,10 +105,10 @@ class Budget:
 class Positions:
     """The positions of an expression.
 
-    They are made from the end of the expression to its beginning, because a position is made with
-    its successors. Positions that take the same symbols and have the same successors are merged,
-    and so are common endings. So the automaton of a character's UTF-8 sequences or of a schema's
-    optional properties stays small.
+    They are made from the end of the expression to its beginning, because the successors of a
+    position must exist before it. Positions that take the same symbols and have the same successors
+    are merged, so common endings are merged as well. This keeps the automaton small for a
+    character's UTF-8 sequences and for a schema's optional properties.
 
     A loop is a placeholder for a part that may repeat without limit. It takes no symbol, and
     `without_loops` replaces it.
@@ -117,8 +119,8 @@ class Positions:
             and the positions after it.
 
     Raises:
-        InputRefused: there are more than MAX_POSITIONS positions, or the budget is spent; any
-            method may raise it.
+        InputRefused: there are more than MAX_POSITIONS positions, or the budget is spent. Any
+            method may raise this.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -126,24 +128,24 @@ class Positions:
         self.takes = [0]
         self.successors = [EMPTY]
         self._loops: set[int] = set()
-        # What `make_position`, `first_positions` and `without_loops` have returned.
+        # The results of `make_position`, `first_positions` and `without_loops`, by their arguments.
         self._made: dict[tuple[int, PositionSet], PositionSet] = {}
         self._first: dict[tuple[Expression, PositionSet], PositionSet] = {}
         self._expanded: dict[PositionSet, PositionSet] = {}
 
     def make_position(self, takes: int, after: PositionSet) -> PositionSet:
-        """Return the one position that takes a symbol of a mask and has the successors `after`.
+        """Return a set of the one position that takes a symbol of a mask and is followed by `after`.
 
-        Return EMPTY if no text leads through such a position.
+        The set is EMPTY if no text leads through such a position.
         """
         if not takes or not after:
             return EMPTY
         made = self._made.get((takes, after))
         if made is None:
-            made = self._made[takes, after] = frozenset((self._add(takes, after),))
+            made = self._made[takes, after] = frozenset((self._add_position(takes, after),))
         return made
 
-    def _add(self, takes: int, successors: PositionSet) -> int:
+    def _add_position(self, takes: int, successors: PositionSet) -> int:
         self.budget.require_at_most(MAX_POSITIONS, len(self.takes), "positions")
         self.budget.spend(1)
         if self.budget.source:
@@ -161,7 +163,7 @@ class Positions:
     def first_positions(self, expression: Expression, after: PositionSet) -> PositionSet:
         """Return the positions that can take the first symbol of an expression's texts.
 
-        If the expression matches the empty text, `after` is among them.
+        If the expression matches the empty text, the result includes the positions `after`.
 
         Args:
             expression: the expression.
@@ -202,9 +204,8 @@ class Positions:
         first = after
         optional_count = 0
         if expression.max_count is None:
-            # A loop is a position of its own, since it is among its own successors: they are known
-            # only once it is made.
-            loop = self._add(0, EMPTY)
+            # The loop is made before its successors are known, because it is one of them.
+            loop = self._add_position(0, EMPTY)
             self._loops.add(loop)
             first = frozenset((loop,))
             self.successors[loop] = self.union(
@@ -212,8 +213,8 @@ class Positions:
             )
         else:
             optional_count = expression.max_count - expression.min_count
-        # Stop when one more repetition changes nothing: then the part matches no text, or only the
-        # empty one.
+        # Stop when one more repetition changes nothing. Then the part matches no text, or only the
+        # empty text.
         for _ in range(optional_count):
             longer = self.union((self.first_positions(expression.part, first), after))
             if longer == first:
@@ -233,17 +234,17 @@ class Positions:
         symbols_of: Mapping[int, int],
         after: PositionSet,
     ) -> PositionSet:
-        """Add the positions of an automaton's texts; return the first positions.
+        """Add positions for the texts of an automaton, and return their first positions.
 
         Args:
             rows: the automaton's transitions.
             accepting: whether a text may end in each of its states.
-            symbols_of: for each class of its transitions a bit mask of the symbols.
+            symbols_of: for each class of symbols in `rows`, a bit mask of its symbols.
             after: the positions that follow the texts.
         """
-        # States may lead to each other in circles. So each state is a loop, whose successors are
-        # known once all loops are made.
-        loops = [frozenset((self._add(0, EMPTY),)) for _ in rows]
+        # States may lead to each other in circles. So each state becomes a loop, and the successors
+        # are set when all loops exist.
+        loops = [frozenset((self._add_position(0, EMPTY),)) for _ in rows]
         self._loops.update(*loops)
         for state, row in enumerate(rows):
             takes: dict[int, int] = defaultdict(int)  # {next state: the symbols that lead there}
@@ -257,12 +258,12 @@ class Positions:
         return loops[0]
 
     def without_loops(self, positions: PositionSet) -> PositionSet:
-        """Return the positions with each loop replaced by its successors, over and over."""
+        """Replace loops by their successors until no loop is left, and return the positions."""
         expanded = self._expanded.get(positions)
         if expanded is None:
             reached = set(positions)
             queue = [*positions & self._loops]
-            for loop in queue:
+            for loop in queue:  # The queue grows in the loop body.
                 self.budget.spend(1 + len(self.successors[loop]))
                 fresh = self.successors[loop] - reached
                 reached |= fresh
@@ -278,10 +279,10 @@ class ByteAutomaton:
     Every state lies on a path from state 0 to an accepting state.
 
     Attributes:
-        next_SK: int16 [S, K], the state after a byte of each class; -1 where no accepted text
-            continues that way.
+        next_SK: int16 [S, K], the state after a byte of each class; -1: no accepted text has such
+            a byte there.
         class_256: uint8 [256], the class of each byte.
-        accepting_S: bool [S], whether a text may end there.
+        accepting_S: bool [S], whether a text may end in the state.
         effect_SK: int16 [S, K], the index in `effects` of what the byte does to the counters.
         effects: all effects; the first one is `ALWAYS`.
     """
@@ -295,7 +296,7 @@ class ByteAutomaton:
     def accepts(self, text: bytes) -> bool:
         """Return whether the automaton accepts a text.
 
-        This reads byte by byte, and is the reference for automata over tokens.
+        This method reads one byte after another. It is the reference for automata over tokens.
         """
         packed_state = 0
         for byte in text:
@@ -317,14 +318,14 @@ class ByteAutomaton:
 
 
 def compile_expression(expression: Expression, where: str) -> ByteAutomaton:
-    """Return the minimal automaton of an expression; with counters it may not be minimal.
+    """Return the minimal automaton of an expression. An automaton with counters may be larger.
 
     Args:
         expression: the expression over bytes.
         where: the expression's name in an error.
 
     Raises:
-        Ambiguous: a byte may have two effects on the counters.
+        Ambiguous: a byte may have two different effects on the counters.
         InputRefused: the expression matches no text, or its automaton is too large (MAX_STATES,
             MAX_POSITIONS, MAX_WORK).
     """
@@ -344,15 +345,15 @@ def byte_automaton(expression: Expression, budget: Budget) -> ByteAutomaton | No
     automaton = _symbol_automaton(expression, budget)
     if automaton is None:
         return None
-    used = {symbol_class for row in automaton.rows for symbol_class in row}
-    byte_classes = used.intersection(automaton.classes[:BYTES])
+    used_classes = {symbol_class for row in automaton.rows for symbol_class in row}
+    byte_classes = used_classes.intersection(automaton.classes[:BYTES])
     operations = {}
     for operation, symbol in budget.symbols.items():
-        # The budget may know operations of other expressions.
-        if symbol < len(automaton.classes) and automaton.classes[symbol] in used:
+        # The budget may know operations that only other expressions use.
+        if symbol < len(automaton.classes) and automaton.classes[symbol] in used_classes:
             operations[automaton.classes[symbol]] = operation
-    if len(byte_classes) + len(operations) != len(used):
-        raise Ambiguous  # a class holds two operations, or an operation and a byte
+    if len(byte_classes) + len(operations) != len(used_classes):
+        raise Ambiguous  # A class has two operations, or an operation and a byte.
     transitions = remove_operations(automaton.rows, automaton.accepting, byte_classes, operations)
     return _make_byte_automaton(transitions, automaton)
 
@@ -362,7 +363,7 @@ def _make_byte_automaton(
 ) -> ByteAutomaton | None:
     """Return the automaton of the states that bytes reach, numbered breadth first.
 
-    Return None if it accepts no text.
+    The result is None if that automaton accepts no text.
 
     Args:
         transitions: the transitions by bytes of each state of `automaton`.
@@ -373,7 +374,7 @@ def _make_byte_automaton(
     effect_numbers = {ALWAYS: 0}
     new_numbers = {0: 0}
     old_states = [0]
-    for state in old_states:
+    for state in old_states:  # The list grows in the loop body.
         for _, (target, effect) in sorted(transitions[state].items()):
             effect_numbers.setdefault(effect, len(effect_numbers))
             if target not in new_numbers:
@@ -385,8 +386,8 @@ def _make_byte_automaton(
         for byte_class, (target, effect) in transitions[state].items():
             next_SK[number, byte_class] = new_numbers[target]
             effect_SK[number, byte_class] = effect_numbers[effect]
-    # Columns may have become equal when states were merged, or when operations were removed: then
-    # their bytes share a class.
+    # Columns may have become equal when states were merged or operations were removed. The bytes of
+    # equal columns then share a class.
     stacked = np.concatenate([next_SK, effect_SK])
     unique, merged = np.unique(stacked, axis=1, return_inverse=True)
     class_256 = merged.reshape(-1)[automaton.classes[:BYTES]].astype(np.uint8)
@@ -419,7 +420,7 @@ def _symbol_automaton(expression: Expression, budget: Budget) -> _SymbolAutomato
     start = positions.without_loops(first)
     if not start:
         return None
-    # Symbols that no position tells apart share a class, so a row has a few entries instead of 256.
+    # Symbols that no position distinguishes share a class, so a row has few entries instead of 256.
     classes, classes_of = _symbol_classes(set(positions.takes), BYTES + len(budget.symbols))
 
     # The subset construction: a state is the set of positions that may take the next symbol.
@@ -444,7 +445,7 @@ def _symbol_automaton(expression: Expression, budget: Budget) -> _SymbolAutomato
 def _explore(
     start: State, transitions: Callable[[State], Iterable[tuple[int, State]]], budget: Budget
 ) -> tuple[Rows, list[State]]:
-    """Number all states that can be reached from a start state; return their rows, and the states.
+    """Number all states that can be reached from a start state, and return (their rows, the states).
 
     Args:
         start: the start state.
@@ -454,7 +455,7 @@ def _explore(
     numbers = {start: 0}
     queue = [start]
     rows = []
-    for state in queue:
+    for state in queue:  # The queue grows in the loop body.
         row = {}
         for symbol_class, next_state in transitions(state):
             if next_state not in numbers:
@@ -466,18 +467,20 @@ def _explore(
     return rows, queue
 
 
-def _symbol_classes(sets: Iterable[int], symbols: int) -> tuple[list[int], dict[int, list[int]]]:
+def _symbol_classes(
+    sets: Iterable[int], symbol_count: int
+) -> tuple[list[int], dict[int, list[int]]]:
     """Return the class of each symbol, and the classes in each set.
 
     Two symbols share a class if they lie in the same sets.
 
     Args:
         sets: bit masks of symbols.
-        symbols: the number of symbols.
+        symbol_count: the number of symbols.
     """
     masks = list(sets)
     # For each symbol, whether each set has it; the symbols of a class have the same profile.
-    profiles = [tuple(mask >> symbol & 1 for mask in masks) for symbol in range(symbols)]
+    profiles = [tuple(mask >> symbol & 1 for mask in masks) for symbol in range(symbol_count)]
     numbers = {profile: number for number, profile in enumerate(dict.fromkeys(profiles))}
     classes = [numbers[profile] for profile in profiles]
     classes_of = {
@@ -492,7 +495,7 @@ def _minimize(rows: Rows, accepting: Sequence[bool], classes: list[int]) -> _Sym
     block_of = _equivalence_blocks(rows, accepting)
     number_of_block = {block_of[0]: 0}
     representatives = [0]  # a state of each block
-    for state in representatives:
+    for state in representatives:  # The list grows in the loop body.
         for _, target in sorted(rows[state].items()):
             if block_of[target] not in number_of_block:
                 number_of_block[block_of[target]] = len(representatives)
@@ -511,11 +514,11 @@ def _minimize(rows: Rows, accepting: Sequence[bool], classes: list[int]) -> _Sym
 def _equivalence_blocks(rows: Rows, accepting: Sequence[bool]) -> list[int]:
     """Return the block of each state; the states of a block accept the same texts (Hopcroft 1971).
 
-    A missing transition leads to a dead state. The dead state needs no block: each block splits the
-    states that have a transition into it from those that have none, and at first all blocks are
-    splitters.
+    A missing transition leads to a dead state. The dead state needs no block, because each other
+    block splits the states that have a transition into it from the states that have none, and at
+    first all blocks split.
     """
-    # For each state (class of symbols, state before it).
+    # For each state, (class of symbols, state before it) of the transitions that lead to it.
     predecessors: list[list[tuple[int, int]]] = [[] for _ in rows]
     for state, row in enumerate(rows):
         for symbol_class, target in row.items():
@@ -537,11 +540,11 @@ class _Partition:
     Attributes:
         blocks: the states of each block.
         block_of: for each state the number of its block.
-        waiting: the numbers of the blocks by which the others have not been split yet.
+        waiting: the numbers of the blocks that must still split the others.
     """
 
     def __init__(self, accepting: Sequence[bool]) -> None:
-        halves: list[set[int]] = [set(), set()]
+        halves: list[set[int]] = [set(), set()]  # not accepting, accepting
         for state, accepts in enumerate(accepting):
             halves[accepts].add(state)
         self.blocks = [half for half in halves if half]
@@ -567,8 +570,9 @@ class _Partition:
                 self.blocks[number] = inside
             for state in smaller:
                 self.block_of[state] = len(self.blocks)
-            # The larger part keeps the block's number. If the block waits, both parts wait. If not,
-            # the whole block has split the others, so splitting by the smaller part is enough.
+            # The larger part keeps the block's number. If the block waits, both parts now wait.
+            # Otherwise the whole block has already split the others, and it is enough to split by
+            # the smaller part.
             self.waiting.add(len(self.blocks))
             self.blocks.append(smaller)
 
@@ -576,14 +580,14 @@ class _Partition:
 def _intersection_positions(
     expression: Intersection, positions: Positions, after: PositionSet
 ) -> PositionSet:
-    """Return what `Positions.first_positions` returns, for an intersection."""
+    """Return the first positions of an intersection; see `Positions.first_positions`."""
     left = _symbol_automaton(expression.left, positions.budget)
     right = _symbol_automaton(expression.right, positions.budget)
     if left is None or right is None:
         return EMPTY
     rows, accepting, symbols_of = _product(left, right, positions.budget)
-    # From a pair of states no text may be accepted, though one is from each state alone. A text
-    # that leads to such a pair must not begin.
+    # A pair of states may accept no text, although each of its states accepts one. Transitions to
+    # such pairs are removed, so that no text can begin that cannot be completed.
     live = live_states(rows, accepting)
     if not live[0]:
         return EMPTY
@@ -597,14 +601,15 @@ def _intersection_positions(
 def _product(
     left: _SymbolAutomaton, right: _SymbolAutomaton, budget: Budget
 ) -> tuple[Rows, list[bool], dict[int, int]]:
-    """Return the product of two automata, which accepts what both accept.
+    """Return the product of two automata, which accepts the texts that both accept.
 
     Returns:
-        Its rows, over pairs of classes; whether a text may end in each state; for each pair of
-        classes a bit mask of its symbols.
+        (the product's rows, over pairs of classes; whether a text may end in each of its states; for
+        each pair of classes a bit mask of its symbols).
     """
     symbols_of: dict[int, int] = defaultdict(int)
-    # A side that was made before an operation was known has no class for it, and no transition.
+    # An automaton that was made before an operation was known has neither a class nor a transition
+    # for the operation.
     unknown_class = max(right.classes) + 1
     pair_base = unknown_class + 1  # the pair (l, r) is the number l * pair_base + r
     for symbol in range(BYTES + len(budget.symbols)):

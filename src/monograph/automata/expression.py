@@ -18,8 +18,8 @@ from typing import TypeAlias
 from monograph.automata.counting import Operation
 
 
-# Expressions are equal only if they are identical (eq=False), so that large ones are cheap keys of
-# a dict (`Positions.before` in `monograph.automata.dfa`).
+# Expressions are equal only if they are the same object (eq=False), so that large expressions are
+# cheap keys of a dict (`Positions.first_positions` in `monograph.automata.dfa`).
 @dataclass(frozen=True, eq=False)
 class ByteSet:
     """Matches one byte of a set; bit b of `mask` is 1 if byte b is in the set."""
@@ -43,7 +43,7 @@ class Alternation:
 
 @dataclass(frozen=True, eq=False)
 class Repetition:
-    """Matches the part `min_count` to `max_count` times; if that is None, without upper bound."""
+    """Matches the part `min_count` to `max_count` times; if `max_count` is None, without limit."""
 
     part: Expression
     min_count: int
@@ -60,7 +60,7 @@ class Intersection:
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """Matches the empty text; where it matches, a counter is operated on (`counting`)."""
+    """Matches the empty text, and operates on a counter there (`monograph.automata.counting`)."""
 
     operation: Operation
 
@@ -102,13 +102,14 @@ def optional(part: Expression) -> Repetition:
 # A set of code points, as (first, last) ranges in ascending order. Both ends are included, and
 # ranges neither overlap nor touch.
 CodePoints: TypeAlias = tuple[tuple[int, int], ...]
-# Returns the expression for one character of a set, such as `utf8`.
+# A function from a set of code points to an expression for the bytes of any one of them, such as
+# `utf8`.
 Encoding: TypeAlias = Callable[[CodePoints], Expression]
 
-_LAST = 0x10FFFF
+LAST_CODE_POINT = 0x10FFFF
 # The halves of UTF-16 pairs are not characters and cannot be encoded in UTF-8.
 _SURROGATES = (0xD800, 0xDFFF)
-ANY: CodePoints = ((0, _LAST),)
+ANY: CodePoints = ((0, LAST_CODE_POINT),)
 # The characters that JSON writes as a backslash and one letter (RFC 8259, section 7), and the
 # letters. "/" is left out, because it needs no escape.
 _SHORT_ESCAPES = {
@@ -121,9 +122,9 @@ _SHORT_ESCAPES = {
     0x09: b"t",
 }
 _PRINTABLE_ASCII: CodePoints = ((0x20, 0x7E),)
-# The characters that need no escape in a JSON string: all but control characters, '"' and the
+# The characters that need no escape in a JSON string: all except control characters, '"' and the
 # backslash.
-_PLAIN_IN_JSON: CodePoints = ((0x20, 0x21), (0x23, 0x5B), (0x5D, _LAST))
+_PLAIN_IN_JSON: CodePoints = ((0x20, 0x21), (0x23, 0x5B), (0x5D, LAST_CODE_POINT))
 
 
 def single(point: int) -> CodePoints:
@@ -144,16 +145,16 @@ def union(ranges: Iterable[tuple[int, int]]) -> CodePoints:
 
 
 def complement(points: CodePoints) -> CodePoints:
-    """Return all other code points."""
+    """Return the set of all code points that are not in a set."""
     # The gaps before, between and after the ranges; the first and the last gap may be empty.
     gap_firsts = [0, *(last + 1 for _, last in points)]
-    gap_lasts = [*(first - 1 for first, _ in points), _LAST]
+    gap_lasts = [*(first - 1 for first, _ in points), LAST_CODE_POINT]
     gaps = zip(gap_firsts, gap_lasts, strict=True)
     return tuple((first, last) for first, last in gaps if first <= last)
 
 
 def intersection(left: CodePoints, right: CodePoints) -> CodePoints:
-    """Return the code points that are in both."""
+    """Return the code points that are in both sets."""
     return complement(union([*complement(left), *complement(right)]))
 
 
@@ -162,9 +163,10 @@ def utf8(points: CodePoints) -> Expression:
     """Return an expression for the UTF-8 bytes of one character of the set (RFC 3629)."""
     characters = intersection(points, complement((_SURROGATES,)))
     sequences: list[Expression] = []
-    # The ranges of code points with 1, 2, 3 and 4 bytes. UTF-8 sequences of one length have the
-    # order of their characters, so a range of characters consists of a few boxes of bytes.
-    for same_length in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, _LAST)):
+    # The loop goes over the ranges of code points with 1, 2, 3 and 4 bytes. UTF-8 sequences of one
+    # length have the order of their characters, so a range of characters becomes a few boxes of bytes
+    # (see `boxes`).
+    for same_length in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST_CODE_POINT)):
         for first, last in intersection(characters, (same_length,)):
             for box in boxes(chr(first).encode(), chr(last).encode(), 0x80, 0xBF):
                 sequences.append(Concatenation(tuple(byte_range(*side) for side in box)))
@@ -183,7 +185,7 @@ def in_json(points: CodePoints) -> Expression:
     | other, beyond U+FFFF       | UTF-8, or the two `\uXXXX` of its UTF-16 pair    |
 
     This accepts the output of serialisers, whether or not they escape all characters outside ASCII.
-    Not accepted are `\/`, and other escapes of printable ASCII, e.g. `\u0061`.
+    It does not accept `\/` and other escapes of printable ASCII, such as `\u0061`.
     """
     short_escapes = [
         literal(b"\\" + letter)
@@ -192,7 +194,7 @@ def in_json(points: CodePoints) -> Expression:
     ]
     escaped = intersection(points, complement(union([*_PRINTABLE_ASCII, _SURROGATES])))
     long_escapes = [_unit_escape(*units) for units in intersection(escaped, ((0, 0xFFFF),))]
-    for first, last in intersection(escaped, ((0x10000, _LAST),)):
+    for first, last in intersection(escaped, ((0x10000, LAST_CODE_POINT),)):
         # Beyond U+FFFF a character is a pair of UTF-16 units, and each unit has ten of its bits.
         first_pair = divmod(first - 0x10000, 1024)
         last_pair = divmod(last - 0x10000, 1024)

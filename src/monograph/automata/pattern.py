@@ -1,4 +1,5 @@
-"""Parse regular expressions, as people write them, into byte expressions.
+"""Parse regular expressions, as people write them, into expressions over UTF-8 bytes
+(`monograph.automata.expression`).
 
 docs/constraints.md lists the supported syntax. Other syntax is refused by name, for one of three
 reasons:
@@ -13,6 +14,7 @@ from typing import NamedTuple, NoReturn
 
 from monograph.automata.expression import (
     ANY,
+    LAST_CODE_POINT,
     Alternation,
     CodePoints,
     Concatenation,
@@ -27,8 +29,8 @@ from monograph.automata.expression import (
 from monograph.errors import InputRefused
 
 MAX_LENGTH = 20_000
-# Groups inside each other. Parsing recurses for each group, and this depth is far below Python's
-# own limit.
+# The largest number of groups inside each other. Parsing recurses once for each group, and this depth
+# is far below Python's own limit.
 MAX_DEPTH = 30
 
 # The sets of characters are those of ECMA-262 (2024: 12.2 White Space, 12.3 Line Terminators,
@@ -56,8 +58,8 @@ _SETS |= {name.upper(): complement(points) for name, points in _SETS.items()}
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0}
 # The number of hexadecimal digits after escapes such as \x.
 _HEXADECIMAL_DIGITS = {"x": 2, "u": 4, "U": 8}
-# What `(?` followed by these characters is, for refusals.
-_GROUPS = {
+# What `(?` followed by these characters is called in an error.
+_UNSUPPORTED_GROUPS = {
     "=": "lookahead",
     "!": "lookahead",
     "<=": "lookbehind",
@@ -69,7 +71,7 @@ _GROUPS = {
     "(": "a conditional group",
     "#": "a comment",
 }
-# What a backslash followed by these letters is, for refusals.
+# What a backslash followed by one of these letters is called in an error.
 _UNSUPPORTED_ESCAPES = {
     "b": "a word boundary",
     "B": "a word boundary",
@@ -104,7 +106,8 @@ def fullmatch_expression(pattern: str, where: str, encoding: Encoding = utf8) ->
     Args:
         pattern: the regular expression.
         where: the pattern's name in an error.
-        encoding: returns the byte expression for one character of a set.
+        encoding: a function from a set of code points to an expression for the bytes of any one of
+            them.
 
     Raises:
         InputRefused: the pattern is outside the subset; the message names the construct and its
@@ -144,7 +147,7 @@ def branches(pattern: str, where: str, encoding: Encoding) -> list[Branch]:
     alternatives = [parser.branch()]
     while parser.take("|"):
         alternatives.append(parser.branch())
-    # Only a closing bracket ends a branch without being read.
+    # `branch` stops at the end of the pattern, at "|" or at ")". So what is left begins with ")".
     if parser.position < len(pattern):
         parser.refuse("an unopened ')'", r"write \) for the character")
     return alternatives
@@ -165,7 +168,8 @@ class _Parser:
     Attributes:
         pattern: the pattern.
         where: the pattern's name in an error.
-        encoding: returns the byte expression for one character of a set.
+        encoding: a function from a set of code points to an expression for the bytes of any one of
+            them.
         position: the index of the next character to read.
         depth: the number of open groups.
     """
@@ -254,7 +258,7 @@ class _Parser:
         closed = self.take("}")
         # `re` reads a brace that does not begin a count as a character, so it does not report a
         # typo in a count. Here it is refused.
-        if not closed or not (minimum or maximum) or (maximum and not comma):
+        if not closed or not (minimum or maximum):
             self.refuse(
                 "a '{' that begins no count",
                 r"write {m}, {m,} or {m,n}, or \{ for the character",
@@ -275,7 +279,8 @@ class _Parser:
         start = self.position
         while self.peek() and self.peek() in string.digits:
             self.position += 1
-        # Refused here, because int() refuses thousands of digits with another error.
+        # Long counts are refused here, because int() refuses thousands of digits with an error of
+        # its own.
         if self.position - start > 9:
             self.refuse(
                 "a count of more than nine digits", "no automaton has that many states", start
@@ -284,31 +289,34 @@ class _Parser:
 
     def atom(self) -> Expression:
         start = self.position
-        sign = self.peek()
-        if sign in ("*", "+", "?", "{"):
-            self.refuse(f"a {sign!r} with nothing to repeat", f"write \\{sign} for the character")
-        if sign in ("^", "$"):
+        character = self.peek()
+        if character in ("*", "+", "?", "{"):
+            self.refuse(
+                f"a {character!r} with nothing to repeat", f"write \\{character} for the character"
+            )
+        if character in ("^", "$"):
             self.refuse("an anchor inside the pattern", "^ and $ may only stand at its ends")
         self.position += 1
-        if sign == "(":
+        if character == "(":
             return self.group(start)
-        if sign == "[":
+        if character == "[":
             return self.encoding(self.character_set(start))
-        if sign == ".":
+        if character == ".":
             return self.encoding(complement(_LINE_ENDS))
-        if sign == "\\":
+        if character == "\\":
             return self.encoding(self.escape(start))
-        return self.encoding(single(ord(sign)))
+        return self.encoding(single(ord(character)))
 
     def group(self, start: int) -> Expression:
         """Read a group; its `(` at `start` has been read."""
         if self.take("?") and not self.take(":"):
             kind = "a flag or unknown group"
-            # Two characters first, because "<=" begins with the name of another kind.
+            # Two characters are tried first, because "<=" (lookbehind) begins with "<" (a named
+            # group).
             for length in (2, 1):
                 name = self.pattern[self.position : self.position + length]
-                if name in _GROUPS:
-                    kind = _GROUPS[name]
+                if name in _UNSUPPORTED_GROUPS:
+                    kind = _UNSUPPORTED_GROUPS[name]
                     break
             self.refuse(kind, "groups are (...) and (?:...)", start)
         if self.depth == MAX_DEPTH:
@@ -326,7 +334,7 @@ class _Parser:
         self.position += 1
         if letter in _SETS:
             return _SETS[letter]
-        # \0 alone is the character NUL.
+        # \0 without a digit after it is the character NUL.
         is_number = letter.isdigit() and (letter != "0" or self.peek().isdigit())
         if letter in _UNSUPPORTED_ESCAPES or is_number:
             name = _UNSUPPORTED_ESCAPES.get(letter, "a backreference or octal number")
@@ -351,52 +359,54 @@ class _Parser:
         if len(digits) < count or not _are_hexadecimal(digits):
             self.refuse(f"\\{letter}", f"{count} hexadecimal digits must follow", start)
         number = int(digits, 16)
-        if number > ANY[0][1]:
+        if number > LAST_CODE_POINT:
             self.refuse(f"\\{letter}{digits}", "there is no such character", start)
-        return self.second_unit(number) if letter == "u" else number
+        return self.join_surrogates(number) if letter == "u" else number
 
     def code_point_in_braces(self, start: int) -> int:
         r"""Read the braces of `\u{...}` and return the code point."""
         end = self.pattern.find("}", self.position)
-        # Without a closing brace `digits` is empty.
-        digits = self.pattern[self.position + 1 : max(end, self.position)]
-        if not digits or not _are_hexadecimal(digits):
+        digits = self.pattern[self.position + 1 : end]
+        if end < 0 or not digits or not _are_hexadecimal(digits):
             self.refuse(r"\u{", r"write the character's number as \u{1F600}", start)
         digits = digits.lstrip("0") or "0"
-        if len(digits) > 6 or int(digits, 16) > ANY[0][1]:
+        # The length is checked first, so that thousands of digits are never converted.
+        if len(digits) > 6 or int(digits, 16) > LAST_CODE_POINT:
             self.refuse(f"\\u{{{digits[:12]}}}", "there is no such character", start)
         self.position = end + 1
         return int(digits, 16)
 
-    def second_unit(self, unit: int) -> int:
-        r"""Read the second `\uXXXX` of a UTF-16 pair, if the first was `unit` and it follows.
+    def join_surrogates(self, first: int) -> int:
+        r"""Read the second `\uXXXX` of a UTF-16 pair, if `first` begins a pair and the pattern
+        continues it.
 
         Returns:
-            The code point of the pair; without a pair, `unit`.
+            The code point of the pair; `first` if there is no pair.
         """
-        if not 0xD800 <= unit <= 0xDBFF or not self.pattern.startswith(r"\u", self.position):
-            return unit
+        if not 0xD800 <= first <= 0xDBFF or not self.pattern.startswith(r"\u", self.position):
+            return first
         digits = self.pattern[self.position + 2 : self.position + 6]
         if len(digits) < 4 or not _are_hexadecimal(digits):
-            return unit
-        second_unit = int(digits, 16)
-        if not 0xDC00 <= second_unit <= 0xDFFF:
-            return unit
+            return first
+        second = int(digits, 16)
+        if not 0xDC00 <= second <= 0xDFFF:
+            return first
         self.position += 6
-        return 0x10000 + ((unit - 0xD800) << 10) + (second_unit - 0xDC00)
+        return 0x10000 + ((first - 0xD800) << 10) + (second - 0xDC00)
 
     def character_set(self, start: int) -> CodePoints:
         """Read a set of characters; its `[` at `start` has been read."""
         negated = self.take("^")
         ranges: list[tuple[int, int]] = []
-        # Refused, because Python reads this bracket as a character, and JavaScript reads it as the
-        # end of an empty set.
+        # This bracket is refused, because Python reads it as a character, and JavaScript reads it
+        # as the end of an empty set.
         if self.peek() == "]":
             self.refuse("a set that begins with ']'", r"write \] for the character", start)
         while not self.take("]"):
             if not self.peek():
                 self.refuse("a '[' that is not closed", r"write \[ for the character", start)
-            # Refused, because a POSIX name such as [:alpha:] would be read as a set of its letters.
+            # A POSIX name such as [:alpha:] is refused, because it would be read as a set of its
+            # letters.
             if self.pattern.startswith("[:", self.position):
                 self.refuse("a named set", r"use \d, \w, \s or ranges")
             ranges.extend(self.character_range())
@@ -407,7 +417,7 @@ class _Parser:
         r"""Read a character, a range of characters, or a set such as \d, within a set."""
         start = self.position
         first = self.member()
-        # A hyphen before the closing bracket is the character.
+        # A hyphen before the closing bracket stands for itself.
         if self.peek() != "-" or self.pattern.startswith("-]", self.position):
             return first
         self.position += 1
@@ -423,13 +433,13 @@ class _Parser:
     def member(self) -> CodePoints:
         r"""Read a character or a set such as \d, within a set."""
         start = self.position
-        sign = self.peek()
+        character = self.peek()
         self.position += 1
-        return self.escape(start) if sign == "\\" else single(ord(sign))
+        return self.escape(start) if character == "\\" else single(ord(character))
 
 
 def _are_hexadecimal(digits: str) -> bool:
-    # Not decided by int(), which also accepts signs, spaces and underscores.
+    # int() cannot decide this, because it also accepts signs, spaces and underscores.
     return set(digits) <= set(string.hexdigits)
 
 

@@ -1,4 +1,4 @@
-"""Parse bounded JSON schemas into byte expressions.
+"""Parse bounded JSON schemas into expressions over bytes (`monograph.automata.expression`).
 
 docs/constraints.md lists the supported keywords.
 
@@ -9,7 +9,7 @@ digits or characters than the defaults allow.
 The lengths of strings and arrays are counted by counters (`monograph.automata.counting`). In two
 cases lengths are written out instead, which means that the automaton has a state for each length:
 
-- A byte does not decide between alternatives that use the counters differently.
+- The next byte does not decide between alternatives that use the counters differently.
 - More counted parts are inside each other than there are counters.
 """
 
@@ -41,7 +41,7 @@ from monograph.automata.pattern import search_expression
 from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 
-# These limits bound the time that a stranger's schema can take.
+# These limits bound the time that any schema can take.
 MAX_DEPTH = 32  # schemas inside each other; reading recurses for each
 MAX_OPTIONS = 64  # options of 'oneOf', which are compared in pairs
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
@@ -81,9 +81,9 @@ _ASSERTIONS = {
 # Keywords that replace a schema by others; they must stand alone.
 _SUBSCHEMAS = ("$ref", "anyOf", "oneOf")
 _KEYWORDS = {*_ANNOTATIONS, *_ASSERTIONS, *_SUBSCHEMAS}
-# What it costs to read one schema, in steps of a `Budget`.
-_STEPS = 300
-# What it costs to make the digit ranges of one number, in steps of a `Budget`.
+# The steps of a `Budget` that are counted for reading one schema.
+_SCHEMA_STEPS = 300
+# The steps of a `Budget` that are counted for the digit ranges of one number.
 _NUMBER_STEPS = 1500
 _LARGEST = 10**18  # the largest size or bound that a schema may give
 
@@ -142,7 +142,7 @@ class _SchemaReader:
     def read(self, schema: object, path: tuple[str, ...]) -> Expression:
         """Return an expression for the texts of the schema at `path`."""
         self.budget.schema_path = pointer(path)
-        self.budget.spend(_STEPS)
+        self.budget.spend(_SCHEMA_STEPS)
         if len(path) > MAX_DEPTH:
             self.refuse(
                 path[:4], f"schemas lie more than {MAX_DEPTH} deep in each other: make it flatter"
@@ -154,8 +154,8 @@ class _SchemaReader:
                 path,
                 f"{str(schema)[:40]!r} is no schema that any value could follow: give an object",
             )
-        # Unknown keys are refused, because one might restrict the values, and then accepted texts
-        # would not be valid.
+        # Unknown keys are refused. If one of them restricts the values, ignoring it would accept
+        # texts that are not valid.
         for key in schema:
             if key not in _KEYWORDS:
                 self.refuse(
@@ -247,7 +247,8 @@ class _SchemaReader:
                 path, f"'$ref' to {str(name)[:60]!r} is not supported: refer to '#/$defs/NAME'"
             )
         try:
-            # The URI's escapes come before the pointer is split, because a slash may be escaped.
+            # The URI's escapes are decoded before the pointer is split, because a slash may be
+            # escaped.
             steps = unquote_to_bytes(name).decode().split("/")[1:]
         except UnicodeError:
             self.refuse(path, f"'$ref' to {name[:60]!r}: its percent escapes are not UTF-8")
@@ -306,7 +307,7 @@ class _SchemaReader:
         if self.counters == COUNTERS:
             return expressions
         try:
-            # Compiled only to find out whether the counters are ambiguous.
+            # The options are compiled only to find out whether the counters are ambiguous.
             byte_automaton(Alternation(tuple(expressions)), self.budget)
         except Ambiguous:
             counters_in_use = self.counters
@@ -375,8 +376,8 @@ class _SchemaReader:
             source = "pattern"
             character = _counting_encoding(Operation("count", self.counters), in_json)
             characters = self._pattern(schema, path, character)
-            # The counter limits only the maximum. The minimum is written out: compiling then finds
-            # texts of the pattern that cannot become long enough, and a counter would not.
+            # The counter limits only the maximum. The minimum is written out, because compiling
+            # then removes beginnings of texts that the pattern cannot make long enough.
             if min_length:
                 characters = Intersection(characters, Repetition(character(ANY), min_length, None))
             characters = self._bound_repetitions(characters, 0, max_length)
@@ -408,9 +409,9 @@ class _SchemaReader:
             maximum: the largest number of repetitions.
         """
         begin = Operation("begin", self.counters, maximum)
-        # Without a minimum any count may be left at the end.
-        most_left = maximum - minimum if minimum else MAX_COUNT
-        end = Operation("end", self.counters, most_left)
+        # The counter counts down from `maximum`. Without a minimum, any value may be left at the end.
+        max_left = maximum - minimum if minimum else MAX_COUNT
+        end = Operation("end", self.counters, max_left)
         return concatenation(Mark(begin), counted, Mark(end))
 
     def _number(self, name: str, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
@@ -432,7 +433,7 @@ class _SchemaReader:
                 upper = min(upper, math.ceil(bounds["exclusiveMaximum"]) - 1)
             expression = values.integer(lower, upper)
         else:
-            # An exclusive bound is not supported, because the next decimal after it does not exist.
+            # An exclusive bound is not supported, because no decimal number is the next one after it.
             for key, bound in bounds.items():
                 if key.startswith("exclusive") or bound != int(bound):
                     self.refuse(
@@ -474,7 +475,8 @@ class _SchemaReader:
         rest: Expression = concatenation()
         if max_items > len(first_items):
             first_items, rest = self._repeated_items(first_items, items, min_items, max_items, path)
-        # From the last item to the first: `rest` is everything that may follow an item.
+        # The loop goes from the last item to the first. `rest` is everything that may follow the
+        # current item.
         for index in reversed(range(len(first_items))):
             comma = literal(b",") if index else concatenation()
             rest = concatenation(comma, first_items[index], rest)
@@ -490,7 +492,7 @@ class _SchemaReader:
         max_items: int,
         path: tuple[str, ...],
     ) -> tuple[list[Expression], Expression]:
-        """Return an expression for the items of an array after the first ones.
+        """Return expressions for the first items of an array, and for the repeated items after them.
 
         Args:
             first_items: the expressions of 'prefixItems'.
@@ -503,7 +505,7 @@ class _SchemaReader:
             The expressions of the first items, at least one, and the expression for the items after
             them, each with a comma before it.
         """
-        # The first item has no comma before it, so it is not one of the repetitions.
+        # The array's first item has no comma before it, so it cannot be one of the repetitions.
         if not first_items:
             first_items = [self.read(items, (*path, "items"))]
         minimum = max(min_items - len(first_items), 0)
@@ -539,9 +541,9 @@ class _SchemaReader:
             if not isinstance(name, str) or name not in (properties or {}):
                 self.refuse(path, f"the required member {str(name)[:60]!r} is not in 'properties'")
         required_names = set(required)
-        # A comma is before each member but the first, and optional members may be left out. So
-        # there is an option for each member that may come first, followed by the members after it.
-        # Members are read from the last to the first. `after` are the members after the current
+        # Each member except the first has a comma before it, and optional members may be left out.
+        # So there is an option for each member that may come first, followed by all later members.
+        # Members are read from the last to the first. `after` has the members after the current
         # one, with their commas.
         after: list[Expression] = []
         options: list[Expression] = []
@@ -572,7 +574,7 @@ def escape_for_pointer(name: str) -> str:
 
 def _counting_encoding(operation: Operation, encoding: Encoding) -> Encoding:
     """Return an encoding that puts an operation before each character."""
-    # Each expression is kept, so that equal sets of characters share one expression.
+    # Expressions are stored here, so that equal sets of characters share one expression.
     expressions: dict[CodePoints, Expression] = {}
 
     def encode(points: CodePoints) -> Expression:

@@ -1,11 +1,12 @@
 """Automata over tokens, made from automata over bytes.
 
-Tokens that lead from every state to the same next state form one class. So the table over states
-and classes, with the class of each token, replaces the table over states and tokens. Stop strings
-form such an automaton, too; its state tracks the progress in each of them (Aho and Corasick 1975).
+Two tokens belong to one class if they lead from each state to the same next state. So the table
+over states and classes, with the class of each token, replaces the table over states and tokens.
+Stop strings form such an automaton, too. Its state tracks the progress in each of the strings (Aho
+and Corasick 1975).
 
-A token may also have an effect on counters (`counting`), which hold how often a part of the text
-may still be repeated. A state and its counters are packed into one number.
+A token may also have an effect on counters (`monograph.automata.counting`), which hold how often a
+part of the text may still be repeated. A state and its counters are packed into one number.
 
 Shapes: V tokens, A tokens that are being read, S states, E states that an edge leads to, C classes of
 tokens, K classes of bytes.
@@ -31,8 +32,8 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
     state is never left.
 
     Raises:
-        InputRefused: there is no string, one is empty, or they have more than MAX_BYTES bytes in
-            all.
+        InputRefused: there is no string, a string is empty, or all strings together have more than
+            MAX_BYTES bytes.
     """
     if not strings or not all(strings):
         raise InputRefused(
@@ -55,15 +56,15 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
             node = children[node][byte]
         ends.add(node)
     next_SK = np.zeros((len(children), 256), dtype=np.int16)
-    # For each state the state of the next shorter prefix with which its text ends. Breadth first,
-    # so that this state's row is complete when it is copied.
+    # For each state, the state of the next shorter prefix with which its text ends. States are
+    # visited breadth first, so that the shorter prefix's row is complete when it is copied.
     shorter = [0] * len(children)
     queue = [0]
-    for node in queue:
+    for node in queue:  # The queue grows in the loop body.
         # A shorter stop string may end inside a longer one that has only begun.
         if node in ends or shorter[node] in ends:
             ends.add(node)
-            next_SK[node] = node  # a string has occurred, whatever follows
+            next_SK[node] = node  # A string has occurred, so the automaton stays here.
             continue
         next_SK[node] = next_SK[shorter[node]]
         for byte, child in children[node].items():
@@ -137,12 +138,12 @@ def stop_automaton(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automat
         pieces: the bytes of each token.
 
     Raises:
-        InputRefused: see `_aho_corasick`; or the table is too large.
+        InputRefused: the strings are refused by `_aho_corasick`, or the table is too large.
     """
     automaton = _aho_corasick(strings)
     where = "the stop strings"
     columns_C2S, class_V, _ = _token_columns(automaton, pieces, where)
-    # Without the dead state, to which no token leads.
+    # The last row is left out. It is the dead state, to which no token leads here.
     next_SC = np.ascontiguousarray(columns_C2S[:, 0, :-1].T)
     effect_SC = np.ascontiguousarray(columns_C2S[:, 1, :-1].T)
     return Automaton(where, next_SC, class_V, automaton.accepting_S, effect_SC)
@@ -153,7 +154,7 @@ def constraint_automaton(
 ) -> Automaton:
     """Return the automaton of a constraint over tokens.
 
-    From each of its states an accepting state can be reached by tokens.
+    From each state of the result, tokens can reach an accepting state.
 
     Args:
         automaton: the automaton over bytes. If it has counters, each byte of its texts must be a
@@ -173,12 +174,13 @@ def constraint_automaton(
         raise InputRefused(f"{where} needs a token that ends a text, and the tokenizer has none")
     columns_C2S, class_V, effects = _token_columns(automaton, pieces, where)
     states = len(automaton.accepting_S)
-    # Two more columns, which lead to the dead state for now: one for tokens that are never allowed,
-    # and the last one for end tokens.
+    # Two columns are added: one for tokens that are never allowed, and the last one for end tokens.
+    # Both lead to the dead state for now.
     dead_12S = np.zeros((1, 2, states + 1), dtype=np.int16)
     dead_12S[:, 0] = states
     columns_C2S = np.concatenate([columns_C2S, dead_12S, dead_12S])
-    # A token without bytes would never move the text on. End tokens come second: some have no bytes.
+    # A token without bytes is never allowed, because it adds nothing to the text. End tokens are set
+    # after these tokens, because some end tokens have no bytes.
     class_V[[not piece for piece in pieces]] = len(columns_C2S) - 2
     class_V[ends] = len(columns_C2S) - 1
     # Drop the columns that only tokens without bytes and end tokens had.

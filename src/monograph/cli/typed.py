@@ -738,7 +738,8 @@ def export(
         str | None,
         _option(
             "|".join(dict.fromkeys(dtype for export in _CONVERTING for dtype in export.dtypes)),
-            f"data type of the weights in {join_with_or(export.what for export in _CONVERTING)}; default: their own",
+            f"data type of the weights in {join_with_or(export.noun_phrase for export in _CONVERTING)}; "
+            "default: their own",
         ),
     ] = None,
 ) -> None:

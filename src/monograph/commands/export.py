@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from monograph.errors import InputRefused, UsageError, join_with_or
-from monograph.model.adapter import Packed
+from monograph.model.adapter import PeftAdapters
 from monograph.model.config import LlamaConfig
-from monograph.model.exports import EXPORTS, Export, require_export
+from monograph.model.exports import EXPORTS, Export, find_export
 from monograph.run.models import load_to_export, save
 from monograph.run.repository import push, require_account
 from monograph.storage.code import HUB
@@ -17,7 +17,7 @@ ADAPTER = "adapter"  # the folder of the adapters alone, inside the merged model
 
 def run(run: str, *, to: str | Path, format: str, dtype: str | None) -> None:
     """Write the newest sound checkpoint's model; see the command line's help."""
-    export = require_export(format, dtype)
+    export = find_export(format, dtype)
     if (name := str(to)).startswith(HUB):
         _pushed(run, name, format)
         return
@@ -25,24 +25,26 @@ def run(run: str, *, to: str | Path, format: str, dtype: str | None) -> None:
     to = Path(to)
     adapters = _with_form(trained, export, model.config)
 
-    def beside(new: Path) -> None:
+    def write_extras(new: Path) -> None:
         """Write the adapters alone, so that both get their names at once."""
         if adapters is not None:
             (new / ADAPTER).mkdir()
             export.write_adapters(adapters, model.config, new / ADAPTER)
 
-    save(model, to, tokenizer, format, dtype, warn, beside)
+    save(model, to, tokenizer, format, dtype, warn, write_extras)
     if adapters is not None:
         print(export.describe_adapters(to / ADAPTER))
     print(export.describe(to))
 
 
-def _with_form(adapters: Packed | None, export: Export, config: LlamaConfig) -> Packed | None:
+def _with_form(
+    adapters: PeftAdapters | None, export: Export, config: LlamaConfig
+) -> PeftAdapters | None:
     """Return the adapters, or None with a warning if the format has no form for them."""
     if adapters is None:
         return None
     try:
-        export.require_adapters(adapters, config)
+        export.check_adapters(adapters, config)
     except InputRefused as error:
         warn(f"{error}: the model is written merged, without a file of its adapters")
         return None
@@ -53,8 +55,8 @@ def _pushed(run: str, name: str, format: str) -> None:
     """Export into a temporary folder, and push that. Adapters stay here: they name their base's
     folder on this disk.
     """
-    if not EXPORTS[format].is_pushed:
-        pushed = join_with_or([word for word, export in EXPORTS.items() if export.is_pushed])
+    if not EXPORTS[format].can_be_pushed:
+        pushed = join_with_or([word for word, export in EXPORTS.items() if export.can_be_pushed])
         raise UsageError(
             f"--to {name}: --format {format} is written to a folder; only {pushed} is pushed"
         )

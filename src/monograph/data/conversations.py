@@ -17,10 +17,10 @@ from monograph.data.forms import (
     DOCUMENTS,
     MESSAGES_FORM,
     PROMPT,
-    SHARED_FORM,
+    SHAREGPT_FORM,
     SYSTEM,
+    TEMPLATE_VARIABLES,
     TOOLS,
-    VARIABLES,
     RecordKeys,
 )
 from monograph.data.messages import is_trained_on, message_of, read_messages, trainable_message
@@ -42,8 +42,8 @@ from monograph.storage.reading import parse_json
 # The largest number of messages. Each answer is rendered together with all messages before it, so
 # the time grows with the square of this number.
 MAX_MESSAGES = 1000
-# Names that a record's variables of the chat template must not have, because other variables of the
-# template have them, or arguments of the code that renders it.
+# Names that a record must not give to variables of the chat template. Other variables of the template
+# have these names, or arguments of the code that renders it.
 _RESERVED_NAMES = frozenset(
     "self template tokenizer messages chats tools documents marker marks counts add_generation_prompt".split()
 )
@@ -56,7 +56,7 @@ class Conversation(NamedTuple):
         messages: the messages, as `monograph.data.messages.message_of` returns them.
         tools: the tools that the assistant may call; None if the record names none.
         trained_from: index of the first message that may be trained on. In a record with "prompt"
-            and "completion" it is the first message of the completion; in others it is 0.
+            and "completion" it is the first message of the completion; in other records it is 0.
         variables: further variables of the chat template.
     """
 
@@ -73,7 +73,7 @@ class Conversation(NamedTuple):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Return everything that the chat template gets beside the messages."""
+        """Return everything that the chat template gets in addition to the messages."""
         tools = {TOOLS: self.tools} if self.tools else {}
         return {**tools, **self.variables}
 
@@ -143,7 +143,7 @@ def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, A
             continue
         row = first_row_with_value(path, name)
         if row is not None:
-            raise InputRefused(f"{place_of(path, row)}: {keys.unknown_column(name, columns)}")
+            raise InputRefused(f"{place_of(path, row)}: {keys.unknown_column_error(name, columns)}")
     for number, record in table_objects(path, read):
         yield number, record
         # Ignored columns are not read, so `keys` does not see them in the record.
@@ -164,7 +164,7 @@ def conversation_text(record: Mapping[str, Any]) -> str | Fault:
         if conversation.variables:
             fields.append(conversation.variables)
         text = json.dumps(fields, ensure_ascii=False)
-        text.encode()  # fails for a lone surrogate
+        text.encode()  # This fails for a lone surrogate.
     except Unusable as unusable:
         return unusable.fault
     except UnicodeEncodeError:
@@ -176,15 +176,15 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     """Return the conversation of a record.
 
     The messages are under "messages", or under "conversations" as {"from", "value"}, or under
-    "prompt" and "completion". A prompt and a completion are a text or a list of messages each, and
-    only the completion is trained on. The keys of `CHAT_KEYS` may stand beside the messages.
+    "prompt" and "completion". A prompt and a completion are each a text or a list of messages, and
+    only the completion is trained on. The record may also have the keys of `CHAT_KEYS`.
 
     Raises:
         Unusable: the record is bad.
     """
     forms = [
         form
-        for form in (MESSAGES_FORM, SHARED_FORM, COMPLETED_FORM)
+        for form in (MESSAGES_FORM, SHAREGPT_FORM, COMPLETED_FORM)
         if all(key in record for key in form.needs)
     ]
     if not forms:
@@ -239,7 +239,7 @@ def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) ->
                 f"has {quote(SYSTEM)} and begins with a message of system: keep one",
             )
         messages = [{"role": "system", "content": system}, *messages]
-    variables = dict(_variables(record.get(VARIABLES)))
+    variables = dict(_variables(record.get(TEMPLATE_VARIABLES)))
     documents = _array(record.get(DOCUMENTS), DOCUMENTS)
     if documents:
         variables[DOCUMENTS] = documents
@@ -292,8 +292,8 @@ def _side_messages(record: Mapping[str, Any], key: str, role: str) -> list[dict[
 
 
 def _from_json(value: object, key: str) -> Any:
-    """Return the value that a text of JSON stands for, as tables often have it; other values
-    stay.
+    """Return the value that a text of JSON stands for, because tables often store JSON as a text.
+    Any other value is returned unchanged.
     """
     if not isinstance(value, str):
         return value
@@ -313,18 +313,19 @@ def _array(value: object, key: str) -> list[Any] | None:
 
 def _variables(value: object) -> dict[str, Any]:
     """Return the further variables of the chat template; {} if the key is missing."""
-    variables = _from_json(value, VARIABLES)
+    variables = _from_json(value, TEMPLATE_VARIABLES)
     if variables is None:
         return {}
     if not isinstance(variables, dict):
         raise Unusable(
-            VARIABLES, f"{quote(VARIABLES)} is {JSON_TYPES[type(variables)]}, not an object"
+            TEMPLATE_VARIABLES,
+            f"{quote(TEMPLATE_VARIABLES)} is {JSON_TYPES[type(variables)]}, not an object",
         )
     for name in variables:
         if not name.isidentifier() or name in _RESERVED_NAMES:
             raise Unusable(
-                VARIABLES,
-                f"{quote(VARIABLES)}: {quote(name)} cannot be a variable of the chat template",
+                TEMPLATE_VARIABLES,
+                f"{quote(TEMPLATE_VARIABLES)}: {quote(name)} cannot be a variable of the chat template",
             )
     return variables
 

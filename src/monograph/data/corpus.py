@@ -52,9 +52,9 @@ class Stats:
         conversations: number of conversations in the training part, 0 for texts.
         bytes: bytes of all text; with conversations, of the text that is trained on.
         tokens: number of training targets in one pass over all rows.
-        trained_share: share of the training part's tokens, without each document's first, that are
-            targets.
-        bytes_per_token: mean over the training part.
+        trained_share: share of the training part's tokens that are targets, where each document's
+            first token is not counted.
+        bytes_per_token: mean number of bytes of a token of the training part.
         packed_share: share of the training rows' positions that have an input.
         held_out_documents: number of `documents` that are held out.
         held_out_bytes: number of `bytes` that are held out.
@@ -107,9 +107,9 @@ class Corpus:
 
     @property
     def record_noun(self) -> str:
-        """Return the noun for a record of which only answers are trained on.
+        """Return what a record is called if only its answers are trained on.
 
-        It is a conversation, or without a chat template a completion.
+        The noun is "conversation", or "completion" if the tokenizer has no chat template.
         """
         return "completion" if self.tokenizer.config.template is None else "conversation"
 
@@ -168,11 +168,12 @@ def corpus(
             folder that `save_to_disk` wrote. In folders, hidden, empty and binary files are skipped
             and counted.
         weights: number of times that an epoch sees each source, such as [2, 0.5]; None: once each.
-        tokenizer: "bpe" to train one on the training part, "bytes", the path of a tokenizer.json,
-            or a `Tokenizer`.
+        tokenizer: "bpe" to train a tokenizer on the training part, "bytes", the path of a
+            tokenizer.json, or a `Tokenizer`.
         vocab_size: number of entries of a tokenizer that is trained; None: 4,096.
         sequence_length: T, the number of positions in a row.
-        packing: "packed" to put pieces of several documents into a row, or "padded" to put one.
+        packing: "packed" to put pieces of several documents into a row, or "padded" to put only one
+            piece into a row.
         held_out: fraction of the bytes to hold out, 0 for none. Complete packages of the standard
             library are held out, or else complete documents (`monograph.data.documents.split`).
         text_key: the key or column of a record that has its text; None: "text". Records without this
@@ -199,7 +200,7 @@ def corpus(
         DiskFull: the cache has no room.
     """
     _check_settings(packing, bad_records, answers, too_long, sequence_length)
-    # json cannot write numpy's integers.
+    # The caller may give a numpy integer, which json cannot write.
     sequence_length = int(sequence_length)
     tokenizer_or_size = parse(tokenizer, vocab_size)
     held_out = float(held_out)
@@ -216,7 +217,7 @@ def corpus(
             skip_bad=bad_records == "skip",
             answering=answering,
             ignored=tuple(sorted(settings.ignored)),
-            is_chosen=text_key in CONVERSATION_TEXT_KEYS,
+            is_kind_set=text_key in CONVERSATION_TEXT_KEYS,
         )
         reading = _reading_of(sources, reading, settings, tokenizer_or_size)
         request = CorpusRequest(sources, held_out, tokenizer_or_size, reading)
@@ -236,7 +237,7 @@ def _pack(
     weights = [file.weight for file in sources.files]
     train, held_out = _rows(stored, weights, sequence_length, packing == "packed")
     _check_size(sources.name, stored, train, held_out, request.held_out)
-    # Everything on which the rows depend.
+    # The identity is everything on which the rows depend.
     identity = [*request.sources, stored.tokenizer.hash, sequence_length, packing, weights]
     skipped_files = Counter(reason for _, reason in sources.skipped)
     skipped = dict(skipped_files + Counter(stored.skipped))

@@ -35,7 +35,7 @@ _KEY = b"monograph held out 1"
 # no more memory than a split of a few.
 BUCKETS = 1 << 16
 
-# What the split holds out as a whole: a group of text files, or a bucket of records.
+# The split holds out whole units. A unit is a group of text files, or a bucket of records.
 Unit = TypeVar("Unit", bound=Hashable)
 
 
@@ -43,11 +43,11 @@ class Split(NamedTuple):
     """The choice of held-out documents.
 
     Attributes:
-        cuts: for each file, by its index: the byte from which on a text file is held out. 0 holds
-            out the whole file, and the file's size nothing of it.
+        cuts: for each file, by its index, the first byte of a text file that is held out. 0: the
+            whole file is held out. The file's size: nothing of it is held out.
         buckets: bool [BUCKETS], true where the bucket's records are held out.
-        notes: lines for the user: that a text was cut in two, or that another share of the records
-            is held out than requested.
+        notes: lines for the user, if a text was cut in two, or if the share of held-out records is
+            not the requested one.
     """
 
     cuts: tuple[int, ...]
@@ -123,12 +123,13 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
         for index in chain.from_iterable(groups[group] for group in held_out):
             cuts[index] = 0
     else:
-        # The files of the largest group are cut alike, since they may be copies of one text.
+        # All files of the largest group are cut by the same size, because they may be copies of one
+        # text.
         largest = groups[max(order, key=sizes.__getitem__)]
         for index in largest:
             file = files[index]
             tail_bytes = budget // len(largest)
-            # A file's first byte is never held out, so that something of it is trained on.
+            # A file's first byte is never held out, so that a part of the file is trained on.
             earliest_cut = max(1, file.size - tail_bytes)
             cuts[index] = cut_position(file.path, earliest_cut, file.size)
             if cuts[index] < file.size:
@@ -147,7 +148,7 @@ def _split_buckets(
     total = sum(sizes.values())
     notes = tuple[str, ...]()
     held_out, is_enough = _fill_budget(order, sizes, math.floor(fraction * total))
-    # A single bucket is not held out: nothing would be left to train on.
+    # A single bucket is not held out, because nothing would be left to train on.
     if not is_enough and len(order) > 1:
         held_out = held_out or {min(order, key=sizes.__getitem__)}
         share = sum(sizes[bucket] for bucket in held_out) / total
@@ -162,7 +163,7 @@ def _split_buckets(
 def _fill_budget(
     order: Sequence[Unit], sizes: Mapping[Unit, int], budget: int
 ) -> tuple[set[Unit], bool]:
-    """Return what to hold out, and whether it fills at least half of the budget."""
+    """Return the units to hold out, and whether they fill at least half of the budget."""
     held_out: set[Unit] = set()
     held_out_bytes = 0
     for unit in order:
@@ -170,8 +171,8 @@ def _fill_budget(
             held_out.add(unit)
             held_out_bytes += sizes[unit]
     if 2 * held_out_bytes < budget:
-        # Less than half of the budget is filled, so another unit of up to the whole budget exceeds
-        # it by less than half.
+        # Less than half of the budget is filled. So one more unit, which is no larger than the
+        # budget, exceeds the budget by less than half.
         fitting = [unit for unit in order if unit not in held_out and sizes[unit] <= budget]
         if not fitting:
             return held_out, False
@@ -187,10 +188,10 @@ class Document(NamedTuple):
     """A text that gets one beginning token and one end token.
 
     Attributes:
-        file: index of its source file.
-        record: its line or row in the file, from 1; 0 for a text file.
-        held_out: whether it is held out of training.
-        bytes: length of its text in UTF-8.
+        file: index of the document's source file.
+        record: the document's line or row in the file, from 1; 0 for a text file.
+        held_out: whether the document is held out of training.
+        bytes: length of the text in UTF-8.
         parts: an iterator over (part of the text, bytes of the text that are read so far). It can
             be consumed once. The bytes are for progress only.
     """
@@ -210,7 +211,7 @@ class Reading(NamedTuple):
         skip_bad: whether bad records are skipped; otherwise they are errors.
         answering: how conversations become rows of tokens; None if records are texts.
         ignored: the keys of records that are ignored.
-        is_chosen: whether the user asked for conversations by `text_key`. If so, keys of other
+        is_kind_set: whether the user asked for conversations by `text_key`. If so, keys of other
             kinds of records are ignored.
         plain: whether each conversation is a prompt and a completion, both of them texts, which no
             chat template renders.
@@ -220,13 +221,13 @@ class Reading(NamedTuple):
     skip_bad: bool
     answering: Answering | None = None
     ignored: tuple[str, ...] = ()
-    is_chosen: bool = False
+    is_kind_set: bool = False
     plain: bool = False
 
     @property
     def record_settings(self) -> RecordSettings:
         """Return what the settings say about the records."""
-        return RecordSettings(self.text_key if self.is_chosen else None, frozenset(self.ignored))
+        return RecordSettings(self.text_key if self.is_kind_set else None, frozenset(self.ignored))
 
     @property
     def ignored_training_keys(self) -> list[str]:
@@ -238,7 +239,7 @@ class Reading(NamedTuple):
 
         It counts the keys that it ignores, so each pass over the records needs its own.
         """
-        return RecordKeys(Kind.CONVERSATIONS, self.record_settings, self.is_chosen)
+        return RecordKeys(Kind.CONVERSATIONS, self.record_settings, self.is_kind_set)
 
 
 class Survey(NamedTuple):
@@ -260,7 +261,7 @@ class Survey(NamedTuple):
 def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Survey:
     """Read every record once, before the first one is used.
 
-    The damage of a compressed file or a table may show only at its end.
+    This is necessary because damage of a compressed file or a table may show only at its end.
 
     Raises:
         InputRefused: a record is bad or a file is damaged, and `reading.skip_bad` is false. The
@@ -295,7 +296,8 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
         except Damaged as error:
             if not reading.skip_bad:
                 raise
-            # Nothing of this file is used: the records before the damage may be damaged as well.
+            # No record of this file is used, because records before the damage may be damaged as
+            # well.
             bucket_bytes = bytes_before_file
             reasons = Counter({"damaged file": 1})
             first_bad = first_bad or f"{file.path}: {error.fault}"

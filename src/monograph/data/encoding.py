@@ -1,7 +1,8 @@
 """Turn documents into shards of token ids, in bounded memory, and train a tokenizer for them.
 
-A shard is one of the arrays that `SideWriter` writes for each side of the held-out split. A
-document is encoded part by part. One thread reads parts before they are needed.
+A side is "train" or "held_out": the documents that are trained on, and those that are kept for
+evaluation. A shard is one of the arrays that `SideWriter` writes for each side. A document is
+encoded part by part. One thread reads parts before they are needed.
 """
 
 import threading
@@ -72,7 +73,7 @@ class Part(NamedTuple):
     Attributes:
         document: the document.
         text: the stretch.
-        inside: whether it follows another stretch of the document.
+        inside: whether the stretch follows another stretch of the document.
     """
 
     document: Document
@@ -85,8 +86,7 @@ class Batch(NamedTuple):
 
     Attributes:
         parts: the parts, in order.
-        read_bytes: bytes of the text of all documents that have been read for this batch and those
-            before it.
+        read_bytes: bytes of text that have been read for this batch and all earlier batches.
     """
 
     parts: list[Part]
@@ -99,8 +99,8 @@ def train_tokenizer(
     """Train a byte-level BPE on the training documents, or on a sample of 128 MiB of them.
 
     Returns:
-        The tokenizer, and notes for the user, if it is smaller than requested or trained on a
-        sample.
+        The tokenizer, and notes for the user. There is a note if the tokenizer is smaller than
+        requested, or was trained on a sample.
     """
     fed_bytes = 0
     stop = threading.Event()
@@ -108,20 +108,20 @@ def train_tokenizer(
     def feed() -> Iterator[str]:
         nonlocal fed_bytes
         sample = documents.sample(TOKENIZER_SAMPLE_BYTES)
-        # Lists of parts. An empty list is the end of the sample.
+        # This yields lists of parts. An empty list ends the iteration.
         lists = iter(lambda: list(islice(sample, _FED_PARTS)), [])
         with closing(prefetch(lists, _PREFETCHED)) as ready:
             for text in chain.from_iterable(ready):
                 if stop.is_set():
-                    # Returning would only end the text: the library would compute merges for
-                    # seconds.
+                    # Returning would only end the text, and the library would then compute merges
+                    # for seconds.
                     raise CancelledError
                 yield text
                 fed_bytes += len(text.encode())
 
     meter = Meter(progress, "tokenizer", min(documents.train_bytes, TOKENIZER_SAMPLE_BYTES))
-    # The library does not return before it has finished. So it runs in a thread, and this one
-    # reports progress.
+    # The library does not return before it has finished. So it runs in another thread, while this
+    # thread reports progress.
     with ThreadPoolExecutor(1, thread_name_prefix="monograph-tokenizer") as pool:
         training = pool.submit(Tokenizer.train_bpe, feed(), vocab_size)
         try:
@@ -147,17 +147,17 @@ class SideWriter:
     """A writer of the files of one side of the held-out split.
 
     STEM.tokens has [bos] + ids + [eos] of every document. STEM.starts has D + 1 entries: the index
-    of each document's first token, and the number of tokens. STEM.records has D entries: the line
-    or row of each document in its file, 0 for a text file.
+    of each document's first token, and at last the number of tokens. STEM.records has D entries: the
+    line or row of each document in its file, 0 for a text file.
 
-    With conversations, each `Row` counts as a document. STEM.tokens then has the ids of the rows as
-    they are, since the chat template writes the beginning and the end. STEM.answers has the begin
-    and the end of each trained stretch of tokens.
+    With conversations, each `Row` counts as a document. STEM.tokens then has only the ids of the
+    rows, because the chat template writes the beginning and the end. STEM.answers has the begin and
+    the end of each trained stretch of tokens.
 
     Attributes:
         tokens: the writer of STEM.tokens.
-        bytes: bytes of all texts so far, as the tokenizer reads them; with conversations, of the
-            trained text.
+        bytes: bytes of all texts so far, as the tokenizer gives them back; with conversations, only
+            those of the trained text.
         counts: number of documents of each file.
     """
 
@@ -172,11 +172,11 @@ class SideWriter:
         """Create the files.
 
         Args:
-            stem: their path without the suffix.
+            stem: the path of the files without the suffix.
             tokenizer: the tokenizer of the ids.
             files: number of source files.
-            stack: what closes the files.
-            conversations: whether `add_row` will be called; otherwise `add`.
+            stack: closes the files.
+            conversations: whether the caller will call `add_row`; otherwise it will call `add`.
         """
 
         def shard(suffix: str, dtype: np.dtype[Any] = INDEX) -> ShardWriter:
@@ -192,7 +192,7 @@ class SideWriter:
         self._document: Document | None = None
         self.bytes = 0
         self.counts = [0] * files
-        # What `add` has collected and `write` has not yet written.
+        # The entries that `add` has collected and `write` has not written yet.
         self._pending_tokens: list[int] = []
         self._pending_starts: list[int] = []
         self._pending_records: list[int] = []
@@ -222,11 +222,11 @@ class SideWriter:
             self.bytes += self._tokenizer.bytes_of(ids[first:last], ids[first - 1 : last - 1])
 
     def write(self) -> None:
-        """Write what `add` has collected."""
+        """Write the documents that `add` has collected."""
         tokens = np.array(self._pending_tokens, dtype=np.int64)
-        # The bytes of tokens are counted, not those of the text, since a tokenizer may change a
-        # text (NFC, spaces).
-        # `bytes_of` needs the token before each token, and the first has none.
+        # The bytes of tokens are counted and not those of the text, because a tokenizer may change
+        # a text (NFC, spaces). `bytes_of` needs the token before each token, so the first token,
+        # which has none, is counted separately.
         first_bytes = int(self._tokenizer.token_bytes[tokens[:1]].sum())
         self.bytes += first_bytes + self._tokenizer.bytes_of(tokens[1:], tokens[:-1])
         self.tokens.append(tokens)
@@ -237,15 +237,15 @@ class SideWriter:
         self._pending_records.clear()
 
     def finish(self) -> None:
-        """End the last document, and write what is left."""
+        """End the last document, and write the entries that are left."""
         self._end_document()
         self.write()
 
     def _end_document(self) -> None:
-        """Add the end token of the current document, and the start of the next one.
+        """Add the end token of the current document, and the start of the next document.
 
-        There is no current document before the first. After the last, the start of the next one is
-        the number of tokens.
+        Before the first document there is no current one, so no end token is added. After the last
+        document, the start is the number of tokens.
         """
         if self._document is not None:
             self._pending_tokens.append(self._eos)
@@ -282,7 +282,7 @@ def encode_documents(
         for batch in batches:
             _count_spellings(spellings, batch.parts, files)
             encoding.append((batch, pool.submit(_encode_parts, tokenizer, batch.parts, files)))
-            # One batch more than encoders: a batch is ready when an encoder is.
+            # There is one batch more than encoders, so that a batch is ready when an encoder is.
             if len(encoding) > _ENCODERS:
                 _write_batch(sides, *encoding.popleft(), meter)
         while encoding:
@@ -313,11 +313,11 @@ def encode_conversations(
 
     Returns:
         {side: its writer}, for the writers' counts; {reason: number of conversations that are
-        skipped for it}; and notes for the user.
+        skipped for this reason}; and notes for the user.
 
     Raises:
-        InputRefused: a conversation cannot be trained on, and it is not to be skipped. The message
-            names it.
+        InputRefused: a conversation cannot be trained on, and bad records are not skipped. The
+            message names the conversation.
     """
     reading = documents.reading
     assert reading.answering is not None
@@ -420,7 +420,7 @@ def _encode_parts(
             ]
             ids[inside] = iter(tokenizer.encode_batch(texts, inside))
     except InputRefused as error:
-        # The error speaks of a batch of texts. Find which document it is.
+        # The error does not name a document of the batch, so find the document that is meant.
         lost = next(
             (part.document for part in parts if tokenizer.loss(part.text, part.inside)), None
         )
@@ -436,9 +436,7 @@ def _encode_parts(
 
 
 def _first_lost_line(tokenizer: Tokenizer, file: SourceFile) -> int:
-    """Return the first line of a text file, from 1, that the tokenizer would not give back as it
-    is.
-    """
+    """Return the number, from 1, of the first line of a text file that the tokenizer would change."""
     number = 1
     inside = False
     for part, _ in read_text(file.path, 0, file.size):
@@ -446,7 +444,7 @@ def _first_lost_line(tokenizer: Tokenizer, file: SourceFile) -> int:
             for index, line in enumerate(StringIO(part, newline="\n")):
                 if tokenizer.loss(line, inside or index > 0):
                     return number + index
-            # No line is lost by itself, so name the first line of the part.
+            # No single line is changed, only the part as a whole, so name the part's first line.
             return number
         number += part.count("\n")
         inside = True
@@ -466,7 +464,7 @@ def _write_batch(
 def _batches(documents: Iterable[Document]) -> Iterator[Batch]:
     """Yield batches of parts.
 
-    They are large enough to keep all cores busy, and small enough for bounded memory.
+    Batches are large enough to keep all cores busy, and small enough for bounded memory.
     """
     parts: list[Part] = []
     chars = 0

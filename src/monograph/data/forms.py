@@ -4,9 +4,15 @@ do.
 A *kind* says what a record is trained as (`Kind`). A *form* is one way to write a record of a kind;
 it is recognised by its keys (`Form`).
 
-No key is dropped silently. A key is obeyed; or it is metadata, which changes nothing and is
-counted; or it is refused by its name. docs/make_records.py writes the tables of the pages from
-these declarations.
+No key is dropped silently. Each key of a record has one of these fates:
+
+- The key is obeyed, because it belongs to the record's form.
+- The key changes nothing and is counted, so that the user is told. This happens to metadata
+  (`METADATA`), to a key in data.ignore_keys, to a key whose value is empty, and, if a setting chose
+  the kind, to the needed keys of other forms that the record matches.
+- Any other key causes an error that names it.
+
+docs/make_records.py writes the tables of the pages from these declarations.
 """
 
 from collections import Counter
@@ -21,7 +27,7 @@ from monograph.errors import InputRefused
 
 TEXT = "text"
 MESSAGES = "messages"
-SHARED = "conversations"
+CONVERSATIONS = "conversations"
 PROMPT = "prompt"
 COMPLETION = "completion"
 CHOSEN = "chosen"
@@ -30,16 +36,18 @@ LABEL = "label"
 SYSTEM = "system"
 TOOLS = "tools"
 DOCUMENTS = "documents"
-VARIABLES = "chat_template_kwargs"
+TEMPLATE_VARIABLES = "chat_template_kwargs"
 FUNCTIONS = "functions"
-# In a prompt to reward: what a teacher reads instead of the prompt.
+# The key belongs to records of `Kind.PROMPTS`. If the reward comes from a teacher model, the teacher
+# reads this text instead of the prompt.
 TEACHER_PROMPT = "teacher_prompt"
-# With one of these values, data.text_key asks for conversations under that key, not for texts.
-CONVERSATION_TEXT_KEYS = (MESSAGES, SHARED, PROMPT)
+# If the setting data.text_key is one of these, the value under that key is a conversation. With any
+# other setting, the value is a plain text.
+CONVERSATION_TEXT_KEYS = (MESSAGES, CONVERSATIONS, PROMPT)
 
 
 class Kind(Enum):
-    """What a record is trained as. The value is the plural of its name, for messages."""
+    """What a record is trained as. Each value is the noun phrase that error messages use."""
 
     TEXTS = "texts"
     CONVERSATIONS = "conversations"
@@ -69,18 +77,22 @@ class Form:
         return key in self.needs or key in self.optional
 
 
-# The keys that every chat may have beside its messages.
+# The keys that every chat may have in addition to its messages.
 CHAT_KEYS = {
     SYSTEM: "a text: the system message before all others, which must not have one",
     TOOLS: "an array, or a text with its JSON: given to the chat template",
     DOCUMENTS: "an array, or a text with its JSON: given to the chat template",
-    VARIABLES: "an object, or a text with its JSON: further variables of the chat template, such as `enable_thinking`",
+    TEMPLATE_VARIABLES: "an object, or a text with its JSON: further variables of the chat template, "
+    "such as `enable_thinking`",
 }
+# Datasets such as ultrachat_200k repeat a user's message under "prompt". A prompt that differs from
+# the messages is refused (`conversations.require_copy`), because its text would not be trained on.
 _PROMPT_COPY = {
-    PROMPT: "a copy of a user's message, or of the first messages: compared with them, and not trained on"
+    PROMPT: "a copy of a user's message, or of the first messages; not trained on, and refused if it differs"
 }
 _PROMPT_OF_ANSWERS = {
-    PROMPT: "the text, or the list of messages, before the answer; beside whole chats a copy of a user's"
+    PROMPT: "the text, or the list of messages, before the answer; if the answers are whole chats: "
+    "a copy of one of the user's messages"
 }
 MESSAGES_FORM = Form(
     Kind.CONVERSATIONS,
@@ -88,9 +100,9 @@ MESSAGES_FORM = Form(
     CHAT_KEYS | _PROMPT_COPY,
     "data.text_key=messages",
 )
-SHARED_FORM = Form(
+SHAREGPT_FORM = Form(
     Kind.CONVERSATIONS,
-    {SHARED: 'the same, or a list of `{"from", "value"}`'},
+    {CONVERSATIONS: 'a list of `{"role", "content"}` or of `{"from", "value"}`'},
     CHAT_KEYS | _PROMPT_COPY,
     "data.text_key=conversations",
 )
@@ -126,12 +138,12 @@ PROMPT_FORM = Form(
     {PROMPT: "a text, or a list of messages; `data.text_key` names another key"},
     CHAT_KEYS
     | {
-        TEACHER_PROMPT: "what a teacher reads in place of the prompt; any other reward just gets it"
+        TEACHER_PROMPT: "what a teacher reads instead of the prompt; a reward of another kind finds it in the record"
     },
     "rl.reward",
 )
-# All forms but that of prompts to reward, which only the setting rl.reward asks for.
-FORMS = (MESSAGES_FORM, SHARED_FORM, COMPLETED_FORM, PAIR_FORM, LABELLED_FORM)
+# All forms except that of prompts to reward, which only the setting rl.reward asks for.
+FORMS = (MESSAGES_FORM, SHAREGPT_FORM, COMPLETED_FORM, PAIR_FORM, LABELLED_FORM)
 
 # Keys with which datasets describe a record. They change nothing in what is trained.
 METADATA = frozenset(
@@ -150,7 +162,7 @@ REMEDIES = {
     FUNCTIONS: f"write them under {TOOLS!r}, each as {{'type': 'function', 'function': ...}}",
     "system_prompt": f"call it {SYSTEM!r}",
     "system_message": f"call it {SYSTEM!r}",
-    "template_kwargs": f"call it {VARIABLES!r}",
+    "template_kwargs": f"call it {TEMPLATE_VARIABLES!r}",
 }
 
 
@@ -175,7 +187,9 @@ class RecordSettings(NamedTuple):
     def ignored_training_keys(self) -> list[str]:
         """Return the ignored keys that would otherwise say what is trained, sorted.
 
-        Only these decide the tokens. To ignore a key that is not among them changes nothing.
+        To ignore one of these keys changes the tokens that are trained; to ignore any other key
+        changes no token. So stored tokens are found again by these keys alone
+        (`monograph.data.store`).
         """
         return sorted(key for key in self.ignored if _is_training_key(key))
 
@@ -189,15 +203,15 @@ class RecordSettings(NamedTuple):
 
 
 DEFAULT_SETTINGS = RecordSettings()
-# The end of an error about a key.
+# The end of error messages about a key.
 IGNORE_KEY = "name it in data.ignore_keys to train without it"
 
 
 def forms_of(keys: Iterable[str], settings: RecordSettings) -> list[Form]:
     """Return the forms that a record with these keys may have.
 
-    If data.text_key asks for one of them, this is the only one. Otherwise they are all forms whose
-    needed keys are there. A record with the text under data.text_key also has the form of texts.
+    If data.text_key selects one of these forms, the list holds only that one. Otherwise it holds
+    all forms whose needed keys are there, and the form of texts if there is a text.
     """
     return _forms_of(frozenset(keys), settings)
 
@@ -207,49 +221,49 @@ def _forms_of(keys: frozenset[str], settings: RecordSettings) -> list[Form]:
     text_key = settings.text_key or TEXT
     forms = [form for form in FORMS if all(key in keys for key in form.needs)]
     if LABELLED_FORM in forms:
-        # Its keys are those of the completed form and the label, so the record has both forms.
+        # The labelled form needs all keys of the completed form and the label, so both match. The
+        # one that needs more keys is meant, because the other would drop the label.
         forms = [form for form in forms if form is not COMPLETED_FORM]
-    text_form = Form(Kind.TEXTS, {text_key: "the text"}, {}, f"data.text_key={text_key}")
-    chosen: list[Form] = []
-    if text_key in CONVERSATION_TEXT_KEYS:
-        chosen = [form for form in forms if form.setting == f"data.text_key={text_key}"]
-        # A record with nothing but a "prompt", for example, is a text under this key.
-        has_text = text_key in keys and not forms
-    else:
-        has_text = text_key in keys
-    if has_text:
-        forms = [text_form, *forms]
-        if settings.text_key is not None:
-            chosen = [text_form]
-    return chosen or forms
+    setting = f"data.text_key={text_key}"
+    if forms and text_key in CONVERSATION_TEXT_KEYS:
+        selected = [form for form in forms if form.setting == setting]
+        return selected or forms
+    # Under a conversation's key, a record without any form may still have a text, such as a record
+    # with nothing but a "prompt".
+    if text_key not in keys:
+        return forms
+    text_form = Form(Kind.TEXTS, {text_key: "the text"}, {}, setting)
+    # A key that the user gave selects the text. The default key does not, because a record with
+    # "text" and "messages", for example, could be meant as either.
+    return [text_form] if settings.text_key is not None else [text_form, *forms]
 
 
 def needed_keys(form: Form) -> str:
-    """Return the keys by which a form is recognised, for a message."""
+    """Return the keys by which a form is recognised, in the words of an error message."""
     return " and ".join(quote(key) for key in form.needs)
 
 
 class RecordKeys:
-    """A reader of the keys of records, which are all of one kind.
+    """A reader of the keys of records that are all of one kind.
 
     Attributes:
         settings: what the settings say about the keys.
         counts: {key: number of records in which it was ignored}.
     """
 
-    def __init__(self, kind: Kind, settings: RecordSettings, is_chosen: bool) -> None:
+    def __init__(self, kind: Kind, settings: RecordSettings, is_kind_set: bool) -> None:
         """Make a reader that has counted nothing.
 
         Args:
             kind: what the records are: conversations, pairs or labelled answers.
             settings: what the settings say about the keys.
-            is_chosen: whether a setting asks for this kind. If so, the keys of other kinds are
+            is_kind_set: whether a setting asks for this kind. If so, the keys of other kinds are
                 ignored and counted; otherwise they are refused.
         """
         self.settings = settings
         self.counts: Counter[str] = Counter()
         self._forms = [form for form in FORMS if form.kind is kind]
-        self._is_chosen = is_chosen
+        self._is_kind_set = is_kind_set
 
     def is_read(self, key: str) -> bool:
         """Return whether a key may say what is trained."""
@@ -259,41 +273,44 @@ class RecordKeys:
         """Return whether a key is ignored in records of every form."""
         return key in self.settings.ignored or key in METADATA
 
-    def unknown_column(self, column: str, columns: Sequence[str]) -> InputRefused:
-        """Return the error for an unknown column that has a value.
+    def unknown_column_error(self, column: str, columns: Sequence[str]) -> InputRefused:
+        """Return the error for an unknown column of a table.
 
         Args:
             column: the unknown column.
             columns: all columns of the table.
         """
-        fitting = [form for form in self._forms if all(key in columns for key in form.needs)]
-        form = fitting[0] if fitting else self._forms[0]
+        matching = [form for form in self._forms if all(key in columns for key in form.needs)]
+        form = matching[0] if matching else self._forms[0]
         return _unknown_key_error(column, form)
 
     def read(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of a record that say what is trained, and count those that are ignored.
+        """Count the ignored keys of a record, and return the keys that are obeyed.
 
-        Keys with the value null are left out. A record that lacks a needed key keeps all other
-        keys, and nothing is counted.
+        Keys with the value null are left out. If a needed key is missing, all other keys are
+        returned, and nothing is counted.
 
         Raises:
             Unusable: the record is not of this kind, or it could have two forms.
-            InputRefused: a key is unknown.
+            InputRefused: a key is unknown, and none of the exceptions in the module's docstring
+                applies.
         """
         given = self.settings.drop_ignored(record)
         form = self._form_of(given)
         if any(key not in given for key in form.needs):
-            # The reader of this form's values has a better message about the missing key.
+            # The code that reads this form's values has a better message about the missing key.
             return given
-        other_forms_keys = self._keys_of_other_forms(given)
+        possible_keys = self._keys_of_possible_forms(given)
         obeyed = {}
         for key, value in given.items():
             if form.knows(key):
                 obeyed[key] = value
                 continue
-            is_harmless = key in METADATA or key in other_forms_keys or value in EMPTY_VALUES
+            is_harmless = key in METADATA or key in possible_keys or value in EMPTY_VALUES
             if not is_harmless:
                 raise _unknown_key_error(key, form)
+        # This counts over `record`, because `given` lacks the keys of data.ignore_keys. Comparing
+        # the lengths first saves time for records whose keys are all obeyed.
         if len(obeyed) < len(record):
             self.counts.update(
                 key for key, value in record.items() if value is not None and key not in obeyed
@@ -301,7 +318,7 @@ class RecordKeys:
         return obeyed
 
     def notes(self) -> tuple[str, ...]:
-        """Return a line for the user about the ignored keys, or nothing if there were none."""
+        """Return one line for the user about the ignored keys; () if there were none."""
         if not self.counts:
             return ()
         counts = ", ".join(f"{quote(key)} in {count:,}" for key, count in self.counts.most_common())
@@ -310,8 +327,10 @@ class RecordKeys:
     def _form_of(self, given: Mapping[str, Any]) -> Form:
         """Return the form of a record.
 
+        If the kind has one form, it is that form, even if needed keys are missing.
+
         Raises:
-            Unusable: it has none of this kind's forms, or several.
+            Unusable: the kind has several forms, and the record has none of them, or several.
         """
         if len(self._forms) == 1:
             return self._forms[0]
@@ -322,21 +341,23 @@ class RecordKeys:
                 "two forms", f"could be read in two ways: {describe_choices(of_this_kind)}"
             )
         if forms and not of_this_kind:
-            other = f"is one of {forms[0].kind.value} by {needed_keys(forms[0])}"
             raise Unusable(
-                "another kind", f"{other}, and those before are {self._forms[0].kind.value}"
+                "another kind",
+                f"is one of {forms[0].kind.value} by {needed_keys(forms[0])}, but the earlier records are "
+                f"{self._forms[0].kind.value}",
             )
         if not of_this_kind:
-            needs = f"{MESSAGES}, {SHARED}, {PROMPT} and {COMPLETION}"
+            needs = f"{MESSAGES}, {CONVERSATIONS}, {PROMPT} and {COMPLETION}"
             raise Unusable("no conversation", f"has none of the keys {needs}")
         return of_this_kind[0]
 
-    def _keys_of_other_forms(self, given: Mapping[str, Any]) -> set[str]:
-        """Return the keys of all forms that the record could have, if a setting chose one of
-        them.
+    def _keys_of_possible_forms(self, given: Mapping[str, Any]) -> set[str]:
+        """Return the needed keys of all forms that the record matches; the empty set if no setting
+        chose the kind.
         """
-        if not self._is_chosen:
+        if not self._is_kind_set:
             return set()
+        # The default settings, because those of the user may select a single form.
         forms = forms_of(given, DEFAULT_SETTINGS)
         return {key for form in forms for key in form.needs}
 
@@ -346,7 +367,7 @@ def _is_training_key(key: str) -> bool:
 
 
 def describe_choices(forms: Sequence[Form]) -> str:
-    """Return what a record of several forms could be, and how to choose, for a message."""
+    """Return what a record of several forms could be, and how to choose one, for an error message."""
     readings = " or ".join(f"as one of {form.kind.value} by {needed_keys(form)}" for form in forms)
     settings = " or ".join(form.setting for form in forms)
     return f"{readings}; choose by {settings}, or name the keys to leave out in data.ignore_keys"

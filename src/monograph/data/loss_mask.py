@@ -5,12 +5,13 @@ An *answer* is a message of the assistant. For answer i, let P_i be the messages
 with a generation prompt, and R_i the messages up to and including it. The text to train on is R_i
 without P_i, with which R_i begins, up to and including the first token that stops inference.
 
-This works with any template for which R_i begins with P_i. If it does not, the conversation is
-refused: nothing is guessed from special tokens or from lengths.
+This works with any template for which R_i begins with P_i. With any other template, the
+conversation is refused. Nothing is guessed from special tokens or from lengths.
 
-A *turn* is a user's message and all messages up to the next one of a user. A *marker* is a
-character that splits the letters of special tokens which somebody typed into a message, so that
-they stay letters (`monograph.text.chat`); it is "" if nobody did.
+A *turn* is a user's message and all messages before the next message of a user. A *marker* is a
+character that is put between the letters of a special token's name, if a message has this name as
+plain text, so that it stays plain text (`monograph.text.chat`). The marker is "" if no message has
+such a name.
 """
 
 import os
@@ -39,7 +40,7 @@ class Row(NamedTuple):
     """A stretch of a conversation to train on.
 
     Attributes:
-        ids: the ids of its tokens, up to the last trained one.
+        ids: the ids of the stretch's tokens, up to the last trained token.
         spans: (begin, end) of the trained tokens, in order.
     """
 
@@ -69,7 +70,7 @@ class Answers:
         stops: the ids that stop inference (`stops_of`).
         counts: the number of "answers", and how many of them are "truncated" (turns before them
             were left out), "parted" (a token spans the end of the prompt) and "untagged" (the
-            template's own tags mark another text); and what `for_template` counts.
+            template's own tags mark another text); and also the counts of `for_template`.
         untagged: a description of the first untagged answer; "" if there is none.
 
     Raises:
@@ -96,9 +97,9 @@ class Answers:
         """Return the rows of a conversation. Each answer is trained on in exactly one row.
 
         An answer's row is its prompt and the answer. If the next answer's row begins with all of
-        this row, the two become one row. So most templates give one row per conversation. A
-        template that rewrites earlier turns as the chat goes on gives one row per answer; that of
-        Qwen 3, for example, removes earlier thoughts.
+        this row, the two become one row. So most templates give one row per conversation. Some
+        templates rewrite earlier turns when the chat continues, and give one row per answer. The
+        template of Qwen 3, for example, removes earlier thoughts.
 
         Raises:
             Unusable: the template refuses the messages, or does not read one of their keys, or an
@@ -117,7 +118,7 @@ class Answers:
         marker = marker_for(self._tokenizer, template, conversation)
         rows: list[Row] = []
         begin = _system_count(conversation.messages)
-        # Two renderings per answer: without and with the answer.
+        # There are two renderings per answer: without and with the answer.
         answers_at_once = AT_ONCE // 2
         for number, answer in enumerate(answers):
             if number % answers_at_once == 0:
@@ -125,9 +126,9 @@ class Answers:
                 self._render_ahead(conversation, next_answers, begin)
             row, begin = self._fit_row(conversation, answer, begin, marker)
             if rows:
-                # The prompt of this answer must begin with the last row. The answer itself does not
-                # count: in a chat that repeats itself it may be equal to the end of the last row,
-                # but that is an earlier answer.
+                # The rows become one if this answer's prompt begins with the last row. Only the
+                # prompt is compared. In a chat that repeats itself, this answer may be equal to the
+                # end of the last row, which is an earlier answer.
                 answer_begin = row.spans[0][0]
                 last_ids = rows[-1].ids
                 if row.ids[:answer_begin][: len(last_ids)] == last_ids:
@@ -140,7 +141,7 @@ class Answers:
 
         Args:
             skipped: {reason: number of conversations that were skipped}.
-            first_bad: the place and the fault of the first of them.
+            first_bad: the place and the fault of the first skipped conversation.
         """
         counts = self.counts
         lines = skipped_notes(skipped, first_bad)
@@ -166,7 +167,7 @@ class Answers:
     def _render_ahead(self, conversation: Conversation, answers: Sequence[int], begin: int) -> None:
         """Render the chats of some answers at once, each without and with the answer.
 
-        Chats that `_fit_row` needs with fewer turns are not among them, and are rendered singly
+        If `_fit_row` has to leave out turns, it needs further chats. These are rendered one by one
         when they are needed.
         """
         messages = conversation.messages
@@ -180,12 +181,13 @@ class Answers:
     def _fit_row(
         self, conversation: Conversation, answer: int, begin: int, marker: str
     ) -> tuple[Row, int]:
-        """Return the row of an answer, with as many turns before it as fit, and where these begin.
+        """Return (the row of an answer with as many earlier turns as fit, index of its first message).
 
         Args:
             conversation: the conversation.
             answer: index of the answer's message.
-            begin: index of the first message, after a system's, in the row of the answer before.
+            begin: index of the first message, after the system message, in the row of the previous
+                answer.
             marker: the marker of the conversation, or "".
 
         Raises:
@@ -194,7 +196,7 @@ class Answers:
         messages = conversation.messages
         system_count = _system_count(messages)
         begins = [begin]
-        # All that comes before a message of a user may be left out.
+        # All messages before a user's message may be left out.
         if self._answering.truncate:
             begins += [
                 index for index in range(begin + 1, answer) if messages[index]["role"] == "user"

@@ -54,13 +54,13 @@ def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDA
 
     An epoch has W visits, the sum over all shares. Position p is in epoch e = p // W, which has the
     permutation P_{seed,e} of 0 .. W - 1 (see `rows_at`). P_{seed,e}(p mod W) is the number of the
-    visit in the epoch: visits are numbered share by share. So it gives the share, and the number j
-    of the visit among the v visits of this epoch to this share.
+    visit in the epoch. Visits are numbered share by share, so this number gives the share, and the
+    number j of the visit among the v visits of this epoch to this share.
 
-    The visits to a share with n rows are numbered through all epochs, q = e·v + j. Visit q is to row
-    P_{seed',q // n}(q mod n) of the share, where seed' depends on the share. If v is a multiple of
-    n, every epoch sees every row equally often, and visit q is to row q mod n. In both cases, the n
-    visits from a multiple of n on see every row exactly once.
+    The visits to a share with n rows are also numbered through all epochs, q = e·v + j. Visit q is to
+    row P_{seed',q // n}(q mod n) of the share, where seed' depends on the share. If v is a multiple
+    of n, every epoch sees every row equally often, and visit q is simply to row q mod n. In both
+    cases, n consecutive visits that begin at a multiple of n see every row exactly once.
 
     Args:
         start: first position, >= 0.
@@ -74,7 +74,8 @@ def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDA
     visits_S = np.array([share.visits for share in shares], dtype=np.int64)
     visit_ends_S = np.cumsum(visits_S)
     epoch_visits = int(visits_S.sum())
-    # At each position: the epoch, the number of the visit in it, and the share's index.
+    # The next three arrays have, for each position, its epoch, the number of its visit in the epoch,
+    # and the index of its share.
     epochs = np.arange(start, start + count, dtype=np.int64) // epoch_visits
     visits = rows_at(start, count, epoch_visits, seed)
     share_indices = np.searchsorted(visit_ends_S, visits, side="right")
@@ -133,8 +134,8 @@ def _permute(positions: UInt64, rows: int, seed: UInt64) -> NDArray[np.int64]:
     left_size = math.isqrt(rows - 1) + 1
     right_size = -(-rows // left_size)  # rounded up
     result = _feistel(index, keys, left_size, right_size)
-    # At most sqrt(rows) of the a·b pairs are not rows. The network is applied to such a result until
-    # it is a row, which keeps the map one-to-one.
+    # At most sqrt(rows) of the a·b pairs are not rows. The network is applied again to such a result
+    # until the result is a row, which keeps the map one-to-one.
     outside = np.flatnonzero(result >= rows)
     while outside.size:
         result[outside] = _feistel(result[outside], keys[outside], left_size, right_size)
@@ -192,7 +193,7 @@ class Piece(NamedTuple):
 
 
 class Rows:
-    """The rows of one side of the split; `len(rows)` is their number.
+    """The rows of one side of the held-out split; `len(rows)` is their number.
 
     Attributes:
         sequence_length: T.
@@ -205,7 +206,7 @@ class Rows:
         inputs: number of inputs: all tokens except each document's last.
         tokens: number of targets: all tokens except each document's first; with conversations, the
             trained tokens.
-        bytes: bytes of the text that the targets stand for. Bits per byte are sum of losses / ln 2
+        bytes: bytes of the text that the targets stand for. Bits per byte are (sum of losses) / ln 2
             / bytes.
         filled: share of all positions that have an input.
     """
@@ -272,17 +273,18 @@ class Rows:
         """
         plan = self._plan
         pieces_R = plan.offsets[indices_R + 1] - plan.offsets[indices_R]
-        # Of each piece: its row in the window, its number in the row, and its index in the plan.
+        # For each piece: its row in the window, its number in the row, and its index in the plan.
         row_P = np.repeat(np.arange(len(indices_R)), pieces_R)
         ordinal_P = _ordinals(pieces_R)
         piece_P = plan.offsets[indices_R][row_P] + ordinal_P
         lengths_P = plan.lengths[piece_P]
-        # The column of a piece in its row is the number of inputs before it in the window, less
-        # those before the row's first piece.
+        # The column of a piece in its row is the number of inputs before the piece in the window,
+        # less the number of inputs before the row's first piece.
         before_P = np.cumsum(lengths_P) - lengths_P
         row_first_P = np.arange(len(row_P)) - ordinal_P
         column_P = before_P - before_P[row_first_P]
-        # Of each input: its position in its piece, its index in the window, and that in the shard.
+        # For each input: its position in its piece, its index in the window, and its index in the
+        # side's array of tokens.
         positions_N = _ordinals(lengths_P)
         window_index_N = np.repeat(row_P * self.sequence_length + column_P, lengths_P) + positions_N
         shard_index_N = np.repeat(plan.starts[piece_P], lengths_P) + positions_N
@@ -299,15 +301,15 @@ class Rows:
         return window
 
     def _targets(self, index_N: Int64) -> NDArray[Any]:
-        """Return the tokens at these indices of the shard; in conversations, IGNORE outside of
-        answers.
+        """Return the tokens at these indices of the side's tokens; in conversations, tokens outside
+        answers are replaced by IGNORE.
         """
         targets_N = self._side.tokens[index_N]
         answers = self._side.answers
         if answers is None:
             return targets_N
-        # `answers` has the begin and the end of each answer, in ascending order. An index is in an
-        # answer if the number of these up to the index is odd.
+        # `answers` has the begin and the end of each answer, in ascending order. An index lies in an
+        # answer if an odd number of these begins and ends are not above it.
         is_trained_N = np.searchsorted(answers, index_N, side="right") % 2 == 1
         return np.where(is_trained_N, targets_N.astype(np.int64), IGNORE)
 
@@ -367,7 +369,7 @@ class Rows:
             yield self._tokenizer.decode_bytes(self._side.tokens[begin:end].tolist())
 
     def answer_ends(self) -> dict[int, int]:
-        """Return the number of answers that end with each id, the most frequent id first."""
+        """Return {id: number of answers that end with it}, the most frequent id first."""
         assert self._side.answers is not None
         last_tokens = self._side.tokens[self._side.answers[1::2] - 1]
         ids, counts = np.unique(last_tokens, return_counts=True)

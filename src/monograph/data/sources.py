@@ -2,8 +2,8 @@
 
 A source is the standard library, a folder, a pattern, a saved dataset, a dataset of the hub, or
 standard input. Packages of the standard library that have near copies in other packages
-(`near_duplicates`) are marked, so that they are never held out: a score on them would measure recall
-of the training text.
+(`near_duplicates`) are marked, so that they are never held out. A score on such a package would
+measure how well a model recalls its training text.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from monograph.storage.reading import (
 )
 from monograph.storage.writing import writing
 
-# The smallest size of a long line, without indentation. Two programmers hardly ever write the same
+# The smallest size of a long line, without indentation. Two programmers hardly ever write an equal
 # line of this size by chance.
 LINE_BYTES = 24
 # The largest share of a group's long lines that other groups may also have. If only such packages of
@@ -44,9 +44,9 @@ SHARED_LINES = 0.03
 
 
 def near_duplicates(groups: Mapping[str, Iterable[Path]]) -> set[str]:
-    """Return the groups of which other groups have more than SHARED_LINES of the long lines.
+    """Return the groups that share more than SHARED_LINES of their long lines with other groups.
 
-    Equal lines of one group count once.
+    Equal lines within a group count once.
     """
     lines = {
         name: {line for path in paths for line in _long_lines(path)}
@@ -68,8 +68,8 @@ def _long_lines(path: Path) -> Iterable[bytes]:
             yield stripped
 
 
-# Folders that are not library code: generated tables, programs, installed packages, and tests. Only
-# tests have files that are not UTF-8.
+# Folders of the standard library that are not library code: tests, generated tables, programs and
+# installed packages. Without the tests, all files are UTF-8.
 _NOT_LIBRARY = frozenset(
     "test tests idle_test encodings pydoc_data idlelib turtledemo lib2to3 site-packages dist-packages".split()
 )
@@ -149,7 +149,7 @@ def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
 
     Raises:
         UsageError: standard input is a terminal.
-        InputRefused: it is binary, or larger than 16 GiB or half of the free space.
+        InputRefused: standard input is binary, or larger than 16 GiB or half of the free space.
     """
     if sys.stdin.isatty():
         raise UsageError(
@@ -190,15 +190,15 @@ def _folder(folder: Path, skipped: Skipped) -> list[Candidate]:
 
 
 def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
-    # The innermost folder of the pattern without wildcards.
+    # The base is the innermost folder of the pattern whose path has no wildcards.
     base = next(
         parent for parent in pattern.parents if not any(mark in str(parent) for mark in "*?[")
     )
     candidates: list[Candidate] = []
     for path in matching(pattern):
         if is_folder(path):
-            # A folder that "texts/*" matches stands for its files. A pattern with "**" matches these
-            # files itself.
+            # If a pattern such as "texts/*" matches a folder, the folder's files are meant. A pattern
+            # with "**" also matches the files themselves, so the folder is passed over.
             if "**" not in str(pattern):
                 candidates.extend(_folder(path, skipped))
         elif is_file(path):
@@ -253,11 +253,11 @@ def _walk(
 
 LINES = frozenset((".jsonl", ".ndjson"))
 TABLES = frozenset((".parquet", ".arrow"))
-# Kinds of files that are refused, because as plain text they would teach their syntax, or nothing.
+# Kinds of files that are refused. As plain text, they would teach a model their syntax, or nothing.
 _NOT_READ = frozenset(
     ".bz2 .xz .lz4 .zip .tar .tgz .7z .npy .npz .bin .safetensors .pt .pth .gguf .pdf .docx".split()
 ) | set(COMPRESSIONS)
-# Tables as text, which are faults, because a model would learn their syntax, too.
+# Tables in plain text. They count as faulty, because a model would also learn their syntax.
 _TEXT_TABLES = frozenset((".csv", ".tsv"))
 # The beginning of a .json file that is an array of records.
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
@@ -283,8 +283,8 @@ class SourceFile(NamedTuple):
         size: bytes of a decompressed text, or bytes on the disk of a file of records.
         modified_ns: time of the last change, which was read before the file was hashed.
         sha256: hex digest of the bytes that `size` counts.
-        group: the group, which the held-out split never separates: a package, or all files with the
-            same bytes.
+        group: the name of the file's group: a package, or all files with the same bytes. A group is
+            held out of training as a whole, or not at all.
         has_near_copies: whether other groups have near copies of the group's text
             (`near_duplicates`). Such a group is not held out.
         weight: number of times that an epoch sees the file.
@@ -352,11 +352,12 @@ def find(
             hidden entries), a glob pattern, "hf://OWNER/NAME", or a list of these. A file called
             "-" or "stdlib" is written "./-" or "./stdlib".
         spool: a folder for a copy of standard input; it must exist as long as the result is used.
-        progress: see `monograph.data.progress`; None: none is reported.
+        progress: called to report progress (`monograph.data.progress`); None: no progress is
+            reported.
         weights: number of times that an epoch sees each of the sources; None: once each.
 
     Raises:
-        UsageError: a weight is out of range, the number of weights is not that of sources, or a file
+        UsageError: a weight is out of range, there are more or fewer weights than sources, or a file
             has two weights.
         InputRefused: nothing is there, a kind of file is not supported, a file that the user named
             is empty or binary, a compressed text is damaged, or there is no text at all.

@@ -37,9 +37,9 @@ from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 FORMAT = 3
-# This number changes when conversations are read in another way: their tokens are then made again.
-# Unlike `FORMAT` it is not in `CorpusRequest.sources`, which runs compare when they resume. Most
-# conversations are read as before, so their runs can continue.
+# This number changes when the code reads conversations in another way, so that their tokens are made
+# again. Unlike `FORMAT` it is not in `CorpusRequest.sources`, which runs compare when they resume. So
+# runs can continue, because most conversations still give the same tokens.
 READER = 2
 
 
@@ -64,8 +64,9 @@ class CorpusRequest(NamedTuple):
 
         They are the files, and how records are read if some files have records.
         """
-        # What is in this list, and in which order, is part of the format: runs and the names of
-        # folders depend on it. So values that came later are appended only if they are not empty.
+        # The values and their order are part of the format, because runs and the names of folders
+        # depend on them. So values that were introduced later are appended only if they are not
+        # empty.
         reading: list[Any] | None = None
         if any(file.has_records for file in self.text.files):
             reading = [self.reading.text_key, self.reading.skip_bad]
@@ -105,7 +106,7 @@ class CorpusRequest(NamedTuple):
         return hashlib.sha256(values.encode()).hexdigest()[:32]
 
 
-_POLL_S = 0.2  # between two attempts to get the lock
+_POLL_S = 0.2  # the time between two attempts to get the lock
 
 
 class Side(NamedTuple):
@@ -142,8 +143,8 @@ class Side(NamedTuple):
         if self.answers is None:
             return 0
         # A document is a row of a conversation, and a conversation may have several rows. So a
-        # conversation begins where the record changes or a file begins. Files without documents
-        # begin where the next one does, which may be after the last document.
+        # conversation begins where the record changes or a file begins. A file without documents
+        # has the beginning of the next file, which may be after the last document.
         record_begins = np.flatnonzero(np.diff(self.records)) + 1
         begins = np.concatenate([[0], record_begins, self.first_documents[:-1]])
         return len(np.unique(begins[begins < len(self.records)]))
@@ -159,10 +160,10 @@ class StoredCorpus(NamedTuple):
     """A tokenised corpus.
 
     Attributes:
-        folder: its folder in the cache.
-        tokenizer: the tokenizer of its tokens.
-        train: the training side of the split.
-        held_out: the other side.
+        folder: the corpus's folder in the cache.
+        tokenizer: the tokenizer of the corpus's tokens.
+        train: the training side of the held-out split.
+        held_out: the held-out side.
         skipped: {reason: count} of skipped records.
         notes: lines for the user.
     """
@@ -185,7 +186,7 @@ def open_or_build(
         cache: the cache folder; None: $MONOGRAPH_HOME, else $XDG_CACHE_HOME/monograph, else
             ~/.cache/monograph. If one of the last two cannot be written, a temporary folder is used
             instead. It is removed at exit, and a note says so.
-        progress: see `monograph.data.progress`; None: nothing is reported.
+        progress: called to report progress (`monograph.data.progress`); None: nothing is reported.
 
     Raises:
         UsageError: the share to hold out is out of range.
@@ -203,11 +204,11 @@ def open_or_build(
         except InputRefused as error:
             damage_notes = (f"{error}: tokenised again",)
     root, root_notes = _writable_root(root, is_chosen)
-    # Again, since the root may now be a temporary folder.
+    # The folder is set again, because the root may now be a temporary folder.
     folder = root / "corpora" / request.key
     with writing(root), _locked(folder.with_suffix(".lock"), progress):
         try:
-            # Another process may have built it while this one waited for the lock.
+            # Another process may have built the corpus while this one waited for the lock.
             return _open(folder, request, progress)
         except InputRefused:
             notes = _build(folder, request, progress)
@@ -250,7 +251,7 @@ def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
                 meter = meter or Meter(
                     progress, "waiting for another process that tokenises this text", None
                 )
-                meter.add(0)  # Reports that the wait goes on.
+                meter.add(0)  # This call reports that the process still waits.
                 time.sleep(_POLL_S)
         yield
 
@@ -258,8 +259,8 @@ def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
 def _build(folder: Path, request: CorpusRequest, progress: Progress | None) -> tuple[str, ...]:
     """Build a corpus in its folder, and return the notes of `_write`."""
     building = folder.with_suffix(".building")
-    # A killed process may have left this folder behind. No process can be using it now, since this
-    # one holds the lock.
+    # A killed process may have left this folder behind. No other process can be using it now, because
+    # this process holds the lock.
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     try:

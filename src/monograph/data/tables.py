@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pyarrow import Array, DataType, RecordBatch, Scalar, Schema
 
-# The size of a batch of a .parquet file. The writer of an .arrow file decides that of its batches.
+# The largest batch that is read from a .parquet file. The batches of an .arrow file have the size that
+# its writer chose.
 _BATCH_ROWS = 256
 _BATCH_BYTES = 1 << 24
 # The largest batch of an .arrow file, which is unpacked as a whole before any of its rows can be
@@ -55,12 +56,12 @@ _DICTIONARY_BATCH = 2
 _RECORD_BATCH = 3
 _MAGIC = b"ARROW1\0\0"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-_NAME_ANOTHER = "name the one with the text as data.text_key, or leave the file out"
-# Files of a dataset that the library `datasets` has saved.
-_STATE = "state.json"
-_INFO = "dataset_info.json"
-_DICTIONARY = "dataset_dict.json"
-_AGAIN = "; save the dataset again"
+_NAME_TEXT_COLUMN = "name the one with the text as data.text_key, or leave the file out"
+# The files in the folder of a dataset that the library `datasets` has saved.
+_STATE_FILE = "state.json"
+_INFO_FILE = "dataset_info.json"
+_SPLITS_FILE = "dataset_dict.json"
+_SAVE_AGAIN = "; save the dataset again"
 
 
 def table_rows(path: Path, key: str) -> Iterator[Record]:
@@ -75,8 +76,8 @@ def table_rows(path: Path, key: str) -> Iterator[Record]:
         _require_strings(pa, path, _schema(pa, path), key)
         values = (value for column in columns(pa, path, key) for value in column)
         texts = (_text(value, key) for value in values)
-        # A dictionary stores a text once for many rows. So the text's length is counted for each
-        # row. (The length of a fault is that of a tuple, which does not matter.)
+        # A dictionary stores a text once for many rows, so each row counts its text's length here.
+        # A fault counts the length of its tuple, which is too small to matter.
         sized = ((len(text), text) for text in texts)
         yield from enumerate(refuse_bombs(path, sized), 1)
 
@@ -96,8 +97,8 @@ def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[s
     number = 0
     with _read_by_pyarrow(path) as pa:
         columns = [key for key in keys if key in _schema(pa, path).names]
-        read = _parquet_batches if path.suffix.lower() == ".parquet" else _arrow_batches
-        batches = (batch.select(columns) for batch in read(pa, path, columns))
+        read_batches = _parquet_batches if path.suffix.lower() == ".parquet" else _arrow_batches
+        batches = (batch.select(columns) for batch in read_batches(pa, path, columns))
         sized = ((_unshared_bytes(pa, batch), batch) for batch in batches)
         for batch in refuse_bombs(path, sized):
             for row in _rows(path, batch):
@@ -106,23 +107,25 @@ def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[s
 
 
 def _rows(path: Path, batch: RecordBatch) -> list[dict[str, Any]]:
-    """Return the rows of an undamaged batch as values of Python.
+    """Return the rows of an undamaged batch as Python values.
 
     Raises:
-        Damaged: a date is outside of the years 1 to 9999, which Python's dates have.
+        Damaged: a date is outside the years 1 to 9999, the only ones that Python's dates can have.
     """
     try:
         return batch.to_pylist()  # type: ignore[no-any-return]
     except (OverflowError, ValueError):
-        name = next((name for name in batch.schema.names if not _converts(batch.column(name))), "")
+        name = next(
+            (name for name in batch.schema.names if not _is_convertible(batch.column(name))), ""
+        )
         fault = f"column {name!r} has a date or time that is outside of the years 1 to 9999"
         raise Damaged(
             path, fault, "correct it, write the column as texts, or leave it out"
         ) from None
 
 
-def _converts(column: Array) -> bool:
-    """Return whether all values of a column can become values of Python."""
+def _is_convertible(column: Array) -> bool:
+    """Return whether all values of a column can become Python values."""
     try:
         column.to_pylist()
     except (OverflowError, ValueError):
@@ -131,17 +134,17 @@ def _converts(column: Array) -> bool:
 
 
 def _unshared_bytes(pa: ModuleType, batch: RecordBatch) -> int:
-    """Return the bytes of a batch's values, where each row counts.
+    """Return how many bytes a batch's values would take if no rows shared a value.
 
-    A dictionary or a view stores a value once for many rows. Here it counts once for each of them.
+    A dictionary or a view stores a value once for many rows. Here it counts once for each row.
 
     Raises:
         ArrowException: the batch is damaged.
     """
-    batch.validate(full=True)  # Before anything follows its offsets.
+    batch.validate(full=True)  # This comes first, because the code below follows the offsets.
     pending = list(batch.columns)
     total_bytes = 0
-    # The list grows in the loop: the values inside of a nested array are appended.
+    # The list grows in the loop: the arrays inside a nested array are appended.
     for array in pending:
         types = pa.types
         kind = array.type
@@ -151,9 +154,10 @@ def _unshared_bytes(pa: ModuleType, batch: RecordBatch) -> int:
             pending.append(array.flatten())
         elif types.is_map(kind):
             offsets = array.offsets
-            # `keys` and `items` do not heed that the array may be a slice of a larger one.
-            own = slice(offsets[0].as_py(), offsets[-1].as_py())
-            pending += [array.keys[own], array.items[own]]
+            # The array may be a slice of a larger one, but `keys` and `items` have the entries of
+            # the larger one.
+            own_entries = slice(offsets[0].as_py(), offsets[-1].as_py())
+            pending += [array.keys[own_entries], array.items[own_entries]]
         elif types.is_dictionary(kind):
             indices = array.indices.drop_null().to_numpy(zero_copy_only=False)
             total_bytes += int(_value_bytes(pa, array.dictionary)[indices].sum())
@@ -165,10 +169,10 @@ def _unshared_bytes(pa: ModuleType, batch: RecordBatch) -> int:
 def _value_bytes(pa: ModuleType, array: Array) -> NDArray[np.int64]:
     """Return the bytes of each value of an array, int64 [N].
 
-    They are exact for texts and bytes. Of other types, each value has an equal share of the array's
-    bytes.
+    The sizes of texts and bytes are exact. A value of another type gets an equal share of the
+    array's bytes.
     """
-    import numpy as np  # Here, since a configuration is read without numpy.
+    import numpy as np  # It is imported here, because a configuration is read without numpy.
 
     if array.type in (pa.string_view(), pa.binary_view()):
         # A view has 16 bytes. The first four are the length.
@@ -201,8 +205,8 @@ def first_row_with_value(path: Path, column: str) -> int | None:
     """
     number = 0
     with _read_by_pyarrow(path) as pa:
-        read = _parquet_batches if path.suffix.lower() == ".parquet" else _arrow_batches
-        sized = ((batch.nbytes, batch) for batch in read(pa, path, [column]))
+        read_batches = _parquet_batches if path.suffix.lower() == ".parquet" else _arrow_batches
+        sized = ((batch.nbytes, batch) for batch in read_batches(pa, path, [column]))
         for batch in refuse_bombs(path, sized):
             for value in batch.column(batch.schema.get_field_index(column)):
                 number += 1
@@ -216,10 +220,9 @@ def _read_by_pyarrow(path: Path) -> Iterator[ModuleType]:
     """Yield the module pyarrow, and turn errors in the block into errors that name the file."""
     pa = import_library("pyarrow", path, "parquet")
     try:
-        open_input(path).close()  # It refuses a FIFO. Pyarrow would wait for it.
+        open_input(path).close()  # `open_input` refuses a FIFO; pyarrow would wait for a writer.
         yield pa
-    # Pyarrow raises any of these for damage. Its own exceptions are among these types, or derive
-    # from ArrowException.
+    # Pyarrow raises any of these errors if a file is damaged.
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
         if isinstance(error, OSError) and error_number(error):
             raise unreadable(path, error) from None
@@ -227,9 +230,9 @@ def _read_by_pyarrow(path: Path) -> Iterator[ModuleType]:
 
 
 def _json_values(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[str, Any] | Fault:
-    """Return a row as values of JSON.
+    """Return a row as JSON values.
 
-    Its nulls are left out, since tables have a null where a row has no value.
+    Nulls are left out, because a table has a null where a row has no value.
     """
     try:
         values = {
@@ -237,7 +240,8 @@ def _json_values(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[st
             for name, value in row.items()
             if value is not None
         }
-        # This refuses what is not JSON, such as NaN, and makes the rest the same as from a line.
+        # This refuses values that JSON does not have, such as NaN, and makes all other values equal
+        # to those that are read from a line of JSON.
         json_values: dict[str, Any] = json.loads(json.dumps(values, allow_nan=False))
     except KeyTwice as error:
         return Fault("a key twice", f"has the key {quote(str(error))} twice in one map")
@@ -249,12 +253,12 @@ def _json_values(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[st
 def _with_objects(pa: ModuleType, value: Any, kind: DataType) -> Any:
     """Return a value in which structs and maps have become objects.
 
-    The nulls of structs are left out, since a struct has a null where nothing was given.
+    Nulls in structs are left out, because a struct has a null where its writer gave no value.
 
     Args:
         pa: the module pyarrow.
         value: the value that pyarrow has read.
-        kind: its type.
+        kind: the value's type.
     """
     if value is None:
         return None
@@ -268,8 +272,8 @@ def _with_objects(pa: ModuleType, value: Any, kind: DataType) -> Any:
             if value[field.name] is not None
         }
     if pa.types.is_map(kind):
-        # (key, value) pairs. A null among them is kept, since somebody wrote it: a map has no key
-        # that was not given.
+        # A map is a list of (key, value). A null in a map is kept, because its writer gave it: a
+        # map only has keys that were given.
         return object_once(
             [(key, _with_objects(pa, inner, kind.item_type)) for key, inner in value]
         )
@@ -280,7 +284,7 @@ def _with_objects(pa: ModuleType, value: Any, kind: DataType) -> Any:
 
 def _text(value: Scalar, key: str) -> str | Fault:
     """Return the text of a pyarrow scalar, or its fault."""
-    if hasattr(value, "dictionary"):
+    if hasattr(value, "dictionary"):  # The scalar is an index into a dictionary of texts.
         value = value.value
     if value is None or not value.is_valid:
         return text_or_fault(None, key)
@@ -295,7 +299,7 @@ def _text(value: Scalar, key: str) -> str | Fault:
 
 def _parquet_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Array]:
     """Yield the column `key` of each batch of a .parquet file."""
-    # Read as a dictionary, a text that a file repeats a million times is in memory once.
+    # With `read_dictionary`, a text that the file repeats a million times is in memory once.
     for batch in _parquet_batches(pa, path, [key], read_dictionary=[key]):
         yield batch.column(batch.schema.get_field_index(key))
 
@@ -306,7 +310,7 @@ def _parquet_batches(
     """Yield the columns `keys` of a .parquet file in batches.
 
     Raises:
-        Damaged: it is a compression bomb, or has another number of rows than its metadata say.
+        Damaged: the file is a compression bomb, or its number of rows is not that in its metadata.
     """
     from pyarrow import parquet
 
@@ -317,8 +321,8 @@ def _parquet_batches(
         buffer_size=1 << 20,
         read_dictionary=read_dictionary,
     ) as file:
-        # Only the metadata of row groups are used. If those of a damaged column are read, pyarrow
-        # ends the process.
+        # Only the metadata of row groups are read, because pyarrow ends the process if the metadata
+        # of a damaged column are read.
         sizes = [
             file.metadata.row_group(group).total_byte_size
             for group in range(file.metadata.num_row_groups)
@@ -351,9 +355,9 @@ def _arrow_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Array]:
     for batch in _arrow_batches(pa, path, [key]):
         column = batch.column(batch.schema.get_field_index(key))
         if not pa.types.is_dictionary(column.type):
-            # As a column of texts, `validate` would refuse the file for one text that is not UTF-8.
-            # As bytes it validates only the offsets, which pyarrow trusts, and `_text` checks the
-            # UTF-8 of each row.
+            # The column is viewed as bytes, so that `validate` checks only the offsets, which
+            # pyarrow trusts. In a column of texts, `validate` would refuse the whole file for one
+            # text that is not UTF-8; `_text` checks the UTF-8 of each row instead.
             binary_types = {
                 pa.large_string(): pa.large_binary(),
                 pa.string_view(): pa.binary_view(),
@@ -367,12 +371,13 @@ def _arrow_batches(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[
     """Yield the batches of an .arrow file, with all of its columns.
 
     Raises:
-        Damaged: it is a compression bomb, or has a batch that is too large.
+        Damaged: the file is a compression bomb, or has a batch that is too large.
     """
     with _arrow_reader(pa, path) as reader:
         count = getattr(reader, "num_record_batches", None)  # None for a stream
         with open_input(path) as file:
             sizes = _stream_sizes(path, file) if count is None else _file_sizes(path, file)
+            # All sizes are checked before the first batch is unpacked.
             for _ in refuse_bombs(path, ((size, None) for size in sizes)):
                 pass
         batches = reader if count is None else map(reader.get_batch, range(count))
@@ -384,8 +389,8 @@ def _arrow_batches(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[
 # The functions below check the sizes in an .arrow file without unpacking anything. The format is
 # described at https://arrow.apache.org/docs/format/Columnar.html (IPC): a file or a stream is a
 # sequence of messages. A message has metadata, which are FlatBuffers tables, and a body, which has
-# the buffers of a batch. A message *claims* as many bytes as its metadata say that the buffers
-# become.
+# the buffers of a batch. The bytes that a message *claims* are the size that its buffers will have
+# when they are unpacked, according to the message.
 
 
 def _stream_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
@@ -406,9 +411,9 @@ def _stream_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
 def _file_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
     """Check a file, and yield the bytes that each message claims.
 
-    The footer of a file lists blocks, each of which has one message. They are in any order: polars,
-    for example, writes dictionaries last. A footer may point anywhere, so blocks that share bytes
-    or are not what the footer says are refused.
+    The footer of a file lists blocks, each of which has one message. The blocks may be in any order:
+    polars, for example, writes dictionaries last. A footer may point anywhere, so blocks that
+    overlap, or whose size is not the one in the footer, are refused.
     """
     file_bytes = path.stat().st_size
     ending_bytes = 4 + len(_MAGIC.rstrip(b"\0"))  # the footer's length, and the magic once more
@@ -447,8 +452,8 @@ def _footer_blocks(footer: bytes) -> Iterator[_Block]:
             blocks = _follow_reference(footer, offset_of(field))
             count = _read_number(footer, blocks, 4)
             for index in range(count):
-                # A block has 24 bytes: the first of its numbers has 8, the second 4 and 4 of
-                # padding, and the third 8.
+                # A block has 24 bytes: 8 for the first number, 4 for the second and 4 of padding,
+                # and 8 for the third.
                 begin = blocks + 4 + 24 * index
                 yield _Block(
                     begin=_read_number(footer, begin, 8),
@@ -458,17 +463,17 @@ def _footer_blocks(footer: bytes) -> Iterator[_Block]:
 
 
 def _check_message(path: Path, file: BinaryIO, begin: int, limit: int) -> tuple[int, int]:
-    """Return the bytes that a message claims, and where it ends in the file.
+    """Check a message, and return (the bytes that it claims, where it ends in the file).
 
     Args:
         path: the file, for errors.
-        file: the same, opened.
+        file: the opened file.
         begin: where the message begins.
-        limit: where it must end at the latest.
+        limit: the last position at which the message may end.
 
     Raises:
-        Damaged: it claims too many bytes, or it is cut short.
-        ValueError: it refers to something beyond `limit`.
+        Damaged: the message claims too many bytes, or it is cut short.
+        ValueError: the message refers to a position beyond `limit`.
     """
 
     def seek(position: int) -> int:
@@ -477,7 +482,7 @@ def _check_message(path: Path, file: BinaryIO, begin: int, limit: int) -> tuple[
         return file.seek(position)
 
     seek(begin)
-    head = file.read(8)  # 4 bytes that every message begins with, and the length of the metadata
+    head = file.read(8)  # the 4 bytes that begin every message, and the length of the metadata
     if head[:4] != _END_OF_STREAM[:4]:
         raise Damaged(path, "is cut short, or of a format before Arrow 0.15", "write it again")
     metadata_begin = begin + 8
@@ -490,16 +495,16 @@ def _check_message(path: Path, file: BinaryIO, begin: int, limit: int) -> tuple[
     if kind == _DICTIONARY_BATCH:
         # The batch of a dictionary is its field 1.
         content = _follow_reference(metadata, _field_offsets(metadata, content)(1))
-    # Fields of RecordBatch: 2 is the list of buffers, 3 the compression. Only buffers of a
-    # compressed batch become larger.
+    # Fields of RecordBatch: 2 is the list of buffers, 3 the compression. A batch that is not
+    # compressed claims nothing, because its buffers do not become larger.
     batch_offset = _field_offsets(metadata, content)
     claimed_bytes = 0
     if kind in (_DICTIONARY_BATCH, _RECORD_BATCH) and batch_offset(3):
         buffers = _follow_reference(metadata, batch_offset(2))
         count = _read_number(metadata, buffers, 4)
         for index in range(count):
-            # An entry has 16 bytes, first the buffer's position in the body. A buffer begins with
-            # its unpacked length, or with -1 if it is not compressed.
+            # An entry has 16 bytes. The first 8 are the buffer's position in the body. A buffer
+            # begins with its unpacked length, or with -1 if it is not compressed.
             seek(body_begin + _read_number(metadata, buffers + 4 + 16 * index, 8))
             claimed_bytes += max(0, int.from_bytes(file.read(8), "little", signed=True))
     if claimed_bytes > _MAX_BATCH_BYTES:
@@ -515,11 +520,12 @@ def _check_message(path: Path, file: BinaryIO, begin: int, limit: int) -> tuple[
 def _field_offsets(data: bytes, table: int) -> Callable[[int], int]:
     """Return a function from the number of a field of a FlatBuffers table to its offset in `data`.
 
-    A field that the table does not have has the offset 0.
+    The offset is 0 if the table does not have the field.
 
     Args:
         data: the buffer.
-        table: the offset of the table, which begins with the distance to its vtable.
+        table: the offset of the table. The table begins with the distance back to its vtable, which
+            lists the offsets of its fields.
     """
     vtable = table - int.from_bytes(data[table : table + 4], "little", signed=True)
     vtable_bytes = _read_number(data, vtable, 2)
@@ -536,7 +542,7 @@ def _field_offsets(data: bytes, table: int) -> Callable[[int], int]:
 
 
 def _follow_reference(data: bytes, offset: int) -> int:
-    """Return the offset of what a field at this offset refers to, by its distance."""
+    """Return the offset that the field at `offset` refers to: the field holds the distance."""
     return offset + _read_number(data, offset, 4)
 
 
@@ -549,7 +555,7 @@ def _read_number(data: bytes, offset: int, size: int) -> int:
 
 @contextmanager
 def _arrow_reader(pa: ModuleType, path: Path) -> Iterator[Any]:
-    """Yield pyarrow's reader of an .arrow file, which is a file with a footer or a stream."""
+    """Yield pyarrow's reader of an .arrow file, which either has a footer or is a stream."""
     with open_input(path) as file:
         has_footer = file.read(6) == _MAGIC[:6]
         file.seek(-min(8, path.stat().st_size), 2)
@@ -568,7 +574,9 @@ def _require_strings(pa: ModuleType, path: Path, schema: Schema, key: str) -> No
     if len(columns) != 1:
         number = "several columns" if columns else "no column"
         raise Damaged(
-            path, f"has {number} {key!r}; its columns are {list_names(schema.names)}", _NAME_ANOTHER
+            path,
+            f"has {number} {key!r}; its columns are {list_names(schema.names)}",
+            _NAME_TEXT_COLUMN,
         )
     kind = schema.field(key).type
     if pa.types.is_dictionary(kind):
@@ -577,7 +585,7 @@ def _require_strings(pa: ModuleType, path: Path, schema: Schema, key: str) -> No
         raise Damaged(
             path,
             f"column {key!r} holds {kind}, not string, large_string or string_view",
-            _NAME_ANOTHER,
+            _NAME_TEXT_COLUMN,
         )
 
 
@@ -589,8 +597,8 @@ def saved_tables(folder: Path) -> list[Path] | None:
     Raises:
         InputRefused: the saved dataset has several splits, or damaged or missing parts.
     """
-    if is_file(folder / _DICTIONARY) and not is_file(folder / _STATE):
-        splits = read_json(folder / _DICTIONARY, _AGAIN).get("splits")
+    if is_file(folder / _SPLITS_FILE) and not is_file(folder / _STATE_FILE):
+        splits = read_json(folder / _SPLITS_FILE, _SAVE_AGAIN).get("splits")
         if isinstance(splits, list) and splits and all(isinstance(split, str) for split in splits):
             if len(splits) > 1:
                 choice = f"give one of them, such as {folder / splits[0]}"
@@ -598,20 +606,24 @@ def saved_tables(folder: Path) -> list[Path] | None:
                     f"{folder}: a saved dataset with the splits {', '.join(splits)}; {choice}"
                 )
             return saved_tables(folder / splits[0])
-    if not (is_file(folder / _STATE) and is_file(folder / _INFO)):
+    if not (is_file(folder / _STATE_FILE) and is_file(folder / _INFO_FILE)):
         return None
-    state = read_json(folder / _STATE, _AGAIN)
+    state = read_json(folder / _STATE_FILE, _SAVE_AGAIN)
     try:
         paths = [folder / file["filename"] for file in state["_data_files"]]
     except (KeyError, TypeError):
-        raise InputRefused(f"{folder / _STATE}: is not what save_to_disk writes{_AGAIN}") from None
+        raise InputRefused(
+            f"{folder / _STATE_FILE}: is not what save_to_disk writes{_SAVE_AGAIN}"
+        ) from None
     if state.get("_indices_data_files"):
         raise InputRefused(
             f"{folder}: saved with an order of its own; call flatten_indices() and save it again"
         )
     for path in paths:
         if path.parent != folder or path.suffix != ".arrow" or not is_file(path):
-            raise InputRefused(f"{folder / _STATE}: lists {path.name}, which is not there{_AGAIN}")
+            raise InputRefused(
+                f"{folder / _STATE_FILE}: lists {path.name}, which is not there{_SAVE_AGAIN}"
+            )
     return paths
 
 
@@ -635,5 +647,7 @@ def hub_tables(name: str) -> list[Path]:
         return [Path(file["filename"]) for file in loaded.cache_files]
     except Exception as error:  # The library and the network may raise anything.
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        remedy = "or save it to a folder elsewhere, and give that"
+        remedy = (
+            "try again, or save the dataset to a folder on another machine and give that folder"
+        )
         raise InputRefused(f"{name}: cannot be fetched: {reason}; {remedy}") from None

@@ -35,7 +35,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.token_rows import ROWS, tables
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
-from monograph.model.gguf import named, package, reader_of, write_tensors
+from monograph.model.gguf import import_gguf, named, reader_of, write_tensors
 from monograph.model.llama import Llama
 from monograph.model.scaling import LINEAR
 from monograph.model.vocabulary import (
@@ -55,8 +55,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 # Monograph's own file next to PEFT's two. It has digests of the base. PEFT does not read it.
 BASE = "monograph_base.json"
-# The keys of adapter_config.json that are read; those that change nothing in the meaning of the
-# tensors; and those of which only some values are accepted. Another key must be unset.
+# The keys of adapter_config.json. `_READ` are read. `_IGNORED` do not change the meaning of the
+# tensors. `_ALLOWED` are accepted with these values only. All other keys must be unset.
 _READ = {"r", "lora_alpha", "target_modules", "lora_dropout", "base_model_name_or_path", KEY}
 _IGNORED = {
     "peft_type",
@@ -101,7 +101,7 @@ class Adapter(NamedTuple):
         Nothing is compared if the folder does not record that shape, or if `config` is None.
 
         Raises:
-            InputRefused: the two shapes differ.
+            InputRefused: the two bases' shapes differ.
         """
         if config is None or not exists(self.folder / BASE):
             return
@@ -154,8 +154,8 @@ def read_adapter(folder: str | Path) -> Adapter:
     """Return the configuration of an adapter's folder.
 
     Raises:
-        InputRefused: the adapter is of another kind, or an unsupported key is set, or a value is
-            wrong. The message names it.
+        InputRefused: the adapter is not a LoRA, an unsupported key is set, or a value is wrong. The
+            message names the key.
     """
     path = inside(Path(folder), CONFIG)
     values = read_json(path)
@@ -212,7 +212,7 @@ def read_adapter(folder: str | Path) -> Adapter:
 
 def _is_number(value: object) -> bool:
     """Return whether a value is a number from 0 to `MAX_ALPHA`."""
-    # In Python a bool is an int.
+    # `isinstance` alone would accept a bool, which is an int in Python.
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return 0 <= value <= MAX_ALPHA
@@ -273,10 +273,10 @@ def install_adapters(
         lora: the adapters' settings.
         seed: the seed of new adapters' initial values.
         start: a stored adapter from which training begins; None: adapters are new.
-        precision: the compute precision. If it has 16 bits, the base's weights are stored in it.
-            None: they keep their dtype.
+        precision: the compute precision. If it has 16 bits, the base's weights are stored in this
+            precision. None: the weights keep their dtype.
         device: the device to which adapters, 16-bit weights and quantised weights are moved; None:
-            they stay where they are.
+            nothing is moved.
 
     Raises:
         UsageError: a target matches no layer, or `adapt` refuses for another reason.
@@ -291,8 +291,8 @@ def install_adapters(
             raise InputRefused(f"{start.folder / CONFIG}: {error}") from None
         read_weights(start, module)
     if precision is not None and precision.name in ("bf16", "fp16"):
-        # A Llama rounds its hidden states right after the embedding. So the embedding can also be
-        # stored in 16 bits.
+        # A Llama rounds its hidden states right after the embedding, so the embedding can be stored
+        # in 16 bits as well.
         also_narrow = [module.model.embed_tokens] if isinstance(module, Llama) else []
         narrow(module, precision.dtype, also_narrow, device)
         measure(module, fresh=start is None)
@@ -313,7 +313,7 @@ def adapter_state(module: nn.Module) -> dict[str, Tensor]:
     return lora_tensors | rows
 
 
-class Packed(NamedTuple):
+class PeftAdapters(NamedTuple):
     """Adapters in PEFT's format.
 
     Attributes:
@@ -332,7 +332,7 @@ class Packed(NamedTuple):
 
 def pack_adapters(
     module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None = None
-) -> Packed:
+) -> PeftAdapters:
     """Return a copy of a module's adapters in PEFT's format.
 
     The copy stays valid when the adapters are merged into the module.
@@ -360,7 +360,7 @@ def pack_adapters(
             raise InputRefused(
                 f"{names[0]} has an adapter, and PEFT has one layer for it and others in a {config.model_type}"
             )
-    # A whole number is written without a point.
+    # A whole number is written without a decimal point.
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
     values = {
         "peft_type": "LORA",
@@ -384,10 +384,10 @@ def pack_adapters(
         for name, tensor in adapter_state(module).items()
     }
     recorded = {} if config is None else {"config_sha256": config_digest(config)}
-    return Packed(values, tensors, recorded)
+    return PeftAdapters(values, tensors, recorded)
 
 
-def save_adapter(stored: Packed, folder: str | Path) -> None:
+def save_adapter(stored: PeftAdapters, folder: str | Path) -> None:
     """Write adapters into a new folder, which PEFT and `read_adapter` can read.
 
     Args:
@@ -402,7 +402,7 @@ def save_adapter(stored: Packed, folder: str | Path) -> None:
         write_adapter(stored, new)
 
 
-def write_adapter(stored: Packed, new: Path) -> None:
+def write_adapter(stored: PeftAdapters, new: Path) -> None:
     """Write the files of `save_adapter` into a folder that `new_folder` has made."""
     write_json(new / CONFIG, stored.values)
     if stored.base:
@@ -413,7 +413,7 @@ def write_adapter(stored: Packed, new: Path) -> None:
             (new / name).write_text(text, encoding="utf-8")
         stored.tokenizer.save(new / "tokenizer.json")
     save_file(stored.tensors, new / WEIGHTS, metadata={"format": "pt"})
-    # The permissions of the other files, whatever safetensors has given.
+    # safetensors chooses permissions of its own, so give the file those of the other files.
     (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode & 0o777)
 
 
@@ -421,8 +421,9 @@ def _targets(module: nn.Module, adapted: Mapping[str, AnyAdapted], lora: Lora) -
     """Return the value of `target_modules` that selects the same layers in PEFT."""
     if lora.targets != ALL_LINEAR:
         return lora.targets if isinstance(lora.targets, str) else sorted(lora.targets)
-    # What "all-linear" selects in PEFT depends on the model's class. So the layers are named: by
-    # the ends of their names if these select no other layer, else by their whole names.
+    # "all-linear" is not written, because it selects different layers in PEFT for different classes
+    # of models. The layers are given by the ends of their names if these ends select no other
+    # layer, otherwise by their whole names.
     ends = sorted({name.rpartition(".")[2] for name in adapted})
     other_layers = [
         name
@@ -444,7 +445,7 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
 
     Raises:
         InputRefused: the base is not a folder on this machine (nothing is downloaded), or an
-            adapter is its own base, through others.
+            adapter is, directly or through other adapters, its own base.
     """
     for path in (Path(adapter.base), adapter.folder / adapter.base):
         if adapter.base and exists(path):
@@ -455,7 +456,7 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
                     f"{adapter.folder / CONFIG}: its base is an adapter whose base leads back to it"
                 )
             if is_adapter(base):
-                # Called only for its refusals.
+                # This call is made only for its errors.
                 resolved_base(read_adapter(base), above)
             return folder_named(base)
     raise InputRefused(
@@ -467,7 +468,7 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
 GGUF_FILE = "adapter.gguf"
 
 
-def save_gguf_adapter(stored: Packed, config: LlamaConfig, folder: str | Path) -> None:
+def save_gguf_adapter(stored: PeftAdapters, config: LlamaConfig, folder: str | Path) -> None:
     """Write adapters into `GGUF_FILE` in a new folder.
 
     Args:
@@ -485,11 +486,11 @@ def save_gguf_adapter(stored: Packed, config: LlamaConfig, folder: str | Path) -
         write_gguf_adapter(stored, config, new)
 
 
-def require_gguf_form(stored: Packed, config: LlamaConfig) -> None:
+def require_gguf_form(stored: PeftAdapters, config: LlamaConfig) -> None:
     """Require that a GGUF file can have all parts of these adapters.
 
     Raises:
-        InputRefused: it cannot.
+        InputRefused: a GGUF file has no form for some part.
     """
     obstacle = ""
     if "use_dora" in stored.values:
@@ -502,9 +503,9 @@ def require_gguf_form(stored: Packed, config: LlamaConfig) -> None:
         raise InputRefused(f"a GGUF file of adapters has no form for {obstacle}")
 
 
-def write_gguf_adapter(stored: Packed, config: LlamaConfig, new: Path) -> None:
+def write_gguf_adapter(stored: PeftAdapters, config: LlamaConfig, new: Path) -> None:
     """Write the file of `save_gguf_adapter` into a folder that `new_folder` has made."""
-    gguf = package()
+    gguf = import_gguf()
     values = stored.values
     lora = Lora(values["r"], values["lora_alpha"], rslora="use_rslora" in values)
     matrices = {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items()}
@@ -512,7 +513,8 @@ def write_gguf_adapter(stored: Packed, config: LlamaConfig, new: Path) -> None:
     writer = gguf.GGUFWriter(new / GGUF_FILE, reader_of(config).name)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    # llama.cpp divides by the rank, and knows no rslora, whose scale is alpha / sqrt(rank).
+    # llama.cpp divides alpha by the rank. Writing scale * rank as alpha makes it use the right scale
+    # even for rslora, which llama.cpp does not know (alpha / sqrt(rank)).
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, lora.scale * lora.rank)
     write_tensors(gguf, writer, tensors, dict.fromkeys([tensor.name for tensor in tensors], "F32"))
 
@@ -529,8 +531,8 @@ def _gguf_tensors(matrices: Mapping[str, Tensor], config: LlamaConfig) -> Iterat
     layers = [name.removesuffix(a_end) for name in matrices if name.endswith(a_end)]
     first = [_plain(f"{layer}.weight", matrices[layer + a_end]) for layer in layers]
     second = [_plain(f"{layer}.weight", matrices[layer + b_end]) for layer in layers]
-    # B has as many rows as the weight. `named` renames it as the weight, and reorders its rows if
-    # the file has the weight's in another order. A has no such rows, and gets only the name.
+    # B has as many rows as the weight, so `named` treats it like the weight: it renames B, and
+    # reorders B's rows if the file has the weight's rows in another order. A only gets the name.
     for a_matrix, b_matrix in zip(first, named(second, config), strict=True):
         yield a_matrix._replace(name=f"{b_matrix.name}.lora_a")
         yield b_matrix._replace(name=f"{b_matrix.name}.lora_b")

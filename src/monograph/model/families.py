@@ -27,19 +27,21 @@ class LlamaCpp(NamedTuple):
     tests/laws/test_exported_is_original.py and test_exported_log_probabilities.py compare.
 
     Attributes:
-        name: its name of the architecture.
-        neighbouring: whether the two channels of a rotary pair are neighbours, and not, as here, at
-            the same place in both halves of a head.
-        has_divisors: whether it reads the divisors of frequencies that stand for the scaling
-            llama3.
+        name: llama.cpp's name of the architecture.
+        neighbouring: whether the two channels of a rotary pair are neighbours. In this package they
+            are at the same place in the two halves of a head.
+        has_divisors: whether llama.cpp reads divisors of the rotary frequencies, which then express
+            the scaling "llama3".
         whole_heads: whether all heads together must be as wide as hidden_size.
         own_head: whether a file must have the output head, although it is the embedding.
-        local_base: the base of rotary positions in layers with a window; None: that of the others.
-        biases: whether it computes attention_bias.
-        mlp_norm: its name of the norm before the feed-forward layer.
+        local_base: the base of rotary positions in layers with a window; None: the base of the other
+            layers.
+        biases: whether llama.cpp computes attention_bias.
+        mlp_norm: llama.cpp's name of the norm before the feed-forward layer.
         divides: whether the weights of a token's experts are divided by their sum.
-        of_70b: which models of 80 layers its quantizer takes for one of 70 billion weights, whose
-            values get more bits: none (""), those with grouped heads, or all.
+        of_70b: which models of 80 layers llama.cpp's quantizer treats as a model of 70 billion
+            weights, whose value projections get more bits: none (""), those with grouped heads, or
+            all.
     """
 
     name: str
@@ -65,19 +67,19 @@ class Family(NamedTuple):
         qk_norm: the RMS norm of queries and keys before the rotation: over each head ("heads") or
             over all heads together ("all"); "": none.
         norms: the norms of the residual branches.
-        joined: the layers of a block that files have as one, as the decoder's names by the files'
-            name.
+        joined: {name in the files: names in the decoder} of the layers of a block that are one layer
+            in the files.
         scalings: the supported scalings of rotary positions, by transformers' names.
         others: the kind of the layers that are not full attention: layers with a window, or gated
             delta nets.
-        full_every: n, where every n-th layer is full attention and all others are not, unless a file
-            has layer_types. 0: without layer_types, all layers are alike, except with
-            use_sliding_window. Then the layers from max_window_layers on have a window, or, if the
-            family has layers that do not rotate, these layers.
+        full_every: n, if every n-th layer is full attention and all other layers are not. It counts
+            only if a file has no layer_types. 0: all layers are alike, except with
+            use_sliding_window. Then the layers from max_window_layers on have a window. If the family
+            has layers that do not rotate, these layers have a window instead.
         local_theta: default base of the rotary positions in layers with a window; None: these layers
-            have the base of the others.
+            have the base of the other layers.
         gated: whether each head's attention is multiplied by a gate.
-        centred: whether a norm multiplies by 1 + weight.
+        centred: whether norms multiply by 1 + weight, so that their weights are centred at 0.
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
         activation: transformers' key for the activation of the feed-forward layer, and the value of
             this key.
@@ -99,8 +101,8 @@ class Family(NamedTuple):
         new_divides: norm_topk_prob of a new model with a mixture.
         predicts_ahead: whether files may have layers that predict several tokens at once, which
             neither transformers nor this package reads.
-        llama_cpp: how llama.cpp reads an exported file; None: it does not know the family, and no
-            such file is written.
+        llama_cpp: how llama.cpp reads an exported file; None: llama.cpp does not know the family, and
+            no such file is written.
     """
 
     architecture: str

@@ -253,8 +253,8 @@ def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
         file.writelines(pieces)
 
 
-def nothing_beside(new: Path) -> None:
-    """Do nothing, as the default of a function that writes further files beside a model."""
+def write_no_extras(new: Path) -> None:
+    """Write nothing: the default of functions that can write further files into a model's folder."""
 
 
 @contextmanager

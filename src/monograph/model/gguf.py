@@ -29,7 +29,7 @@ from monograph.graph.mmap_weights import kept_dtype
 from monograph.model import gguf_layers, sampling_defaults
 from monograph.model.config import LlamaConfig
 from monograph.model.families import LlamaCpp, Norms
-from monograph.model.files import new_folder, nothing_beside
+from monograph.model.files import new_folder, write_no_extras
 from monograph.model.gguf_blocks import MIXTURES, choose_types, quantize
 from monograph.model.gguf_words import add_tokenizer, modelfile
 from monograph.model.layouts import JoinedRule
@@ -77,7 +77,7 @@ def save_gguf(
     tokenizer: Tokenizer,
     dtype: str | None,
     warn: Callable[[str], None],
-    beside: Callable[[Path], None] = nothing_beside,
+    write_extras: Callable[[Path], None] = write_no_extras,
 ) -> None:
     """Write a folder with model.gguf and a Modelfile for `ollama create`, whole or not at all.
 
@@ -95,7 +95,8 @@ def save_gguf(
         dtype: a name in `DTYPES`; None: the weights' own (f32 for float64).
         warn: called with each line that the user should read about what llama.cpp will do
             differently.
-        beside: writes what belongs beside the model into the folder before it gets its name.
+        write_extras: called with the temporary folder, to write further files before the folder gets
+            its name.
 
     Raises:
         UsageError: the package is not installed.
@@ -105,7 +106,7 @@ def save_gguf(
         DiskFull: no space left; nothing of this export remains.
     """
     name = dtype or _OWN[kept_dtype(model.model.embed_tokens.weight)]
-    gguf = package()
+    gguf = import_gguf()
     config = model.config
     _check(config, name)
     _warn_of_positions(config, warn)
@@ -131,7 +132,7 @@ def save_gguf(
         (new / "Modelfile").write_text(
             "".join(f"{line.rstrip()}\n" for line in lines), encoding="utf-8"
         )
-        beside(new)
+        write_extras(new)
 
 
 def reader_of(config: LlamaConfig) -> LlamaCpp:
@@ -147,8 +148,12 @@ def reader_of(config: LlamaConfig) -> LlamaCpp:
     return config.family.llama_cpp
 
 
-def package() -> ModuleType:
-    """Return the package `gguf`; raise UsageError if it is not installed."""
+def import_gguf() -> ModuleType:
+    """Import the package `gguf`, and return it.
+
+    Raises:
+        UsageError: the package is not installed.
+    """
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError:

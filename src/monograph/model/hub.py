@@ -25,9 +25,9 @@ from monograph.model.files import (
     Stored,
     mapped_weights,
     new_folder,
-    nothing_beside,
     read_headers,
     write_json,
+    write_no_extras,
     write_tensors,
 )
 from monograph.model.layouts import in_decoder, in_files
@@ -35,7 +35,8 @@ from monograph.model.llama import Llama
 from monograph.storage.reading import exists, inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
 
-# Keys of a text model that are read outside of `text_config`, if they are there.
+# Keys of a text model that are read from the outer config.json if it has them, and otherwise from its
+# `text_config`.
 _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 
 
@@ -44,11 +45,11 @@ class _Wrapped(NamedTuple):
 
     Attributes:
         text: the text model's model_type.
-        prefixes: prefixes of the names of the text model's tensors, with those that the tensors have
-            in the folder of a text model.
+        prefixes: {prefix of the names of the text model's tensors in this folder: the prefix that
+            replaces it in the folder of a text model alone}.
         other_prefixes: prefixes of the names of all other tensors.
         defaults: transformers' defaults for keys that the folder of a text model must have.
-        ties: transformers' default for tie_word_embeddings, which is read outside of `text_config`.
+        ties: transformers' default for tie_word_embeddings, which is read from the outer config.json.
     """
 
     text: str
@@ -79,7 +80,7 @@ _WRAPPED = {
         ties=True,
     ),
 }
-# The prefix of layers that predict several tokens at once, of families that have them.
+# The prefix of layers that predict several tokens at once, in families that have such layers.
 _PREDICTION = "mtp."
 
 
@@ -151,7 +152,7 @@ SHARD_BYTES = 5_000_000_000
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,8})\..+")
-# A buffer in old exports, which is computed from config.json.
+# A buffer in old exports. It is ignored, because it can be computed from config.json.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
@@ -294,7 +295,7 @@ def save_model(
     folder: str | Path,
     tokenizer: Tokenizer | None = None,
     max_shard_bytes: int = SHARD_BYTES,
-    beside: Callable[[Path], None] = nothing_beside,
+    write_extras: Callable[[Path], None] = write_no_extras,
 ) -> None:
     """Write a folder with configuration, weights and tokenizer, for transformers and `load_model`.
 
@@ -310,7 +311,8 @@ def save_model(
         tokenizer: the tokenizer, which is written with its chat template and other files. Its bos and
             eos ids are used if the model's configuration has none. None: no tokenizer is written.
         max_shard_bytes: the size above which weights are split into shards with an index.
-        beside: called with the hidden folder to write further files.
+        write_extras: called with the hidden folder, to write further files before the folder gets
+            its name.
 
     Raises:
         InputRefused: the folder is not empty, or cannot be written.
@@ -342,7 +344,7 @@ def save_model(
                 (new / name).parent.mkdir(exist_ok=True)
                 (new / name).write_text(source, encoding="utf-8")
         write_tensors(new, in_files(plain_parameters(model), model.config), max_shard_bytes)
-        beside(new)
+        write_extras(new)
 
 
 def _generation_config(

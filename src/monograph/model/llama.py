@@ -2,11 +2,11 @@
 are Hugging Face's.
 
 One rule says which positions attend to which, for documents, windows and padding: position t sees
-position s if s <= t, both have the same segment and, with a window of w, t - s < w. A mask is built
-once per forward pass, and all blocks with the same window share it. Documents are contiguous, so
-distances in a row are distances in a document. Padding is segment 0, which the rule treats like
-every other segment: no document sees padding, and each position of padding sees at least itself, so
-that no row of a softmax is empty.
+position s if s <= t, both have the same segment and, with a window of w, t - s < w. A segment is the
+number of a position's document in its row. A mask is built once per forward pass, and all blocks
+with the same window share it. Documents are contiguous, so distances in a row are distances in a
+document. Padding is segment 0, which the rule treats like every other segment. So no document sees
+padding. Each position of padding sees at least itself, so that no row of a softmax is empty.
 
 Shape suffixes: B batch, T positions, N blocks of positions, X positions of a block, D hidden size,
 F rotated pairs of a head, V vocabulary; 1 broadcasts.
@@ -45,8 +45,8 @@ from monograph.ops.attention import Impl, Kernel, Mask
 BLOCK = 128
 # The smallest head_dim that flex attention computes on a GPU.
 FLEX_HEAD = 16
-# The number of padding in `block_mask`, above every document number. It is not 2^63 - 1, because
-# F.pad converts it to a double, which overflows (torch 2.13).
+# The segment number of padding in `block_mask`, which is above every document number. It is not
+# 2^63 - 1, because F.pad converts the number to a double, which overflows (torch 2.13).
 _PADDING = 2**62
 
 
@@ -66,12 +66,12 @@ def attention_mask(
         segments_BT: document number of each position in its row, 0 on padding, int64; None: each
             row is one document.
         tokens_BT: the tokens, for their shape and device.
-        impl: the attention implementation. With "auto" the mask is a block mask for flex attention
-            in compiled graphs on a GPU, where alone flex attention is fused, and a dense boolean
-            mask elsewhere.
-        window: number of positions that a query sees, its own the last of them; None: it sees all
+        impl: the attention implementation. With "auto", the mask is a block mask for flex attention
+            in compiled graphs on a GPU, because flex attention is fused only there. Elsewhere it is
+            a dense boolean mask.
+        window: number of positions that a query sees, up to and including its own; None: it sees all
             positions up to its own.
-        captured: whether each block, which reads the mask, is a compiled graph of its own.
+        captured: whether each block of the decoder is a compiled graph of its own.
 
     Returns:
         A BlockMask, a boolean tensor, or None for causal attention.
@@ -102,16 +102,17 @@ def dense_mask(segments_BT: Tensor, window: int | None = None) -> Tensor:
 def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
     """Return the mask for flex attention.
 
-    It lists, for each block of queries, the blocks of keys of which the queries see a part and those
-    that they see in full. Two blocks can share a document only if their ranges of segment numbers
-    overlap. So N ranges a row suffice, and the [T, T] mask is never built, which can cost more than
-    the attention (lightseekorg/TorchSpec issue 86). Ranges can overlap without a shared document.
-    This costs only time, because flex attention evaluates the rule itself in partial blocks.
+    For each block of queries, it lists the blocks of keys that the queries see in part, and the
+    blocks of keys that they see in full. Two blocks can share a document only if their ranges of
+    segment numbers overlap. So N ranges for each row are enough, and the [T, T] mask is not built,
+    which could cost more than the attention (lightseekorg/TorchSpec issue 86). Ranges can overlap
+    without a shared document. This costs only time, because flex attention evaluates the module's
+    rule for each position of a block that is seen in part.
     """
     length = segments_BT.shape[1]
     blocks = -(-length // BLOCK)  # rounded up
-    # Padding ends a row. With the highest number instead of 0 the numbers of a row ascend, so the
-    # ranges are short.
+    # Padding is at the end of a row. It gets the highest number instead of 0, so that the numbers of a
+    # row ascend and the ranges are short.
     numbers_BT = torch.where(segments_BT == 0, _PADDING, segments_BT)
     padded_BT = F.pad(numbers_BT, (0, blocks * BLOCK - length), value=_PADDING)
     blocks_BNX = padded_BT.unflatten(1, (blocks, BLOCK))
@@ -121,12 +122,13 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
         low_BN[:, None, :] <= high_BN[:, :, None]
     )
     uniform_BN = low_BN == high_BN
-    # Queries see all of an earlier block if both blocks hold one and the same document. Of their own
-    # block they see a part.
+    # Queries see an earlier block in full if both blocks have only one document, and it is the same.
+    # They see their own block in part.
     full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril(-1)
     if window is not None:
         # Positions of two blocks that are n blocks apart have the distances (n - 1) BLOCK + 1 to
-        # (n + 1) BLOCK - 1. A window sees a part if it reaches the smallest, all if the largest.
+        # (n + 1) BLOCK - 1. The queries see a part of a block if the window reaches the smallest
+        # distance, and all of it if the window reaches the largest.
         overlap_BNN = overlap_BNN.triu(-((window + BLOCK - 2) // BLOCK))
         full_BNN = full_BNN.triu(1 - window // BLOCK)
     partial_BNN = overlap_BNN.tril() & ~full_BNN
@@ -218,8 +220,8 @@ class Decoder(nn.Module):
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
         empty_VD = torch.empty(config.vocab_size, config.hidden_size)
-        # As in transformers, the padding row gets no gradient from look-ups, but it does from a tied
-        # head.
+        # As in transformers, the padding row gets no gradient from look-ups of the embedding. If the
+        # head is tied, the row still gets the head's gradient.
         self.embed_tokens = nn.Embedding(
             config.vocab_size, config.hidden_size, config.pad_token_id, _weight=empty_VD
         )

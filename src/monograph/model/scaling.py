@@ -107,14 +107,15 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: long wavelengths are multiplied by `factor`, short ones are kept, and scores sharpened.
+    """YaRN: long wavelengths are multiplied by `factor`, short ones are kept, and attention's scores
+    are made larger.
 
     `rope.inverse_frequencies` has the equation. A pair is two channels that are rotated together.
 
     Attributes:
         factor: factor of long wavelengths, at least 1.
-        attention_factor: factor of every cosine and sine. Attention's scores are so multiplied by
-            its square.
+        attention_factor: factor of every cosine and sine. So attention's scores are multiplied by
+            the square of this factor.
         original_max_position_embeddings: context length of pre-training, tokens.
         beta_fast: pairs with more rotations than this in the context of pre-training are kept.
         beta_slow: pairs with fewer rotations than this are stretched by `factor`.
@@ -158,8 +159,8 @@ class YarnScaling:
 class LongScaling:
     """LongRoPE: each wavelength has its own factor.
 
-    This package computes only texts of up to original_max_position_embeddings tokens, so it never
-    computes with long_factor and keeps it for exports.
+    This package computes only texts of up to original_max_position_embeddings tokens. So it never
+    uses `long_factor`, and keeps it only for exports.
 
     Source: Ding et al., arXiv 2402.13753.
 
@@ -230,9 +231,9 @@ class Rope(NamedTuple):
 
     Attributes:
         theta: base of the wavelengths.
-        scaling: the scaling of the wavelengths; None: none.
+        scaling: the scaling of the wavelengths; None: they are not scaled.
         local_theta: base of the wavelengths in layers with a window, which then have no scaling;
-            None: these layers have the base and the scaling of the others.
+            None: these layers have the base and the scaling of the other layers.
         rotated_share: share of a head's channels that are rotated.
     """
 

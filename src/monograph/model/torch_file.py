@@ -4,9 +4,10 @@ A. Tam's article "Pretraining a Llama Model on Your Local GPU" writes such a fil
 alone or under "model", with "base_model." in the names of the decoder, and with the rotary tables
 as buffers.
 
-The sizes are those of the tensors. The number of heads follows from the rotary tables, or else from
-the keys of [model], or else from the preset llama-179m if the weights have its shape. Everything
-else is what the keys of [model] say, or its default.
+The sizes are those of the tensors. The number of heads follows from the rotary tables. Without
+them, it is the user's setting in the section [model]. Without a setting, it is that of the preset
+llama-179m, if the weights have its shape. Everything else is what the settings in [model] say, or
+its default.
 """
 
 import math
@@ -27,19 +28,21 @@ from monograph.storage.reading import open_input, readable
 
 # Keys under which checkpoints keep the weights, next to the optimizer's state.
 _WEIGHTS_KEYS = ("model", "model_state_dict", "state_dict")
-# Prefixes that torch.compile, DistributedDataParallel and the article put before names.
+# The prefixes of names that come from torch.compile, DistributedDataParallel and the article.
 _PREFIX = re.compile(r"^(?:_orig_mod\.|module\.)*(?:base_model\.|model\.)?")
 _ROTARY = re.compile(r"model\.rotary_emb\.(cos|sin|inv_freq)")
-# The largest error of a rotary table. That of a table in bf16 is 2^-9. That of a table of another
-# base, or of uninitialised memory, is about 1.
+# The largest accepted error of a rotary table. A table in bf16 has an error of 2^-9. A table of
+# another base, or one that was never computed, has an error of about 1.
 _TABLE_ERROR = 0.01
-# torch.save writes a ZIP file. It ends with the position and the length of the list of its entries:
-# with the ZIP64 end record (56 bytes), its locator (20) and the plain end record (22).
-_END_BYTES = 98
-MAX_LISTED_BYTES = 1 << 24  # length of the list, which is read as a whole
+# torch.save writes a ZIP file. It ends with three records that describe the list of its entries: the
+# ZIP64 end record, its locator and the plain end record.
+_ZIP64_END_BYTES = 56
+_LOCATOR_BYTES = 20
+_PLAIN_END_BYTES = 22
+MAX_LISTED_BYTES = 1 << 24  # the largest list of entries, which zipfile reads as a whole
 
 
-def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, Tensor]]:
+def read(path: Path, given: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, Tensor]]:
     """Return the configuration of the model in a file, and its weights.
 
     The weights are memory-mapped, and have their Hugging Face names. Nothing but tensors is
@@ -47,7 +50,7 @@ def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, T
 
     Args:
         path: the file.
-        sizes: keys of `LlamaConfig` that the user gave. They must agree with the tensors.
+        given: the values of `LlamaConfig` that the user gave. They must agree with the tensors.
 
     Raises:
         InputRefused: there is no such file, or it does not have the weights of a Llama, or a size
@@ -55,8 +58,9 @@ def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, T
     """
     state = _state_dict(path)
     weights = {name: tensor for name, tensor in state.items() if not _ROTARY.fullmatch(name)}
-    config = _config(state, path, sizes)
-    hub.check_tensors(weights, config, path, "the other tensors")
+    config = _config(state, path, given)
+    # The configuration comes from some of the tensors, so an error about another one names them.
+    hub.check_tensors(weights, config, path, said_by="the other tensors")
     _check_rotary(state, config, path)
     return config, weights
 
@@ -90,30 +94,39 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
             raise InputRefused(
                 f"{path}: {name} is not a plain tensor, all of whose elements are in the file"
             )
-        name_in_decoder = _PREFIX.sub("", name)
-        if name_in_decoder.startswith("lm_head."):
-            state[name_in_decoder] = tensor
+        bare_name = _PREFIX.sub("", name)
+        if bare_name.startswith("lm_head."):
+            state[bare_name] = tensor
         else:
-            state[f"model.{name_in_decoder}"] = tensor
+            state[f"model.{bare_name}"] = tensor
     return state
 
 
 def _check_archive(path: Path) -> None:
-    """Check the sizes in a ZIP file before torch reads it. torch.save does not compress entries.
+    """Check the sizes in a ZIP file before torch reads it.
+
+    torch would allocate as many bytes as the file claims. torch.save does not compress entries, so
+    no entry is larger than the file.
 
     Raises:
         InputRefused: an entry is compressed, or larger than the file.
         BadZipFile: the file is not a ZIP file, or its list of entries is too long.
     """
     with open_input(path) as file:
-        file.seek(max(0, path.stat().st_size - _END_BYTES))
-        end = file.read(_END_BYTES)
-        # The length of the list is in the ZIP64 end record if there is one (its locator shows
-        # that), else in the plain end record.
-        has_zip64 = end[-42:-38] == b"PK\6\7"
-        listed_bytes = int.from_bytes(end[-58:-50] if has_zip64 else end[-10:-6], "little")
-        has_plain_record = end[-22:-18] == b"PK\5\6"
-        if not has_plain_record or listed_bytes > MAX_LISTED_BYTES:
+        end_bytes = _ZIP64_END_BYTES + _LOCATOR_BYTES + _PLAIN_END_BYTES
+        file.seek(max(0, path.stat().st_size - end_bytes))
+        # A file that is shorter than the three records gets zeros in front of it.
+        end = file.read(end_bytes).rjust(end_bytes, b"\0")
+        zip64_end = end[:_ZIP64_END_BYTES]
+        locator = end[_ZIP64_END_BYTES:-_PLAIN_END_BYTES]
+        plain_end = end[-_PLAIN_END_BYTES:]
+        # Both end records have the length of the list. If there is a locator, there is a ZIP64 end
+        # record, and its length counts.
+        if locator.startswith(b"PK\6\7"):
+            listed_bytes = int.from_bytes(zip64_end[40:48], "little")
+        else:
+            listed_bytes = int.from_bytes(plain_end[12:16], "little")
+        if not plain_end.startswith(b"PK\5\6") or listed_bytes > MAX_LISTED_BYTES:
             raise zipfile.BadZipFile(
                 "not an archive, or one of more entries than a model has tensors"
             )
@@ -124,8 +137,8 @@ def _check_archive(path: Path) -> None:
                 )
 
 
-def _config(state: Mapping[str, Tensor], path: Path, sizes: Mapping[str, Any]) -> LlamaConfig:
-    """Return the configuration that the tensors and the given sizes determine.
+def _config(state: Mapping[str, Tensor], path: Path, given: Mapping[str, Any]) -> LlamaConfig:
+    """Return the configuration that the tensors and the given values determine.
 
     Raises:
         InputRefused: a tensor is missing, or a size is unknown, or not that of the tensors.
@@ -148,44 +161,52 @@ def _config(state: Mapping[str, Tensor], path: Path, sizes: Mapping[str, Any]) -
         "intermediate_size": shape("model.layers.0.mlp.gate_proj.weight")[0],
         "num_hidden_layers": len(layer_numbers),
     }
-    # Of all heads together.
+    # The rows of these two matrices belong to all heads together.
     query_size = shape("model.layers.0.self_attn.q_proj.weight")[0]
     key_size = shape("model.layers.0.self_attn.k_proj.weight")[0]
     if "model.rotary_emb.cos" in state:
         found["max_position_embeddings"], head_dim = shape("model.rotary_emb.cos")
-        sizes = {"rope_theta": _rope_theta(state["model.rotary_emb.cos"]), **sizes}
+        # The user's rope_theta is used if there is one, and `_check_rotary` refuses it if the table
+        # differs. In `found`, the loop below would refuse it for a rounding error.
+        given = {"rope_theta": _rope_theta(state["model.rotary_emb.cos"]), **given}
     else:
-        head_dim = _head_dim(found, query_size, path, sizes)
+        head_dim = _head_dim(found, query_size, path, given)
     found["num_attention_heads"] = query_size // head_dim
     found["num_key_value_heads"] = key_size // head_dim
-    if "lm_head.weight" not in state and not sizes.get("tie_word_embeddings"):
+    if "lm_head.weight" not in state and not given.get("tie_word_embeddings"):
         raise InputRefused(
             f"{path}: there is no lm_head.weight: save the whole model's state_dict(), "
             "or give model.tie_word_embeddings=true if its head is the embedding"
         )
     # The rotary table may be longer or shorter than the texts that the user wants.
-    for key in (found.keys() & sizes.keys()) - {"max_position_embeddings"}:
-        if sizes[key] != found[key]:
+    for key in (found.keys() & given.keys()) - {"max_position_embeddings"}:
+        if given[key] != found[key]:
             raise InputRefused(
-                f"model.{key} = {sizes[key]}, but the weights in {path} have {found[key]}"
+                f"model.{key} = {given[key]}, but the weights in {path} have {found[key]}"
             )
-    return LlamaConfig(**{**found, "head_dim": head_dim, **sizes})
+    return LlamaConfig(**{**found, "head_dim": head_dim, **given})
 
 
 def _head_dim(
-    found: Mapping[str, Any], query_size: int, path: Path, sizes: Mapping[str, Any]
+    found: Mapping[str, Any], query_size: int, path: Path, given: Mapping[str, Any]
 ) -> int:
     """Return the width of a head of a model without a rotary table.
 
-    It follows from the given number of heads, or is that of the preset.
+    The width follows from the given number of heads. Without such a number, it is that of the
+    preset llama-179m, if the weights have its shape.
 
     Args:
         found: the sizes that the tensors show.
         query_size: the width of the queries of all heads.
         path: the file, for errors.
-        sizes: the sizes that the user gave.
+        given: the values of `LlamaConfig` that the user gave.
+
+    Raises:
+        InputRefused: no number is given, and the weights do not have the preset's shape.
     """
-    if heads := sizes.get("num_attention_heads"):
+    if heads := given.get("num_attention_heads"):
+        # At least 1, because the caller divides by the width. `hub.check_tensors` refuses a number
+        # of heads that does not fit the tensors.
         return max(1, query_size // int(heads))
     preset = LlamaConfig.preset("llama-179m")
     has_preset_sizes = all(
@@ -203,8 +224,8 @@ def _rope_theta(cos_TE: Tensor) -> float:
     """Return the base theta of a rotary table, or the default if the table does not show it.
 
     The second frequency of a table is theta ^ (-2 / E), and its cosine at position 1 is cos_TE[1,
-    1]. Theta is rounded to four digits, as the table is exact to six. `_check_rotary` then compares
-    the whole table.
+    1]. The table is exact to about six digits, so rounding theta to four digits recovers the round
+    number that was meant, such as 10000 or 500000. `_check_rotary` then compares the whole table.
 
     Shapes: T positions, E width of a head.
     """

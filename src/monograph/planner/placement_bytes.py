@@ -37,10 +37,10 @@ from monograph.optim.formats import FORMATS
 from monograph.predict.estimate import ORTHOGONAL_NUMBERS, stored_numbers
 from monograph.predict.footprint import Work
 from monograph.stream import Placement
-from monograph.stream.chunked_update import MOST, STAGING_BUFFERS
+from monograph.stream.chunked_update import MAX_CHUNK_ELEMENTS, STAGING_BUFFERS
 from monograph.stream.placement import When, Where
 from monograph.stream.store import GRADIENT, REST, TURNS, WEIGHTS, Stage, store_in_stages
-from monograph.stream.walk import RINGS
+from monograph.stream.walk import INPUT_SETS
 
 BufferNames = frozenset[str]
 BufferSize = tuple[int, torch.dtype]  # numbers and their dtype
@@ -82,7 +82,7 @@ class PlaneShape(NamedTuple):
         """Return (begin, end) of the largest and the smallest piece that is copied to a staging
         buffer. All others are as large as the first one.
         """
-        step = max(1, MOST // self.whole) * self.whole
+        step = max(1, MAX_CHUNK_ELEMENTS // self.whole) * self.whole
         begins = range(0, self.numbers, step)
         return {(begin, min(self.numbers, begin + step)) for begin in (begins[0], begins[-1])}
 
@@ -470,13 +470,13 @@ class StreamWay:
 
         A state is a micro-batch's tensor that passes from stage to stage. If states stay on the
         device, they are the inputs of all stages and one gradient. If they are offloaded, they are
-        those of the stage that is read, those of the stage that is written, and RINGS sets of
+        those of the stage that is read, those of the stage that is written, and INPUT_SETS sets of
         copies.
         """
         inner = self.stages.count - 1
         if not self.offload:
             return inner * self.work.micro_batches + 1
-        return (2 + min(RINGS, inner - 1)) * self.work.micro_batches
+        return (2 + min(INPUT_SETS, inner - 1)) * self.work.micro_batches
 
     @property
     def offloaded_bytes(self) -> int:

@@ -225,7 +225,7 @@ def read_pairs(
     template: list[Answers] = []
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
     ignored = RecordSettings.of(None, reading.ignore_keys)
-    record_keys = RecordKeys(Kind.LABELLED if labelled else Kind.PAIRS, ignored, is_chosen=True)
+    record_keys = RecordKeys(Kind.LABELLED if labelled else Kind.PAIRS, ignored, is_kind_set=True)
     spellings = SpecialTokenSpellings(tokenizer)
     # The places of records whose answers begin with the prompt.
     repeating = list[str]()

@@ -21,10 +21,10 @@ from monograph.graph.mmap_weights import mapped, materialize_, require_finite
 from monograph.graph.precision import Precision
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
-from monograph.model.adapter import Packed
+from monograph.model.adapter import PeftAdapters
 from monograph.model.config import LlamaConfig
-from monograph.model.exports import require_export
-from monograph.model.files import nothing_beside
+from monograph.model.exports import find_export
+from monograph.model.files import write_no_extras
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
 from monograph.run import recorded_state
@@ -163,7 +163,7 @@ def require_all_finite(model: nn.Module, folder: str | Path) -> None:
 
 def load_to_export(
     folder: str | Path, warn: Warn = lambda line: None
-) -> tuple[Llama, Tokenizer, Packed | None]:
+) -> tuple[Llama, Tokenizer, PeftAdapters | None]:
     """Load a model for `save`, with weights still in their files and adapters unmerged.
 
     Args:
@@ -458,7 +458,7 @@ def save(
     format: str = "hf",
     dtype: str | None = None,
     warn: Warn = lambda line: None,
-    beside: Callable[[Path], None] = nothing_beside,
+    beside: Callable[[Path], None] = write_no_extras,
 ) -> None:
     """Write a model into a new folder, for other tools, in one of the formats of
     `monograph.model.exports`.
@@ -480,7 +480,7 @@ def save(
         InputRefused: the folder is not empty, or the format cannot express the model.
         DiskFull: there is no space left; nothing of this export remains.
     """
-    export = require_export(format, dtype)
+    export = find_export(format, dtype)
     model = unwrapped(model)
     if any(isinstance(part, FrozenWeight) for part in model.modules()):
         raise UsageError(

@@ -27,13 +27,14 @@ from monograph.stream.slots import DeviceBuffer, StageOnDevice
 from monograph.stream.store import GRADIENT, REST, WEIGHTS, Buffer, Stage, StoredPlane
 
 STAGING_BUFFERS = 4
-# The maximum of elements in a chunk. It is a multiple of every block in which moments are packed
+# The largest number of elements in a chunk. It is a multiple of every block in which moments are packed
 # (`monograph.optim.state_format`). Copies and updates of this size run at full rate, and a large model's
 # blocks have many chunks.
-MOST = 2**23
-# What to do after memory ran out when some weights were updated and others were not.
+MAX_CHUNK_ELEMENTS = 2**23
+# The end of an error message: what to do if memory ran out when only some weights were updated.
 HALF_DONE = "take fewer blocks a stage or fewer rows (train.micro_batch), and go on from the last checkpoint"
-# `Passes.update_part`: (part of a plane, low halves or None, gradient, factor, whether applied).
+# The type of `Passes.update_part`, called with (part of a plane, low halves of split weights or None,
+# gradient, the gradient's factor, whether the update is applied).
 UpdatePart = Callable[[Plane, Tensor | None, Tensor, Tensor, Tensor], None]
 
 
@@ -69,28 +70,29 @@ class Chunk(tuple[StoredPlane, int, int]):
             slots=slots,
             param=tensors[WEIGHTS],
             grad=tensors[GRADIENT],
-            # `start` is a tensor: a number would be a constant of the graph, and each chunk would
-            # need its own graph.
+            # `start` is a tensor, because a number would be a constant of the captured graph, and
+            # each chunk would need its own graph.
             start=torch.full((), stored.start + begin, dtype=torch.int64, device=device),
             state={name: tensors[name] for name in stored.moments},
         )
 
 
 def chunks(stage: Stage) -> Iterator[Chunk]:
-    """Cut the planes that are updated on the device into chunks of at most MOST elements."""
-    return cut((stored for stored in stage.stored if not stored.on_host), MOST)
+    """Cut the planes that are updated on the device into chunks of at most MAX_CHUNK_ELEMENTS elements."""
+    return cut((stored for stored in stage.stored if not stored.on_host), MAX_CHUNK_ELEMENTS)
 
 
-def cut(planes: Iterable[StoredPlane], most: int) -> Iterator[Chunk]:
-    """Cut planes into chunks of at most `most` elements.
+def cut(planes: Iterable[StoredPlane], max_elements: int) -> Iterator[Chunk]:
+    """Cut planes into chunks of at most `max_elements` elements.
 
-    A plane of matrices is cut between matrices; each chunk has at least one, even a larger one.
+    A plane of matrices is cut only between matrices. Each of its chunks has at least one matrix,
+    even if the matrix has more elements.
     """
     for stored in planes:
         size = stored.plane.param.numel()
-        # The size of what must not be cut.
+        # The unit is the smallest number of elements that must stay together.
         unit = size // len(stored.plane.slots) if stored.plane.kind.matrix else 1
-        units_per_chunk = max(1, most // unit)
+        units_per_chunk = max(1, max_elements // unit)
         chunk_size = units_per_chunk * unit
         for begin in range(0, size, chunk_size):
             yield Chunk((stored, begin, min(size, begin + chunk_size)))
@@ -101,7 +103,7 @@ def to_fetch(chunk: Chunk, *, gradient: bool) -> dict[str, Tensor]:
 
     Args:
         chunk: the chunk.
-        gradient: whether its gradient is copied as well.
+        gradient: whether the chunk's gradient is copied as well.
     """
     stored = chunk[0]
     tensors = dict[str, Tensor]()
@@ -127,7 +129,7 @@ class StagingBuffers:
     turn: int = 0
 
     def next(self) -> DeviceBuffer:
-        """Return the buffer that was used longest ago: its copies home are most likely finished."""
+        """Return the least recently used buffer, whose copies home are most likely finished."""
         self.turn += 1
         return self.buffers[self.turn % len(self.buffers)]
 
@@ -137,9 +139,9 @@ class FetchedChunk(NamedTuple):
 
     Attributes:
         chunk: the chunk.
-        parts: its tensors on the device, by name.
-        spaces: the spaces that its update reads and writes.
-        staging: its staging buffer.
+        parts: the chunk's tensors on the device, by name.
+        spaces: the spaces that the chunk's update reads and writes.
+        staging: the chunk's staging buffer.
     """
 
     chunk: Chunk
@@ -156,17 +158,17 @@ class ChunkedUpdate:
         staging_buffers: the memory that chunks are copied to.
         gradients: the stage on the device, if its gradients are still in its slot; None if they
             are at home.
-        count: the number of its chunks.
+        count: the number of the stage's chunks.
     """
 
     def __init__(
         self, stage: Stage, staging_buffers: StagingBuffers, gradients: StageOnDevice | None = None
     ):
-        """Prepare the update; nothing is copied yet. The arguments are the attributes."""
+        """Prepare the update; nothing is copied yet. The arguments are described in the class."""
         self.stage = stage
         self.staging_buffers = staging_buffers
         self.gradients = gradients
-        # A generator of the chunks that are not fetched yet.
+        # This generator yields the chunks that are not fetched yet.
         self._unfetched = chunks(stage)
         self.count = sum(1 for _ in chunks(stage))
         self._fetched: list[FetchedChunk] = []
@@ -185,7 +187,7 @@ class ChunkedUpdate:
         update_part: UpdatePart,
         scale: Tensor,
         accepted: Tensor,
-        into: StageOnDevice | None = None,
+        in_slot: StageOnDevice | None = None,
     ) -> Iterator[None]:
         """Update the chunks one after another and copy each one home; yield after each chunk.
 
@@ -193,7 +195,7 @@ class ChunkedUpdate:
             update_part: computes the update of a part of a plane, in place.
             scale: the gradient's factor.
             accepted: whether the update is applied.
-            into: the stage in a slot, to which the new weights are copied as well; None: they are
+            in_slot: the stage in a slot, to which the new weights are copied as well; None: they are
                 only copied home.
 
         Raises:
@@ -203,7 +205,7 @@ class ChunkedUpdate:
         self.fetch_chunks()
         while self._fetched:
             try:
-                self._update(self._fetched.pop(0), update_part, scale, accepted, into)
+                self._update(self._fetched.pop(0), update_part, scale, accepted, in_slot)
             except torch.OutOfMemoryError as error:
                 raise OutOfDeviceMemory(
                     f"the update of {self.stage.name} does not fit the device's memory: {HALF_DONE}"
@@ -213,11 +215,11 @@ class ChunkedUpdate:
         # The new version makes copies of these weights in other slots outdated, so they are fetched
         # again when they are needed.
         self.stage.version += 1
-        if into is not None:
+        if in_slot is not None:
             # Planes that the host has updated are not copied to the slot by `_update`.
             host_planes = [stored for stored in self.stage.stored if stored.on_host]
-            into.fetch(self.staging_buffers.lanes, host_planes)
-            into.slot.holds = (self.stage, self.stage.version)
+            in_slot.fetch(self.staging_buffers.lanes, host_planes)
+            in_slot.slot.holds = (self.stage, self.stage.version)
 
     def _fetch(self, chunk: Chunk) -> None:
         """Copy a chunk to the next staging buffer."""
@@ -225,7 +227,7 @@ class ChunkedUpdate:
         staging = self.staging_buffers.next()
         lanes = self.staging_buffers.lanes
         sources = to_fetch(chunk, gradient=self.gradients is None)
-        parts = staging.take(sources)
+        parts = staging.views(sources)
         spaces = [staging.space]
         for name, target in parts.items():
             lanes.copy(target, sources[name], staging.space, stored.buffers[name].space)
@@ -246,9 +248,9 @@ class ChunkedUpdate:
         update_part: UpdatePart,
         scale: Tensor,
         accepted: Tensor,
-        into: StageOnDevice | None,
+        in_slot: StageOnDevice | None,
     ) -> None:
-        """Update a fetched chunk, and copy it home and to the slot `into`."""
+        """Update a fetched chunk, and copy it home and to the slot of `in_slot`."""
         chunk, parts, spaces, staging = fetched
         stored, begin, end = chunk
         lanes = self.staging_buffers.lanes
@@ -260,12 +262,12 @@ class ChunkedUpdate:
         for name, buffer in stored.buffers.items():
             if name != GRADIENT and buffer.space.home != Home.DEVICE:
                 lanes.copy(chunk.part(buffer), parts[name], buffer.space, staging.space)
-        if into is not None and stored.buffers[WEIGHTS].space.home != Home.DEVICE:
+        if in_slot is not None and stored.buffers[WEIGHTS].space.home != Home.DEVICE:
             # The next pass needs these weights. They are copied within the device, so that they do
             # not cross the link again.
-            target = into.planes[self.stage.stored.index(stored)].param[begin:end]
+            target = in_slot.planes[self.stage.stored.index(stored)].param[begin:end]
             lanes.compute(
                 lambda: target.copy_(parts[WEIGHTS]),
                 reads=[staging.space],
-                writes=[into.slot.weights.space],
+                writes=[in_slot.slot.weights.space],
             )

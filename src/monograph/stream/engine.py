@@ -79,8 +79,8 @@ class Streamed(Engine):
             passes: makes the object that computes a step's passes and updates.
         """
         self.placement = placement or Placement()
-        # Arguments are checked before anything is moved: a later refusal would leave half of the
-        # model in another place.
+        # Arguments are checked before anything is moved. A later error would leave half of the model
+        # in another place.
         _require_streamable(model, self.placement, clip, optim or AdamW())
         parameters = InStages(self.placement, lanes, sum_over_ranks, passes)
         step = Step(
@@ -105,8 +105,8 @@ class Streamed(Engine):
             OutOfDeviceMemory: a micro-batch of one row does not fit, or memory ran out after some
                 weights were updated.
         """
-        # The first window has changed the weights already, so a second window's gradient would be
-        # that of other weights.
+        # The first window has already changed the weights, so a second window would compute the
+        # gradient of different weights.
         if self.placement.when == "backward" and not self.walk.fresh:
             raise UsageError(
                 "weights that are updated during the backward pass take one window an update"
@@ -130,18 +130,18 @@ class Streamed(Engine):
     ) -> str | None:
         """Compile one block for all blocks, the head and the updates; `scope` is not used."""
         # torch refuses to call a compiled function in one thread while another thread traces.
-        self.walk.lanes.one_by_one = True
+        self.walk.lanes.host_blocks = True
         try:
             return super().capture(window, backend, "blocks")
         finally:
-            self.walk.lanes.one_by_one = False
+            self.walk.lanes.host_blocks = False
 
     def update(self) -> Update:
         """Clip and apply the accumulated gradient."""
         try:
             return super().update()
         finally:
-            self.walk.lanes.one_by_one = False
+            self.walk.lanes.host_blocks = False
 
     def ledger(self) -> dict[str, dict[str, int]]:
         """Return the bytes of buffers by home, and the bytes of the device's slots and staging."""

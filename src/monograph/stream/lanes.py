@@ -8,28 +8,30 @@ says which spaces it reads and writes, and the lanes derive what the work has to
     a reader waits for the last writer
     a writer waits for the last writer, and for all readers since then
 
-A wait is left out if another wait implies it. This is found with a vector clock for each lane: how
-much work of each other lane must be finished when the lane's newest work is finished (Mattern 1988,
-"Virtual Time and Global States of Distributed Systems").
+A wait is left out if another wait implies it. To find out, each lane has a vector clock: how many
+pieces of work of each other lane are certain to be finished once this lane's newest piece is
+finished (Mattern 1988, "Virtual Time and Global States of Distributed Systems").
 
 On a GPU, three lanes are streams, with an event after each piece of work, and the host's lane is a
-thread. Several streams use the same memory without `record_stream`: with it, the allocator would
-keep freed memory until the other stream is seen to be finished, which needs more memory than a plan
-counts. Memory without `record_stream` is safe because it is all allocated on the stream of the
-compute lane:
+thread. `record_stream` is not called, although several streams use the same memory. With it, the
+allocator would hold freed memory until it sees that the other streams have finished their work, and
+the peak would exceed what `monograph plan` predicts. Without it, memory is safe because all of it
+is allocated on the stream of the compute lane:
 
-    freed memory: Before memory is freed, the compute lane writes its space, and so waits for all
-        copies from it (`Boundaries.release_inputs` in `monograph.stream.walk`). The allocator gives
-        freed memory only to later work on this lane.
-    new memory: The compute lane writes its space before any copy to it (`Boundaries.store_input`,
-        `fetch_inputs`), so copies wait for this lane's earlier use of the memory.
-    all other memory: Planes, slots and staging buffers are allocated before the walk's constructor
-        calls `finish`, and they live as long as the walk.
+    freed memory: Before memory is freed, the compute lane is given work that declares the memory's
+        space in `writes`, even if the work does nothing (`Boundaries.release_inputs` in
+        `monograph.stream.walk`). So this lane first waits for all copies from the memory. The
+        allocator gives freed memory only to later work on this lane.
+    new memory: The compute lane is given such work before any copy to the memory
+        (`Boundaries.store_input`, `fetch_inputs`). So copies wait for this lane's earlier use of
+        the same memory.
+    all other memory: The walk (`monograph.stream.walk`) allocates its long-lived buffers in its
+        constructor, which ends by calling `finish`.
 
-The host's thread waits for events of streams, but no stream waits for the host: work that needs the
+The host's thread waits for events of streams, but no stream waits for the host. Work that needs the
 host's results is launched only after the calling thread has waited for the host. So launched work
-always ends, and no wait can last for ever. While the calling thread waits, the device computes work
-that was launched before.
+always ends, and no wait can last for ever. Such a wait of the calling thread costs little, because
+the device still has launched work to do.
 """
 
 from collections import Counter, deque
@@ -47,8 +49,8 @@ T = TypeVar("T")
 # "host": work on the host.
 Lane = Literal["compute", "in", "out", "host"]
 LANES: tuple[Lane, ...] = ("compute", "in", "out", "host")
-# The number of marks that are kept before the marks that no lane can wait for are dropped.
-MARKS = 4096
+# Once this many marks are stored, `Lanes` drops the marks that no lane can still have to wait for.
+MARKS_BEFORE_FIRST_CLEANUP = 4096
 
 
 class Home(StrEnum):
@@ -60,7 +62,7 @@ class Home(StrEnum):
 
 
 class Mark(NamedTuple):
-    """The moment at which piece `number` of a lane's work is finished; numbers begin at 1."""
+    """The moment at which piece `number` of a lane's work is finished, counted from 1."""
 
     lane: Lane
     number: int
@@ -73,14 +75,14 @@ class Space:
     Attributes:
         name: a name for messages and tests.
         home: where the memory is.
-        written: the mark of its last writer.
-        read: for each lane, the mark of its last reader since `written`.
+        last_write: the mark of its last writer; None: nothing has written it.
+        last_reads: for each lane, the mark of its last reader since `last_write`.
     """
 
     name: str
     home: Home
-    written: Mark | None = None
-    read: dict[Lane, Mark] = field(default_factory=dict)
+    last_write: Mark | None = None
+    last_reads: dict[Lane, Mark] = field(default_factory=dict)
 
 
 Spaces = tuple[Space, ...]
@@ -90,11 +92,11 @@ class LaneWork(NamedTuple):
     """One piece of work.
 
     Attributes:
-        mark: the moment at which it is finished.
-        waits: marks on other lanes, before which it must not begin.
-        call: the function that does it.
-        reads: the spaces that it reads.
-        writes: the spaces that it writes.
+        mark: the moment at which the work is finished.
+        waits: marks of other lanes; the work must not begin before them.
+        call: the function that does the work.
+        reads: the spaces that the work reads.
+        writes: the spaces that the work writes.
         moved_bytes: for a copy, the bytes copied; for work on the host, the bytes read and written
             in files; for a computation 0.
     """
@@ -108,7 +110,7 @@ class LaneWork(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs work, at once or later, in an order that obeys lanes and waits."""
+    """Runs work, at once or later, in an order that respects lanes and waits."""
 
     def run(self, work: LaneWork) -> Any:
         """Run the work, or queue it; return the call's result for work on the compute lane."""
@@ -129,31 +131,33 @@ class Immediately:
 
 
 class Lanes:
-    """The four lanes: give an executor each piece of work, together with its waits.
+    """The four lanes. They derive the waits of each piece of work, and give both to an executor.
 
     Attributes:
         executor: runs the work.
         moved_bytes: bytes copied so far, by (home of the source, home of the target).
-        one_by_one: whether each piece of the host's work is finished before other work begins.
+        host_blocks: whether `host` returns only after all work is finished. It is set while the
+            step is compiled, because torch refuses to call a compiled function in the host's thread
+            while the calling thread traces.
     """
 
     def __init__(self, executor: Executor):
         """Begin without work."""
         self.executor = executor
-        self.one_by_one = False
+        self.host_blocks = False
         self.moved_bytes: Counter[tuple[Home, Home]] = Counter()
-        # The vector clocks. `_finished_before[lane][other]`: how many pieces of work of `other`
-        # must be finished when the newest work of `lane` is finished.
+        # The vector clocks. `_finished_before[lane][other]`: how many pieces of work of `other` are
+        # certain to be finished once the newest piece of `lane` is finished.
         self._finished_before: dict[Lane, dict[Lane, int]] = {
             lane: dict.fromkeys(LANES, 0) for lane in LANES
         }
         # The vector clock of each mark's lane, as it was at the mark.
         self._clock_at: dict[Mark, dict[Lane, int]] = {}
-        # The number of kept marks at which they are next searched for marks to drop.
-        self._next_search = 0
+        # When this many marks are stored, `_drop_old_marks` looks again for marks to drop.
+        self._next_cleanup = 0
 
     def copy(self, target: Tensor, source: Tensor, writes: Space, reads: Space) -> None:
-        """Copy a tensor on lane "in", if it is copied to the device, else on lane "out".
+        """Copy a tensor on lane "in" if the target is on the device, otherwise on lane "out".
 
         Args:
             target: the tensor that is written, a part of the space `writes`.
@@ -206,13 +210,13 @@ class Lanes:
             {(Home.DISK, Home.HOST): from_disk, (Home.HOST, Home.DISK): to_disk}
         )
         self._give("host", call, tuple(reads), tuple(writes), from_disk + to_disk)
-        if self.one_by_one:
+        if self.host_blocks:
             self.executor.finish()
 
     def finish(self) -> None:
-        """Wait until all work is finished; afterwards later work waits for none of it."""
+        """Wait until all work is finished. Work that is given later waits for none of it."""
         self.executor.finish()
-        # All work is finished in the clock of every lane, so marks need not be kept.
+        # Every lane's clock now says that all work is finished, so no mark is waited for again.
         newest = {lane: self._finished_before[lane][lane] for lane in LANES}
         self._finished_before = {lane: dict(newest) for lane in LANES}
         self._clock_at.clear()
@@ -220,10 +224,12 @@ class Lanes:
     def _give(
         self, lane: Lane, call: Callable[[], Any], reads: Spaces, writes: Spaces, moved_bytes: int
     ) -> Any:
-        """Derive the waits of a piece of work, and give it to the executor."""
+        """Derive the waits of a piece of work, and give both to the executor."""
+        # The stored dict itself: each wait below advances it, so that the loop skips marks which
+        # the wait implies.
         clock = self._finished_before[lane]
-        needed = [space.written for space in (*reads, *writes) if space.written]
-        needed += [mark for space in writes for mark in space.read.values()]
+        needed = [space.last_write for space in (*reads, *writes) if space.last_write]
+        needed += [mark for space in writes for mark in space.last_reads.values()]
         waits = []
         # Large numbers come first, because a wait for late work often implies other waits.
         for mark in sorted(set(needed), key=lambda mark: -mark.number):
@@ -232,28 +238,31 @@ class Lanes:
                 for other, number in self._clock(mark).items():
                     clock[other] = max(clock[other], number)
         # Numbers of different lanes say nothing about order, so a later wait in the list may still
-        # imply an earlier one.
+        # imply an earlier one. Two waits never imply each other, because the loop has skipped each
+        # mark that an earlier wait implies.
         waits = [mark for mark in waits if not self._implied(mark, waits)]
         clock[lane] += 1
         mark = Mark(lane, clock[lane])
         self._clock_at[mark] = dict(clock)
         self._drop_old_marks()
         for space in reads:
-            space.read[lane] = mark
+            space.last_reads[lane] = mark
         for space in writes:
             # This work waits for all earlier readers, and the next writer waits for this work, so
-            # the earlier readers are no longer needed.
-            space.written = mark
-            space.read = {}
+            # the next writer need not wait for these readers.
+            space.last_write = mark
+            space.last_reads = {}
         return self.executor.run(LaneWork(mark, tuple(waits), call, reads, writes, moved_bytes))
 
     def _drop_old_marks(self) -> None:
-        """Drop the marks that are finished in the clocks of all lanes in use.
+        """Drop the marks that every lane in use knows to be finished, according to its clock.
 
-        None of these lanes has to wait for such a mark any more.
+        No lane in use has to wait for such a mark again.
         """
-        if len(self._clock_at) < max(MARKS, self._next_search):
+        if len(self._clock_at) < max(MARKS_BEFORE_FIRST_CLEANUP, self._next_cleanup):
             return
+        # A lane is in use once it has been given work, so that its own entry is above 0. The clock
+        # of an unused lane stays at 0, and would keep every mark.
         clocks_in_use = [clock for lane, clock in self._finished_before.items() if clock[lane]]
         finished = {lane: min(clock[lane] for clock in clocks_in_use) for lane in LANES}
         self._clock_at = {
@@ -261,14 +270,14 @@ class Lanes:
             for mark, clock in self._clock_at.items()
             if mark.number > finished[mark.lane]
         }
-        # The next search is made when the number of marks has doubled.
-        self._next_search = 2 * len(self._clock_at)
+        # Clean up again when the number of marks has doubled.
+        self._next_cleanup = 2 * len(self._clock_at)
 
     def _clock(self, mark: Mark) -> dict[Lane, int]:
         """Return the vector clock at a mark.
 
         A lane that is used for the first time may need a mark that was dropped. The clock returned
-        for it has only the mark itself, so the lane may wait more often than necessary.
+        then counts only the mark's own lane, so the new lane may wait more often than necessary.
         """
         return self._clock_at.get(mark, {mark.lane: mark.number})
 
@@ -276,11 +285,6 @@ class Lanes:
         """Return whether one of the other waits implies the wait for a mark."""
         others = [other for other in waits if other != mark]
         return any(self._clock(other).get(mark.lane, 0) >= mark.number for other in others)
-
-
-# The number of events of each lane, which are reused. The number is large enough that an event's
-# earlier work is usually finished; otherwise a wait takes a little longer.
-EVENTS = 256
 
 
 class HostThread:
@@ -294,18 +298,19 @@ class HostThread:
         # One thread, because the order of a lane must hold. torch uses several threads within a
         # piece of work.
         self._thread = ThreadPoolExecutor(1, "monograph-host")
-        self._left: deque[Future[None]] = deque()
-        self._done = 0
+        # Work is collected when the calling thread has waited for it.
+        self._uncollected: deque[Future[None]] = deque()
+        self._collected_count = 0
         self._failed: BaseException | None = None
 
     def give(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
         """Queue a piece of work, and return at once.
 
         Args:
-            wait: functions that wait; the thread calls them before the work.
+            wait: functions that the thread calls before the work; each waits for something.
             call: the work.
         """
-        self._left.append(self._thread.submit(self._do, wait, call))
+        self._uncollected.append(self._thread.submit(self._do, wait, call))
 
     def until(self, number: int | None = None) -> None:
         """Wait until the first `number` pieces of work since the start are finished.
@@ -316,9 +321,9 @@ class HostThread:
         Raises:
             BaseException: the error that the thread's work has raised.
         """
-        while self._left and (number is None or self._done < number):
-            self._left.popleft().result()
-            self._done += 1
+        while self._uncollected and (number is None or self._collected_count < number):
+            self._uncollected.popleft().result()
+            self._collected_count += 1
         if self._failed:
             raise self._failed
 
@@ -333,13 +338,18 @@ class HostThread:
             self._failed = error
 
 
+# Each lane of `Streams` reuses this many CUDA events. They are so many that an event's earlier work
+# is usually finished when the event is reused.
+EVENTS = 256
+
+
 class Streams:
-    """An executor that launches work on a GPU; only `finish` waits until the work is finished.
+    """An executor that launches work on a GPU; only `finish` waits until all work is finished.
 
     A lane has EVENTS events, and piece number n of its work uses event n mod EVENTS. A wait for an
-    old piece of work may therefore wait for a newer piece with the same event. That is correct,
-    because the newer piece comes later on the same lane, and it ends, because the newer piece was
-    already launched.
+    old piece of work may therefore wait for a newer piece with the same event. The wait is still
+    long enough, because the newer piece comes later on the same lane. And the wait does end,
+    because the newer piece was already launched.
     """
 
     def __init__(self, device: torch.device):
@@ -351,9 +361,9 @@ class Streams:
             "out": torch.cuda.Stream(device),
         }
         self._host = HostThread()
-        # Events are created once and reused: new events for each copy would accumulate (prime-rl
-        # pull request 3200). They are `blocking`, so that the host's thread sleeps while it waits,
-        # and its core is free.
+        # Events are created once and reused, because a new event for each piece of work would have
+        # to be kept for as long as a lane may still wait for it. They are `blocking`, so that the
+        # host's thread sleeps while it waits, and its core is free.
         self._events = {
             lane: [torch.cuda.Event(blocking=True) for _ in range(EVENTS)] for lane in self._streams
         }
@@ -378,7 +388,7 @@ class Streams:
             with torch.cuda.stream(stream):
                 return work.call()
         finally:
-            # Recorded even if the call failed, because a part of its work may have been launched.
+            # Record the event even if the call failed, because a part of it may have been launched.
             self._event(work.mark).record(stream)
 
     def finish(self) -> None:

@@ -30,11 +30,12 @@ class InStages(Parameters):
 
     Attributes:
         placement: where buffers live.
-        store: the stages, whose planes are the step's.
+        store: the stages, whose planes (flat buffers of parameters) are the step's.
     """
 
     staged = True
-    # Copies differ from update to update, and a replay would repeat the copies of one update.
+    # A recorded micro-step is not replayed, because a replay would repeat the copies of one update, and
+    # copies differ from update to update.
     replays = False
 
     store: Store
@@ -90,7 +91,9 @@ class InStages(Parameters):
         return [self.step.squares, updates.update_part, host.update_part, host.join, host.split]
 
     def fusing(self) -> AbstractContextManager[None]:
-        """Let matrix products in the block add gradients to the planes, if `place` chose that."""
+        """Make matrix products within the `with` block add gradients to the planes, if `place` chose
+        that.
+        """
         return fusing() if self._products_add else nullcontext()
 
     def accumulate(self, batches: Sequence[object]) -> None:
@@ -117,12 +120,12 @@ class InStages(Parameters):
         self.walk.discard()
 
     def begin_again(self) -> None:
-        """Switch the lanes to one thread if the step is captured.
+        """Make the host's work block if the step is captured.
 
-        The repeated pass compiles its graphs again, and torch cannot trace in one of several
-        threads.
+        The repeated pass compiles its graphs again, and torch refuses to call a compiled function
+        in one thread while another thread traces.
         """
-        self.walk.lanes.one_by_one = self.step.scope != "none"
+        self.walk.lanes.host_blocks = self.step.scope != "none"
 
     def complete(self) -> None:
         """Finish the previous update, and sum the window's loss and count over all ranks."""

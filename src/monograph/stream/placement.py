@@ -35,7 +35,7 @@ def buffer_names() -> tuple[str, ...]:
     # A format of moments packs each moment into several parts, e.g. codes and scales.
     parts = [part for form in FORMATS.values() for part in form.parts]
     of_moments = [part.buffer_name(moment) for part in parts for moment in moments]
-    # Each name once: optimizers share moments.
+    # `dict.fromkeys` removes duplicates, because optimizers share moments.
     return tuple(dict.fromkeys(("weights", "rest", "gradient", *of_moments, "ema")))
 
 
@@ -48,19 +48,19 @@ class Placement:
         when: when weights are updated.
             "sweep": after the backward pass, stage by stage.
             "next forward": before each stage's next forward pass, while the previous stage
-            computes; the results are those of "sweep".
+            computes; the results are equal to those of "sweep".
             "backward": as soon as a stage's gradient is complete; the gradient is not kept.
-            Gradients cannot be clipped then, and whether a gradient is finite is decided for each
-            stage by itself.
+            So gradients cannot be clipped, and whether a gradient is finite is decided for each
+            stage separately.
         where: where weights are updated.
             "device": all buffers that an update needs are copied to the device and back.
             "host": planes without a buffer on the device are updated on the host while the device
             computes; other planes are updated on the device.
         blocks_per_stage: the number of blocks that are fetched, run and updated together.
-        offload: whether the inputs of stages are kept on the host; then the device's memory does
-            not grow with the depth.
-        on_device: buffers that stay on the device, as (stage, name of the buffer); their bytes
-            never cross the link.
+        offload: whether the inputs of stages are kept on the host. If so, the memory that is needed
+            on the device does not grow with the depth.
+        on_device: buffers that stay on the device, as (stage, name of the buffer). Their bytes never
+            cross the link between host and device.
         on_disk: names of buffers that are in files, mapped into memory, in all stages where they
             are not on the device.
         folder: the folder of these files, which vanish with the process; None: the folder for
@@ -88,7 +88,7 @@ class Placement:
         self._require(isinstance(self.device, torch.device), "device", "a torch.device(...)")
         self._require(self.when in get_args(When), "when", _one_of(get_args(When)))
         self._require(self.where in get_args(Where), "where", _one_of(get_args(Where)))
-        # `type` and not `isinstance`, because True is an int.
+        # `type` is compared, because `isinstance` would accept True, which is an int.
         positive = type(self.blocks_per_stage) is int and self.blocks_per_stage > 0
         self._require(positive, "blocks_per_stage", "1 or more")
         self._require(type(self.offload) is bool, "offload", "True or False")
@@ -180,7 +180,8 @@ def _mapped_file(like: Tensor, label: str, folder: Path | None) -> Tensor:
         raise refusal(
             f"{folder or tempfile.gettempdir()}: cannot hold {label}: {error.strerror}"
         ) from None
-    # Deleted now, so that a killed process leaves no file; the open handle keeps the memory.
+    # The file is deleted now, so that a killed process leaves no file. The open handle keeps the
+    # memory.
     Path(path).unlink()
     try:
         os.posix_fallocate(handle, 0, max(size, 1))
@@ -219,8 +220,8 @@ class _LockedPages(mmap.mmap):
     address = 0
 
     def __del__(self) -> None:
-        # Unlocked before they are unmapped: otherwise the driver would take pages that are mapped
-        # later at the same address for these.
+        # Pages are unlocked before they are unmapped. Otherwise the driver would still count their
+        # address as locked when other pages are mapped there later.
         if self.address:
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
@@ -241,7 +242,8 @@ def on_host(like: Tensor, label: str, device: torch.device) -> Tensor:
         return pinned(like, label)
     if device.type == "meta":
         return torch.empty(like.shape, dtype=like.dtype, device="meta")
-    # Allocated on torch's default device, which a caller may have set to the meta device.
+    # No device is given, so this is torch's default device, which a caller may have set to the meta
+    # device.
     return torch.empty(like.shape, dtype=like.dtype)
 
 

@@ -2,8 +2,10 @@
 
 A stage is some consecutive blocks of the model, or the parts before or after them
 (`monograph.stream.store`). A plane is a flat buffer of a stage's parameters of one kind
-(`monograph.optim.Plane`). A slot is device memory to which one stage after another is copied. A
-pass computes one stage for one micro-batch: forward, or later forward again and backward.
+(`monograph.optim.Plane`). The home of a buffer is where it is kept: on the device, on the host or
+in a file. A slot is device memory to which one stage after another is copied. A pass computes one
+stage for one micro-batch: first forward, and later forward again and backward. Split weights are
+fp32 weights that are stored as two halves of 16 bits (`monograph.optim.narrow.split`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +25,8 @@ from monograph.stream.store import GRADIENT, WEIGHTS, Further, Stage, StoredPlan
 Key = Hashable
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
-# Updates a part of a plane on the host: (part, low halves of split weights or None).
+# A function that updates a part of a plane on the host, called with (the part, the low halves of split
+# weights or None).
 HostPiece = Callable[[Plane, Tensor | None], None]
 BLOCK_SLOTS = 2  # stages of blocks take turns in this many slots
 
@@ -31,10 +34,10 @@ BLOCK_SLOTS = 2  # stages of blocks take turns in this many slots
 class DeviceBuffer:
     """Device memory for one set of named tensors at a time.
 
-    Tensors of a set do not overlap: a captured graph would copy inputs that overlap.
+    Tensors of a set do not overlap, because a captured graph would copy inputs that overlap.
 
     Attributes:
-        space: all of this memory, for the lanes.
+        space: all of this memory, as one unit of what work on the lanes reads and writes.
     """
 
     def __init__(
@@ -51,8 +54,8 @@ class DeviceBuffer:
         sizes: dict[tuple[Key, torch.dtype], int] = {}
         for tensors in sets_of_tensors:
             for key, tensor in tensors.items():
-                # Weights of one kind are bf16 if they are split and fp32 otherwise, so the dtype
-                # is a part of the key.
+                # The dtype is a part of the key, because weights of one kind are bf16 if they are
+                # split and fp32 otherwise.
                 key_and_dtype = key, tensor.dtype
                 sizes[key_and_dtype] = max(sizes.get(key_and_dtype, 0), tensor.numel())
         self._memory = {
@@ -65,8 +68,8 @@ class DeviceBuffer:
         """Return the bytes of the memory."""
         return sum(memory.nbytes for memory in self._memory.values())
 
-    def take(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
-        """Return the memory for one set of tensors."""
+    def views(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
+        """Return views of the memory, one for each tensor of a set."""
         return {
             key: self._memory[key, tensor.dtype][: tensor.numel()]
             for key, tensor in tensors.items()
@@ -119,15 +122,15 @@ class StageOnDevice:
     Attributes:
         stage: the stage.
         slot: its slot.
-        planes: its planes with weights and gradients on the device.
+        planes: the stage's planes, with weights and gradients on the device.
     """
 
     def __init__(self, stage: Stage, slot: Slot):
         """Make planes of the slot's memory; nothing is copied."""
         self.stage = stage
         self.slot = slot
-        weights = slot.weights.take(tensors_to_fetch(stage, WEIGHTS))
-        gradients = slot.gradients.take(tensors_to_fetch(stage, GRADIENT))
+        weights = slot.weights.views(tensors_to_fetch(stage, WEIGHTS))
+        gradients = slot.gradients.views(tensors_to_fetch(stage, GRADIENT))
         self.planes = [
             # A buffer that lives on the device is not in the slot, and is used where it is.
             replace(
@@ -140,12 +143,12 @@ class StageOnDevice:
 
     @property
     def reads(self) -> list[Space]:
-        """Return the spaces that its forward pass reads."""
+        """Return the spaces that the stage's forward pass reads."""
         return self._spaces(WEIGHTS, self.slot.weights)
 
     @property
     def writes(self) -> list[Space]:
-        """Return the spaces that its backward pass adds to."""
+        """Return the spaces to which the stage's backward pass adds."""
         return self._spaces(GRADIENT, self.slot.gradients)
 
     def _spaces(self, name: str, memory: DeviceBuffer) -> list[Space]:
@@ -162,15 +165,17 @@ class StageOnDevice:
                 lanes.copy(plane.param, weights.tensor, self.slot.weights.space, weights.space)
 
     @contextmanager
-    def parameters(self) -> Iterator[None]:
-        """Let the stage's parameters be the weights on the device, within the block.
+    def use_as_parameters(self) -> Iterator[None]:
+        """Make the model's parameters the stage's weights on the device, within the `with` block.
 
-        Outside the block they are the weights at home.
+        Outside the `with` block they are the weights at home.
         """
         weights_at_home = [slot.parameter.data for plane in self.planes for slot in plane.slots]
         for plane in self.planes:
             plane.hold(plane.param)
             plane.fuse()
+        # Projections that are computed as one product refer to the parameters' memory, which has
+        # changed (`monograph.graph.fused_linears`).
         for family in self.stage.families:
             family.look()
         try:
@@ -183,7 +188,7 @@ class StageOnDevice:
                 family.look()
 
     def link(self) -> None:
-        """Make the backward pass add to the gradients in the slot."""
+        """Make the next backward pass add to the gradients in the slot."""
         for plane in self.planes:
             plane.link()
 
@@ -197,8 +202,8 @@ class Slots:
 
     Attributes:
         lanes: the lanes that copy and compute.
-        pools: lists of slots; the stages of a pool take turns in its slots. The slot used longest
-            ago is first.
+        pools: lists of slots; the stages of a pool take turns in its slots. The least recently used
+            slot is first.
     """
 
     def __init__(self, stages: list[Stage], tied: bool, lanes: Lanes, device: torch.device):
@@ -262,9 +267,9 @@ class _ModelCalled(Exception):
 class Passes:
     """Computes the passes of a model in stages, with the step's loss, and the updates of planes.
 
-    While a pass runs, the model's parameters are the weights of the stage on the device. The
-    argument `planes` of a pass are the stage's planes there. Copies are not made by passes, so a
-    subclass that replaces all computations is enough to predict times (`monograph.stream.clock`).
+    While a pass runs, the model's parameters are the stage's weights on the device. The argument
+    `planes` of a pass has the stage's planes on the device. Passes make no copies, so a subclass
+    that replaces all computations is enough to predict times (`monograph.stream.clock`).
 
     A state is the tensor that one stage passes to the next for one micro-batch.
     """
@@ -294,7 +299,7 @@ class Passes:
         with ExitStack() as stack:
             stack.enter_context(self.step.parameters.fusing())
             for stage in needed:
-                stack.enter_context(stage.parameters())
+                stack.enter_context(stage.use_as_parameters())
                 if backward:
                     stage.link()
             return call()
@@ -314,7 +319,7 @@ class Passes:
             raise _ModelCalled(args, kwargs)
 
         try:
-            with self._forward_is(stop):
+            with self._replace_forward(stop):
                 self.step.loss(self.step.model, batch)
         except _ModelCalled as stopped:
             args, kwargs = stopped.args
@@ -338,7 +343,7 @@ class Passes:
 
     def evaluate_last(self, state: Tensor, batch: object) -> tuple[Tensor, Tensor]:
         """Return the sum of losses and the number of targets, from the last stage's input."""
-        with self.step.context(), self._forward_ends(state):
+        with self.step.context(), self._end_from(state):
             return self.step.evaluate(batch)
 
     def backward_last(self, planes: Sequence[Plane], state: Tensor, batch: object) -> Tensor:
@@ -348,7 +353,7 @@ class Passes:
             The gradient of the stage's input `state`.
         """
         state = state.detach().requires_grad_()
-        with self._recording_graph(planes), self._forward_ends(state):
+        with self._recording_graph(planes), self._end_from(state):
             loss, loss_sum, count = self.step.forward(batch, self.step.loss_factor)
         self.step.differentiate(loss, loss_sum, count)
         return _gradient_of(state)
@@ -374,8 +379,8 @@ class Passes:
         Returns:
             The gradient of the stage's input.
         """
-        # Detached, so that autograd's graph begins at this stage; the gradient is passed to the
-        # previous stage as a tensor.
+        # The state is detached, so that autograd's graph begins at this stage. The gradient is
+        # passed to the previous stage as a tensor.
         state = state.detach().requires_grad_()
         with self._recording_graph(planes):
             output = self._run_blocks(stage, state, further)
@@ -429,21 +434,21 @@ class Passes:
 
     @contextmanager
     def _recording_graph(self, planes: Sequence[Plane]) -> Iterator[None]:
-        """Let autograd record the block's forward pass for a backward pass after the block."""
+        """Make autograd record a forward pass in the `with` block, for a backward pass after it."""
         with torch.enable_grad(), unlinked(planes), self.step.context():
             yield
 
     @contextmanager
     def _require_repeatable(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Check that the modules, which run in the block, would compute the same a second time.
+        """Check that modules, which run in the `with` block, would compute the same a second time.
 
-        The backward pass runs them again.
+        The backward pass will run them again.
 
         Raises:
             UsageError: a module drew a random number or wrote a buffer.
         """
-        # States are compared, instead of refusing kinds of modules: the rate of a dropout may be 0,
-        # and a buffer may only be read.
+        # The states before and after are compared. Kinds of modules are not refused, because the
+        # rate of a dropout may be 0, and a buffer may only be read.
         generators_before = self._generator_states()
         buffers_before = _buffer_versions(modules)
         yield
@@ -468,8 +473,8 @@ class Passes:
         return states
 
     @contextmanager
-    def _forward_is(self, replacement: Callable[..., Tensor | None]) -> Iterator[None]:
-        """Let a call of the model run `replacement`, within the block."""
+    def _replace_forward(self, replacement: Callable[..., Tensor | None]) -> Iterator[None]:
+        """Make a call of the model run `replacement`, within the `with` block."""
         model = self.step.model
         model.forward = replacement
         try:
@@ -478,14 +483,14 @@ class Passes:
             del model.forward
 
     @contextmanager
-    def _forward_ends(self, hidden: Tensor) -> Iterator[None]:
-        """Let a call of the model, within the block, compute its output from the last block's.
+    def _end_from(self, hidden: Tensor) -> Iterator[None]:
+        """Make a call of the model compute only its end, within the `with` block.
 
         Args:
-            hidden: the last block's output.
+            hidden: the output of the model's last block, from which the end is computed.
 
         Raises:
-            UsageError: the block called the model more than once.
+            UsageError: the model was called more than once.
         """
         calls = 0
 
@@ -496,7 +501,7 @@ class Passes:
                 calls += 1
             return self.model.end(hidden)
 
-        with self._forward_is(end):
+        with self._replace_forward(end):
             yield
         if calls > 1:
             raise UsageError(

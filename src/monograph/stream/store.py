@@ -39,10 +39,11 @@ from monograph.stream.placement import Placement, on_host, place
 WEIGHTS = "weights"
 REST = "rest"
 GRADIENT = "gradient"
-# Elements that are rounded or split at once; rounding and splitting need some copies of them.
+# The number of elements that are rounded or split at once. Both need some copies of the elements, so
+# the number bounds their memory.
 AT_ONCE = 2**22
-# Sets of host memory for gradients, if stages are updated in the backward pass: stages take turns
-# in them.
+# The number of sets of host memory for gradients, if stages are updated in the backward pass. Stages
+# take turns in these sets.
 TURNS = 2
 
 Further = Sequence[tuple[object, ...]]  # for each block, its arguments after the first one
@@ -69,7 +70,7 @@ class Buffer(NamedTuple):
 
     Attributes:
         tensor: its memory.
-        space: the name of this memory for the lanes.
+        space: this memory, as what work on the lanes declares to read or write.
     """
 
     tensor: Tensor
@@ -81,11 +82,11 @@ class StoredPlane:
     """A plane of one stage.
 
     Attributes:
-        plane: the plane; its tensors are those of `buffers`, and the model's parameters are views
-            of its weights.
-        buffers: its buffers by name: "weights", "gradient", the optimizer's buffers, and "rest" if
-            weights are split.
-        start: index of its first element in the resident engine's plane of the same number.
+        plane: the plane. Its tensors are those of `buffers`, and the model's parameters are views of
+            its weights.
+        buffers: the plane's buffers by name: "weights", "gradient", the optimizer's buffers, and
+            "rest" if weights are split.
+        start: index of the plane's first element in the resident engine's plane of the same number.
         splits: whether fp32 weights are split: "weights" are the high halves, in bf16, and "rest"
             are the low halves.
         on_host: whether the plane is updated on the host.
@@ -100,7 +101,8 @@ class StoredPlane:
     def master(self) -> Tensor:
         """Return the fp32 (or fp64) weights [size].
 
-        If they are split, they are a copy on the host; otherwise they are the stored weights.
+        If the weights are split, the result is a copy on the host. Otherwise it is the stored
+        weights themselves.
         """
         weights = self.buffers[WEIGHTS].tensor
         if not self.splits:
@@ -124,13 +126,13 @@ class Stage:
 
     Attributes:
         name: a name for messages.
-        index: its index among the stages.
-        blocks: its blocks, as (index among the model's blocks, block); empty in the first and the
-            last stage.
+        index: the stage's index among the stages.
+        blocks: the stage's blocks, as (index among the model's blocks, block); empty in the first and
+            the last stage.
         families: the groups of linear layers in its blocks that are computed together.
-        stored: its planes.
-        version: how many times its weights were changed; a copy in a slot with another version is
-            outdated.
+        stored: the stage's planes.
+        version: how many times the stage's weights were changed. A copy of the weights in a slot
+            (device memory for one stage) is outdated if its version differs.
     """
 
     name: str
@@ -213,7 +215,7 @@ def store_in_stages(
         module: a module on the host, with its weights.
         kinds: how each of its parameters is updated, by name.
         optim: the optimizer, whose buffers begin as in the resident engine.
-        rounds: whether linear layers compute in bf16.
+        rounds: whether linear layers compute in bf16, so that their weights are rounded for it.
         placement: where buffers live.
 
     Raises:
@@ -222,8 +224,8 @@ def store_in_stages(
         InputRefused: memory or disk cannot hold the module.
     """
     parts = staged(module)
-    # Parameters are identified by `id`, because a tied parameter has several names. It belongs to
-    # the first stage that has it.
+    # Parameters are identified by `id`, because a tied parameter has several names. Such a parameter
+    # belongs to the first stage that has it.
     names = {id(p): name for name, p in trainable(module).items()}
     linear_weights = {
         id(m.weight)

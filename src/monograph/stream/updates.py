@@ -3,15 +3,16 @@
 A stage is some consecutive blocks of the model, or the parts before or after them. A plane is a
 flat buffer of a stage's parameters of one kind (`monograph.optim.Plane`), with further buffers for
 the gradient and the optimizer. The home of a buffer is where it is kept: on the device, on the host
-or in a file. Work is given to lanes, which are queues (`monograph.stream.lanes`).
+or in a file. Work is given to lanes, which are queues (`monograph.stream.lanes`). Split weights are
+fp32 weights that are stored as two halves of 16 bits (`monograph.optim.narrow.split`).
 
 A plane is updated on the host if the placement says so and none of its buffers is on the device.
 All other planes are updated on the device, between other work (`monograph.stream.chunked_update`).
 
 An update on the host is the resident engine's own update, and runs while the device computes. Only
-gradients are copied to the host for it; weights are copied to the device for every pass anyway. The
-device decides whether the update is applied, and by which factor. This decision is copied to the
-host as four numbers.
+gradients are copied to the host for it. The new weights need no copy of their own, because weights
+are copied to the device for every pass anyway. The device decides whether the update is applied,
+and by which factor it multiplies the gradient. This decision is copied to the host as four numbers.
 """
 
 import functools
@@ -43,21 +44,21 @@ from monograph.stream.placement import Placement, on_host
 from monograph.stream.slots import DeviceBuffer, Passes, StageOnDevice
 from monograph.stream.store import GRADIENT, REST, Buffer, Stage, Store
 
-# The maximum of elements in a chunk. The update of a chunk should take longer than the call of a
-# graph (0.3 ms), but only a few milliseconds: generated code keeps Python's lock, so nothing is
-# launched on the device meanwhile.
-MOST = 2**22
-# The numbers of a decision, in fp64: the gradient's factor, whether the update is applied, the
+# The largest number of elements in a chunk. The update of a chunk should take longer than the call of
+# a graph (0.3 ms). But it should take only a few milliseconds, because generated code keeps Python's
+# lock, so nothing is launched on the device meanwhile.
+MAX_CHUNK_ELEMENTS = 2**22
+# A decision is this many numbers in fp64: the gradient's factor, whether the update is applied, the
 # number of updates so far, and the learning rate.
-NUMBERS = 4
+DECISION_SIZE = 4
 
 
 class Decision(NamedTuple):
     """Memory for the numbers of a decision.
 
     Attributes:
-        on_device: the numbers [NUMBERS] on the device.
-        on_host: a copy of them on the host.
+        on_device: the numbers [DECISION_SIZE] on the device.
+        on_host: a copy of the numbers on the host.
     """
 
     on_device: Buffer
@@ -100,8 +101,8 @@ class HostUpdate:
         """Copy a decision to the host.
 
         Args:
-            index: which memory the decision takes; decisions with different indices may be copied
-                and used at the same time.
+            index: the index of the memory for the decision. Decisions with different indices may be
+                copied and used at the same time.
             scale: the gradient's factor.
             accepted: whether the update is applied.
 
@@ -114,8 +115,8 @@ class HostUpdate:
         applied, lr = self.step.applied, self.step.lr
 
         def write_numbers() -> None:
-            # All four numbers are in one tensor, so that one copy is enough; fp64 holds the number
-            # of updates exactly.
+            # All four numbers are in one tensor, so that one copy is enough. They are fp64, which
+            # holds the number of updates exactly.
             numbers = [number.to(torch.float64) for number in (scale, accepted, applied, lr)]
             decision.on_device.tensor.copy_(torch.stack(numbers))
 
@@ -171,7 +172,7 @@ class HostUpdate:
         self.split(master, plane.param, rest)
 
     def _update_part(self, plane: Plane) -> None:
-        """Update weights that are not split, by the decision read last."""
+        """Update weights that are not split, according to the decision that was read last."""
         update_plane(
             plane,
             plane.grad,
@@ -186,12 +187,12 @@ class HostUpdate:
     @staticmethod
     def _chunks(*stages: Stage) -> list[Chunk]:
         host_planes = (stored for stage in stages for stored in stage.stored if stored.on_host)
-        return list(cut(host_planes, MOST))
+        return list(cut(host_planes, MAX_CHUNK_ELEMENTS))
 
     def _new_decision(self, index: int) -> Decision:
         """Allocate the memory of one decision."""
         label = f"decision {index}"
-        numbers = torch.zeros(NUMBERS, dtype=torch.float64, device=self.step.device)
+        numbers = torch.zeros(DECISION_SIZE, dtype=torch.float64, device=self.step.device)
         # Each decision has its own memory, because the next decision may be made while the host
         # still uses this one.
         numbers_at_home = on_host(numbers, label, self.step.device)
@@ -204,7 +205,7 @@ class HostUpdate:
         return decision
 
     def _read_decision(self, numbers: Tensor) -> None:
-        """Copy a decision's numbers [NUMBERS] to the tensors that the updates read."""
+        """Copy a decision's numbers [DECISION_SIZE] to the tensors that the updates read."""
         targets = (self.scale, self.accepted, self.applied, self.lr)
         for number, target in zip(numbers, targets, strict=True):
             target.copy_(number)
@@ -229,10 +230,10 @@ class Updates:
         in_backward: whether stages are updated in the backward pass.
         staging_buffers: device memory for the chunks of updates on the device.
         host_update: makes the updates on the host.
-        waiting: stages that must still be updated on the device, before the next forward pass or
-            update.
-        repeatable: whether a window that failed can be tried again: its gradient has not changed
-            any weight yet.
+        waiting: stages that must still be updated on the device, before their next forward pass or
+            the next update.
+        repeatable: whether a window (the micro-batches of one update) can be tried again if it
+            fails: no weight has been changed by its gradient yet.
         failed: the error that left some weights updated and others not, so that nothing can be
             trained or saved; None: there was no such error.
         update_part: updates a part of a plane on the device (`Passes.update_part`).
@@ -276,22 +277,22 @@ class Updates:
         """Return the bytes of the staging buffers."""
         return sum(buffer.size_bytes for buffer in self.staging_buffers.buffers)
 
-    def measure(self, stage_on_device: StageOnDevice) -> None:
+    def compute_squares(self, stage_on_device: StageOnDevice) -> None:
         """Compute the sums of squares of the stage's gradient, which must be complete."""
         for position, (stored, plane) in enumerate(
             zip(stage_on_device.stage.stored, stage_on_device.planes, strict=True)
         ):
-            # Sorted keys have the order of the resident engine's planes and parts, on which the
-            # bits of the norm depend.
+            # The keys are such that `decide` can sort them into the order of the resident engine's
+            # planes and parts, on which the bits of the norm depend.
             key = stored.plane.number, stage_on_device.stage.index, position
-            compute_squares = functools.partial(self.passes.squares, plane, plane.grad)
-            self._squares[key] = self.lanes.compute(compute_squares, stage_on_device.writes)
+            squares_of_plane = functools.partial(self.passes.squares, plane, plane.grad)
+            self._squares[key] = self.lanes.compute(squares_of_plane, stage_on_device.writes)
 
     def store_gradients(self, stage_on_device: StageOnDevice) -> None:
-        """Copy the stage's gradient home, except parts that are needed only on the device."""
+        """Copy the stage's gradient home, except for planes that need it only on the device."""
         for stored, plane in zip(stage_on_device.stage.stored, stage_on_device.planes, strict=True):
             home = stored.buffers[GRADIENT]
-            # An update in the backward pass, on the device, reads the gradient in the slot.
+            # An update on the device in the backward pass reads the gradient in the slot.
             used_at_home = stored.on_host or not self.in_backward
             if home.space.home != Home.DEVICE and used_at_home:
                 self.lanes.copy(
@@ -309,7 +310,7 @@ class Updates:
         Returns:
             The gradient's norm before clipping.
         """
-        # The previous update is unfinished if no forward pass has followed it.
+        # The previous update may be unfinished, if no forward pass has followed it.
         self.flush()
         squares = [square for key in sorted(self._squares) for square in self._squares[key]]
         if fresh:
@@ -334,17 +335,17 @@ class Updates:
             self.begin(stage)
             self.finish_begun()
 
-    def begin(self, stage: Stage, into: StageOnDevice | None = None) -> None:
+    def begin(self, stage: Stage, in_slot: StageOnDevice | None = None) -> None:
         """Begin the update of a waiting stage on the device.
 
         Args:
             stage: the stage.
-            into: the stage in a slot, to which the new weights are copied as well; None: they are
+            in_slot: the stage in a slot, to which the new weights are copied as well; None: they are
                 only copied home.
         """
         assert self._decided is not None
         scale, accepted = self._decided
-        self._begin(ChunkedUpdate(stage, self.staging_buffers), scale, accepted, into)
+        self._begin(ChunkedUpdate(stage, self.staging_buffers), scale, accepted, in_slot)
 
     # ── in the backward pass ────────────────────────────────────────────────────────────────────
 
@@ -400,7 +401,7 @@ class Updates:
         update: ChunkedUpdate,
         scale: Tensor,
         accepted: Tensor,
-        into: StageOnDevice | None = None,
+        in_slot: StageOnDevice | None = None,
     ) -> None:
         """Begin an update, after finishing the update that is under way.
 
@@ -408,7 +409,7 @@ class Updates:
         """
         self.finish_begun()
         update.fetch_chunks()
-        self._current = update, update.update_chunks(self.update_part, scale, accepted, into)
+        self._current = update, update.update_chunks(self.update_part, scale, accepted, in_slot)
 
     def update_some(self, micro_batches: int) -> None:
         """Update the chunks that are due after one micro-batch.
@@ -418,7 +419,7 @@ class Updates:
         """
         if self._current:
             update, work = self._current
-            # Rounded up, so that the update is finished by the last micro-batch.
+            # This is rounded up, so that the update is finished by the last micro-batch.
             chunks_due = math.ceil(update.count / micro_batches)
             self._run(islice(work, chunks_due))
 
@@ -441,8 +442,8 @@ class Updates:
         """Update chunks by running an iterator.
 
         Raises:
-            OutOfDeviceMemory: memory ran out now, or in an earlier call: weights that are half
-                updated must be neither trained nor saved.
+            OutOfDeviceMemory: memory ran out now or in an earlier call. Some weights are then
+                updated and others not, so they must be neither trained nor saved.
         """
         if self.failed:
             raise self.failed

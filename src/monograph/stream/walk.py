@@ -1,11 +1,12 @@
 """Walk over the stages with all micro-batches, forward and backward, and fetch the next stage
-meanwhile.
+while the current one computes.
 
-A stage is some consecutive blocks of the model, or the parts before or after them. A window is the
-rows of one update. All micro-batches of a window pass one stage before the next stage. So weights
-cross the link between host and device once in the forward pass and once in the backward pass, for
-any number of micro-batches. The forward pass keeps only the inputs of stages, on the device or on
-the host (`Boundaries`). In the backward pass a stage recomputes what its gradient needs.
+A stage is some consecutive blocks of the model, or the parts before or after them. Its weights come
+to a slot, which is device memory for one stage (`monograph.stream.slots`). A window is the rows of
+one update. All micro-batches of a window pass one stage before they pass the next. So weights cross
+the link between host and device once in the forward pass and once in the backward pass, for any
+number of micro-batches. The forward pass keeps only the inputs of stages, on the device or on the
+host (`Boundaries`). In the backward pass a stage recomputes what its gradient needs.
 
 A state is the tensor that one stage passes to the next for one micro-batch. A window has G
 micro-batches.
@@ -28,23 +29,25 @@ from monograph.stream.store import GRADIENT, Buffer, Further, Stage, Store
 from monograph.stream.updates import Updates
 
 T = TypeVar("T")
-# Sets of device memory for G states that come back from the host: one in use, one that is filled.
-RINGS = 2
+# The number of sets of device memory for G inputs that come back from the host. One set is in use
+# while the other is filled.
+INPUT_SETS = 2
 
 
 class Boundaries:
-    """The inputs of all stages but the first.
+    """The inputs of all stages except the first.
 
-    If they stay on the device, they are (stages - 1) G states there. If they are offloaded, there
-    are at most 4 G states on the device for any number of stages, 2 G of them for inputs that come
-    back; the host keeps the rest.
+    If the inputs stay on the device, they are (stages - 1) G states there. If they are offloaded,
+    there are at most 4 G states on the device for any number of stages, and the host keeps the
+    rest. 2 G of these 4 G states are memory for inputs that come back.
 
     Attributes:
         lanes: the lanes that copy and compute.
         device: the device that computes.
         offloaded: whether inputs are kept on the host.
         last: the index of the last stage.
-        peak_bytes: the peak of bytes on the device: inputs, and the gradient of the input in use.
+        peak_bytes: the largest number of bytes on the device so far, of inputs and of the gradient of
+            the input in use.
     """
 
     def __init__(self, lanes: Lanes, device: torch.device, *, offloaded: bool, last: int):
@@ -67,13 +70,13 @@ class Boundaries:
         self._states: dict[tuple[int, int], Buffer] = {}
         self._host: dict[tuple[int, int], Buffer] = {}
         # The memory for inputs that come back, by (number of the set, micro-batch).
-        self._rings: dict[tuple[int, int], Buffer] = {}
+        self._input_sets: dict[tuple[int, int], Buffer] = {}
 
     @property
     def device_bytes(self) -> int:
         """Return the bytes of inputs on the device now."""
-        # An input that has come back is in both, and counts once.
-        tensors = [buffer.tensor for buffer in (*self._states.values(), *self._rings.values())]
+        # An input that has come back is in both dicts, and counts once.
+        tensors = [buffer.tensor for buffer in (*self._states.values(), *self._input_sets.values())]
         distinct = {id(tensor): tensor for tensor in tensors}
         return sum(tensor.nbytes for tensor in distinct.values())
 
@@ -81,16 +84,17 @@ class Boundaries:
         """Store an input.
 
         Args:
-            stage: the index of the stage whose input it is.
+            stage: the index of the stage that has this input.
             g: the number of the micro-batch.
             state: the input.
-            keep: whether it is kept until the backward pass.
+            keep: whether the input is kept until the backward pass.
         """
         # Each input has its own space, so that a reader waits only for this input.
         space = Space(f"input {g} of stage {stage}", Home.DEVICE)
         self._states[stage, g] = Buffer(state, space)
         self.peak_bytes = max(self.peak_bytes, self.device_bytes)
-        # The previous stage computed the input; readers wait for that computation.
+        # The previous stage has computed the input. This declares it as written, so that readers wait
+        # for that computation.
         self.lanes.compute(lambda: None, writes=[space])
         # The last stage's input stays on the device: the backward pass needs it first.
         if keep and self.offloaded and stage != self.last:
@@ -107,7 +111,7 @@ class Boundaries:
         """Release a stage's inputs after its forward pass, unless they stay on the device."""
         if stage == self.last or (keep and not self.offloaded):
             return
-        # All are released at once, after all micro-batches, so that the allocator can give the
+        # The inputs of all micro-batches are released together, so that the allocator can give their
         # memory to the next stage.
         for key in [key for key in self._states if key[0] == stage]:
             _, space = self._states.pop(key)
@@ -121,11 +125,13 @@ class Boundaries:
             return
         for g in range(count):
             kept = self._host[stage, g]
-            place = stage % RINGS, g
-            buffer = self._rings.get(place)
+            place = stage % INPUT_SETS, g
+            buffer = self._input_sets.get(place)
             if buffer is None or not _fits(buffer.tensor, kept.tensor):
                 memory = torch.empty(kept.tensor.shape, dtype=kept.tensor.dtype, device=self.device)
-                buffer = self._rings[place] = Buffer(memory, Space(f"ring {place}", Home.DEVICE))
+                buffer = self._input_sets[place] = Buffer(
+                    memory, Space(f"returned input {place}", Home.DEVICE)
+                )
                 # Earlier computations may have used this memory.
                 self.lanes.compute(lambda: None, writes=[buffer.space])
             self.lanes.copy(buffer.tensor, kept.tensor, buffer.space, kept.space)
@@ -198,11 +204,12 @@ class Walk:
             lanes, placement.device, offloaded=placement.offload, last=len(store.stages) - 1
         )
         self.updates = Updates(step, store, lanes, placement, self.passes)
-        # While `fresh`, gradients at home need not be zeros: a slot's gradients are set to zero
-        # before anything is added to them.
+        # While `fresh` is true, gradients at home need not be zeros, because a slot's gradients are set
+        # to zero before anything is added to them.
         self.fresh = True
         self.sum_over_ranks = sum_over_ranks
-        # No lane knows of the work that allocated this memory and the planes.
+        # The lanes were not given the work that allocated this memory and the planes, so wait for it
+        # here.
         lanes.finish()
 
     @property
@@ -218,7 +225,7 @@ class Walk:
         Args:
             batches: the micro-batches of one window.
             observe: called with each stage's planes on the device when the stage's gradient is
-                complete; with it no update is made. None: train.
+                complete; no weight is updated. None: weights are trained.
         """
         updates = self.updates
         if updates.waiting and observe:
@@ -226,10 +233,12 @@ class Walk:
         updates.repeatable = True
         further = self._forward(batches, keep=True)
         first, *middle, last = self.store.stages
-        gradients: dict[int, Tensor] = {}  # of the states, by micro-batch
+        gradients: dict[int, Tensor] = {}  # the gradient of the current state, by micro-batch
         in_backward = updates.in_backward and observe is None
-        # The last stage comes first, as all other gradients are computed from its gradient.
-        for stage_on_device in self._visits([last, *reversed(middle), first], back=len(batches)):
+        # The last stage comes first, because all other gradients are computed from its gradient.
+        for stage_on_device in self._visits(
+            [last, *reversed(middle), first], backward_count=len(batches)
+        ):
             self._prepare_gradients(stage_on_device)
             for g, batch in enumerate(batches):
                 self._backward(stage_on_device, g, batch, further, gradients)
@@ -247,7 +256,7 @@ class Walk:
                     )
             if in_backward and stage_on_device.stage is last:
                 updates.decide_by_losses()
-            updates.measure(stage_on_device)
+            updates.compute_squares(stage_on_device)
             updates.store_gradients(stage_on_device)
             if in_backward:
                 updates.update_in_backward(stage_on_device)
@@ -258,7 +267,7 @@ class Walk:
         """Return the sum of losses and the number of targets of each micro-batch."""
         self._forward(batches, keep=False)
         last = self.store.stages[-1]
-        stage_on_device = self._request(last, back=0)()
+        stage_on_device = self._request(last, backward_count=0)()
         scores = []
         for g, batch in enumerate(batches):
             state, space = self.boundaries.take_input(last.index, g)
@@ -272,7 +281,7 @@ class Walk:
         return scores
 
     def _forward(self, batches: Sequence[object], *, keep: bool) -> list[Further]:
-        """Run all stages but the last forward.
+        """Run all stages except the last forward.
 
         Returns:
             For each micro-batch, the arguments of its blocks besides the state.
@@ -324,39 +333,41 @@ class Walk:
             )
         gradients[g] = self._compute(stage_on_device, work, [space], backward=True)
 
-    def _visits(self, order: Sequence[Stage], back: int = 0) -> Iterator[StageOnDevice]:
+    def _visits(self, order: Sequence[Stage], backward_count: int = 0) -> Iterator[StageOnDevice]:
         """Yield the stages on the device, one after another, while the next stage is fetched.
 
-        In a backward pass the inputs of `back` micro-batches are fetched as well.
+        In a backward pass, the inputs of `backward_count` micro-batches are fetched as well. In a
+        forward pass, `backward_count` is 0.
         """
-        ready = self._request(order[0], back)()
-        for _, following in pairwise([*order, None]):
-            # The next stage is requested before this one computes, so that it is copied meanwhile.
-            coming = self._request(following, back) if following else None
+        ready = self._request(order[0], backward_count)()
+        for _, next_stage in pairwise([*order, None]):
+            # The next stage is requested before this one computes, so that it is copied while this
+            # one computes.
+            finish_next = self._request(next_stage, backward_count) if next_stage else None
             yield ready
-            if coming is not None:
-                ready = coming()
+            if finish_next is not None:
+                ready = finish_next()
 
-    def _request(self, stage: Stage, back: int) -> Callable[[], StageOnDevice]:
+    def _request(self, stage: Stage, backward_count: int) -> Callable[[], StageOnDevice]:
         """Begin to fetch a stage, or to update it if its update is waiting.
 
         Returns:
-            A function that finishes this and returns the stage on the device.
+            A function that finishes the fetch or the update, and returns the stage on the device.
         """
-        if back:
-            self.boundaries.fetch_inputs(stage.index, back)
+        if backward_count:
+            self.boundaries.fetch_inputs(stage.index, backward_count)
         if stage not in self.updates.waiting:
             stage_on_device = self.slots.fetch(stage)
             return lambda: stage_on_device
-        # Weights that are updated on the device are copied to the slot there, instead of crossing
-        # the link again.
-        into = self.slots.claim(stage)
-        self.updates.begin(stage, into)
-        return lambda: self._finish_update(into)
+        # The new weights are copied to the slot within the device, so that they do not cross the link
+        # once more.
+        in_slot = self.slots.claim(stage)
+        self.updates.begin(stage, in_slot)
+        return lambda: self._finish_update(in_slot)
 
-    def _finish_update(self, into: StageOnDevice) -> StageOnDevice:
+    def _finish_update(self, in_slot: StageOnDevice) -> StageOnDevice:
         self.updates.finish_begun()
-        return into
+        return in_slot
 
     def _compute(
         self,
@@ -389,7 +400,7 @@ class Walk:
     def _prepare_gradients(self, stage_on_device: StageOnDevice) -> None:
         """Set the slot's gradients to zero, or to the sum of earlier windows."""
         if self.store.tied and stage_on_device.stage is self.store.stages[0]:
-            return  # the last stage adds to the same gradients, and has prepared them
+            return  # The last stage adds to the same gradients, and has prepared them.
         for stage in self._needed(stage_on_device):
             for stored, plane in zip(stage.stage.stored, stage.planes, strict=True):
                 home = stored.buffers[GRADIENT]
