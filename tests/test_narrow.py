@@ -21,7 +21,7 @@ from batches import flat_gradient, large_batch_gradient, ragged, tiny_llama
 from four_bits import FOUR_BITS
 from monograph.config import load
 from monograph.device import describe
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused, UsageError, join_with_or
 from monograph.graph.capture import compiled
 from monograph.graph.precision import Precision
 from monograph.ops.philox import philox
@@ -460,7 +460,7 @@ def test_names_on_the_command_line():
         )
     for wrong, meant in (("8bits", "8bit"), ("b16", "bf16")):
         with pytest.raises(
-            UsageError, match=f"{wrong}.*expected fp32, bf16 or 8bit; did you mean {meant}[?]"
+            UsageError, match=f"{wrong}.*expected {join_with_or(FORMATS)}; did you mean {meant}[?]"
         ):
             load(None, {"optim.state": wrong}, {})
     with pytest.raises(UsageError, match=r"state = '4bit': expected one of fp32, bf16, 8bit"):
