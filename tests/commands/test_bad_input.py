@@ -123,8 +123,8 @@ CASES: list[tuple[list[str], int, str]] = [
     (["plan", "deep.toml"], 2, "deep.toml: not read: it is nested too deeply"),
     (["train", "data.source=" + "[" * 20_000], 2, "expected a path, a glob, or a list of them"),
     (["train", "nul.toml"], 2, "model.init"),
-    (["train", *TINY, "--from", ""], 2, "--from is empty"),
-    (["train", *TINY, "--resume", ""], 2, "--resume is empty"),
+    (["train", *TINY, "--from", ""], 2, "--from has an empty value"),
+    (["train", *TINY, "--resume", ""], 2, "--resume has an empty value"),
     (
         ["train", *over(TINY, "train.tokens_per_update=8")],
         2,
@@ -183,7 +183,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["evaluate", "full"], 3, "'config.json' is not a file"),
     (["train", *TINY, "--out", "loop"], 3, "loop"),
     (["train", "loop.toml"], 3, "loop.toml"),
-    (["evaluate", "full", "--data", ""], 2, "--data is empty"),
+    (["evaluate", "full", "--data", ""], 2, "--data has an empty value"),
     (["export", "nothere", "--to", "out"], 3, "nothere: no such folder"),
     (["export", "full", "--to", "out"], 3, "'config.json' is not a file"),
     (

@@ -422,7 +422,7 @@ def test_compare_by_document_and_by_seed(place: Path, server: CommandServer) -> 
         (["sweep", "nothere.txt", *AXES], 3, "nothere.txt: no such file or folder"),
         (["compare", "texts"], 2, "compare takes two runs or more"),
         (["compare", "texts", "nothere"], 2, "texts is not a run, so it has no held-out text"),
-        (["compare", "nothere", "texts"], 2, "nothere is no run"),
+        (["compare", "nothere", "texts"], 2, "nothere is not a run"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(

@@ -217,7 +217,7 @@ def test_what_one_process_does_is_refused_to_several(
     command: list[str], server: CommandServer, tmp_path: Path
 ) -> None:
     done = server.run(tmp_path, *command, env=LAUNCHED | {"RANK": "0"})
-    assert done.code == 2 and f"`monograph {command[0]}` is one" in done.err
+    assert done.code == 2 and f"`monograph {command[0]}` runs in one" in done.err
 
 
 @pytest.mark.parametrize(

@@ -66,4 +66,4 @@ def test_torchs_template_has_the_parts_that_a_file_of_several_kernels_is_made_of
 
 
 def test_the_graph_that_fills_a_new_cache_folder_compiles():
-    exec(cache_dir._FIRST_GRAPH, {})
+    exec(cache_dir._COMPILE_SMALL_GRAPH, {})

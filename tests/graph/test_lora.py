@@ -213,7 +213,7 @@ def test_merged_is_a_plain_model_with_the_same_outputs(base):
 def test_a_merged_weight_has_the_dtype_of_the_others(base, dtype, tmp_path):
     model = tiny_llama().to(dtype)
     adapt(model, Lora(2, 4.0, base=base))
-    with pytest.raises(UsageError, match=r"weights in 8 or 4 bits: .*merge\(model\) first"):
+    with pytest.raises(UsageError, match=r"weights in 8 or 4 bits: call .*merge\(model\)"):
         mono.save(model, tmp_path / "out")
     merge(model)
     assert {p.dtype for p in model.parameters()} == {dtype} and model(

@@ -99,7 +99,7 @@ def test_looking_at_few_tokens_draws_what_looking_at_all_does(vocabulary: int, o
     requests = [replace(SHORT[i % len(SHORT)], seed=i, order=order) for i in range(64)]  # type: ignore[arg-type]
     chain, logits_BV = chain_of(requests), some_logits(8, 64, vocabulary)
     assert chain.likeliest_count == 128
-    everyone, all_looked_at = list(range(64)), replace(chain, few=None)
+    everyone, all_looked_at = list(range(64)), replace(chain, likeliest_count=None)
     few = drawn_rows(logits_BV, requests, everyone, chain, "window")
     assert torch.equal(few, drawn_rows(logits_BV, requests, everyone, all_looked_at, "search"))
     assert len(set(few.tolist())) > 20

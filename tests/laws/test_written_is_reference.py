@@ -128,8 +128,8 @@ def test_every_step_is_the_reference_s(
             raw_V, ours_V, our_mu = watched.seen[options.seed, len(request.prompt_ids) + index]
             told = (options, request.prompt_ids, output[:index], BREAKERS)
             exact_V, naive_V = (
-                reference.edit_logits(raw_V.double(), *told),
-                reference.edit_logits(raw_V, *told),
+                reference.edited(raw_V.double(), *told),
+                reference.edited(raw_V, *told),
             )
             assert error_within(ours_V, naive_V, exact_V, k=4)
             penalised += bool((exact_V != raw_V.double()).any())

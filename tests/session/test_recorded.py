@@ -313,7 +313,7 @@ def planned(
     line.
     """
     monkeypatch.setattr(warmup, "calibrate", lambda _: update_s)
-    monkeypatch.setattr(warmup, "remember", lambda *_: None)
+    monkeypatch.setattr(warmup, "store_seconds", lambda *_: None)
     told: dict[str, str] = {}
     progress: Any = SimpleNamespace(
         line=told.__setitem__, stage=lambda *_: nullcontext(SimpleNamespace())
