@@ -188,7 +188,11 @@ def test_rows_that_ranks_share_out_are_packed_as_in_one_process(state, never_neg
 
 def test_chunks_of_streamed_planes_are_whole_blocks():
     blocks = [form.block for form in (*FORMATS.values(), FOUR_BITS)]
-    assert not any(most % block for most in (chunked_update.MAX_CHUNK_ELEMENTS, updates.MAX_CHUNK_ELEMENTS) for block in blocks)
+    assert not any(
+        most % block
+        for most in (chunked_update.MAX_CHUNK_ELEMENTS, updates.MAX_CHUNK_ELEMENTS)
+        for block in blocks
+    )
 
 
 # ---- updates -------------------------------------------------------------------------------------

@@ -306,9 +306,10 @@ def test_another_tokenizer_is_refused_by_the_first_id_that_differs(
     (here / "chatty" / "tokenizer.json").write_text(json.dumps(content))
     for arguments in (["train", *CHATS, "--out", "run"], ["plan", *CHATS]):
         done = server.run(here, *arguments)
-        assert done.code == 3 and f"id 7 is {other!r}, but the model has trained its row for {one!r}" in done.err, (
-            done.err
-        )
+        assert (
+            done.code == 3
+            and f"id 7 is {other!r}, but the model has trained its row for {one!r}" in done.err
+        ), done.err
     assert not (here / "run").exists()
 
 

@@ -211,15 +211,15 @@ def corpus(
             truncate=too_long == "truncate",
             longest=sequence_length,
         )
-        settings = RecordSettings.of(text_key, ignore_keys)
+        record_settings = RecordSettings.of(text_key, ignore_keys)
         reading = Reading(
             text_key=text_key or TEXT,
             skip_bad=bad_records == "skip",
             answering=answering,
-            ignored=tuple(sorted(settings.ignored)),
+            ignored=tuple(sorted(record_settings.ignored)),
             is_kind_set=text_key in CONVERSATION_TEXT_KEYS,
         )
-        reading = _reading_of(sources, reading, settings, tokenizer_or_size)
+        reading = _reading_of(sources, reading, record_settings, tokenizer_or_size)
         request = CorpusRequest(sources, held_out, tokenizer_or_size, reading)
         stored = open_or_build(request, cache, progress)
     return _pack(request, stored, sequence_length, packing)
@@ -290,14 +290,14 @@ def _rows(
 
 
 def _reading_of(
-    sources: Sources, reading: Reading, settings: RecordSettings, tokenizer: Tokenizer | int
+    sources: Sources, reading: Reading, record_settings: RecordSettings, tokenizer: Tokenizer | int
 ) -> Reading:
     """Return how to read the records of these sources.
 
     Args:
         sources: the files.
         reading: how to read conversations with a chat template.
-        settings: what the user's settings say about the keys of records.
+        record_settings: what the user's settings say about the keys of records.
         tokenizer: the tokenizer, or the size of one that is trained later.
 
     Raises:
@@ -305,7 +305,7 @@ def _reading_of(
         UsageError: the conversations need a tokenizer with a chat template.
     """
     paths = [file.path for file in sources.files]
-    kind = kind_of_records(paths, settings, reading.skip_bad)
+    kind = kind_of_records(paths, record_settings, reading.skip_bad)
     for form in (PAIR_FORM, LABELLED_FORM):
         if kind is form.kind:
             raise InputRefused(
@@ -316,7 +316,7 @@ def _reading_of(
         return reading._replace(answering=None)
     if isinstance(tokenizer, Tokenizer) and tokenizer.config.template is not None:
         return reading
-    if are_completions(paths, settings, reading.skip_bad):
+    if are_completions(paths, record_settings, reading.skip_bad):
         return reading._replace(plain=True)
     if not isinstance(tokenizer, Tokenizer):
         raise UsageError(f"data.tokenizer = bpe: conversations need {_WITH_TEMPLATE}")

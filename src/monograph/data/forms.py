@@ -207,18 +207,18 @@ DEFAULT_SETTINGS = RecordSettings()
 IGNORE_KEY = "name it in data.ignore_keys to train without it"
 
 
-def forms_of(keys: Iterable[str], settings: RecordSettings) -> list[Form]:
+def forms_of(keys: Iterable[str], record_settings: RecordSettings) -> list[Form]:
     """Return the forms that a record with these keys may have.
 
     If data.text_key selects one of these forms, the list holds only that one. Otherwise it holds
     all forms whose needed keys are there, and the form of texts if there is a text.
     """
-    return _forms_of(frozenset(keys), settings)
+    return _forms_of(frozenset(keys), record_settings)
 
 
 @lru_cache(maxsize=256)  # Most records of a file have the same keys.
-def _forms_of(keys: frozenset[str], settings: RecordSettings) -> list[Form]:
-    text_key = settings.text_key or TEXT
+def _forms_of(keys: frozenset[str], record_settings: RecordSettings) -> list[Form]:
+    text_key = record_settings.text_key or TEXT
     forms = [form for form in FORMS if all(key in keys for key in form.needs)]
     if LABELLED_FORM in forms:
         # The labelled form needs all keys of the completed form and the label, so both match. The
@@ -235,7 +235,7 @@ def _forms_of(keys: frozenset[str], settings: RecordSettings) -> list[Form]:
     text_form = Form(Kind.TEXTS, {text_key: "the text"}, {}, setting)
     # A key that the user gave selects the text. The default key does not, because a record with
     # "text" and "messages", for example, could be meant as either.
-    return [text_form] if settings.text_key is not None else [text_form, *forms]
+    return [text_form] if record_settings.text_key is not None else [text_form, *forms]
 
 
 def needed_keys(form: Form) -> str:
@@ -247,31 +247,31 @@ class RecordKeys:
     """A reader of the keys of records that are all of one kind.
 
     Attributes:
-        settings: what the settings say about the keys.
+        record_settings: what the settings say about the keys.
         counts: {key: number of records in which it was ignored}.
     """
 
-    def __init__(self, kind: Kind, settings: RecordSettings, is_kind_set: bool) -> None:
+    def __init__(self, kind: Kind, record_settings: RecordSettings, is_kind_set: bool) -> None:
         """Make a reader that has counted nothing.
 
         Args:
             kind: what the records are: conversations, pairs or labelled answers.
-            settings: what the settings say about the keys.
+            record_settings: what the settings say about the keys.
             is_kind_set: whether a setting asks for this kind. If so, the keys of other kinds are
                 ignored and counted; otherwise they are refused.
         """
-        self.settings = settings
+        self.record_settings = record_settings
         self.counts: Counter[str] = Counter()
         self._forms = [form for form in FORMS if form.kind is kind]
         self._is_kind_set = is_kind_set
 
     def is_read(self, key: str) -> bool:
         """Return whether a key may say what is trained."""
-        return key not in self.settings.ignored and _is_training_key(key)
+        return key not in self.record_settings.ignored and _is_training_key(key)
 
     def is_ignored(self, key: str) -> bool:
         """Return whether a key is ignored in records of every form."""
-        return key in self.settings.ignored or key in METADATA
+        return key in self.record_settings.ignored or key in METADATA
 
     def unknown_column_error(self, column: str, columns: Sequence[str]) -> InputRefused:
         """Return the error for an unknown column of a table.
@@ -295,7 +295,7 @@ class RecordKeys:
             InputRefused: a key is unknown, and none of the exceptions in the module's docstring
                 applies.
         """
-        given = self.settings.drop_ignored(record)
+        given = self.record_settings.drop_ignored(record)
         form = self._form_of(given)
         if any(key not in given for key in form.needs):
             # The code that reads this form's values has a better message about the missing key.
@@ -334,7 +334,7 @@ class RecordKeys:
         """
         if len(self._forms) == 1:
             return self._forms[0]
-        forms = forms_of(given, self.settings)
+        forms = forms_of(given, self.record_settings)
         of_this_kind = [form for form in forms if form in self._forms]
         if len(of_this_kind) > 1:
             raise Unusable(
@@ -369,8 +369,8 @@ def _is_training_key(key: str) -> bool:
 def describe_choices(forms: Sequence[Form]) -> str:
     """Return what a record of several forms could be, and how to choose one, for an error message."""
     readings = " or ".join(f"as one of {form.kind.value} by {needed_keys(form)}" for form in forms)
-    settings = " or ".join(form.setting for form in forms)
-    return f"{readings}; choose by {settings}, or name the keys to leave out in data.ignore_keys"
+    choices = " or ".join(form.setting for form in forms)
+    return f"{readings}; choose by {choices}, or name the keys to leave out in data.ignore_keys"
 
 
 def _unknown_key_error(key: str, form: Form) -> InputRefused:

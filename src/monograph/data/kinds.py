@@ -35,7 +35,7 @@ SAMPLE = 100  # records of each file
 _BEGINNING_BYTES = 1 << 16
 
 
-def sample(path: Path, settings: RecordSettings) -> Iterator[tuple[int, dict[str, Any]]]:
+def sample(path: Path, record_settings: RecordSettings) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (record number from 1, record) of the first `SAMPLE` records without a fault.
 
     The records of a table have only the columns by which a form is recognised.
@@ -43,7 +43,7 @@ def sample(path: Path, settings: RecordSettings) -> Iterator[tuple[int, dict[str
     records = (
         json_objects(path)
         if suffix_of(path) in LINES
-        else table_objects(path, _form_columns(path, settings))
+        else table_objects(path, _form_columns(path, record_settings))
     )
     without_fault = (
         (number, record) for number, record in records if not isinstance(record, Fault)
@@ -51,20 +51,22 @@ def sample(path: Path, settings: RecordSettings) -> Iterator[tuple[int, dict[str
     return islice(without_fault, SAMPLE)
 
 
-def _form_columns(path: Path, settings: RecordSettings) -> list[str]:
+def _form_columns(path: Path, record_settings: RecordSettings) -> list[str]:
     """Return the columns of a table by which a form is recognised."""
-    form_keys = {settings.text_key or TEXT}.union(*(form.needs for form in FORMS))
+    form_keys = {record_settings.text_key or TEXT}.union(*(form.needs for form in FORMS))
     return [name for name in table_columns(path) if name in form_keys]
 
 
-def kind_of_records(paths: Sequence[Path], settings: RecordSettings, skip_bad: bool) -> Kind | None:
+def kind_of_records(
+    paths: Sequence[Path], record_settings: RecordSettings, skip_bad: bool
+) -> Kind | None:
     """Return what the records of these files are trained as.
 
     Text files count as records of texts. The result is None if no record of the samples has a form.
 
     Args:
         paths: text files and files of records.
-        settings: what the settings say about the keys of records.
+        record_settings: what the settings say about the keys of records.
         skip_bad: whether a damaged file is skipped; otherwise it is an error.
 
     Raises:
@@ -75,9 +77,9 @@ def kind_of_records(paths: Sequence[Path], settings: RecordSettings, skip_bad: b
     first_kind: Kind | None = None
     first_path: Path | None = None
     text_files = [path for path in paths if suffix_of(path) not in LINES | TABLES]
-    _refuse_hidden_records(text_files, settings)
+    _refuse_hidden_records(text_files, record_settings)
     for path in paths:
-        kind = Kind.TEXTS if path in text_files else _kind_in(path, settings, skip_bad)
+        kind = Kind.TEXTS if path in text_files else _kind_in(path, record_settings, skip_bad)
         if kind is None:
             continue
         if first_kind is None:
@@ -89,7 +91,7 @@ def kind_of_records(paths: Sequence[Path], settings: RecordSettings, skip_bad: b
     return first_kind
 
 
-def are_completions(paths: Sequence[Path], settings: RecordSettings, skip_bad: bool) -> bool:
+def are_completions(paths: Sequence[Path], record_settings: RecordSettings, skip_bad: bool) -> bool:
     """Return whether the sampled records are prompts with completions, all of them texts.
 
     Raises:
@@ -100,9 +102,9 @@ def are_completions(paths: Sequence[Path], settings: RecordSettings, skip_bad: b
         if suffix_of(path) not in LINES | TABLES:
             continue
         try:
-            for _, record in sample(path, settings):
-                given = settings.drop_ignored(record)
-                forms = forms_of(given, settings)
+            for _, record in sample(path, record_settings):
+                given = record_settings.drop_ignored(record)
+                forms = forms_of(given, record_settings)
                 if COMPLETED_FORM in forms:
                     has_completion = True
                     if not are_texts(given):
@@ -115,12 +117,12 @@ def are_completions(paths: Sequence[Path], settings: RecordSettings, skip_bad: b
     return has_completion
 
 
-def _kind_in(path: Path, settings: RecordSettings, skip_bad: bool) -> Kind | None:
+def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> Kind | None:
     """Return the kind of a file's records, or None if no record of the sample has a form."""
     places: dict[Form, str] = {}  # the first record of each form
     try:
-        for number, record in sample(path, settings):
-            forms = forms_of(settings.drop_ignored(record), settings)
+        for number, record in sample(path, record_settings):
+            forms = forms_of(record_settings.drop_ignored(record), record_settings)
             if len(forms) > 1:
                 raise InputRefused(
                     f"{place_of(path, number)}: could be read in two ways: {describe_choices(forms)}"
@@ -129,8 +131,10 @@ def _kind_in(path: Path, settings: RecordSettings, skip_bad: bool) -> Kind | Non
                 places.setdefault(form, place_of(path, number))
         if not places and suffix_of(path) in TABLES:
             # All sampled rows are bad. The names of the columns say what good rows would be.
-            row = dict.fromkeys(_form_columns(path, settings), "")
-            places = dict.fromkeys(forms_of(settings.drop_ignored(row), settings), str(path))
+            row = dict.fromkeys(_form_columns(path, record_settings), "")
+            places = dict.fromkeys(
+                forms_of(record_settings.drop_ignored(row), record_settings), str(path)
+            )
     except Damaged:
         if not skip_bad:
             raise
@@ -150,12 +154,12 @@ def _kind_in(path: Path, settings: RecordSettings, skip_bad: bool) -> Kind | Non
     return next(iter(kinds), None)
 
 
-def _refuse_hidden_records(text_files: Sequence[Path], settings: RecordSettings) -> None:
+def _refuse_hidden_records(text_files: Sequence[Path], record_settings: RecordSettings) -> None:
     """Refuse text files that all begin with a record in JSON, whose syntax would be trained on.
 
     If only some of them do, the others may well be meant as text, so none is refused.
     """
-    if not text_files or not all(_begins_with_record(path, settings) for path in text_files):
+    if not text_files or not all(_begins_with_record(path, record_settings) for path in text_files):
         return
     first = "standard input" if text_files[0].name == STDIN else str(text_files[0])
     raise InputRefused(
@@ -164,7 +168,7 @@ def _refuse_hidden_records(text_files: Sequence[Path], settings: RecordSettings)
     )
 
 
-def _begins_with_record(path: Path, settings: RecordSettings) -> bool:
+def _begins_with_record(path: Path, record_settings: RecordSettings) -> bool:
     """Return whether a text file begins with a JSON object that has the keys of a form."""
     block = next(read_blocks(path), b"")[:_BEGINNING_BYTES]
     text = block.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
@@ -176,4 +180,4 @@ def _begins_with_record(path: Path, settings: RecordSettings) -> bool:
         record, _ = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
         return False
-    return bool(forms_of(settings.drop_ignored(record), settings))
+    return bool(forms_of(record_settings.drop_ignored(record), record_settings))

@@ -245,7 +245,7 @@ def read_prompts(
     """
     tokenizer = own_tokenizer(reading, "rl.reward")
     key = PROMPT if reading.text_key in (None, TEXT) else reading.text_key
-    settings = RecordSettings.of(text_key=None, ignored=reading.ignore_keys)
+    record_settings = RecordSettings.of(text_key=None, ignored=reading.ignore_keys)
     refuse = not reading.skips_bad
 
     reader = _Reader(
@@ -255,7 +255,7 @@ def read_prompts(
             room, "data.sequence_length less rl.max_new_tokens: raise one or lower the other"
         ),
         for_teacher=isinstance(reward, Taught),
-        settings=settings,
+        record_settings=record_settings,
     )
     spellings = SpecialTokenSpellings(tokenizer)
 
@@ -279,8 +279,8 @@ def read_prompts(
         reading.bad_records,
     ]
     # Only if there are any, so that the fingerprint of other prompts does not depend on this key.
-    if settings.ignored_training_keys:
-        decisive.append(settings.ignored_training_keys)
+    if record_settings.ignored_training_keys:
+        decisive.append(record_settings.ignored_training_keys)
     chats, longest = _kind_and_longest([*parts.train, *parts.held_out], key)
     notes = spellings.notes()
     if chats and template_of(tokenizer).reads_the_date:
@@ -323,7 +323,7 @@ def prompts_of(
         tokenizer=tokenizer.on(TEMPLATE_DATE),
         room=_Room(room, "the model's positions less max_new_tokens: lower that"),
         for_teacher=isinstance(reward, Taught),
-        settings=DEFAULT_SETTINGS,
+        record_settings=DEFAULT_SETTINGS,
     )
     for number, record in enumerate(records, 1):
         where = f"record {number}"
@@ -373,14 +373,14 @@ class _Reader(NamedTuple):
         tokenizer: the tokenizer, whose template reads the date `TEMPLATE_DATE`.
         room: the maximum number of tokens.
         for_teacher: whether the prompt for a teacher is read, too.
-        settings: has the keys that are ignored.
+        record_settings: has the keys that are ignored.
     """
 
     key: str
     tokenizer: Tokenizer
     room: _Room
     for_teacher: bool
-    settings: RecordSettings
+    record_settings: RecordSettings
 
 
 def _prompt(record: Record, where: str, reader: _Reader) -> Prompt:
@@ -391,7 +391,7 @@ def _prompt(record: Record, where: str, reader: _Reader) -> Prompt:
         InputRefused: the record has a key that asks for something this run cannot do; see
             `_require_followable`.
     """
-    given = reader.settings.drop_ignored(record)
+    given = reader.record_settings.drop_ignored(record)
     text, ids = _text_and_ids(given, reader.key, reader)
     teacher_ids: tuple[int, ...] = ()
     if reader.for_teacher and TEACHER_PROMPT in given:
