@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from monograph.decode.candidates import WINDOW, everything, largest, reach
 
 
+def last_of_ties(values: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
+    """Top-k that takes those of equal values which have the highest indices, as it may."""
+    order = values.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :k]
+    indices = values.shape[-1] - 1 - order
+    return torch.return_types.topk((values.gather(-1, indices), indices))
+
+
+@pytest.mark.parametrize("takes_last", [False, True])
 @pytest.mark.parametrize("vocabulary", [1, 300, 4096, 4097, 5003, 8192])
-def test_the_largest_by_groups_are_the_largest(vocabulary: int) -> None:
+def test_the_largest_by_groups_are_the_largest(
+    vocabulary: int, takes_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With ties, with rows of which little is left, and with a vocabulary that groups do not
     divide.
     """
+    if takes_last:
+        monkeypatch.setattr(Tensor, "topk", last_of_ties)
     scores_BV = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
     scores_BV[1] = scores_BV[1].round()
     scores_BV[2] = 0.0
@@ -21,12 +36,11 @@ def test_the_largest_by_groups_are_the_largest(vocabulary: int) -> None:
     width = min(WINDOW, vocabulary)
     values_BW, ids_BW = largest(scores_BV, width)
     assert torch.equal(values_BW, scores_BV.sort(descending=True).values[:, :width])
-    inside_BW = (values_BW > -torch.inf) & (ids_BW < vocabulary)
-    assert torch.equal(
-        scores_BV.gather(-1, ids_BW.clamp(max=vocabulary - 1))[inside_BW], values_BW[inside_BW]
-    )
-    assert (inside_BW | (values_BW == -torch.inf)).all() and all(
-        len(set(row.tolist())) == width for row in ids_BW
+    assert torch.equal(scores_BV.gather(-1, ids_BW), values_BW)
+    is_finite_BW = values_BW > -torch.inf
+    assert all(
+        len(set(ids[finite].tolist())) == int(finite.sum())
+        for ids, finite in zip(ids_BW, is_finite_BW, strict=True)
     )
 
 

@@ -248,12 +248,16 @@ def largest(values_BV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     # first takes half the time of a top-k over all values. Member m of group g has the id
     # m * groups + g, because groups of neighbouring ids are slower (dev/log.md).
     members_BMG = values_BV.view(rows, _GROUP, -1)
-    groups_BW = members_BMG.amax(1).topk(width, sorted=False).indices
+    greatest_BW, groups_BW = members_BMG.amax(1).topk(width, sorted=False)
     of_groups_BMW = members_BMG.gather(2, groups_BW[:, None].expand(-1, _GROUP, -1))
     values_BW, index_BW = of_groups_BMW.flatten(1).topk(width)
     member_BW = index_BW // width
     group_BW = groups_BW.gather(-1, index_BW % width)
-    return values_BW, member_BW * members_BMG.shape[-1] + group_BW
+    ids_BW = member_BW * members_BMG.shape[-1] + group_BW
+    # Padding is among the largest only where less than `width` values are above -inf. Then the last of
+    # the groups has none of them, and its first member takes the padding's place.
+    last_B1 = groups_BW.gather(-1, greatest_BW.argmin(-1, keepdim=True))
+    return values_BW, torch.where(ids_BW < vocabulary, ids_BW, last_B1)
 
 
 def _width(scores_BN: Tensor, truncation: Truncation) -> int:
