@@ -16,8 +16,8 @@ otherwise, so the compiler must not make one.
 A token is sorted as one int64, its key: the upper half has the order of the logits, and the lower
 half the reverse order of the ids.
 
-Shapes: B rows, V vocabulary, T tiles of a row, W likeliest tokens. In kernels, tensors without a
-suffix have the shape [W].
+Shapes: B rows, V vocabulary, T tokens of a tile, W likeliest tokens, A tokens that all tiles of a row
+have kept. In kernels, tensors without a suffix have the shape [W].
 """
 
 from typing import Final
@@ -236,7 +236,7 @@ def _sample(
         first_key = tl.max(key, 0)
         largest = _logit(first_key)
         chosen = _LOW32 - (first_key & _LOW32)
-        held = row >= 0
+        held = row >= 0  # true, as a value of the kernel
         if DRAWS:
             score = logit - largest
             high = largest * 0

@@ -3,7 +3,8 @@
 An `Objective` is what the settings say, and is known before any record is read. A `Task` is what an
 objective opens: the records of one run, with their loss, windows and figures. Other rooms call
 these two classes, and do not ask which kind of run they have. `monograph.session.objectives` has a
-file for each kind; `WAYS_TO_LEARN` in `monograph.config.keys` is the table of all.
+file for each kind. `WAYS_TO_LEARN` in `monograph.config.keys` is the table of all but teachers, which
+add to learning from texts.
 
 A *record* is what a run reads: a text, a pair of answers, or a prompt. A *window* is the batch of
 one update, or of several in a run on answers; a *position* in the records counts those before it.
