@@ -262,8 +262,8 @@ def margin(model: mono.Llama, tokens: Tensor) -> float:
             .sort(-1, descending=True)
             .values
         )
-        if router.count < shares.shape[1]:
-            found.append(float((shares[:, router.count - 1] - shares[:, router.count]).min()))
+        if router.top_k < shares.shape[1]:
+            found.append(float((shares[:, router.top_k - 1] - shares[:, router.top_k]).min()))
 
     hooks = [
         module.register_forward_hook(note)

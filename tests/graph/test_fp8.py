@@ -17,7 +17,7 @@ from batches import flat_gradient, large_batch_gradient, ragged, tiny_llama
 from monograph.errors import UsageError
 from monograph.graph import fp8
 from monograph.graph.capture import compiled
-from monograph.graph.fp8 import BACKWARD, FORWARD, Float8Linear, linear, quantised
+from monograph.graph.fp8 import BACKWARD_DTYPE, FORWARD_DTYPE, Float8Linear, linear, quantised
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW, hidden_matrices
 from monograph.resident import Resident
@@ -25,7 +25,7 @@ from monograph.step import Step
 from numerics import relative_error
 
 # Relative, and the smallest number.
-ULP = {FORWARD: (2.0**-3, 2.0**-9), BACKWARD: (2.0**-2, 2.0**-16)}
+ULP = {FORWARD_DTYPE: (2.0**-3, 2.0**-9), BACKWARD_DTYPE: (2.0**-2, 2.0**-16)}
 
 
 def drawn(*shape, decades=0.0, seed=0):
@@ -37,7 +37,7 @@ def drawn(*shape, decades=0.0, seed=0):
 
 @given(seed=st.integers(0, 10**6), decades=st.integers(0, 8), exponent=st.integers(-90, 90))
 @settings(max_examples=30)
-@pytest.mark.parametrize("dtype", [FORWARD, BACKWARD], ids=str)
+@pytest.mark.parametrize("dtype", [FORWARD_DTYPE, BACKWARD_DTYPE], ids=str)
 def test_numbers_are_the_nearest_under_a_scale_that_uses_the_range(dtype, seed, decades, exponent):
     values = drawn(100, decades=decades, seed=seed) * 2.0**exponent
     found, unit = quantised(values, dtype)
@@ -52,7 +52,7 @@ def test_numbers_are_the_nearest_under_a_scale_that_uses_the_range(dtype, seed, 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_zeros_stay_and_what_is_not_finite_makes_the_product_so(poison):
-    found, unit = quantised(torch.zeros(4), FORWARD)
+    found, unit = quantised(torch.zeros(4), FORWARD_DTYPE)
     assert not found.float().any() and unit.isfinite()
     x, weight = drawn(16, 16), drawn(32, 16)
     x[3, 2] = poison
@@ -83,12 +83,12 @@ def test_products_are_those_of_the_rounded_operands_and_near_the_exact_ones(rows
         torch.float32,
     )
     x, w = x_MK.detach(), w_NK.detach()
-    x8, w8, dy8 = ((q.double() * u.double()) for q, u in (quantised(x, FORWARD), quantised(w, FORWARD),
-                                                          quantised(dy_MN, BACKWARD)))  # fmt: skip
+    x8, w8, dy8 = ((q.double() * u.double()) for q, u in (quantised(x, FORWARD_DTYPE), quantised(w, FORWARD_DTYPE),
+                                                          quantised(dy_MN, BACKWARD_DTYPE)))  # fmt: skip
     for found, left, right, raw_left, raw_right, kind in (
-        (y_MN, x8, w8.T, x, w.T, FORWARD),
-        (x_MK.grad, dy8, w8, dy_MN, w, BACKWARD),
-        (w_NK.grad, dy8.T, x8, dy_MN.T, x, BACKWARD),
+        (y_MN, x8, w8.T, x, w.T, FORWARD_DTYPE),
+        (x_MK.grad, dy8, w8, dy_MN, w, BACKWARD_DTYPE),
+        (w_NK.grad, dy8.T, x8, dy_MN.T, x, BACKWARD_DTYPE),
     ):
         exact, size = left @ right, left.abs() @ right.abs()
         rounded = 2.0**-8 if found.dtype == torch.bfloat16 else 0.0
@@ -96,7 +96,7 @@ def test_products_are_those_of_the_rounded_operands_and_near_the_exact_ones(rows
             (found.double() - exact).abs()
             <= rounded * exact.abs() + left.shape[1] * 2.0**-23 * size
         ).all()
-        off_left, off_right = rounding(raw_left, kind), rounding(raw_right, FORWARD)
+        off_left, off_right = rounding(raw_left, kind), rounding(raw_right, FORWARD_DTYPE)
         bound = (
             off_left @ raw_right.double().abs()
             + raw_left.double().abs() @ off_right
@@ -143,9 +143,9 @@ def test_sides_that_are_no_multiple_of_16_stay_in_bf16_and_are_named():
     odd = nn.Sequential(nn.Sequential(nn.Linear(16, 24, bias=False)))
     for module in (odd, nn.Linear(16, 16)):
         with pytest.raises(UsageError, match="no linear layer inside a block.*: use bf16"):
-            fp8.use(module, hidden_matrices(module))
+            fp8.convert_(module, hidden_matrices(module))
     biased = nn.Sequential(nn.Sequential(nn.Linear(16, 16)))
-    assert fp8.use(biased, hidden_matrices(biased)) == []
+    assert fp8.convert_(biased, hidden_matrices(biased)) == []
     x = drawn(8, 16)
     plain = linear(x, biased[0][0].weight) + biased[0][0].bias.bfloat16()
     assert torch.equal(biased(x), plain)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from monograph.graph.fp8 import BACKWARD, FORWARD, linear, quantised
+from monograph.graph.fp8 import BACKWARD_DTYPE, FORWARD_DTYPE, linear, quantised
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own kernels, which are for GPUs
@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
 
 # Relative, and the smallest number.
-ULP = {FORWARD: (2.0**-3, 2.0**-9), BACKWARD: (2.0**-2, 2.0**-16)}
+ULP = {FORWARD_DTYPE: (2.0**-3, 2.0**-9), BACKWARD_DTYPE: (2.0**-2, 2.0**-16)}
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def torchao_cast(values, dtype, powers=True):
     wide=st.booleans(),
 )
 @settings(max_examples=60)
-@pytest.mark.parametrize("dtype", [FORWARD, BACKWARD], ids=str)
+@pytest.mark.parametrize("dtype", [FORWARD_DTYPE, BACKWARD_DTYPE], ids=str)
 def test_numbers_and_scales_are_equal_in_bits(dtype, seed, decades, exponent, wide):
     values = drawn(64, 48, decades=decades, seed=seed) * 2.0**exponent
     values = values if wide else values.bfloat16()
@@ -72,7 +72,7 @@ def test_numbers_and_scales_are_equal_in_bits(dtype, seed, decades, exponent, wi
     assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", [FORWARD, BACKWARD], ids=str)
+@pytest.mark.parametrize("dtype", [FORWARD_DTYPE, BACKWARD_DTYPE], ids=str)
 def test_its_scales_that_are_no_powers_of_two_are_less_than_twice_ours(dtype):
     """So that ours give up less than a bit of the smallest numbers, and all numbers differ by two
     roundings.
@@ -94,12 +94,12 @@ def test_where_the_casts_differ():
     to the next.
     """
     tiny = drawn(16, 16) * 2.0**-60
-    (ours, unit), (theirs, scale) = quantised(tiny, FORWARD), torchao_cast(tiny, FORWARD)
+    (ours, unit), (theirs, scale) = quantised(tiny, FORWARD_DTYPE), torchao_cast(tiny, FORWARD_DTYPE)
     assert (
         ours.float().abs().max() > 224 and scale == 2.0**48 and theirs.float().abs().max() < 2.0**-8
     )
     above = torch.tensor(448.0 / 1024).nextafter(torch.tensor(1.0)).reshape(1, 1)
-    (ours, unit), (theirs, scale) = quantised(above, FORWARD), torchao_cast(above, FORWARD)
+    (ours, unit), (theirs, scale) = quantised(above, FORWARD_DTYPE), torchao_cast(above, FORWARD_DTYPE)
     assert unit.reciprocal() == 512 and scale == 1024 and above * scale > 448, (
         "it saturates by 1 part in 10^7"
     )
@@ -144,9 +144,9 @@ def test_layers_are_equal_but_for_the_order_of_sums_and_the_rounding_at_the_end(
     x8, w8, dy8 = (
         found.double() * unit.double()
         for found, unit in (
-            quantised(x_MK, FORWARD),
-            quantised(w_NK, FORWARD),
-            quantised(dy_MN, BACKWARD),
+            quantised(x_MK, FORWARD_DTYPE),
+            quantised(w_NK, FORWARD_DTYPE),
+            quantised(dy_MN, BACKWARD_DTYPE),
         )
     )
     for ours, theirs, left, right in (

@@ -177,7 +177,7 @@ def test_products_in_blocks_and_in_one_batch_are_those_of_a_loop(sizes, seed, mo
     rows, weight, grad, ends = drawn(sizes, seed)
     expected = grouped.product(rows, weight, ends), grouped._outer(grad, rows, ends)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped_blocks, "MAX_COPIED_NUMBERS", most)
+        patch.setattr(grouped_blocks, "MAX_COPIED_ELEMENTS", most)
         patch.setattr(grouped_blocks, "MIN_BLOCK_ROWS", 2)
         patch.setattr(grouped_batches, "MIN_MEAN_ROWS", 2)
         patch.setattr(grouped_batches, "CAPACITY_UNIT", 2)

@@ -15,7 +15,7 @@ import monograph as mono
 from adapted import KINDS, LINEAR, SMALL, adapted_llama, trained
 from batches import packed, ragged, tiny_llama
 from monograph.errors import UsageError
-from monograph.graph.fp8 import use
+from monograph.graph import fp8
 from monograph.graph.inspect import blocks
 from monograph.graph.lora import (
     Lora,
@@ -131,7 +131,7 @@ def test_what_cannot_have_an_adapter_is_refused():
     with pytest.raises(UsageError, match="0.weight and 1.weight are one tensor"):
         adapt(tied, SMALL)
     with pytest.raises(UsageError, match="fp8"):
-        use(model, [name for name, _ in model.named_parameters()])
+        fp8.convert_(model, [name for name, _ in model.named_parameters()])
     fused = tiny_llama()
     fuse_siblings(fused, ragged(2)["tokens"])
     with pytest.raises(UsageError, match="unfuse_siblings"):

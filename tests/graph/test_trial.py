@@ -12,7 +12,7 @@ from torch import nn
 from batches import VOCABULARY, ragged, tiny_llama
 from monograph.errors import InputRefused, Stopped, UsageError
 from monograph.graph.lora import Lora
-from monograph.graph.trial import refused_by_others, trial
+from monograph.graph.trial import refusal_of_user_error, trial
 from monograph.loss import token_loss
 
 
@@ -25,7 +25,7 @@ def test_a_fresh_model_starts_near_the_log_of_its_vocabulary():
     before = {k: v.clone() for k, v in model.state_dict().items()}
     result = of(model)
     assert result.loss == pytest.approx(math.log(VOCABULARY), abs=0.1)
-    assert result.without_gradient == () and result.gradients == len(list(model.parameters()))
+    assert result.without_gradient == () and result.gradient_count == len(list(model.parameters()))
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert not any(p.grad.any() for p in model.parameters())
 
@@ -52,7 +52,7 @@ def test_whatever_a_module_raises_names_it_even_an_error_of_ours_or_one_without_
 
     with pytest.raises(BaseException) as caught:
         Own()(1)
-    assert "Own failed (" in str(refused := refused_by_others(caught.value)), refused
+    assert "Own failed (" in str(refused := refusal_of_user_error(caught.value)), refused
     assert type(error).__name__ in str(refused) and "test_trial.py" in str(refused)
 
 
@@ -63,7 +63,7 @@ def test_an_error_of_ours_that_a_module_ran_into_is_told_as_it_is():
 
     with pytest.raises(UsageError) as caught:
         Own()(1)
-    assert refused_by_others(caught.value) is None
+    assert refusal_of_user_error(caught.value) is None
 
 
 def test_a_non_finite_output_names_the_first_module():

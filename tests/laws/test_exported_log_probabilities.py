@@ -222,8 +222,8 @@ def up_to_a_near_tie(model: Llama, ids: list[int]) -> int:
     near_T = torch.zeros(len(ids), dtype=torch.bool)
 
     def note(router: Router, inputs: tuple[torch.Tensor, ...], chosen: object) -> None:
-        if router.count < len(router.weight):
-            best = F.linear(inputs[0], router.weight, router.bias).topk(router.count + 1).values
+        if router.top_k < len(router.weight):
+            best = F.linear(inputs[0], router.weight, router.bias).topk(router.top_k + 1).values
             near_T.logical_or_(best[:, -2] - best[:, -1] < NEAR_TIE)
 
     hooks = [

@@ -198,7 +198,7 @@ def test_the_step_with_every_policy_and_scope(policy, scope):
         scores = [float(each.evaluate(packed(6, 9))[0]) for each in (separate, fused)]
         assert scores[0] == pytest.approx(scores[1], rel=1e-12)
     assert compat.captured_graphs() == graphs, "nothing recompiles"
-    assert all(family._left is None for family in families(fused.model))
+    assert all(family._outputs is None for family in families(fused.model))
 
 
 def test_bf16():
@@ -283,8 +283,8 @@ def test_a_wrong_product_is_noticed(monkeypatch):
     build, example, _ = MODELS["llama"]
     module = build().double()
     fuse_siblings(module, example)
-    products = FusedLinears.products
+    products = FusedLinears.all_outputs
     monkeypatch.setattr(
-        FusedLinears, "products", lambda self, x: [p.flip(-1) for p in products(self, x)]
+        FusedLinears, "all_outputs", lambda self, x: [p.flip(-1) for p in products(self, x)]
     )
     assert relative_error(both(module, example)[1], both(build().double(), example)[1]) > 1e-3

@@ -43,8 +43,8 @@ def margin(model, *inputs):
             .sort(-1, descending=True)
             .values
         )
-        if router.count < shares.shape[1]:
-            found.append((shares[:, router.count - 1] - shares[:, router.count]).min())
+        if router.top_k < shares.shape[1]:
+            found.append((shares[:, router.top_k - 1] - shares[:, router.top_k]).min())
 
     hooks = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, Router)]
     with torch.no_grad():

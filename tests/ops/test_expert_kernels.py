@@ -68,7 +68,7 @@ def by_kernels(norm: RMSNorm, mixture: Mixture, x_BD: Tensor) -> tuple[Tensor, T
     norm, mixture, x_BD = norm.cuda(), mixture.cuda(), x_BD.cuda()
     router, experts = mixture.gate, mixture.experts
     logits_BE = project(x_BD, router.weight, _norm(norm), router.bias)
-    chosen_BC, weights_BC = route(logits_BE, router.count, router.normalised)
+    chosen_BC, weights_BC = route(logits_BE, router.top_k, router.normalised)
     gate, up, down = experts.gate_proj, experts.up_proj, experts.down_proj
     biases = None if gate.bias is None else (gate.bias, up.bias)
     combination: Any = "silu" if gate.bias is None else "clamped"

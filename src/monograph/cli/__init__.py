@@ -217,9 +217,9 @@ def _error_of_user_module(error: BaseException) -> errors.InputRefused | None:
     # Without torch, no user's module has run. The import below would load torch, for seconds.
     if "torch" not in sys.modules:
         return None
-    from monograph.graph.trial import refused_by_others
+    from monograph.graph.trial import refusal_of_user_error
 
-    return refused_by_others(error)
+    return refusal_of_user_error(error)
 
 
 def _with_dashes(arguments: list[str]) -> list[str]:
@@ -335,10 +335,7 @@ def _module_of(error: BaseException) -> str:
     """Return " for NAME (FILE:LINE)" of the user's module that raised the error; "" if none did."""
     if "torch" not in sys.modules:
         return ""
-    from monograph.graph.trial import raised_at
+    from monograph.graph.trial import user_frame_of
 
-    place_and_name = raised_at(error)
-    if place_and_name is None:
-        return ""
-    place, name = place_and_name
-    return f" for {name} ({place})"
+    frame = user_frame_of(error)
+    return f" for {frame.owner} ({frame.place})" if frame else ""

@@ -255,7 +255,7 @@ class FastForward:
     def _mixture(self, hidden_BD: Tensor, mixture: Mixture, before: RMSNorm) -> Tensor:
         router, experts, norm = mixture.gate, mixture.experts, _norm(before)
         logits_BE = project(hidden_BD, router.weight, norm, router.bias)
-        experts_BC, weights_BC = route(logits_BE, router.count, router.normalised)
+        experts_BC, weights_BC = route(logits_BE, router.top_k, router.normalised)
         gate, up, down = experts.gate_proj, experts.up_proj, experts.down_proj
         biases = None
         if gate.bias is not None and up.bias is not None:

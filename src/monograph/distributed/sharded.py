@@ -207,7 +207,7 @@ class Shards(ByRank):
             lr=step.lr,
             applied=step.applied,
             accepted=torch.ones_like(step.applied, dtype=torch.bool),
-            compute=step.precision.products(total.dtype),
+            compute=step.precision.product_dtype(total.dtype),
         )
 
     def score(self, batches: Iterable[Any]) -> list[Sums]:
@@ -270,7 +270,7 @@ class Shards(ByRank):
         if whole is None:
             whole = copy.deepcopy(self._empty)
             for block in blocks(whole).values():
-                narrow(block, step.precision.products(torch.float32))
+                narrow(block, step.precision.product_dtype(torch.float32))
                 for parameter in block.parameters() if self.halved else ():
                     parameter.data = parameter.data.bfloat16()
             for empty in list(whole.parameters()):

@@ -1,6 +1,7 @@
 """Compute linear layers in 8-bit floating point.
 
-The three products of a layer are in fp8, all else is in bf16, and weights keep their own dtype.
+A layer's forward product and the two products of its backward pass are in fp8, all else is in bf16,
+and weights keep their own dtype.
 
 Shapes: M rows (all leading dimensions), K inputs, N outputs.
 """
@@ -19,14 +20,14 @@ from monograph.ops.autograd import Context
 
 # Gradients need more range and fewer digits than weights and activations (Micikevicius et al. 2022,
 # "FP8 Formats for Deep Learning", 2209.05433).
-FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+FORWARD_DTYPE, BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 SIDE_MULTIPLE = 16  # the hardware multiplies matrices whose sides are multiples of this
 # Lower bound of what counts as a tensor's largest element, so that the scale is finite.
 MIN_LARGEST_ELEMENT = 2.0**-100
 EXPONENT_BITS = 0x7F800000  # the mask that rounds a positive fp32 number down to a power of two
 
 
-def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
+def convert_(module: nn.Module, weights: Iterable[str]) -> list[str]:
     """Make linear layers of a module compute in fp8 in training mode, in place.
 
     In evaluation mode they compute as before. The layers stay the same objects, with their
@@ -75,7 +76,7 @@ def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer whose products are fp8 in training mode; `use` gives linear layers this class."""
+    """A linear layer whose products are fp8 in training mode; see `convert_`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N] in bf16, or in evaluation mode as `nn.Linear` does."""
@@ -102,7 +103,7 @@ def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
     """
     x_MK = input.reshape(-1, input.shape[-1])
     rows = len(x_MK)
-    # The product dW sums over rows, so their number must be a multiple as well.
+    # The product dW sums over rows, so their number must be a multiple of 16 as well.
     x_MK = nn.functional.pad(x_MK, (0, 0, 0, -rows % SIDE_MULTIPLE))
     y_MN: Tensor = _Linear.apply(x_MK, weight_NK)
     return y_MN[:rows].view(*input.shape[:-1], -1)
@@ -127,33 +128,30 @@ class _LinearContext(Context):
 
 
 class _Linear(torch.autograd.Function):
-    """Compute the three products.
-
-    The input is saved in fp8. The backward pass rounds the weight again.
-    """
+    """Compute the three products of `linear`."""
 
     @staticmethod
     def forward(ctx: _LinearContext, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        x8_MK, x_unit = quantised(x_MK, FORWARD)
-        w8_NK, w_unit = quantised(weight_NK, FORWARD)
-        # The weight itself is saved, which is in memory anyway. Its rounded copy would take more
-        # memory until the backward pass.
-        ctx.save_for_backward(x8_MK, x_unit, weight_NK)
+        x8_MK, x_inverse_scale = quantised(x_MK, FORWARD_DTYPE)
+        w8_NK, w_inverse_scale = quantised(weight_NK, FORWARD_DTYPE)
+        # The input is saved in fp8. The weight is saved as it is, since it is in memory anyway, and
+        # rounded again in the backward pass; its rounded copy would take more memory until then.
+        ctx.save_for_backward(x8_MK, x_inverse_scale, weight_NK)
         ctx.input_dtype = x_MK.dtype
-        return compat.scaled_mm(x8_MK, w8_NK.t(), x_unit, w_unit, torch.bfloat16, fast=True)
+        return compat.scaled_mm(x8_MK, w8_NK.t(), x_inverse_scale, w_inverse_scale, torch.bfloat16, fast=True)
 
     @staticmethod
     def backward(ctx: _LinearContext, dy_MN: Tensor) -> tuple[Tensor, Tensor]:
-        x8_MK, x_unit, weight_NK = ctx.saved_tensors
-        dy8_MN, dy_unit = quantised(dy_MN, BACKWARD)
-        w8_NK, w_unit = quantised(weight_NK, FORWARD)
-        dx_MK = compat.scaled_mm(dy8_MN, _by_columns(w8_NK), dy_unit, w_unit, ctx.input_dtype)
+        x8_MK, x_inverse_scale, weight_NK = ctx.saved_tensors
+        dy8_MN, dy_inverse_scale = quantised(dy_MN, BACKWARD_DTYPE)
+        w8_NK, w_inverse_scale = quantised(weight_NK, FORWARD_DTYPE)
+        dx_MK = compat.scaled_mm(dy8_MN, _column_major(w8_NK), dy_inverse_scale, w_inverse_scale, ctx.input_dtype)
         dw_NK = compat.scaled_mm(
-            dy8_MN.t().contiguous(), _by_columns(x8_MK), dy_unit, x_unit, weight_NK.dtype
+            dy8_MN.t().contiguous(), _column_major(x8_MK), dy_inverse_scale, x_inverse_scale, weight_NK.dtype
         )
         return dx_MK, dw_NK
 
 
-def _by_columns(matrix: Tensor) -> Tensor:
+def _column_major(matrix: Tensor) -> Tensor:
     """Return the matrix in column-major layout, as the fp8 product needs its right operand."""
     return matrix.t().contiguous().t()

@@ -1,8 +1,12 @@
 """Compute linear layers that read the same tensor in one matrix product.
 
-Their weights lie side by side in memory. The layers keep their names, parameters and gradients. The
-first layer that is called computes the outputs of all. Each other layer takes its output if it gets
-the same input, and otherwise computes its own output, so the result is always right.
+Such layers, for example those of query, key and value, are siblings, and together they are a
+family. Their weights lie side by side in memory, so that one view has them all. The layers keep
+their names, parameters and gradients.
+
+The first layer of a family that is called computes the outputs of all, and keeps those of the
+others. Each other layer takes its output from there if it gets the same input, and otherwise
+computes the output itself. So the result is right even if a module calls siblings differently.
 
 Shapes: K inputs, N outputs of all siblings together.
 """
@@ -10,7 +14,7 @@ Shapes: K inputs, N outputs of all siblings together.
 import copy
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,31 +33,55 @@ class Sibling(nn.Linear):
 
     Attributes:
         family: the layer and its siblings.
-        place: the layer's number in the family.
+        index_in_family: the layer's index in `family.layers`.
     """
 
     family: "FusedLinears"
-    place: int
+    index_in_family: int
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., the layer's outputs] by `nn.Linear`'s equation."""
-        output = self.family.output(self.place, input)
+        output = self.family.output(self.index_in_family, input)
         return F.linear(input, self.weight, self.bias) if output is None else output
 
-    # These two separate the weights: moving a module to another dtype or device, and loading a
-    # state by assignment.
+    # `nn.Module` calls these two to move the layer to another dtype or device, and to load a state.
+    # Both may give the layer other tensors, which do not lie next to the siblings' tensors.
     def _apply(self, fn: object, recurse: bool = True) -> Any:
-        moved = super()._apply(fn, recurse)
-        self.family.adopt(self.place)
-        return moved
+        result = super()._apply(fn, recurse)
+        self.family.replace_parameters_of(self.index_in_family)
+        return result
 
     def _load_from_state_dict(self, *arguments: object) -> None:
         super()._load_from_state_dict(*arguments)
-        self.family.adopt(self.place)
+        self.family.replace_parameters_of(self.index_in_family)
+
+
+class _Mode(NamedTuple):
+    """The global modes that change a linear layer's output."""
+
+    is_grad_enabled: bool
+    is_autocast_enabled: bool
+    autocast_dtype: torch.dtype
+
+
+class _Outputs(NamedTuple):
+    """The outputs that wait for the other layers, and what they were computed from.
+
+    Attributes:
+        input: the tensor that the layers read.
+        input_version: `version_of(input)` at the time.
+        mode: `mode_of(input)` at the time.
+        of_others: the outputs of all layers but the first.
+    """
+
+    input: Tensor
+    input_version: int
+    mode: _Mode
+    of_others: tuple[Tensor, ...]
 
 
 class FusedLinears:
-    """Linear layers that read one tensor, in the order of their calls.
+    """A family: linear layers that read one tensor, in the order of their calls.
 
         y = x [W_1; W_2; ...]^T + [b_1; b_2; ...]        y_i = its columns of y
 
@@ -77,86 +105,91 @@ class FusedLinears:
         self.weights: list[Any] = [layer.weight for layer in self.layers]
         self.biases: list[Any] = [layer.bias for layer in self.layers if layer.bias is not None]
         self.sizes = [len(weight) for weight in self.weights]
-        self._left: tuple[Any, ...] | None = None
-        self.lay()
+        self._outputs: _Outputs | None = None
+        self.move_side_by_side()
 
     def install(self) -> None:
         """Make the layers compute together."""
-        for place, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             layer.__class__ = Sibling
-            layer.family, layer.place = self, place  # type: ignore[assignment]
+            layer.family, layer.index_in_family = self, index  # type: ignore[assignment]
 
     def remove(self) -> None:
         """Make each layer compute alone again; the parameters are not moved."""
-        self._left = None
-        for layer, kind in zip(self.layers, self.classes, strict=True):
-            layer.__class__ = kind
-            for name in ("family", "place"):
+        self._outputs = None
+        for layer, layer_class in zip(self.layers, self.classes, strict=True):
+            layer.__class__ = layer_class
+            for name in ("family", "index_in_family"):
                 vars(layer).pop(name, None)
 
-    def part(self) -> None:
-        """Give each parameter its own memory, if the family had joined the parameters in memory."""
-        for parameters, joined in ((self.weights, self.weight), (self.biases, self.bias)):
+    def separate_memory(self) -> None:
+        """Give each parameter memory of its own again, if the family had moved them together."""
+        for parameters, view in ((self.weights, self.weight), (self.biases, self.bias)):
             # Parameters in a step's planes, which do not fill the storage, stay there.
-            if joined is not None and _fills_storage(joined):
+            if view is not None and _fills_storage(view):
                 for parameter in parameters:
                     parameter.data = parameter.data.clone()
 
-    def adopt(self, place: int) -> None:
-        """Take over the moved or replaced parameters of the layer at `place`.
+    def replace_parameters_of(self, index: int) -> None:
+        """Take over the parameters of one layer, which were moved or replaced.
 
-        The call for the last layer of the family joins the parameters in memory again.
+        Once this was called for the last layer of the family, all parameters are alike, and lie
+        side by side again.
         """
-        layer = self.layers[place]
-        self.weights[place] = layer.weight
+        layer = self.layers[index]
+        self.weights[index] = layer.weight
         if self.biases:
-            self.biases[place] = layer.bias
-        self.lay()
+            self.biases[index] = layer.bias
+        self.move_side_by_side()
 
-    def lay(self) -> None:
-        """Join the parameters in memory, if they are alike and nothing else uses their memory.
+    def move_side_by_side(self) -> None:
+        """Move the parameters next to each other, if they are alike and alone use their memory.
 
-        Then set the attributes as `look` does.
+        Then update the views.
         """
-        for parts in (self.weights, self.biases):
-            _join(parts)
-        self.look()
+        for parameters in (self.weights, self.biases):
+            _move_side_by_side(parameters)
+        self.update_views()
 
-    def look(self) -> None:
+    def update_views(self) -> None:
         """Set `weight`, `bias` and `fused` by where the parameters lie now."""
         self.weight = _view_of_all(self.weights)
         self.bias = _view_of_all(self.biases)
         self.fused = None
-        fused = [getattr(weight, "fused", None) for weight in self.weights]
         if self.weight is None or (self.biases and self.bias is None):
             self.weight = self.bias = None
             return
+        fused = [getattr(weight, "fused", None) for weight in self.weights]
         if None not in fused:
-            self.fused = Fused(*(_view_of_all(list(parts)) for parts in zip(*fused, strict=True)))  # type: ignore[arg-type]
+            weights, totals = zip(*fused, strict=True)
+            self.fused = Fused(_view_of_all(list(weights)), _view_of_all(list(totals)))  # type: ignore[arg-type]
 
-    def output(self, place: int, input: Tensor) -> Tensor | None:
-        """Return the output of the layer at `place`, or None if the layer must compute it alone."""
-        # `_left` is (input, three modes, version, outputs of all layers but the first).
-        if place == 0:
-            self._left = None  # remaining outputs belong to an earlier call
+    def output(self, index: int, input: Tensor) -> Tensor | None:
+        """Return the output of one layer, or None if the layer must compute it alone."""
+        if index == 0:
+            self._outputs = None  # those of an earlier call
             # An inference tensor has no version counter, so a change between the calls of two
             # siblings would not be noticed.
             is_uncounted = not torch.compiler.is_compiling() and input.is_inference()
-            if not self.holds() or is_uncounted:
+            if not self.views_are_current() or is_uncounted:
                 return None
-            outputs = self.products(input)
-            self._left = (input, *mode_of(input), version_of(input), *outputs[1:])
-            return outputs[0]
-        left = self._left
-        if left is None:
+            output, *others = self.all_outputs(input)
+            self._outputs = _Outputs(input, version_of(input), mode_of(input), tuple(others))
+            return output
+        kept = self._outputs
+        if kept is None:
             return None
-        if place + 1 == len(self.layers):
-            self._left = None  # frees input and outputs now, not at the next call
-        same = left[0] is input and left[1:4] == mode_of(input) and left[4] == version_of(input)
-        return left[4 + place] if same else None
+        if index + 1 == len(self.layers):
+            self._outputs = None  # frees input and outputs now, not at the next call
+        is_same_call = (
+            kept.input is input
+            and kept.mode == mode_of(input)
+            and kept.input_version == version_of(input)
+        )
+        return kept.of_others[index - 1] if is_same_call else None
 
-    def holds(self) -> bool:
-        """Return whether `weight` and `bias` are made of the parameters that the layers have now."""
+    def views_are_current(self) -> bool:
+        """Return whether `weight` and `bias` are views of the parameters that the layers have now."""
         if self.weight is None:
             return False
         if any(
@@ -170,64 +203,69 @@ class FusedLinears:
             return False
         if torch.compiler.is_compiling():  # traced code cannot read addresses
             return True
+        # The memory of a parameter may have been replaced by an assignment to its `data`.
+        is_in_view = storage_of(self.weight) == storage_of(self.weights[0])
         # `torch.func` replaces the parameters by other tensors during a call.
-        in_place = storage_of(self.weight) == storage_of(self.weights[0]) and adjacent(self.weights)
-        return in_place and not compat.in_transform()
+        return is_in_view and adjacent(self.weights) and not compat.in_transform()
 
-    def products(self, input: Tensor) -> tuple[Tensor, ...]:
+    def all_outputs(self, input: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of all layers for one input."""
-        bias = _joined(self.bias, self.biases)
+        bias = _with_gradients(self.bias, self.biases)
         if fused_of(self):
-            return linear(input, self.weights[0], bias, owner=self).split(self.sizes, -1)
-        return F.linear(input, _joined(self.weight, self.weights), bias).split(self.sizes, -1)
+            output = linear(input, self.weights[0], bias, owner=self)
+        else:
+            output = F.linear(input, _with_gradients(self.weight, self.weights), bias)
+        return output.split(self.sizes, -1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FusedLinears":
-        """Copy the family, and join the copies of its parameters in memory."""
-        # Joined again, because parameters are copied one by one, so copies do not lie side by side.
+        """Copy the family, and move the copies of its parameters next to each other."""
+        # `deepcopy` copies parameters one by one, so the copies do not lie side by side.
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         copied.weights, copied.biases = copy.deepcopy((self.weights, self.biases), memo)
         copied.sizes = list(self.sizes)
         copied.classes = list(self.classes)
-        copied._left = None
-        copied.lay()
+        copied._outputs = None
+        copied.move_side_by_side()
         copied.layers = copy.deepcopy(self.layers, memo)
         return copied
 
 
-class _JoinedContext(Context):
+class _SplitGradientContext(Context):
     sizes: list[int]
 
 
-class _Joined(torch.autograd.Function):
-    """Return the view of all parts; the backward pass splits its gradient among the parts."""
+class _SplitGradient(torch.autograd.Function):
+    """Return the view of all parameters; the backward pass splits its gradient among them."""
 
     @staticmethod
-    def forward(ctx: _JoinedContext, joined: Tensor, *parts: Tensor) -> Tensor:
-        ctx.sizes = [len(part) for part in parts]
-        return joined.view_as(joined)
+    def forward(ctx: _SplitGradientContext, view: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.sizes = [len(parameter) for parameter in parameters]
+        return view.view_as(view)
 
     @staticmethod
-    def backward(ctx: _JoinedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _SplitGradientContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *grad.split(ctx.sizes))
 
 
-def _joined(view_of_all: Tensor | None, parts: list[Any]) -> Any:
-    """Return the view of all parts, with gradients of the parts where they need them."""
-    # Not without gradients, where Dynamo binds the arguments of an `autograd.Function` with *parts
-    # wrongly (torch 2.13).
-    needs_grad = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
-    return _Joined.apply(view_of_all, *parts) if needs_grad else view_of_all
+def _with_gradients(view: Tensor | None, parameters: list[Any]) -> Any:
+    """Return the view of all parameters, whose gradient goes to those that need one."""
+    needs_grad = torch.is_grad_enabled() and any(
+        parameter.requires_grad for parameter in parameters
+    )
+    # If no gradient is needed, Dynamo binds the arguments of an `autograd.Function` with
+    # `*parameters` wrongly (torch 2.13).
+    return _SplitGradient.apply(view, *parameters) if needs_grad else view
 
 
-def mode_of(input: Tensor) -> tuple[bool, bool, torch.dtype]:
-    """Return the modes that change a linear layer's output.
-
-    Returns:
-        Whether gradients are enabled, whether autocast is enabled, and autocast's dtype.
-    """
-    kind = input.device.type
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+def mode_of(input: Tensor) -> _Mode:
+    """Return the global modes that change a linear layer's output for an input."""
+    device_type = input.device.type
+    return _Mode(
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+    )
 
 
 def version_of(input: Tensor) -> int:
@@ -238,40 +276,42 @@ def version_of(input: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or input.is_inference() else input._version
 
 
-# ---- where parameters lie ------------------------------------------------------------------------
+# ---- where parameters lie in memory --------------------------------------------------------------
 
 
-def _join(parts: list[Any]) -> None:
+def _move_side_by_side(tensors: list[Any]) -> None:
     """Move tensors of one dtype and device next to each other.
 
     Nothing is moved if something else, such as a step's plane or a view, uses the memory of one of
     them: it would still have the old memory.
     """
-    are_alike = len({(part.dtype, part.device) for part in parts}) == 1
-    if are_alike and all(_fills_storage(part) for part in parts):
-        joined = torch.cat([part.detach() for part in parts])
-        for part, piece in zip(parts, joined.split([len(part) for part in parts]), strict=True):
-            part.data = piece
+    are_alike = len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
+    if are_alike and all(_fills_storage(tensor) for tensor in tensors):
+        joined = torch.cat([tensor.detach() for tensor in tensors])
+        pieces = joined.split([len(tensor) for tensor in tensors])
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.data = piece
 
 
-def _view_of_all(parts: list[Tensor]) -> Tensor | None:
-    """Return one view of all parts if they lie side by side, else None."""
-    if not parts or len({(part.dtype, part.device) for part in parts}) > 1 or not adjacent(parts):
+def _view_of_all(tensors: list[Tensor]) -> Tensor | None:
+    """Return one view of all tensors if they lie side by side, else None."""
+    are_alike = len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
+    if not are_alike or not adjacent(tensors):
         return None
-    # A view of the first part, so that autograd notices a change between forward and backward pass.
-    first = parts[0].detach()
-    rows = sum(len(part) for part in parts)
+    # A view of the first one, so that autograd notices a change between forward and backward pass.
+    first = tensors[0].detach()
+    rows = sum(len(tensor) for tensor in tensors)
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def adjacent(parts: list[Any]) -> bool:
-    """Return whether contiguous tensors lie one after the other in one storage."""
+def adjacent(tensors: list[Any]) -> bool:
+    """Return whether tensors are contiguous and lie one after the other in one storage."""
     return all(
         storage_of(one) == storage_of(other)
         and one.is_contiguous()
         and other.is_contiguous()
         and one.storage_offset() + one.numel() == other.storage_offset()
-        for one, other in pairwise(parts)
+        for one, other in pairwise(tensors)
     )
 
 

@@ -1,17 +1,19 @@
-"""Compute products whose rows are sorted into groups, each with its own matrix, such as experts.
+"""Compute grouped products: rows are sorted by group, and each group has a matrix of its own.
+
+The groups of a mixture are its experts. `ends` says where each group's rows end:
 
         y[p] = W[e] x[p]    for the rows  ends[e - 1] <= p < ends[e]
 
-Two operators compute y and the gradient of W. They are opaque to a compiler, no shape depends on
-the groups, and on a GPU the host reads nothing. They have several implementations:
+Two operators compute y and the gradient of W. A compiler does not look into them, no shape depends
+on the sizes of groups, and on a GPU the host does not wait for `ends`. Their implementations are
 
-    CPU, fp32 where MKL is slow     `matmul.cpp`
-    CPU, 16 bits, many rows         one batched product (`monograph.graph.grouped_batches`)
-    CPU, otherwise                  a loop over groups
-    GPU, where they need no host    torch's grouped products: bf16, rows of whole 16 bytes, compute capability 9 or 10
-    GPU, otherwise                  batched products of blocks of rows (`monograph.graph.grouped_blocks`)
+    CPU, fp32 where MKL is slow       `matmul.cpp`
+    CPU, 16 bits, many rows           one batched product (`monograph.graph.grouped_batches`)
+    CPU, otherwise                    a loop over groups
+    GPU, if the host need not wait    torch's grouped products: bf16, rows of whole 16 bytes, compute capability 9 or 10
+    GPU, otherwise                    batched products of blocks of rows (`monograph.graph.grouped_blocks`)
 
-Members under vmap become further groups.
+Under vmap, each member of an ensemble has groups of its own in one call of the operator.
 
 Shapes: P rows, E groups, N outputs, K inputs, D channels.
 """
@@ -29,15 +31,17 @@ from monograph.ops.autograd import Batched, Context
 from monograph.ops.filled import padded_count
 from monograph.ops.fused_gradients import fused_of
 
-# Major compute capabilities on which torch's grouped products leave the host alone, see
+# Major compute capabilities on which torch's grouped products do not copy `ends` to the host, see
 # aten/src/ATen/native/cuda/GroupedBlas.cpp.
-_CAPABILITIES_WITHOUT_HOST = (9, 10)
+_CAPABILITIES_WITHOUT_HOST_WAITS = (9, 10)
 
 
 def product_dtype(input: Tensor) -> torch.dtype:
     """Return the dtype of an input's products: autocast's if it is enabled, else the input's."""
-    kind = input.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+    device_type = input.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return input.dtype
 
 
 def grouped_linear(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
@@ -45,9 +49,10 @@ def grouped_linear(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tens
 
     Args:
         input_PK: rows, sorted by group.
-        weight_ENK: the groups' matrices. If they are fused (`monograph.ops.fused_gradients`), the
-            backward pass adds their gradients to the total.
-        ends_E: the row after each group's last one, int32, ascending; the last is P.
+        weight_ENK: the groups' matrices. If they have the attribute `fused`
+            (`monograph.ops.fused_gradients`), the backward pass adds their gradient to
+            `fused.total`.
+        ends_E: the index of the row after each group's last one, int32, ascending; the last is P.
 
     Returns:
         [P, N], in the dtype of products (`product_dtype`).
@@ -70,12 +75,12 @@ def _groups_with_rows(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _uses_torch(rows: Tensor, *widths: int) -> bool:
-    """Return whether torch's grouped products of these widths leave the host alone."""
+    """Return whether a GPU's products of these widths are torch's, without a wait of the host."""
     is_aligned = all(width % 8 == 0 for width in widths)  # rows of whole 16 bytes
     if rows.dtype != torch.bfloat16 or not is_aligned:
         return False
     major, _ = torch.cuda.get_device_capability(rows.device)
-    return major in _CAPABILITIES_WITHOUT_HOST
+    return major in _CAPABILITIES_WITHOUT_HOST_WAITS
 
 
 def _product_by_torch(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
@@ -98,7 +103,7 @@ def _uses_batches(rows: Tensor, ends_E: Tensor) -> bool:
 
 @torch.library.custom_op("monograph::grouped_linear", mutates_args=())
 def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return `grouped_linear` of tensors of one dtype."""
+    """Return `grouped_linear` of an input and a weight of the same dtype, [P, N]."""
     if input_PK.is_cuda:
         if _uses_torch(input_PK, *weight_ENK.shape[1:]):
             return _product_by_torch(input_PK, weight_ENK, ends_E)
@@ -123,7 +128,7 @@ def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("monograph::grouped_outer", mutates_args=())
 def _outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the sum over a group's rows of left[p] right[p]^T, [E, N, K]."""
+    """Return the sum over each group's rows p of left[p] right[p]^T, [E, N, K]."""
     if left_PN.is_cuda:
         if _uses_torch(left_PN, left_PN.shape[1], right_PK.shape[1]):
             return _outer_by_torch(left_PN, right_PK, ends_E)
@@ -148,7 +153,7 @@ def _flops(
     out_shape: tuple[int, ...],
     **__: object,
 ) -> int:
-    """Return the FLOPs of an operator by its shapes: 2 P N K."""
+    """Return the FLOPs of either operator by its shapes: 2 P N K."""
     return 2 * left[0] * left[1] * right[1]
 
 
@@ -162,11 +167,11 @@ def _(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
     return left_PN.new_empty(ends_E.shape[0], left_PN.shape[1], right_PK.shape[1])
 
 
-def _save(ctx: Context, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save_for_backward(ctx: Context, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Context, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
+def _product_backward(ctx: Context, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
     input_PK, weight_ENK, ends_E = ctx.saved_tensors
     needs_input_grad, needs_weight_grad, _ = ctx.needs_input_grad
     input_grad = product(grad_PN, weight_ENK.mT, ends_E) if needs_input_grad else None
@@ -174,11 +179,11 @@ def _backward(ctx: Context, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
     return input_grad, weight_grad, None
 
 
-product.register_autograd(_backward, setup_context=_save)
+product.register_autograd(_product_backward, setup_context=_save_for_backward)
 
 
 def _vmap_rule(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
-    """Return a rule of vmap that computes all members' groups in one call of the operator."""
+    """Return the operator's rule for vmap, which computes all members' groups in one call."""
 
     def call_with_members_as_groups(
         info: Batched, in_dims: tuple[int | None, ...], *tensors: Tensor
@@ -188,9 +193,10 @@ def _vmap_rule(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, i
             tensor.expand(members, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
             for tensor, dim in zip(tensors, in_dims, strict=True)
         )
-        # The rows of all members stand one after another.
-        member = torch.arange(members, dtype=ends.dtype, device=ends.device)[:, None]
-        ends = ends + member * left.shape[1]
+        # All members' rows become one list, in which each member's groups end later by the rows of
+        # the members before it.
+        member_index = torch.arange(members, dtype=ends.dtype, device=ends.device)[:, None]
+        ends = ends + member_index * left.shape[1]
         result = operator(left.flatten(0, 1), right.flatten(0, 1), ends.flatten())
         return result.unflatten(0, (members, -1)), 0
 
@@ -218,8 +224,8 @@ class _FusedGrouped(torch.autograd.Function):
         ends_E: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(input_PK, rounded_ENK, ends_E)
-        # An attribute, because autograd refuses a saved tensor that has changed, and the backward
-        # passes of other layers may change this one.
+        # The total is not a saved tensor: autograd refuses a saved tensor that has changed, and the
+        # backward passes of other layers may change the total.
         ctx.total = total_ENK
         return product(input_PK, rounded_ENK, ends_E)
 
@@ -231,6 +237,8 @@ class _FusedGrouped(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
+    """Compute `add_bias`."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -241,16 +249,19 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[2])
+        _rows, _bias, ends_E = inputs
+        ctx.save_for_backward(ends_E)
 
     @staticmethod
     def backward(ctx: Context, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
+        (ends_E,) = ctx.saved_tensors
         ones_P1 = grad_PN.new_ones(grad_PN.shape[0], 1)
-        return grad_PN, _outer(ones_P1, grad_PN, *ctx.saved_tensors)[:, 0], None
+        bias_grad_E1N = _outer(ones_P1, grad_PN, ends_E)
+        return grad_PN, bias_grad_E1N[:, 0], None
 
 
 def add_bias(rows_PN: Tensor, bias_EN: Tensor, ends_E: Tensor) -> Tensor:
-    """Return each group's rows plus its bias, [P, N].
+    """Add to each row the bias of its group, [P, N].
 
     The bias's gradient is a grouped product, so it is summed in the same order every time.
     """
@@ -258,6 +269,8 @@ def add_bias(rows_PN: Tensor, bias_EN: Tensor, ends_E: Tensor) -> Tensor:
 
 
 class _PermuteRows(torch.autograd.Function):
+    """Compute `permute_rows`."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -266,20 +279,21 @@ class _PermuteRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[2])
+        _rows, _order, inverse_P = inputs
+        ctx.save_for_backward(inverse_P)
 
     @staticmethod
     def backward(ctx: Context, grad_PD: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_PD[ctx.saved_tensors[0]], None, None
+        (inverse_P,) = ctx.saved_tensors
+        return grad_PD[inverse_P], None, None
 
 
 def permute_rows(rows_PD: Tensor, order_P: Tensor, inverse_P: Tensor) -> Tensor:
-    """Return `rows[order]`, [P, D].
+    """Return `rows[order]`, [P, D], with a gradient that is gathered, not summed over indices.
 
     Args:
         rows_PD: rows.
         order_P: a permutation of rows.
-        inverse_P: the inverse permutation. With it the gradient is gathered instead of summed over
-            indices.
+        inverse_P: the inverse permutation, by which the gradient is gathered.
     """
     return _PermuteRows.apply(rows_PD, order_P, inverse_P)

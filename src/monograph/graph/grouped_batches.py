@@ -1,14 +1,16 @@
 """Compute a CPU's grouped products of 16 bits as one batched product of every group's first C rows.
 
 oneDNN compiles code for each new shape of a product, which takes longer than most of these products
-do, and the sizes of groups change with each update. So the batch has one shape for any groups:
-C = 1.25 P / E, rounded up to a multiple of `CAPACITY_UNIT`.
+do, and the sizes of groups change with each update. So the batch has the same shape whatever these
+sizes are: it has places for C rows of each group, with C = 1.25 P / E, rounded up to a multiple of
+`CAPACITY_UNIT`.
 
-A group with more than C rows needs a further product, whose rows are padded to a multiple of C:
-`product` computes the rows after the first C, `outer` the whole group again.
+A group with more than C rows needs a further product, whose rows are padded to a multiple of C, so
+that there are few shapes: `product` computes the rows after the first C, `outer` the whole group
+again.
 
-Shapes: P rows, E groups, N outputs, K inputs, C rows of the batch for each group, X = E C places in
-the batch, Y of them empty, R further rows of one group.
+Shapes: P rows, E groups, N outputs, K inputs, C places of each group in the batch (its capacity),
+X = E C places in the batch, Y of them empty, R further rows of one group.
 """
 
 import functools
@@ -19,33 +21,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows for each group, on average, from which a batch is worth its cost. With fewer, many groups
-# have no rows, and a batch would still read their matrices.
+# From this mean number of rows in a group, a batch is worth its cost. With fewer, many groups have
+# no rows, and a batch would still read their matrices.
 MIN_MEAN_ROWS = 16
 CAPACITY_UNIT = 16
 _CAPACITY_PER_MEAN_ROWS = 1.25
 
 
 class _Batch(NamedTuple):
-    """The places of rows in a batch.
+    """Which row is where in the batch.
 
     Attributes:
         capacity: C.
-        row_X: the row at each place; an arbitrary row at an empty place.
+        row_X: the index of the row at each place; an arbitrary one at an empty place.
         empty_Y: the empty places.
-        place_P: each row's place; an arbitrary place for a row after its group's first C.
-        larger: the groups with more than C rows, and all their rows.
+        place_P: each row's place; an arbitrary one for a row after its group's first C.
+        oversized: each group with more than C rows, and the slice of all its rows.
     """
 
     capacity: int
     row_X: Tensor
     empty_Y: Tensor
     place_P: Tensor
-    larger: list[tuple[int, slice]]
+    oversized: list[tuple[int, slice]]
 
 
-@functools.lru_cache(2)  # a layer's three products and their backward passes have the same groups
+# Cached, because a layer's three products and their backward passes have the same groups.
+@functools.lru_cache(2)
 def _batch(ends: tuple[int, ...], rows: int) -> _Batch:
+    """Share out the rows of groups, of which `ends` says where each ends, to the batch."""
     groups = len(ends)
     ends_E = torch.tensor(ends)
     units = math.ceil(_CAPACITY_PER_MEAN_ROWS * rows / (groups * CAPACITY_UNIT))
@@ -53,6 +57,7 @@ def _batch(ends: tuple[int, ...], rows: int) -> _Batch:
     sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     begins_E = ends_E - sizes_E
     row_EC = begins_E[:, None] + torch.arange(capacity)
+    # Row p of group e, whose rows begin at b, has the place e C + (p - b).
     place_minus_row_E = torch.arange(groups) * capacity - begins_E
     place_P = torch.arange(rows) + place_minus_row_E.repeat_interleave(sizes_E)
     return _Batch(
@@ -60,7 +65,7 @@ def _batch(ends: tuple[int, ...], rows: int) -> _Batch:
         row_X=row_EC.flatten().clamp(max=rows - 1),
         empty_Y=(row_EC >= ends_E[:, None]).flatten().nonzero()[:, 0],
         place_P=place_P.clamp(max=groups * capacity - 1),
-        larger=[
+        oversized=[
             (group, slice(end - size, end))
             for group, (size, end) in enumerate(zip(sizes_E.tolist(), ends, strict=True))
             if size > capacity
@@ -76,7 +81,7 @@ def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     batch = _batch(tuple(ends_E.tolist()), len(input_PK))
     input_ECK = input_PK.index_select(0, batch.row_X).unflatten(0, (len(ends_E), -1))
     out_PN = (input_ECK @ weight_ENK.mT).flatten(0, 1).index_select(0, batch.place_P)
-    for group, rows in batch.larger:
+    for group, rows in batch.oversized:
         further_RK = input_PK[rows][batch.capacity :]
         padded_RK = F.pad(further_RK, (0, 0, 0, -len(further_RK) % batch.capacity))
         out_PN[rows][batch.capacity :] = (padded_RK @ weight_ENK[group].mT)[: len(further_RK)]
@@ -84,16 +89,16 @@ def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the sum over a group's rows of left[p] right[p]^T, [E, N, K]."""
+    """Return the sum over each group's rows p of left[p] right[p]^T, [E, N, K]."""
     batch = _batch(tuple(ends_E.tolist()), len(left_PN))
     left_XN = left_PN.index_select(0, batch.row_X)
-    # An empty place has an arbitrary row of `right`, which a row of zeros multiplies.
+    # Zeros on the left are enough: they multiply whatever row of `right` is at an empty place.
     left_XN.index_fill_(0, batch.empty_Y, 0)
     right_XK = right_PK.index_select(0, batch.row_X)
     left_ECN = left_XN.unflatten(0, (len(ends_E), -1))
     right_ECK = right_XK.unflatten(0, (len(ends_E), -1))
     sum_ENK = left_ECN.mT @ right_ECK
-    for group, rows in batch.larger:
+    for group, rows in batch.oversized:
         size = rows.stop - rows.start
         padding = (0, 0, 0, -size % batch.capacity)
         # One product of all the group's rows: a sum of two products would be rounded twice.

@@ -1,10 +1,12 @@
-"""Compute grouped products as batched products of blocks of rows.
+"""Compute grouped products (`monograph.graph.grouped`) as batched products of blocks of rows.
 
-This is for GPUs and dtypes for which torch has no grouped products that leave the host alone. A
-group's rows are padded with zeros to whole blocks, and each block is multiplied by a copy of its
-group's matrix. No shape depends on the sizes of groups: there is always room for the largest number
-of blocks that these rows could need. Blocks are computed in slices, so that all copies in a slice
-have at most `MAX_COPIED_NUMBERS` numbers; a slice has at least one copy.
+This is for GPUs and dtypes for which torch's own grouped products would let the host wait, or do
+not exist. A group's rows are padded with zeros to whole blocks, and each block is multiplied by a
+copy of its group's matrix. No shape depends on the sizes of groups: there is always room for the
+largest number of blocks that these rows could need.
+
+The copies need memory, so a number of blocks is computed at a time, such that their copies have at
+most `MAX_COPIED_ELEMENTS` elements together. It is at least one block.
 
 Shapes: P rows, E groups, N outputs, K inputs, B blocks of C rows, X = N K.
 """
@@ -15,17 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_COPIED_NUMBERS = 2**27
+MAX_COPIED_ELEMENTS = 2**27
 MIN_BLOCK_ROWS = 16  # rows that tensor cores multiply at once
 MAX_BLOCK_ROWS = 128  # enough to hide the copies of matrices
 
 
 class _Blocks(NamedTuple):
-    """The places of rows in blocks.
+    """Which row is where in the blocks: a block has C places, each with one row or empty.
 
     Attributes:
         group_B: each block's group; an arbitrary group for a block without rows.
-        row_BC: the row at each place; an arbitrary row at an empty place.
+        row_BC: the index of the row at each place; an arbitrary one at an empty place.
         has_row_BC: whether the place has a row.
         place_P: each row's place, counted through all blocks.
     """
@@ -37,6 +39,7 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(ends_E: Tensor, rows: int) -> _Blocks:
+    """Share out the rows of groups, of which `ends_E` says where each ends, to blocks."""
     groups = len(ends_E)
     # The mean group's size, rounded up to a power of two, within the limits.
     mean_size = 1 << max(0, rows // groups - 1).bit_length()
@@ -46,7 +49,7 @@ def _blocks(ends_E: Tensor, rows: int) -> _Blocks:
     block_counts_E = (ends_E - begins_E + size - 1) // size
     block_ends_E = block_counts_E.cumsum(0)
     block_begins_E = block_ends_E - block_counts_E
-    # Each group that has rows may have one block that is not full, besides full ones.
+    # Each group that has rows may have, besides full blocks, one that is not full.
     max_blocks = rows // size + min(groups, rows)
     block_B = torch.arange(max_blocks, device=ends_E.device)
     group_B = torch.searchsorted(block_ends_E, block_B, right=True).clamp(max=groups - 1)
@@ -63,15 +66,15 @@ def _blocks(ends_E: Tensor, rows: int) -> _Blocks:
 
 
 def _in_blocks(rows_PK: Tensor, blocks: _Blocks) -> Tensor:
-    """Return the rows in blocks, [B, C, K], with zeros at empty places."""
+    """Return the rows in their blocks, [B, C, K], with zeros at empty places."""
     return rows_PK[blocks.row_BC] * blocks.has_row_BC[..., None].to(rows_PK.dtype)
 
 
-def _slices(blocks: _Blocks, numbers_per_block: int) -> Iterator[slice]:
-    """Yield slices of blocks that are computed at once."""
-    step = max(1, MAX_COPIED_NUMBERS // numbers_per_block)
-    for begin in range(0, len(blocks.group_B), step):
-        yield slice(begin, begin + step)
+def _chunks(blocks: _Blocks, elements_per_block: int) -> Iterator[slice]:
+    """Yield the chunks of blocks that are computed at a time."""
+    size = max(1, MAX_COPIED_ELEMENTS // elements_per_block)
+    for begin in range(0, len(blocks.group_B), size):
+        yield slice(begin, begin + size)
 
 
 def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
@@ -82,29 +85,29 @@ def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     blocks = _blocks(ends_E, len(input_PK))
     input_BCK = _in_blocks(input_PK, blocks)
     products = [
-        input_BCK[some] @ weight_ENK[blocks.group_B[some]].mT
-        for some in _slices(blocks, weight_ENK.shape[1] * weight_ENK.shape[2])
+        input_BCK[chunk] @ weight_ENK[blocks.group_B[chunk]].mT
+        for chunk in _chunks(blocks, weight_ENK.shape[1] * weight_ENK.shape[2])
     ]
     return torch.cat(products).flatten(0, 1)[blocks.place_P]
 
 
 def outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the sum over a group's rows of left[p] right[p]^T, [E, N, K].
+    """Return the sum over each group's rows p of left[p] right[p]^T, [E, N, K].
 
-    Sums are fp32, or float64 if the rows are.
+    Blocks are added up in fp32, or in float64 if the rows are float64.
     """
     blocks = _blocks(ends_E, len(left_PN))
     left_BCN = _in_blocks(left_PN, blocks)
     right_BCK = _in_blocks(right_PK, blocks)
     group_E = torch.arange(len(ends_E), device=ends_E.device)
+    sum_dtype = torch.promote_types(left_PN.dtype, torch.float32)
     sum_EX = left_PN.new_zeros(
-        len(ends_E), left_PN.shape[1] * right_PK.shape[1], dtype=torch.float32
+        len(ends_E), left_PN.shape[1] * right_PK.shape[1], dtype=sum_dtype
     )
-    sum_EX = sum_EX.to(torch.promote_types(left_PN.dtype, torch.float32))
-    for some in _slices(blocks, sum_EX.shape[1]):
-        outer_BNK = left_BCN[some].mT @ right_BCK[some]
-        # Blocks are summed by a product with zeros and ones, because `index_add_` adds in an
+    for chunk in _chunks(blocks, sum_EX.shape[1]):
+        outer_BNK = left_BCN[chunk].mT @ right_BCK[chunk]
+        # Blocks are added up by a product with zeros and ones, because `index_add_` adds in an
         # arbitrary order on a GPU.
-        is_of_group_EB = (group_E[:, None] == blocks.group_B[some]).to(sum_EX.dtype)
+        is_of_group_EB = (group_E[:, None] == blocks.group_B[chunk]).to(sum_EX.dtype)
         sum_EX.addmm_(is_of_group_EB, outer_BNK.flatten(1).to(sum_EX.dtype))
     return sum_EX.to(left_PN.dtype).view(len(ends_E), left_PN.shape[1], right_PK.shape[1])

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph import inspect
-from monograph.graph.experts import MULTIPLYING, ExpertLinear, Int8Experts, NF4Experts
+from monograph.graph.experts import MATMUL_MODULES, ExpertLinear, Int8Experts, NF4Experts
 from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
 from monograph.graph.mmap_weights import (
     MappedWeight,
@@ -526,7 +526,7 @@ def narrow(
         device: where these weights are moved, one after another; None: they are not moved.
     """
     readers: set[nn.Module] = {
-        m for m in module.modules() if isinstance(m, MULTIPLYING) and not isinstance(m, FACTORS)
+        m for m in module.modules() if isinstance(m, MATMUL_MODULES) and not isinstance(m, FACTORS)
     }
     readers |= set(more)
     # A weight that another module reads as well, such as a tied embedding, keeps its precision.

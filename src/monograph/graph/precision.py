@@ -53,31 +53,32 @@ class Precision:
         return DTYPES.get(self.name, torch.bfloat16)
 
     @property
-    def scaled(self) -> bool:
+    def scales_loss(self) -> bool:
         """Return whether the loss is scaled, so that small gradients do not vanish."""
         return self.name == "fp16"
 
     @property
-    def rounds(self) -> bool:
-        """Return whether products read bf16 roundings of fp32 weights.
+    def rounds_weights(self) -> bool:
+        """Return whether matrix products read fp32 weights rounded to bf16.
 
         The weights are then kept splittable, see `monograph.optim.narrow.splittable`.
         """
         return self.name == "bf16"
 
-    def products(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of matrix products of tensors of `dtype` outside of `context`."""
+    def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype for matrix products outside of autocast, of tensors of `dtype`."""
         return dtype if self.name == "fp32" else self.dtype
 
     def context(self, device_type: str) -> AbstractContextManager[None]:
-        """Return the context in which a forward pass computes at this precision on "cpu" or "cuda"."""
+        """Return the context in which a forward pass on "cpu" or "cuda" has this precision."""
         if self.name == "fp32" and not torch.is_autocast_enabled(device_type):
             return nullcontext()  # entering autocast takes 40 microseconds
-        # Disabled for fp32, so that a float64 module computes in float64.
+        # For fp32, this disables the caller's autocast, so that a float64 module computes in
+        # float64.
         return torch.autocast(device_type, self.dtype, enabled=self.name != "fp32")
 
     def obstacle(self, device: Device) -> str | None:
-        """Return why this precision should not be used on a device, or None."""
+        """Return a sentence that says why this precision does not suit a device; None if it does."""
         if self.name == "fp16" and device.type == "cpu":
             return "a CPU computes in fp16 about 30 times slower than in fp32"
         if self.name == "bf16" and device.type == "cuda" and not device.has_bf16:
@@ -93,7 +94,7 @@ class Precision:
 
             gradient not finite:                    s <- s / 2,  n <- 0
             accepted, and n + 1 = grow_after:       s <- 2 s,    n <- 0
-            accepted:                               n <- n + 1
+            accepted otherwise:                     n <- n + 1
 
         Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
 

@@ -1,7 +1,7 @@
 """Find linear layers that read the same tensor, such as query, key and value, and fuse them.
 
-They are found by watching calls, not by names or classes. Layers that are fused are siblings, and
-all siblings of one product are a family.
+They are found by watching the calls of a run, not by names or classes. Layers that are computed in
+one product are siblings, and all siblings of one product are a family (`FusedLinears`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -24,11 +24,22 @@ Example = Tensor | Mapping[str, object] | Sequence[object] | Callable[[], object
 
 
 class Call(NamedTuple):
-    """One call of a layer; it keeps the tensors alive, so that no other tensor gets the same id."""
+    """One call of a layer.
+
+    The tensors are kept alive, so that no later tensor gets the same id.
+
+    Attributes:
+        name: the layer's name.
+        input: its input.
+        input_version: how often the input had been changed in place, see `version_of`.
+        mode: the modes of autograd and autocast, see `mode_of`.
+        output: its output.
+        output_version: `version_of` the output when the layer returned it.
+    """
 
     name: str
     input: Tensor
-    version: int
+    input_version: int
     mode: tuple[bool, bool, torch.dtype]
     output: Tensor
     output_version: int
@@ -69,7 +80,7 @@ def record_calls(module: nn.Module, run: Callable[[], object]) -> list[Call]:
             run()
             # Evaluation may run other code of the module, and layers must be siblings in both
             # modes.
-            if any(part.training for part in module.modules()):
+            if any(submodule.training for submodule in module.modules()):
                 module.eval()
                 run()
     finally:
@@ -86,19 +97,20 @@ def groups_to_fuse(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]
         the reason why it cannot be fused.
     """
     inputs_by_layer: dict[str, list[Hashable]] = {}
-    with_changed_output = set()
+    layers_with_changed_output = set()
     for call in calls:
-        # One product serves all only if neither the tensor nor the modes of autocast and autograd
-        # change in between.
-        inputs_by_layer.setdefault(call.name, []).append((id(call.input), call.version, call.mode))
+        # One product serves several layers only if neither the tensor nor the modes of autocast and
+        # autograd change between their calls.
+        input_key = (id(call.input), call.input_version, call.mode)
+        inputs_by_layer.setdefault(call.name, []).append(input_key)
         # Outputs of siblings are views of one tensor, and autograd forbids changing those in place.
         if version_of(call.output) != call.output_version:
-            with_changed_output.add(call.name)
+            layers_with_changed_output.add(call.name)
     layers_by_inputs: dict[Hashable, list[str]] = {}
     for name, inputs in inputs_by_layer.items():
         layers_by_inputs.setdefault(tuple(inputs), []).append(name)
     obstacles = _obstacles(module)
-    obstacles |= dict.fromkeys(with_changed_output, "its output is changed in place")
+    obstacles |= dict.fromkeys(layers_with_changed_output, "its output is changed in place")
     groups = list[list[str]]()
     separate = dict[str, str]()
     for names in layers_by_inputs.values():
@@ -113,13 +125,15 @@ def groups_to_fuse(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]
                 assert isinstance(layer, nn.Linear)  # no other layer is watched
                 layers_by_kind.setdefault(_kind(layer), []).append(name)
         for group in layers_by_kind.values():
-            sequence = [call.name for call in calls if call.name in group]
             if len(group) == 1:
                 separate[group[0]] = (
                     "none of the others is like it in dtype, bias and requires_grad"
                 )
+                continue
             # The first layer called computes for all, so it must be the same one each time.
-            elif sequence != group * (len(sequence) // len(group)):
+            sequence = [call.name for call in calls if call.name in group]
+            rounds = len(sequence) // len(group)
+            if sequence != group * rounds:
                 separate |= dict.fromkeys(group, "they are called in changing order")
             else:
                 groups.append(group)
@@ -163,7 +177,7 @@ def _obstacles(module: nn.Module) -> dict[str, str]:
 
 
 class Fusion(NamedTuple):
-    """The result of a fusion; `str` gives one line.
+    """Which layers `fuse_siblings` fused, and why it left others; `str` says so in one line.
 
     Attributes:
         families: names of the layers of each matrix product, in the order of their calls.
@@ -214,7 +228,7 @@ def fuse_siblings(module: nn.Module, example: Example) -> Fusion:
     # First, because the forward pass of a fused layer is not nn.Linear's, so it would stay separate.
     unfuse_siblings(module)
     run = _runner(module, example)
-    # Without a list of cards, torch would save the generators of all cards.
+    # Without this list, `fork_rng` would save the random state of every card of the machine.
     cards = {p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"}
     with buffers_kept(module), torch.random.fork_rng(devices=sorted(cards)):
         groups, separate = groups_to_fuse(module, record_calls(module, run))
@@ -225,21 +239,21 @@ def fuse_siblings(module: nn.Module, example: Example) -> Fusion:
             new_families += families_of_group
             # Weights in a step's planes cannot be moved any more, so some layers may be left
             # without a family.
-            with_family = {id(layer) for family in families_of_group for layer in family.layers}
+            in_families = {id(layer) for family in families_of_group for layer in family.layers}
             for name, layer in zip(names, layers, strict=True):
-                if id(layer) not in with_family:
+                if id(layer) not in in_families:
                     separate[name] = (
                         "its weight does not lie next to its siblings': fuse before the Step"
                     )
         _install(module, new_families, run, separate)
-    # A family writes an attribute at each call, which Dynamo forbids by default in a captured,
-    # recomputed block.
+    # A family keeps outputs in an attribute at each call, which Dynamo forbids by default in a
+    # captured, recomputed block.
     compat.allow_stashes_in_recomputed()
     name_of = {id(layer): name for name, layer in module.named_modules()}
-    return Fusion(
-        tuple(tuple(name_of[id(layer)] for layer in family.layers) for family in families(module)),
-        separate,
+    names_by_family = tuple(
+        tuple(name_of[id(layer)] for layer in family.layers) for family in families(module)
     )
+    return Fusion(names_by_family, separate)
 
 
 def fuse_known(module: nn.Module) -> None:
@@ -249,12 +263,14 @@ def fuse_known(module: nn.Module) -> None:
     dtype, device, bias or requires_grad. See `fuse_siblings`.
     """
     obstacles = _obstacles(module)
-    for name, part in module.named_modules():
-        names = [f"{name}.{sibling}" for sibling in getattr(part, "siblings", ())]
-        parts = [module.get_submodule(layer) for layer in names]
-        layers = [layer for layer in parts if isinstance(layer, nn.Linear)]
-        has_obstacle = len(layers) != len(parts) or any(layer in obstacles for layer in names)
-        if has_obstacle or len({_kind(layer) for layer in layers}) != 1:
+    for name, submodule in module.named_modules():
+        sibling_names = [f"{name}.{sibling}" for sibling in getattr(submodule, "siblings", ())]
+        siblings = [module.get_submodule(sibling_name) for sibling_name in sibling_names]
+        layers = [sibling for sibling in siblings if isinstance(sibling, nn.Linear)]
+        all_are_linear = len(layers) == len(siblings)
+        has_obstacle = any(sibling_name in obstacles for sibling_name in sibling_names)
+        are_alike = len({_kind(layer) for layer in layers}) == 1
+        if not all_are_linear or has_obstacle or not are_alike:
             continue
         for family in _families(layers):
             family.install()
@@ -268,7 +284,7 @@ def unfuse_siblings(module: nn.Module) -> None:
     """
     for family in families(module):
         family.remove()
-        family.part()
+        family.separate_memory()
 
 
 def families(module: nn.Module) -> list[FusedLinears]:
@@ -286,26 +302,26 @@ def side_by_side(
     module: nn.Module, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, nn.Parameter]:
     """Return the parameters in an order in which siblings' parameters follow one another."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    followers: dict[str, list[str]] = {}  # by the name of a family's first parameter
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    followers: dict[str, list[str]] = {}  # by the name of a family's first weight or bias
     for family in families(module):
-        for of_family in (family.weights, family.biases):
+        for tensors in (family.weights, family.biases):
             # A family stays together only if all its parameters are among these.
-            if of_family and all(id(parameter) in names for parameter in of_family):
-                first, *others = (names[id(parameter)] for parameter in of_family)
+            if tensors and all(id(tensor) in name_of for tensor in tensors):
+                first, *others = (name_of[id(tensor)] for tensor in tensors)
                 followers[first] = others
-    moved = {name for others in followers.values() for name in others}
+    all_followers = {name for others in followers.values() for name in others}
     order = list[str]()
     for name in parameters:
-        if name not in moved:
+        if name not in all_followers:
             order += [name, *followers.get(name, ())]
     return {name: parameters[name] for name in order}
 
 
-def part_moved(module: nn.Module) -> None:
+def split_separated_families(module: nn.Module) -> None:
     """Split families whose parameters no longer lie side by side into smaller ones that do."""
     for family in families(module):
-        family.look()
+        family.update_views()
         if family.weight is None:
             _replace(family, [family.layers])
 
@@ -316,18 +332,20 @@ def split_families_at_blocks(module: nn.Module) -> None:
     A block is recomputed or captured without the others, so it must not need their layers.
     """
     block_of = {
-        id(part): name for name, block in blocks(module).items() for part in block.modules()
+        id(submodule): name
+        for name, block in blocks(module).items()
+        for submodule in block.modules()
     }
     for family in families(module):
-        by_block: dict[str | None, list[nn.Linear]] = {}
+        layers_by_block: dict[str | None, list[nn.Linear]] = {}
         for layer in family.layers:
-            by_block.setdefault(block_of.get(id(layer)), []).append(layer)
-        if len(by_block) > 1:
-            _replace(family, by_block.values())
+            layers_by_block.setdefault(block_of.get(id(layer)), []).append(layer)
+        if len(layers_by_block) > 1:
+            _replace(family, layers_by_block.values())
 
 
 def _replace(family: FusedLinears, groups: Iterable[list[nn.Linear]]) -> None:
-    """Replace a family by the families of smaller groups of its layers."""
+    """Replace a family by families within each group of its layers."""
     family.remove()
     for layers in groups:
         for smaller in _families(layers):
@@ -335,9 +353,9 @@ def _replace(family: FusedLinears, groups: Iterable[list[nn.Linear]]) -> None:
 
 
 def _families(layers: list[nn.Linear]) -> list[FusedLinears]:
-    """Return one family of all layers if their weights can be joined in memory.
+    """Return one family of all layers if their parameters lie, or can be moved, side by side.
 
-    Otherwise return the families of those layers whose weights lie side by side.
+    Otherwise return a family for each run of layers whose parameters already lie side by side.
     """
     if len(layers) > 1:
         family_of_all = FusedLinears(layers)
@@ -355,7 +373,7 @@ def _families(layers: list[nn.Linear]) -> list[FusedLinears]:
 
 def _install(
     module: nn.Module,
-    fused: list[FusedLinears],
+    new_families: list[FusedLinears],
     run: Callable[[], object],
     separate: dict[str, str],
 ) -> None:
@@ -363,29 +381,29 @@ def _install(
 
     Args:
         module: the module.
-        fused: its new families.
+        new_families: its families, which are not installed yet.
         run: runs the example.
-        separate: the reasons by name, to which this adds the layers of families that fail.
+        separate: reasons by a layer's name. The layers of families that fail are added to it.
     """
     try:
-        for family in fused:
+        for family in new_families:
             family.install()
         run()
         return
     except Exception:
-        for family in fused:
+        for family in new_families:
             family.remove()
-    names = {id(layer): name for name, layer in module.named_modules()}
-    for family in fused:
+    name_of = {id(layer): name for name, layer in module.named_modules()}
+    for family in new_families:
         family.install()
         try:
             run()
         except Exception as error:
             family.remove()
-            family.part()
+            family.separate_memory()
             message = next(iter(str(error).splitlines()), type(error).__name__)
             reason = f"what follows needs outputs of its own: {message}"
-            separate |= {names[id(layer)]: reason for layer in family.layers}
+            separate |= {name_of[id(layer)]: reason for layer in family.layers}
 
 
 def _runner(module: nn.Module, example: Example) -> Callable[[], object]:

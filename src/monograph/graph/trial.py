@@ -1,7 +1,8 @@
 """Run one eager trial step of any module before anything is compiled.
 
 The trial shows whether the module runs, whether loss and gradients are finite, and if they are not,
-which submodule is the cause.
+which submodule is the cause. This file also finds the line of a user's own code, such as a module
+of `model.init = "file.py:build"` or a loss, in which an error was raised.
 """
 
 import math
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +19,8 @@ from torch import Tensor, nn
 from monograph.errors import InputRefused, MonographError, host_is_full, said_by
 from monograph.graph.inspect import buffers_kept, running_modules, uncompiled_module, unwrap_
 
-# Prefix of the names of Python modules made from files that model.init names.
-OTHERS = "monograph_init_"
+# A Python file of a user, which model.init names, is imported as a module with this prefix.
+USER_MODULE_PREFIX = "monograph_init_"
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,13 @@ class Trial:
     Attributes:
         loss: mean loss per target.
         count: number of targets, or the sum of their weights.
-        gradients: number of trainable parameters that received a gradient.
+        gradient_count: number of trainable parameters that received a gradient.
         without_gradient: names of trainable parameters whose gradient stayed zero or absent.
     """
 
     loss: float
     count: float
-    gradients: int
+    gradient_count: int
     without_gradient: tuple[str, ...]
 
 
@@ -63,8 +65,8 @@ def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial
         with buffers_kept(unwrap_(module)):
             return _trial(module, loss)
     finally:
-        for children, before in children_before:
-            children |= before
+        for children, with_wrappers in children_before:
+            children.update(with_wrappers)
 
 
 def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial:
@@ -148,59 +150,72 @@ def _naming_failed_module(module: nn.Module) -> Iterator[None]:
             raise
         except Exception as error:
             where = f"in {running[-1]}" if running else "in the loss function"
-            raise InputRefused(f"the trial step failed {where}{said(error)}") from error
+            raise InputRefused(f"the trial step failed {where}{place_and_message(error)}") from error
 
 
-def said(error: BaseException) -> str:
-    """Return an exception's type and first line, and the line of a user's file where it was raised."""
-    lines = said_by(error).splitlines()
-    at = raised_at(error)
-    return ": ".join([f" ({at[0]})" if at else "", type(error).__name__, *lines[:1]])
+def place_and_message(error: BaseException) -> str:
+    """Describe an exception, to be appended to a sentence: " (FILE:LINE): TYPE: FIRST LINE".
+
+    The place is that in the user's code; it is left out if the user's code did not raise the error.
+    """
+    first_lines = said_by(error).splitlines()[:1]
+    frame = user_frame_of(error)
+    place = f" ({frame.place})" if frame else ""
+    return ": ".join([place, type(error).__name__, *first_lines])
 
 
-def refused_by_others(error: BaseException) -> InputRefused | None:
-    """Return the refusal that replaces an error of a user's module or loss, or None.
+def refusal_of_user_error(error: BaseException) -> InputRefused | None:
+    """Return an error of one line in place of one that a user's module or loss raised.
 
-    It is None for errors that are not the user's, such as interrupts and a lack of memory. A
+    Return None for errors that are not the user's, such as interrupts and a lack of memory. A
     SystemExit is the user's error, and so is a MonographError that the user's code raised.
     """
     if isinstance(error, KeyboardInterrupt | torch.OutOfMemoryError) or host_is_full(error):
         return None
-    frames = [_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if isinstance(error, MonographError) and frames[-1:] in ([], ["monograph"]):
+    packages = [_top_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    was_raised_here = not packages or packages[-1] == "monograph"
+    if isinstance(error, MonographError) and was_raised_here:
         return None
     # Python turns a StopIteration that leaves a generator into a RuntimeError.
     cause = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
-    at = raised_at(cause)
-    return InputRefused(f"{at[1]} failed{said(cause)}") if at else None
+    frame = user_frame_of(cause)
+    return InputRefused(f"{frame.owner} failed{place_and_message(cause)}") if frame else None
 
 
-def _package(frame: FrameType) -> str:
+def _top_package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def raised_at(error: BaseException) -> tuple[str, str] | None:
-    """Return where the user's code raised an error, or None if it did not.
+class UserFrame(NamedTuple):
+    """Where a user's code raised an error.
+
+    Attributes:
+        place: "FILE:LINE".
+        owner: the name of the module's class, or of the function, that has this line.
+    """
+
+    place: str
+    owner: str
+
+
+def user_frame_of(error: BaseException) -> UserFrame | None:
+    """Return the innermost frame of the user's code that an error passed, or None.
 
     If a module calls a helper function in another file, this is the module's line with the call.
-
-    Returns:
-        FILE:LINE of the innermost frame of the user's code, and the name of its module's class or
-        of its function.
     """
-    place = None
+    innermost = None
     for frame, line in traceback.walk_tb(error.__traceback__):
-        package = _package(frame)
-        first = next(iter(frame.f_code.co_varnames), "")
-        owner = frame.f_locals.get(first)
+        package = _top_package(frame)
+        first_argument = next(iter(frame.f_code.co_varnames), "")
+        owner = frame.f_locals.get(first_argument)
         # The frame is a method of `owner` only if the class has this code: `self` may have another
         # name, and the first argument of a loss is a module too.
         method = getattr(type(owner), frame.f_code.co_name, None)
-        is_method = first == "self" or getattr(method, "__code__", None) is frame.f_code
+        is_method = first_argument == "self" or getattr(method, "__code__", None) is frame.f_code
         in_users_module = (
             is_method and isinstance(owner, nn.Module) and package not in ("torch", "monograph")
         )
-        if in_users_module or package.startswith(OTHERS):
+        if in_users_module or package.startswith(USER_MODULE_PREFIX):
             name = type(owner).__name__ if in_users_module else frame.f_code.co_name
-            place = f"{frame.f_code.co_filename}:{line}", name
-    return place
+            innermost = UserFrame(f"{frame.f_code.co_filename}:{line}", name)
+    return innermost

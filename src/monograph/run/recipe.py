@@ -22,7 +22,7 @@ from torch import nn
 from monograph.errors import InputRefused, did_you_mean, said_by
 from monograph.graph.inspect import unique_state, unwrap_
 from monograph.graph.lora import Lora
-from monograph.graph.trial import OTHERS
+from monograph.graph.trial import USER_MODULE_PREFIX
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub
 from monograph.model.adapter import BASE, Adapter
@@ -213,7 +213,7 @@ def build_from_file(recipe: Recipe, code: Code) -> tuple[nn.Module, Loss]:
     # module of the file's own name. So the module gets a name that is unique to the file's path.
     file = without_links(code.path)
     folder = str(file.parent)
-    name = f"{OTHERS}{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
+    name = f"{USER_MODULE_PREFIX}{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
     loader = _LoaderOfBytes(name, str(file))
     loader.source = source
     spec = importlib.util.spec_from_file_location(name, file, loader=loader)

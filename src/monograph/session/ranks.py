@@ -29,7 +29,7 @@ from monograph.errors import (
     Stopped,
     UsageError,
 )
-from monograph.graph.trial import refused_by_others
+from monograph.graph.trial import refusal_of_user_error
 from monograph.run.folder import Follower, Run
 from monograph.run.progress import LABEL_WIDTH, Progress
 from monograph.run.run_index import parsed, wait_until_free
@@ -272,7 +272,7 @@ def _ending(world: World, run: Run, error: BaseException) -> BaseException:
     if not exists(run.folder):
         gone = "was moved or deleted while it was in use; what was saved before is where it went, for --resume"
         error = InputRefused(f"{run.folder}: {gone}")
-    error = refused_by_others(error) or error
+    error = refusal_of_user_error(error) or error
     if world.alone or not isinstance(error, MonographError):
         return error
     if isinstance(error, Stopped) and not world.leads:

@@ -169,7 +169,7 @@ def update_plane(
     """
     # Without `materialize` a compiled update would convert the fp64 factor once per element.
     grad = total * materialize(scale.to(total.dtype)).unsqueeze(-1)
-    compute = precision.products(grad.dtype)
+    compute = precision.product_dtype(grad.dtype)
     update_(plane, optim, grad, lr=lr, applied=applied, accepted=accepted, compute=compute)
     make_splittable_(plane.param, precision)
 
@@ -180,7 +180,7 @@ def make_splittable_(param: Tensor, precision: Precision) -> None:
     Only a streamed engine splits weights. A resident engine rounds them as well, so that the weights
     of both are equal to the bit.
     """
-    if precision.rounds and param.dtype == torch.float32:
+    if precision.rounds_weights and param.dtype == torch.float32:
         param.copy_(splittable(param))
 
 

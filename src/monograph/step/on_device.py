@@ -51,7 +51,7 @@ class OnDevice(Parameters):
             master_weights=step.optim.master_weights,
             parts=parameter_blocks(step.model),
         )
-        siblings.part_moved(step.model)
+        siblings.split_separated_families(step.model)
         for plane in new_planes:
             step.prepare_plane(plane)
         if self._products_add:
@@ -64,7 +64,7 @@ class OnDevice(Parameters):
                     plane.rounded = torch.empty_like(plane.param, dtype=step.precision.dtype)
                 plane.fuse()
         for family in siblings.families(step.model):
-            family.look()
+            family.update_views()
         return new_planes
 
     def fusing(self) -> AbstractContextManager[None]:

@@ -139,7 +139,7 @@ class Step:
         self.precision = precision or Precision()
         _require_together(self.optim, self.precision)
         self.left_in_bf16 = (
-            fp8.use(self.model, hidden_matrices(self.model)) if self.precision.name == "fp8" else []
+            fp8.convert_(self.model, hidden_matrices(self.model)) if self.precision.name == "fp8" else []
         )
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(self.model, self.remat)
@@ -168,7 +168,7 @@ class Step:
             (*member_shape, 2, WINDOW), dtype=torch.float64, device=self.device
         )
         self.loss_scale = zeros(dtype=torch.float32).fill_(
-            self.precision.loss_scale if self.precision.scaled else 1.0
+            self.precision.loss_scale if self.precision.scales_loss else 1.0
         )
         self.scope: Scope | Literal["none"] = "none"  # what one graph of the capture holds
         # `loss_factor` is an argument of a captured function, and a 0-d float64 argument would be
@@ -209,7 +209,7 @@ class Step:
     def counters(self) -> dict[str, Tensor]:
         """Return the tensors, by name, that updates write and that a run's state includes."""
         names = ["applied", "tokens", "skipped"]
-        if self.precision.scaled:
+        if self.precision.scales_loss:
             names += ["loss_scale", "good"]
         if self.clip and self.clip.skip_spikes:
             names += ["recent"]
@@ -440,7 +440,7 @@ class Step:
         self.applied.add_(accepted)
         self.tokens.add_(torch.where(accepted, self.count, 0.0).round().to(torch.int64))
         self.skipped.add_(~accepted)
-        if self.precision.scaled:
+        if self.precision.scales_loss:
             self.precision.rescale_(
                 self.loss_scale, self.good, finite=grad_norm.isfinite(), accepted=accepted
             )

@@ -13,7 +13,7 @@ from monograph.graph.inspect import buffers_kept, running_modules
 from monograph.graph.lora import adapters
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy
-from monograph.graph.trial import Trial, said
+from monograph.graph.trial import Trial, place_and_message
 from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer, Plane
 from monograph.schedule import Schedule
@@ -181,7 +181,7 @@ class Streamed(Engine):
                 raise
             except Exception as error:
                 where = stack[-1] if stack else type(step.model).__name__
-                raise InputRefused(f"the trial step failed in {where}{said(error)}") from error
+                raise InputRefused(f"the trial step failed in {where}{place_and_message(error)}") from error
         count = float(step.count)
         mean = float(step.loss_sum) / (count or 1.0)
         step.discard()

@@ -78,7 +78,7 @@ class InStages(Parameters):
         if self._products_add:
             siblings.fuse_known(step.model)
         kinds = step.optim.kinds(step.model)
-        rounds = step.precision.rounds
+        rounds = step.precision.rounds_weights
         self.store = store_in_stages(
             step.model, kinds, step.optim, rounds=rounds, placement=self.placement
         )

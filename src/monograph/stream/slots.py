@@ -177,7 +177,7 @@ class StageOnDevice:
         # Projections that are computed as one product refer to the parameters' memory, which has
         # changed (`monograph.graph.fused_linears`).
         for family in self.stage.families:
-            family.look()
+            family.update_views()
         try:
             yield
         finally:
@@ -185,7 +185,7 @@ class StageOnDevice:
                 parameter.grad = None
                 parameter.data = data
             for family in self.stage.families:
-                family.look()
+                family.update_views()
 
     def link(self) -> None:
         """Make the next backward pass add to the gradients in the slot."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.graph.experts import MULTIPLYING
+from monograph.graph.experts import MATMUL_MODULES
 from monograph.graph.fused_linears import FusedLinears
 from monograph.graph.inspect import blocks
 from monograph.graph.siblings import families
@@ -231,7 +231,7 @@ def store_in_stages(
         id(m.weight)
         for block in blocks(module).values()
         for m in block.modules()
-        if isinstance(m, MULTIPLYING)
+        if isinstance(m, MATMUL_MODULES)
     }
     # Planes have the numbers and starts of the resident engine's planes, because stochastic
     # rounding depends on them.

@@ -177,7 +177,7 @@ class TextTask(RowsTask):
     def trial_result(self, trial: Trial) -> str:
         """Return the loss beside that of a guess, and the gradients."""
         guess = math.log(self.data.vocab_size)
-        return f"loss {trial.loss:.2f} (random guess: {guess:.2f}), {trial.gradients} gradients, all finite"
+        return f"loss {trial.loss:.2f} (random guess: {guess:.2f}), {trial.gradient_count} gradients, all finite"
 
     def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore | None:
         """Return the loss of held-out rows."""
