@@ -30,7 +30,7 @@ from monograph.device import default_device, describe
 from monograph.engine import Engine
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
-from monograph.graph.remat import named
+from monograph.graph.remat import policy_named
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -351,7 +351,7 @@ def _engine(work: Work) -> Resident:
         optim=work.optim,
         clip=work.clip,
         precision=Precision(work.precision),
-        remat=named(work.remat),
+        remat=policy_named(work.remat),
         micro_batch=work.rows,
     )
 
@@ -363,7 +363,7 @@ def _streamed(way: StreamWay) -> Streamed:
         optim=work.optim,
         clip=work.clip,
         precision=Precision(work.precision),
-        remat=named(work.remat),
+        remat=policy_named(work.remat),
         micro_batch=work.rows,
         placement=replace(way.placement(way.resident(RESIDENT)), device=default_device()),
     )

@@ -20,7 +20,7 @@ from systems import sizes
 from monograph import planner
 from monograph.device import default_device, describe, measured_matmul_flops
 from monograph.graph.precision import DTYPES, Precision
-from monograph.graph.remat import named
+from monograph.graph.remat import policy_named
 from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -88,7 +88,7 @@ def engine(work: Work, window: Batch) -> Resident:
     """Return a captured engine that trains in that way."""
     model = Llama(work.config).to(default_device())
     found = Resident(
-        model, optim=AdamW(), clip=1.0, precision=Precision(work.precision), remat=named(work.remat),
+        model, optim=AdamW(), clip=1.0, precision=Precision(work.precision), remat=policy_named(work.remat),
         micro_batch=work.rows,
     )  # fmt: skip
     if obstacle := found.capture(window, scope=work.compile):  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 from monograph.device import clock, default_device
 from monograph.graph.capture import capture
 from monograph.graph.recompute import record_blocks
-from monograph.graph.remat import Choice, Policy, Remat, front, within
+from monograph.graph.remat import Choice, Policy, Remat, cheapest_within, pareto_front
 from monograph.loss import token_loss
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -144,7 +144,7 @@ def policy(way: Way, model: Llama, batch: dict[str, torch.Tensor]) -> Policy:
         )
         first, inputs = recordings[0], sum(recording.input_bytes for recording in recordings)
         limit = way.share * (len(recordings) * first.stored_bytes + inputs) - inputs
-        found = spread(first.curve(), first.stored_bytes, len(recordings), max(0, int(limit)))
+        found = spread(first.choices(), first.stored_bytes, len(recordings), max(0, int(limit)))
         assert found is not None  # shares from 0 on are never refused
         return found
     return {"pointwise": Remat.Pointwise(), "full": Remat.Full()}.get(way.name, Remat.Off())
@@ -354,7 +354,7 @@ def spread(
     fits.
 
     Args:
-        curve: the choices of one block, `monograph.graph.remat.Recording.curve`.
+        curve: the choices of one block, `monograph.graph.remat.Recording.choices`.
         off_bytes: bytes that a block keeps if nothing is recomputed.
         layers: how many blocks.
         limit_bytes: bytes that all blocks together may keep, not counting their inputs.
@@ -369,14 +369,15 @@ def spread(
         return Remat.PerLayer((Remat.Off(),) * layers)
     smaller = [choice for choice in curve if choice.stored_bytes < off_bytes]
     options = [
-        choice._replace(what=(Remat.Budget(choice.stored_bytes / off_bytes),)) for choice in smaller
+        choice._replace(selection=(Remat.Budget(choice.stored_bytes / off_bytes),))
+        for choice in smaller
     ]
     options.append(Choice(off_bytes, 0, (Remat.Off(),)))
-    best = within(front([options] * layers), limit_bytes)
+    best = cheapest_within(pareto_front([options] * layers), limit_bytes)
     if best is None:
         return None
     return Remat.PerLayer(
-        tuple(sorted(best.what, key=lambda policy: getattr(policy, "fraction", 1.0)))
+        tuple(sorted(best.selection, key=lambda policy: getattr(policy, "fraction", 1.0)))
     )
 
 

@@ -76,7 +76,7 @@ class Fp32Drawer(Drawer):
     @contextmanager
     def _decoding(self) -> Iterator[None]:
         step = self.engine.step
-        with modes_kept(step.model), capture.set_aside(step), torch.no_grad():
+        with modes_kept(step.model), capture.capture_suspended(step), torch.no_grad():
             step.model.eval()
             yield
 

@@ -16,7 +16,7 @@ from monograph.device import Device, named
 from monograph.errors import UsageError
 from monograph.graph.capture import obstacle_to_replay
 from monograph.graph.precision import Precision
-from monograph.graph.remat import named as named_policy
+from monograph.graph.remat import policy_named
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import OPTIMIZERS, AdamW
@@ -131,7 +131,7 @@ def replays() -> str:
         "|---|---|---|---|",
     ]
     for remat in REMATS:
-        policy = named_policy(float(remat) if remat == "0.3" else remat)
+        policy = policy_named(float(remat) if remat == "0.3" else remat)
         found = [
             refusal(remat=remat, compile=scope) or obstacle_to_replay(policy, scope)
             for scope in SCOPES

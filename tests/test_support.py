@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from monograph.config import load
-from monograph.graph.remat import named
+from monograph.graph.remat import policy_named
 from monograph.session.objectives import OBJECTIVES
 from monograph.session.requirements import (
     OF_THE_OPTIMIZER,
@@ -93,7 +93,7 @@ def test_combinations_with_adapters_that_the_page_says_are_tested_are_in_their_l
     for key, values in made.WITH_ADAPTERS.items():
         for value in values:
             name = (
-                str(named(float(value) if value == "0.3" else value))
+                str(policy_named(float(value) if value == "0.3" else value))
                 if key == "train.remat"
                 else value
             )
@@ -113,6 +113,6 @@ def test_combinations_that_the_page_says_are_tested_are_in_the_law(made):
     for precision in made.PRECISIONS:
         for remat in made.REMATS:
             for scope in made.SCOPES:
-                policy = named(float(remat) if remat == "0.3" else remat)
+                policy = policy_named(float(remat) if remat == "0.3" else remat)
                 refused = made.refusal(precision=precision, remat=remat, compile=scope)
                 assert ((precision, policy, scope) in held) == (refused is None)

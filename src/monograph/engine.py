@@ -189,7 +189,7 @@ class Engine:
             with buffers_kept(self.model, step.loss):
                 self._fitting(window, lambda: self._warm_all(window))
         except Exception as error:
-            graph.release(step)
+            graph.uncapture(step)
             step.discard()
             self.retries.captured = None
             # The step stays eager only if torch cannot compile it. Other errors are raised: a bug

@@ -39,7 +39,7 @@ from monograph.config import load
 from monograph.data.corpus import Corpus, corpus
 from monograph.device import describe
 from monograph.errors import MonographError
-from monograph.graph.lora import kept_state
+from monograph.graph.lora import checkpoint_state
 from monograph.loop import EngineState, train
 from monograph.model.adapter import install_adapters, pack_adapters, save_adapter
 from monograph.model.hub import mapped_model, save_model
@@ -291,7 +291,7 @@ def begin_adapted(folder: Path) -> None:
         "tokenizer": Tokenizer.bytes().digest
     }
     run = Run.create(folder / "run")
-    checkpointing.save(run.checkpoints, Checkpoint(2, kept_state(base), {}, state))
+    checkpointing.save(run.checkpoints, Checkpoint(2, checkpoint_state(base), {}, state))
     write_config(run, load(None, {"train.updates": 5}, {}))
     Tokenizer.bytes().save(run.tokenizer)
 

@@ -94,12 +94,18 @@ def test_where_the_casts_differ():
     to the next.
     """
     tiny = drawn(16, 16) * 2.0**-60
-    (ours, unit), (theirs, scale) = quantised(tiny, FORWARD_DTYPE), torchao_cast(tiny, FORWARD_DTYPE)
+    (ours, unit), (theirs, scale) = (
+        quantised(tiny, FORWARD_DTYPE),
+        torchao_cast(tiny, FORWARD_DTYPE),
+    )
     assert (
         ours.float().abs().max() > 224 and scale == 2.0**48 and theirs.float().abs().max() < 2.0**-8
     )
     above = torch.tensor(448.0 / 1024).nextafter(torch.tensor(1.0)).reshape(1, 1)
-    (ours, unit), (theirs, scale) = quantised(above, FORWARD_DTYPE), torchao_cast(above, FORWARD_DTYPE)
+    (ours, unit), (theirs, scale) = (
+        quantised(above, FORWARD_DTYPE),
+        torchao_cast(above, FORWARD_DTYPE),
+    )
     assert unit.reciprocal() == 512 and scale == 1024 and above * scale > 448, (
         "it saturates by 1 part in 10^7"
     )

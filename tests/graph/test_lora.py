@@ -22,10 +22,10 @@ from monograph.graph.lora import (
     LoraLinear,
     adapt,
     adapters,
-    kept_state,
+    checkpoint_state,
     may_start_without_gradient,
     merge,
-    narrow,
+    round_frozen_weights,
 )
 from monograph.graph.precision import Precision
 from monograph.graph.siblings import fuse_siblings, unfuse_siblings
@@ -42,9 +42,9 @@ def test_names_of_the_base_stay_and_only_adapters_are_trained():
     assert (
         {name for name, p in model.named_parameters() if p.requires_grad}
         == beside
-        == set(kept_state(model))
+        == set(checkpoint_state(model))
     )
-    assert set(kept_state(plain)) == set(plain.state_dict())
+    assert set(checkpoint_state(plain)) == set(plain.state_dict())
     assert list(blocks(model)) == list(blocks(plain))
 
 
@@ -186,7 +186,7 @@ def test_a_weight_that_is_read_elsewhere_is_not_rounded():
 
     module = Own()
     adapt(module, SMALL)
-    narrow(module, torch.bfloat16)
+    round_frozen_weights(module, torch.bfloat16)
     assert (
         module.embed.weight.dtype == torch.float32 and module.inner.weight.dtype == torch.bfloat16
     )

@@ -16,7 +16,7 @@ from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
 from monograph.graph.recompute import choose_kept, follow, record_blocks
-from monograph.graph.remat import Choice, Remat, front, named, within
+from monograph.graph.remat import Choice, Remat, cheapest_within, pareto_front, policy_named
 from monograph.loss import token_loss
 from scripts import ROOT, script
 
@@ -37,21 +37,21 @@ def test_no_other_subset_is_better(items, limit):
         for taking in itertools.product((False, True), repeat=len(items))
         if sum(size for taken, (size, _) in zip(taking, items, strict=True) if taken) <= limit
     )
-    best = within(front(as_groups(items)), limit)
+    best = cheapest_within(pareto_front(as_groups(items)), limit)
     assert best.flops == fewest
-    assert best.stored_bytes == sum(items[index][0] for index in best.what) <= limit
+    assert best.stored_bytes == sum(items[index][0] for index in best.selection) <= limit
     assert best.flops == sum(
-        flops for index, (_, flops) in enumerate(items) if index not in best.what
+        flops for index, (_, flops) in enumerate(items) if index not in best.selection
     )
 
 
 def test_a_long_front_is_thinned_and_still_adds_up():
     items = [(2**index, 2**index) for index in range(14)]
-    choices = front(as_groups(items))
+    choices = pareto_front(as_groups(items))
     assert len(choices) < 600
     for limit in range(0, 2**14, 500):
-        best = within(choices, limit)
-        assert best.stored_bytes == sum(items[index][0] for index in best.what) <= limit
+        best = cheapest_within(choices, limit)
+        assert best.stored_bytes == sum(items[index][0] for index in best.selection) <= limit
         assert best.stored_bytes >= limit - 14 * 2**14 / 512
 
 
@@ -96,7 +96,7 @@ def test_what_is_no_share_is_refused(fraction):
 
 
 def test_what_the_configuration_calls_them():
-    assert [named(value) for value in ("auto", "none", "pointwise", "full", "offload", 0.5)] == [
+    assert [policy_named(value) for value in ("auto", "none", "pointwise", "full", "offload", 0.5)] == [
         Remat.Off(), Remat.Off(), Remat.Pointwise(), Remat.Full(), Remat.Offload(), Remat.Budget(0.5),
     ]  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_a_llama_s_products_are_the_closed_form():
     assert (
         compiled.rest_flops == 0 < recording.rest_flops and compiled.products == recording.products
     )
-    assert [c.stored_bytes for c in recording.curve()][:: len(recording.curve()) - 1] == [
+    assert [c.stored_bytes for c in recording.choices()][:: len(recording.choices()) - 1] == [
         0,
         7 * unit + log_sums,
     ]

@@ -52,7 +52,7 @@ def test_captured_after_the_warm_up_and_never_run_in_vain() -> None:
     replays.run(2, "a")
     replays.run(3, "b")
     assert device.done == ["a"] * WARM_UP + ["a'"] * 2 + ["b"] + ["a'"] * 2 + ["b"] + ["b'"] * 2
-    assert (replays.variants, replays.captured) == (2, 2)
+    assert (replays.variant_count, replays.graph_count) == (2, 2)
 
 
 def test_without_a_recorder_it_is_called() -> None:
@@ -76,7 +76,7 @@ def test_an_obstacle_counts_from_the_last_warm_up_on_and_the_call_is_done() -> N
     replays.run(WARM_UP - 1, "a")
     with pytest.raises(NotReplayable, match="^it waits$"):
         replays.run(1, "a")
-    assert device.done == ["a"] * WARM_UP and replays.captured == 0
+    assert device.done == ["a"] * WARM_UP and replays.graph_count == 0
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])

@@ -320,7 +320,9 @@ def test_memory_that_somebody_moves():
 
 
 def is_whole(model):
-    return all(family.weight is not None and family.views_are_current() for family in families(model))
+    return all(
+        family.weight is not None and family.views_are_current() for family in families(model)
+    )
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "part"])

@@ -26,7 +26,7 @@ from laws.replaying import (
     trained,
     windows_of,
 )
-from monograph.graph.capture import capture, release
+from monograph.graph.capture import capture, uncapture
 from monograph.graph.remat import Remat
 from monograph.graph.replay import MAX_SHAPES
 from monograph.loss import TokenLoss
@@ -42,7 +42,7 @@ def test_another_shape_is_another_graph_and_too_many_are_called():
     expected = trained(engine(), windows)
     made = replaying(engine(), lines)
     assert_same_bits(trained(made, windows), expected)
-    assert len(made.step.recorder.graphs) == made.step.micro_step.captured == MAX_SHAPES
+    assert len(made.step.recorder.graphs) == made.step.micro_step.graph_count == MAX_SHAPES
     assert lines == [
         f"micro-steps are launched one by one: batches have more than {MAX_SHAPES} shapes, the others"
     ]
@@ -119,7 +119,7 @@ def test_out_of_memory_gives_the_graphs_back_first():
     assert lines == [
         "out of memory at 2 rows: micro-steps are launched one by one from now on, the update stays the same"
     ]
-    assert made.micro_batch == 2 and made.step.micro_step.captured == 0
+    assert made.micro_batch == 2 and made.step.micro_step.graph_count == 0
 
 
 def test_out_of_memory_before_a_capture_halves_the_rows_and_the_halves_are_replaying():
@@ -132,7 +132,7 @@ def test_out_of_memory_before_a_capture_halves_the_rows_and_the_halves_are_repla
     expected = trained(engine(), windows_of(packed))
     made = replaying(engine(micro_batch=4, loss=Full()))
     assert_same_bits(trained(made, windows_of(packed)), expected)
-    assert made.micro_batch == 2 and made.step.micro_step.captured == 1
+    assert made.micro_batch == 2 and made.step.micro_step.graph_count == 1
 
 
 @pytest.mark.slow
@@ -143,9 +143,9 @@ def test_blocks_that_are_recomputed_from_now_on_are_captured_anew():
     first = weakref.ref(tape.graphs.pop())
     assert first() is not None and made.retries._recompute(made.step)
     gc.collect()
-    assert first() is None and made.step.micro_step.captured == 0
+    assert first() is None and made.step.micro_step.graph_count == 0
     trained(made, windows_of(packed, 3, rows=2))
-    assert made.step.micro_step.captured == 1 and tape.replays == 4
+    assert made.step.micro_step.graph_count == 1 and tape.replays == 4
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_what_is_released_holds_no_graph():
     made.step.recorder = tape = Tape()
     captured_to_train(made, packed(ROWS), "eager")
     first = weakref.ref(tape.graphs.pop())
-    release(made.step)
+    uncapture(made.step)
     gc.collect()
     assert first() is None and made.step.micro_step == made.step._micro_step
 

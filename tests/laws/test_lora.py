@@ -35,7 +35,7 @@ from laws.together import (
 )
 from monograph.config import load
 from monograph.errors import UsageError
-from monograph.graph.lora import adapt, adapters, measure, merge
+from monograph.graph.lora import adapt, adapters, merge, store_row_norms
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loss import token_loss
@@ -239,7 +239,7 @@ def test_merged_is_as_near_to_the_truth_as_unmerged(dtype, kind, spread):
         adapt(model, KINDS[kind])
         trained(model, seed, spread)
         exact = copy.deepcopy(model).double()
-        measure(exact, fresh=False)
+        store_row_norms(exact, reset_magnitudes=False)
         merged = copy.deepcopy(model)
         merge(merged)
         truth = exact(tokens) @ exact.lm_head.weight.T

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from monograph.graph.capture import compiled, release
+from monograph.graph.capture import compiled, uncapture
 from monograph.model import delta_net
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -374,7 +374,7 @@ def test_blocks_that_are_graphs_have_flex_attention_on_a_gpu(family):
         _results(model, _packed_on_gpu, documents), alone, exact, strict=True
     ):
         assert error_within(ours, naive, truth, k=4)  # see above
-    release(engine.step)
+    uncapture(engine.step)
     assert isinstance(
         model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())[0][1], torch.Tensor
     )

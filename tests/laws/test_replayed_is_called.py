@@ -23,7 +23,7 @@ from laws.replaying import (
     windows_of,
 )
 from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start
-from monograph.graph.capture import give_back
+from monograph.graph.capture import stop_replaying
 from monograph.graph.remat import Remat
 from monograph.graph.replay import WARM_UP
 from monograph.step import Step
@@ -78,7 +78,7 @@ def test_compiled(backend, scope, precision, policy):
     # everything was warmed by the capture
     assert (recorder.called, recorder.replays, len(recorder.graphs)) == (WARM_UP, 9, 1)
     replayed = copied(state), updates
-    assert give_back(made.step)
+    assert stop_replaying(made.step)
     made.load_state(begun)
     assert_same_bits(trained(made, windows_of(packed)), replayed)
     assert recorder.replays == 9

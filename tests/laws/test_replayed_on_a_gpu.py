@@ -12,7 +12,7 @@ import torch
 
 from batches import packed, ragged, tiny_llama
 from laws.replaying import Moving, Reads, assert_same_bits, cross_entropy, trained, windows_of
-from monograph.graph.capture import give_back
+from monograph.graph.capture import stop_replaying
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.replay import CudaGraphs, NotReplayable, Replays
@@ -54,7 +54,7 @@ def compare(make, batch, backend="inductor", scope="whole"):
         made = make(recorder)
         assert made.capture(batch(6), backend, scope) is None
         results.append(trained(made, windows_of(batch, 4)))
-    assert made.step.micro_step.captured == 1
+    assert made.step.micro_step.graph_count == 1
     assert_same_bits(*results)
     return made
 
@@ -129,7 +129,7 @@ def test_another_shape_is_another_graph():
         made = engine(recorder)
         assert made.capture(packed(6), "aot_eager") is None
         results.append(trained(made, windows))
-    assert made.step.micro_step.captured == 2
+    assert made.step.micro_step.graph_count == 2
     assert_same_bits(*results)
 
 
@@ -193,7 +193,7 @@ def test_the_pool_is_part_of_the_peak_and_is_given_back():
     made.accumulate(ragged(32))
     held, peak = torch.cuda.memory_reserved(CARD), peak_memory_bytes(CARD)
     assert peak > torch.cuda.max_memory_allocated(CARD) + others
-    assert give_back(made.step)
+    assert stop_replaying(made.step)
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved(CARD) < held

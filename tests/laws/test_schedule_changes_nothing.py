@@ -195,7 +195,7 @@ def test_compiled(
     monkeypatch.setattr("monograph.decode.generator.compile_function", wrap)
     generator = machine(4, kinds, layers=1 if count <= 8 else 2, mode="compiled")
     schedules(generator, count, 1, kinds)
-    assert generator.replays.variants <= 4
+    assert generator.replays.variant_count <= 4
 
 
 @pytest.mark.slow(

@@ -15,7 +15,7 @@ from torch import nn
 from batches import captured_to_train, flat_gradient, packed, ragged, tiny_llama
 from monograph import compat
 from monograph.errors import UsageError
-from monograph.graph.capture import capture, release
+from monograph.graph.capture import capture, uncapture
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loss import token_loss
@@ -110,7 +110,7 @@ def test_checkpoints_and_the_loss_that_was_given_stay_as_they_were():
     assert step.loss is not token_loss and step.scope == "blocks"
     twin = copy.deepcopy(step.model)
     step([ragged(3)])
-    release(step)
+    uncapture(step)
     assert (
         step.loss is token_loss
         and step.scope == "none"

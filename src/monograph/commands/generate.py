@@ -471,7 +471,7 @@ def _print_json(written: Generation) -> None:
         "completions": [_completion_values(completion) for completion in done],
         "tokens_per_s": written.tokens / max(seconds, 1e-9),
         "prefill_s": generator.prefill_s,
-        "graphs": generator.replays.variants,
+        "graphs": generator.replays.variant_count,
         "host_syncs_per_token": generator.blocks_read / tokens,
         "device_to_host_bytes_per_token": generator.outbox.bytes_out / tokens,
     }

@@ -461,7 +461,7 @@ class Reader:
 
     def warm_up(self) -> None:
         """Capture every variant of a pass. The cache has no prompt afterwards."""
-        if self._passes.captures:
+        if self._passes.is_capturing:
             for blocks in self.cache.sizes:
                 self._passes.run(WARM_UP, blocks)
             self.forget()

@@ -471,7 +471,7 @@ class Steps:
             begin: called before each variant.
         """
         truncations: tuple[Truncation, ...] = ("window", "search")
-        if self.replays.captures:
+        if self.replays.is_capturing:
             for variant in itertools.product(self.chains, sizes, truncations, (False, True)):
                 begin()
                 self.replays.run(WARM_UP, *variant)

@@ -30,7 +30,7 @@ from monograph.distributed.world import World
 from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.inspect import blocks
-from monograph.graph.lora import kept_state, narrow
+from monograph.graph.lora import checkpoint_state, round_frozen_weights
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.loss import pair
 from monograph.optim import Hyperparameters, Kind, Plane, trainable
@@ -91,7 +91,7 @@ class Shards(ByRank):
         require_rows(step, self.halved)
         kinds = step.optim.kinds(step.model)
         model = step.model
-        self.names = list(kept_state(model))
+        self.names = list(checkpoint_state(model))
         self._empty = hollow(model)
         mesh = init_device_mesh(default_device().type, (self.world.size,))
         if self.by_machine:
@@ -270,7 +270,7 @@ class Shards(ByRank):
         if whole is None:
             whole = copy.deepcopy(self._empty)
             for block in blocks(whole).values():
-                narrow(block, step.precision.product_dtype(torch.float32))
+                round_frozen_weights(block, step.precision.product_dtype(torch.float32))
                 for parameter in block.parameters() if self.halved else ():
                     parameter.data = parameter.data.bfloat16()
             for empty in list(whole.parameters()):

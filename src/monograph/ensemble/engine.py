@@ -27,7 +27,7 @@ from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.compilable import Scope
 from monograph.graph.inspect import unwrap_
-from monograph.graph.lora import kept_state
+from monograph.graph.lora import checkpoint_state
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loop import EngineState
@@ -347,7 +347,9 @@ class Ensemble(Engine):
         """
         # Tensors are copied, as a view of one member would keep the memory of all members alive.
         optimizer = {name: view[member].clone() for name, view in self._buffers().items()}
-        model = {name: tensor.clone() for name, tensor in kept_state(self.members[member]).items()}
+        model = {
+            name: tensor.clone() for name, tensor in checkpoint_state(self.members[member]).items()
+        }
         counters = {
             name: counter.tolist() for name, counter in self.stacked.member_counters(member).items()
         }

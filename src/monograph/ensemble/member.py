@@ -10,7 +10,7 @@ from monograph.engine import Engine
 from monograph.ensemble.engine import Ensemble
 from monograph.errors import UsageError
 from monograph.graph.inspect import write
-from monograph.graph.lora import kept_state
+from monograph.graph.lora import checkpoint_state
 from monograph.loop import EngineState
 from monograph.loss import Batch
 
@@ -72,7 +72,7 @@ class MemberEngine(Engine):
         Raises:
             InputRefused: the state does not fit the member. Then nothing was copied.
         """
-        weights = kept_state(self.model)
+        weights = checkpoint_state(self.model)
         moments = {
             name: stacked[self._number]
             for name, stacked in self._ensemble.state().optimizer.items()

@@ -64,8 +64,8 @@ class Capturable(Protocol):
 
 
 S = TypeVar("S", bound=Capturable)
-# The former value of an attribute that was not on the object, but on its class. None cannot say this,
-# because it may be a real value.
+# Stands for the former value of an attribute that the object itself did not have, only its class.
+# None cannot stand for it, because it may be a real value.
 _UNSET = object()
 
 
@@ -85,9 +85,9 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
         backend: "inductor", or "aot_eager" or "eager", which trace the same graphs without
             generating code. "eager" becomes "aot_eager" if a graph recomputes activations.
         scope: "whole": each function is one graph. "blocks": equal blocks of the model share one
-            graph; the update (`apply`) has its own graph, and so has the loss's `head`, if there is
-            one. The code between them runs eagerly. The time to compile then does not grow with the
-            number of blocks.
+            graph; the update (`apply`) has its own graph, and so has the loss's attribute `head`, if
+            there is one: the function from the last block to the loss. The code between them runs
+            eagerly. The time to compile then does not grow with the number of blocks.
 
     Returns:
         The same step.
@@ -103,7 +103,7 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
             f"capture takes a monograph.Step, not a {type(step).__name__}; an engine has its own capture(window)"
         )
     _refuse_scalar_float64_buffers(step)
-    capture_by(_compiler(step, backend, scope), step, scope)
+    capture_with(_compiler(step, backend, scope), step, scope)
     _start_replaying(step, scope)
     return step
 
@@ -112,8 +112,8 @@ def _compiler(step: Capturable, backend: Backend, scope: Scope) -> Compiler:
     # On a GPU, Inductor's one kernel for torch.cat of k tensors computes all k of them at every element
     # of the result. A kernel for each tensor avoids that.
     options = compat.split_cat_options() if step.device.type == "cuda" else {}
-    backend = _backend_that_recomputes_alike(step, backend, scope)
-    return functools.partial(compiled, backend=backend, more=options)
+    backend = _backend_for_recomputation(step, backend, scope)
+    return functools.partial(compiled, backend=backend, extra_options=options)
 
 
 def _refuse_scalar_float64_buffers(step: Capturable) -> None:
@@ -126,19 +126,19 @@ def _refuse_scalar_float64_buffers(step: Capturable) -> None:
             )
 
 
-def _backend_that_recomputes_alike(step: Capturable, backend: Backend, scope: Scope) -> Backend:
+def _backend_for_recomputation(step: Capturable, backend: Backend, scope: Scope) -> Backend:
     """Return the backend, or "aot_eager" instead of "eager" if graphs recompute activations.
 
     Under "eager", a recomputation would use other random numbers than the forward pass.
     """
-    # Under these policies, graphs do not recompute anything.
-    policies = [Remat.Off(), Remat.Offload()]
+    policies_outside_graphs = [Remat.Off(), Remat.Offload()]
     if scope == "blocks":
-        policies.append(Remat.Full())
-    return "aot_eager" if backend == "eager" and step.remat not in policies else backend
+        policies_outside_graphs.append(Remat.Full())
+    graphs_recompute = step.remat not in policies_outside_graphs
+    return "aot_eager" if backend == "eager" and graphs_recompute else backend
 
 
-def capture_by(compiler: Compiler, step: Capturable, scope: Scope) -> None:
+def capture_with(compiler: Compiler, step: Capturable, scope: Scope) -> None:
     """Do what `capture` does, but with any compiler, and without replays."""
     replacements = [
         AttributeValue(compilable, "function", compiler(compilable.function))
@@ -194,26 +194,26 @@ def replayed(step: Capturable) -> StaticInputs:
 
 def is_replayed(step: Capturable) -> bool:
     """Return whether the step has a recorded micro-step."""
-    return isinstance(step.micro_step, StaticInputs) and step.micro_step.captured > 0
+    return isinstance(step.micro_step, StaticInputs) and step.micro_step.graph_count > 0
 
 
-def give_back(step: Capturable) -> bool:
-    """Free the memory of recorded micro-steps, and run the micro-step without replays from now on.
+def stop_replaying(step: Capturable) -> bool:
+    """Free the memory of recorded micro-steps, and launch the micro-step one by one from now on.
 
     Returns:
         Whether there were recorded micro-steps.
     """
     if not isinstance(step.micro_step, StaticInputs):
         return False
-    return step.micro_step.give_back()
+    return step.micro_step.stop_replaying()
 
 
-def release(step: Capturable) -> None:
+def uncapture(step: Capturable) -> None:
     """Undo a capture: the step runs eagerly again."""
-    replaced = step.replaced
+    former_values = step.replaced
     step.replaced = []
     # In reverse order, so that an attribute that was replaced twice gets its first value back.
-    for owner, name, former_value in reversed(replaced):
+    for owner, name, former_value in reversed(former_values):
         if former_value is _UNSET:
             delattr(owner, name)
         else:
@@ -221,20 +221,21 @@ def release(step: Capturable) -> None:
 
 
 @contextmanager
-def set_aside(step: Capturable) -> Iterator[None]:
+def capture_suspended(step: Capturable) -> Iterator[None]:
     """Undo a step's capture in the `with` block, and restore the same graphs afterwards.
 
     Sampling from the step's module needs this: the blocks' graphs were made for training and
     evaluation, and would be compiled again for each layer's cache.
     """
-    # The present values are the compiled functions. They are set again after the block, so nothing
-    # has to be compiled again.
-    captured = [AttributeValue(owner, name, vars(owner)[name]) for owner, name, _ in step.replaced]
-    release(step)
+    # These are the compiled functions, so nothing has to be compiled again after the `with` block.
+    compiled_values = [
+        AttributeValue(owner, name, vars(owner)[name]) for owner, name, _ in step.replaced
+    ]
+    uncapture(step)
     try:
         yield
     finally:
-        step.replaced = [_replace(replacement) for replacement in captured]
+        step.replaced = [_replace(replacement) for replacement in compiled_values]
 
 
 def _replacements_of_blocks(step: Capturable, compiler: Compiler) -> list[AttributeValue]:
@@ -245,8 +246,8 @@ def _replacements_of_blocks(step: Capturable, compiler: Compiler) -> list[Attrib
             "the module has no block, which is a module with submodules inside an nn.ModuleList or nn.Sequential: "
             "capture it as a whole"
         )
-    # Linear layers of several blocks may have been joined to one family, whose weights are multiplied
-    # together. A graph of one block must not contain the layers of others.
+    # Linear layers of several blocks may have been fused into one product. A graph of one block must
+    # not contain the layers of others.
     split_families_at_blocks(step.model)
     # The shared function is compiled once for each kind of block, and torch's default limit is
     # eight.
@@ -258,14 +259,16 @@ def _replacements_of_blocks(step: Capturable, compiler: Compiler) -> list[Attrib
     for block in model_blocks.values():
         owner, name = recompute.forward_to_compile(block)
         forward = getattr(owner, name)
-        function = getattr(forward, "__func__", None)
-        if function:
+        method_function = getattr(forward, "__func__", None)
+        if method_function:
             # Dynamo shares a graph between blocks only if the block is an argument of the compiled
             # function (dev/log.md).
-            captured: Callable[..., Any] = functools.partial(call_block, function, block)
+            compiled_forward: Callable[..., Any] = functools.partial(
+                call_block, method_function, block
+            )
         else:  # the forward is not a method, but a function that was set on the block
-            captured = compiler(forward)
-        replacements.append(AttributeValue(owner, name, captured))
+            compiled_forward = compiler(forward)
+        replacements.append(AttributeValue(owner, name, compiled_forward))
     head = getattr(step.loss, "head", None)
     if head is not None:
         loss: Any = copy.copy(step.loss)  # the caller's own loss is not changed
@@ -289,16 +292,13 @@ def _replace(replacement: AttributeValue) -> AttributeValue:
 
 
 class CaptureFailed(UsageError):
-    """The error of a function that cannot be captured as one graph.
-
-    Its message is the line that `reason` makes of torch's error.
-    """
+    """The error of a function that cannot be captured as one graph; its message is one line."""
 
 
 def compiled(
     function: Callable[..., Any],
     backend: Backend = "inductor",
-    more: Mapping[str, Any] = types.MappingProxyType({}),
+    extra_options: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Callable[..., Any]:
     """Return the function compiled as one full graph with static shapes.
 
@@ -307,7 +307,7 @@ def compiled(
     Args:
         function: the function.
         backend: see `capture`.
-        more: further options of Inductor.
+        extra_options: options of Inductor beside those that every function gets.
 
     Raises:
         CaptureFailed: torch cannot trace or compile the function; a call raises it.
@@ -355,7 +355,7 @@ def compiled(
                 "joint_custom_pre_pass": rewrite_convolutions,
                 "joint_custom_post_pass": mark_recomputed,
             }
-            | {**more}
+            | {**extra_options}
         )
     compiler = compat.aot_eager() if backend == "aot_eager" else backend
     graph = torch.compile(
@@ -363,7 +363,7 @@ def compiled(
     )
 
     @functools.wraps(function)
-    def captured(*arguments: object, **keywords: object) -> Any:
+    def call_graph(*arguments: object, **keywords: object) -> Any:
         if compat.makes_fake_tensors():  # torch.compile refuses to trace in a dispatch mode
             return function(*arguments, **keywords)
         try:
@@ -381,7 +381,7 @@ def compiled(
         # dozens of lines say no more than the reason. TORCH_LOGS="+dynamo" shows more.
         raise failure
 
-    return captured
+    return call_graph
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -394,10 +394,12 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
         return types.MethodType(_with_own_code(function.__func__), function.__self__)
     if not isinstance(function, types.FunctionType):
         return function
-    code = function.__code__.replace()
-    scope = function.__globals__
     copied = types.FunctionType(
-        code, scope, function.__name__, function.__defaults__, function.__closure__
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     copied.__kwdefaults__ = function.__kwdefaults__
     copied.__module__ = function.__module__
@@ -409,6 +411,7 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 def reason(error: BaseException) -> str:
     """Return one line that says why a capture failed and how to fix it, from torch's error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A backend that raised an exception is quoted by torch in one line.
     raised = next((line for line in lines if "raised exception" in line), None)
     if raised:
         return raised.partition("raised exception ")[2]
@@ -419,8 +422,10 @@ def reason(error: BaseException) -> str:
             "write the buffer in place"
         )
     # A C++ compiler's or linker's own message says more than torch's first line.
-    native = next((line for line in lines if ": error:" in line or "cannot find" in line), None)
-    problem = native or next(
+    compiler_error = next(
+        (line for line in lines if ": error:" in line or "cannot find" in line), None
+    )
+    problem = compiler_error or next(
         (line for line in lines if not line.endswith("raised:")), type(error).__name__
     )
     # The innermost frame outside of torch is the line that the user can change.

@@ -156,11 +156,7 @@ def _rewrite_gradients(graph: Graph, node: Node) -> None:
     if groups == 1 and not needs_input_grad and grad.target in _VIEWS:
         members = _members_sharing_input(grad.args[0], grad)
     needs_weight_grad_alone = needs_weight_grad and not needs_bias_grad
-    if (
-        not needs_weight_grad_alone
-        or transposed
-        or not _is_faster_by_group(grad, weight, members)
-    ):
+    if not needs_weight_grad_alone or transposed or not _is_faster_by_group(grad, weight, members):
         return
     with graph.inserting_before(node):
         operands = [

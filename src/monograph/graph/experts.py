@@ -254,7 +254,7 @@ class FrozenExperts(FrozenWeight, ExpertLinear):
     def forward(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
         """Apply each expert as `ExpertLinear` does, in the dtype of `product_dtype`."""
         # An `Int8Weight` stores two tensors, an `NF4Weight` five; the product takes five.
-        stored = (*self.stored(), None, None, None)[:5]
+        stored = (*self.stored_tensors(), None, None, None)[:5]
         output: Tensor = _DequantisedProduct.apply(
             input.to(product_dtype(input)), ends_E, self.shape, *stored
         )

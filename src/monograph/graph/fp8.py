@@ -138,16 +138,24 @@ class _Linear(torch.autograd.Function):
         # rounded again in the backward pass; its rounded copy would take more memory until then.
         ctx.save_for_backward(x8_MK, x_inverse_scale, weight_NK)
         ctx.input_dtype = x_MK.dtype
-        return compat.scaled_mm(x8_MK, w8_NK.t(), x_inverse_scale, w_inverse_scale, torch.bfloat16, fast=True)
+        return compat.scaled_mm(
+            x8_MK, w8_NK.t(), x_inverse_scale, w_inverse_scale, torch.bfloat16, fast=True
+        )
 
     @staticmethod
     def backward(ctx: _LinearContext, dy_MN: Tensor) -> tuple[Tensor, Tensor]:
         x8_MK, x_inverse_scale, weight_NK = ctx.saved_tensors
         dy8_MN, dy_inverse_scale = quantised(dy_MN, BACKWARD_DTYPE)
         w8_NK, w_inverse_scale = quantised(weight_NK, FORWARD_DTYPE)
-        dx_MK = compat.scaled_mm(dy8_MN, _column_major(w8_NK), dy_inverse_scale, w_inverse_scale, ctx.input_dtype)
+        dx_MK = compat.scaled_mm(
+            dy8_MN, _column_major(w8_NK), dy_inverse_scale, w_inverse_scale, ctx.input_dtype
+        )
         dw_NK = compat.scaled_mm(
-            dy8_MN.t().contiguous(), _column_major(x8_MK), dy_inverse_scale, x_inverse_scale, weight_NK.dtype
+            dy8_MN.t().contiguous(),
+            _column_major(x8_MK),
+            dy_inverse_scale,
+            x_inverse_scale,
+            weight_NK.dtype,
         )
         return dx_MK, dw_NK
 

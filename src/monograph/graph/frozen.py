@@ -1,6 +1,6 @@
-"""Linear layers with frozen weights in 8 or 4 bits.
+"""Linear layers with frozen weights in 8 or 4 bits, as QLoRA trains adapters on.
 
-No dense weight is kept from the forward to the backward pass.
+A dense weight is made for each product, and none is kept from the forward to the backward pass.
 
 Shapes: N outputs, K inputs, E experts, C = ceil(N K / 64) blocks of S = 64 numbers,
 G = ceil(C / 256) groups of 256 blocks.
@@ -41,14 +41,14 @@ MIN_ROW_SCALE = torch.finfo(torch.float32).eps  # for rows of zeros, whose scale
 
 
 class FrozenWeight(nn.Module):
-    """A layer whose weight, [N, K] or [E, N, K] of experts, is kept in few bits."""
+    """Base class of layers whose weight, [N, K] or [E, N, K] of experts, is stored in few bits."""
 
     out_features: int
     in_features: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the weight's shape."""
+        """Return the shape of the dense weight."""
         experts = (self.experts,) if hasattr(self, "experts") else ()
         return (*experts, self.out_features, self.in_features)
 
@@ -56,13 +56,13 @@ class FrozenWeight(nn.Module):
         """Round a weight to codes and scales, and replace it by them."""
         raise NotImplementedError
 
-    def stored(self) -> tuple[Tensor, ...]:
-        """Return the codes and scales, in the order in which `dense_of` takes them."""
+    def stored_tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that store the weight, in the order in which `dense_of` takes them."""
         raise NotImplementedError
 
     def dense(self) -> Tensor:
         """Return the dequantised weight, fp32."""
-        return dense_of(self.shape, *self.stored())
+        return dense_of(self.shape, *self.stored_tensors())
 
 
 def dense_of(
@@ -99,7 +99,7 @@ class Int8Weight(FrozenWeight):
         codes = (weight * scale_N.reciprocal()[..., None]).round().clamp(-128, 127).to(torch.int8)
         _replace_weight(self, codes=codes, scales=scale_N)
 
-    def stored(self) -> tuple[Tensor, ...]:
+    def stored_tensors(self) -> tuple[Tensor, ...]:
         """Return the codes and scales."""
         return self.codes, self.scales  # type: ignore[return-value]
 
@@ -116,14 +116,18 @@ class Int8Linear(Int8Weight, nn.Linear):
 class NF4Weight(FrozenWeight):
     """A layer whose weight is 4-bit codes with a scale for each block of 64: 0.516 bytes a weight.
 
-        W[i] = NF4[code[i]] scale[c],   scale[c] = max |W of block c| ~ mean + levels[c] / steps[g]
+        W[i] = NF4[code[i]] scale[c],   scale[c] = max |W of block c|
 
-    Block c is 64 consecutive numbers of the flattened weight. Group g is 256 consecutive blocks.
+    Block c is 64 consecutive numbers of the flattened weight. Group g is 256 consecutive blocks. The
+    scales are rounded as well, in steps that are equal within a group:
+
+        levels[c] = round((scale[c] - mean) steps[g]),   so scale[c] ~ mean + levels[c] / steps[g]
+
     The parameters below, without gradients, take the place of `weight`.
 
     Attributes:
         codes: [ceil(N K / 2)] uint8, two codes each, the first of them in the upper bits.
-        levels: [C] int8, the blocks' scales less their mean, in steps of the group.
+        levels: [C] int8, the blocks' rounded scales.
         steps: [G] fp32, levels per unit of scale.
         mean: [] fp32, the mean of the scales.
         table: the 16 numbers of `NF4`; a buffer.
@@ -138,16 +142,18 @@ class NF4Weight(FrozenWeight):
         blocks_CS = (F.pad(flat, (0, padding)) if padding else flat).view(-1, BLOCK)
         scale_C = blocks_CS.abs().amax(1)
         mean = scale_C.mean()
-        difference_C = scale_C - mean
-        groups = F.pad(difference_C, (0, -len(difference_C) % GROUP)).view(-1, GROUP)
-        steps_G = 128 / groups.abs().amax(1).clamp_min(tiny)
-        levels = (groups * steps_G[:, None]).round().clamp(-128, 127).flatten()[: len(scale_C)]
+        deviation_C = scale_C - mean
+        group_padding = -len(deviation_C) % GROUP
+        deviation_by_group = F.pad(deviation_C, (0, group_padding)).view(-1, GROUP)  # [G, 256]
+        steps_G = 128 / deviation_by_group.abs().amax(1).clamp_min(tiny)
+        levels_by_group = (deviation_by_group * steps_G[:, None]).round().clamp(-128, 127)
+        levels_C = levels_by_group.flatten()[: len(scale_C)]
         table = torch.tensor(NF4, device=flat.device)
-        edges = (table[1:] + table[:-1]) / 2
+        edges = (table[1:] + table[:-1]) / 2  # a number is rounded to the nearest of the table
         # A block of zeros has the scale 0, and 0 / 0 would be NaN.
         divisor_C1 = scale_C.clamp_min(tiny)[:, None]
-        # int32 codes, and a quotient that is freed at once: at most three times the weight is in
-        # memory, instead of five times.
+        # Codes are int32 at first, and the quotient is freed at once. So at most three times the
+        # weight's bytes are in memory, instead of five times.
         codes = (
             torch.bucketize(blocks_CS / divisor_C1, edges, out_int32=True).to(torch.uint8).flatten()
         )
@@ -155,15 +161,15 @@ class NF4Weight(FrozenWeight):
         _replace_weight(
             self,
             codes=packed.clone(),  # because a slice would keep the padded codes in memory
-            levels=levels.to(torch.int8),
+            levels=levels_C.to(torch.int8),
             steps=steps_G,
             mean=mean,
         )
         # Not part of a checkpoint, because it is constant.
         self.register_buffer("table", table, persistent=False)
 
-    def stored(self) -> tuple[Tensor, ...]:
-        """Return the codes, scales and the table."""
+    def stored_tensors(self) -> tuple[Tensor, ...]:
+        """Return the codes, what the scales are made of, and the table."""
         return self.codes, self.levels, self.steps, self.mean, self.table  # type: ignore[return-value]
 
 
@@ -173,13 +179,13 @@ class NF4Linear(NF4Weight, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N] in the input's dtype, or in autocast's."""
         output: Tensor = _NF4Product.apply(
-            input.to(product_dtype(input)), *self.stored(), *self.shape
+            input.to(product_dtype(input)), *self.stored_tensors(), *self.shape
         )
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Return the number of a module's parameters.
+    """Return the number of elements of a module's parameters.
 
     Tied parameters count once. A quantised weight counts as its dense weight.
     """
@@ -202,7 +208,7 @@ def _replace_weight(layer: nn.Module, **tensors: Tensor) -> None:
 class _Int8Product(torch.autograd.Function):
     """Compute y = (x codes^T) scale and dx = (dy scale) codes.
 
-    The codes are exact in bf16 too, which holds all integers up to 256.
+    The codes, -128 .. 127, are exact in bf16 too, which represents all integers up to 256.
     """
 
     generate_vmap_rule = True  # an ensemble runs its members under vmap
@@ -215,12 +221,14 @@ class _Int8Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
+        _x, codes_NK, scale_N = inputs
+        ctx.save_for_backward(codes_NK, scale_N)
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         codes_NK, scale_N = ctx.saved_tensors
-        return (dy * scale_N).to(dy.dtype) @ codes_NK.to(dy.dtype), None, None
+        dx = (dy * scale_N).to(dy.dtype) @ codes_NK.to(dy.dtype)
+        return dx, None, None
 
 
 class _NF4Context(Context):
@@ -252,21 +260,27 @@ class _NF4Product(torch.autograd.Function):
         inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int],
         output: Tensor,
     ) -> None:
-        ctx.save_for_backward(*inputs[1:-2])
-        ctx.shape = inputs[-2:]
+        _x, codes, levels_C, steps_G, mean, table, N, K = inputs
+        ctx.save_for_backward(codes, levels_C, steps_G, mean, table)
+        ctx.shape = N, K
 
     @staticmethod
     def backward(ctx: _NF4Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         codes, levels_C, steps_G, mean, table = ctx.saved_tensors
         weight_NK = _dense_of_nf4(codes, levels_C, steps_G, mean, table, *ctx.shape)
-        return dy @ weight_NK.to(dy.dtype), *[None] * 7
+        no_grads = [None] * 7  # of the arguments after x
+        return dy @ weight_NK.to(dy.dtype), *no_grads
 
 
 def _dense_of_nf4(
     codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, *shape: int
 ) -> Tensor:
+    """Return the dense weight of an `NF4Weight` in fp32, by the equations of that class."""
+    # `output_size` saves a GPU the wait in which the host would read it.
     steps_C = steps_G.repeat_interleave(GROUP, output_size=len(steps_G) * GROUP)[: len(levels_C)]
     scale_C = levels_C / steps_C + mean
-    numbers = table[torch.stack([codes >> 4, codes & 15], -1).flatten().int()]
-    blocks = F.pad(numbers, (0, -len(numbers) % BLOCK)).view(-1, BLOCK) * scale_C[:, None]
-    return blocks.flatten()[: math.prod(shape)].view(shape)
+    unpacked = torch.stack([codes >> 4, codes & 15], -1).flatten()
+    quantiles = table[unpacked.int()]
+    quantiles_CS = F.pad(quantiles, (0, -len(quantiles) % BLOCK)).view(-1, BLOCK)
+    blocks_CS = quantiles_CS * scale_C[:, None]
+    return blocks_CS.flatten()[: math.prod(shape)].view(shape)

@@ -101,9 +101,7 @@ def outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
     right_BCK = _in_blocks(right_PK, blocks)
     group_E = torch.arange(len(ends_E), device=ends_E.device)
     sum_dtype = torch.promote_types(left_PN.dtype, torch.float32)
-    sum_EX = left_PN.new_zeros(
-        len(ends_E), left_PN.shape[1] * right_PK.shape[1], dtype=sum_dtype
-    )
+    sum_EX = left_PN.new_zeros(len(ends_E), left_PN.shape[1] * right_PK.shape[1], dtype=sum_dtype)
     for chunk in _chunks(blocks, sum_EX.shape[1]):
         outer_BNK = left_BCN[chunk].mT @ right_BCK[chunk]
         # Blocks are added up by a product with zeros and ones, because `index_add_` adds in an

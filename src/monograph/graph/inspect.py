@@ -1,5 +1,5 @@
-"""Inspect a module: its state, shared memory, blocks, modes, buffers, and the linear layers that
-take adapters.
+"""Inspect any module: its state dict, memory that tensors share, blocks, training modes, buffers,
+and the linear layers that can have adapters.
 """
 
 import copy
@@ -215,7 +215,7 @@ def uncompiled_module(module: M) -> M:
 
 
 def unwrapped(module: M) -> M:
-    """Return the module without `torch.compile`'s wrappers, which would add to the names of state.
+    """Return the module without `torch.compile`'s wrappers, whose names would be in the state dict.
 
     The module itself is not changed: modules that contain a wrapper are copied. The copies share
     all tensors.
@@ -234,7 +234,7 @@ def unwrapped(module: M) -> M:
 def unwrap_(module: M) -> M:
     """Remove `torch.compile`'s wrappers from a module in place, and return it.
 
-    The whole step is compiled instead.
+    A capture compiles the whole step instead.
     """
     module = uncompiled_module(module)
     for parent in list(module.modules()):
@@ -272,12 +272,12 @@ def parameter_blocks(module: nn.Module) -> dict[str, str]:
     """
     block_names = list(blocks(module))
     block_of = dict[str, str]()
-    outside = "before"
+    name_outside_blocks = "before"
     for name, _ in module.named_parameters():
         block = next((block for block in block_names if name.startswith(f"{block}.")), None)
         if block:
-            outside = "after"
-        block_of[name] = block or outside
+            name_outside_blocks = "after"
+        block_of[name] = block or name_outside_blocks
     return block_of
 
 
@@ -285,7 +285,7 @@ def parameter_blocks(module: nn.Module) -> dict[str, str]:
 def running_modules(module: nn.Module) -> Iterator[list[str]]:
     """Yield a list of the modules whose forward pass is running, as `name (Class)`, innermost last.
 
-    The list is updated as modules run. A module that raised stays in it.
+    The list changes as modules run. A module that raises an error stays in it.
     """
     stack: list[str] = []
     names = {child: name or type(module).__name__ for name, child in module.named_modules()}
@@ -298,7 +298,8 @@ def running_modules(module: nn.Module) -> Iterator[list[str]]:
 
     with ExitStack() as hooks:
         for child in names:
-            # Before the module's own hooks, so that it is in the list if one of them raises.
+            # This hook runs before the module's own, so that the module is in the list if one of
+            # them raises an error.
             hooks.enter_context(child.register_forward_pre_hook(enter, prepend=True))
             hooks.enter_context(child.register_forward_hook(leave))
         yield stack
@@ -309,9 +310,9 @@ def buffers_kept(*modules: object) -> Iterator[None]:
     """Restore the modules' buffers, such as running means, after the `with` block.
 
     Buffers that the block replaced by other tensors are restored too. So are frozen parameters,
-    since a forward pass may write a teacher's, unless they are together larger than the trained
-    ones: a copy of an adapter's base would take too much memory. Objects that are not modules, such
-    as a loss function, are ignored.
+    since a forward pass may write those of a teacher. They are left alone if they are together
+    larger than the trained ones: a copy of an adapter's base would take too much memory. Objects
+    that are not modules, such as a loss function, are ignored.
     """
     submodules = [
         submodule
@@ -338,7 +339,7 @@ def buffers_kept(*modules: object) -> Iterator[None]:
         yield
     finally:
         for parameter, parameter_copy in zip(frozen, frozen_copies, strict=True):
-            # Unchanged mapped weights must not be written: they lie in a file.
+            # An unchanged parameter is not written: it may lie in a mapped file.
             if not torch.equal(parameter, parameter_copy):
                 parameter.data.copy_(parameter_copy)
         for (owner, name, buffer), buffer_copy in zip(buffers, buffer_copies, strict=True):
@@ -353,7 +354,8 @@ def write(tensor: Tensor, value: Tensor) -> None:
     torch refuses to write an expanded tensor, so each element in memory is written once.
     """
     if tensor.layout == torch.strided and 0 in tensor.stride():
-        # The whole of each dimension, or its first index if all its indices are one element.
+        # All indices of an expanded dimension, whose stride is 0, are one element: the first is
+        # enough.
         distinct = tuple(slice(None if stride else 1) for stride in tensor.stride())
         tensor = tensor[distinct]
         value = value[distinct]
@@ -468,14 +470,14 @@ def _unknown_target_message(
 ) -> str:
     last_parts = sorted({name.rpartition(".")[2] for name in candidates})
     existing = f"there are {', '.join(last_parts[:_MAX_NAMES_SHOWN])}"
-    named = [
+    called_so = [
         (name, layer)
         for name, layer in module.named_modules()
         if name and _names_ending_in(target, [name])
     ]
-    if not named:
+    if not called_so:
         return f"lora.targets: no linear layer is called {target!r}; {existing}"
-    name, layer = named[0]
+    name, layer = called_so[0]
     if layer is head_of(module):
         return f"lora.targets: {name} is the head, whose weight the loss reads without calling it; {existing}"
     return (

@@ -2,10 +2,10 @@
 
 The base weights, which are frozen, keep their names and bits. The rows of a few tokens in embedding
 and head may be trained along with the adapters (`monograph.graph.token_rows`). `plain_parameters`
-yields the weights with adapters merged in, one at a time. `narrow` rounds frozen weights to the
-16-bit dtype in which matrix products read them.
+yields the weights with adapters merged in, one at a time. `round_frozen_weights` rounds frozen
+weights to the 16-bit dtype in which matrix products read them.
 
-Source: Hu et al. 2021, "LoRA", arXiv 2106.09685; Kalajdzievski 2023, "rsLoRA", arXiv 2312.03732;
+Sources: Hu et al. 2021, "LoRA", arXiv 2106.09685; Kalajdzievski 2023, "rsLoRA", arXiv 2312.03732;
 Liu et al. 2024, "DoRA", arXiv 2402.09353. The order of operations, initial values and names are
 PEFT's.
 
@@ -41,6 +41,7 @@ from monograph.ranges import ABOVE_0, COUNT, DECAY
 
 Place = torch.device | None  # None: the device of the weights
 Base = Literal["auto", "int8", "nf4"]
+# For each format of the base, the classes of linear layers and of experts.
 BASES: dict[str, tuple[type[FrozenWeight], type[FrozenWeight]]] = {
     "int8": (Int8Linear, Int8Experts),
     "nf4": (NF4Linear, NF4Experts),
@@ -64,8 +65,8 @@ class Lora:
             order.
         rslora: whether `scale` is alpha / sqrt(rank) instead, so that a larger rank does not learn
             more slowly.
-        dora: whether the length of each row of a weight is trained separately from its direction,
-            see `Adapted`.
+        dora: whether the length of each row of a weight (the magnitude) is trained separately from
+            its direction, see `Adapted`.
     """
 
     rank: int = 16
@@ -105,8 +106,8 @@ class Factor(nn.Linear):
 class Adapted(nn.Linear):
     """Base class of linear layers with an adapter.
 
-        y = W x + b + s B A D(x)
-        y = W x + b + g (W D(x) + s B A D(x)) - W D(x),   g = m / ||W + s B A||     with a magnitude
+        y = W x + b + s B A D(x)                                                    without DoRA
+        y = W x + b + g (W D(x) + s B A D(x)) - W D(x),   g = m / ||W + s B A||     with DoRA
 
     D is dropout in training, and the identity otherwise. Norms are those of rows, and constants in
     the backward pass (DoRA, section 4.3).
@@ -115,8 +116,8 @@ class Adapted(nn.Linear):
         lora_A: its weight is A, [R, K].
         lora_B: its weight is B, [N, R].
         lora_dropout: D.
-        lora_magnitude_vector: m, [N]; None without a magnitude.
-        lora_norms: [N], the norms of the rows of W; only with a magnitude.
+        lora_magnitude_vector: m, [N]; None without DoRA.
+        lora_norms: [N], the norms of the rows of W; only with DoRA.
         scale: s.
     """
 
@@ -137,23 +138,23 @@ class Adapted(nn.Linear):
         if has_dropout or not torch.is_autocast_enabled(input.device.type):
             input = input.to(self.lora_A.weight.dtype)
         dropped = self.lora_dropout(input)
-        inner = self.lora_A(dropped)
+        low_rank = self.lora_A(dropped)
         if torch.compiler.is_compiling():
             # In a graph, scaling [..., R] is cheaper than scaling [..., N], forward and backward,
             # and no scaled copy is kept.
-            change = self.lora_B(inner * self.scale)
+            adapter_output = self.lora_B(low_rank * self.scale)
         else:
             # Eager code has PEFT's order of operations, and so its bits.
-            change = self.lora_B(inner) * self.scale
+            adapter_output = self.lora_B(low_rank) * self.scale
         if self.lora_magnitude_vector is None:
-            return (output + change).to(output.dtype)
+            return (output + adapter_output).to(output.dtype)
+        # W D(x) and A W^T, which the norms need; the latter costs as much as R more tokens. The
+        # forward pass of the base class adds the bias, which is subtracted again.
         is_dropping = has_dropout and self.training
         base = super().forward(dropped.to(input_dtype)) if is_dropping else output
         A = self.lora_A.weight.detach()
         scaled_B = self.lora_B.weight.detach() * self.scale
-        # A W^T, which the norms need. It costs as much as R more tokens.
         base_of_A = super().forward(A.to(input_dtype))
-        # The layer's forward pass adds the bias, which is no part of W.
         if self.bias is not None:
             base = base - self.bias
             base_of_A = base_of_A - self.bias
@@ -161,15 +162,15 @@ class Adapted(nn.Linear):
         gain = self.lora_magnitude_vector / norms
         # In this order of operations the output has the base's bits where m is the norm, and only
         # one tensor is kept for the backward pass.
-        return (output + (gain * (base + change) - base)).to(output.dtype)
+        return (output + (gain * (base + adapter_output) - base)).to(output.dtype)
 
 
 class ExpertFactor(ExpertLinear):
-    """One of the two stacks of matrices that adapt experts."""
+    """One of the two stacks of matrices, lora_A and lora_B, that adapt experts."""
 
 
 class AdaptedExperts(ExpertLinear):
-    """Experts with an adapter for each.
+    """Base class of experts with an adapter for each expert e.
 
         y = W_e x + s B_e A_e D(x)
 
@@ -183,10 +184,10 @@ class AdaptedExperts(ExpertLinear):
     scale: float
 
     def forward(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
-        """Map rows as `ExpertLinear` does."""
+        """Apply each expert as `ExpertLinear` does."""
         output = super().forward(input, ends_E)
-        inner = self.lora_A(self.lora_dropout(input), ends_E)
-        return (output + self.lora_B(inner * self.scale, ends_E)).to(output.dtype)
+        low_rank = self.lora_A(self.lora_dropout(input), ends_E)
+        return (output + self.lora_B(low_rank * self.scale, ends_E)).to(output.dtype)
 
 
 class LoraInt8Experts(AdaptedExperts, Int8Experts):
@@ -211,6 +212,7 @@ class LoraNF4Linear(Adapted, NF4Linear):
 
 FACTORS = (Factor, ExpertFactor)
 AnyAdapted = Adapted | AdaptedExperts
+# The class that a layer of a class gets with its adapter; for all other layers it is `LoraLinear`.
 ADAPTED: dict[type[nn.Module], type[AnyAdapted]] = {
     Int8Linear: LoraInt8Linear,
     NF4Linear: LoraNF4Linear,
@@ -246,9 +248,10 @@ def adapt(
         The adapted layers by name.
 
     Raises:
-        UsageError: a target matches nothing, a layer that is not a plain linear layer, the head, a
-            layer that shares its weight, or experts with `dora`; the module has adapters or fused
-            siblings already; the rows of tokens cannot be trained, see `put_rows`.
+        UsageError: a target matches no layer, or matches a layer that cannot have an adapter: one
+            that is not a plain linear layer, the head, one that shares its weight, or experts with
+            `dora`; the module has adapters or fused siblings already; the rows of tokens cannot be
+            trained, see `put_rows`.
     """
     module = inspect.unwrap_(module)
     if families(module):
@@ -264,24 +267,10 @@ def adapt(
     for parameter in module.parameters():
         parameter.requires_grad_(id(parameter) in token_rows)
     if lora.base != "auto":
-        shared = inspect.shared_parameters(module)
-        for layer in (
-            *inspect.linear_layers(module).values(),
-            *inspect.expert_layers(module).values(),
-        ):
-            weight = layer.weight
-            # Another layer reads a shared weight, and needs it dense.
-            if id(weight) in shared:
-                continue
-            linear_class, expert_class = BASES[lora.base]
-            layer.__class__ = expert_class if isinstance(layer, ExpertLinear) else linear_class
-            layer.freeze(weight)  # type: ignore[operator]
-            # Layer by layer, so that the device never holds the base before it is quantised.
-            if device is not None:
-                layer.to(device)
+        _quantise_base(module, lora.base, device)
     for name, layer in chosen.items():
         _adapt(layer, lora, f"{seed} {name}.lora_A.weight", device, dtype)
-    measure(module)
+    store_row_norms(module)
     return adapters(module)
 
 
@@ -302,21 +291,40 @@ def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | Expert
     return chosen
 
 
+def _quantise_base(module: nn.Module, base: str, device: Place) -> None:
+    """Store the weights of experts and of all linear layers except the head as `Lora.base` says."""
+    linear_class, expert_class = BASES[base]
+    shared = inspect.shared_parameters(module)
+    for layer in (
+        *inspect.linear_layers(module).values(),
+        *inspect.expert_layers(module).values(),
+    ):
+        weight = layer.weight
+        # Another layer reads a shared weight, and needs it dense.
+        if id(weight) in shared:
+            continue
+        layer.__class__ = expert_class if isinstance(layer, ExpertLinear) else linear_class
+        layer.freeze(weight)  # type: ignore[operator]
+        # Layer by layer, so that the device never holds the base before it is quantised.
+        if device is not None:
+            layer.to(device)
+
+
 @torch.no_grad()
-def measure(module: nn.Module, fresh: bool = True) -> None:
-    """Store the norms of the rows of W in each layer with a magnitude.
+def store_row_norms(module: nn.Module, reset_magnitudes: bool = True) -> None:
+    """Store the norms of the rows of W, `lora_norms`, in each layer that is adapted by DoRA.
 
     It must be called again after W was rounded.
 
     Args:
         module: a module with adapters.
-        fresh: whether the magnitudes are set to these norms, too, as in a new adapter.
+        reset_magnitudes: whether the magnitudes are set to these norms, as in a new adapter.
     """
     for layer in adapters(module).values():
         if layer.lora_magnitude_vector is not None:
             norms = row_norms(_base_weight(layer)).to(layer.lora_magnitude_vector.device)
             layer.register_buffer("lora_norms", norms, persistent=False)
-            if fresh:
+            if reset_magnitudes:
                 layer.lora_magnitude_vector.copy_(norms)
 
 
@@ -342,6 +350,7 @@ def _adapt(
         device: see `adapt`.
         dtype: see `adapt`.
     """
+    # The weight, or the first of the parameters that store it in few bits.
     weight = next(p for name, p in layer.named_parameters() if name != "bias")
     if dtype is None:
         is_wide = kept_dtype(weight) in (torch.float32, torch.float64)
@@ -378,11 +387,11 @@ def _adapt(
 
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
-    """Turn every adapted layer, one after another, into a plain linear layer that computes the same.
+    """Turn every adapted layer, one after another, into a plain layer that computes the same.
 
-    A quantised weight becomes dense: in the dtype of all other weights if they share one, else in
-    fp32. The rows of tokens are written into their tables. Frozen weights stay frozen. See
-    `merged`.
+    Its weight is `merged(layer)`. A quantised weight becomes dense: in the dtype of all other
+    weights if they have the same one, else in fp32. The trained rows of tokens are written into
+    their tables. Frozen weights stay frozen.
     """
     dense_modules = [m for m in module.modules() if not isinstance(m, (*FACTORS, FrozenWeight))]
     dtypes = {kept_dtype(p) for m in dense_modules for p in m.parameters(recurse=False)}
@@ -407,7 +416,7 @@ def merge(module: nn.Module) -> None:
 def merged(layer: AnyAdapted) -> Tensor:
     """Return a layer's weight with its adapter merged in.
 
-        round(W + s B A),   with a magnitude  round(g (W + s B A))
+        round(W + s B A),   with DoRA  round(g (W + s B A)),  see `Adapted`
 
     The sum is fp32, or fp64 if W or B is, and is rounded once to W's dtype.
 
@@ -418,23 +427,23 @@ def merged(layer: AnyAdapted) -> Tensor:
     weight_dtype = kept_dtype(weight)
     adapted_dtype = torch.promote_types(weight_dtype, layer.lora_B.weight.dtype)
     sum_dtype = torch.promote_types(adapted_dtype, torch.float32)
-    change = layer.lora_B.weight.to(sum_dtype) @ layer.lora_A.weight.to(sum_dtype)
-    total = weight.detach().to(sum_dtype, copy=True).add_(change, alpha=layer.scale)
+    B_A = layer.lora_B.weight.to(sum_dtype) @ layer.lora_A.weight.to(sum_dtype)
+    total = weight.detach().to(sum_dtype, copy=True).add_(B_A, alpha=layer.scale)
     magnitude = layer.lora_magnitude_vector
     if magnitude is not None:
         total *= (magnitude.to(sum_dtype) / row_norms(total).to(magnitude.dtype))[:, None]
     return total.to(weight_dtype)
 
 
-def kept_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state for a checkpoint.
+def checkpoint_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint holds of a module's state dict.
 
-    It is the whole state dict, or without frozen parameters if the module has adapters.
+    It is the whole state dict; if the module has adapters, the frozen parameters are left out.
     """
     state = inspect.unique_state(module)
     if not adapters(module):
         return state
-    # All names of tied parameters, because the state may have any of them.
+    # Tied parameters are listed with all their names, because the state may have any of them.
     frozen_names = {
         name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad
     }
@@ -451,7 +460,7 @@ def may_start_without_gradient(name: str) -> bool:
 
 
 class Plain(NamedTuple):
-    """A parameter of the merged module.
+    """A parameter of a plain module, such as `merge` makes, which need not be in memory.
 
     Attributes:
         name: its name.
@@ -512,7 +521,7 @@ def _read(
     return require_finite(value, name)
 
 
-def narrow(
+def round_frozen_weights(
     module: nn.Module, dtype: torch.dtype, more: Iterable[nn.Module] = (), device: Place = None
 ) -> None:
     """Round the frozen fp32 weights and biases of linear layers, including the head, in place.
@@ -525,17 +534,20 @@ def narrow(
         more: other modules whose weights are read in that dtype only.
         device: where these weights are moved, one after another; None: they are not moved.
     """
-    readers: set[nn.Module] = {
+    rounding_modules: set[nn.Module] = {
         m for m in module.modules() if isinstance(m, MATMUL_MODULES) and not isinstance(m, FACTORS)
     }
-    readers |= set(more)
+    rounding_modules |= set(more)
     # A weight that another module reads as well, such as a tied embedding, keeps its precision.
     read_elsewhere = {
-        id(p) for m in module.modules() if m not in readers for p in m.parameters(recurse=False)
+        id(p)
+        for m in module.modules()
+        if m not in rounding_modules
+        for p in m.parameters(recurse=False)
     }
     parameters = {
         id(p): p
-        for m in readers
+        for m in rounding_modules
         for p in (m._parameters.get("weight"), m._parameters.get("bias"))
         if p is not None
     }

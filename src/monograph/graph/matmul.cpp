@@ -1,6 +1,7 @@
-// Product of two small fp32 matrices for processors with AVX-512; sums stay in registers.
+// Products of small fp32 matrices for processors with AVX-512; the sums of a tile stay in registers.
 //
-// Shapes: N rows, K summed, M columns; a tile is ROWS x COLUMNS of the product, a panel DEPTH x COLUMNS of the right.
+// Shapes: N rows, K summed (the depth), M columns; a tile is ROWS x COLUMNS of the product, a panel DEPTH x COLUMNS of
+// the right operand.
 #include <immintrin.h>
 #include <omp.h>
 
@@ -13,10 +14,10 @@ constexpr long LANES = 16, ROWS = 8, COLUMNS = 2 * LANES;
 // A panel is 16 KiB, so that it fits the L1 cache together with a tile's rows of the left.
 constexpr long DEPTH = 128;
 // Row stride above which a panel read in place would evict itself from the L1 cache, whose sets are chosen by address.
-constexpr long FAR = 512;
-// Number of multiplications from which waking other threads pays.
-constexpr long SHARED = 1 << 21;
-// Rows that one thread multiplies at a time with a group's matrix, whose panels it copies first.
+constexpr long MAX_STRIDE_IN_PLACE = 512;
+// Number of multiplications from which waking other threads is worth it.
+constexpr long MIN_FOR_THREADS = 1 << 21;
+// In `grouped`, rows that one thread multiplies with a group's matrix at a time. Each time it copies the panels again.
 constexpr long CHUNK = 192;
 
 struct Matrix {
@@ -47,17 +48,18 @@ void tile(long depth, Matrix left, Matrix right, float* out, long stride, bool a
         }
 }
 
-// Computes as many tiles of R rows as fit from row `i` of [rows, width]; returns the first row that is left.
+// Computes as many tiles of R rows as fit from row `i` of [rows, width]; returns the first row that is not computed.
 template <long R>
 long tiles(long i, long rows, long width, long depth, Matrix left, Matrix right, float* out, long stride, bool add) {
     for (; i + R <= rows; i += R) {
-        const Matrix part{left.at(i, 0), left.row, left.column};
+        const Matrix left_rows{left.at(i, 0), left.row, left.column};
         if (width == COLUMNS) {
-            tile<R>(depth, part, right, out + i * stride, stride, add);
+            tile<R>(depth, left_rows, right, out + i * stride, stride, add);
             continue;
         }
+        // The last columns, fewer than a tile has: the tile is computed beside the product, and part of it copied.
         float edge[R * COLUMNS];
-        tile<R>(depth, part, right, edge, COLUMNS, false);
+        tile<R>(depth, left_rows, right, edge, COLUMNS, false);
         for (long r = 0; r < R; ++r)
             for (long j = 0; j < width; ++j) {
                 float& at = out[(i + r) * stride + j];
@@ -76,39 +78,40 @@ void copy(long depth, long width, Matrix right, float* panel) {
             for (long k = 0; k < depth; ++k) panel[k * COLUMNS + j] = j < width ? *right.at(k, j) : 0.0f;
 }
 
+// out[rows, columns], contiguous, = left[rows, depth] @ right[depth, columns], by one thread.
 void multiply(long rows, long depth, long columns, Matrix left, Matrix right, float* out) {
     float panel[DEPTH * COLUMNS];
     for (long j = 0; j < columns; j += COLUMNS)
         for (long k = 0; k < depth; k += DEPTH) {
-            const long width = std::min(COLUMNS, columns - j), deep = std::min(DEPTH, depth - k);
+            const long width = std::min(COLUMNS, columns - j), panel_depth = std::min(DEPTH, depth - k);
             Matrix b{right.at(k, j), right.row, right.column};
-            if (b.column != 1 || b.row > FAR || width < COLUMNS) {
-                copy(deep, width, b, panel);
+            if (b.column != 1 || b.row > MAX_STRIDE_IN_PLACE || width < COLUMNS) {
+                copy(panel_depth, width, b, panel);
                 b = {panel, COLUMNS, 1};
             }
             const Matrix a{left.at(0, k), left.row, left.column};
-            long i = tiles<ROWS>(0, rows, width, deep, a, b, out + j, columns, k > 0);
-            tiles<1>(i, rows, width, deep, a, b, out + j, columns, k > 0);
+            long i = tiles<ROWS>(0, rows, width, panel_depth, a, b, out + j, columns, k > 0);
+            tiles<1>(i, rows, width, panel_depth, a, b, out + j, columns, k > 0);
         }
 }
 
 }  // namespace
 
-// out[B, N, M], contiguous, = left[B, N, K] @ right[B, K, M] with any strides; threads share the batch.
+// out[B, N, M], contiguous, = left[B, N, K] @ right[B, K, M] with any strides; threads share out the batch.
 extern "C" void batched(long batch, long rows, long depth, long columns, const float* left, long left_batch,
                         long left_row, long left_column, const float* right, long right_batch, long right_row,
                         long right_column, float* out) {
-    const long threads = batch * rows * depth * columns < SHARED ? 1 : omp_get_max_threads();
+    const long threads = batch * rows * depth * columns < MIN_FOR_THREADS ? 1 : omp_get_max_threads();
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long b = 0; b < batch; ++b)
         multiply(rows, depth, columns, {left + b * left_batch, left_row, left_column},
                  {right + b * right_batch, right_row, right_column}, out + b * rows * columns);
 }
 
-// out[N, M], contiguous, = left[N, K] @ right[K, M] with any strides, by the threads that torch has set.
+// out[N, M], contiguous, = left[N, K] @ right[K, M] with any strides; threads share out the rows.
 extern "C" void matmul(long rows, long depth, long columns, const float* left, long left_row, long left_column,
                        const float* right, long right_row, long right_column, float* out) {
-    const long threads = rows * depth * columns < SHARED ? 1 : omp_get_max_threads();
+    const long threads = rows * depth * columns < MIN_FOR_THREADS ? 1 : omp_get_max_threads();
     const long share = ((rows + threads - 1) / threads + ROWS - 1) / ROWS * ROWS;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (long i = 0; i < rows; i += share)
@@ -126,7 +129,7 @@ extern "C" void grouped(long groups, const int* ends, long depth, long columns, 
     std::vector<Task> tasks;
     for (long e = 0, begin = 0; e < groups; begin = ends[e++])
         for (long i = begin; i < ends[e]; i += CHUNK) tasks.push_back({e, i, std::min(CHUNK, ends[e] - i)});
-    const long threads = ends[groups - 1] * depth * columns < SHARED ? 1 : omp_get_max_threads();
+    const long threads = ends[groups - 1] * depth * columns < MIN_FOR_THREADS ? 1 : omp_get_max_threads();
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (const Task& task : tasks)
         multiply(task.rows, depth, columns, {left + task.begin * left_row, left_row, left_column},
@@ -136,15 +139,17 @@ extern "C" void grouped(long groups, const int* ends, long depth, long columns, 
 // out[E, N, M], contiguous: left[rows].T @ right[rows] for each group's rows of left[P, N] and right[P, M].
 extern "C" void grouped_outer(long groups, const int* ends, long rows, long columns, const float* left, long left_row,
                               long left_column, const float* right, long right_row, long right_column, float* out) {
-    const long threads = ends[groups - 1] * rows * columns < SHARED ? 1 : omp_get_max_threads();
+    const long threads = ends[groups - 1] * rows * columns < MIN_FOR_THREADS ? 1 : omp_get_max_threads();
     const long share = (rows + threads - 1) / threads, shares = (rows + share - 1) / share;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (long task = 0; task < groups * shares; ++task) {
         const long e = task / shares, i = task % shares * share, begin = e ? ends[e - 1] : 0;
-        const long some = std::min(share, rows - i);
-        float* at = out + (e * rows + i) * columns;
-        if (ends[e] == begin) std::fill_n(at, some * columns, 0.0f);
-        multiply(some, ends[e] - begin, columns, {left + begin * left_row + i * left_column, left_column, left_row},
-                 {right + begin * right_row, right_row, right_column}, at);
+        const long task_rows = std::min(share, rows - i);
+        float* task_out = out + (e * rows + i) * columns;
+        // A group without rows has a depth of 0, at which `multiply` writes nothing.
+        if (ends[e] == begin) std::fill_n(task_out, task_rows * columns, 0.0f);
+        multiply(task_rows, ends[e] - begin, columns,
+                 {left + begin * left_row + i * left_column, left_column, left_row},
+                 {right + begin * right_row, right_row, right_column}, task_out);
     }
 }

@@ -1,7 +1,7 @@
 """Replace fp32 matrix products in captured graphs on CPUs where torch's own library, MKL, is slow.
 
-MKL uses half of the vector width of some processors with AVX-512, such as AMD's Zen 5. There, the
-number of multiplications of a product chooses who computes it (dev/log.md):
+MKL uses half of the vector width of some processors with AVX-512, such as AMD's Zen 5. There, which
+library computes a product depends on its number of multiplications (dev/log.md):
 
     products of two matrices    MKL below `NATIVE_FROM`, oneDNN from `ONEDNN_FROM`, `matmul.cpp` in between
     batches of products         `matmul.cpp` below `ONEDNN_FROM`, MKL from there
@@ -44,10 +44,10 @@ _LIBRARY = torch.library.Library("monograph", "DEF")
 
 @functools.cache
 def mkl_is_slow() -> bool:
-    """Return whether MKL wastes this CPU's vector width in fp32: whether oneDNN is far faster.
+    """Return whether MKL wastes this CPU's vector width in fp32, so that oneDNN is far faster.
 
-    A machine is measured once and the answer is stored: it decides the bits of a run, so a resumed
-    run must get the same answer.
+    It is measured once on a machine, and the answer is stored: it decides the bits of a run, so a
+    resumed run must get the same answer.
     """
     name, flags = cpu_model()
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
@@ -57,17 +57,18 @@ def mkl_is_slow() -> bool:
 
 
 def _onednn_is_faster() -> bool:
-    def seconds(product: Callable[[Tensor, Tensor], Tensor]) -> float:
+    def time_s(product: Callable[[Tensor, Tensor], Tensor]) -> float:
         left = torch.ones(1024, 192)
         right = torch.ones(192, 512)
         start = clock()
         product(left, right)
         return clock() - start
 
-    # Without the caller's modes, which may be autocast or one that makes tensors without numbers.
+    # The caller's modes are switched off: autocast, or one that makes tensors without numbers.
     with compat.without_modes(), torch.autocast("cpu", enabled=False):
-        # The two take turns, and the best time of each counts: other processes hardly change it.
-        times = [(seconds(torch.mm), seconds(onednn)) for _ in range(10)]
+        # The two take turns, and the shortest time of each counts, since other processes hardly
+        # change that.
+        times = [(time_s(torch.mm), time_s(onednn)) for _ in range(10)]
     mkl_s = min(mkl for mkl, _ in times)
     onednn_s = min(onednn for _, onednn in times)
     return mkl_s > SLOW_MKL_RATIO * onednn_s
@@ -96,7 +97,7 @@ def native(left: Tensor, right: Tensor) -> Tensor:
 def native_out(left: Tensor, right: Tensor, *, out: Tensor) -> None:
     """Write left @ right to `out`, contiguous; see `native`."""
     operands = left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride()
-    name = {2: "matmul", 3: "batched"}[out.ndim]
+    name = "matmul" if out.ndim == 2 else "batched"
     multiply = _native_function(name, (out.ndim, out.ndim))
     multiply(*left.shape, out.shape[-1], *operands, out.data_ptr())
 
@@ -107,7 +108,7 @@ def grouped_out(left_PK: Tensor, right_EKM: Tensor, ends_E: Tensor, *, out: Tens
     Args:
         left_PK: rows, fp32, sorted by group; any strides.
         right_EKM: the groups' matrices, fp32; any strides.
-        ends_E: the row after each group's last one, int32.
+        ends_E: the index of the row after each group's last one, int32.
         out: [P, M], fp32, contiguous.
     """
     operands = left_PK.data_ptr(), *left_PK.stride(), right_EKM.data_ptr(), *right_EKM.stride()
@@ -121,7 +122,7 @@ def grouped_outer_out(left_PN: Tensor, right_PM: Tensor, ends_E: Tensor, *, out:
     Args:
         left_PN: rows, fp32, sorted by group; any strides.
         right_PM: rows, fp32, sorted by group; any strides.
-        ends_E: the row after each group's last one, int32.
+        ends_E: the index of the row after each group's last one, int32.
         out: [E, N, M], fp32, contiguous.
     """
     operands = left_PN.data_ptr(), *left_PN.stride(), right_PM.data_ptr(), *right_PM.stride()
@@ -167,9 +168,12 @@ def _(left: Tensor, right: Tensor) -> Tensor:
 
 
 def inductor_options() -> dict[str, Any]:
-    """Return `rewrite` as an option of `torch.compile`; register direct calls of `matmul.cpp`."""
+    """Return the option of `torch.compile` that applies `rewrite` to each graph.
+
+    Where MKL is slow, also let compiled code call `matmul.cpp` without torch's dispatcher.
+    """
     if mkl_is_slow():
-        # Calls bypass torch's dispatcher, and take 2.3 microseconds instead of 4.3 (dev/log.md).
+        # Such a call takes 2.3 microseconds instead of 4.3 (dev/log.md).
         compat.lower_to_call(torch.ops.monograph.small_matmul.default, native_out)
         compat.lower_to_call(torch.ops.monograph.batched_matmul.default, native_out)
     return {"post_grad_custom_post_pass": compat.graph_pass(rewrite, __file__, inductor.__file__)}
@@ -181,7 +185,7 @@ def rewrite(graph: torch.fx.Graph) -> None:
     A batched product is transposed if only its transpose is read. Then each fp32 product on a CPU
     gets the operator that is the fastest for its size.
     """
-    # First, because the loop below also chooses operators for the products that are made here.
+    # This comes first, because the loop below also chooses operators for the products made here.
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default):
         _compute_transposed(graph, node)
     if not mkl_is_slow():

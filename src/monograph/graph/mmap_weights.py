@@ -21,19 +21,19 @@ class MappedWeight(nn.Parameter):
     """A parameter in a mapped file that has not been read yet, in its stored dtype.
 
     Attributes:
-        becomes: the dtype in which it will be kept, which can hold every number of the stored
-            dtype.
+        final_dtype: the dtype in which it will be kept in memory, which can represent every number
+            of the stored dtype.
     """
 
-    becomes: torch.dtype
+    final_dtype: torch.dtype
 
 
 class Pieces(NamedTuple):
-    """Tensors in mapped files of which one weight is made.
+    """Tensors in mapped files that together are one weight.
 
     Attributes:
         parts: the tensors.
-        join: makes the weight of `parts`, such as `torch.stack`.
+        join: a function that makes the weight from `parts`, such as `torch.stack`.
         shape: the weight's shape.
         dtype: the weight's dtype.
     """
@@ -45,7 +45,7 @@ class Pieces(NamedTuple):
 
 
 class MappedPieces(MappedWeight):
-    """Several mapped tensors as one parameter, which is made of them each time it is read.
+    """Several mapped tensors as one parameter, which is joined from them each time it is read.
 
     The parameter's own data is a single number, expanded to the weight's shape. It gives the
     parameter its shape, dtype and device, and is never read: `detach` returns another
@@ -70,14 +70,14 @@ class MappedPieces(MappedWeight):
         # `state_dict` detaches each parameter, which must not read the weight into memory.
         if function is Tensor.detach:
             with torch._C.DisableTorchFunctionSubclass():
-                return _of_pieces(args[0].pieces, args[0].becomes, args[0].detach())
+                return _mapped_pieces(args[0].pieces, args[0].final_dtype, args[0].detach())
         if function not in _FUNCTIONS_WITHOUT_NUMBERS:
             args, kwargs = tree_map_only(MappedPieces, MappedPieces.read, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs or {})
 
 
-# Functions of torch that read no numbers of a tensor, but its shape, its place or its flags.
+# Functions of torch that do not read a tensor's numbers, but its shape, its memory or its flags.
 _FUNCTIONS_WITHOUT_NUMBERS = {
     *(
         getattr(Tensor, name)
@@ -99,26 +99,27 @@ _FUNCTIONS_WITHOUT_NUMBERS = {
 }
 
 
-def mapped(stored: Tensor | Pieces, becomes: torch.dtype) -> Tensor:
-    """Return a parameter over a tensor in a mapped file, or over the pieces of one.
+def mapped(stored: Tensor | Pieces, final_dtype: torch.dtype) -> Tensor:
+    """Return a parameter whose numbers are those of a tensor in a mapped file, or of its pieces.
 
-    If `becomes` cannot hold all numbers of the stored dtype, this returns a rounded copy in memory
-    instead, because readers must see the numbers that will be kept.
+    If `final_dtype` cannot represent all numbers of the stored dtype, this returns a rounded copy in
+    memory instead, because readers must see the numbers that will be kept.
     """
-    if torch.promote_types(stored.dtype, becomes) != becomes:
+    if torch.promote_types(stored.dtype, final_dtype) != final_dtype:
         tensor = stored.join(stored.parts) if isinstance(stored, Pieces) else stored
-        return tensor.to(becomes)
+        return tensor.to(final_dtype)
     if isinstance(stored, Pieces):
-        return _of_pieces(stored, becomes, torch.zeros(1, dtype=stored.dtype).expand(stored.shape))
+        placeholder = torch.zeros(1, dtype=stored.dtype).expand(stored.shape)
+        return _mapped_pieces(stored, final_dtype, placeholder)
     parameter = MappedWeight(stored)
-    parameter.becomes = becomes
+    parameter.final_dtype = final_dtype
     return parameter
 
 
-def _of_pieces(pieces: Pieces, becomes: torch.dtype, data: Tensor) -> MappedPieces:
+def _mapped_pieces(pieces: Pieces, final_dtype: torch.dtype, data: Tensor) -> MappedPieces:
     weight = MappedPieces(data)
     weight.pieces = pieces
-    weight.becomes = becomes
+    weight.final_dtype = final_dtype
     return weight
 
 
@@ -142,14 +143,14 @@ def require_finite(tensor: Tensor, name: str) -> Tensor:
 
 def kept_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which a tensor is kept, or will be kept if it is still mapped."""
-    return tensor.becomes if isinstance(tensor, MappedWeight) else tensor.dtype
+    return tensor.final_dtype if isinstance(tensor, MappedWeight) else tensor.dtype
 
 
 def replace_data(parameter: Tensor, data: Tensor) -> None:
     """Replace a parameter's data; a mapped parameter becomes an ordinary one."""
     parameter.data = data
     if isinstance(parameter, MappedWeight):
-        vars(parameter).clear()  # `becomes` and `pieces`
+        vars(parameter).clear()  # `final_dtype` and `pieces`
         # The object stays the same, so that tied layers and other owners see the new numbers.
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import (
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
-from monograph.graph.remat import OfBlock, Policy, Recording, Remat, record, within
+from monograph.graph.remat import OfBlock, Policy, Recording, Remat, cheapest_within, record
 from monograph.graph.siblings import split_families_at_blocks
 
 Context = AbstractContextManager[object]
@@ -117,7 +117,7 @@ class OffloadedInput:
             self.prefetched = self.stream.to_device(self.on_host, self.device)
 
     def take(self) -> Tensor:
-        """Return the tensor on the device.
+        """Return the tensor on the device; the first call gives it away, later ones bring it back.
 
         If it comes from the host, this also prefetches the input that was offloaded before this
         one: the backward pass needs that one next.
@@ -171,7 +171,7 @@ def checkpoint_offloaded(
 
 # ---- policies ------------------------------------------------------------------------------------
 
-Pass = Callable[[nn.Module], object]  # runs a module
+RunModule = Callable[[nn.Module], object]
 
 
 @dataclass
@@ -203,7 +203,7 @@ def follow(module: nn.Module, policy: Policy) -> None:
             block has no forward pass.
     """
     by_name = blocks(module)
-    policies = _for_each(policy, len(by_name))
+    policies = _policies_of_blocks(policy, len(by_name))
     if policy != Remat.Off():
         for name, block in by_name.items():
             if type(block).forward is nn.Module.forward:
@@ -217,7 +217,7 @@ def follow(module: nn.Module, policy: Policy) -> None:
         if isinstance(plan, _Plan):
             # Without the attribute of the object, the method of its class is visible again.
             del block.forward
-            # Another forward is a function that a user had assigned to the block.
+            # If its own forward pass was not that method, a user had assigned it to the block.
             if not _is_method_of_class(plan.own_forward, block):
                 block.forward = plan.own_forward
         if block_policy in (Remat.Off(), Remat.Budget(1.0)):  # everything is kept
@@ -230,7 +230,7 @@ def _is_method_of_class(forward: Callable[..., Any], block: nn.Module) -> bool:
     return isinstance(forward, MethodType) and forward.__func__ is type(block).forward
 
 
-def _for_each(policy: Policy, block_count: int) -> tuple[OfBlock, ...]:
+def _policies_of_blocks(policy: Policy, block_count: int) -> tuple[OfBlock, ...]:
     """Return the policy of each block.
 
     Raises:
@@ -261,7 +261,7 @@ def _for_each(policy: Policy, block_count: int) -> tuple[OfBlock, ...]:
 
 
 def forward_to_compile(block: nn.Module) -> tuple[object, str]:
-    """Return where a block's forward pass to compile is stored, as (owner, attribute name).
+    """Return the object and the attribute that has the forward pass of a block to compile.
 
     Under `Full` and `Offload` the block's own forward pass is compiled, and recomputation stays
     outside of the graph. Under all other policies the graph includes recomputation.
@@ -338,11 +338,11 @@ def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Contex
     they get back the values that they had before it. Otherwise a module that changes its buffers in
     its forward pass, such as running means, would change them twice.
     """
-    first, recomputation = contexts() if contexts else (nullcontext(), nullcontext())
-    buffers = _copy_buffers(block)
-    if not buffers:
-        return first, recomputation
-    return first, _with_buffers(block, buffers, recomputation)
+    forward, recomputation = contexts() if contexts else (nullcontext(), nullcontext())
+    buffers_before = _copy_buffers(block)
+    if not buffers_before:
+        return forward, recomputation
+    return forward, _with_buffers(block, buffers_before, recomputation)
 
 
 class _BufferCopy(NamedTuple):
@@ -354,14 +354,14 @@ class _BufferCopy(NamedTuple):
 
 @contextmanager
 def _with_buffers(block: nn.Module, buffers: list[_BufferCopy], context: Context) -> Iterator[None]:
-    """Enter the context with these values in a block's buffers; restore the present ones after it."""
-    present = _copy_buffers(block)
+    """Enter a context with earlier values in a block's buffers; restore the current ones after it."""
+    current = _copy_buffers(block)
     _restore_buffers(buffers)
     try:
         with context:
             yield
     finally:
-        _restore_buffers(present)
+        _restore_buffers(current)
 
 
 def _copy_buffers(block: nn.Module) -> list[_BufferCopy]:
@@ -386,7 +386,7 @@ def _restore_buffers(buffers: list[_BufferCopy]) -> None:
 
 def choose_kept(
     module: nn.Module,
-    run: Pass,
+    run: RunModule,
     *,
     captured: bool,
     device: torch.device | None = None,
@@ -433,18 +433,18 @@ def choose_kept(
 
 def _results_to_keep(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]]:
     """Return the names of the products that a `Pointwise` or `Budget` policy keeps."""
-    choices = recording.curve()
+    choices = recording.choices()
     if isinstance(policy, Remat.Budget):
         limit_bytes = round(policy.fraction * recording.stored_bytes)
     else:
         limit_bytes = choices[-1].stored_bytes  # all products
-    choice = within(choices, limit_bytes)
-    return frozenset(choice.what) if choice else frozenset()
+    choice = cheapest_within(choices, limit_bytes)
+    return frozenset(choice.selection) if choice else frozenset()
 
 
 def record_blocks(
     module: nn.Module,
-    run: Pass,
+    run: RunModule,
     device: torch.device | None = None,
     *,
     captured: bool,
@@ -502,7 +502,7 @@ def record_blocks(
         for tensor in state
     }
     compiling = compat.as_if_compiling() if captured else nullcontext()
-    reason = "they did not run"  # replaced if the pass fails with an error
+    reason = "they did not run"  # unless the pass fails with an error
     with mode, torch.enable_grad(), compiling:
         try:
             # For an object whose id is in this dict, `deepcopy` takes the dict's value as the copy.

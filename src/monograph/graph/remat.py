@@ -1,9 +1,11 @@
-"""Choose which activations a module's blocks keep for the backward pass, and which they recompute.
+"""The policies of rematerialisation (remat): which activations a module's blocks keep for the
+backward pass, and which they recompute in it, which is also called activation checkpointing.
 
 A block is a module that the model repeats, such as a layer of a transformer. A product is a matrix
 product, convolution or attention of a block. One run of a block, which may be with fake tensors,
 records its products and the bytes that autograd stores. Under a budget the choice is a 0-1 knapsack:
-keeping a result costs bytes, and recomputing it costs FLOPs.
+keeping a result costs bytes, and recomputing it costs FLOPs. `monograph.graph.recompute` makes
+blocks follow a policy.
 """
 
 from collections import Counter
@@ -20,58 +22,59 @@ from monograph import compat
 from monograph.errors import UsageError
 from monograph.ranges import between
 
-# The front may double with every group, so it is thinned to about this many choices. The best choice
-# that is left may then use fewer bytes than the limit, by 1 / MAX_CHOICES of all bytes.
+# The Pareto front may double with every group, so it is thinned to about this many choices. The best
+# choice that is left may then use fewer bytes than the limit, by 1 / MAX_CHOICES of all bytes.
 MAX_CHOICES = 512
 
 
 class Choice(NamedTuple):
-    """A set of results to keep, or of policies for blocks.
+    """A selection of results to keep, or a policy for each block, with its costs.
 
     Attributes:
         stored_bytes: bytes that are kept until the backward pass.
         flops: FLOPs that are computed a second time.
-        what: the names of the results that are kept, or the policies of the blocks.
+        selection: the names of the results that are kept, or the policies of the blocks.
     """
 
     stored_bytes: int
     flops: int
-    what: tuple[Any, ...]
+    selection: tuple[Any, ...]
 
 
-def front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
-    """Return the Pareto front of combinations with one choice of every group, in rising bytes.
+def pareto_front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
+    """Return the best combinations of one choice from each group, with rising bytes.
 
-    Each attribute of a combination is the sum of the attribute over its choices. Groups are joined one
-    by one, and dominated combinations are dropped at once. Source: Nemhauser and Ullmann, "Discrete
-    Dynamic Programming and Capital Allocation", Management Science 15 (1969).
+    A combination has the sums of its choices' bytes and FLOPs, and all their selections. It is on
+    the Pareto front, and returned, if no other has at most its bytes and at most its FLOPs. Groups
+    are added one by one, and combinations off the front are dropped at once. Source: Nemhauser and
+    Ullmann, "Discrete Dynamic Programming and Capital Allocation", Management Science 15 (1969).
     """
-    best = [Choice(0, 0, ())]
+    front = [Choice(0, 0, ())]
     for group in groups:
         options = list(group)
-        pairs = [
+        combinations = [
             (a.stored_bytes + b.stored_bytes, a.flops + b.flops, a, b)
-            for a in best
+            for a in front
             for b in options
         ]
-        best = []
-        for stored_bytes, flops, a, b in sorted(pairs, key=lambda pair: pair[:2]):
-            # Pairs come in the order of rising bytes. So a pair is dominated unless it takes fewer
-            # FLOPs than the last pair that was kept.
-            if not best or flops < best[-1].flops:
-                best.append(Choice(stored_bytes, flops, a.what + b.what))
-        best = _thin_out(best)
-    return tuple(best)
+        front = []
+        for stored_bytes, flops, a, b in sorted(combinations, key=lambda each: each[:2]):
+            # Combinations come with rising bytes. So one is off the front unless it takes fewer
+            # FLOPs than the last one on it.
+            if not front or flops < front[-1].flops:
+                front.append(Choice(stored_bytes, flops, a.selection + b.selection))
+        front = _thin_out(front)
+    return tuple(front)
 
 
-def within(choices: Iterable[Choice], limit_bytes: int) -> Choice | None:
+def cheapest_within(choices: Iterable[Choice], limit_bytes: int) -> Choice | None:
     """Return the choice with the fewest FLOPs that keeps at most `limit_bytes`, or None."""
     fitting = [choice for choice in choices if choice.stored_bytes <= limit_bytes]
     return min(fitting, key=lambda choice: (choice.flops, choice.stored_bytes), default=None)
 
 
 def _thin_out(choices: list[Choice]) -> list[Choice]:
-    """Return at most MAX_CHOICES + 1 of the choices, which are in rising bytes.
+    """Return at most MAX_CHOICES + 1 of the choices of a Pareto front, which have rising bytes.
 
     Of choices with about the same bytes, the one with the fewest FLOPs is kept.
     """
@@ -156,8 +159,8 @@ OfBlock = Remat.Off | Remat.Pointwise | Remat.Full | Remat.Offload | Remat.Budge
 Policy = OfBlock | Remat.PerLayer
 
 
-def named(value: str | float) -> Policy:
-    """Return the policy of a configuration's value.
+def policy_named(value: str | float) -> Policy:
+    """Return the policy that the value of `train.remat` names.
 
     Args:
         value: "none", "pointwise", "full" or "offload"; or the fraction of a `Remat.Budget`.
@@ -205,28 +208,28 @@ class Recording(NamedTuple):
     rest_flops: int
     products: tuple[Product, ...]
 
-    def curve(self) -> tuple[Choice, ...]:
+    def choices(self) -> tuple[Choice, ...]:
         """Return choices of products to keep, from none (`Remat.Full`) to all (`Remat.Pointwise`).
 
-        `what` of a choice are the products' names.
+        The `selection` of a choice has the products' names.
         """
-        # Of each product: recompute it, or keep it.
-        groups = [
+        recompute_or_keep = [
             (Choice(0, p.flops, ()), Choice(p.stored_bytes, 0, (p.name,))) for p in self.products
         ]
         return tuple(
-            choice._replace(flops=choice.flops + self.rest_flops) for choice in front(groups)
+            choice._replace(flops=choice.flops + self.rest_flops)
+            for choice in pareto_front(recompute_or_keep)
         )
 
 
 def record(
-    block: Callable[..., Any], held: list[Tensor], *args: object, **kwargs: object
+    block: Callable[..., Any], state: list[Tensor], *args: object, **kwargs: object
 ) -> tuple[Any, Recording]:
     """Run a block once, with gradients enabled, and record its costs.
 
     Args:
         block: the block's forward pass.
-        held: the block's parameters and buffers.
+        state: the block's parameters and buffers.
         args: the block's positional arguments.
         kwargs: the block's keyword arguments.
 
@@ -245,10 +248,10 @@ def record(
     with torch.autograd.graph.saved_tensors_hooks(note_saved, lambda tensor: tensor), calls:
         output = block(*args, **kwargs)
     # A saved tensor that is alive anyway takes no additional memory.
-    alive_anyway = inputs.keys() | {storage_of(t) for t in held}
+    alive_anyway = inputs.keys() | {storage_of(t) for t in state}
     stored = {storage_of(t): t for t in saved if storage_of(t) not in alive_anyway}
-    products, rest = calls.needed(set(stored))
-    return output, Recording(_bytes(inputs.values()), _bytes(stored.values()), rest, products)
+    products, rest_flops = calls.needed_for(set(stored))
+    return output, Recording(_bytes(inputs.values()), _bytes(stored.values()), rest_flops, products)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -266,20 +269,20 @@ class _Call(NamedTuple):
     Attributes:
         name: see `Product.name`.
         read: keys of the storages of its inputs.
-        made: keys of new storages.
+        created: keys of the storages that it allocates.
         changed: keys of storages that it changes in place.
-        stored_bytes: size of the new storages.
+        created_bytes: size of the storages that it allocates.
         flops: FLOPs of a product; 0 for other operators.
-        numbers: how many numbers it makes.
+        created_elements: number of elements of the tensors in new storages.
     """
 
     name: tuple[str, int]
     read: set[int]
-    made: set[int]
+    created: set[int]
     changed: set[int]
-    stored_bytes: int
+    created_bytes: int
     flops: int
-    numbers: int
+    created_elements: int
 
 
 class _Calls(TorchDispatchMode):
@@ -291,8 +294,8 @@ class _Calls(TorchDispatchMode):
         super().__init__()
         self.calls: list[_Call] = []
         self.counts: Counter[str] = Counter()
-        # Keeps all tensors, so that no key of a storage is used twice.
-        self.alive: list[Tensor] = []
+        # Keeps all tensors alive, so that no key of a storage is used twice.
+        self.kept_alive: list[Tensor] = []
 
     def __torch_dispatch__(
         self,
@@ -302,52 +305,50 @@ class _Calls(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         out = func(*args, **(kwargs or {}))
-        inputs, outputs = (
-            [t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in ((args, kwargs), out)
-        )
-        self.alive += inputs + outputs
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self.kept_alive += inputs + outputs
         read = {storage_of(t) for t in inputs}
-        made = {storage_of(t): t for t in outputs if storage_of(t) not in read}
+        created = {storage_of(t): t for t in outputs if storage_of(t) not in read}
         changed = set[int]()
         if compat.writes_in_place(func):
             # An operator that returns nothing is assumed to change all its arguments.
             changed = {storage_of(t) for t in outputs} & read or read
         name = str(func)
-        flops = compat.flops_of(func, args, kwargs or {}, out)
-        numbers = sum(t.numel() for t in made.values())
         self.calls.append(
             _Call(
-                (name, self.counts[name]),
-                read,
-                set(made),
-                changed,
-                _bytes(made.values()),
-                flops,
-                numbers,
+                name=(name, self.counts[name]),
+                read=read,
+                created=set(created),
+                changed=changed,
+                created_bytes=_bytes(created.values()),
+                flops=compat.flops_of(func, args, kwargs or {}, out),
+                created_elements=sum(t.numel() for t in created.values()),
             )
         )
         self.counts[name] += 1
         return out
 
-    def needed(self, stored: set[int]) -> tuple[tuple[Product, ...], int]:
-        """Return what is needed to recompute the storages `stored`.
+    def needed_for(self, stored: set[int]) -> tuple[tuple[Product, ...], int]:
+        """Return what has to be recomputed to make the storages `stored` again.
 
-        A product that is overwritten later cannot be kept, so it counts as another operator.
+        A product that is overwritten later cannot be kept, so it counts among the other operators.
 
         Returns:
             The products, in the order of their calls, and the FLOPs of all other operators.
         """
         products = list[Product]()
-        rest = 0
+        rest_flops = 0
         needed = set(stored)
-        changed = set[int]()  # the storages that later calls change in place
+        changed_later = set[int]()  # the storages that later calls change in place
         # In reverse order, because the inputs of a needed call are needed as well.
         for call in reversed(self.calls):
-            if needed & (call.made | call.changed):
+            if needed & (call.created | call.changed):
                 needed |= call.read
-                if call.flops and not call.made & changed:
-                    products.append(Product(call.name, call.stored_bytes, call.flops))
+                if call.flops and not call.created & changed_later:
+                    products.append(Product(call.name, call.created_bytes, call.flops))
                 else:
-                    rest += call.flops or call.numbers
-            changed |= call.changed
-        return tuple(reversed(products)), rest
+                    # An operator that is not a product counts as one FLOP for each element.
+                    rest_flops += call.flops or call.created_elements
+            changed_later |= call.changed
+        return tuple(reversed(products)), rest_flops

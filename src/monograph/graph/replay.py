@@ -1,8 +1,9 @@
-"""Run device work many times with little work on the host: capture it once on a GPU and replay it.
+"""Capture a function's device work once as a CUDA graph, and replay it with one launch of the host.
 
-A function of a batch is replayed by copying every batch to the addresses that the capture read
-(`StaticInputs`). A captured graph keeps the decisions that the host made during the capture, so the
-values behind these decisions are compared before each replay (`HostState`).
+`Replays` does so for a function without inputs on the device. A function of a batch is replayed by
+copying every batch to the addresses that the capture read (`StaticInputs`). A captured graph keeps
+the decisions that the host made during the capture, so the values behind these decisions are
+compared before each replay (`HostState`).
 """
 
 import functools
@@ -19,8 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from monograph import compat
 
-# Calls before a capture: the first one compiles, and after the second one libraries have allocated
-# all the memory that they need.
+# Number of calls before a capture: the first one compiles, and after the second one libraries have
+# allocated all the memory that they need.
 WARM_UP = 2
 Work = Callable[[], None]
 
@@ -133,11 +134,11 @@ def _host_waits() -> Iterator[list[str]]:
 
 
 class Replays:
-    """A function whose only effect is on device memory, with one graph for each variant.
+    """A function that is replayed, with one graph for each variant, a tuple of its arguments.
 
-    A variant is a tuple of the function's arguments. The first WARM_UP runs of a variant are ordinary
-    calls. The capture follows the last of them, and does not run the function. So the function runs
-    as often as the caller asks.
+    The function's only effect must be on device memory. The first WARM_UP runs of a variant are
+    ordinary calls. The capture follows the last of them, and does not run the function. So the
+    function runs as often as the caller asks.
     """
 
     def __init__(self, function: Callable[..., None], recorder: Recorder | None) -> None:
@@ -153,18 +154,18 @@ class Replays:
         self._graphs: dict[Hashable, Graph] = {}
 
     @property
-    def variants(self) -> int:
+    def variant_count(self) -> int:
         """Return how many variants were called since the last `forget`."""
         return len(self._calls)
 
     @property
-    def captures(self) -> bool:
-        """Return whether variants are captured."""
+    def is_capturing(self) -> bool:
+        """Return whether variants are captured at all: there is a recorder."""
         return self._recorder is not None
 
     @property
-    def captured(self) -> int:
-        """Return how many variants are captured."""
+    def graph_count(self) -> int:
+        """Return how many variants are captured so far."""
         return len(self._graphs)
 
     def forget(self) -> None:
@@ -210,7 +211,8 @@ def _call_and_capture(work: Work, recorder: Recorder) -> Graph:
         return recorder.record(work)
     except RuntimeError as error:  # such as out of memory
         message = str(error).splitlines()[0]
-    # Outside the except block, whose traceback would keep the failed capture's tensors alive.
+    # This is outside of the except block, whose traceback would keep the failed capture's tensors
+    # alive.
     raise NotReplayable(f"the capture failed: {message}")
 
 
@@ -224,10 +226,11 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class HostState:
-    """A record of what the host can decide on: plain values, tensors' identities, `requires_grad`.
+    """A record of the attributes on which Python code may have based a decision during a capture.
 
-    Numbers in tensors may change, because a graph reads them at their addresses. State outside of
-    the recorded objects, in a global variable or on a class, is not recorded.
+    These are plain values, which tensor an attribute is, and `requires_grad`. The numbers in tensors
+    may change, because a graph reads them at their addresses. State outside of the recorded objects,
+    in a global variable or on a class, is not recorded.
     """
 
     def __init__(self, *owners: object, attributes: Iterable[tuple[object, str]] = ()):
@@ -242,8 +245,9 @@ class HostState:
         self._names: list[tuple[dict[str, Any], frozenset[str]]] = []
         self._requires_grad: list[tuple[nn.Parameter, bool]] = []
         for owner in owners:
-            for part in owner.modules() if isinstance(owner, nn.Module) else (owner,):
-                self._record(part)
+            objects = owner.modules() if isinstance(owner, nn.Module) else (owner,)
+            for each in objects:
+                self._record(each)
         for owner, name in attributes:
             self._values.append((vars(owner), name, vars(owner).get(name)))
 
@@ -287,7 +291,7 @@ def _is_unchanged(value: Any, recorded: Any) -> bool:
 
 # The maximum number of shapes of batches that are captured.
 MAX_SHAPES = 4
-# How many times a change on the host may void the captures. After that, nothing is captured.
+# How many times a change of the host's state may void all captures. After that, nothing is captured.
 MAX_VOIDED = 4
 
 
@@ -333,17 +337,17 @@ class StaticInputs:
         self._announced = set[str]()
 
     @property
-    def captured(self) -> int:
-        """Return how many shapes of a batch are replayed."""
-        return self._replays.captured
+    def graph_count(self) -> int:
+        """Return how many shapes of a batch are captured."""
+        return self._replays.graph_count
 
-    def give_back(self) -> bool:
+    def stop_replaying(self) -> bool:
         """Free all memory, and replay nothing from now on if there was a graph.
 
         Returns:
             Whether there was a graph.
         """
-        had_graphs = self.captured > 0
+        had_graphs = self.graph_count > 0
         self._stopped |= had_graphs
         self._forget()
         return had_graphs

@@ -1,7 +1,8 @@
 """Train the rows of a few tokens as a separate parameter of a frozen embedding and a frozen head.
 
-PEFT calls them trainable tokens. Reading a token needs its row of the embedding, writing it needs
-its row of the head. So there are two such parameters, or one if embedding and head are tied.
+PEFT calls them trainable tokens. A model that reads a token needs the token's row of the embedding;
+one that writes it needs the token's row of the head. So there are two such parameters, or one if
+embedding and head are tied.
 
 Shapes: V tokens in the vocabulary, D channels, K tokens trained.
 """
@@ -27,7 +28,7 @@ class TableWithRows(nn.Module):
         weight: [V, D], the frozen table.
         token_rows: [K, D], the trained rows.
         token_index: [K] int64, the position of each trained row in the table.
-        token_slots: [V] int64, the number of each token's trained row; -1 if it has none.
+        token_slots: [V] int64, the index of each token's row in `token_rows`; -1 if it has none.
     """
 
     weight: Tensor
@@ -42,7 +43,7 @@ class TableWithRows(nn.Module):
 
 
 class TokenEmbedding(TableWithRows, nn.Embedding):
-    """An embedding with trained rows; `put_rows` gives an embedding this class."""
+    """An embedding with trained rows; `put_rows` gives embeddings this class."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ids [...] to [..., D]; see `monograph.ops.token_rows.embedding`."""
@@ -57,12 +58,12 @@ class TokenEmbedding(TableWithRows, nn.Embedding):
 
 
 class TokenHead(TableWithRows, nn.Linear):
-    """A head with trained rows; `put_rows` gives a head this class."""
+    """A head with trained rows; `put_rows` gives heads this class."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., D] to [..., V]; see `monograph.ops.token_rows.linear`."""
-        # `linear` adds the rows' difference to the table's logits. This keeps the bits of all other
-        # rows, and copies no table.
+        # This adds the rows' difference to the table's logits, so all other rows keep their bits, and
+        # the table is not copied.
         return linear(input, self.weight, self.rows, self.bias)
 
 
@@ -75,7 +76,7 @@ def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None
         module: has one embedding or `get_input_embeddings()`, and a head as `lm_head` or
             `get_output_embeddings()`.
         tokens: distinct ids.
-        dtype: dtype of the rows; None: the table's dtype, or fp32 if that has fewer bits.
+        dtype: dtype of the rows; None: fp32, or the table's dtype if that is wider.
 
     Raises:
         UsageError: there are no such layers, they are of another kind, or an id has no row in them.

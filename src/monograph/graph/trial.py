@@ -150,7 +150,9 @@ def _naming_failed_module(module: nn.Module) -> Iterator[None]:
             raise
         except Exception as error:
             where = f"in {running[-1]}" if running else "in the loss function"
-            raise InputRefused(f"the trial step failed {where}{place_and_message(error)}") from error
+            raise InputRefused(
+                f"the trial step failed {where}{place_and_message(error)}"
+            ) from error
 
 
 def place_and_message(error: BaseException) -> str:

@@ -28,8 +28,8 @@ from monograph.graph.lora import (
     Plain,
     adapt,
     adapters,
-    measure,
-    narrow,
+    round_frozen_weights,
+    store_row_norms,
 )
 from monograph.graph.precision import Precision
 from monograph.graph.token_rows import ROWS, tables
@@ -294,8 +294,8 @@ def install_adapters(
         # A Llama rounds its hidden states right after the embedding, so the embedding can be stored
         # in 16 bits as well.
         also_narrow = [module.model.embed_tokens] if isinstance(module, Llama) else []
-        narrow(module, precision.dtype, also_narrow, device)
-        measure(module, fresh=start is None)
+        round_frozen_weights(module, precision.dtype, also_narrow, device)
+        store_row_norms(module, reset_magnitudes=start is None)
 
 
 def adapter_state(module: nn.Module) -> dict[str, Tensor]:

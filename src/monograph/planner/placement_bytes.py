@@ -157,7 +157,11 @@ def stages_of(
         model = Llama(short)
     placement = Placement(META, blocks_per_stage=blocks_per_stage)
     store = store_in_stages(
-        model, optim.kinds(model), optim, rounds=Precision(precision).rounds_weights, placement=placement
+        model,
+        optim.kinds(model),
+        optim,
+        rounds=Precision(precision).rounds_weights,
+        placement=placement,
     )
     first, middle, last = (_plane_shapes(stage) for stage in store.stages)
     count = config.num_hidden_layers // blocks_per_stage + 2

@@ -39,7 +39,7 @@ import torch
 from monograph.graph.inspect import ALL_LINEAR
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
-from monograph.graph.remat import Choice, Product, Recording, within
+from monograph.graph.remat import Choice, Product, Recording, cheapest_within
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -229,7 +229,7 @@ def recomputed_flops(work: Work) -> tuple[int, int]:
         return 0, 0
     kept: Sequence[object] = ()
     if work.remat not in ("full", "offload"):
-        kept = _kept_products(work, work.remat).what
+        kept = _kept_products(work, work.remat).selection
     recomputed = [product for product in _products(work) if product.name not in kept]
     # A block that is recomputed as a whole also recomputes its last product (down), whose result
     # nothing reads.
@@ -289,7 +289,7 @@ def _kept_products(work: Work, remat: str | float) -> Choice:
     `stored_bytes` of the `Choice` holds numbers per token here.
     """
     # The choices of products on the best trade-off of memory and recomputation, smallest first.
-    curve = Recording(0, 0, 0, _products(work)).curve()
+    curve = Recording(0, 0, 0, _products(work)).choices()
     if remat == "pointwise":
         return curve[-1]
     beyond_input = (
@@ -297,7 +297,7 @@ def _kept_products(work: Work, remat: str | float) -> Choice:
         - work.config.hidden_size
         + _rounded_numbers(work) / work.tokens
     )
-    return within(curve, int(float(remat) * beyond_input)) or curve[0]
+    return cheapest_within(curve, int(float(remat) * beyond_input)) or curve[0]
 
 
 def _rounded_numbers(work: Work) -> int:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from monograph import compat
-from monograph.graph.capture import capture_by
+from monograph.graph.capture import capture_with
 from monograph.graph.compilable import Scope
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
-from monograph.graph.remat import named
+from monograph.graph.remat import policy_named
 from monograph.graph.token_rows import rows_of
 from monograph.loss import Batch, Loss, TokenLoss, hidden_of
 from monograph.model.adapter import install_adapters
@@ -468,7 +468,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
             optim=work.optim,
             clip=work.clip,
             precision=Precision(work.precision),
-            remat=named(work.remat),
+            remat=policy_named(work.remat),
             loss=loss,
             parameters=OnDevice(fused=work.fused),
         )
@@ -485,7 +485,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
         }
         batch = {name: rows[: work.rows] for name, rows in window.items()}
         if work.compile != "none":
-            capture_by(memory.captured, step, work.compile)
+            capture_with(memory.captured, step, work.compile)
         with compat.without_modes():
             step.choose_kept(batch)
         # The stages, each with the index of its first sample.

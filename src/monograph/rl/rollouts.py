@@ -218,7 +218,12 @@ class Drawer:
         gc.disable()
         try:
             # The captured graphs of blocks are for training, so they are set aside.
-            with modes_kept(step.model), capture.set_aside(step), step.context(), torch.no_grad():
+            with (
+                modes_kept(step.model),
+                capture.capture_suspended(step),
+                step.context(),
+                torch.no_grad(),
+            ):
                 step.model.eval()
                 yield
         finally:

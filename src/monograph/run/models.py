@@ -16,7 +16,7 @@ from monograph.checkpointing import Checkpoint
 from monograph.errors import InputRefused, UsageError, Warn
 from monograph.graph.frozen import FrozenWeight
 from monograph.graph.inspect import unwrapped, write
-from monograph.graph.lora import adapt, kept_state, merge
+from monograph.graph.lora import adapt, checkpoint_state, merge
 from monograph.graph.mmap_weights import mapped, materialize_, require_finite
 from monograph.graph.precision import Precision
 from monograph.loss import Loss, token_loss
@@ -437,7 +437,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         InputRefused: a tensor is missing, unknown or of another shape.
     """
-    targets = kept_state(model)
+    targets = checkpoint_state(model)
     unmatched = sorted(targets.keys() ^ tensors.keys())
     if unmatched:
         fault = "missing" if unmatched[0] in targets else "unknown"

@@ -491,5 +491,5 @@ class Ladder:
         rows = self.texts["packed"].held_out
         if not len(rows):
             return None
-        with graph.set_aside(engine.step):
+        with graph.capture_suspended(engine.step):
             return evaluate(engine, rows, batch_rows=engine.micro_batch or 1, limit=HELD_OUT_ROWS)

@@ -488,7 +488,7 @@ class Reporter:
             modes_kept(engine.model),
             step.averaged(),
             step.assembled() as model,
-            graph.set_aside(step),
+            graph.capture_suspended(step),
         ):
             # Asked only here, since all ranks have to join in `assembled`.
             if not isinstance(model, Llama) or not self.session.world.leads:

@@ -147,7 +147,7 @@ def autopsy(session: Session) -> str:
         return "one process alone would say where"
     rows = session.batches.rows_per_window
     window = next(session.open_batches(session.batches.rows_consumed - rows))
-    graph.release(session.engine.step)
+    graph.uncapture(session.engine.step)
     size = session.engine.micro_batch or rows
     for begin in range(0, rows, size):
         try:

@@ -23,7 +23,7 @@ from monograph.errors import Diverged, InputRefused
 from monograph.graph.capture import is_replayed
 from monograph.graph.frozen import parameter_count
 from monograph.graph.inspect import buffers_kept
-from monograph.graph.remat import named
+from monograph.graph.remat import policy_named
 from monograph.loop import EngineState
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -408,7 +408,7 @@ class Session:
             return
         work = planned.work
         ran = (self.engine.micro_batch, step.scope, step.remat)
-        if ran == (work.rows, work.compile, named(work.remat)):
+        if ran == (work.rows, work.compile, policy_named(work.remat)):
             measured = peak_memory_bytes(step.device)
             Calibration(calibration_file()).note_memory(
                 describe(step.device), work, planned.traced, measured

@@ -17,7 +17,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Place
 from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
-from monograph.graph.remat import named
+from monograph.graph.remat import policy_named
 from monograph.loss import Loss, TokenLoss
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
@@ -257,7 +257,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         "optim": training.optim,
         "clip": training.clip,
         "precision": Precision(training.precision),
-        "remat": named(training.remat),
+        "remat": policy_named(training.remat),
     }
     rows = training.rows
     world = None if plan.job.parallel == "none" else world

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.graph.compilable import Compilable, Scope
-from monograph.graph.lora import kept_state
+from monograph.graph.lora import checkpoint_state
 from monograph.loss import counted, counts, pair
 from monograph.optim import Plane
 from monograph.schedule import factor_at
@@ -157,7 +157,7 @@ class Parameters(ABC):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's tensors that training changes, by name; tied tensors once."""
-        return kept_state(self.step.model)
+        return checkpoint_state(self.step.model)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Adopt the values that were copied into the tensors that `weights` returned."""

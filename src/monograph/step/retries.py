@@ -102,7 +102,7 @@ class Retries:
         step.discard()
         # The cheapest change comes first: without replays only launches cost more, fewer rows cost
         # some speed, and recomputed blocks add about a third to the computation.
-        if graph.give_back(step):
+        if graph.stop_replaying(step):
             change = f"{graph.ONE_BY_ONE} from now on"
         elif rows > 1:
             self.micro_batch = (rows + 1) // 2
@@ -125,7 +125,7 @@ class Retries:
         """
         if not self._recomputes or step.remat in (Remat.Full(), Remat.Offload()):
             return False
-        graph.release(step)
+        graph.uncapture(step)
         step.parameters.at_rest(written=False)
         try:
             recompute.follow(step.model, Remat.Full())

@@ -139,7 +139,9 @@ class Step:
         self.precision = precision or Precision()
         _require_together(self.optim, self.precision)
         self.left_in_bf16 = (
-            fp8.convert_(self.model, hidden_matrices(self.model)) if self.precision.name == "fp8" else []
+            fp8.convert_(self.model, hidden_matrices(self.model))
+            if self.precision.name == "fp8"
+            else []
         )
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(self.model, self.remat)

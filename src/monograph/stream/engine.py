@@ -181,7 +181,9 @@ class Streamed(Engine):
                 raise
             except Exception as error:
                 where = stack[-1] if stack else type(step.model).__name__
-                raise InputRefused(f"the trial step failed in {where}{place_and_message(error)}") from error
+                raise InputRefused(
+                    f"the trial step failed in {where}{place_and_message(error)}"
+                ) from error
         count = float(step.count)
         mean = float(step.loss_sum) / (count or 1.0)
         step.discard()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from monograph.errors import OutOfDeviceMemory
 from monograph.graph import siblings
 from monograph.graph.compilable import Compilable, Scope
-from monograph.graph.lora import kept_state
+from monograph.graph.lora import checkpoint_state
 from monograph.ops.fused_gradients import fusing
 from monograph.optim import Plane
 from monograph.step import Parameters, Step
@@ -162,7 +162,7 @@ class InStages(Parameters):
         for entry in self.store.stored:
             if entry.splits:
                 joined_weights |= dict(entry.plane.views(entry.master()))
-        return kept_state(self.step.model) | joined_weights
+        return checkpoint_state(self.step.model) | joined_weights
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Store split weights again: `weights` returned copies of them, not their memory."""
