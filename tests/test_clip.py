@@ -30,7 +30,7 @@ from monograph.step import Clip
 from monograph.step.clip import (
     WINDOW,
     is_spike,
-    largest_rate,
+    largest_lr,
     log_norm_and_loss,
     make_splittable_,
     reciprocal,
@@ -154,10 +154,10 @@ def test_the_largest_rate_has_no_product_above_the_bound() -> None:
     largest, factors, decays = 1e19, [0.25, 3.0, 10.0], [0.5, 7.0, 0.0]
     kinds = [Kind(ADAMW, factor, decay) for factor, decay in zip(factors, decays, strict=True)]
     expected = [1e19, 1e19 / 21, 1e19 / 10]
-    assert [float(largest_rate([kind], largest)) for kind in kinds] == expected
-    assert float(largest_rate(kinds, largest)) == 1e19 / 21
+    assert [float(largest_lr([kind], largest)) for kind in kinds] == expected
+    assert float(largest_lr(kinds, largest)) == 1e19 / 21
     members = Kind(ADAMW, torch.tensor(factors), torch.tensor(decays))
-    assert largest_rate([members, kinds[0]], largest).tolist() == expected
+    assert largest_lr([members, kinds[0]], largest).tolist() == expected
 
 
 def test_a_count_of_nothing_divides_nothing() -> None:

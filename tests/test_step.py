@@ -68,7 +68,7 @@ def test_the_norm_and_the_factor_of_an_update(
 
 @pytest.mark.parametrize(
     ("counter", "largest"),
-    [("lr", "largest_rate"), ("count", None), ("loss_sum", None), ("norm", "largest")],
+    [("lr", "largest_lr"), ("count", None), ("loss_sum", None), ("norm", "largest_norm")],
 )
 def test_an_update_is_accepted_up_to_the_largest_numbers_and_not_beyond(
     counter: str, largest: str | None

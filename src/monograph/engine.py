@@ -83,7 +83,7 @@ class Engine:
         In a `Streamed` engine that computes in bf16 the module has only rounded weights;
         `step.assembled()` gives full precision.
         """
-        self.step.parameters.at_rest(written=False)
+        self.step.parameters.wait_for_planes(to_write=False)
         return self.step.model
 
     @property
@@ -255,7 +255,7 @@ class Engine:
         self.accumulate(window)
         self.step.discard()
         self.step.apply()  # the device refuses this update, as it has no targets
-        self.step.parameters.at_rest(written=False)
+        self.step.parameters.wait_for_planes(to_write=False)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum of a batch's losses and the number of its targets, in evaluation mode.
@@ -282,7 +282,7 @@ class Engine:
         weights of a model with adapters are left out.
         """
         step = self.step
-        step.parameters.at_rest(written=True)  # the caller may write to the views
+        step.parameters.wait_for_planes(to_write=True)  # the caller may write to the views
         counters = {name: counter.tolist() for name, counter in step.counters.items()}
         return EngineState(
             step.parameters.weights(), self._buffers(), {"index": step.index, **counters}

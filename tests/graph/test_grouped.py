@@ -13,7 +13,7 @@ from batches import tiny_llama
 from monograph import device
 from monograph.graph import grouped, grouped_batches, grouped_blocks
 from monograph.graph.grouped import grouped_linear
-from monograph.ops.fused_gradients import Fused, fusing
+from monograph.ops.fused_gradients import FusedGradient, fused_gradients
 from numerics import error_within
 
 SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=6)  # of groups, some of them empty
@@ -100,10 +100,12 @@ def test_members_under_vmap_have_the_bits_that_they_have_alone(shared):
 def test_fused_matrices_add_their_gradients_to_the_total():
     rows, weight, grad, ends = drawn([2, 0, 3], dtype=torch.float32)
     expected = torch.autograd.grad(grouped_linear(rows, weight, ends), (rows, weight), grad)
-    weight.fused = Fused(weight.detach(), torch.ones_like(weight))
-    with fusing():
+    weight.fused_gradient = FusedGradient(weight.detach(), torch.ones_like(weight))
+    with fused_gradients():
         found = torch.autograd.grad(grouped_linear(rows, weight, ends), (rows,), grad)
-    assert torch.equal(found[0], expected[0]) and torch.equal(weight.fused.total, 1 + expected[1])
+    assert torch.equal(found[0], expected[0]) and torch.equal(
+        weight.fused_gradient.total, 1 + expected[1]
+    )
 
 
 def test_autocast_rounds_rows_and_matrices():

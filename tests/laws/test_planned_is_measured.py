@@ -27,7 +27,7 @@ from monograph.predict.footprint import Work, footprint
 from monograph.resident import Resident
 from monograph.rl.loss import PolicyLoss
 from monograph.step import Step
-from monograph.step.on_device import fuses
+from monograph.step.on_device import can_fuse_gradients
 
 WORST = 0.05
 
@@ -183,7 +183,7 @@ def test_a_plan_for_a_gpu_knows_whether_products_add_gradients(loss, judged):
     work = Work(
         config, rows=1, length=8, optim=AdamW(), precision="bf16", device_type="cuda", judged=judged
     )
-    assert work.fused == fuses(step, on_cuda=True)
+    assert work.fused == can_fuse_gradients(step, on_cuda=True)
 
 
 CAPTURED = {

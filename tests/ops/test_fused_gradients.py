@@ -29,7 +29,13 @@ from monograph.ops.cross_entropy import (
     _traced_gradients_on_cuda,
     linear_cross_entropy,
 )
-from monograph.ops.fused_gradients import Fused, add_product_, embedding, fusing, linear
+from monograph.ops.fused_gradients import (
+    FusedGradient,
+    add_product_,
+    embedding,
+    fused_gradients,
+    linear,
+)
 from monograph.optim import vectors_at_once
 from monograph.resident import Resident
 from monograph.stream import Streamed
@@ -48,7 +54,7 @@ def engine(
     """An engine of two rows a micro-batch; fused as on a GPU, or separate as on a CPU."""
     with pytest.MonkeyPatch.context() as patched:
         for module in (monograph.step.on_device, monograph.stream.parameters):
-            patched.setattr(module, "fuses", lambda *_: fused)
+            patched.setattr(module, "can_fuse_gradients", lambda *_: fused)
         return kind(
             tiny_llama(dtype, **sizes), precision=Precision(precision), remat=remat, micro_batch=2
         )
@@ -96,15 +102,17 @@ def test_biases_are_part_of_the_product():
     drawn = torch.randn(3, 40, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
     bias, plain = (torch.linspace(-3, 3, 6).requires_grad_() for _ in range(2))
-    weight.fused = Fused(weight.detach(), torch.zeros(6, 8))  # type: ignore[attr-defined]
+    weight.fused_gradient = FusedGradient(weight.detach(), torch.zeros(6, 8))  # type: ignore[attr-defined]
     with torch.autocast("cpu", torch.bfloat16):
         expected = F.linear(drawn, weight, plain)
-        with fusing():
+        with fused_gradients():
             ours = linear(drawn, weight, bias)
     assert torch.equal(ours, expected)
     (ours * drawn[..., :6]).sum().backward()
     (expected * drawn[..., :6]).sum().backward()
-    assert torch.equal(bias.grad, plain.grad) and torch.equal(weight.fused.total, weight.grad)
+    assert torch.equal(bias.grad, plain.grad) and torch.equal(
+        weight.fused_gradient.total, weight.grad
+    )
 
 
 def test_weights_are_rounded_again_in_each_window():
@@ -153,7 +161,9 @@ def test_fused_is_streamed_in_bits(scope, precision, tied):
     left = []
     for kind in (Resident, Streamed):
         made = engine(True, precision, kind=kind, tie_word_embeddings=tied)
-        assert families(made.model) and not isinstance(made.step.parameters.fusing(), nullcontext)
+        assert families(made.model) and not isinstance(
+            made.step.parameters.fused_gradients(), nullcontext
+        )
         if scope != "none":
             assert made.capture(packed(rows), "aot_eager", scope) is None
         for seed in range(2):
@@ -173,7 +183,7 @@ def test_only_matrices_are_fused_and_only_in_a_micro_step():
     assert bool(grad.any()) and not bool(weight.grad.any())
     F.linear(torch.ones(1, weight.shape[1]), weight).sum().backward()  # and adds them, once
     assert torch.equal(weight.grad, torch.ones_like(weight))
-    with fusing():
+    with fused_gradients():
         linear(torch.ones(1, weight.shape[1]), weight).sum().backward()  # and here the product
     assert torch.equal(weight.grad, torch.full_like(weight, 2.0))
 
@@ -183,8 +193,8 @@ def test_rows_of_padding_and_repeated_tokens():
     factor = torch.arange(18.0).view(2, 3, 3)
     (F.embedding(tokens, weight, 0) * factor).sum().backward()
     total = torch.ones(5, 3)
-    weight.fused = Fused(weight.detach(), total)
-    with fusing():
+    weight.fused_gradient = FusedGradient(weight.detach(), total)
+    with fused_gradients():
         (embedding(tokens, weight, 0) * factor).sum().backward()
     assert torch.equal(total, weight.grad + 1)
 
@@ -233,7 +243,7 @@ def test_who_is_fused_on_a_gpu():
         model: Any = None, precision: str = "bf16", loss: Any = token_loss, on_cuda: bool = True
     ) -> bool:
         made = Resident(model or tiny_llama(), loss=loss, precision=Precision(precision))
-        return monograph.step.on_device.fuses(made.step, on_cuda)
+        return monograph.step.on_device.can_fuse_gradients(made.step, on_cuda)
 
     hooked, told = tiny_llama(), tiny_llama()
     hooked.lm_head.weight.register_hook(lambda gradient: gradient)

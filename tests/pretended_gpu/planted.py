@@ -83,7 +83,8 @@ FAULTS = [
           WAITS),
     Fault("stream/slots.py", "states.append(torch.cuda.get_rng_state(self.step.device))", "pass",
           "tests/laws/test_streamed_state.py -m gpu"),
-    Fault("stream/parameters.py", 'fuses(step, self.placement.device.type == "cuda")', "fuses(step, False)", STREAMED),
+    Fault("stream/parameters.py", 'can_fuse_gradients(step, self.placement.device.type == "cuda")',
+          "can_fuse_gradients(step, False)", STREAMED),
     Fault("graph/recompute.py", ".detach().to(device or tensor.device)", ".detach()",
           "tests/stream/test_cuda.py -m gpu -k share"),
     # Activations that are offloaded.
@@ -151,7 +152,7 @@ FAULTS = [
     Fault("model/llama.py", "high_BN = blocks_BNX.amax(dim=-1)", "high_BN = low_BN", MASKS),
     # Launches, and memory that a plan counts on.
     Fault("graph/capture.py", 'compat.split_cat_options() if step.device.type == "cuda" else {}', "{}", COUNTS),
-    Fault("step/on_device.py", "return can_accumulate and is_known", "return False", COUNTS),
+    Fault("step/on_device.py", "return device_can and reads_no_gradients", "return False", COUNTS),
     Fault("step/clip.py", "if grad.is_cuda and grad.ndim == 1:", "if False:", COUNTS),
     Fault("step/step.py", "self.lr.fill_(lr)", "self.lr.copy_(torch.tensor(lr))", COUNTS),
     Fault("ops/cross_entropy.py", 'if compiles and device_type == "cuda" and added is None:', "if False:", COUNTS),

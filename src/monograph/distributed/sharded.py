@@ -162,7 +162,7 @@ class Shards(ByRank):
         return self.sharing.sum(functools.reduce(torch.add, squares, zero))
 
     @contextmanager
-    def directed(self, grads: Sequence[Tensor], scale: Tensor) -> Iterator[None]:
+    def with_directions(self, grads: Sequence[Tensor], scale: Tensor) -> Iterator[None]:
         """Let planes hold in the block what takes other ranks' rows: orthogonal directions, and the
         largest numbers of blocks that are cut.
         """
@@ -225,7 +225,7 @@ class Shards(ByRank):
         state = self.step.model.state_dict()
         return {name: state[name] for name in self.names}
 
-    def whole(self) -> nn.Module:
+    def unsharded_module(self) -> nn.Module:
         """Return a module of the same shapes, without values."""
         return self._empty
 

@@ -411,7 +411,7 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 def reason(error: BaseException) -> str:
     """Return one line that says why a capture failed and how to fix it, from torch's error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # A backend that raised an exception is quoted by torch in one line.
+    # Dynamo quotes an exception that the function itself raised.
     raised = next((line for line in lines if "raised exception" in line), None)
     if raised:
         return raised.partition("raised exception ")[2]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from monograph import compat
 from monograph.graph.remat import storage_of
 from monograph.ops.autograd import Context
-from monograph.ops.fused_gradients import Fused, fused_of, linear
+from monograph.ops.fused_gradients import FusedGradient, fused_gradient_of, linear
 
 
 class Sibling(nn.Linear):
@@ -91,13 +91,13 @@ class FusedLinears:
             computes alone then.
         bias: [N], one view of all biases; None if they do not lie side by side, or if there are
             none.
-        fused: the attribute `fused` of all weights together, see `monograph.ops.fused_gradients`;
-            None if one of them does not have it.
+        fused_gradient: the attribute `fused_gradient` of all weights together, see
+            `monograph.ops.fused_gradients`; None if one of them does not have it.
     """
 
     weight: Tensor | None
     bias: Tensor | None
-    fused: Fused | None
+    fused_gradient: FusedGradient | None
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
         self.layers = list(layers)
@@ -152,17 +152,20 @@ class FusedLinears:
         self.update_views()
 
     def update_views(self) -> None:
-        """Set `weight`, `bias` and `fused` by where the parameters lie now."""
+        """Set `weight`, `bias` and `fused_gradient` by where the parameters lie now."""
         self.weight = _view_of_all(self.weights)
         self.bias = _view_of_all(self.biases)
-        self.fused = None
+        self.fused_gradient = None
         if self.weight is None or (self.biases and self.bias is None):
             self.weight = self.bias = None
             return
-        fused = [getattr(weight, "fused", None) for weight in self.weights]
-        if None not in fused:
-            weights, totals = zip(*fused, strict=True)
-            self.fused = Fused(_view_of_all(list(weights)), _view_of_all(list(totals)))  # type: ignore[arg-type]
+        fused_gradients = [getattr(weight, "fused_gradient", None) for weight in self.weights]
+        if None not in fused_gradients:
+            weights, totals = zip(*fused_gradients, strict=True)
+            self.fused_gradient = FusedGradient(
+                _view_of_all(list(weights)),  # type: ignore[arg-type]
+                _view_of_all(list(totals)),  # type: ignore[arg-type]
+            )
 
     def output(self, index: int, input: Tensor) -> Tensor | None:
         """Return the output of one layer, or None if the layer must compute it alone."""
@@ -211,7 +214,7 @@ class FusedLinears:
     def all_outputs(self, input: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of all layers for one input."""
         bias = _with_gradients(self.bias, self.biases)
-        if fused_of(self):
+        if fused_gradient_of(self):
             output = linear(input, self.weights[0], bias, owner=self)
         else:
             output = F.linear(input, _with_gradients(self.weight, self.weights), bias)

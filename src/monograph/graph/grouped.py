@@ -29,7 +29,7 @@ from monograph.graph import grouped_batches, grouped_blocks
 from monograph.graph.matmul import grouped_out, grouped_outer_out, mkl_is_slow
 from monograph.ops.autograd import Batched, Context
 from monograph.ops.filled import padded_count
-from monograph.ops.fused_gradients import fused_of
+from monograph.ops.fused_gradients import fused_gradient_of
 
 # Major compute capabilities on which torch's grouped products do not copy `ends` to the host, see
 # aten/src/ATen/native/cuda/GroupedBlas.cpp.
@@ -49,9 +49,8 @@ def grouped_linear(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tens
 
     Args:
         input_PK: rows, sorted by group.
-        weight_ENK: the groups' matrices. If they have the attribute `fused`
-            (`monograph.ops.fused_gradients`), the backward pass adds their gradient to
-            `fused.total`.
+        weight_ENK: the groups' matrices. If they have the attribute `fused_gradient`
+            (`monograph.ops.fused_gradients`), the backward pass adds their gradient to its `total`.
         ends_E: the index of the row after each group's last one, int32, ascending; the last is P.
 
     Returns:
@@ -59,7 +58,7 @@ def grouped_linear(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tens
     """
     dtype = product_dtype(input_PK)
     input_PK = input_PK.to(dtype)
-    fused = fused_of(weight_ENK)
+    fused = fused_gradient_of(weight_ENK)
     if fused is None:
         return product(input_PK, weight_ENK.to(dtype), ends_E)
     return _FusedGrouped.apply(input_PK, weight_ENK, fused.weight.to(dtype), fused.total, ends_E)

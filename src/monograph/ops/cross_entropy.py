@@ -3,7 +3,7 @@
 The tokens are cut into chunks. Only the logits of one chunk are in memory at a time.
 
 A frozen weight may have trained rows (`Rows`), which replace some of its own rows. A fused weight
-(`monograph.ops.fused_gradients.Fused`) has a buffer `total`, to which the backward pass adds the
+(`monograph.ops.fused_gradients.FusedGradient`) has a buffer `total`, to which the backward pass adds the
 weight's gradient instead of returning it.
 
 Shapes: N tokens, C tokens of a chunk, R tokens of a block (the part of a chunk whose softmax is
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from monograph import compat
-from monograph.ops.fused_gradients import add_product_, block_rows, fused_of
+from monograph.ops.fused_gradients import add_product_, block_rows, fused_gradient_of
 from monograph.ops.token_rows import Rows, change, replaced
 
 # The maximum size of a chunk's fp32 logits, if MAX_CHUNKS chunks are enough for it. It is small
@@ -89,7 +89,7 @@ def linear_cross_entropy(
     if torch.is_grad_enabled():
         # Inside a transform of torch.func, `requires_grad` is False even for a trained weight.
         learned = rows is None and (weight_VD.requires_grad or compat.in_transform())
-        fused_VD, total_VD = fused_of(weight_VD) or (None, None)
+        fused_VD, total_VD = fused_gradient_of(weight_VD) or (None, None)
         values_KD, index_K, slot_V = rows or (None, None, None)
         # An autograd.Function takes no keyword arguments, and does not see tensors inside of tuples. Only
         # the three settings are packed.

@@ -1,10 +1,13 @@
-"""Compute linear layers and embeddings that add their weights' gradients to other tensors.
+"""Compute linear layers and embeddings whose backward pass adds the weight's gradient to a buffer.
 
         y = x q(W)^T        dx = dy q(W)        total += dy^T x
 
-q(W) is the weight in the dtype of the products. The sum is part of the matrix product, as in
-Megatron's fused layers, and autograd gets no gradient of W. Without this, separate kernels would
-write, cast and add each gradient.
+q(W) is the weight in the dtype of the products, `total` the buffer in which an update's gradients
+are summed. The sum is part of the matrix product, as in Megatron's gradient accumulation fusion, and
+autograd gets no gradient of W. Without this, separate kernels would write, cast and add each
+gradient.
+
+This is done for a weight that has the attribute `fused_gradient`, within `fused_gradients()`.
 
 Shapes: V rows of the weight, D channels.
 """
@@ -22,8 +25,8 @@ from monograph.ops.autograd import Context
 _linear, _embedding = F.linear, F.embedding
 
 
-class Fused(NamedTuple):
-    """The value of a weight's attribute `fused`.
+class FusedGradient(NamedTuple):
+    """The value of a weight's attribute `fused_gradient`.
 
     Attributes:
         weight: the weight, in the dtype of the products if it was rounded before; otherwise each
@@ -35,41 +38,41 @@ class Fused(NamedTuple):
     total: Tensor
 
 
-def fusing() -> AbstractContextManager[None]:
-    """Return a context for forward passes whose layers are fused.
+def fused_gradients() -> AbstractContextManager[None]:
+    """Return a context for forward passes whose layers add their weights' gradients to `total`.
 
-    The backward pass of a layer that ran in it adds the gradient of a weight with the attribute
-    `fused` to `Fused.total`.
+    It replaces `F.linear` and `F.embedding` by this file's functions.
     """
     return compat.replace_functional({"linear": linear, "embedding": embedding})
 
 
-def fused_of(owner: object) -> Fused | None:
-    """Return the attribute `fused` of a weight or a family of weights; None outside of `fusing`."""
-    return getattr(owner, "fused", None) if F.linear is linear else None
+def fused_gradient_of(owner: object) -> FusedGradient | None:
+    """Return the attribute of a weight or a family of weights; None outside of `fused_gradients()`."""
+    is_in_context = F.linear is linear
+    return getattr(owner, "fused_gradient", None) if is_in_context else None
 
 
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, owner: object = None
 ) -> Tensor:
-    """Return `F.linear`, in the dtype of the products if the weight is fused.
+    """Return `F.linear`; with a fused gradient, it is in the dtype of the products.
 
     Args:
         input: see `F.linear`.
         weight: see `F.linear`.
         bias: see `F.linear`.
-        owner: the family of joined weights (`monograph.graph.siblings`) whose attribute `fused` is
-            used; None: the attribute of the weight.
+        owner: the family of siblings (`monograph.graph.fused_linears`) whose attribute
+            `fused_gradient` is used; None: the attribute of the weight.
     """
-    fused = fused_of(weight if owner is None else owner)
+    fused = fused_gradient_of(weight if owner is None else owner)
     if fused is None:
         return _linear(input, weight, bias)
-    kind = input.device.type
-    dtype = (
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else fused.weight.dtype
-    )
-    narrow = None if bias is None else bias.to(dtype)
-    return _Linear.apply(input.to(dtype), weight, narrow, fused.weight.to(dtype), fused.total)
+    device_type = input.device.type
+    dtype = fused.weight.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    rounded_bias = None if bias is None else bias.to(dtype)
+    return _Linear.apply(input.to(dtype), weight, rounded_bias, fused.weight.to(dtype), fused.total)
 
 
 def embedding(
@@ -85,7 +88,7 @@ def embedding(
 
     With `max_norm`, `scale_grad_by_freq` or `sparse` the weight's gradient is left to autograd.
     """
-    fused = fused_of(weight)
+    fused = fused_gradient_of(weight)
     if fused is None or max_norm is not None or scale_grad_by_freq or sparse:
         return _embedding(
             input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
@@ -98,6 +101,8 @@ class _LinearContext(Context):
 
 
 class _Linear(torch.autograd.Function):
+    """Compute `linear`. The weight is an argument so that autograd calls the backward pass."""
+
     @staticmethod
     def forward(
         ctx: _LinearContext,
@@ -116,9 +121,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, rounded = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        add_product_(ctx.total, rows, input.flatten(0, -2))
-        return grad @ rounded, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
+        grad_rows = grad.flatten(0, -2)
+        add_product_(ctx.total, grad_rows, input.flatten(0, -2))
+        needs_bias_grad = ctx.needs_input_grad[2]
+        bias_grad = grad_rows.sum(0) if needs_bias_grad else None
+        return grad @ rounded, None, bias_grad, None, None
 
 
 class _EmbeddingContext(Context):
@@ -127,6 +134,8 @@ class _EmbeddingContext(Context):
 
 
 class _Embedding(torch.autograd.Function):
+    """Compute `embedding`. The weight is an argument so that autograd calls the backward pass."""
+
     @staticmethod
     def forward(
         ctx: _EmbeddingContext,
@@ -150,11 +159,12 @@ class _Embedding(torch.autograd.Function):
 
 
 def block_rows(device_type: str, columns: int) -> int:
-    """Return how many rows with this number of columns are overwritten at a time.
+    """Return how many fp32 rows of this number of columns are computed at a time.
 
-    On a CPU these rows fit into its cache.
+    They take at most 8 MiB on a CPU, to fit its cache, and at most 512 MiB on a GPU.
     """
-    return max(1, (8 if device_type == "cpu" else 512) * 2**20 // (4 * columns))
+    block_bytes = (8 if device_type == "cpu" else 512) * 2**20
+    return max(1, block_bytes // (4 * columns))
 
 
 # This is a custom operator, because a compiler would fuse plain sums into one kernel that reads the
@@ -190,9 +200,9 @@ def _(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @add_product_.register_vmap
 def _(info, in_dims, total, left, right):  # type: ignore[no-untyped-def]
-    front = [
-        t if dim is None else t.movedim(dim, 0)
-        for t, dim in zip((total, left, right), in_dims, strict=True)
+    with_member_axis_first = [
+        tensor if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in zip((total, left, right), in_dims, strict=True)
     ]
-    add_product_(*front)
+    add_product_(*with_member_axis_first)
     return None, None

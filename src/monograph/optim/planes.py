@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from monograph.errors import UsageError
 from monograph.graph.inspect import loadable_state, overlapping_tensors
 from monograph.graph.mmap_weights import kept_dtype, replace_data
-from monograph.ops.fused_gradients import Fused
+from monograph.ops.fused_gradients import FusedGradient
 from monograph.optim.formats import FORMATS
 from monograph.optim.optimizer import Kind
 
@@ -111,7 +111,7 @@ class Plane:
             if slot.parameter.grad is not view:
                 slot.parameter.grad = view
 
-    def fuse(self) -> None:
+    def fuse_gradients(self) -> None:
         """Make products add the gradients of matrices; see `monograph.ops.fused_gradients`."""
         if self.kind.vector or self.grad.dtype == torch.float64:
             return
@@ -119,7 +119,7 @@ class Plane:
         for (_, parameter, _), (_, weight), (_, total) in zip(
             self.slots, weights, self.views(self.grad), strict=True
         ):
-            parameter.fused = Fused(weight.data, total.data)  # type: ignore[attr-defined]
+            parameter.fused_gradient = FusedGradient(weight.data, total.data)  # type: ignore[attr-defined]
 
     def round(self) -> None:
         """Write `param` to `rounded`, unless that is None."""

@@ -20,8 +20,8 @@ from monograph.optim import Kind, Optimizer, Plane, splittable, update_
 from monograph.ranges import ABOVE_0
 from monograph.step.parts import Marks
 
-WINDOW = 128
-SIGMAS = 6.0
+WINDOW = 128  # the number of updates with which a new one is compared
+SIGMAS = 6.0  # a spike lies this many deviations above the median
 # For normally distributed numbers, 1.4826 times the median absolute deviation from the median
 # estimates the standard deviation.
 _STD_PER_MAD = 1.4826
@@ -85,16 +85,18 @@ def is_spike(numbers_2: Tensor, recent_2W: Tensor, applied: Tensor) -> Tensor:
     median_2 = _median(recent_2W)
     deviation_2 = _STD_PER_MAD * _median((recent_2W - median_2.unsqueeze(-1)).abs())
     log_norm_deviation, loss_deviation = deviation_2.unbind(-1)
+    median_loss = median_2[..., 1]
     floored_deviation_2 = torch.stack(
         [
             log_norm_deviation.clamp_min(_MIN_LOG_NORM_DEVIATION),
-            loss_deviation.maximum(_MIN_RELATIVE_LOSS_DEVIATION * median_2[..., 1].abs()),
+            loss_deviation.maximum(_MIN_RELATIVE_LOSS_DEVIATION * median_loss.abs()),
         ],
         dim=-1,
     )
+    is_high_2 = numbers_2 - median_2 > SIGMAS * floored_deviation_2
     # Both numbers must be high: a hard batch has only a high loss, a rare token only a large
     # gradient.
-    return (numbers_2 - median_2 > SIGMAS * floored_deviation_2).all(-1) & (applied >= WINDOW)
+    return is_high_2.all(-1) & (applied >= WINDOW)
 
 
 def remember_(recent_2W: Tensor, numbers_2: Tensor, applied: Tensor, accepted: Tensor) -> None:
@@ -184,8 +186,9 @@ def make_splittable_(param: Tensor, precision: Precision) -> None:
         param.copy_(splittable(param))
 
 
-def largest(dtype: torch.dtype) -> float:
-    """Return the largest number whose square is finite in `dtype`, or in fp32 if that is wider.
+def largest_squarable(dtype: torch.dtype) -> float:
+    """Return the largest number whose square does not overflow in `dtype`, or in fp32 if that is
+    wider.
 
     Args:
         dtype: the dtype of gradients and moments.
@@ -194,8 +197,10 @@ def largest(dtype: torch.dtype) -> float:
     return math.sqrt(torch.finfo(torch.promote_types(dtype, torch.float32)).max)
 
 
-def largest_rate(kinds: Iterable[Kind], largest: float) -> Tensor:
-    """Return the largest learning rate whose products with factors and decays are within `largest`.
+def largest_lr(kinds: Iterable[Kind], largest: float) -> Tensor:
+    """Return the largest learning rate that cannot make an update's factors overflow.
+
+    Its product with each kind's factor and weight decay is within `largest`.
 
     Args:
         kinds: the kinds of the planes, each with a factor of the learning rate and a weight decay.

@@ -13,7 +13,7 @@ from monograph.graph import siblings
 from monograph.graph.inspect import parameter_blocks
 from monograph.graph.remat import Remat
 from monograph.loss import TokenLoss
-from monograph.ops.fused_gradients import fusing
+from monograph.ops.fused_gradients import fused_gradients
 from monograph.optim import Plane, planes, trainable, unlinked, vectors_at_once
 from monograph.step.parameters import Parameters, Sums
 
@@ -32,17 +32,20 @@ class OnDevice(Parameters):
                 None: if that saves work.
         """
         super().__init__()
-        self._fused = fused
-        self._products_add = False  # the choice, known from `place` on
+        self._asked_to_fuse = fused
+        self._fuses_gradients = False  # the choice, known from `place` on
 
     def place(self, step: Step) -> list[Plane]:
         """Move the trainable parameters into planes on their own device."""
         self.step = step
         on_cuda = any(p.is_cuda for p in step.model.parameters())
-        self._products_add = fuses(step, on_cuda) if self._fused is None else self._fused
-        if self._products_add:
+        if self._asked_to_fuse is None:
+            self._fuses_gradients = can_fuse_gradients(step, on_cuda)
+        else:
+            self._fuses_gradients = self._asked_to_fuse
+        if self._fuses_gradients:
             siblings.fuse_known(step.model)
-        # Fused siblings are read as one matrix, so their parameters must lie side by side in a plane.
+        # Siblings are multiplied as one matrix, so their parameters must lie side by side in a plane.
         ordered_parameters = siblings.side_by_side(step.model, trainable(step.model))
         new_planes = planes(
             ordered_parameters,
@@ -54,27 +57,27 @@ class OnDevice(Parameters):
         siblings.split_separated_families(step.model)
         for plane in new_planes:
             step.prepare_plane(plane)
-        if self._products_add:
-            # Without recomputation all rounded weights are kept for the backward pass anyway, so
-            # rounding them ahead into `plane.rounded` needs no more memory.
-            may_round_ahead = isinstance(step.remat, Remat.Off)
+        if self._fuses_gradients:
+            # Without recomputation, autograd keeps all rounded weights for the backward pass anyway.
+            # So rounding each weight once a window, into `plane.rounded`, takes no more memory.
+            can_round_once = isinstance(step.remat, Remat.Off)
             for plane in new_planes:
                 needs_rounding = not plane.kind.vector and plane.param.dtype != step.precision.dtype
-                if may_round_ahead and needs_rounding:
+                if can_round_once and needs_rounding:
                     plane.rounded = torch.empty_like(plane.param, dtype=step.precision.dtype)
-                plane.fuse()
+                plane.fuse_gradients()
         for family in siblings.families(step.model):
             family.update_views()
         return new_planes
 
-    def fusing(self) -> AbstractContextManager[None]:
+    def fused_gradients(self) -> AbstractContextManager[None]:
         """Let matrix products in the block add gradients to the planes, if `place` chose that."""
-        return _fusing(self.step.planes) if self._products_add else nullcontext()
+        return _fused_gradients(self.step.planes) if self._fuses_gradients else nullcontext()
 
     def accumulate(self, batches: Sequence[object]) -> None:
         """Add the gradient of each micro-batch to the planes."""
-        # Gradients are linked again for each window, because a caller's `zero_grad()` may have set
-        # `.grad` to None since the last window.
+        # `link` makes each `.grad` a view of a plane. It is called for each window, because a
+        # caller's `zero_grad()` may have set `.grad` to None since the last one.
         self.step.link()
         for plane in self.step.planes:
             plane.round()
@@ -100,18 +103,21 @@ class OnDevice(Parameters):
 
 
 @contextmanager
-def _fusing(planes: Sequence[Plane]) -> Iterator[None]:
-    with fusing(), vectors_at_once(planes):
+def _fused_gradients(planes: Sequence[Plane]) -> Iterator[None]:
+    with fused_gradients(), vectors_at_once(planes):
         yield
 
 
-def fuses(step: Step, on_cuda: bool) -> bool:
-    """Return whether a step's matrix products can add gradients to the planes, and save time so."""
+def can_fuse_gradients(step: Step, on_cuda: bool) -> bool:
+    """Return whether a step's matrix products can add gradients to the planes, and save time by it.
+
+    See `monograph.ops.fused_gradients`.
+    """
     # A CPU computes separate siblings faster, and cannot add bf16 products to fp32 numbers.
-    can_accumulate = on_cuda and step.precision.name in ("bf16", "fp16")
-    # A caller's own model, loss or hooks may read gradients that this bypasses.
-    is_known = type(step.loss) is TokenLoss and vars(type(step.model)).get("fuses", False)
+    device_can = on_cuda and step.precision.name in ("bf16", "fp16")
+    # A caller's own model, loss or hooks may read gradients that autograd does not get then.
+    reads_no_gradients = type(step.loss) is TokenLoss and vars(type(step.model)).get("fuses", False)
     has_hooks = any(
         p._backward_hooks or p._post_accumulate_grad_hooks for p in step.model.parameters()
     )
-    return can_accumulate and is_known and not has_hooks
+    return device_can and reads_no_gradients and not has_hooks

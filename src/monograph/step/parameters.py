@@ -30,12 +30,12 @@ from monograph.schedule import factor_at
 if TYPE_CHECKING:
     from monograph.step.step import Step
 
-Sums = tuple[Tensor, Tensor]  # sum of losses, and number of targets
+Sums = tuple[Tensor, Tensor]  # of a batch: the sum of its losses, and the number of its targets
 Rates = float | tuple[float, ...]  # the learning rate, or each member's learning rate
 
 
 class Parameters(ABC):
-    """The trainable parameters of one step.
+    """The trainable parameters of one step, and what the step does with them.
 
     The methods implemented here are defaults, which an engine overrides where it differs.
 
@@ -47,7 +47,7 @@ class Parameters(ABC):
         replays: whether a recorded micro-step may be replayed.
         differentiable: whether `sums` may be differentiated outside of `accumulate`.
         counters: state tensors in addition to the step's own counters, by name.
-        frozen: which members are never updated again, bool [N]; None: no member is frozen.
+        frozen: which members of an ensemble are never updated again, bool [N]; None: no member is.
     """
 
     step: Step
@@ -83,10 +83,10 @@ class Parameters(ABC):
         """Return a context in which the loss can be called; the step adds the precision's context."""
         return nullcontext()
 
-    def fusing(self) -> AbstractContextManager[None]:
+    def fused_gradients(self) -> AbstractContextManager[None]:
         """Return a context in which matrix products may add gradients to the planes themselves.
 
-        See `monograph.ops.fused_gradients`. By default they do not.
+        See `monograph.ops.fused_gradients`. By default autograd adds them.
         """
         return nullcontext()
 
@@ -115,7 +115,7 @@ class Parameters(ABC):
         """Reset the gradient accumulated since the last update."""
 
     def begin_again(self) -> None:
-        """Prepare to repeat a pass that ran out of memory."""
+        """Get ready to repeat a pass that ran out of memory."""
 
     # ── apply ───────────────────────────────────────────────────────────────────────────────────
 
@@ -135,10 +135,12 @@ class Parameters(ABC):
         # They are added one by one: the bits of `torch.sum` depend on the kernel that computes it.
         return functools.reduce(torch.add, squares)
 
-    def directed(self, grads: Sequence[Tensor], scale: Tensor) -> AbstractContextManager[None]:
-        """Return a context in which planes hold the values that other ranks' rows determine.
+    def with_directions(
+        self, grads: Sequence[Tensor], scale: Tensor
+    ) -> AbstractContextManager[None]:
+        """Return a context in which planes hold what an update needs of other ranks' rows.
 
-        Only sharded parameters have such values, for example Muon's directions.
+        Only sharded parameters need this, for example for Muon's directions.
 
         Args:
             grads: each plane's summed gradient.
@@ -150,20 +152,23 @@ class Parameters(ABC):
         """Update a plane by its summed gradient `total`; see `Step.update_plane`."""
         self.step.update_plane(plane, total, scale, accepted)
 
-    # ── at rest ─────────────────────────────────────────────────────────────────────────────────
+    # ── between updates ─────────────────────────────────────────────────────────────────────────
 
-    def at_rest(self, *, written: bool) -> None:
-        """Wait until the planes may be read, and with `written` also until they may be written."""
+    def wait_for_planes(self, *, to_write: bool) -> None:
+        """Wait until the planes may be read, and with `to_write` also until they may be written."""
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's tensors that training changes, by name; tied tensors once."""
         return checkpoint_state(self.step.model)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Adopt the values that were copied into the tensors that `weights` returned."""
+        """Take over the values that a caller has written into the tensors that `weights` returned.
 
-    def whole(self) -> nn.Module | None:
-        """Return an unsharded module of the same shapes, perhaps without values.
+        Nothing is to be done if these tensors are the planes' own memory.
+        """
+
+    def unsharded_module(self) -> nn.Module | None:
+        """Return a module with tensors of full shapes, perhaps without values.
 
         None: the step's own module is not sharded.
         """

@@ -126,7 +126,7 @@ class Retries:
         if not self._recomputes or step.remat in (Remat.Full(), Remat.Offload()):
             return False
         graph.uncapture(step)
-        step.parameters.at_rest(written=False)
+        step.parameters.wait_for_planes(to_write=False)
         try:
             recompute.follow(step.model, Remat.Full())
         except UsageError:

@@ -10,7 +10,7 @@ differs between resident, stacked, streamed and sharded parameters.
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,8 @@ from monograph.step.clip import (
     WINDOW,
     Clip,
     Update,
-    largest,
-    largest_rate,
+    largest_lr,
+    largest_squarable,
     make_splittable_,
     reciprocal,
     squares,
@@ -56,6 +56,20 @@ from monograph.step.parts import Parts
 def sum_of_one_rank(total: Tensor) -> Tensor:
     """Return the sum over all ranks where there is only one: `total` itself."""
     return total
+
+
+class Decision(NamedTuple):
+    """What the device decides about an update.
+
+    Attributes:
+        grad_norm: norm of the mean loss's gradient before clipping.
+        scale: factor that turns the planes' summed gradient into the clipped gradient.
+        accepted: whether the update is applied, bool.
+    """
+
+    grad_norm: Tensor
+    scale: Tensor
+    accepted: Tensor
 
 
 @final
@@ -79,10 +93,10 @@ class Step:
         loss_scale: factor of the loss in fp16; 1 in other precisions.
         loss_factor: factor of each micro-batch's loss: loss scale / number of the window's targets,
             or the loss scale alone if the loss cannot count targets beforehand.
-        largest: the largest gradient norm that is applied; a larger gradient could overflow moments
+        largest_norm: the largest gradient norm that is applied; a larger gradient could overflow moments
             or weights.
-        largest_rate: the largest learning rate that is applied; a larger one, times a group's
-            factor and decay, could exceed `largest`.
+        largest_lr: the largest learning rate that is applied; a larger one, times a group's
+            factor and decay, could exceed `largest_norm`.
         recent: log-norm and loss of the last 128 applied updates, [2, 128] or [N, 2, 128]; see
             `Clip`.
         recorder: records a micro-step and replays it on a GPU (`monograph.capture`); None: every
@@ -90,8 +104,8 @@ class Step:
         announce: called with one line, the reason, when a micro-step cannot be replayed.
     """
 
-    # Whether the step was captured when `choose_kept` last chose; None before its first choice.
-    kept_for: bool | None
+    # Whether `choose_kept` last chose for a captured step; None before its first choice.
+    kept_choice_is_for_capture: bool | None
 
     def __init__(
         self,
@@ -146,7 +160,7 @@ class Step:
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(self.model, self.remat)
         self.index = 0
-        self.kept_for = None
+        self.kept_choice_is_for_capture = None
         self.holds_average = False
         self.planes = self.parameters.place(self)
         self.device = self.parameters.device or self.planes[0].param.device
@@ -162,8 +176,8 @@ class Step:
         self.tokens = zeros(dtype=torch.int64)
         self.skipped = zeros(dtype=torch.int64)
         self.good = zeros(dtype=torch.int64)
-        self.largest = largest(self.planes[0].grad.dtype)
-        self.largest_rate = largest_rate((plane.kind for plane in self.planes), self.largest).to(
+        self.largest_norm = largest_squarable(self.planes[0].grad.dtype)
+        self.largest_lr = largest_lr((plane.kind for plane in self.planes), self.largest_norm).to(
             self.device
         )
         self.recent = torch.zeros(
@@ -185,9 +199,8 @@ class Step:
         self.evaluate = Compilable(self.parameters.sums)
         self.apply = Compilable(self.parameters.apply)
         self.squares = Compilable(squares)
-        self.replaced: list[
-            AttributeValue
-        ] = []  # what a capture replaced, in order, for its undoing
+        # What a capture replaced, in order, so that `uncapture` can undo it.
+        self.replaced: list[AttributeValue] = []
         self.guard = ParameterGuard(self.model, self.planes)
         self.parts = Parts(self.device)
 
@@ -203,7 +216,7 @@ class Step:
         return plane
 
     def link(self) -> None:
-        """Make backward passes add gradients to the planes."""
+        """Make backward passes add gradients to the planes: each `.grad` becomes a view of one."""
         for plane in self.planes:
             plane.link()
 
@@ -221,12 +234,12 @@ class Step:
     @contextmanager
     def counters_kept(self) -> Iterator[None]:
         """Restore the counters after the block, so that updates in the block are not counted."""
-        kept = {name: counter.clone() for name, counter in self.counters.items()}
+        values = {name: counter.clone() for name, counter in self.counters.items()}
         try:
             yield
         finally:
             for name, counter in self.counters.items():
-                counter.copy_(kept[name])
+                counter.copy_(values[name])
 
     def discard(self) -> None:
         """Reset the gradient, loss and count that were accumulated since the last update."""
@@ -245,14 +258,14 @@ class Step:
         if self.optim.ema is None or self.holds_average:
             yield
             return
-        self.parameters.at_rest(written=True)
+        self.parameters.wait_for_planes(to_write=True)
         with holding(self.planes, [plane.state["ema"] for plane in self.planes]):
             self.holds_average = True
             try:
                 yield
             finally:
                 # The device may still be copying the average.
-                self.parameters.at_rest(written=True)
+                self.parameters.wait_for_planes(to_write=True)
                 self.holds_average = False
 
     def assembled(self) -> AbstractContextManager[nn.Module]:
@@ -317,16 +330,16 @@ class Step:
         The choice is made once, and again after a capture or its release.
         """
         captured = self.scope != "none"
-        if self.kept_for != captured:
+        if self.kept_choice_is_for_capture != captured:
             with unlinked(self.planes), self.context(), buffers_kept(self.loss):
                 recompute.choose_kept(
                     self.model,
                     lambda twin: self.loss(twin, batch),
                     captured=captured,
                     device=self.device,
-                    unsharded=self.parameters.whole(),
+                    unsharded=self.parameters.unsharded_module(),
                 )
-            self.kept_for = captured
+            self.kept_choice_is_for_capture = captured
 
     # ── the training step: read this first ──────────────────────────────────────────────────────
     #
@@ -349,7 +362,7 @@ class Step:
         replayed.
         """
         # The block includes the backward pass, as that may recompute parts of the forward pass.
-        with self.parameters.fusing():
+        with self.parameters.fused_gradients():
             with unlinked(self.planes), self.context():
                 loss, loss_sum, count = self.forward(batch, self.loss_factor)
             self.differentiate(loss, loss_sum, count)
@@ -413,20 +426,16 @@ class Step:
             for sum_of_squares in self.squares(plane, grad)
         ]
         grad_norm, scale, accepted = self.decide(sums_of_squares)
-        with self.parameters.directed(grads, scale):
+        with self.parameters.with_directions(grads, scale):
             for plane, grad in planes_with_grads:
                 self.parameters.update_plane(plane, grad, scale, accepted)
         return grad_norm
 
-    def decide(self, sums_of_squares: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def decide(self, sums_of_squares: Sequence[Tensor]) -> Decision:
         """Decide on the device whether to apply the update, and count it as applied or skipped.
 
         Args:
             sums_of_squares: of the summed gradient, one for each part of a plane.
-
-        Returns:
-            The norm of the mean loss's gradient before clipping, the factor that turns the summed
-            gradient into the clipped one, and whether the update is applied (bool).
         """
         scale = self.gradient_scale()
         grad_norm = self.parameters.add_squares(sums_of_squares).sqrt() * scale
@@ -446,7 +455,7 @@ class Step:
             self.precision.rescale_(
                 self.loss_scale, self.good, finite=grad_norm.isfinite(), accepted=accepted
             )
-        return grad_norm, scale, accepted
+        return Decision(grad_norm, scale, accepted)
 
     def gradient_scale(self) -> Tensor:
         """Return the factor that turns the planes' summed gradient into the mean loss's gradient."""
@@ -463,7 +472,7 @@ class Step:
         Every comparison with NaN is false, so a NaN anywhere refuses the update.
         """
         has_targets = (self.count > 0) & self.count.isfinite()
-        cannot_overflow = (clipped_norm <= self.largest) & (self.lr.abs() <= self.largest_rate)
+        cannot_overflow = (clipped_norm <= self.largest_norm) & (self.lr.abs() <= self.largest_lr)
         accepted = cannot_overflow & self.loss_sum.isfinite() & has_targets
         frozen = self.parameters.frozen
         return accepted if frozen is None else accepted & ~frozen

@@ -11,10 +11,10 @@ from monograph.errors import OutOfDeviceMemory
 from monograph.graph import siblings
 from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.lora import checkpoint_state
-from monograph.ops.fused_gradients import fusing
+from monograph.ops.fused_gradients import fused_gradients
 from monograph.optim import Plane
 from monograph.step import Parameters, Step
-from monograph.step.on_device import fuses
+from monograph.step.on_device import can_fuse_gradients
 from monograph.step.parameters import Sums
 from monograph.step.retries import out_of_memory
 from monograph.stream.chunked_update import HALF_DONE
@@ -61,7 +61,9 @@ class InStages(Parameters):
         self._lanes = lanes
         self._sum_over_ranks = sum_over_ranks
         self._passes = passes
-        self._products_add = False  # whether matrix products add gradients; known from `place` on
+        self._fuses_gradients = (
+            False  # whether matrix products add gradients; known from `place` on
+        )
 
     @functools.cached_property
     def walk(self) -> Walk:
@@ -74,8 +76,8 @@ class InStages(Parameters):
     def place(self, step: Step) -> list[Plane]:
         """Move the planes of all stages to their homes."""
         self.step = step
-        self._products_add = fuses(step, self.placement.device.type == "cuda")
-        if self._products_add:
+        self._fuses_gradients = can_fuse_gradients(step, self.placement.device.type == "cuda")
+        if self._fuses_gradients:
             siblings.fuse_known(step.model)
         kinds = step.optim.kinds(step.model)
         rounds = step.precision.rounds_weights
@@ -90,11 +92,11 @@ class InStages(Parameters):
         host = updates.host_update
         return [self.step.squares, updates.update_part, host.update_part, host.join, host.split]
 
-    def fusing(self) -> AbstractContextManager[None]:
+    def fused_gradients(self) -> AbstractContextManager[None]:
         """Make matrix products within the `with` block add gradients to the planes, if `place` chose
         that.
         """
-        return fusing() if self._products_add else nullcontext()
+        return fused_gradients() if self._fuses_gradients else nullcontext()
 
     def accumulate(self, batches: Sequence[object]) -> None:
         """Walk through the stages with all micro-batches."""
@@ -143,16 +145,16 @@ class InStages(Parameters):
         """
         return self.walk.update()
 
-    def at_rest(self, *, written: bool) -> None:
+    def wait_for_planes(self, *, to_write: bool) -> None:
         """Finish all updates and their copies.
 
         Args:
-            written: whether the caller may write to the weights at home; then the copies in slots
+            to_write: whether the caller may write to the weights at home; then the copies in slots
                 are outdated, and the weights are fetched again.
         """
         self.walk.updates.flush()
         self.walk.lanes.finish()
-        if written:
+        if to_write:
             for stage in self.store.stages:
                 stage.version += 1
 
@@ -176,7 +178,7 @@ class InStages(Parameters):
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
         """Give the block the module on the host, with all weights in full precision."""
-        self.at_rest(written=True)
+        self.wait_for_planes(to_write=True)
         # Split weights are bf16 at home, so a call would use rounded weights. Other weights may be
         # on the device.
         for entry in self.store.stored:

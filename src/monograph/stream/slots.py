@@ -173,7 +173,7 @@ class StageOnDevice:
         weights_at_home = [slot.parameter.data for plane in self.planes for slot in plane.slots]
         for plane in self.planes:
             plane.hold(plane.param)
-            plane.fuse()
+            plane.fuse_gradients()
         # Projections that are computed as one product refer to the parameters' memory, which has
         # changed (`monograph.graph.fused_linears`).
         for family in self.stage.families:
@@ -297,7 +297,7 @@ class Passes:
             The result of the call.
         """
         with ExitStack() as stack:
-            stack.enter_context(self.step.parameters.fusing())
+            stack.enter_context(self.step.parameters.fused_gradients())
             for stage in needed:
                 stack.enter_context(stage.use_as_parameters())
                 if backward:

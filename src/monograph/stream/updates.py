@@ -376,7 +376,7 @@ class Updates:
         # The norm over all stages is not known yet, so each stage's update depends on the norm of
         # its own gradient. The comparison is false for NaN.
         stage_norm = torch.stack(stage_squares).sum().sqrt() * scale
-        accepted = accepted & (stage_norm <= self.step.largest)
+        accepted = accepted & (stage_norm <= self.step.largest_norm)
         self._update_on_host([stage], scale, accepted)
         if any(chunks(stage)):
             self._begin(
