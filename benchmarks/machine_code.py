@@ -219,7 +219,7 @@ def decoding(
         step(blocks, truncation)
         parts[f"step called, {truncation}"] = counted(lambda t=truncation: step(blocks, t))
     return Found(
-        parts=parts, said=[], eager=None, captured=generator.replays.captured > 0, attention=None
+        parts=parts, said=[], eager=None, captured=generator.replays.graph_count > 0, attention=None
     )
 
 

@@ -131,7 +131,7 @@ def rewrite(graph: Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _rewrite_convolution(graph: Graph, node: Node) -> None:
+def _rewrite_convolution(graph: Graph, node: Any) -> None:
     inputs, weight, bias, *geometry, transposed, _, groups = node.args
     members = groups
     if groups == 1:
@@ -149,7 +149,7 @@ def _rewrite_convolution(graph: Graph, node: Node) -> None:
         _replace_by(graph, node, convolution_GBO)
 
 
-def _rewrite_gradients(graph: Graph, node: Node) -> None:
+def _rewrite_gradients(graph: Graph, node: Any) -> None:
     grad, inputs, weight, _, *geometry, transposed, _, groups, output_mask = node.args
     needs_input_grad, needs_weight_grad, needs_bias_grad = output_mask
     members = groups

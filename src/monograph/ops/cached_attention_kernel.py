@@ -3,13 +3,14 @@
 It computes what `monograph.ops.attention.cached_attention` computes. PyTorch's operators need four
 launches for that, and one more for each halving of the blocks, and have all scores in memory.
 
-A program has the queries of some positions, with all query heads of one key-value head, and goes
-through the slots that any of them sees, from the first one on. Its tiles of slots begin at multiples
-of SLOTS, and a slot that a query does not see adds exact zeros. So a query's bits depend neither on
-the other rows nor on how many blocks are read.
+A program computes M queries: those of M / G positions, with all query heads of one key-value head. It
+goes through the slots that any of them sees, from the first one on, and keeps a running softmax. Its
+tiles of slots begin at multiples of SLOTS, and a slot that a query does not see adds exact zeros. So
+a query's bits depend neither on the other rows nor on how many blocks are read.
 
-Shapes: B rows, H query heads, K key-value heads, G = H / K, T positions of a row, E head dimension,
-N blocks of the cache, C slots of a block, M queries of a program (positions times G), S slots at once.
+Shapes: B rows, H query heads, K key-value heads, G = H / K query heads per key-value head, T
+positions of a row, E head dimension, N blocks of the cache, C slots of a block, M queries of a
+program, S = SLOTS, the slots that are read at once.
 """
 
 from typing import Final
@@ -56,20 +57,27 @@ def _attend_chunk(
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the attention of the queries of M / G positions and one key-value head."""
+    """Compute the attention of the queries of M / G positions and one key-value head.
+
+    `query_row`, `query_head` and `query_position` are the strides of `query`.
+    """
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    place_M = tile * M + tl.arange(0, M)
-    step_M, member_M = place_M // G, place_M % G
-    is_there_M = step_M < T
+    index_M = tile * M + tl.arange(0, M)
+    time_M, member_M = index_M // G, index_M % G  # along T, and among the query heads of this head
+    is_query_M = time_M < T
     channel_E, slot_S = tl.arange(0, E), tl.arange(0, S)
-    position_M = tl.load(positions + row * T + step_M, mask=is_there_M, other=-1).to(tl.int32)
+    position_M = tl.load(positions + row * T + time_M, mask=is_query_M, other=-1).to(tl.int32)
     head_M = head * G + member_M
-    start_M = query + row.to(tl.int64) * query_row + head_M * query_head + step_M * query_position
-    query_ME = tl.load(start_M[:, None] + channel_E[None, :], mask=is_there_M[:, None], other=0.0)
+    query_at_M = (
+        query + row.to(tl.int64) * query_row + head_M * query_head + time_M * query_position
+    )
+    query_ME = tl.load(
+        query_at_M[:, None] + channel_E[None, :], mask=is_query_M[:, None], other=0.0
+    )
     last = tl.minimum(tl.max(position_M, 0), N * C - 1)
     first = 0
     if WINDOW:
-        first = tl.maximum(tl.min(tl.where(is_there_M, position_M, last), 0) - window + 1, 0)
+        first = tl.maximum(tl.min(tl.where(is_query_M, position_M, last), 0) - window + 1, 0)
         first = first // S * S
     if SINKS:
         largest_M = tl.load(sinks + head_M).to(tl.float32)
@@ -79,32 +87,32 @@ def _attend_chunk(
         total_M = tl.zeros((M,), tl.float32)
     mixed_ME = tl.zeros((M, E), tl.float32)
     for begin in range(first, last + 1, S):
-        slots_S = begin + slot_S
-        # The last tile is inside of the last block, since S divides C.
-        block_S = ((slots_S // C).to(tl.int64) * B + row) * K + head
-        lines_S = (block_S * C + slots_S % C) * E
-        key_SE = tl.load(keys + lines_S[:, None] + channel_E[None, :])
+        position_S = begin + slot_S
+        # The last tile does not reach beyond the last block, since S divides C.
+        block_S = ((position_S // C).to(tl.int64) * B + row) * K + head
+        cache_offset_S = (block_S * C + position_S % C) * E
+        key_SE = tl.load(keys + cache_offset_S[:, None] + channel_E[None, :])
         scores_MS = tl.dot(query_ME, key_SE.T, input_precision=PRECISION) * SCALE
-        distance_MS = position_M[:, None] - slots_S[None, :]
-        seen_MS = distance_MS >= 0
+        distance_MS = position_M[:, None] - position_S[None, :]
+        is_seen_MS = distance_MS >= 0
         if WINDOW:
-            seen_MS = seen_MS & (distance_MS < window)
-        scores_MS = tl.where(seen_MS, scores_MS, float("-inf"))
-        new_M = tl.maximum(largest_M, tl.max(scores_MS, 1))
-        # Before a query has seen a slot, its largest score is -inf, and the differences are NaN.
-        base_M = tl.where(new_M == float("-inf"), 0.0, new_M)
-        shrink_M = tl.exp(largest_M - base_M)
+            is_seen_MS = is_seen_MS & (distance_MS < window)
+        scores_MS = tl.where(is_seen_MS, scores_MS, float("-inf"))
+        new_largest_M = tl.maximum(largest_M, tl.max(scores_MS, 1))
+        # Before a query has seen a slot, its largest score is -inf, and -inf - -inf would be NaN.
+        base_M = tl.where(new_largest_M == float("-inf"), 0.0, new_largest_M)
+        rescale_M = tl.exp(largest_M - base_M)
         weights_MS = tl.exp(scores_MS - base_M[:, None])
-        total_M = total_M * shrink_M + tl.sum(weights_MS, 1)
-        value_SE = tl.load(values + lines_S[:, None] + channel_E[None, :])
-        mixed_ME = mixed_ME * shrink_M[:, None]
+        total_M = total_M * rescale_M + tl.sum(weights_MS, 1)
+        value_SE = tl.load(values + cache_offset_S[:, None] + channel_E[None, :])
+        mixed_ME = mixed_ME * rescale_M[:, None]
         mixed_ME = tl.dot(
             weights_MS.to(value_SE.dtype), value_SE, mixed_ME, input_precision=PRECISION
         )
-        largest_M = new_M
+        largest_M = new_largest_M
     result_ME = (mixed_ME / total_M[:, None]).to(out.dtype.element_ty)
-    lines_M = ((row.to(tl.int64) * T + step_M) * (G * K) + head_M) * E
-    tl.store(out + lines_M[:, None] + channel_E[None, :], result_ME, mask=is_there_M[:, None])
+    out_offset_M = ((row.to(tl.int64) * T + time_M) * (G * K) + head_M) * E
+    tl.store(out + out_offset_M[:, None] + channel_E[None, :], result_ME, mask=is_query_M[:, None])
 
 
 @torch.library.custom_op("monograph::attend_cache", mutates_args=())
@@ -125,7 +133,7 @@ def attend_cache(
         values_NBKCE: likewise.
         positions_BT: int64, ascending in each row.
         window: how many positions a query sees, its own among them; None: all up to its own.
-        sink_H: a score for each head that takes part in the softmax; None: none does.
+        sink_H: for each head, a score without a value that takes part in the softmax; None: no sinks.
 
     Returns:
         [B, T, H, E] in the same dtype; scores, softmax and sums are fp32.

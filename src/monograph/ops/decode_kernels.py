@@ -11,15 +11,16 @@ kernels. A launch takes about as long as reading ten megabytes. PyTorch's own op
 launches per layer.
 
 **A row's bits do not depend on the other rows.** A tile always has 16 rows, and rows beyond the
-batch are zeros, so every sum of a row is taken in one order for 1 to 16 rows. Attention sums each
-block of the cache by itself and adds the blocks one by one from the first, where a block that the
-row does not see adds nothing. Tile sizes are constants: a size that was chosen by timing could
-differ between two processes, and so could the bits.
+batch are zeros, so the terms of a row's sums are always added in the same order. Attention sums each
+block of the cache by itself and adds the blocks one by one from the first; a block that the row does
+not see adds nothing. Tile sizes are constants: a size that was chosen by timing could differ between
+two processes, and so could the bits.
 
 The kernels are custom operators, which a compiler does not look into.
 
-Shapes: B rows, K summed, N columns, H query heads, J key-value heads, G = H / J query heads per
-key-value head, E head dimension, F = E / 2, L blocks of the cache, C slots of a block, X = (H + 2 J) E.
+Shapes: B rows, K summed channels, N columns, H query heads, J key-value heads, G = H / J query heads
+per key-value head, E head dimension, F = E / 2, L blocks of the cache, C slots of a block,
+X = (H + 2 J) E. In kernels, `x_at_RS` are the addresses of the elements of `x_RS`.
 """
 
 import functools
@@ -35,12 +36,12 @@ Activation = Literal["silu", "gelu"]
 
 
 @triton.jit
-def _normalised(part, gain, scale, offset, CENTRED: tl.constexpr, dtype: tl.constexpr):
+def _normalised(x_RS, gain, scale_R, offset_S, CENTRED: tl.constexpr, dtype: tl.constexpr):
     """Return x * scale * gain, rounded as `rms_norm` rounds it."""
-    gains = tl.load(gain + offset).to(tl.float32)
+    gain_S = tl.load(gain + offset_S).to(tl.float32)
     if CENTRED:
-        gains += 1
-    return (part.to(tl.float32) * scale[:, None] * gains[None, :]).to(dtype)
+        gain_S += 1
+    return (x_RS.to(tl.float32) * scale_R[:, None] * gain_S[None, :]).to(dtype)
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def _project(
     bias,
     residual,
     out,
-    rows_in_all,
+    row_count,
     N,
     EPS: tl.constexpr,
     K: tl.constexpr,
@@ -66,53 +67,60 @@ def _project(
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute COLUMNS columns of one tile of rows."""
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    offset = tl.arange(0, STEP)
-    has = (rows < rows_in_all)[:, None]
-    fits = (columns < N)[:, None]
-    dtype: tl.constexpr = weight.dtype.element_ty
-    scale = tl.full((ROWS,), 1.0, tl.float32)
+    """Compute COLUMNS columns of one tile of rows, for `project` and `project_gated`.
+
+    Shapes: R = ROWS, O = COLUMNS, S = STEP summed channels that are read at once.
+    """
+    row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column_O = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    offset_S = tl.arange(0, STEP)
+    is_row_R1 = (row_R < row_count)[:, None]
+    is_column_O = column_O < N
+    is_column_O1 = is_column_O[:, None]
+    product_dtype: tl.constexpr = weight.dtype.element_ty
+    scale_R = tl.full((ROWS,), 1.0, tl.float32)
     if NORM:
-        squares = tl.zeros((ROWS, STEP), tl.float32)
+        squares_RS = tl.zeros((ROWS, STEP), tl.float32)
         for begin in range(0, K, STEP):
-            at = x + rows[:, None] * K + begin + offset[None, :]
-            part = tl.load(at, mask=has, other=0.0).to(tl.float32)
-            squares += part * part
-        scale = tl.rsqrt(tl.sum(squares, 1) / K + EPS)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    up = tl.zeros((ROWS, COLUMNS), tl.float32)
+            x_at_RS = x + row_R[:, None] * K + begin + offset_S[None, :]
+            x_RS = tl.load(x_at_RS, mask=is_row_R1, other=0.0).to(tl.float32)
+            squares_RS += x_RS * x_RS
+        scale_R = tl.rsqrt(tl.sum(squares_RS, 1) / K + EPS)
+    total_RO = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up_RO = tl.zeros((ROWS, COLUMNS), tl.float32)
     for begin in range(0, K, STEP):
-        at = x + rows[:, None] * K + begin + offset[None, :]
-        part = tl.load(at, mask=has, other=0.0)
+        x_at_RS = x + row_R[:, None] * K + begin + offset_S[None, :]
+        factor_RS = tl.load(x_at_RS, mask=is_row_R1, other=0.0)
         if NORM:
-            part = _normalised(part, gain + begin, scale, offset, CENTRED, dtype)
-        place = weight + columns[:, None].to(tl.int64) * K + begin + offset[None, :]
-        tile = tl.load(place, mask=fits, other=0.0)
-        total = tl.dot(part, tile.T, total, input_precision=PRECISION)
+            factor_RS = _normalised(
+                factor_RS, gain + begin, scale_R, offset_S, CENTRED, product_dtype
+            )
+        weight_at_OS = weight + column_O[:, None].to(tl.int64) * K + begin + offset_S[None, :]
+        weight_OS = tl.load(weight_at_OS, mask=is_column_O1, other=0.0)
+        total_RO = tl.dot(factor_RS, weight_OS.T, total_RO, input_precision=PRECISION)
         if GATED:  # the second half of the weight's rows
-            tile = tl.load(place + N.to(tl.int64) * K, mask=fits, other=0.0)
-            up = tl.dot(part, tile.T, up, input_precision=PRECISION)
-    kind = out.dtype.element_ty
-    inside = columns < N
+            up_weight_at_OS = weight_at_OS + N.to(tl.int64) * K
+            weight_OS = tl.load(up_weight_at_OS, mask=is_column_O1, other=0.0)
+            up_RO = tl.dot(factor_RS, weight_OS.T, up_RO, input_precision=PRECISION)
+    dtype = out.dtype.element_ty
     if BIAS:
-        total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        bias_O = tl.load(bias + column_O, mask=is_column_O, other=0.0)
+        total_RO += bias_O.to(tl.float32)[None, :]
     if GATED:
         # Both products are rounded first, as two linear layers would round them.
-        gate = total.to(kind).to(tl.float32)
-        if GELU:
-            inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-            total = gate / (1 + tl.exp(-2 * inner))
+        gate_RO = total_RO.to(dtype).to(tl.float32)
+        if GELU:  # by its tanh approximation
+            inner_RO = 0.7978845608028654 * (gate_RO + 0.044715 * gate_RO * gate_RO * gate_RO)
+            total_RO = gate_RO / (1 + tl.exp(-2 * inner_RO))
         else:
-            total = gate / (1 + tl.exp(-gate))
-        total = total.to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
-    where = rows[:, None] * N + columns[None, :]
-    mask = has & inside[None, :]
-    total = total.to(kind)
+            total_RO = gate_RO / (1 + tl.exp(-gate_RO))
+        total_RO = total_RO.to(dtype).to(tl.float32) * up_RO.to(dtype).to(tl.float32)
+    out_offset_RO = row_R[:, None] * N + column_O[None, :]
+    is_output_RO = is_row_R1 & is_column_O[None, :]
+    result_RO = total_RO.to(dtype)
     if ADD:
-        total = tl.load(residual + where, mask=mask, other=0.0) + total
-    tl.store(out + where, total, mask=mask)
+        result_RO = tl.load(residual + out_offset_RO, mask=is_output_RO, other=0.0) + result_RO
+    tl.store(out + out_offset_RO, result_RO, mask=is_output_RO)
 
 
 @triton.jit
@@ -153,108 +161,147 @@ def _attend(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend to one block of the cache; the last program of a row's head adds up its blocks."""
+    """Attend to one block of the cache, for one row and one key-value head.
+
+    `partial` and `sums` get the block's weighted sum of values, and the largest score and the sum of
+    weights. The program of a row and head that finishes last, by `counters`, adds up the blocks.
+
+    Heads are loaded as two halves of F channels, which rotation mixes: q1 and q2, and so on.
+
+    Shapes: Q = GROUP queries, the G of the key-value head and padding; C, F as in the module.
+    """
     row, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // J
     E: tl.constexpr = 2 * F
     position = tl.load(positions + row).to(tl.int32)
-    first = tl.maximum(position - window + 1, 0) // C if WINDOW else 0
-    # A row without a request may stand behind the blocks that are read.
-    last = tl.minimum(position // C, BLOCKS - 1)
-    if (block >= first) & (block <= last):
-        kind = keys.dtype.element_ty
-        group, channel, slot = tl.arange(0, GROUP), tl.arange(0, F), tl.arange(0, C)
-        mine = (group < G)[:, None]
-        start = qkv + row * (H + 2 * J) * E
-        q = start + (head * G + group[:, None]) * E + channel[None, :]
-        q1 = tl.load(q, mask=mine, other=0.0).to(tl.float32)
-        q2 = tl.load(q + F, mask=mine, other=0.0).to(tl.float32)
-        # A key is a tile of one row, so that heads and keys have one way to be normalised.
-        k = start + (H + head) * E + channel[None, :]
-        k1, k2 = tl.load(k).to(tl.float32), tl.load(k + F).to(tl.float32)
+    first_block = tl.maximum(position - window + 1, 0) // C if WINDOW else 0
+    # A row without a request may have a position behind the blocks that are read.
+    last_block = tl.minimum(position // C, BLOCKS - 1)
+    if (block >= first_block) & (block <= last_block):
+        dtype = keys.dtype.element_ty
+        query_Q, channel_F, slot_C = tl.arange(0, GROUP), tl.arange(0, F), tl.arange(0, C)
+        is_query_Q = query_Q < G
+        is_query_Q1 = is_query_Q[:, None]
+
+        # The new token's queries, key and value.
+        qkv_of_row = qkv + row * (H + 2 * J) * E
+        q_at_QF = qkv_of_row + (head * G + query_Q[:, None]) * E + channel_F[None, :]
+        q1 = tl.load(q_at_QF, mask=is_query_Q1, other=0.0).to(tl.float32)
+        q2 = tl.load(q_at_QF + F, mask=is_query_Q1, other=0.0).to(tl.float32)
+        # A key is a tile of one row, so that heads and keys are normalised by the same functions.
+        k_at_1F = qkv_of_row + (H + head) * E + channel_F[None, :]
+        k1, k2 = tl.load(k_at_1F).to(tl.float32), tl.load(k_at_1F + F).to(tl.float32)
         if NORM:
             q_scale = _head_scale(q1, q2, E, EPS)
             k_scale = _head_scale(k1, k2, E, EPS)
-            q1 = _normalised(q1, q_gain, q_scale, channel, CENTRED, kind).to(tl.float32)
-            q2 = _normalised(q2, q_gain + F, q_scale, channel, CENTRED, kind).to(tl.float32)
-            k1 = _normalised(k1, k_gain, k_scale, channel, CENTRED, kind).to(tl.float32)
-            k2 = _normalised(k2, k_gain + F, k_scale, channel, CENTRED, kind).to(tl.float32)
+            q1 = _normalised(q1, q_gain, q_scale, channel_F, CENTRED, dtype).to(tl.float32)
+            q2 = _normalised(q2, q_gain + F, q_scale, channel_F, CENTRED, dtype).to(tl.float32)
+            k1 = _normalised(k1, k_gain, k_scale, channel_F, CENTRED, dtype).to(tl.float32)
+            k2 = _normalised(k2, k_gain + F, k_scale, channel_F, CENTRED, dtype).to(tl.float32)
         if ROTATE:
-            c = tl.load(cos + row * F + channel)[None, :]
-            s = tl.load(sin + row * F + channel)[None, :]
-            q1, q2 = q1 * c - q2 * s, q2 * c + q1 * s
-            k1, k2 = k1 * c - k2 * s, k2 * c + k1 * s
-        q1, q2, k1, k2 = q1.to(kind), q2.to(kind), k1.to(kind), k2.to(kind)
-        v = start + (H + J + head) * E + channel[None, :]
-        v1, v2 = tl.load(v), tl.load(v + F)
-        slots = block * C + slot
-        place = ((block.to(tl.int64) * B + row) * J + head) * C
-        here = (place + slot[:, None]) * E + channel[None, :]
-        seen = slots <= position
+            cos_1F = tl.load(cos + row * F + channel_F)[None, :]
+            sin_1F = tl.load(sin + row * F + channel_F)[None, :]
+            q1, q2 = q1 * cos_1F - q2 * sin_1F, q2 * cos_1F + q1 * sin_1F
+            k1, k2 = k1 * cos_1F - k2 * sin_1F, k2 * cos_1F + k1 * sin_1F
+        q1, q2, k1, k2 = q1.to(dtype), q2.to(dtype), k1.to(dtype), k2.to(dtype)
+        v_at_1F = qkv_of_row + (H + J + head) * E + channel_F[None, :]
+        v1, v2 = tl.load(v_at_1F), tl.load(v_at_1F + F)
+
+        # The block's keys and values.
+        position_C = block * C + slot_C
+        block_start = ((block.to(tl.int64) * B + row) * J + head) * C  # the index of its first slot
+        cache_offset_CF = (block_start + slot_C[:, None]) * E + channel_F[None, :]
+        is_seen_C = position_C <= position
         if WINDOW:
-            seen = seen & (slots > position - window)
+            is_seen_C = is_seen_C & (position_C > position - window)
         # The new key and value are not read from memory, where another thread writes them.
-        is_new = (slots == position)[:, None]
-        load = (seen & (slots != position))[:, None]
-        key1 = tl.where(is_new, k1, tl.load(keys + here, mask=load, other=0.0))
-        key2 = tl.where(is_new, k2, tl.load(keys + here + F, mask=load, other=0.0))
-        value1 = tl.where(is_new, v1, tl.load(values + here, mask=load, other=0.0))
-        value2 = tl.where(is_new, v2, tl.load(values + here + F, mask=load, other=0.0))
+        is_new_C1 = (position_C == position)[:, None]
+        is_old_C1 = (is_seen_C & (position_C != position))[:, None]
+        old_key1_CF = tl.load(keys + cache_offset_CF, mask=is_old_C1, other=0.0)
+        key1_CF = tl.where(is_new_C1, k1, old_key1_CF)
+        old_key2_CF = tl.load(keys + cache_offset_CF + F, mask=is_old_C1, other=0.0)
+        key2_CF = tl.where(is_new_C1, k2, old_key2_CF)
+        old_value1_CF = tl.load(values + cache_offset_CF, mask=is_old_C1, other=0.0)
+        value1_CF = tl.where(is_new_C1, v1, old_value1_CF)
+        old_value2_CF = tl.load(values + cache_offset_CF + F, mask=is_old_C1, other=0.0)
+        value2_CF = tl.where(is_new_C1, v2, old_value2_CF)
         if block == position // C:  # only this program reads this slot
-            at = (place + position % C) * E + channel[None, :]
-            tl.store(keys + at, k1)
-            tl.store(keys + at + F, k2)
-            tl.store(values + at, v1)
-            tl.store(values + at + F, v2)
-        scores = tl.dot(q1, key1.T, input_precision=PRECISION)
-        scores = tl.dot(q2, key2.T, scores, input_precision=PRECISION) * SCALE
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        largest = tl.max(scores, 1)
-        weights = tl.exp(scores - largest[:, None])
-        total = tl.sum(weights, 1)
-        weights = weights.to(kind)
-        mixed1 = tl.dot(weights, value1, input_precision=PRECISION)
-        mixed2 = tl.dot(weights, value2, input_precision=PRECISION)
-        pair = (row * J + head) * BLOCKS
-        lines = ((pair + block) * G + group[:, None]) * E + channel[None, :]
-        tl.store(partial + lines, mixed1, mask=mine)
-        tl.store(partial + lines + F, mixed2, mask=mine)
-        line = ((pair + block) * G + group) * 2
-        tl.store(sums + line, largest, mask=group < G)
-        tl.store(sums + line + 1, total, mask=group < G)
+            new_offset_1F = (block_start + position % C) * E + channel_F[None, :]
+            tl.store(keys + new_offset_1F, k1)
+            tl.store(keys + new_offset_1F + F, k2)
+            tl.store(values + new_offset_1F, v1)
+            tl.store(values + new_offset_1F + F, v2)
+
+        # The block's part of the attention.
+        scores_QC = tl.dot(q1, key1_CF.T, input_precision=PRECISION)
+        scores_QC = tl.dot(q2, key2_CF.T, scores_QC, input_precision=PRECISION) * SCALE
+        scores_QC = tl.where(is_seen_C[None, :], scores_QC, float("-inf"))
+        largest_Q = tl.max(scores_QC, 1)
+        weights_QC = tl.exp(scores_QC - largest_Q[:, None])
+        total_Q = tl.sum(weights_QC, 1)
+        rounded_QC = weights_QC.to(dtype)
+        mixed1_QF = tl.dot(rounded_QC, value1_CF, input_precision=PRECISION)
+        mixed2_QF = tl.dot(rounded_QC, value2_CF, input_precision=PRECISION)
+        first_part = (row * J + head) * BLOCKS  # the index of this row's and head's first block
+        own_part = (first_part + block) * G  # the index of this block's first query
+        partial_offset_QF = (own_part + query_Q[:, None]) * E + channel_F[None, :]
+        tl.store(partial + partial_offset_QF, mixed1_QF, mask=is_query_Q1)
+        tl.store(partial + partial_offset_QF + F, mixed2_QF, mask=is_query_Q1)
+        sums_offset_Q = (own_part + query_Q) * 2
+        tl.store(sums + sums_offset_Q, largest_Q, mask=is_query_Q)
+        tl.store(sums + sums_offset_Q + 1, total_Q, mask=is_query_Q)
+
+        # The program that finishes last adds up the blocks.
         tl.debug_barrier()  # all threads have written before one of them says so
-        done = tl.atomic_add(counters + row * J + head, 1, sem="acq_rel", scope="gpu")
-        if done == last - first:
+        finished_before = tl.atomic_add(counters + row * J + head, 1, sem="acq_rel", scope="gpu")
+        if finished_before == last_block - first_block:
             tl.store(counters + row * J + head, 0)  # for the next launch
-            most = tl.full((GROUP,), float("-inf"), tl.float32)
+            max_Q = tl.full((GROUP,), float("-inf"), tl.float32)
             if SINKS:
-                sink = tl.load(sinks + head * G + group, mask=group < G, other=float("-inf"))
-                most = sink.to(tl.float32)
-            # `.cg`: other multiprocessors wrote these lines, which this one's L1 may not know.
-            for other in range(first, last + 1):
-                at_sums = ((pair + other) * G + group) * 2
-                one = tl.load(sums + at_sums, mask=group < G, other=0.0, cache_modifier=".cg")
-                most = tl.maximum(most, one)
-            whole = tl.zeros((GROUP,), tl.float32)
+                sink_Q = tl.load(sinks + head * G + query_Q, mask=is_query_Q, other=float("-inf"))
+                max_Q = sink_Q.to(tl.float32)
+            # `.cg` reads from the L2 cache: other multiprocessors wrote these numbers, which this
+            # one's L1 cache may not know.
+            for other in range(first_block, last_block + 1):
+                sums_of_other_Q = ((first_part + other) * G + query_Q) * 2
+                other_largest_Q = tl.load(
+                    sums + sums_of_other_Q, mask=is_query_Q, other=0.0, cache_modifier=".cg"
+                )
+                max_Q = tl.maximum(max_Q, other_largest_Q)
+            sum_of_weights_Q = tl.zeros((GROUP,), tl.float32)
             if SINKS:
-                sink = tl.load(sinks + head * G + group, mask=group < G, other=0.0)
-                whole = tl.exp(sink.to(tl.float32) - most)
-            sum1 = tl.zeros((GROUP, F), tl.float32)
-            sum2 = tl.zeros((GROUP, F), tl.float32)
-            for other in range(first, last + 1):
-                at_sums = ((pair + other) * G + group) * 2
-                one = tl.load(sums + at_sums, mask=group < G, other=0.0, cache_modifier=".cg")
-                share = tl.exp(one - most)
-                one = tl.load(sums + at_sums + 1, mask=group < G, other=0.0, cache_modifier=".cg")
-                whole += share * one
-                at_parts = ((pair + other) * G + group[:, None]) * E + channel[None, :]
-                part = tl.load(partial + at_parts, mask=mine, other=0.0, cache_modifier=".cg")
-                sum1 += share[:, None] * part
-                part = tl.load(partial + at_parts + F, mask=mine, other=0.0, cache_modifier=".cg")
-                sum2 += share[:, None] * part
-            to = out + (row * H + head * G + group[:, None]) * E + channel[None, :]
-            tl.store(to, (sum1 / whole[:, None]).to(kind), mask=mine)
-            tl.store(to + F, (sum2 / whole[:, None]).to(kind), mask=mine)
+                sink_Q = tl.load(sinks + head * G + query_Q, mask=is_query_Q, other=0.0)
+                sum_of_weights_Q = tl.exp(sink_Q.to(tl.float32) - max_Q)
+            sum1_QF = tl.zeros((GROUP, F), tl.float32)
+            sum2_QF = tl.zeros((GROUP, F), tl.float32)
+            for other in range(first_block, last_block + 1):
+                sums_of_other_Q = ((first_part + other) * G + query_Q) * 2
+                other_largest_Q = tl.load(
+                    sums + sums_of_other_Q, mask=is_query_Q, other=0.0, cache_modifier=".cg"
+                )
+                factor_Q = tl.exp(other_largest_Q - max_Q)
+                other_total_Q = tl.load(
+                    sums + sums_of_other_Q + 1, mask=is_query_Q, other=0.0, cache_modifier=".cg"
+                )
+                sum_of_weights_Q += factor_Q * other_total_Q
+                other_part = (first_part + other) * G
+                part_of_other_QF = (other_part + query_Q[:, None]) * E + channel_F[None, :]
+                mixed_QF = tl.load(
+                    partial + part_of_other_QF, mask=is_query_Q1, other=0.0, cache_modifier=".cg"
+                )
+                sum1_QF += factor_Q[:, None] * mixed_QF
+                mixed_QF = tl.load(
+                    partial + part_of_other_QF + F,
+                    mask=is_query_Q1,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                sum2_QF += factor_Q[:, None] * mixed_QF
+            out_at_QF = out + (row * H + head * G + query_Q[:, None]) * E + channel_F[None, :]
+            tl.store(out_at_QF, (sum1_QF / sum_of_weights_Q[:, None]).to(dtype), mask=is_query_Q1)
+            tl.store(
+                out_at_QF + F, (sum2_QF / sum_of_weights_Q[:, None]).to(dtype), mask=is_query_Q1
+            )
 
 
 def attend_fits(device: torch.device, slots: int, head_dim: int, dtype: torch.dtype) -> bool:

@@ -1,6 +1,6 @@
 """Compute a mixture of experts for a few tokens by three Triton kernels, on a GPU.
 
-    e, w  = the router's experts of a token, and their weights     `route`
+    e, w  = the router's experts of a token, and their weights            `route`
     inner = combine(norm(x) Wg[e]^T + bg[e], norm(x) Wu[e]^T + bu[e])     `expert_inner`
     x     = x + sum over e of w[e] (inner[e] Wd[e]^T + bd[e])             `expert_sum`
 
@@ -12,7 +12,8 @@ step.
 A pair is computed by itself, and a token's experts are added in the router's order. So a token's
 bits do not depend on the other tokens.
 
-Shapes: B tokens, C experts of a token, E experts, D hidden size, M inner size of an expert.
+Shapes: B tokens, C experts of a token, E experts, D hidden size, M inner size of an expert. In
+kernels: O = COLUMNS columns of a program, S = STEP summed channels that are read at once.
 """
 
 from typing import Final, Literal
@@ -40,24 +41,28 @@ def _route(
     C: tl.constexpr,
     NORMALISED: tl.constexpr,
 ):
-    """Choose a token's experts; WIDE and C are powers of two, at least E and COUNT."""
+    """Choose a token's COUNT experts.
+
+    Shapes: W = WIDE, the power of two from E on; here C is the power of two from COUNT on.
+    """
     row = tl.program_id(0)
-    expert = tl.arange(0, WIDE)
-    logit = tl.load(logits + row * E + expert, mask=expert < E, other=float("-inf"))
-    logit = logit.to(tl.float32)
-    shifted = tl.exp(logit - tl.max(logit, 0))
-    probability = shifted / tl.sum(shifted, 0)
-    # One number has the order of the probabilities and then the reverse order of the experts. A
-    # float that is not negative has the order of its bits.
-    bits = probability.to(tl.int32, bitcast=True).to(tl.int64)
-    key = tl.topk((bits << 32) | (0xFFFFFFFF - expert.to(tl.int64)), C)
-    place = tl.arange(0, C)
-    weight = (key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    expert_W = tl.arange(0, WIDE)
+    logit_W = tl.load(logits + row * E + expert_W, mask=expert_W < E, other=float("-inf"))
+    logit_W = logit_W.to(tl.float32)
+    exp_W = tl.exp(logit_W - tl.max(logit_W, 0))
+    probability_W = exp_W / tl.sum(exp_W, 0)
+    # Each expert gets an integer to sort by: its probability in the upper half, and in the lower half
+    # a number that is larger for earlier experts. The bits of floats that are not negative have the
+    # order of the floats.
+    bits_W = probability_W.to(tl.int32, bitcast=True).to(tl.int64)
+    sort_key_C = tl.topk((bits_W << 32) | (0xFFFFFFFF - expert_W.to(tl.int64)), C)
+    rank_C = tl.arange(0, C)
+    weight_C = (sort_key_C >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     if NORMALISED:
-        weight = weight / tl.sum(tl.where(place < COUNT, weight, 0.0), 0)
-    here = row * COUNT + place
-    tl.store(experts + here, 0xFFFFFFFF - (key & 0xFFFFFFFF), mask=place < COUNT)
-    tl.store(weights + here, weight, mask=place < COUNT)
+        weight_C = weight_C / tl.sum(tl.where(rank_C < COUNT, weight_C, 0.0), 0)
+    offset_C = row * COUNT + rank_C
+    tl.store(experts + offset_C, 0xFFFFFFFF - (sort_key_C & 0xFFFFFFFF), mask=rank_C < COUNT)
+    tl.store(weights + offset_C, weight_C, mask=rank_C < COUNT)
 
 
 @triton.jit
@@ -83,47 +88,50 @@ def _expert_inner(
     """Compute COLUMNS inner channels of one pair of a token and an expert."""
     pair = tl.program_id(1)
     row, expert = pair // C, tl.load(experts + pair)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    offset = tl.arange(0, STEP)
-    is_there = column < M
-    kind = out.dtype.element_ty
-    squares = tl.zeros((STEP,), tl.float32)
+    column_O = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    offset_S = tl.arange(0, STEP)
+    is_column_O = column_O < M
+    dtype = out.dtype.element_ty
+    squares_S = tl.zeros((STEP,), tl.float32)
     for begin in range(0, D, STEP):
-        part = tl.load(x + row * D + begin + offset).to(tl.float32)
-        squares += part * part
-    scale = tl.rsqrt(tl.sum(squares, 0) / D + EPS)
-    gates = tl.zeros((COLUMNS, STEP), tl.float32)
-    ups = tl.zeros((COLUMNS, STEP), tl.float32)
-    line = (expert * M + column)[:, None] * D + offset[None, :]
+        x_S = tl.load(x + row * D + begin + offset_S).to(tl.float32)
+        squares_S += x_S * x_S
+    scale = tl.rsqrt(tl.sum(squares_S, 0) / D + EPS)
+    gates_OS = tl.zeros((COLUMNS, STEP), tl.float32)
+    ups_OS = tl.zeros((COLUMNS, STEP), tl.float32)
+    weight_offset_OS = (expert * M + column_O)[:, None] * D + offset_S[None, :]
     for begin in range(0, D, STEP):
-        gains = tl.load(gain + begin + offset).to(tl.float32)
+        gain_S = tl.load(gain + begin + offset_S).to(tl.float32)
         if CENTRED:
-            gains += 1
-        part = tl.load(x + row * D + begin + offset).to(tl.float32) * scale * gains
-        part = part.to(kind).to(tl.float32)[None, :]  # rounded as `rms_norm` rounds it
-        tile = tl.load(gate_weight + line + begin, mask=is_there[:, None], other=0.0)
-        gates += tile.to(tl.float32) * part
-        tile = tl.load(up_weight + line + begin, mask=is_there[:, None], other=0.0)
-        ups += tile.to(tl.float32) * part
+            gain_S += 1
+        norm_S = tl.load(x + row * D + begin + offset_S).to(tl.float32) * scale * gain_S
+        norm_1S = norm_S.to(dtype).to(tl.float32)[None, :]  # rounded as `rms_norm` rounds it
+        gate_weight_at_OS = gate_weight + weight_offset_OS + begin
+        weight_OS = tl.load(gate_weight_at_OS, mask=is_column_O[:, None], other=0.0)
+        gates_OS += weight_OS.to(tl.float32) * norm_1S
+        up_weight_at_OS = up_weight + weight_offset_OS + begin
+        weight_OS = tl.load(up_weight_at_OS, mask=is_column_O[:, None], other=0.0)
+        ups_OS += weight_OS.to(tl.float32) * norm_1S
     # Products and sums with a bias are rounded, as the layers of an expert round them.
-    gate = tl.sum(gates, 1).to(kind).to(tl.float32)
-    up = tl.sum(ups, 1).to(kind).to(tl.float32)
+    gate_O = tl.sum(gates_OS, 1).to(dtype).to(tl.float32)
+    up_O = tl.sum(ups_OS, 1).to(dtype).to(tl.float32)
     if BIAS:
-        biases = tl.load(gate_bias + expert * M + column, mask=is_there, other=0.0)
-        gate = (gate + biases.to(tl.float32)).to(kind).to(tl.float32)
-        biases = tl.load(up_bias + expert * M + column, mask=is_there, other=0.0)
-        up = (up + biases.to(tl.float32)).to(kind).to(tl.float32)
+        bias_O = tl.load(gate_bias + expert * M + column_O, mask=is_column_O, other=0.0)
+        gate_O = (gate_O + bias_O.to(tl.float32)).to(dtype).to(tl.float32)
+        bias_O = tl.load(up_bias + expert * M + column_O, mask=is_column_O, other=0.0)
+        up_O = (up_O + bias_O.to(tl.float32)).to(dtype).to(tl.float32)
+    # COMBINATION is an index of `_COMBINATIONS`.
     if COMBINATION == 2:  # clamped, see `monograph.model.layers.gating`
-        gate = tl.minimum(gate, 7.0)
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1
-        gate = gate / (1 + tl.exp(-1.702 * gate))
-    elif COMBINATION == 1:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate / (1 + tl.exp(-2 * inner))
-    else:
-        gate = gate / (1 + tl.exp(-gate))
-    result = gate.to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
-    tl.store(out + pair * M + column, result.to(kind), mask=is_there)
+        gate_O = tl.minimum(gate_O, 7.0)
+        up_O = tl.minimum(tl.maximum(up_O, -7.0), 7.0) + 1
+        gate_O = gate_O / (1 + tl.exp(-1.702 * gate_O))
+    elif COMBINATION == 1:  # gelu, by its tanh approximation
+        inner_O = 0.7978845608028654 * (gate_O + 0.044715 * gate_O * gate_O * gate_O)
+        gate_O = gate_O / (1 + tl.exp(-2 * inner_O))
+    else:  # silu
+        gate_O = gate_O / (1 + tl.exp(-gate_O))
+    result_O = gate_O.to(dtype).to(tl.float32) * up_O.to(dtype).to(tl.float32)
+    tl.store(out + pair * M + column_O, result_O.to(dtype), mask=is_column_O)
 
 
 @triton.jit
@@ -144,28 +152,29 @@ def _expert_sum(
 ):
     """Compute COLUMNS channels of one token."""
     row = tl.program_id(1)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    offset = tl.arange(0, STEP)
-    is_there = column < D
-    kind = out.dtype.element_ty
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for place in range(0, C):
-        pair = row * C + place
+    column_O = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    offset_S = tl.arange(0, STEP)
+    is_column_O = column_O < D
+    dtype = out.dtype.element_ty
+    total_O = tl.zeros((COLUMNS,), tl.float32)
+    for rank in range(0, C):
+        pair = row * C + rank
         expert = tl.load(experts + pair)
-        sums = tl.zeros((COLUMNS, STEP), tl.float32)
-        line = (expert * D + column)[:, None] * M + offset[None, :]
+        products_OS = tl.zeros((COLUMNS, STEP), tl.float32)
+        weight_offset_OS = (expert * D + column_O)[:, None] * M + offset_S[None, :]
         for begin in range(0, M, STEP):
-            part = tl.load(inner + pair * M + begin + offset).to(tl.float32)[None, :]
-            tile = tl.load(down_weight + line + begin, mask=is_there[:, None], other=0.0)
-            sums += tile.to(tl.float32) * part
-        one = tl.sum(sums, 1).to(kind).to(tl.float32)
+            inner_1S = tl.load(inner + pair * M + begin + offset_S).to(tl.float32)[None, :]
+            weight_at_OS = down_weight + weight_offset_OS + begin
+            weight_OS = tl.load(weight_at_OS, mask=is_column_O[:, None], other=0.0)
+            products_OS += weight_OS.to(tl.float32) * inner_1S
+        output_O = tl.sum(products_OS, 1).to(dtype).to(tl.float32)  # of this expert
         if BIAS:
-            biases = tl.load(down_bias + expert * D + column, mask=is_there, other=0.0)
-            one = (one + biases.to(tl.float32)).to(kind).to(tl.float32)
-        total += one * tl.load(weights + pair)
-    here = row * D + column
-    total = total.to(kind) + tl.load(residual + here, mask=is_there, other=0.0)
-    tl.store(out + here, total, mask=is_there)
+            bias_O = tl.load(down_bias + expert * D + column_O, mask=is_column_O, other=0.0)
+            output_O = (output_O + bias_O.to(tl.float32)).to(dtype).to(tl.float32)
+        total_O += output_O * tl.load(weights + pair)
+    out_offset_O = row * D + column_O
+    result_O = total_O.to(dtype) + tl.load(residual + out_offset_O, mask=is_column_O, other=0.0)
+    tl.store(out + out_offset_O, result_O, mask=is_column_O)
 
 
 @torch.library.custom_op("monograph::route", mutates_args=())
@@ -220,8 +229,8 @@ def expert_inner(
         experts_BC: int64.
         weights: Wg and Wu, [E, M, D] of the same dtype, contiguous.
         biases: bg and bu, [E, M]; None: there are none.
-        combination: "silu", or "gelu" by its tanh approximation, of the gate, times the other; or
-            "clamped", that of gpt-oss.
+        combination: how gate and up projection are combined. "silu", or "gelu" by its tanh
+            approximation: the gate's activation times the up projection. "clamped": as in gpt-oss.
     """
     gate_bias, up_bias = biases or (None, None)
     return torch.ops.monograph.expert_inner(
