@@ -140,7 +140,7 @@ FAULTS = [
     Fault("model/rope.py", "pairs_BTH2F.flip(-2)", "pairs_BTH2F", ROPE),
     Fault("model/rope.py", "unflatten(-1, (2, -1))", "unflatten(-1, (-1, 2)).mT", ROPE),
     Fault("ops/attention.py", '{"FORCE_USE_FLEX_ATTENTION": True}', "{}", f"{KERNELS} -k few_queries"),
-    Fault("ops/attention.py", "(mask is not None or not _flash_reads(query_BHTD))", "mask is not None",
+    Fault("ops/attention.py", "(mask is not None or not _flash_supports(query_BHTD))", "mask is not None",
           f"{KERNELS} -k scores_of_all"),
     Fault("ops/attention.py", "if query_BHTD.dtype.itemsize != 2:", "if False:", f"{KERNELS} -k scores_of_all"),
     Fault("ops/attention.py", "heads_BKSD.repeat_interleave(groups, dim=1)",

@@ -32,24 +32,25 @@ def timed(
         finish: waits until the work that `attempt` launched is done.
         now: the clock.
     """
-    able: list[Kernel] = []
+    working: list[Kernel] = []
     for kernel in KERNELS:
         try:
             attempt(kernel)
             finish()
         except RuntimeError:
             continue
-        able.append(kernel)
-    times = dict.fromkeys(able, float("inf"))
+        working.append(kernel)
+    shortest_s = dict.fromkeys(working, float("inf"))
     # Kernels take turns, so that other load on the machine affects all of them.
     for _ in range(ROUNDS):
-        for kernel in able:
-            began = now()
+        for kernel in working:
+            start_s = now()
             for _ in range(CALLS):
                 attempt(kernel)
             finish()
-            times[kernel] = min(times[kernel], (now() - began) / CALLS)
-    return times
+            call_s = (now() - start_s) / CALLS
+            shortest_s[kernel] = min(shortest_s[kernel], call_s)
+    return shortest_s
 
 
 def fastest(times: Mapping[Kernel, float]) -> Kernel:

@@ -3,15 +3,15 @@
 The tokens are cut into chunks. Only the logits of one chunk are in memory at a time.
 
 A frozen weight may have trained rows (`Rows`), which replace some of its own rows. A fused weight
-(`monograph.ops.fused_gradients.FusedGradient`) has a buffer `total`, to which the backward pass adds the
-weight's gradient instead of returning it.
+(`monograph.ops.fused_gradients.FusedGradient`) has a buffer `total`, to which the backward pass adds
+the weight's gradient instead of returning it.
 
 Shapes: N tokens, C tokens of a chunk, R tokens of a block (the part of a chunk whose softmax is
 computed at once), D hidden size, V vocabulary, K trained rows of a frozen weight.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,20 @@ CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 # reads and writes the weight's whole gradient, [V, D]. With eight chunks, the logits take an eighth
 # of the memory of dense logits (benchmarks/loss.py).
 MAX_CHUNKS = 8
-# A chunk's hidden states [C, D], targets [C] and mask [C], 1 for a target and 0 for an ignored one.
-Piece = tuple[Tensor, Tensor, Tensor]
+
+
+class Chunk(NamedTuple):
+    """The tokens whose logits are in memory at the same time.
+
+    Attributes:
+        hidden_CD: their hidden states.
+        targets_C: their targets.
+        mask_C: 1 for a target, 0 for an ignored one.
+    """
+
+    hidden_CD: Tensor
+    targets_C: Tensor
+    mask_C: Tensor
 
 
 def linear_cross_entropy(
@@ -88,7 +100,7 @@ def linear_cross_entropy(
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], device_type)
     if torch.is_grad_enabled():
         # Inside a transform of torch.func, `requires_grad` is False even for a trained weight.
-        learned = rows is None and (weight_VD.requires_grad or compat.in_transform())
+        trains_weight = rows is None and (weight_VD.requires_grad or compat.in_transform())
         fused_VD, total_VD = fused_gradient_of(weight_VD) or (None, None)
         values_KD, index_K, slot_V = rows or (None, None, None)
         # An autograd.Function takes no keyword arguments, and does not see tensors inside of tuples. Only
@@ -98,7 +110,7 @@ def linear_cross_entropy(
             weight_VD,
             valid_targets_N,
             mask_N,
-            (chunks, device_type, learned),
+            (chunks, device_type, trains_weight),
             values_KD,
             index_K,
             slot_V,
@@ -111,26 +123,28 @@ def linear_cross_entropy(
 
 def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
     """Return how many chunks keep a chunk's fp32 logits within CHUNK_BYTES; at most MAX_CHUNKS."""
-    limit = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
-    return max(1, min(MAX_CHUNKS, tokens, -(-tokens * vocabulary * 4 // limit)))
+    limit_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
+    needed_chunks = -(-tokens * vocabulary * 4 // limit_bytes)  # rounded up
+    return max(1, min(MAX_CHUNKS, tokens, needed_chunks))
 
 
-def _added(weight_VD: Tensor, rows: Rows | None) -> Rows | None:
+def _differences(weight_VD: Tensor, rows: Rows | None) -> Rows | None:
     """Return `rows` with their differences to the weight's own rows as values."""
     return None if rows is None else rows._replace(values_KD=change(weight_VD, rows))
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, added: Rows | None) -> Tensor:
-    """Return the logits, [C, V]; `added` has the differences of trained rows (`_added`)."""
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, differences: Rows | None) -> Tensor:
+    """Return the logits, [C, V], by a weight to whose rows `differences` are added."""
     logits_CV = hidden_CD @ weight_VD.T
-    if added is None:
+    if differences is None:
         return logits_CV
-    return logits_CV.index_add_(-1, added.index_K, hidden_CD @ added.values_KD.T)
+    return logits_CV.index_add_(-1, differences.index_K, hidden_CD @ differences.values_KD.T)
 
 
-def _chunk_loss(piece: Piece, weight_VD: Tensor, added: Rows | None) -> Tensor:
-    hidden_CD, targets_C, mask_C = piece
-    logits_CV = _logits(hidden_CD, weight_VD, added).to(mask_C.dtype)
+def _chunk_loss(chunk: Chunk, weight_VD: Tensor, differences: Rows | None) -> Tensor:
+    """Return the sum of a chunk's cross-entropies."""
+    hidden_CD, targets_C, mask_C = chunk
+    logits_CV = _logits(hidden_CD, weight_VD, differences).to(mask_C.dtype)
     target_logit_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
     return ((logits_CV.logsumexp(-1) - target_logit_C) * mask_C).sum()
 
@@ -144,67 +158,88 @@ def _loss_only(
     rows: Rows | None,
 ) -> Tensor:
     weight_VD = weight_VD.to(hidden_ND.dtype)
-    added = _added(weight_VD, rows)
-    pieces = _pieces(hidden_ND, targets_N, mask_N, chunks)
-    return torch.stack([_chunk_loss(piece, weight_VD, added) for piece in pieces]).sum()
+    differences = _differences(weight_VD, rows)
+    return torch.stack(
+        [
+            _chunk_loss(chunk, weight_VD, differences)
+            for chunk in _split(hidden_ND, targets_N, mask_N, chunks)
+        ]
+    ).sum()
 
 
-def _pieces(hidden_ND: Tensor, targets_N: Tensor, mask_N: Tensor, chunks: int) -> Iterator[Piece]:
-    return zip(
-        *(tensor.tensor_split(chunks) for tensor in (hidden_ND, targets_N, mask_N)), strict=True
-    )
+def _split(hidden_ND: Tensor, targets_N: Tensor, mask_N: Tensor, chunks: int) -> list[Chunk]:
+    """Return the chunks of the tokens."""
+    pieces = (tensor.tensor_split(chunks) for tensor in (hidden_ND, targets_N, mask_N))
+    return [Chunk(*of_chunk) for of_chunk in zip(*pieces, strict=True)]
+
+
+class _ChunkGradients(NamedTuple):
+    """A chunk's loss, and what its gradients are made of.
+
+    Attributes:
+        loss: 0-d; on CUDA in a graph, the losses [C].
+        hidden_grad_CD: the gradient of the hidden states.
+        hidden_CD: the hidden states, a factor of the weight's gradient logits_grad_CV^T hidden_CD.
+            Except on CUDA in a graph, they are zero for ignored tokens.
+        logits_grad_CV: softmax - onehot, the other factor. On CUDA in a graph, it is zero for
+            ignored tokens.
+    """
+
+    loss: Tensor
+    hidden_grad_CD: Tensor
+    hidden_CD: Tensor
+    logits_grad_CV: Tensor
 
 
 def _chunk_gradients(
-    piece: Piece, weight_VD: Tensor, device_type: str, added: Rows | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    chunk: Chunk, weight_VD: Tensor, device_type: str, differences: Rows | None
+) -> _ChunkGradients:
     """Return a chunk's loss and gradients.
 
     It is a separate function so that no tensor of a chunk is still alive in the next one.
-
-    Returns:
-        loss: 0-d; on CUDA in a graph, the losses [C].
-        grad_CD: the gradient of the hidden states.
-        kept_CD: the hidden states, a factor of the weight's gradient grad_CV^T kept_CD. Except on
-            CUDA in a graph, they are zero for ignored tokens.
-        grad_CV: softmax - onehot, the other factor. On CUDA in a graph, it is zero for ignored
-            tokens.
     """
-    hidden_CD, targets_C, mask_C = piece
-    compiles = torch.compiler.is_compiling()
-    if compiles and device_type == "cuda" and added is None:
-        loss, grad_CV = _traced_gradients_on_cuda(hidden_CD, weight_VD, targets_C, mask_C)
-        return loss, grad_CV @ weight_VD, hidden_CD, grad_CV
+    hidden_CD, targets_C, mask_C = chunk
+    is_traced = torch.compiler.is_compiling()
+    if is_traced and device_type == "cuda" and differences is None:
+        losses_C, grad_CV = _traced_gradients_on_cuda(hidden_CD, weight_VD, targets_C, mask_C)
+        return _ChunkGradients(losses_C, grad_CV @ weight_VD, hidden_CD, grad_CV)
     # The hidden states of ignored tokens become zero, so that they add nothing to the weight's
     # gradient. Under vmap the product is batched if the targets are batched. The logits are then
     # batched, too, and `_eager_gradients` can write to them in place.
-    kept_C1 = mask_C.unsqueeze(-1).to(hidden_CD.dtype)
-    hidden_CD = hidden_CD * kept_C1
-    if compiles:
-        losses_C, grad_CV = _traced_gradients(hidden_CD, weight_VD, targets_C, mask_C.dtype, added)
+    mask_C1 = mask_C.unsqueeze(-1).to(hidden_CD.dtype)
+    hidden_CD = hidden_CD * mask_C1
+    if is_traced:
+        losses_C, grad_CV = _traced_gradients(
+            hidden_CD, weight_VD, targets_C, mask_C.dtype, differences
+        )
     else:
         block = block_rows(device_type, weight_VD.shape[0])
         losses_C, grad_CV = _eager_gradients(
-            hidden_CD, weight_VD, targets_C, mask_C.dtype, added, block
+            hidden_CD, weight_VD, targets_C, mask_C.dtype, differences, block
         )
     grad_CD = grad_CV @ weight_VD
-    if added is not None:
-        grad_CD = grad_CD + grad_CV.index_select(-1, added.index_K) @ added.values_KD
-    return (losses_C * mask_C).sum(), grad_CD * kept_C1, hidden_CD, grad_CV
+    if differences is not None:
+        grad_CD = grad_CD + grad_CV.index_select(-1, differences.index_K) @ differences.values_KD
+    return _ChunkGradients((losses_C * mask_C).sum(), grad_CD * mask_C1, hidden_CD, grad_CV)
 
 
 def _traced_gradients(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype, added: Rows | None
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    targets_C: Tensor,
+    dtype: torch.dtype,
+    differences: Rows | None,
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V] in the dtype of `hidden_CD`.
 
     Nothing is written in place, so that a compiler can fuse the operations.
     """
     logits_CV = (hidden_CD @ weight_VD.T).to(dtype)
-    if added is not None:
-        # slot_V has each row's place in `values_KD`, and -1 for a row that is not replaced.
-        more_CV = (hidden_CD @ added.values_KD.T).to(dtype)[:, added.slot_V.clamp_min(0)]
-        logits_CV = logits_CV + torch.where(added.slot_V >= 0, more_CV, 0)
+    if differences is not None:
+        # slot_V has each row's position in `values_KD`, and -1 for a row that is not replaced.
+        added_CK = (hidden_CD @ differences.values_KD.T).to(dtype)
+        added_CV = added_CK[:, differences.slot_V.clamp_min(0)]
+        logits_CV = logits_CV + torch.where(differences.slot_V >= 0, added_CV, 0)
     lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
     target_C1 = targets_C.unsqueeze(-1)
     softmax_CV = (logits_CV - lse_C1).exp()
@@ -225,13 +260,11 @@ def _traced_gradients_on_cuda(
     largest_C1 = logits_CV.amax(-1, keepdim=True)
     exp_CV = (logits_CV - largest_C1).exp()
     sum_C1 = exp_CV.sum(-1, keepdim=True)
-    is_target_CV = torch.arange(weight_VD.shape[0], device=weight_VD.device) == targets_C.unsqueeze(
-        -1
-    )
+    classes_V = torch.arange(weight_VD.shape[0], device=weight_VD.device)
+    is_target_CV = classes_V == targets_C.unsqueeze(-1)
     # The target's logit is a sum over the row, because a gather would be a separate kernel.
-    losses_C1 = (
-        sum_C1.log() + largest_C1 - torch.where(is_target_CV, logits_CV, 0.0).sum(-1, keepdim=True)
-    )
+    target_logit_C1 = torch.where(is_target_CV, logits_CV, 0.0).sum(-1, keepdim=True)
+    losses_C1 = sum_C1.log() + largest_C1 - target_logit_C1
     mask_C1 = mask_C.unsqueeze(-1)
     grad_CV = (exp_CV / sum_C1 - is_target_CV.to(exp_CV.dtype)) * mask_C1
     return (losses_C1 * mask_C1).squeeze(-1), grad_CV.to(hidden_CD.dtype)
@@ -242,7 +275,7 @@ def _eager_gradients(
     weight_VD: Tensor,
     targets_C: Tensor,
     dtype: torch.dtype,
-    added: Rows | None,
+    differences: Rows | None,
     block: int,
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], as `_traced_gradients` does.
@@ -250,16 +283,16 @@ def _eager_gradients(
     The logits are overwritten, those of `block` tokens at a time, because on a CPU the allocation of
     a new [C, V] tensor takes longer than the arithmetic.
     """
-    logits_CV = _logits(hidden_CD, weight_VD, added)
+    logits_CV = _logits(hidden_CD, weight_VD, differences)
     losses: list[Tensor] = []
     for logits_RV, targets_R in zip(logits_CV.split(block), targets_C.split(block), strict=True):
-        log_RV = logits_RV.to(dtype).log_softmax(-1)
+        log_softmax_RV = logits_RV.to(dtype).log_softmax(-1)
         target_R1 = targets_R.unsqueeze(-1)
-        losses_R1 = -log_RV.gather(-1, target_R1)
+        losses_R1 = -log_softmax_RV.gather(-1, target_R1)
         losses.append(losses_R1.squeeze(-1))
-        softmax_RV = log_RV.exp_()
-        # softmax - onehot replaces the logits.
-        logits_RV.copy_(softmax_RV.scatter_add_(-1, target_R1, torch.full_like(losses_R1, -1.0)))
+        grad_RV = log_softmax_RV.exp_()
+        grad_RV.scatter_add_(-1, target_R1, torch.full_like(losses_R1, -1.0))
+        logits_RV.copy_(grad_RV)  # softmax - onehot
     return torch.cat(losses), logits_CV
 
 
@@ -283,64 +316,72 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_VD,
         targets_N,
         mask_N,
-        how,
+        settings,
         values_KD,
         index_K,
         slot_V,
         fused_VD,
         total_VD,
     ):
-        chunks, device_type, learned = how
+        chunks, device_type, trains_weight = settings
         # If the weight were cast outside of this Function, autograd would round its gradient to the
         # dtype of the hidden states.
         weight_VD = (weight_VD if fused_VD is None else fused_VD).to(hidden_ND.dtype)
-        added = None if values_KD is None else _added(weight_VD, Rows(values_KD, index_K, slot_V))
-        # A buffer for the gradient of a fused weight or of trained rows; None for any other weight.
-        like = total_VD if added is None else added.values_KD
+        differences = None
+        if values_KD is not None:
+            differences = _differences(weight_VD, Rows(values_KD, index_K, slot_V))
+        # The gradient of the weight, [V, D], or of the trained rows, [K, D]. For a fused weight and
+        # for trained rows it begins as zeros, otherwise as the first chunk's product.
+        like = total_VD if differences is None else differences.values_KD
         grad = None if like is None else torch.zeros_like(like, dtype=mask_N.dtype)
-        terms: list[Tensor] = []
-        grads: list[Tensor] = []
-        for piece in _pieces(hidden_ND, targets_N, mask_N, chunks):
-            term, grad_CD, kept_CD, grad_CV = _chunk_gradients(piece, weight_VD, device_type, added)
-            terms.append(term)
-            grads.append(grad_CD)
-            if grad is not None and learned:  # a fused weight, or any chunk but the first
-                add_product_(grad, grad_CV, kept_CD)
-            elif learned:  # the first chunk of a weight that is not fused
-                grad = (grad_CV.T @ kept_CD).to(mask_N.dtype)
+        losses: list[Tensor] = []
+        hidden_grads: list[Tensor] = []
+        for chunk in _split(hidden_ND, targets_N, mask_N, chunks):
+            loss, hidden_grad_CD, hidden_CD, logits_grad_CV = _chunk_gradients(
+                chunk, weight_VD, device_type, differences
+            )
+            losses.append(loss)
+            hidden_grads.append(hidden_grad_CD)
+            if trains_weight and grad is None:
+                grad = (logits_grad_CV.T @ hidden_CD).to(mask_N.dtype)
+            elif trains_weight:
+                add_product_(grad, logits_grad_CV, hidden_CD)
             elif grad is not None:  # trained rows of a frozen weight
-                grad = grad + (grad_CV.index_select(-1, index_K).T @ kept_CD).to(mask_N.dtype)
+                rows_grad_CK = logits_grad_CV.index_select(-1, index_K)
+                grad = grad + (rows_grad_CK.T @ hidden_CD).to(mask_N.dtype)
             # Otherwise they stay in memory while the next chunk is computed.
-            del kept_CD, grad_CV
-        # In a graph on a GPU a term has the losses [C] of a chunk, so that one kernel adds up the
+            del hidden_CD, logits_grad_CV
+        # In a graph on a GPU a loss has the losses [C] of a chunk, so that one kernel adds up the
         # losses of all chunks.
-        return torch.cat([term.view(-1) for term in terms]).sum(), torch.cat(grads), grad
+        total_loss = torch.cat([loss.view(-1) for loss in losses]).sum()
+        return total_loss, torch.cat(hidden_grads), grad
 
     @staticmethod
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        ctx.mark_non_differentiable(*(grad for grad in output[1:] if grad is not None))
+        _loss, *grads = output
+        ctx.mark_non_differentiable(*(grad for grad in grads if grad is not None))
         # Otherwise both unused outputs get a full-size gradient of zeros.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output[1:])
-        _, weight_VD, _, _, (_, _, learned), values_KD, _, _, _, total_VD = inputs
-        ctx.learned = learned
+        ctx.save_for_backward(*grads)
+        _, weight_VD, _, _, (_, _, trains_weight), values_KD, _, _, _, total_VD = inputs
+        ctx.trains_weight = trains_weight
         ctx.total_VD = total_VD
         # The gradient's dtype; None if neither the weight nor a row is trained.
-        ctx.dtype = getattr(weight_VD if learned else values_KD, "dtype", None)
+        ctx.dtype = getattr(weight_VD if trains_weight else values_KD, "dtype", None)
 
     @staticmethod
-    def backward(ctx, grad_loss, _grad_hidden, _grad):  # type: ignore[no-untyped-def]
-        if grad_loss is None:  # nothing depends on the loss
+    def backward(ctx, loss_grad, _hidden_grad, _grad):  # type: ignore[no-untyped-def]
+        if loss_grad is None:  # nothing depends on the loss
             return (None,) * 10  # one for each argument of `forward`
-        grad_hidden_ND, grad = ctx.saved_tensors
-        hidden = (grad_hidden_ND * grad_loss).to(grad_hidden_ND.dtype)
+        hidden_grad_ND, grad = ctx.saved_tensors
+        hidden_grad_ND = (hidden_grad_ND * loss_grad).to(hidden_grad_ND.dtype)
         if ctx.total_VD is not None:
-            ctx.total_VD.add_(grad * grad_loss)
+            ctx.total_VD.add_(grad * loss_grad)
             grad = None
         elif grad is not None:
-            grad = (grad * grad_loss).to(ctx.dtype)
-        weight, rows = (grad, None) if ctx.learned else (None, grad)
-        return hidden, weight, None, None, None, rows, None, None, None, None
+            grad = (grad * loss_grad).to(ctx.dtype)
+        weight_grad, rows_grad = (grad, None) if ctx.trains_weight else (None, grad)
+        return hidden_grad_ND, weight_grad, None, None, None, rows_grad, None, None, None, None
 
 
 def token_log_probabilities(
@@ -384,8 +425,8 @@ def token_log_probabilities(
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type)
     # Without `among` the states are not used, and any tensor with N elements can be split.
     allowed, states_N = among or (None, tokens_N)
-    parts = (part.tensor_split(chunks) for part in (hidden_ND, tokens_N, states_N))
-    pieces: list[tuple[Tensor, Tensor, Tensor]] = [*zip(*parts, strict=True)]
+    pieces_by_tensor = (each.tensor_split(chunks) for each in (hidden_ND, tokens_N, states_N))
+    pieces: list[tuple[Tensor, Tensor, Tensor]] = [*zip(*pieces_by_tensor, strict=True)]
     # The logits of a single chunk are kept. The backward pass begins with them, so recomputing them
     # would save no memory.
     if chunks == 1 or not torch.is_grad_enabled():

@@ -1,14 +1,18 @@
 """Compute the gated delta rule, a linear attention whose state is a matrix.
 
-Each token decays, corrects and reads the state:
+The state S maps keys to values. Each token lets it decay, corrects the value that it has for the
+token's key, and reads it with the token's query:
 
-    S[t] = exp(g[t]) S[t-1] + k[t] (beta[t] (v[t] - (exp(g[t]) S[t-1])^T k[t]))^T       out[t] = S[t]^T q[t]
+    S'[t]  = exp(g[t]) S[t-1]
+    u[t]   = beta[t] (v[t] - S'[t]^T k[t])       the correction
+    S[t]   = S'[t] + k[t] u[t]^T
+    out[t] = S[t]^T q[t]
 
-At the first token of a document S[t-1] is 0. `recurrent` computes this equation. `chunked` computes
+At the first token of a document S[t-1] is 0. `recurrent` computes these equations. `chunked` computes
 the same for whole chunks of tokens: inside a chunk the corrections are the solution of a triangular
 system, so that only one matrix is carried from chunk to chunk.
 
-Shapes: B batch, T positions, H heads, E key dimension, V value dimension, N chunks, C positions of
+Shapes: B rows, T positions, H heads, E key dimension, V value dimension, N chunks, C positions of
 a chunk, M = B H.
 
 Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; for chunks, Yang et
@@ -24,7 +28,7 @@ from torch import Tensor
 from monograph.ops.autograd import Batched, Context
 
 CHUNK = 64  # positions of a chunk; fewer for short rows
-Pair = tuple[Tensor, Tensor]
+TwoTensors = tuple[Tensor, Tensor]
 
 
 def recurrent(
@@ -35,7 +39,7 @@ def recurrent(
     beta_BHT: Tensor,
     starts_BT: Tensor | None = None,
     state_BHEV: Tensor | None = None,
-) -> Pair:
+) -> TwoTensors:
     """Return the outputs [B, H, T, V] and the last state [B, H, E, V], token by token.
 
     Args:
@@ -64,8 +68,8 @@ def step(
 ) -> Tensor:
     """Return the state after one more token."""
     state_BHEV = state_BHEV * decay_BH.exp().to(state_BHEV.dtype)[..., None, None]
-    known_BHV = (state_BHEV * key_BHE[..., None]).sum(dim=-2)
-    correction_BHV = (value_BHV - known_BHV) * beta_BH[..., None]
+    stored_value_BHV = (state_BHEV * key_BHE[..., None]).sum(dim=-2)
+    correction_BHV = (value_BHV - stored_value_BHV) * beta_BH[..., None]
     return state_BHEV + key_BHE[..., None] * correction_BHV[..., None, :]
 
 
@@ -82,7 +86,7 @@ def chunked(
     beta_BHT: Tensor,
     starts_BT: Tensor | None = None,
     state_BHEV: Tensor | None = None,
-) -> Pair:
+) -> TwoTensors:
     """Return what `recurrent` returns, up to rounding."""
     rows, heads, length, _ = key_BHTE.shape
     size = min(CHUNK, 1 << (length - 1).bit_length())
@@ -92,37 +96,43 @@ def chunked(
         padded = F.pad(tensor, (*(0,) * 2 * (tensor.ndim - 3), 0, -length % size))
         return padded.flatten(0, 1).unflatten(1, (-1, size)).transpose(0, 1)
 
-    query = cut(query_BHTE)
-    key = cut(key_BHTE)
-    value = cut(value_BHTV)
+    query_NMCE = cut(query_BHTE)
+    key_NMCE = cut(key_BHTE)
+    value_NMCV = cut(value_BHTV)
     decay_NMC = cut(decay_BHT)
     beta_NMC = cut(beta_BHT)
     # The number of documents that began in the chunk, up to each position.
-    begun_NMC = torch.zeros_like(decay_NMC, dtype=torch.int64)
+    documents_NMC = torch.zeros_like(decay_NMC, dtype=torch.int64)
     if starts_BT is not None:
-        begun_NMC = cut(starts_BT[:, None].expand(-1, heads, -1)).cumsum(dim=-1)
+        documents_NMC = cut(starts_BT[:, None].expand(-1, heads, -1)).cumsum(dim=-1)
     # The sums are in float64. Their differences are small compared with the sums, and would otherwise
     # have the rounding errors of the sums.
-    sum_NMC = decay_NMC.double().cumsum(dim=-1)
-    # The fraction of what position j writes that is left at position i: 0 if j is later or in
+    decay_sum_NMC = decay_NMC.double().cumsum(dim=-1)
+    # How much of what position j wrote remains at position i, from 0 to 1: 0 if j is later or in
     # another document.
-    seen_NMCC = (begun_NMC[..., :, None] == begun_NMC[..., None, :]).tril()
-    between_NMCC = (sum_NMC[..., :, None] - sum_NMC[..., None, :]).to(key.dtype)
-    left_NMCC = between_NMCC.masked_fill(~seen_NMCC, float("-inf")).exp()
-    written_NMCE = key * beta_NMC[..., None]
-    inverse_NMCC = unit_inverse((written_NMCE @ key.mT * left_NMCC).tril(-1))
-    # The fraction of the state before the chunk that is left at each position.
-    of_state_NMC1 = (sum_NMC.to(key.dtype).exp() * (begun_NMC == 0))[..., None]
-    states_NMEV, correction_NMCV, last_MEV = scan(
-        inverse_NMCC @ (value * beta_NMC[..., None]),
-        inverse_NMCC @ (written_NMCE * of_state_NMC1),
-        key * left_NMCC[..., -1, :, None],
-        of_state_NMC1[..., -1, 0],
-        (_zero_state(key_BHTE, value_BHTV) if state_BHEV is None else state_BHEV).flatten(0, 1),
+    is_visible_NMCC = (documents_NMC[..., :, None] == documents_NMC[..., None, :]).tril()
+    decay_between_NMCC = decay_sum_NMC[..., :, None] - decay_sum_NMC[..., None, :]
+    remains_NMCC = (
+        decay_between_NMCC.to(key_NMCE.dtype).masked_fill(~is_visible_NMCC, float("-inf")).exp()
     )
-    out_NMCV = (query * of_state_NMC1) @ states_NMEV + (
-        query @ key.mT * left_NMCC
-    ) @ correction_NMCV
+    # How much of the state before the chunk remains at each position.
+    state_remains_NMC1 = (decay_sum_NMC.to(key_NMCE.dtype).exp() * (documents_NMC == 0))[..., None]
+    # The corrections u of a chunk solve the triangular system
+    #     u[i] + beta[i] sum over j < i of remains[i, j] (k[i] . k[j]) u[j]
+    #         = beta[i] (v[i] - state_remains[i] S^T k[i])
+    beta_key_NMCE = key_NMCE * beta_NMC[..., None]
+    inverse_NMCC = unit_inverse((beta_key_NMCE @ key_NMCE.mT * remains_NMCC).tril(-1))
+    state = _zero_state(key_BHTE, value_BHTV) if state_BHEV is None else state_BHEV
+    states_NMEV, correction_NMCV, last_MEV = scan(
+        inverse_NMCC @ (value_NMCV * beta_NMC[..., None]),
+        inverse_NMCC @ (beta_key_NMCE * state_remains_NMC1),
+        key_NMCE * remains_NMCC[..., -1, :, None],
+        state_remains_NMC1[..., -1, 0],
+        state.flatten(0, 1),
+    )
+    from_state_NMCV = (query_NMCE * state_remains_NMC1) @ states_NMEV
+    from_chunk_NMCV = (query_NMCE @ key_NMCE.mT * remains_NMCC) @ correction_NMCV
+    out_NMCV = from_state_NMCV + from_chunk_NMCV
     out_MTV = out_NMCV.transpose(0, 1).flatten(1, 2)[:, :length]
     return out_MTV.unflatten(0, (rows, heads)), last_MEV.unflatten(0, (rows, heads))
 
@@ -137,23 +147,23 @@ def unit_inverse(strict: Tensor) -> Tensor:
 
 
 def scan(
-    value_NMCV: Tensor, read_NMCE: Tensor, key_NMCE: Tensor, kept_NM: Tensor, state_MEV: Tensor
+    value_NMCV: Tensor, read_NMCE: Tensor, key_NMCE: Tensor, remains_NM: Tensor, state_MEV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Carry the state through the chunks.
+    """Carry the state S through the chunks, and compute the corrections u of each.
 
-        u[n] = value[n] - read[n] S[n]        S[n+1] = kept[n] S[n] + key[n]^T u[n]
+        u[n] = value[n] - read[n] S[n]        S[n+1] = remains[n] S[n] + key[n]^T u[n]
 
     Returns:
         S before each chunk, [N, M, E, V]; u, [N, M, C, V]; and S after the last chunk, [M, E, V].
     """
     states, corrections = torch.ops.monograph.carry(
-        value_NMCV, read_NMCE, key_NMCE, kept_NM, state_MEV
+        value_NMCV, read_NMCE, key_NMCE, remains_NM, state_MEV
     )
     return states[:-1], corrections, states[-1]
 
 
-# These are custom operators, because a compiler would unroll their loops, and would take longer for a
-# longer row.
+# These are custom operators, because a compiler would unroll their loops, and would take longer to
+# compile a longer row.
 @torch.library.custom_op("monograph::unit_inverse", mutates_args=())
 def _unit_inverse(strict: Tensor) -> Tensor:
     # The transposed system is solved, because the solver returns matrices in column-major order.
@@ -181,26 +191,27 @@ _unit_inverse.register_autograd(_unit_inverse_backward, setup_context=_keep_inve
 
 
 @torch.library.custom_op("monograph::carry", mutates_args=())
-def _carry(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> Pair:
+def _carry(value: Tensor, read: Tensor, key: Tensor, remains: Tensor, state: Tensor) -> TwoTensors:
+    """Return the states, [N + 1, M, E, V], and the corrections; see `scan`."""
     states = state.new_empty(len(key) + 1, *state.shape)
     corrections = value.contiguous().clone()
     states[0] = state
     for n in range(len(key)):
-        corrections[n].baddbmm_(reading[n], states[n], alpha=-1)
-        torch.mul(states[n], kept[n, :, None, None], out=states[n + 1])
+        corrections[n].baddbmm_(read[n], states[n], alpha=-1)
+        torch.mul(states[n], remains[n, :, None, None], out=states[n + 1])
         states[n + 1].baddbmm_(key[n].mT, corrections[n])
     return states, corrections
 
 
 @_carry.register_fake
-def _(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> Pair:
+def _(value: Tensor, read: Tensor, key: Tensor, remains: Tensor, state: Tensor) -> TwoTensors:
     return state.new_empty(len(key) + 1, *state.shape), value.new_empty(value.shape)
 
 
 @torch.library.custom_op("monograph::carry_back", mutates_args=())
 def _carry_back(
-    grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor
-) -> Pair:
+    grad_states: Tensor, grad_corrections: Tensor, read: Tensor, key: Tensor, remains: Tensor
+) -> TwoTensors:
     """Return the total gradients of the states and of the corrections.
 
     The given gradients come from the readers of the outputs of `_carry`. The total gradients also
@@ -209,72 +220,72 @@ def _carry_back(
     states, corrections = (each.contiguous().clone() for each in (grad_states, grad_corrections))
     for n in range(len(key) - 1, -1, -1):
         corrections[n].baddbmm_(key[n], states[n + 1])
-        states[n].addcmul_(states[n + 1], kept[n, :, None, None])
-        states[n].baddbmm_(reading[n].mT, corrections[n], alpha=-1)
+        states[n].addcmul_(states[n + 1], remains[n, :, None, None])
+        states[n].baddbmm_(read[n].mT, corrections[n], alpha=-1)
     return states, corrections
 
 
 @_carry_back.register_fake
 def _(
-    grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor
-) -> Pair:
+    grad_states: Tensor, grad_corrections: Tensor, read: Tensor, key: Tensor, remains: Tensor
+) -> TwoTensors:
     return grad_states.new_empty(grad_states.shape), grad_corrections.new_empty(
         grad_corrections.shape
     )
 
 
-def _keep_carried(ctx: Context, inputs: tuple[Tensor, ...], output: Pair) -> None:
-    _, reading, key, kept, _ = inputs
-    ctx.save_for_backward(reading, key, kept, *output)
+def _save_for_carry_backward(ctx: Context, inputs: tuple[Tensor, ...], output: TwoTensors) -> None:
+    _value, read, key, remains, _state = inputs
+    ctx.save_for_backward(read, key, remains, *output)
 
 
 def _carry_backward(
     ctx: Context, grad_states: Tensor, grad_corrections: Tensor
 ) -> tuple[Tensor, ...]:
-    reading, key, kept, states, corrections = ctx.saved_tensors
+    read, key, remains, states, corrections = ctx.saved_tensors
     state_grads, value_grad = torch.ops.monograph.carry_back(
-        grad_states, grad_corrections, reading, key, kept
+        grad_states, grad_corrections, read, key, remains
     )
-    before = states[:-1]
-    after_grad = state_grads[1:]
-    kept_grad = (before * after_grad).sum(dim=(-2, -1))
+    states_before = states[:-1]  # each chunk
+    grads_after = state_grads[1:]
     return (
         value_grad,
-        -(value_grad @ before.mT),
-        corrections @ after_grad.mT,
-        kept_grad,
+        -(value_grad @ states_before.mT),  # of `read`
+        corrections @ grads_after.mT,  # of `key`
+        (states_before * grads_after).sum(dim=(-2, -1)),  # of `remains`
         state_grads[0].clone(),
     )
 
 
-_carry.register_autograd(_carry_backward, setup_context=_keep_carried)
+_carry.register_autograd(_carry_backward, setup_context=_save_for_carry_backward)
 
 
 def _vmap_rule(
     operator: Callable[..., Tensor | tuple[Tensor, ...]],
 ) -> Callable[..., tuple[object, object]]:
-    """Return a rule of vmap that computes members as further rows: further indices of the axis M."""
+    """Return the operator's rule for vmap, which computes members as further indices of the axis M."""
 
     def rule(
         info: Batched, in_dims: tuple[int | None, ...], *tensors: Tensor
     ) -> tuple[object, object]:
-        members = []
+        inputs = []
         for tensor, dim in zip(tensors, in_dims, strict=True):
-            front = (
-                tensor.expand(info.batch_size, *tensor.shape)
-                if dim is None
-                else tensor.movedim(dim, 0)
-            )
-            axis = _rows_axis(front.ndim - 1)
-            members.append(front.movedim(0, axis).flatten(axis, axis + 1))
-        result = operator(*members)
+            if dim is None:
+                by_member = tensor.expand(info.batch_size, *tensor.shape)
+            else:
+                by_member = tensor.movedim(dim, 0)
+            axis = _rows_axis(by_member.ndim - 1)
+            inputs.append(by_member.movedim(0, axis).flatten(axis, axis + 1))
+        result = operator(*inputs)
         outputs = result if isinstance(result, tuple) else (result,)
-        axes = [_rows_axis(output.ndim) for output in outputs]
-        by_member = tuple(
+        axes = tuple(_rows_axis(output.ndim) for output in outputs)
+        outputs_by_member = tuple(
             output.unflatten(axis, (info.batch_size, -1))
             for output, axis in zip(outputs, axes, strict=True)
         )
-        return (by_member, tuple(axes)) if isinstance(result, tuple) else (by_member[0], axes[0])
+        if isinstance(result, tuple):
+            return outputs_by_member, axes
+        return outputs_by_member[0], axes[0]
 
     return rule
 

@@ -30,7 +30,8 @@ def mixture_cross_entropy(
 
         loss = sum over targets of  share * -log q(target) + (1 - share) * KL(m || q)
         KL(m || q) = sum over v of m(v) * (log m(v) - log q(v))
-        q = softmax(hidden @ weight.T),   m = mean over teachers of softmax(theirs @ head.T), a constant
+        q = softmax(hidden @ weight.T)
+        m = mean over teachers of softmax(their hidden @ their weight.T), a constant
 
     A chunk's loss and both its gradients are computed together. At most two tensors [C, V] of the
     teachers' probabilities exist at a time: the sum so far and the next teacher's.
@@ -41,11 +42,11 @@ def mixture_cross_entropy(
         hidden_ND: float; products run in this dtype (or in autocast's), softmax and sums in fp32
             (fp64 for fp64).
         weight_VD: the head; it is cast to the dtype of the products.
-        targets_N: int64 in [0, V), or -100 for a place that does not count.
-        teachers: of each teacher, the hidden states [N, D] and the head [V, D]; (): this is
+        targets_N: int64 in [0, V), or -100 for a token that does not count.
+        teachers: each teacher's hidden states [N, D] and head [V, D]; (): this is
             `linear_cross_entropy`.
         share: the targets' share of the loss, from 0 to 1.
-        impl: "chunked", or "reference" for all places at once.
+        impl: "chunked", or "reference" for all tokens at once.
         rows: trained rows that replace some rows of a frozen weight; None: there are none.
         chunks: number of chunks into which N is cut; None: chosen by the size of a chunk's logits.
 
@@ -55,23 +56,27 @@ def mixture_cross_entropy(
     """
     if not teachers:
         return linear_cross_entropy(hidden_ND, weight_VD, targets_N, impl=impl, rows=rows)
-    kind = hidden_ND.device.type
+    device_type = hidden_ND.device.type
     weight_VD = weight_VD if rows is None else replaced(weight_VD, rows)
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
-    chunks = (
-        1 if impl == "reference" else chunks or chunk_count(len(targets_N), len(weight_VD), kind)
-    )
-    kept_N = targets_N != -100
-    states, heads = ([each.to(dtype) for each in side] for side in zip(*teachers, strict=True))
+    dtype = hidden_ND.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    if impl == "reference":
+        chunks = 1
+    elif not chunks:
+        chunks = chunk_count(len(targets_N), len(weight_VD), device_type)
+    count = (targets_N != -100).sum()
+    states = [states_ND.to(dtype) for states_ND, _ in teachers]
+    heads = [head_VD.to(dtype) for _, head_VD in teachers]
     loss: Tensor = _Mixed.apply(
         hidden_ND.to(dtype), weight_VD, targets_N, (share, chunks), *states, *heads
     )
-    return loss, kept_N.sum()
+    return loss, count
 
 
 class _MixedContext(Context):
     dtype: torch.dtype
-    taught_count: int
+    teacher_tensor_count: int
 
 
 class _Mixed(torch.autograd.Function):
@@ -86,54 +91,68 @@ class _Mixed(torch.autograd.Function):
         hidden_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
-        how: tuple[float, int],
-        *taught: Tensor,
+        share_and_chunks: tuple[float, int],
+        *states_and_heads: Tensor,
     ) -> Tensor:
-        share, chunks = how
-        teacher_count = len(taught) // 2
+        share, chunks = share_and_chunks
+        teacher_count = len(states_and_heads) // 2
+        teacher_states = states_and_heads[:teacher_count]
+        teacher_heads = states_and_heads[teacher_count:]
         # If the weight were cast outside of this Function, autograd would round its gradient to the
         # dtype of the hidden states.
-        narrow_VD = weight_VD.to(hidden_ND.dtype)
-        total_VD = torch.zeros_like(
+        rounded_VD = weight_VD.to(hidden_ND.dtype)
+        weight_grad_VD = torch.zeros_like(
             weight_VD, dtype=torch.promote_types(hidden_ND.dtype, torch.float32)
         )
-        parts: list[tuple[Tensor, Tensor]] = []
-        pieces = (
-            each.tensor_split(chunks) for each in (targets_N, hidden_ND, *taught[:teacher_count])
-        )
+        losses: list[Tensor] = []
+        hidden_grads: list[Tensor] = []
+        pieces = (each.tensor_split(chunks) for each in (targets_N, hidden_ND, *teacher_states))
         for targets_C, hidden_CD, *states in zip(*pieces, strict=True):
-            pairs = [*zip(states, taught[teacher_count:], strict=True)]
-            term, grad_CV = _chunk_gradient(share, targets_C, hidden_CD @ narrow_VD.T, pairs)
-            parts.append((term, grad_CV @ narrow_VD))
-            add_product_(total_VD, grad_CV, hidden_CD)
-        terms, grads = zip(*parts, strict=True)
-        ctx.save_for_backward(torch.cat(grads), total_VD)
+            teachers = [*zip(states, teacher_heads, strict=True)]
+            loss, grad_CV = _chunk_gradient(share, targets_C, hidden_CD @ rounded_VD.T, teachers)
+            losses.append(loss)
+            hidden_grads.append(grad_CV @ rounded_VD)
+            add_product_(weight_grad_VD, grad_CV, hidden_CD)
+        ctx.save_for_backward(torch.cat(hidden_grads), weight_grad_VD)
         ctx.dtype = weight_VD.dtype
-        ctx.taught_count = len(taught)
-        return torch.stack(terms).sum()
+        ctx.teacher_tensor_count = len(states_and_heads)
+        return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: _MixedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, total_VD = ctx.saved_tensors
-        own = (hidden_ND * grad).to(hidden_ND.dtype), (total_VD * grad).to(ctx.dtype)
-        return *own, *(None,) * (2 + ctx.taught_count)
+    def backward(ctx: _MixedContext, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad_ND, weight_grad_VD = ctx.saved_tensors
+        no_grads = [None] * (2 + ctx.teacher_tensor_count)  # of the arguments after the weight
+        return (
+            (hidden_grad_ND * loss_grad).to(hidden_grad_ND.dtype),
+            (weight_grad_VD * loss_grad).to(ctx.dtype),
+            *no_grads,
+        )
 
 
 def _chunk_gradient(
-    share: float, targets_C: Tensor, logits_CV: Tensor, taught: Sequence[tuple[Tensor, Tensor]]
+    share: float, targets_C: Tensor, logits_CV: Tensor, teachers: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Return a chunk's loss, 0-d, and its gradient by the logits, [C, V] in their dtype."""
-    wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    mixed_CV = torch.zeros_like(logits_CV, dtype=wide)
-    for theirs_CD, head_VD in taught:
-        mixed_CV = mixed_CV + (theirs_CD @ head_VD.T).to(wide).softmax(-1) / len(taught)
-    log_CV = logits_CV.to(wide).log_softmax(-1)
-    is_target_CV = torch.arange(log_CV.shape[1], device=log_CV.device) == targets_C.unsqueeze(-1)
-    teachers_part_CV = (1 - share) * mixed_CV
-    counts_C1 = (targets_C != -100).unsqueeze(-1)
-    wanted_probability_CV = torch.where(is_target_CV, teachers_part_CV + share, teachers_part_CV)
-    terms_CV = (1 - share) * torch.special.xlogy(
-        mixed_CV, mixed_CV
-    ) - wanted_probability_CV * log_CV
-    grad_CV = torch.where(counts_C1, log_CV.exp() - wanted_probability_CV, 0.0).to(logits_CV.dtype)
-    return torch.where(counts_C1, terms_CV, 0.0).sum(), grad_CV
+    """Return a chunk's loss, 0-d, and its gradient by the logits, [C, V] in their dtype.
+
+    Args:
+        share: see `mixture_cross_entropy`.
+        targets_C: the targets.
+        logits_CV: the logits of the model that learns.
+        teachers: each teacher's hidden states [C, D] and head [V, D].
+    """
+    wide_dtype = torch.promote_types(logits_CV.dtype, torch.float32)
+    teachers_mean_CV = torch.zeros_like(logits_CV, dtype=wide_dtype)  # m
+    for states_CD, head_VD in teachers:
+        logits_of_teacher_CV = (states_CD @ head_VD.T).to(wide_dtype)
+        teachers_mean_CV = teachers_mean_CV + logits_of_teacher_CV.softmax(-1) / len(teachers)
+    log_q_CV = logits_CV.to(wide_dtype).log_softmax(-1)
+    classes_V = torch.arange(log_q_CV.shape[1], device=log_q_CV.device)
+    is_target_CV = classes_V == targets_C.unsqueeze(-1)
+    # The loss is the cross-entropy with this distribution, plus a constant.
+    teachers_part_CV = (1 - share) * teachers_mean_CV
+    wanted_CV = torch.where(is_target_CV, teachers_part_CV + share, teachers_part_CV)
+    constant_CV = (1 - share) * torch.special.xlogy(teachers_mean_CV, teachers_mean_CV)
+    terms_CV = constant_CV - wanted_CV * log_q_CV
+    is_counted_C1 = (targets_C != -100).unsqueeze(-1)
+    grad_CV = torch.where(is_counted_C1, log_q_CV.exp() - wanted_CV, 0.0).to(logits_CV.dtype)
+    return torch.where(is_counted_C1, terms_CV, 0.0).sum(), grad_CV

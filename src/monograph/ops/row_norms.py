@@ -33,5 +33,5 @@ def sum_row_norms(norms_N: Tensor, product_RN: Tensor, A_RK: Tensor, B_NR: Tenso
     Returns:
         [N] in the dtype of `norms_N` or B, whichever is wider.
     """
-    change_N = (B_NR * (2 * product_RN.mT + B_NR @ (A_RK @ A_RK.mT))).sum(-1)
-    return (norms_N.square() + change_N).clamp_min(MIN_SQUARE).sqrt()
+    added_squares_N = (B_NR * (2 * product_RN.mT + B_NR @ (A_RK @ A_RK.mT))).sum(-1)
+    return (norms_N.square() + added_squares_N).clamp_min(MIN_SQUARE).sqrt()

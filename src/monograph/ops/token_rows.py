@@ -1,6 +1,7 @@
-"""Look up tokens in a frozen table of which some rows are trained, and multiply with it.
+"""Look up tokens in a frozen table [V, D] whose rows are replaced for a few tokens, and multiply
+with it.
 
-Only `replaced` copies the table.
+The replacing rows are a tensor of their own, which is trained. Only `replaced` copies the table.
 
 Shapes: V rows of the table, D channels, K trained rows, N tokens; ... any leading dimensions.
 """
@@ -18,9 +19,10 @@ class Rows(NamedTuple):
     """Rows that replace some rows of a table.
 
     Attributes:
-        values_KD: the rows, the only ones with a gradient.
-        index_K: their distinct positions in the table, int64.
-        slot_V: for each row of the table its position in `values_KD`, -1 if it is not replaced.
+        values_KD: the replacing rows, the only ones with a gradient.
+        index_K: the positions in the table that they replace, distinct, int64.
+        slot_V: for each row of the table its replacement's position in `values_KD`, -1 if it is not
+            replaced.
     """
 
     values_KD: Tensor
@@ -29,7 +31,7 @@ class Rows(NamedTuple):
 
 
 def replaced(weight_VD: Tensor, rows: Rows) -> Tensor:
-    """Return a copy of the table, in its dtype, in which the rows replace the table's own.
+    """Return a copy of the table, in its dtype, in which its rows are replaced.
 
     This is the reference for all other functions here.
     """
@@ -37,7 +39,7 @@ def replaced(weight_VD: Tensor, rows: Rows) -> Tensor:
 
 
 def change(weight_VD: Tensor, rows: Rows) -> Tensor:
-    """Return the rows minus the table's own rows, [K, D] in the table's dtype.
+    """Return the replacing rows minus the table's own, [K, D] in the table's dtype.
 
     The difference is exactly zero while both are equal.
     """
@@ -45,7 +47,7 @@ def change(weight_VD: Tensor, rows: Rows) -> Tensor:
 
 
 def embedding(tokens: Tensor, weight_VD: Tensor, rows: Rows) -> Tensor:
-    """Look tokens up in the table with the rows in it, as `F.embedding` does.
+    """Look tokens up in the table with its rows replaced, as `F.embedding` does.
 
     Args:
         tokens: ids, [...] int64.
@@ -59,7 +61,7 @@ def embedding(tokens: Tensor, weight_VD: Tensor, rows: Rows) -> Tensor:
 
 
 def linear(hidden: Tensor, weight_VD: Tensor, rows: Rows, bias_V: Tensor | None = None) -> Tensor:
-    """Apply `F.linear` with the rows in the table: [..., D] to [..., V].
+    """Apply `F.linear` with the table whose rows are replaced: [..., D] to [..., V].
 
         y = x W^T,   y[..., index] += x (rows - W[index])^T
 

@@ -44,7 +44,7 @@ from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.parameters import block_matrices, block_multiplied, layer_shapes, matrices
-from monograph.ops.attention import MAX_KEYS_IN_BLOCKS, QUERIES
+from monograph.ops.attention import BLOCK_QUERIES, MAX_KEYS_IN_BLOCKS
 from monograph.ops.cross_entropy import chunk_count
 from monograph.ops.delta_rule import CHUNK
 from monograph.optim.formats import FORMATS
@@ -216,8 +216,10 @@ def score_numbers(work: Work) -> int:
     in_products = work.device_type == "cpu" and work.compile != "none" and work.precision == "bf16"
     if not in_products or work.length > MAX_KEYS_IN_BLOCKS:
         return 0
-    blocks = math.ceil(work.length / QUERIES)
-    mean_keys = sum(min(work.length, (block + 1) * QUERIES) for block in range(blocks)) / blocks
+    blocks = math.ceil(work.length / BLOCK_QUERIES)
+    mean_keys = (
+        sum(min(work.length, (block + 1) * BLOCK_QUERIES) for block in range(blocks)) / blocks
+    )
     return int(work.config.num_attention_heads * mean_keys)
 
 

@@ -28,7 +28,7 @@ from monograph.loss import Batch, Loss, TokenLoss, hidden_of
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import QUERIES
+from monograph.ops.attention import BLOCK_QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy, token_log_probabilities
 from monograph.optim import Optimizer
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, Sample
@@ -259,7 +259,7 @@ def _with_distinct_vocabulary(work: Work) -> Work:
         work.length,
         tokens,
         work.window_rows * work.length,
-        *range(QUERIES, work.length, QUERIES),  # the keys that a block of queries reads
+        *range(BLOCK_QUERIES, work.length, BLOCK_QUERIES),  # the keys that a block of queries reads
     }
     vocabulary = config.vocab_size
     while True:
