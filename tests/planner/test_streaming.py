@@ -334,9 +334,9 @@ def test_the_passes_sum_to_the_update_with_its_blocks_recomputed():
     )
     peak = H200.peak_flops["bf16"]
     whole, each = update_time(work, H200, peak), pass_times(replace(work, remat="none"), H200, peak)
-    passes = 4 * (32 * (each.forward_s + each.again_s) + each.loss_s)
+    passes = 4 * (32 * (each.forward_s + each.recompute_backward_s) + each.loss_s)
     assert passes == pytest.approx(whole.products_s + whole.attention_s + whole.traffic_s, rel=1e-6)
-    assert each.number_s * LlamaConfig.preset("8b").parameter_count() == pytest.approx(
+    assert each.weight_update_s * LlamaConfig.preset("8b").parameter_count() == pytest.approx(
         whole.update_s
     )
 

@@ -69,7 +69,7 @@ LAUNCHED = "tests/laws/test_replayed_on_a_gpu.py -m gpu -k one_launch"
 FAULTS = [
     # Streaming: what waits for what.
     Fault("stream/lanes.py", "stream.wait_event(self._event(mark))", "pass", NEXT),
-    Fault("stream/lanes.py", "self._host.until(mark.number)", "pass",
+    Fault("stream/lanes.py", "self._host.wait_for(mark.number)", "pass",
           "tests/stream/test_cuda.py -k what_the_host_writes"),
     Fault("stream/lanes.py", "[self._event(mark).synchronize for mark in work.waits]", "[]", ON_HOST),
     Fault("stream/lanes.py", "self._event(work.mark).record(stream)", "pass", NEXT),
@@ -77,7 +77,7 @@ FAULTS = [
     Fault("stream/lanes.py", "stream.wait_event(self._event(mark))", "stream.wait_event(self._events[mark.lane][0])",
           NEXT),
     Fault("stream/lanes.py", "torch.cuda.synchronize(self.device)", "pass", NEXT),
-    Fault("stream/lanes.py", "        self._host.until()\n", "", ON_HOST),
+    Fault("stream/lanes.py", "        self._host.wait_for()\n", "", ON_HOST),
     Fault("stream/lanes.py", 'stream = self._streams[work.mark.lane]', 'stream = self._streams["in"]', NEXT),
     Fault("stream/placement.py", "return pinned(like, label)", "return torch.empty_like(like, device='cpu')",
           WAITS),
@@ -155,7 +155,7 @@ FAULTS = [
     Fault("step/on_device.py", "return device_can and reads_no_gradients", "return False", COUNTS),
     Fault("step/clip.py", "if grad.is_cuda and grad.ndim == 1:", "if False:", COUNTS),
     Fault("step/step.py", "self.lr.fill_(lr)", "self.lr.copy_(torch.tensor(lr))", COUNTS),
-    Fault("ops/cross_entropy.py", 'if compiles and device_type == "cuda" and added is None:', "if False:", COUNTS),
+    Fault("ops/cross_entropy.py", 'if is_traced and device_type == "cuda" and differences is None:', "if False:", COUNTS),
     Fault("predict/footprint.py", "return computes_narrow and not self.judged", "return False", PARTS),
     Fault("graph/siblings.py", "(nn.Parameter, FakeTensor)", "(nn.Parameter,)", PARTS),
     Fault("predict/footprint.py", '"repeated" if work.repeats_heads else "torch", "cuda")',

@@ -15,7 +15,7 @@ from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.stream import Placement, Streamed
-from monograph.stream.clock import Clock, Costs, Link, Pretend, pretended
+from monograph.stream.clock import Clock, Costs, Link, TimedPasses, time_update
 from monograph.stream.lanes import LANES, Home, Lanes, Space
 
 META = torch.device("meta")
@@ -40,14 +40,14 @@ def timed(config, placement, costs, link, micro_batches=2, rows=2, clock_of=Cloc
         model = Llama(config)
     clock = clock_of(link)
     state = torch.empty(rows, 8, config.hidden_size, dtype=torch.bfloat16, device=META)
-    passes = partial(Pretend, clock=clock, costs=costs, state=state)
+    passes = partial(TimedPasses, clock=clock, costs=costs, state=state)
     options = {
         "precision": Precision("bf16"),
         "clip": None,
         "placement": replace(placement, device=META),
     }
     engine = Streamed(model, lanes=Lanes(clock), passes=passes, **options)
-    return pretended(engine, clock, micro_batches), engine
+    return time_update(engine, clock, micro_batches), engine
 
 
 def tiny(layers=6):
@@ -71,10 +71,10 @@ def test_copies_and_computing_go_on_at_once_but_for_what_waits():
     lanes.copy(data, data, one, home)
     lanes.compute(lambda: clock.spend(3.0), reads=[one])
     lanes.copy(data, data, other, home)
-    assert clock.now == {"in": 4.0, "compute": 5.0, "out": 0.0, "host": 0.0}
+    assert clock.free_at_s == {"in": 4.0, "compute": 5.0, "out": 0.0, "host": 0.0}
     lanes.copy(data, data, home, one)  # out, 4 s: its home is read by the second copy until 4.0
     lanes.compute(lambda: clock.spend(1.0), writes=[one])  # has to wait for the way out
-    assert clock.now == {"in": 4.0, "compute": 9.0, "out": 8.0, "host": 0.0}
+    assert clock.free_at_s == {"in": 4.0, "compute": 9.0, "out": 8.0, "host": 0.0}
     assert clock.busy_s == {"compute": 4.0, "in": 4.0, "out": 4.0, "host": 0.0, "disk": 0.0}
 
 
@@ -89,10 +89,14 @@ def test_the_host_computes_beside_the_device_and_is_waited_for():
     lanes.host(lambda: clock.spend(2.0), [gradient], [weights])
     lanes.compute(lambda: clock.spend(5.0))
     lanes.copy(data, data, slot, weights)
-    assert clock.now == {"out": 4.0, "host": 6.0, "compute": 5.0, "in": 10.0}
+    assert clock.free_at_s == {"out": 4.0, "host": 6.0, "compute": 5.0, "in": 10.0}
     # 4 s of a slow disk.
     lanes.host(lambda: clock.spend(1.0), writes=[moments], from_disk=1, to_disk=1)
-    assert clock.now["host"] == 10.0 and clock.busy_s["host"] == 3.0 and clock.busy_s["disk"] == 4.0
+    assert (
+        clock.free_at_s["host"] == 10.0
+        and clock.busy_s["host"] == 3.0
+        and clock.busy_s["disk"] == 4.0
+    )
 
 
 def test_a_file_is_as_slow_as_the_slower_of_disk_and_link_and_there_is_one_disk():
@@ -102,7 +106,7 @@ def test_a_file_is_as_slow_as_the_slower_of_disk_and_link_and_there_is_one_disk(
     lanes.copy(data, data, space(Home.DISK), space())
     lanes.copy(data, data, space(), space(Home.HOST))
     assert (
-        clock.now == {"in": 5.0, "compute": 0.0, "out": 8.0, "host": 0.0}
+        clock.free_at_s == {"in": 5.0, "compute": 0.0, "out": 8.0, "host": 0.0}
         and clock.busy_s["disk"] == 8.0
     )
 
@@ -136,7 +140,12 @@ def test_with_an_infinite_link_an_update_lasts_as_long_as_it_computes(
 ):
     """Where a host that takes no time updates, the device has nothing but passes."""
     costs = Costs(
-        first_s=1.0, forward_s=2.0, again_s=6.0, loss_s=5.0, first_again_s=3.0, number_s=1e-3
+        first_s=1.0,
+        forward_s=2.0,
+        recompute_backward_s=6.0,
+        loss_s=5.0,
+        first_backward_s=3.0,
+        weight_update_s=1e-3,
     )
     layers, micro_batches = 6, 3
     found, engine = timed(
@@ -173,14 +182,14 @@ def test_nothing_begins_before_what_it_waits_for(when, where):
     clock = engine.walk.lanes.executor
     last = dict.fromkeys(LANES, 0.0)
     for work in clock.works:
-        lane, end = work.mark.lane, clock.done[work.mark]
+        lane, end = work.mark.lane, clock.finished_at_s[work.mark]
         copied_s = (
             0.0
             if lane in ("compute", "host")
             else work.moved_bytes / (link.into if lane == "in" else link.out)
         )
         begin = end - copied_s
-        assert all(clock.done[mark] <= begin + 1e-6 for mark in work.waits)
+        assert all(clock.finished_at_s[mark] <= begin + 1e-6 for mark in work.waits)
         assert begin >= last[lane] - 1e-6
         last[lane] = end
     assert any(work.waits for work in clock.works)
@@ -198,7 +207,7 @@ def test_a_faster_link_makes_no_update_longer(when):
 
 @pytest.mark.parametrize("when", EVERY_TIME)
 def test_a_slow_host_is_the_length_of_an_update(when):
-    costs = Costs(forward_s=1.0, again_s=3.0, host_number_s=1.0)
+    costs = Costs(forward_s=1.0, recompute_backward_s=3.0, host_weight_update_s=1.0)
     found, engine = timed(tiny(), Placement(when=when, where="host"), costs, FAST)
     numbers = sum(each.plane.param.numel() for each in engine.store.stored)
     assert found.busy_s["host"] == numbers and found.bottleneck == "host"
@@ -231,7 +240,9 @@ def teraflops(when, tokens, micro_batches=8):
     recomputed.
     """
     each = tokens / micro_batches / FLOPS
-    costs = Costs(forward_s=2 * BLOCK * each, again_s=6 * BLOCK * each, loss_s=6 * HEAD * each)
+    costs = Costs(
+        forward_s=2 * BLOCK * each, recompute_backward_s=6 * BLOCK * each, loss_s=6 * HEAD * each
+    )
     found, _ = timed(
         LLAMA_3_8B, Placement(when=when), costs, Link(BYTES_PER_S, BYTES_PER_S), micro_batches
     )

@@ -123,12 +123,12 @@ def test_the_host_s_thread_does_its_work_in_order_and_no_more_than_is_waited_for
     None
 ):
     thread, gate, done = HostThread(), threading.Event(), list[str]()
-    thread.give([], lambda: done.append("first"))
-    thread.give([gate.wait], lambda: done.append("second"))
-    thread.until(1)
+    thread.submit([], lambda: done.append("first"))
+    thread.submit([gate.wait], lambda: done.append("second"))
+    thread.wait_for(1)
     assert done == ["first"]
     gate.set()
-    thread.until()
+    thread.wait_for()
     assert done == ["first", "second"]
 
 
@@ -139,13 +139,13 @@ def test_what_fails_on_the_host_is_raised_in_who_waits_and_ever_after() -> None:
     def fails() -> None:
         raise MemoryError("no more")
 
-    thread.give([], fails)
-    thread.give([], lambda: done.append("later"))
+    thread.submit([], fails)
+    thread.submit([], lambda: done.append("later"))
     for _ in range(2):
         with pytest.raises(MemoryError, match="no more"):
-            thread.until()
+            thread.wait_for()
     with pytest.raises(MemoryError):
-        thread.until(1)
+        thread.wait_for(1)
     assert not done
 
 
@@ -159,14 +159,14 @@ class Beside(Immediately):
 
     def run(self, work: LaneWork) -> Any:
         if work.mark.lane == "host":
-            return self.thread.give([], work.call)
+            return self.thread.submit([], work.call)
         self.behind = max(self.behind, len(self.thread._uncollected))
         for mark in (mark for mark in work.waits if mark.lane == "host"):
-            self.thread.until(mark.number)
+            self.thread.wait_for(mark.number)
         return super().run(work)
 
     def finish(self) -> None:
-        self.thread.until()
+        self.thread.wait_for()
 
 
 @pytest.mark.parametrize(

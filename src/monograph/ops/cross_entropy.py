@@ -31,7 +31,7 @@ CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 MAX_CHUNKS = 8
 
 
-class Chunk(NamedTuple):
+class TokenChunk(NamedTuple):
     """The tokens whose logits are in memory at the same time.
 
     Attributes:
@@ -141,7 +141,7 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, differences: Rows | None) -> T
     return logits_CV.index_add_(-1, differences.index_K, hidden_CD @ differences.values_KD.T)
 
 
-def _chunk_loss(chunk: Chunk, weight_VD: Tensor, differences: Rows | None) -> Tensor:
+def _chunk_loss(chunk: TokenChunk, weight_VD: Tensor, differences: Rows | None) -> Tensor:
     """Return the sum of a chunk's cross-entropies."""
     hidden_CD, targets_C, mask_C = chunk
     logits_CV = _logits(hidden_CD, weight_VD, differences).to(mask_C.dtype)
@@ -167,10 +167,10 @@ def _loss_only(
     ).sum()
 
 
-def _split(hidden_ND: Tensor, targets_N: Tensor, mask_N: Tensor, chunks: int) -> list[Chunk]:
+def _split(hidden_ND: Tensor, targets_N: Tensor, mask_N: Tensor, chunks: int) -> list[TokenChunk]:
     """Return the chunks of the tokens."""
     pieces = (tensor.tensor_split(chunks) for tensor in (hidden_ND, targets_N, mask_N))
-    return [Chunk(*of_chunk) for of_chunk in zip(*pieces, strict=True)]
+    return [TokenChunk(*of_chunk) for of_chunk in zip(*pieces, strict=True)]
 
 
 class _ChunkGradients(NamedTuple):
@@ -192,7 +192,7 @@ class _ChunkGradients(NamedTuple):
 
 
 def _chunk_gradients(
-    chunk: Chunk, weight_VD: Tensor, device_type: str, differences: Rows | None
+    chunk: TokenChunk, weight_VD: Tensor, device_type: str, differences: Rows | None
 ) -> _ChunkGradients:
     """Return a chunk's loss and gradients.
 

@@ -39,7 +39,7 @@ from monograph.predict.footprint import Work
 from monograph.stream import Placement
 from monograph.stream.chunked_update import MAX_CHUNK_ELEMENTS, STAGING_BUFFERS
 from monograph.stream.placement import When, Where
-from monograph.stream.store import GRADIENT, REST, TURNS, WEIGHTS, Stage, store_in_stages
+from monograph.stream.store import GRADIENT, GRADIENT_SETS, REST, WEIGHTS, Stage, store_in_stages
 from monograph.stream.walk import INPUT_SETS
 
 BufferNames = frozenset[str]
@@ -160,7 +160,7 @@ def stages_of(
         model,
         optim.kinds(model),
         optim,
-        rounds=Precision(precision).rounds_weights,
+        rounds_weights=Precision(precision).rounds_weights,
         placement=placement,
     )
     first, middle, last = (_plane_shapes(stage) for stage in store.stages)
@@ -262,12 +262,12 @@ def plane_bytes(
 
 
 def turn_gradient_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
-    """Return the bytes of gradients on the host if stages take turns with TURNS sets of memory."""
-    groups_by_turn: list[list[dict[int, BufferSize]]] = [[] for _ in range(TURNS)]
+    """Return the bytes of gradients on the host if stages take turns with GRADIENT_SETS sets of memory."""
+    groups_by_turn: list[list[dict[int, BufferSize]]] = [[] for _ in range(GRADIENT_SETS)]
     for index, names in enumerate(resident):
         for plane in stages.planes[index]:
             if plane.is_off_device(names):
-                groups_by_turn[index % TURNS].append({plane.place: plane.buffers[GRADIENT]})
+                groups_by_turn[index % GRADIENT_SETS].append({plane.place: plane.buffers[GRADIENT]})
     return sum(device_buffer_bytes(groups) for groups in groups_by_turn)
 
 

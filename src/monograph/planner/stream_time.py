@@ -20,7 +20,7 @@ from monograph.model.llama import Llama
 from monograph.planner.placement_bytes import META, BufferNames, StreamWay
 from monograph.predict.footprint import Work
 from monograph.stream import Placement, Streamed
-from monograph.stream.clock import Clock, Costs, Link, Pretend, UpdateTiming, pretended
+from monograph.stream.clock import Clock, Costs, Link, TimedPasses, UpdateTiming, time_update
 from monograph.stream.lanes import Lanes
 from monograph.stream.store import GRADIENT, WEIGHTS
 
@@ -132,15 +132,15 @@ def stage_seconds(way: StreamWay, resident: Sequence[BufferNames], costs: Costs)
             0.0,
         ],
         backward=[
-            micro_batches * costs.first_again_s,
-            *[micro_batches * blocks * costs.again_s] * inner,
+            micro_batches * costs.first_backward_s,
+            *[micro_batches * blocks * costs.recompute_backward_s] * inner,
             micro_batches * costs.loss_s,
         ],
         device_update=[
-            costs.number_s * (every - on_host)
+            costs.weight_update_s * (every - on_host)
             for every, on_host in zip(numbers, host_numbers, strict=True)
         ],
-        host_update=[costs.host_number_s * on_host for on_host in host_numbers],
+        host_update=[costs.host_weight_update_s * on_host for on_host in host_numbers],
     )
 
 
@@ -234,7 +234,7 @@ def clock_timing(work: Work, placement: Placement, costs: Costs, link: Link) -> 
     clock_costs = {}
     for name, seconds in costs._asdict().items():
         # The costs of updating a number do not depend on micro-batches.
-        clock_costs[name] = seconds * (1 if name.endswith("number_s") else batches_as_one)
+        clock_costs[name] = seconds * (1 if name.endswith("weight_update_s") else batches_as_one)
     state = torch.empty(
         math.ceil(work.tokens * batches_as_one),
         work.config.hidden_size,
@@ -247,7 +247,7 @@ def clock_timing(work: Work, placement: Placement, costs: Costs, link: Link) -> 
         clip=work.clip,
         precision=Precision(work.precision),
         lanes=Lanes(clock),
-        passes=partial(Pretend, clock=clock, costs=Costs(**clock_costs), state=state),
+        passes=partial(TimedPasses, clock=clock, costs=Costs(**clock_costs), state=state),
         placement=replace(placement, device=META),
     )
-    return pretended(engine, clock, clock_batches)
+    return time_update(engine, clock, clock_batches)

@@ -331,16 +331,18 @@ def pass_times(
     return Costs(
         first_s=embedding_s,
         forward_s=block_seconds(2 * block_parameters, attention_flops, passes=1),
-        again_s=block_seconds(
+        recompute_backward_s=block_seconds(
             6 * block_parameters + recomputed_linear,
             3 * attention_flops + recomputed_attention,
             passes=4 if recomputed_linear else 3,
         ),
         loss_s=6 * head * tokens / product_rate + (0.0 if device.type != "cpu" else MICRO_STEP_S),
         # The embedding's gradient is filled with zeros, and added.
-        first_again_s=embedding_s + 12 * head / bandwidth,
-        number_s=UPDATE_BYTES[captured] / bandwidth,
-        host_number_s=HOST_UPDATE_BYTES[captured] * slowdown / (host_bytes_per_s * CPU.traffic),
+        first_backward_s=embedding_s + 12 * head / bandwidth,
+        weight_update_s=UPDATE_BYTES[captured] / bandwidth,
+        host_weight_update_s=HOST_UPDATE_BYTES[captured]
+        * slowdown
+        / (host_bytes_per_s * CPU.traffic),
     )
 
 

@@ -38,19 +38,26 @@ HALF_DONE = "take fewer blocks a stage or fewer rows (train.micro_batch), and go
 UpdatePart = Callable[[Plane, Tensor | None, Tensor, Tensor, Tensor], None]
 
 
-class Chunk(tuple[StoredPlane, int, int]):
-    """A part of a plane: (the plane, index of the first element, index after the last element)."""
+class Chunk(NamedTuple):
+    """A part of a plane.
 
-    __slots__ = ()
+    Attributes:
+        stored: the plane.
+        begin: index of the first element.
+        end: index after the last element.
+    """
+
+    stored: StoredPlane
+    begin: int
+    end: int
 
     def part(self, buffer: Buffer) -> Tensor:
         """Return the chunk's part of a buffer of the plane."""
-        stored, begin, end = self
         # A buffer of packed moments has one element for several weights, e.g. a scale for 256.
         # Parameters are padded to whole blocks (`monograph.optim.state_format`), so chunks begin and
         # end at multiples of these numbers.
-        weights_per_element = stored.plane.param.numel() // buffer.tensor.numel()
-        return buffer.tensor[begin // weights_per_element : end // weights_per_element]
+        weights_per_element = self.stored.plane.param.numel() // buffer.tensor.numel()
+        return buffer.tensor[self.begin // weights_per_element : self.end // weights_per_element]
 
     def plane(self, tensors: Mapping[str, Tensor], device: torch.device) -> Plane:
         """Return the chunk as a plane.
@@ -95,7 +102,7 @@ def cut(planes: Iterable[StoredPlane], max_elements: int) -> Iterator[Chunk]:
         units_per_chunk = max(1, max_elements // unit)
         chunk_size = units_per_chunk * unit
         for begin in range(0, size, chunk_size):
-            yield Chunk((stored, begin, min(size, begin + chunk_size)))
+            yield Chunk(stored, begin, min(size, begin + chunk_size))
 
 
 def to_fetch(chunk: Chunk, *, gradient: bool) -> dict[str, Tensor]:
@@ -105,11 +112,11 @@ def to_fetch(chunk: Chunk, *, gradient: bool) -> dict[str, Tensor]:
         chunk: the chunk.
         gradient: whether the chunk's gradient is copied as well.
     """
-    stored = chunk[0]
+    stored = chunk.stored
     tensors = dict[str, Tensor]()
     for name, buffer in stored.buffers.items():
-        wanted = gradient or name != GRADIENT
-        if wanted and buffer.space.home != Home.DEVICE:
+        is_needed = gradient or name != GRADIENT
+        if is_needed and buffer.space.home != Home.DEVICE:
             tensors[name] = chunk.part(buffer)
     return tensors
 

@@ -19,7 +19,7 @@ from monograph.optim import Plane
 from monograph.step import Step
 from monograph.stream.engine import Streamed
 from monograph.stream.lanes import LANES, Home, Lane, LaneWork, Mark
-from monograph.stream.slots import HostPiece, Passes, StageOnDevice
+from monograph.stream.slots import HostPartUpdate, Passes, StageOnDevice
 from monograph.stream.store import Further, Stage
 
 # Updates that are run. The first one is shorter, because no earlier update is unfinished. Every
@@ -50,22 +50,22 @@ class Costs(NamedTuple):
         first_s: the forward pass of the parts before the blocks (such as the embedding), for one
             micro-batch.
         forward_s: the forward pass of one block, for one micro-batch.
-        again_s: the recomputed forward pass and the backward pass of one block, for one
+        recompute_backward_s: the recomputed forward pass and the backward pass of one block, for one
             micro-batch.
         loss_s: the forward and backward pass of the parts after the blocks and the loss, for one
             micro-batch.
-        first_again_s: the backward pass of the parts before the blocks, for one micro-batch.
-        number_s: the update of one weight on the device.
-        host_number_s: the update of one weight on the host.
+        first_backward_s: the backward pass of the parts before the blocks, for one micro-batch.
+        weight_update_s: the update of one weight on the device.
+        host_weight_update_s: the update of one weight on the host.
     """
 
     first_s: float = 0.0
     forward_s: float = 0.0
-    again_s: float = 0.0
+    recompute_backward_s: float = 0.0
     loss_s: float = 0.0
-    first_again_s: float = 0.0
-    number_s: float = 0.0
-    host_number_s: float = 0.0
+    first_backward_s: float = 0.0
+    weight_update_s: float = 0.0
+    host_weight_update_s: float = 0.0
 
 
 class UpdateTiming(NamedTuple):
@@ -93,21 +93,21 @@ class Clock:
 
     Attributes:
         link: the rates of copies.
-        now: the time at which each lane is free, in s.
+        free_at_s: the time at which each lane has finished its work.
         busy_s: seconds for which each lane and the disk have worked.
-        done: the time at which each piece of work was finished, in s.
+        finished_at_s: the time at which each piece of work was finished.
     """
 
     link: Link
-    now: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
+    free_at_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
     busy_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*LANES, DISK), 0.0))
-    done: dict[Mark, float] = field(default_factory=dict)
-    _disk_free: float = 0.0  # the time at which the disk is free, in s
-    _spent: float = 0.0  # seconds of the current computation
+    finished_at_s: dict[Mark, float] = field(default_factory=dict)
+    _disk_free_at_s: float = 0.0
+    _spent_s: float = 0.0  # by the current computation
 
     def spend(self, seconds: float) -> None:
         """Make the current computation last this much longer."""
-        self._spent += seconds
+        self._spent_s += seconds
 
     def run(self, work: LaneWork) -> Any:
         """Advance the lane by the time that the work takes.
@@ -117,41 +117,42 @@ class Clock:
         """
         lane = work.mark.lane
         # As on real lanes, the work waits for earlier work on its lane and for its `waits`.
-        begin = max([self.now[lane], *(self.done[mark] for mark in work.waits)])
+        waits_until_s = [self.finished_at_s[mark] for mark in work.waits]
+        begin_s = max([self.free_at_s[lane], *waits_until_s])
         result = None
         if lane in ("compute", "host"):
-            self._spent = 0.0
+            self._spent_s = 0.0
             result = work.call()
-            seconds = self._spent
+            duration_s = self._spent_s
         elif lane == "in":
-            seconds = work.moved_bytes / self.link.into
+            duration_s = work.moved_bytes / self.link.into
         else:
-            seconds = work.moved_bytes / self.link.out
-        busy = seconds
+            duration_s = work.moved_bytes / self.link.out
+        busy_s = duration_s
         touches_disk = any(space.home == Home.DISK for space in (*work.reads, *work.writes))
         if lane != "compute" and touches_disk:
             # All lanes share one disk.
-            begin = max(begin, self._disk_free)
-            disk_seconds = work.moved_bytes / self.link.disk
-            self._disk_free = begin + disk_seconds
-            self.busy_s[DISK] += disk_seconds
-            seconds = max(seconds, disk_seconds)
+            begin_s = max(begin_s, self._disk_free_at_s)
+            disk_s = work.moved_bytes / self.link.disk
+            self._disk_free_at_s = begin_s + disk_s
+            self.busy_s[DISK] += disk_s
+            duration_s = max(duration_s, disk_s)
             # The host is not busy while it waits for a file; the lanes of copies are.
             if lane != "host":
-                busy = seconds
-        end = begin + seconds
-        self.now[lane] = end
-        self.done[work.mark] = end
-        self.busy_s[lane] += busy
+                busy_s = duration_s
+        end_s = begin_s + duration_s
+        self.free_at_s[lane] = end_s
+        self.finished_at_s[work.mark] = end_s
+        self.busy_s[lane] += busy_s
         return result
 
     def finish(self) -> None:
         """Advance all lanes to the time at which the last of them is free."""
-        self.now = dict.fromkeys(LANES, max(self.now.values()))
+        self.free_at_s = dict.fromkeys(LANES, max(self.free_at_s.values()))
 
 
-class Pretend(Passes):
-    """Passes that compute nothing, and only advance the clock."""
+class TimedPasses(Passes):
+    """Passes that compute nothing; they only make the clock's current computation last longer."""
 
     def __init__(self, step: Step, clock: Clock, costs: Costs, state: Tensor):
         """Take what the passes need.
@@ -198,13 +199,13 @@ class Pretend(Passes):
         further: Further,
         gradient: Tensor,
     ) -> Tensor:
-        """Spend `again_s` for each block."""
-        self.clock.spend(self.costs.again_s * len(stage.blocks))
+        """Spend `recompute_backward_s` for each block."""
+        self.clock.spend(self.costs.recompute_backward_s * len(stage.blocks))
         return state
 
     def backward_first(self, planes: Sequence[Plane], batch: object, gradient: Tensor) -> None:
-        """Spend `first_again_s`."""
-        self.clock.spend(self.costs.first_again_s)
+        """Spend `first_backward_s`."""
+        self.clock.spend(self.costs.first_backward_s)
 
     def squares(self, plane: Plane, grad: Tensor) -> list[Tensor]:
         """Spend no time."""
@@ -213,20 +214,20 @@ class Pretend(Passes):
     def update_part(
         self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor
     ) -> None:
-        """Spend `number_s` for each weight."""
-        self.clock.spend(self.costs.number_s * plane.param.numel())
+        """Spend `weight_update_s` for each weight."""
+        self.clock.spend(self.costs.weight_update_s * plane.param.numel())
 
-    def update_on_host(self, update: HostPiece, plane: Plane, rest: Tensor | None) -> None:
-        """Spend `host_number_s` for each weight."""
-        self.clock.spend(self.costs.host_number_s * plane.param.numel())
+    def update_on_host(self, update: HostPartUpdate, plane: Plane, rest: Tensor | None) -> None:
+        """Spend `host_weight_update_s` for each weight."""
+        self.clock.spend(self.costs.host_weight_update_s * plane.param.numel())
 
 
-def pretended(engine: Streamed, clock: Clock, micro_batches: int) -> UpdateTiming:
-    """Return the timing of an update in the middle of a training.
+def time_update(engine: Streamed, clock: Clock, micro_batches: int) -> UpdateTiming:
+    """Run updates that compute nothing, and return the timing of one in the middle of a training.
 
     Args:
         engine: the engine of a model on the meta device; the executor of its lanes is `clock`, and
-            its passes are `Pretend`.
+            its passes are `TimedPasses`.
         clock: the clock, which is advanced to the end of the last update.
         micro_batches: the number of micro-batches in an update.
     """
@@ -236,13 +237,13 @@ def pretended(engine: Streamed, clock: Clock, micro_batches: int) -> UpdateTimin
     # on the host are on the meta device as well.
     with torch.device("meta"):
         for _ in range(UPDATES):
-            begin_s = clock.now["compute"]
+            begin_s = clock.free_at_s["compute"]
             busy_s_before = dict(clock.busy_s)
             moved_bytes_before = moved_bytes.copy()
             walk.accumulate([None] * micro_batches)
             walk.update()
     return UpdateTiming(
-        update_s=clock.now["compute"] - begin_s,
+        update_s=clock.free_at_s["compute"] - begin_s,
         busy_s={name: seconds - busy_s_before[name] for name, seconds in clock.busy_s.items()},
         moved_bytes=moved_bytes - moved_bytes_before,
     )

@@ -107,11 +107,11 @@ class Streamed(Engine):
         """
         # The first window has already changed the weights, so a second window would compute the
         # gradient of different weights.
-        if self.placement.when == "backward" and not self.walk.fresh:
+        if self.placement.when == "backward" and not self.walk.gradient_is_empty:
             raise UsageError(
                 "weights that are updated during the backward pass take one window an update"
             )
-        if self.walk.sum_over_ranks and not self.walk.fresh:
+        if self.walk.sum_over_ranks and not self.walk.gradient_is_empty:
             # The first window's gradient, already a sum over ranks, would be summed again.
             raise UsageError("several ranks take one window an update")
         super().accumulate(window)

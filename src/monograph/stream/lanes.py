@@ -167,7 +167,7 @@ class Lanes:
         """
         lane: Lane = "in" if writes.home == Home.DEVICE else "out"
         self.moved_bytes[reads.home, writes.home] += source.nbytes
-        self._give(
+        self._submit(
             lane,
             lambda: target.copy_(source, non_blocking=True),
             (reads,),
@@ -185,7 +185,7 @@ class Lanes:
             reads: the spaces that it reads.
             writes: the spaces that it writes, or reads and writes.
         """
-        result: T = self._give("compute", call, tuple(reads), tuple(writes), 0)
+        result: T = self._submit("compute", call, tuple(reads), tuple(writes), 0)
         return result
 
     def host(
@@ -209,7 +209,7 @@ class Lanes:
         self.moved_bytes += Counter(
             {(Home.DISK, Home.HOST): from_disk, (Home.HOST, Home.DISK): to_disk}
         )
-        self._give("host", call, tuple(reads), tuple(writes), from_disk + to_disk)
+        self._submit("host", call, tuple(reads), tuple(writes), from_disk + to_disk)
         if self.host_blocks:
             self.executor.finish()
 
@@ -221,7 +221,7 @@ class Lanes:
         self._finished_before = {lane: dict(newest) for lane in LANES}
         self._clock_at.clear()
 
-    def _give(
+    def _submit(
         self, lane: Lane, call: Callable[[], Any], reads: Spaces, writes: Spaces, moved_bytes: int
     ) -> Any:
         """Derive the waits of a piece of work, and give both to the executor."""
@@ -303,16 +303,16 @@ class HostThread:
         self._collected_count = 0
         self._failed: BaseException | None = None
 
-    def give(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
+    def submit(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
         """Queue a piece of work, and return at once.
 
         Args:
             wait: functions that the thread calls before the work; each waits for something.
             call: the work.
         """
-        self._uncollected.append(self._thread.submit(self._do, wait, call))
+        self._uncollected.append(self._thread.submit(self._run, wait, call))
 
-    def until(self, number: int | None = None) -> None:
+    def wait_for(self, number: int | None = None) -> None:
         """Wait until the first `number` pieces of work since the start are finished.
 
         Args:
@@ -327,14 +327,14 @@ class HostThread:
         if self._failed:
             raise self._failed
 
-    def _do(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
+    def _run(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
         if self._failed:
             return
         try:
             for wait_for_event in wait:
                 wait_for_event()
             call()
-        except BaseException as error:  # noqa: BLE001 - `until` raises it
+        except BaseException as error:  # noqa: BLE001 - `wait_for` raises it
             self._failed = error
 
 
@@ -376,12 +376,12 @@ class Streams:
         """
         if work.mark.lane == "host":
             wait = [self._event(mark).synchronize for mark in work.waits]
-            return self._host.give(wait, work.call)
+            return self._host.submit(wait, work.call)
         # A lane is one stream, so the order within a lane needs no event.
         stream = self._streams[work.mark.lane]
         for mark in work.waits:
             if mark.lane == "host":
-                self._host.until(mark.number)
+                self._host.wait_for(mark.number)
             else:
                 stream.wait_event(self._event(mark))
         try:
@@ -394,7 +394,7 @@ class Streams:
     def finish(self) -> None:
         """Wait until the host and the device have finished all work."""
         # The host comes first, because its work waits for streams; no stream waits for the host.
-        self._host.until()
+        self._host.wait_for()
         torch.cuda.synchronize(self.device)
 
     def _event(self, mark: Mark) -> torch.cuda.Event:

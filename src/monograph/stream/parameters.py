@@ -80,9 +80,9 @@ class InStages(Parameters):
         if self._fuses_gradients:
             siblings.fuse_known(step.model)
         kinds = step.optim.kinds(step.model)
-        rounds = step.precision.rounds_weights
+        rounds_weights = step.precision.rounds_weights
         self.store = store_in_stages(
-            step.model, kinds, step.optim, rounds=rounds, placement=self.placement
+            step.model, kinds, step.optim, rounds_weights=rounds_weights, placement=self.placement
         )
         return [entry.plane for entry in self.store.stored]
 

@@ -25,9 +25,9 @@ from monograph.stream.store import GRADIENT, WEIGHTS, Further, Stage, StoredPlan
 Key = Hashable
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
-# A function that updates a part of a plane on the host, called with (the part, the low halves of split
-# weights or None).
-HostPiece = Callable[[Plane, Tensor | None], None]
+# The type of a function that updates a part of a plane on the host, called with (the part, the low
+# halves of split weights or None).
+HostPartUpdate = Callable[[Plane, Tensor | None], None]
 BLOCK_SLOTS = 2  # stages of blocks take turns in this many slots
 
 
@@ -423,7 +423,7 @@ class Passes:
         self.step.update_plane(joined, total, scale, accepted)
         split_(joined.param, plane.param, rest)
 
-    def update_on_host(self, update: HostPiece, plane: Plane, rest: Tensor | None) -> None:
+    def update_on_host(self, update: HostPartUpdate, plane: Plane, rest: Tensor | None) -> None:
         """Update a part of a plane on the host, in place, by calling `update`."""
         update(plane, rest)
 

@@ -41,10 +41,10 @@ REST = "rest"
 GRADIENT = "gradient"
 # The number of elements that are rounded or split at once. Both need some copies of the elements, so
 # the number bounds their memory.
-AT_ONCE = 2**22
+ELEMENTS_AT_ONCE = 2**22
 # The number of sets of host memory for gradients, if stages are updated in the backward pass. Stages
-# take turns in these sets.
-TURNS = 2
+# take turns in using these sets.
+GRADIENT_SETS = 2
 
 Further = Sequence[tuple[object, ...]]  # for each block, its arguments after the first one
 
@@ -206,7 +206,7 @@ def store_in_stages(
     kinds: Mapping[str, Kind],
     optim: Optimizer,
     *,
-    rounds: bool,
+    rounds_weights: bool,
     placement: Placement,
 ) -> Store:
     """Move a module's parameters into stages; afterwards they are views of the stored weights.
@@ -215,7 +215,7 @@ def store_in_stages(
         module: a module on the host, with its weights.
         kinds: how each of its parameters is updated, by name.
         optim: the optimizer, whose buffers begin as in the resident engine.
-        rounds: whether linear layers compute in bf16, so that their weights are rounded for it.
+        rounds_weights: whether linear layers compute in bf16, so that their weights are rounded for it.
         placement: where buffers live.
 
     Raises:
@@ -223,7 +223,7 @@ def store_in_stages(
             exist.
         InputRefused: memory or disk cannot hold the module.
     """
-    parts = staged(module)
+    staged_module = staged(module)
     # Parameters are identified by `id`, because a tied parameter has several names. Such a parameter
     # belongs to the first stage that has it.
     names = {id(p): name for name, p in trainable(module).items()}
@@ -240,7 +240,9 @@ def store_in_stages(
     next_start = dict.fromkeys(kinds.values(), 0)
     store = Store()
     stored_ids = set[int]()
-    for stage_name, stage_blocks, modules in _stages(module, parts, placement.blocks_per_stage):
+    for stage_name, stage_blocks, modules in _stages(
+        module, staged_module, placement.blocks_per_stage
+    ):
         used = {id(p): p for m in modules for p in m.parameters() if id(p) in names}
         store.tied = store.tied or bool(used.keys() & stored_ids)
         new = {names[key]: p for key, p in used.items() if key not in stored_ids}
@@ -262,8 +264,8 @@ def store_in_stages(
             plane.number = numbers[plane.kind]
             start = next_start[plane.kind]
             next_start[plane.kind] += plane.param.numel()
-            if rounds and not plane.param.is_meta:
-                for part in plane.param.split(AT_ONCE):
+            if rounds_weights and not plane.param.is_meta:
+                for part in plane.param.split(ELEMENTS_AT_ONCE):
                     part.copy_(splittable(part))
             # Until `_move_home` allocates the gradient, it is a view of a single zero, which takes
             # no memory.
@@ -273,7 +275,9 @@ def store_in_stages(
             # Only weights of linear layers are split, because only these are rounded to bf16 for
             # computing. Each pass needs all bits of the other weights, so splitting those would
             # save nothing.
-            splits = rounds and all(id(slot.parameter) in linear_weights for slot in plane.slots)
+            splits = rounds_weights and all(
+                id(slot.parameter) in linear_weights for slot in plane.slots
+            )
             stage.stored.append(_move_home(stage, plane, start, splits, placement))
         store.stages.append(stage)
     if placement.when == "backward":
@@ -292,19 +296,24 @@ def store_in_stages(
 
 
 def _stages(
-    module: nn.Module, parts: Staged, blocks_per_stage: int
+    module: nn.Module, staged_module: Staged, blocks_per_stage: int
 ) -> Iterator[tuple[str, list[tuple[int, nn.Module]], Sequence[nn.Module]]]:
     """Yield for each stage its name, its blocks with their indices, and the modules whose
     parameters it uses.
+
+    Args:
+        module: the module.
+        staged_module: the same module.
+        blocks_per_stage: the number of blocks in a stage.
     """
-    yield "before the blocks", [], parts.parts_before
+    yield "before the blocks", [], staged_module.parts_before
     indexed_blocks = list(enumerate(blocks(module).values()))
     for first in range(0, len(indexed_blocks), blocks_per_stage):
         stage_blocks = indexed_blocks[first : first + blocks_per_stage]
         last, _ = stage_blocks[-1]
         name = f"block {first}" if first == last else f"blocks {first}-{last}"
         yield name, stage_blocks, [block for _, block in stage_blocks]
-    yield "after the blocks", [], parts.parts_after
+    yield "after the blocks", [], staged_module.parts_after
 
 
 def _move_home(
@@ -364,19 +373,20 @@ def _split_in_parts(param: Tensor) -> tuple[Tensor, Tensor]:
         hi = torch.empty_like(param, dtype=torch.bfloat16)
         lo = torch.empty_like(param, dtype=torch.int16)
         return hi, lo
-    halves = [split(part) for part in param.split(AT_ONCE)]
+    halves = [split(part) for part in param.split(ELEMENTS_AT_ONCE)]
     return torch.cat([hi for hi, _ in halves]), torch.cat([lo for _, lo in halves])
 
 
 def _share_gradient_memory(stages: Sequence[Stage], placement: Placement) -> None:
     """Allocate host memory for gradients that the host applies in the backward pass.
 
-    Every TURNS-th stage uses the same memory. So the next stage's gradient can be copied to the
-    host while a stage is updated, and the host holds only TURNS sets of gradients.
+    Every GRADIENT_SETS-th stage uses the same memory. So the next stage's gradient can be copied to the
+    host while a stage is updated, and the host holds only GRADIENT_SETS sets of gradients.
     """
-    for turn in range(TURNS):
+    for turn in range(GRADIENT_SETS):
+        stages_of_turn = stages[turn::GRADIENT_SETS]
         host_planes = [
-            stored for stage in stages[turn::TURNS] for stored in stage.stored if stored.on_host
+            stored for stage in stages_of_turn for stored in stage.stored if stored.on_host
         ]
         largest: dict[tuple[int, torch.dtype], Tensor] = {}
         for stored in host_planes:

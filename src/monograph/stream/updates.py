@@ -53,8 +53,8 @@ MAX_CHUNK_ELEMENTS = 2**22
 DECISION_SIZE = 4
 
 
-class Decision(NamedTuple):
-    """Memory for the numbers of a decision.
+class DecisionBuffers(NamedTuple):
+    """Memory for the numbers of a decision about an update.
 
     Attributes:
         on_device: the numbers [DECISION_SIZE] on the device.
@@ -92,12 +92,12 @@ class HostUpdate:
             end - begin for stored, begin, end in self._chunks(*store.stages) if stored.splits
         )
         self.master = torch.empty(max(split_sizes, default=0), device=self._host)
-        self._decisions: dict[int, Decision] = {}
+        self._decisions: dict[int, DecisionBuffers] = {}
         self.join = Compilable(join_)
         self.split = Compilable(split_)
         self.update_part = Compilable(self._update_part)
 
-    def send(self, index: int, scale: Tensor, accepted: Tensor) -> Decision:
+    def send(self, index: int, scale: Tensor, accepted: Tensor) -> DecisionBuffers:
         """Copy a decision to the host.
 
         Args:
@@ -125,7 +125,7 @@ class HostUpdate:
         self.lanes.copy(target.tensor, source.tensor, target.space, source.space)
         return decision
 
-    def update(self, stage: Stage, decision: Decision) -> None:
+    def update(self, stage: Stage, decision: DecisionBuffers) -> None:
         """Update a stage's planes that are updated on the host.
 
         The work begins when the gradients and the decision have arrived on the host.
@@ -136,7 +136,7 @@ class HostUpdate:
         numbers = decision.on_host
         self.lanes.host(functools.partial(self._read_decision, numbers.tensor), [numbers.space])
         for chunk in chunks:
-            stored = chunk[0]
+            stored = chunk.stored
             parts = {name: chunk.part(buffer) for name, buffer in stored.buffers.items()}
             spaces = {name: buffer.space for name, buffer in stored.buffers.items()}
             bytes_in_files = {
@@ -154,8 +154,8 @@ class HostUpdate:
             )
         stage.version += 1
 
-    def update_piece(self, plane: Plane, rest: Tensor | None) -> None:
-        """Update a part of a plane in place.
+    def update_joined_part(self, plane: Plane, rest: Tensor | None) -> None:
+        """Update a part of a plane in place; split weights are joined for it.
 
         Args:
             plane: the part; its weights are fp32, or the high halves of split weights.
@@ -189,14 +189,14 @@ class HostUpdate:
         host_planes = (stored for stage in stages for stored in stage.stored if stored.on_host)
         return list(cut(host_planes, MAX_CHUNK_ELEMENTS))
 
-    def _new_decision(self, index: int) -> Decision:
+    def _new_decision(self, index: int) -> DecisionBuffers:
         """Allocate the memory of one decision."""
         label = f"decision {index}"
         numbers = torch.zeros(DECISION_SIZE, dtype=torch.float64, device=self.step.device)
         # Each decision has its own memory, because the next decision may be made while the host
         # still uses this one.
         numbers_at_home = on_host(numbers, label, self.step.device)
-        decision = Decision(
+        decision = DecisionBuffers(
             Buffer(numbers, Space(label, Home.DEVICE)),
             Buffer(numbers_at_home, Space(f"{label} at home", Home.HOST)),
         )
@@ -215,7 +215,7 @@ class HostUpdate:
     @torch.no_grad()
     def _update_chunk(self, chunk: Chunk, parts: dict[str, Tensor]) -> None:
         plane = chunk.plane(parts, self._host)
-        self.passes.update_on_host(self.update_piece, plane, parts.get(REST))
+        self.passes.update_on_host(self.update_joined_part, plane, parts.get(REST))
 
 
 def join_(master: Tensor, hi: Tensor, lo: Tensor) -> None:
@@ -301,11 +301,11 @@ class Updates:
 
     # ── after the backward pass ─────────────────────────────────────────────────────────────────
 
-    def decide(self, *, fresh: bool) -> Tensor:
+    def decide(self, *, gradient_is_empty: bool) -> Tensor:
         """Clip the accumulated gradient, and apply it now or later, as the placement says.
 
         Args:
-            fresh: whether no window was accumulated; then nothing is applied.
+            gradient_is_empty: whether no window was accumulated; then nothing is applied.
 
         Returns:
             The gradient's norm before clipping.
@@ -313,7 +313,7 @@ class Updates:
         # The previous update may be unfinished, if no forward pass has followed it.
         self.flush()
         squares = [square for key in sorted(self._squares) for square in self._squares[key]]
-        if fresh:
+        if gradient_is_empty:
             squares = [torch.zeros_like(self.step.loss_sum)]
         applied_before = self.step.applied.clone()
         grad_norm, scale, accepted = self.lanes.compute(lambda: self.step.decide(squares))

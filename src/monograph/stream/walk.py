@@ -98,14 +98,14 @@ class Boundaries:
         self.lanes.compute(lambda: None, writes=[space])
         # The last stage's input stays on the device: the backward pass needs it first.
         if keep and self.offloaded and stage != self.last:
-            kept = self._host.get((stage, g))
+            host_copy = self._host.get((stage, g))
             # Pinned memory is slow to allocate, and the next update's inputs usually have the same
             # shapes, so the memory is kept until a shape differs.
-            if kept is None or not _fits(kept.tensor, state):
+            if host_copy is None or not _fits(host_copy.tensor, state):
                 label = f"kept input {g} of stage {stage}"
                 memory = on_host(state, label, self.device)
-                kept = self._host[stage, g] = Buffer(memory, Space(label, Home.HOST))
-            self.lanes.copy(kept.tensor, state, kept.space, space)
+                host_copy = self._host[stage, g] = Buffer(memory, Space(label, Home.HOST))
+            self.lanes.copy(host_copy.tensor, state, host_copy.space, space)
 
     def release_inputs(self, stage: int, *, keep: bool) -> None:
         """Release a stage's inputs after its forward pass, unless they stay on the device."""
@@ -124,17 +124,19 @@ class Boundaries:
         if not self.offloaded or stage in (0, self.last):
             return
         for g in range(count):
-            kept = self._host[stage, g]
-            place = stage % INPUT_SETS, g
-            buffer = self._input_sets.get(place)
-            if buffer is None or not _fits(buffer.tensor, kept.tensor):
-                memory = torch.empty(kept.tensor.shape, dtype=kept.tensor.dtype, device=self.device)
-                buffer = self._input_sets[place] = Buffer(
-                    memory, Space(f"returned input {place}", Home.DEVICE)
+            host_copy = self._host[stage, g]
+            set_and_batch = stage % INPUT_SETS, g
+            buffer = self._input_sets.get(set_and_batch)
+            if buffer is None or not _fits(buffer.tensor, host_copy.tensor):
+                memory = torch.empty(
+                    host_copy.tensor.shape, dtype=host_copy.tensor.dtype, device=self.device
+                )
+                buffer = self._input_sets[set_and_batch] = Buffer(
+                    memory, Space(f"returned input {set_and_batch}", Home.DEVICE)
                 )
                 # Earlier computations may have used this memory.
                 self.lanes.compute(lambda: None, writes=[buffer.space])
-            self.lanes.copy(buffer.tensor, kept.tensor, buffer.space, kept.space)
+            self.lanes.copy(buffer.tensor, host_copy.tensor, buffer.space, host_copy.space)
             self._states[stage, g] = buffer
 
     def input_of(self, stage: int, g: int) -> Buffer:
@@ -142,8 +144,8 @@ class Boundaries:
         return self._states[stage, g]
 
     def take_input(self, stage: int, g: int) -> Buffer:
-        """Return the same as `input_of`, and release the input."""
-        gradient_bytes = self._states[stage, g].tensor.nbytes  # the gradient is as large
+        """Return the same as `input_of`, and release the input: its caller uses it last."""
+        gradient_bytes = self._states[stage, g].tensor.nbytes  # the input's gradient is as large
         self.peak_bytes = max(self.peak_bytes, self.device_bytes + gradient_bytes)
         return self._states.pop((stage, g))
 
@@ -171,7 +173,7 @@ class Walk:
         slots: the device memory for stages.
         boundaries: the inputs of stages.
         updates: the updates of stages.
-        fresh: whether no gradient was added since the last update.
+        gradient_is_empty: whether no gradient was added since the last update.
         sum_over_ranks: sums a tensor over all ranks; None: there is one rank.
     """
 
@@ -204,9 +206,9 @@ class Walk:
             lanes, placement.device, offloaded=placement.offload, last=len(store.stages) - 1
         )
         self.updates = Updates(step, store, lanes, placement, self.passes)
-        # While `fresh` is true, gradients at home need not be zeros, because a slot's gradients are set
+        # While this is true, gradients at home need not be zeros, because a slot's gradients are set
         # to zero before anything is added to them.
-        self.fresh = True
+        self.gradient_is_empty = True
         self.sum_over_ranks = sum_over_ranks
         # The lanes were not given the work that allocated this memory and the planes, so wait for it
         # here.
@@ -261,7 +263,7 @@ class Walk:
             if in_backward:
                 updates.update_in_backward(stage_on_device)
         updates.finish_begun()
-        self.fresh = False
+        self.gradient_is_empty = False
 
     def evaluate(self, batches: Sequence[object]) -> list[tuple[Tensor, Tensor]]:
         """Return the sum of losses and the number of targets of each micro-batch."""
@@ -313,6 +315,16 @@ class Walk:
         further: list[Further],
         gradients: dict[int, Tensor],
     ) -> None:
+        """Run a stage backward for micro-batch g.
+
+        Args:
+            stage_on_device: the stage.
+            g: the number of the micro-batch.
+            batch: the micro-batch.
+            further: for each micro-batch, the arguments of its blocks besides the state.
+            gradients: by micro-batch, the gradient of the stage's output, which is replaced by that
+                of its input.
+        """
         planes = [plane for stage in self._needed(stage_on_device) for plane in stage.planes]
         first, last = self.store.stages[0], self.store.stages[-1]
         if stage_on_device.stage is first:
@@ -389,6 +401,7 @@ class Walk:
         )
 
     def _needed(self, stage_on_device: StageOnDevice) -> list[StageOnDevice]:
+        """Return the stages on the device whose weights a stage reads: itself, and a tied one."""
         first, last = self.store.stages[0], self.store.stages[-1]
         # Tied weights lie in the first stage's slot, where both stages add to one gradient.
         if self.store.tied and stage_on_device.stage is last:
@@ -404,7 +417,7 @@ class Walk:
         for stage in self._needed(stage_on_device):
             for stored, plane in zip(stage.stage.stored, stage.planes, strict=True):
                 home = stored.buffers[GRADIENT]
-                if self.fresh:
+                if self.gradient_is_empty:
                     self.lanes.compute(plane.grad.zero_, writes=stage.writes)
                 # A second window of the same update adds to the gradient that the first window left
                 # at home.
@@ -413,16 +426,17 @@ class Walk:
 
     @staticmethod
     def _sum(plane: Plane, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Replace a plane's gradient by its sum over all ranks."""
         plane.grad.copy_(sum_over_ranks(plane.grad))
 
     # ── updates ─────────────────────────────────────────────────────────────────────────────────
 
     def update(self) -> Tensor:
         """Clip and apply the accumulated gradient; return its norm before clipping."""
-        grad_norm = self.updates.decide(fresh=self.fresh)
-        self.fresh = True
+        grad_norm = self.updates.decide(gradient_is_empty=self.gradient_is_empty)
+        self.gradient_is_empty = True
         return grad_norm
 
     def discard(self) -> None:
         """Discard the gradient that was added since the last update."""
-        self.fresh = True
+        self.gradient_is_empty = True
