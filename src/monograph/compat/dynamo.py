@@ -50,10 +50,10 @@ def is_capture_error(error: BaseException | None) -> bool:
         inductor.InductorError,
         inductor.CppCompileError,
     )
-    # A Triton kernel needs more memory than this GPU has. The class is compared by name, since
-    # importing it needs Triton.
-    is_too_large = type(error).__name__ == "NoTritonConfigsError"
-    return is_too_large or isinstance(error, capture_errors)
+    # Triton raises this if a kernel needs more shared memory than this GPU has. The class is
+    # compared by name, since importing it needs Triton.
+    kernel_is_too_large = type(error).__name__ == "NoTritonConfigsError"
+    return kernel_is_too_large or isinstance(error, capture_errors)
 
 
 @contextmanager
@@ -129,8 +129,8 @@ def quiet_selective_recompute() -> None:
 
 
 def ignore_warning_of_block_input_grad() -> None:
-    """Drop torch's warning that the gradient of a block's input is accessed: Dynamo does that in a
-    capture.
+    """Silence torch's warning that the gradient of a block's input is accessed: Dynamo accesses it
+    in a capture.
     """
     warnings.filterwarnings(
         "ignore", r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed\."

@@ -169,24 +169,24 @@ def onednn_matmul(left: Tensor, right: Tensor) -> Tensor:
 def scaled_mm(
     left: Tensor,
     right: Tensor,
-    left_unit: Tensor,
-    right_unit: Tensor,
+    left_scale: Tensor,
+    right_scale: Tensor,
     dtype: torch.dtype,
     *,
     fast: bool = False,
 ) -> Tensor:
-    """Return (left * left_unit) @ (right * right_unit) for fp8 matrices.
+    """Return (left * left_scale) @ (right * right_scale) for fp8 matrices, computed by one kernel.
 
     Args:
         left: [N, K], fp8, row-major.
         right: [K, M], fp8, column-major.
-        left_unit: the scale of `left`, fp32.
-        right_unit: the scale of `right`, fp32.
+        left_scale: 0-d, fp32.
+        right_scale: 0-d, fp32.
         dtype: the dtype of the result [N, M].
         fast: whether a GPU may accumulate partial sums in less than fp32.
     """
     return torch._scaled_mm(
-        left, right, left_unit, right_unit, out_dtype=dtype, use_fast_accum=fast
+        left, right, left_scale, right_scale, out_dtype=dtype, use_fast_accum=fast
     )
 
 
@@ -286,9 +286,9 @@ def parse_no_events(profile: torch.profiler.profile) -> None:
     profile.profiler.acc_events = False
 
 
-# The marks are those of checkpointing, which has numbered regions. The partitioner saves a value
-# that a region reads from an earlier region. This number is larger than that of any region, so that
-# no marked value is saved for that reason.
+# The partitioner reads the marks of activation checkpointing, which number the checkpointed regions
+# of a graph. It saves a value that a region reads from an earlier region. This number is larger than
+# that of any region, so that no marked value is saved for that reason.
 _LAST_REGION = 1 << 30
 
 
@@ -415,15 +415,15 @@ def bytes_saved_for_backward(
         for argument in arguments
     ]
     leaves, leaves_spec = tree_flatten(without_masks)
-    tensor_places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensor_positions = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     # The bytes of each saved storage, by its address: two saved tensors may share a storage.
     bytes_by_storage: dict[int, int] = {}
 
     def run(*tensors: Tensor) -> list[Tensor]:
         # `tensors` are the module's tensors, and then the tensors among `leaves`.
         new_leaves = list(leaves)
-        for place, tensor in zip(tensor_places, tensors[len(own_tensors) :], strict=True):
-            new_leaves[place] = tensor
+        for index, tensor in zip(tensor_positions, tensors[len(own_tensors) :], strict=True):
+            new_leaves[index] = tensor
         with _reparametrize_module(module, dict(zip(own_tensors, tensors, strict=False))):
             new_arguments = [
                 BlockMask(**argument) if isinstance(argument, dict) else argument
@@ -453,8 +453,9 @@ def bytes_saved_for_backward(
             bytes_by_storage[storage._cdata] = 0
         return forward_graph, backward_graph
 
-    tensors = [*own_tensors.values(), *(leaves[place] for place in tensor_places)]
-    # Detached, since the result of an earlier operator would be traced back to its inputs.
+    tensors = [*own_tensors.values(), *(leaves[index] for index in tensor_positions)]
+    # They are detached, since autograd would trace the result of an earlier operator back to the
+    # inputs of that operator.
     leaf_tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
     aot_function(
         run,

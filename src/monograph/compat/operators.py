@@ -30,7 +30,7 @@ def flops_of(operator: object, args: Sequence[Any], kwargs: Mapping[str, Any], o
     from torch.utils.flop_counter import flop_registry
 
     packet = getattr(operator, "overloadpacket", operator)
-    # flop_registry lacks the first of these on each release, and the second on torch 2.11.
+    # flop_registry lacks the first of these on torch 2.11 and 2.13, and the second on torch 2.11.
     missing_names = ("_scaled_dot_product_flash_attention_for_cpu", "flex_attention")
     if packet not in flop_registry and getattr(packet, "__name__", "") in missing_names:
         packet = torch.ops.aten._scaled_dot_product_flash_attention
@@ -187,7 +187,8 @@ def replace_layer_functions(
         on_recomputation: called before `torch.utils.checkpoint` runs a function that it would
             recompute in the backward pass.
     """
-    # By its name, since torch.nn.utils.weight_norm is a function that hides the module.
+    # It is imported by its name, since torch.nn.utils.weight_norm is a function that hides the
+    # module.
     weight_norm_module = importlib.import_module("torch.nn.utils.weight_norm")
     batch_norm = torch.nn.modules.batchnorm._BatchNorm
     original_forward = batch_norm.forward
