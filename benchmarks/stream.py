@@ -112,7 +112,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     if isinstance(engine, Streamed):
         walk = engine.walk
         result |= {
-            "device_bytes": walk.device_bytes + walk.boundaries.most_bytes,
+            "device_bytes": walk.device_bytes + walk.stage_inputs.peak_bytes,
             "home_bytes": sum(engine.store.bytes_at().values()),
             "moved": {
                 f"{there} to {here}": size for (there, here), size in walk.lanes.moved_bytes.items()

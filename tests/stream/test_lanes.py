@@ -252,7 +252,11 @@ def of_passes(engine: Any) -> dict[int, Space]:
     found = [
         buffer for decision in walk.updates.host_update._decisions.values() for buffer in decision
     ]
-    for states in (walk.boundaries._states, walk.boundaries._host, walk.boundaries._input_sets):
+    for states in (
+        walk.stage_inputs._states,
+        walk.stage_inputs._host,
+        walk.stage_inputs._input_sets,
+    ):
         found += list(states.values())
     return {memory(tensor): space for tensor, space in found}
 
@@ -385,7 +389,7 @@ class Poisons:
                 poisons.room(room)
                 return room
 
-        class Boundaries(walk.Boundaries):
+        class StageInputs(walk.StageInputs):
             def fetch(self, stage: int, count: int) -> None:
                 for g in range(count):
                     if ring := self._input_sets.get((stage % 2, g)):
@@ -402,7 +406,7 @@ class Poisons:
                         poisons.room(each.slot.gradients)
                 super()._prepare_gradients(bound)
 
-        self.parts = Slots, StagingBuffers, Boundaries
+        self.parts = Slots, StagingBuffers, StageInputs
         self.walk = Walk
 
     def room(self, room: Any) -> None:

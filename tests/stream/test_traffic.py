@@ -49,7 +49,7 @@ def made(place: str, **changes: Any) -> Any:
 def held(engine: Any) -> tuple[int, int, int]:
     """Bytes of slots, staging buffers and, of all that was trained, at most of boundaries."""
     walk = engine.walk
-    return walk.slots.device_bytes, walk.updates.device_bytes, walk.boundaries.peak_bytes
+    return walk.slots.device_bytes, walk.updates.device_bytes, walk.stage_inputs.peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from monograph.graph.capture import compiled as compile_function
 from monograph.graph.replay import CudaGraphs, Replays
 from monograph.model.llama import Llama
 from monograph.ops.attention import BLOCK
-from monograph.ops.filled import padded_count
+from monograph.ops.padded_rows import padded_count
 
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}

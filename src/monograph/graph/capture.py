@@ -321,42 +321,8 @@ def compiled(
     compat.differentiate_outside_autocast()
     options = None
     if backend == "inductor":
-        compat.quiet_missing_tf32()
-        # A process that is killed while it compiles leaves truncated libraries, on which later ones
-        # would fail.
-        compat.remove_truncated_libraries()
-        # The key of Inductor's cache lacks the vector width, so another processor would run wrong
-        # code (dev/log.md).
-        compat.key_cache_by_vector_width()
-        # By default, Inductor builds a library for each kernel on a CPU.
-        compat.build_kernels_together()
-        # By default, glibc returns freed blocks to the system, and each page of the next block costs a
-        # page fault.
-        keep_freed_memory()
-        # Only the kernels of GPUs have the strides of block masks in their source.
-        if torch.cuda.is_available():
-            compat.keep_strides_of_block_masks()
-        # `materialize` must write its result to memory. Otherwise Inductor fuses an update's
-        # coefficients into the loop over the parameters, and computes them again for every 16
-        # elements.
-        compat.lower_to_memory(torch.ops.monograph.materialize.default)
-        # Two passes change the graph of the forward and the backward pass. Inductor's cache needs a
-        # key for each pass, which is the hash of its source file.
-        #
-        # `mark_recomputed` marks what the backward pass recomputes. By default, the partitioner keeps
-        # the dense copy of every frozen int8 or nf4 weight for the backward pass, and recomputes
-        # values from a buffer that the forward pass has overwritten.
-        mark_recomputed = compat.graph_pass(compat.mark_recomputed, inductor.__file__)
-        # `convolutions.rewrite` replaces convolutions whose groups are faster one by one.
-        rewrite_convolutions = compat.graph_pass(convolutions.rewrite, convolutions.__file__)
-        options = (
-            matmul.inductor_options()
-            | {
-                "joint_custom_pre_pass": rewrite_convolutions,
-                "joint_custom_post_pass": mark_recomputed,
-            }
-            | {**extra_options}
-        )
+        _configure_inductor()
+        options = _inductor_options() | {**extra_options}
     compiler = compat.aot_eager() if backend == "aot_eager" else backend
     graph = torch.compile(
         _with_own_code(function), fullgraph=True, dynamic=False, backend=compiler, options=options
@@ -382,6 +348,44 @@ def compiled(
         raise failure
 
     return call_graph
+
+
+def _configure_inductor() -> None:
+    """Change what Inductor does by default in this process."""
+    compat.quiet_missing_tf32()
+    # A process that is killed while it compiles leaves truncated libraries, on which later ones
+    # would fail.
+    compat.remove_truncated_libraries()
+    # The key of Inductor's cache lacks the vector width, so another processor would run wrong code
+    # (dev/log.md).
+    compat.key_cache_by_vector_width()
+    # By default, Inductor builds a library for each kernel on a CPU.
+    compat.build_kernels_together()
+    # By default, glibc returns freed blocks to the system, and each page of the next block costs a
+    # page fault.
+    keep_freed_memory()
+    # Only the kernels of GPUs have the strides of block masks in their source.
+    if torch.cuda.is_available():
+        compat.keep_strides_of_block_masks()
+    # `materialize` must write its result to memory. Otherwise Inductor fuses an update's coefficients
+    # into the loop over the parameters, and computes them again for every 16 elements.
+    compat.lower_to_memory(torch.ops.monograph.materialize.default)
+
+
+def _inductor_options() -> dict[str, Any]:
+    """Return the options of Inductor that have Monograph's passes, which change graphs.
+
+    Inductor's cache needs a key for each pass, which is the hash of its source file.
+    """
+    # `mark_recomputed` marks what the backward pass recomputes. By default, the partitioner keeps the
+    # dense copy of every frozen int8 or nf4 weight for the backward pass, and recomputes values from
+    # a buffer that the forward pass has overwritten.
+    mark_recomputed = compat.graph_pass(compat.mark_recomputed, inductor.__file__)
+    rewrite_convolutions = compat.graph_pass(convolutions.rewrite, convolutions.__file__)
+    return matmul.inductor_options() | {
+        "joint_custom_pre_pass": rewrite_convolutions,
+        "joint_custom_post_pass": mark_recomputed,
+    }
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from monograph.graph.frozen import FrozenWeight, Int8Weight, NF4Weight, dense_of
 from monograph.graph.grouped import add_bias, grouped_linear, product, product_dtype
-from monograph.ops.autograd import Batched, Context
+from monograph.ops.autograd import Context, VmapInfo
 
 
 class Balance(NamedTuple):
@@ -87,7 +87,7 @@ _with_added_grad.register_autograd(_give_added_grad, setup_context=_save_added_g
 
 
 @_with_added_grad.register_vmap
-def _(info: Batched, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int]:
+def _(info: VmapInfo, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int]:
     with_member_axis = (
         tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
         for tensor, dim in zip(tensors, in_dims, strict=True)

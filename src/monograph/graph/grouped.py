@@ -27,9 +27,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from monograph.graph import grouped_batches, grouped_blocks
 from monograph.graph.matmul import grouped_out, grouped_outer_out, mkl_is_slow
-from monograph.ops.autograd import Batched, Context
-from monograph.ops.filled import padded_count
+from monograph.ops.autograd import Context, VmapInfo
 from monograph.ops.fused_gradients import fused_gradient_of
+from monograph.ops.padded_rows import padded_count
 
 # Major compute capabilities on which torch's grouped products do not copy `ends` to the host, see
 # aten/src/ATen/native/cuda/GroupedBlas.cpp.
@@ -185,7 +185,7 @@ def _vmap_rule(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, i
     """Return the operator's rule for vmap, which computes all members' groups in one call."""
 
     def call_with_members_as_groups(
-        info: Batched, in_dims: tuple[int | None, ...], *tensors: Tensor
+        info: VmapInfo, in_dims: tuple[int | None, ...], *tensors: Tensor
     ) -> tuple[Tensor, int]:
         members = info.batch_size
         left, right, ends = (

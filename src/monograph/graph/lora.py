@@ -26,6 +26,12 @@ from monograph.errors import UsageError
 from monograph.graph import inspect
 from monograph.graph.experts import MATMUL_MODULES, ExpertLinear, Int8Experts, NF4Experts
 from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
+from monograph.graph.lora_targets import (
+    ALL_LINEAR,
+    expert_layers,
+    linear_layers,
+    targeted_layers,
+)
 from monograph.graph.mmap_weights import (
     MappedWeight,
     in_file_order,
@@ -71,7 +77,7 @@ class Lora:
 
     rank: int = 16
     alpha: float = 32.0
-    targets: str | tuple[str, ...] = inspect.ALL_LINEAR
+    targets: str | tuple[str, ...] = ALL_LINEAR
     dropout: float = 0.0
     base: Base = "auto"
     tokens: tuple[int, ...] = ()
@@ -280,7 +286,7 @@ def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | Expert
     Raises:
         UsageError: see `adapt`.
     """
-    chosen = inspect.targeted_layers(module, lora.targets)
+    chosen = targeted_layers(module, lora.targets)
     if not lora.dora:
         return chosen
     for name, layer in chosen.items():
@@ -296,8 +302,8 @@ def _quantise_base(module: nn.Module, base: str, device: Place) -> None:
     linear_class, expert_class = BASES[base]
     shared = inspect.shared_parameters(module)
     for layer in (
-        *inspect.linear_layers(module).values(),
-        *inspect.expert_layers(module).values(),
+        *linear_layers(module).values(),
+        *expert_layers(module).values(),
     ):
         weight = layer.weight
         # Another layer reads a shared weight, and needs it dense.

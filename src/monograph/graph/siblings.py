@@ -96,24 +96,15 @@ def groups_to_fuse(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]
         Groups of layers to fuse, by name; and for each other layer that shares its input, by name,
         the reason why it cannot be fused.
     """
-    inputs_by_layer: dict[str, list[Hashable]] = {}
-    layers_with_changed_output = set()
-    for call in calls:
-        # One product serves several layers only if neither the tensor nor the modes of autocast and
-        # autograd change between their calls.
-        input_key = (id(call.input), call.input_version, call.mode)
-        inputs_by_layer.setdefault(call.name, []).append(input_key)
-        # Outputs of siblings are views of one tensor, and autograd forbids changing those in place.
-        if version_of(call.output) != call.output_version:
-            layers_with_changed_output.add(call.name)
-    layers_by_inputs: dict[Hashable, list[str]] = {}
-    for name, inputs in inputs_by_layer.items():
-        layers_by_inputs.setdefault(tuple(inputs), []).append(name)
+    # Outputs of siblings are views of one tensor, and autograd forbids changing those in place.
+    with_changed_output = {
+        call.name for call in calls if version_of(call.output) != call.output_version
+    }
     obstacles = _obstacles(module)
-    obstacles |= dict.fromkeys(layers_with_changed_output, "its output is changed in place")
+    obstacles |= dict.fromkeys(with_changed_output, "its output is changed in place")
     groups = list[list[str]]()
     separate = dict[str, str]()
-    for names in layers_by_inputs.values():
+    for names in _layers_with_same_inputs(calls):
         if len(names) == 1:
             continue
         layers_by_kind: dict[Hashable, list[str]] = {}
@@ -129,15 +120,35 @@ def groups_to_fuse(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]
                 separate[group[0]] = (
                     "none of the others is like it in dtype, bias and requires_grad"
                 )
-                continue
-            # The first layer called computes for all, so it must be the same one each time.
-            sequence = [call.name for call in calls if call.name in group]
-            rounds = len(sequence) // len(group)
-            if sequence != group * rounds:
+            elif not _are_called_in_order(group, calls):
                 separate |= dict.fromkeys(group, "they are called in changing order")
             else:
                 groups.append(group)
     return groups, separate
+
+
+def _layers_with_same_inputs(calls: list[Call]) -> Iterable[list[str]]:
+    """Return the names of the layers, those with the same inputs in all their calls together."""
+    inputs_by_layer: dict[str, list[Hashable]] = {}
+    for call in calls:
+        # One product serves several layers only if neither the tensor nor the modes of autocast and
+        # autograd change between their calls.
+        input_key = (id(call.input), call.input_version, call.mode)
+        inputs_by_layer.setdefault(call.name, []).append(input_key)
+    layers_by_inputs: dict[Hashable, list[str]] = {}
+    for name, inputs in inputs_by_layer.items():
+        layers_by_inputs.setdefault(tuple(inputs), []).append(name)
+    return layers_by_inputs.values()
+
+
+def _are_called_in_order(group: list[str], calls: list[Call]) -> bool:
+    """Return whether the layers of a group are always called one after another in this order.
+
+    The first layer computes for all, so it must be the same one each time.
+    """
+    sequence = [call.name for call in calls if call.name in group]
+    rounds = len(sequence) // len(group)
+    return sequence == group * rounds
 
 
 def _kind(layer: nn.Linear) -> Hashable:

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.inspect import ALL_LINEAR
 from monograph.graph.lora import (
     AdaptedExperts,
     AnyAdapted,
@@ -31,6 +30,7 @@ from monograph.graph.lora import (
     round_frozen_weights,
     store_row_norms,
 )
+from monograph.graph.lora_targets import ALL_LINEAR
 from monograph.graph.precision import Precision
 from monograph.graph.token_rows import ROWS, tables
 from monograph.model.config import LlamaConfig

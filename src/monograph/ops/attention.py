@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from monograph.ops.filled import padded_count
+from monograph.ops.padded_rows import padded_count
 
 BLOCK = 128  # slots of a cache's block
 MIN_BLOCK = 16  # slots of a block of a cache for short texts

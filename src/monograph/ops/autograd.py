@@ -22,7 +22,7 @@ class Context(Protocol):
         """Keep tensors, which must not change until the backward pass reads them."""
 
 
-class Batched(Protocol):
+class VmapInfo(Protocol):
     """The first argument of a rule for vmap."""
 
     @property

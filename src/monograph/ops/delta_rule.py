@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from monograph.ops.autograd import Batched, Context
+from monograph.ops.autograd import Context, VmapInfo
 
 CHUNK = 64  # positions of a chunk; fewer for short rows
 TwoTensors = tuple[Tensor, Tensor]
@@ -266,7 +266,7 @@ def _vmap_rule(
     """Return the operator's rule for vmap, which computes members as further indices of the axis M."""
 
     def rule(
-        info: Batched, in_dims: tuple[int | None, ...], *tensors: Tensor
+        info: VmapInfo, in_dims: tuple[int | None, ...], *tensors: Tensor
     ) -> tuple[object, object]:
         inputs = []
         for tensor, dim in zip(tensors, in_dims, strict=True):

@@ -36,8 +36,8 @@ from typing import NamedTuple
 
 import torch
 
-from monograph.graph.inspect import ALL_LINEAR
 from monograph.graph.lora import Lora
+from monograph.graph.lora_targets import ALL_LINEAR
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Choice, Product, Recording, cheapest_within
 from monograph.model.adapter import install_adapters

@@ -38,7 +38,7 @@ from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
-from monograph.ops.filled import padded_count, unpadded_count
+from monograph.ops.padded_rows import padded_count, unpadded_count
 from monograph.optim import holding
 from monograph.rl.advantages import ADVANTAGES, ROUNDING, Weight, rewards_are_equal
 from monograph.rl.arrange import (
@@ -77,7 +77,7 @@ def decoded_rows(answers: int) -> int:
 def slots_of(options: Options, config: LlamaConfig, tokens: int) -> int:
     """Return the positions of a row for a prompt and its answer of `tokens` tokens together.
 
-    For exact scoring it is padded as `monograph.ops.filled` says. The number of positions of several
+    For exact scoring it is padded as `monograph.ops.padded_rows` says. The number of positions of several
     rows is then padded, too.
     """
     if not options.exact:

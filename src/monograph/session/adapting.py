@@ -5,8 +5,8 @@ from typing import Any
 
 from monograph.config import Settings
 from monograph.errors import UsageError
-from monograph.graph.inspect import ALL_LINEAR
 from monograph.graph.lora import Lora
+from monograph.graph.lora_targets import ALL_LINEAR
 from monograph.model.adapter import Adapter
 from monograph.optim import Group
 from monograph.run.source import ModelSource

@@ -4,7 +4,7 @@ A clock replaces the device, and the walk runs on tensors without data. Each lan
 A piece of work begins when its lane is free and all work that it waits for is finished. A copy
 takes bytes / bandwidth, and a computation takes as long as `Costs` says.
 
-Walk, slots, staging buffers, boundaries, lanes and waits are those of training, so the timed
+Walk, slots, staging buffers, stage inputs, lanes and waits are those of training, so the timed
 schedule is the real one.
 """
 

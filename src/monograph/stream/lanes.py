@@ -19,11 +19,11 @@ the peak would exceed what `monograph plan` predicts. Without it, memory is safe
 is allocated on the stream of the compute lane:
 
     freed memory: Before memory is freed, the compute lane is given work that declares the memory's
-        space in `writes`, even if the work does nothing (`Boundaries.release_inputs` in
+        space in `writes`, even if the work does nothing (`StageInputs.release_inputs` in
         `monograph.stream.walk`). So this lane first waits for all copies from the memory. The
         allocator gives freed memory only to later work on this lane.
     new memory: The compute lane is given such work before any copy to the memory
-        (`Boundaries.store_input`, `fetch_inputs`). So copies wait for this lane's earlier use of
+        (`StageInputs.store_input`, `fetch_inputs`). So copies wait for this lane's earlier use of
         the same memory.
     all other memory: The walk (`monograph.stream.walk`) allocates its long-lived buffers in its
         constructor, which ends by calling `finish`.

@@ -6,7 +6,7 @@ to a slot, which is device memory for one stage (`monograph.stream.slots`). A wi
 one update. All micro-batches of a window pass one stage before they pass the next. So weights cross
 the link between host and device once in the forward pass and once in the backward pass, for any
 number of micro-batches. The forward pass keeps only the inputs of stages, on the device or on the
-host (`Boundaries`). In the backward pass a stage recomputes what its gradient needs.
+host (`StageInputs`). In the backward pass a stage recomputes what its gradient needs.
 
 A state is the tensor that one stage passes to the next for one micro-batch. A window has G
 micro-batches.
@@ -34,7 +34,7 @@ T = TypeVar("T")
 INPUT_SETS = 2
 
 
-class Boundaries:
+class StageInputs:
     """The inputs of all stages except the first.
 
     If the inputs stay on the device, they are (stages - 1) G states there. If they are offloaded,
@@ -171,7 +171,7 @@ class Walk:
         lanes: the lanes that copy and compute.
         passes: computes the stages' passes and updates.
         slots: the device memory for stages.
-        boundaries: the inputs of stages.
+        stage_inputs: the inputs of stages.
         updates: the updates of stages.
         gradient_is_empty: whether no gradient was added since the last update.
         sum_over_ranks: sums a tensor over all ranks; None: there is one rank.
@@ -202,7 +202,7 @@ class Walk:
         self.placement = placement
         self.passes = passes(step)
         self.slots = Slots(store.stages, store.tied, lanes, placement.device)
-        self.boundaries = Boundaries(
+        self.stage_inputs = StageInputs(
             lanes, placement.device, offloaded=placement.offload, last=len(store.stages) - 1
         )
         self.updates = Updates(step, store, lanes, placement, self.passes)
@@ -272,7 +272,7 @@ class Walk:
         stage_on_device = self._request(last, backward_count=0)()
         scores = []
         for g, batch in enumerate(batches):
-            state, space = self.boundaries.take_input(last.index, g)
+            state, space = self.stage_inputs.take_input(last.index, g)
             scores.append(
                 self._compute(
                     stage_on_device,
@@ -290,21 +290,21 @@ class Walk:
         """
         further: list[Further] = [() for _ in batches]
         self.updates.finish_begun()
-        self.boundaries.clear()
+        self.stage_inputs.clear()
         for stage_on_device in self._visits(self.store.stages[:-1]):
             stage = stage_on_device.stage
             for g, batch in enumerate(batches):
                 if stage.blocks:
-                    state, space = self.boundaries.input_of(stage.index, g)
+                    state, space = self.stage_inputs.input_of(stage.index, g)
                     work = functools.partial(self.passes.forward_blocks, stage, state, further[g])
                     output = self._compute(stage_on_device, work, [space])
                 else:
                     output, further[g] = self._compute(
                         stage_on_device, functools.partial(self.passes.forward_first, batch)
                     )
-                self.boundaries.store_input(stage.index + 1, g, output, keep=keep)
+                self.stage_inputs.store_input(stage.index + 1, g, output, keep=keep)
                 self.updates.update_some(len(batches))
-            self.boundaries.release_inputs(stage.index, keep=keep)
+            self.stage_inputs.release_inputs(stage.index, keep=keep)
         return further
 
     def _backward(
@@ -331,7 +331,7 @@ class Walk:
             run_first = functools.partial(self.passes.backward_first, planes, batch, gradients[g])
             self._compute(stage_on_device, run_first, backward=True)
             return
-        state, space = self.boundaries.take_input(stage_on_device.stage.index, g)
+        state, space = self.stage_inputs.take_input(stage_on_device.stage.index, g)
         if stage_on_device.stage is last:
             work = functools.partial(self.passes.backward_last, planes, state, batch)
         else:
@@ -367,7 +367,7 @@ class Walk:
             A function that finishes the fetch or the update, and returns the stage on the device.
         """
         if backward_count:
-            self.boundaries.fetch_inputs(stage.index, backward_count)
+            self.stage_inputs.fetch_inputs(stage.index, backward_count)
         if stage not in self.updates.waiting:
             stage_on_device = self.slots.fetch(stage)
             return lambda: stage_on_device

@@ -1,4 +1,4 @@
-"""Choose the number of rows of a matrix product so that a row's bits do not depend on it.
+"""Pad the rows of a matrix product, so that a row's bits do not depend on the number of rows.
 
 On the CPUs that were measured, a row of a product has the same bits for any number of rows that is
 a multiple of four (dev/log.md). For other numbers MKL may round differently, such as for 5 to 7 and
