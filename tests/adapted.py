@@ -12,7 +12,7 @@ from torch import nn
 from batches import tiny_llama
 from monograph.graph.lora import Lora, adapters
 from monograph.graph.precision import Precision
-from monograph.graph.token_rows import tables
+from monograph.graph.token_rows import tables_with_rows
 from monograph.model.adapter import install_adapters
 from monograph.model.llama import Llama
 
@@ -38,7 +38,7 @@ def trained(module: nn.Module, seed: int = 1, spread: float = 0.05) -> nn.Module
         )
         if (lengths := layer.lora_magnitude_vector) is not None:
             lengths.mul_(1 + torch.randn(lengths.shape, generator=generator) * spread)
-    for table in tables(module).values():
+    for table in tables_with_rows(module).values():
         table.token_rows.add_(torch.randn(table.token_rows.shape, generator=generator) * spread)
     return module
 

@@ -110,7 +110,7 @@ def test_what_is_kept_is_chosen_once_and_once_more_for_graphs(
 ) -> None:
     chosen: list[bool] = []
     monkeypatch.setattr(
-        recompute, "choose_kept", lambda *_, captured, **others: chosen.append(captured)
+        recompute, "choose_kept_results", lambda *_, captured, **others: chosen.append(captured)
     )
     step = step_of()
     batch = torch.ones(2, 3)

@@ -18,7 +18,7 @@ from monograph import compat
 from monograph.errors import InputRefused, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.compilable import Scope
-from monograph.graph.inspect import buffers_kept, modes_kept, write
+from monograph.graph.inspect import buffers_kept, modes_kept, write_tensor
 from monograph.graph.replay import WARM_UP
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
@@ -195,7 +195,7 @@ class Engine:
             # The step stays eager only if torch cannot compile it. Other errors are raised: a bug
             # or a full device must not be hidden.
             if compat.is_capture_error(error):
-                return graph.reason(error)
+                return graph.failure_reason(error)
             # Graphs of blocks keep their inputs for the backward pass. If the module writes to such
             # an input in place, torch refuses only when the backward pass first runs.
             input_was_written = "modified by an inplace operation" in str(error)
@@ -317,7 +317,7 @@ class Engine:
         for live, saved in ((own.model, state.model), (own.optimizer, state.optimizer)):
             # Copied in the saved order, because the tensors may be read from a file one by one.
             for name, tensor in saved.items():
-                write(live[name].detach(), tensor)
+                write_tensor(live[name].detach(), tensor)
         self.step.parameters.take_weights(own.model)
         self.step.index = index
         for name, counter in self.step.counters.items():

@@ -40,9 +40,9 @@ CHANGES: dict[str, Callable[[Owner], object]] = {
 def test_what_changes_is_named(name: str) -> None:
     owner = Owner()
     state = HostState(owner.part, owner, attributes=[(owner, "function")])
-    assert state.changed() is None
+    assert state.changed_attribute() is None
     CHANGES[name](owner)
-    assert state.changed() == name
+    assert state.changed_attribute() == name
 
 
 def test_numbers_in_tensors_and_equal_values_are_no_change() -> None:
@@ -53,4 +53,4 @@ def test_numbers_in_tensors_and_equal_values_are_no_change() -> None:
     owner.part.heat = float("0.5")
     with torch.no_grad():
         owner.part.inner.weight.mul_(2)
-    assert state.changed() is None
+    assert state.changed_attribute() is None

@@ -15,7 +15,7 @@ from batches import LENGTH, packed, ragged, tiny_llama
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
-from monograph.graph.recompute import choose_kept, follow, record_blocks
+from monograph.graph.recompute import apply_policy, choose_kept_results, record_blocks
 from monograph.graph.remat import Choice, Remat, cheapest_within, pareto_front, policy_named
 from monograph.loss import token_loss
 from scripts import ROOT, script
@@ -172,8 +172,8 @@ def test_a_graph_of_a_block_is_traced_for_budgets_alone(policy, asked, monkeypat
 
     monkeypatch.setattr(compat, "bytes_saved_for_backward", spy)
     model = tiny_llama()
-    follow(model, policy)
-    choose_kept(model, lambda twin: token_loss(twin, ragged(4)), captured=True)
+    apply_policy(model, policy)
+    choose_kept_results(model, lambda twin: token_loss(twin, ragged(4)), captured=True)
     assert len(graphs) == asked
     kept = [block.remat.kept_names for block in blocks(model).values()]
     assert kept[0] == kept[1] and bool(kept[0]) == (policy != Remat.Full())

@@ -225,7 +225,7 @@ def test_a_captured_block_drops_the_same_when_it_is_recomputed(policy, backend, 
 def test_names_copies_and_taking_it_back():
     model = tiny_llama()
     names, forwards = list(model.state_dict()), [block.forward for block in blocks(model).values()]
-    recompute.follow(model, Remat.Full())
+    recompute.apply_policy(model, Remat.Full())
     twin = copy.deepcopy(model)
     assert list(model.state_dict()) == list(twin.state_dict()) == names
     with torch.no_grad():
@@ -236,7 +236,7 @@ def test_names_copies_and_taking_it_back():
     assert torch.equal(model(tokens), plain(tokens)) and not torch.equal(
         twin(tokens), plain(tokens)
     )
-    recompute.follow(model, Remat.Off())
+    recompute.apply_policy(model, Remat.Off())
     assert [block.forward for block in blocks(model).values()] == forwards
 
 
@@ -278,7 +278,7 @@ def kept_bytes(policy, precision="fp32"):
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
     model, batch = tiny_llama(**sizes), ragged(4)
     step = Step(model, remat=policy, precision=Precision(precision))
-    step.choose_kept(batch)
+    step.choose_kept_results(batch)
     with LiveBytes() as live, step.precision.context("cpu"):
         hidden = model(batch["tokens"])
     assert hidden.requires_grad

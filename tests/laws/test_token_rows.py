@@ -26,9 +26,9 @@ from laws.together import (
 from monograph.graph.lora import Lora, adapt, adapters, merge
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
-from monograph.graph.token_rows import rows_of, tables
+from monograph.graph.token_rows import rows_of, tables_with_rows
 from monograph.loss import token_loss
-from monograph.ops.token_rows import replaced
+from monograph.ops.token_rows import with_replaced_rows
 from monograph.optim import AdamW, Muon
 from monograph.profiling.memory import LiveBytes
 from monograph.resident import Resident
@@ -51,7 +51,7 @@ def test_fresh_rows_change_no_bit_of_the_base(dtype, tied):
     model, plain = (tiny_llama(dtype, tie_word_embeddings=tied) for _ in range(2))
     batch = packed(4)
     adapt(model, WITH_ROWS)
-    assert len(tables(model)) == (1 if tied else 2)
+    assert len(tables_with_rows(model)) == (1 if tied else 2)
     assert torch.equal(token_loss(model, batch)[0], token_loss(plain, batch)[0])
     hidden = plain(batch["tokens"])
     assert torch.equal(model.logits(hidden), plain.logits(hidden))
@@ -59,7 +59,7 @@ def test_fresh_rows_change_no_bit_of_the_base(dtype, tied):
         narrow = adapted_llama(WITH_ROWS, precision, tie_word_embeddings=tied)
         for layer in adapters(narrow).values():
             layer.lora_B.weight.data.zero_()
-        for name, table in tables(narrow).items():
+        for name, table in tables_with_rows(narrow).items():
             assert (
                 table.weight.dtype == Precision(precision).dtype
                 and table.token_rows.dtype == torch.float32
@@ -87,7 +87,7 @@ def in_peft(model, tied, seed=0):
         for factor in ("lora_A", "lora_B"):
             twin = getattr(theirs.get_submodule(name), factor)["default"].weight
             twin.data = getattr(layer, factor).weight.detach().clone()
-    for name, table in tables(model).items():
+    for name, table in tables_with_rows(model).items():
         delta = theirs.get_submodule(name).token_adapter.trainable_tokens_delta
         assert delta["default"].shape == table.token_rows.shape
         delta["default"].data = table.token_rows.detach().clone()
@@ -168,7 +168,9 @@ def test_transformers_llama_is_a_module_like_any_other():
     ]  # fmt: skip
     merged = copy.deepcopy(model)
     merge(merged)
-    assert merged.lm_head.weight is merged.model.embed_tokens.weight and not tables(merged)
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight and not tables_with_rows(
+        merged
+    )
     torch.testing.assert_close(
         merged(input_ids=tokens).logits, model(input_ids=tokens).logits, rtol=1e-4, atol=1e-5
     )
@@ -221,7 +223,7 @@ def exact_gradient(base, tied, **sizes):
     """By tables with the rows in them."""
     model = adapted_llama(lora(base), tie_word_embeddings=tied, **sizes).double()
     return separate_gradient(
-        model, replaced(model.lm_head.weight, rows_of(model.lm_head)), packed(ROWS)
+        model, with_replaced_rows(model.lm_head.weight, rows_of(model.lm_head)), packed(ROWS)
     )
 
 

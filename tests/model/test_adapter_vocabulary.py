@@ -17,7 +17,7 @@ from adapted import SMALL, adapted_llama, peft, trained
 from batches import tiny_llama
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Lora, adapt
-from monograph.graph.token_rows import tables
+from monograph.graph.token_rows import tables_with_rows
 from monograph.model.adapter import (
     adapter_state,
     install_adapters,
@@ -143,7 +143,7 @@ def test_what_peft_writes_is_loaded_here(tmp_path, tied, layers):
     assert all(torch.equal(found[name], state[name]) for name in state.keys() & found.keys())
     left = {name for name in state if name not in found}
     for name in left:  # a head's rows that PEFT left alone are the base's
-        table = tables(model)[name.removesuffix(".token_rows")]
+        table = tables_with_rows(model)[name.removesuffix(".token_rows")]
         assert torch.equal(table.token_rows, table.weight[[17, 3, 60]])
     assert len(left) == (not tied and layers != "both")
     tokens = torch.tensor([[3, 17, 60, 5]])

@@ -20,10 +20,10 @@ from monograph.ops.attention_kernels import (
     CALLS,
     KERNELS,
     ROUNDS,
-    compared,
+    describe_speeds,
     fastest,
+    time_each,
     time_kernels,
-    timed,
 )
 from numerics import error_within
 
@@ -46,7 +46,7 @@ class Machine:
         )
 
     def timed(self):
-        return timed(self.attempt, lambda: None, lambda: self.now)
+        return time_each(self.attempt, lambda: None, lambda: self.now)
 
 
 def test_the_least_time_counts_and_not_what_a_first_call_or_other_work_took():
@@ -58,7 +58,8 @@ def test_the_least_time_counts_and_not_what_a_first_call_or_other_work_took():
     assert fastest(times) == "cudnn" and machine.calls.count("efficient") == 1
     assert machine.calls.count("flash") == 1 + ROUNDS * CALLS
     assert (
-        compared(times, "cudnn") == "cudnn; times as fast as torch's choice: cudnn 2.00, flash 1.00"
+        describe_speeds(times, "cudnn")
+        == "cudnn; times as fast as torch's choice: cudnn 2.00, flash 1.00"
     )
 
 
@@ -80,10 +81,10 @@ def test_the_fastest_is_taken_if_it_is_faster_by_more_than_noise(seconds, choice
 
 def test_what_is_said_names_what_is_used():
     assert (
-        compared({"torch": 1.0}, "torch")
+        describe_speeds({"torch": 1.0}, "torch")
         == "torch's choice; times as fast as torch's choice: no other can run here"
     )
-    assert compared({"flash": 1.0}, "flash") == "flash, as torch's choice cannot run here"
+    assert describe_speeds({"flash": 1.0}, "flash") == "flash, as torch's choice cannot run here"
 
 
 def test_a_device_is_asked_on_the_real_shapes_and_its_random_numbers_stay():

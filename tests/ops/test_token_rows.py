@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from monograph.ops.cross_entropy import linear_cross_entropy
-from monograph.ops.token_rows import Rows, embedding, linear, replaced
+from monograph.ops.token_rows import Rows, embedding, linear, with_replaced_rows
 from monograph.profiling.memory import LiveBytes
 from numerics import error_within
 
@@ -126,7 +126,7 @@ def test_a_lookup_is_one_in_the_table_with_the_rows_in_it(dtype, capture):
         weight,
         rows,
     )
-    in_copy = lambda tokens, weight, rows: F.embedding(tokens, replaced(weight, rows))  # noqa: E731
+    in_copy = lambda tokens, weight, rows: F.embedding(tokens, with_replaced_rows(weight, rows))  # noqa: E731
     naive = gradient(in_copy, cotangent, weight, rows)
     exact = gradient(
         embedding, cotangent.double(), *as_double(rows.values_KD, weight, targets, rows)[1::2]
@@ -137,7 +137,10 @@ def test_a_lookup_is_one_in_the_table_with_the_rows_in_it(dtype, capture):
 def test_a_product_is_one_with_the_table_with_the_rows_in_it():
     hidden, weight, _, rows = as_double(*inputs())
     torch.testing.assert_close(
-        linear(hidden, weight, rows), hidden @ replaced(weight, rows).T, rtol=1e-13, atol=1e-13
+        linear(hidden, weight, rows),
+        hidden @ with_replaced_rows(weight, rows).T,
+        rtol=1e-13,
+        atol=1e-13,
     )
 
 

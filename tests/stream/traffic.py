@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from monograph.stream.chunked_update import STAGING_BUFFERS, chunks, to_fetch
+from monograph.stream.chunked_update import STAGING_BUFFERS, chunk_tensors_to_fetch, chunks
 from monograph.stream.lanes import Home
 from monograph.stream.placement import Placement
 from monograph.stream.slots import BLOCK_SLOTS, tensors_to_fetch
@@ -143,7 +143,9 @@ def device_bytes(
     )
     at_home = placement.when != "backward"
     cut = (piece for stage in store.stages for piece in chunks(stage))
-    staging = STAGING_BUFFERS * _largest(to_fetch(piece, gradient=at_home) for piece in cut)
+    staging = STAGING_BUFFERS * _largest(
+        chunk_tensors_to_fetch(piece, gradient=at_home) for piece in cut
+    )
     states = (
         2 + min(INPUT_SETS, len(middle)) if placement.offload else len(middle) + 1
     ) * micro_batches

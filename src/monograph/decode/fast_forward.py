@@ -31,9 +31,9 @@ from monograph.ops.decode_kernels import (
     Norm,
     attend,
     attend_fits,
+    channels_at_once,
     project,
     project_gated,
-    step_of,
 )
 from monograph.ops.expert_kernels import Combination, expert_inner, expert_sum, route
 from monograph.ops.rms_norm import rms_norm
@@ -76,7 +76,7 @@ def obstacle(model: Llama) -> str | None:
         return "the head has an adapter or hooks"
     if any(parameter.dtype != weight.dtype for parameter in model.parameters()):
         return "the weights have several dtypes"
-    if not all(map(step_of, summed)):
+    if not all(map(channels_at_once, summed)):
         return (
             f"the kernels need widths that are multiples of 16, not {', '.join(map(str, summed))}"
         )
@@ -129,7 +129,12 @@ def _has_kernels(mixture: nn.Module) -> bool:
     has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in modules)
     are_plain = all(type(each) is ExpertLinear for each in projections)
     is_grouped = not mixture.has_shared_expert and mixture.way == "grouped"
-    return are_plain and is_grouped and not has_hooks and step_of(experts.up_proj.out_features) > 0
+    return (
+        are_plain
+        and is_grouped
+        and not has_hooks
+        and channels_at_once(experts.up_proj.out_features) > 0
+    )
 
 
 class _Parts(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from monograph.engine import Engine
 from monograph.ensemble.engine import Ensemble
 from monograph.errors import UsageError
-from monograph.graph.inspect import write
+from monograph.graph.inspect import write_tensor
 from monograph.graph.lora import checkpoint_state
 from monograph.loop import EngineState
 from monograph.loss import Batch
@@ -86,4 +86,4 @@ class MemberEngine(Engine):
             (counters, new_counters),
         ):
             for name, tensor in tensors.items():
-                write(tensor.detach(), new_tensors[name])
+                write_tensor(tensor.detach(), new_tensors[name])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from monograph.ensemble.agreement import DROPOUTS, hook_attributes, require_stackable
 from monograph.errors import UsageError
-from monograph.step.guard import Memory, memory
+from monograph.step.guard import Memory, memory_of
 
 CHECKED_PER_UPDATE = 8  # the members that `require_views` checks before each update
 
@@ -136,7 +136,7 @@ class Stack:
                 is_view = (
                     isinstance(tensor, type(stacked))
                     and tensor.requires_grad == stacked.requires_grad
-                    and memory(tensor) == _view_memory(stacked, number)
+                    and memory_of(tensor) == _view_memory(stacked, number)
                 )
                 if not is_view and changed_name is None:
                     # The owner itself may have been replaced. Then it has no path.
@@ -184,10 +184,10 @@ class _DropoutWithRates(nn.Module):
 
 
 def _view_memory(stacked: Tensor, number: int) -> Memory:
-    """Return `memory(stacked[number])`. It is computed without making the view, as this runs for
+    """Return `memory_of(stacked[number])`. It is computed without making the view, as this runs for
     many tensors in each update.
     """
-    storage, offset, shape, stride = memory(stacked)
+    storage, offset, shape, stride = memory_of(stacked)
     return storage, offset + number * stride[0], shape[1:], stride[1:]
 
 

@@ -342,7 +342,7 @@ def compiled(
             capture_error = error if compat.is_capture_error(error) else error.__context__
             if not compat.is_capture_error(capture_error):
                 raise
-            failure = CaptureFailed(reason(capture_error or error))
+            failure = CaptureFailed(failure_reason(capture_error or error))
         # This is outside of the except block, so that Python does not print torch's own error, too. Its
         # dozens of lines say no more than the reason. TORCH_LOGS="+dynamo" shows more.
         raise failure
@@ -412,7 +412,7 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return copied
 
 
-def reason(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """Return one line that says why a capture failed and how to fix it, from torch's error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # Dynamo quotes an exception that the function itself raised.

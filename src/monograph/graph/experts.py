@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monograph.graph.frozen import FrozenWeight, Int8Weight, NF4Weight, dense_of
+from monograph.graph.frozen import FrozenWeight, Int8Weight, NF4Weight, dequantise
 from monograph.graph.grouped import add_bias, grouped_linear, product, product_dtype
 from monograph.ops.autograd import Context, VmapInfo
 
@@ -210,7 +210,7 @@ class _DequantisedProduct(torch.autograd.Function):
         mean: Tensor | None,
         table: Tensor | None,
     ) -> Tensor:
-        weight_ENK = dense_of(shape, codes, scales, steps, mean, table).to(input.dtype)
+        weight_ENK = dequantise(shape, codes, scales, steps, mean, table).to(input.dtype)
         return input @ weight_ENK.mT if ends_E is None else product(input, weight_ENK, ends_E)
 
     @staticmethod
@@ -237,7 +237,7 @@ class _DequantisedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _DequantisedContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         ends_E, *stored = ctx.saved_tensors
-        weight_ENK = dense_of(ctx.shape, *stored).to(grad.dtype)
+        weight_ENK = dequantise(ctx.shape, *stored).to(grad.dtype)
         if ctx.is_grouped:
             input_grad = product(grad, weight_ENK.mT, ends_E)
         elif ctx.is_input_shared:

@@ -57,15 +57,15 @@ class FrozenWeight(nn.Module):
         raise NotImplementedError
 
     def stored_tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that store the weight, in the order in which `dense_of` takes them."""
+        """Return the tensors that store the weight, in the order in which `dequantise` takes them."""
         raise NotImplementedError
 
     def dense(self) -> Tensor:
         """Return the dequantised weight, fp32."""
-        return dense_of(self.shape, *self.stored_tensors())
+        return dequantise(self.shape, *self.stored_tensors())
 
 
-def dense_of(
+def dequantise(
     shape: tuple[int, ...], codes: Tensor, scales: Tensor, *nf4_only: Tensor | None
 ) -> Tensor:
     """Return a dequantised weight, fp32.
@@ -78,7 +78,7 @@ def dense_of(
             `Int8Weight`.
     """
     if any(tensor is not None for tensor in nf4_only):
-        return _dense_of_nf4(codes, scales, *nf4_only, *shape)  # type: ignore[arg-type]
+        return _dequantise_nf4(codes, scales, *nf4_only, *shape)  # type: ignore[arg-type]
     return codes.float() * scales[..., None]
 
 
@@ -251,7 +251,7 @@ class _NF4Product(torch.autograd.Function):
         N: int,
         K: int,
     ) -> Tensor:
-        weight_NK = _dense_of_nf4(codes, levels_C, steps_G, mean, table, N, K)
+        weight_NK = _dequantise_nf4(codes, levels_C, steps_G, mean, table, N, K)
         return x @ weight_NK.to(x.dtype).mT
 
     @staticmethod
@@ -267,12 +267,12 @@ class _NF4Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _NF4Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         codes, levels_C, steps_G, mean, table = ctx.saved_tensors
-        weight_NK = _dense_of_nf4(codes, levels_C, steps_G, mean, table, *ctx.shape)
+        weight_NK = _dequantise_nf4(codes, levels_C, steps_G, mean, table, *ctx.shape)
         no_grads = [None] * 7  # of the arguments after x
         return dy @ weight_NK.to(dy.dtype), *no_grads
 
 
-def _dense_of_nf4(
+def _dequantise_nf4(
     codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, *shape: int
 ) -> Tensor:
     """Return the dense weight of an `NF4Weight` in fp32, by the equations of that class."""

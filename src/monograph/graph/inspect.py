@@ -340,10 +340,10 @@ def buffers_kept(*modules: object) -> Iterator[None]:
         for (owner, name, buffer), buffer_copy in zip(buffers, buffer_copies, strict=True):
             owner._buffers[name] = buffer
             if buffer is not None and buffer_copy is not None:
-                write(buffer, buffer_copy)
+                write_tensor(buffer, buffer_copy)
 
 
-def write(tensor: Tensor, value: Tensor) -> None:
+def write_tensor(tensor: Tensor, value: Tensor) -> None:
     """Copy a value of the same shape into a tensor, which may be expanded.
 
     torch refuses to write an expanded tensor, so each element in memory is written once.

@@ -40,9 +40,15 @@ from monograph.graph.mmap_weights import (
     require_finite,
 )
 from monograph.graph.siblings import families
-from monograph.graph.token_rows import ROWS, TableWithRows, merge_rows, put_rows, tables
+from monograph.graph.token_rows import (
+    ROWS,
+    TableWithRows,
+    add_trained_rows,
+    merge_rows,
+    tables_with_rows,
+)
 from monograph.ops.row_norms import row_norms, sum_row_norms
-from monograph.ops.token_rows import replaced
+from monograph.ops.token_rows import with_replaced_rows
 from monograph.ranges import ABOVE_0, COUNT, DECAY
 
 Place = torch.device | None  # None: the device of the weights
@@ -257,7 +263,7 @@ def adapt(
         UsageError: a target matches no layer, or matches a layer that cannot have an adapter: one
             that is not a plain linear layer, the head, one that shares its weight, or experts with
             `dora`; the module has adapters or fused siblings already; the rows of tokens cannot be
-            trained, see `put_rows`.
+            trained, see `add_trained_rows`.
     """
     module = inspect.unwrap_(module)
     if families(module):
@@ -268,8 +274,8 @@ def adapt(
         raise UsageError("the module has adapters already: merge(module) first")
     chosen = chosen_layers(module, lora)
     if lora.tokens:
-        put_rows(module, lora.tokens, dtype)
-    token_rows = {id(table.token_rows) for table in tables(module).values()}
+        add_trained_rows(module, lora.tokens, dtype)
+    token_rows = {id(table.token_rows) for table in tables_with_rows(module).values()}
     for parameter in module.parameters():
         parameter.requires_grad_(id(parameter) in token_rows)
     if lora.base != "auto":
@@ -487,7 +493,7 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
     """
     module = inspect.unwrapped(module)
     adapted = adapters(module)
-    tables_with_rows = tables(module)
+    row_tables = tables_with_rows(module)
     trained_ids = {
         id(p)
         for child in module.modules()
@@ -495,7 +501,7 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
         for p in child.parameters()
     }
     trained_ids |= {id(layer.lora_magnitude_vector) for layer in adapted.values()}
-    trained_ids |= {id(table.token_rows) for table in tables_with_rows.values()}
+    trained_ids |= {id(table.token_rows) for table in row_tables.values()}
     # This reads `named_parameters`, because a tied head appears twice in the state dict.
     for name, parameter in module.named_parameters():
         if id(parameter) in trained_ids:
@@ -503,7 +509,7 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
         owner, _, attribute = name.rpartition(".")
         is_weight = attribute == "weight"
         layer = adapted.get(owner) if is_weight else None
-        table = tables_with_rows.get(owner) if is_weight else None
+        table = row_tables.get(owner) if is_weight else None
         like = torch.empty(parameter.shape, dtype=kept_dtype(parameter), device="meta")
         yield Plain(name, like, functools.partial(_read, name, parameter, layer, table))
 
@@ -523,7 +529,7 @@ def _read(
         return require_finite(merged(layer), name)
     value = parameter.detach().to(kept_dtype(parameter))
     if table is not None:
-        value = replaced(value, table.rows).detach()
+        value = with_replaced_rows(value, table.rows).detach()
     return require_finite(value, name)
 
 

@@ -193,7 +193,7 @@ class _Plan:
     kept_names: str = ""
 
 
-def follow(module: nn.Module, policy: Policy) -> None:
+def apply_policy(module: nn.Module, policy: Policy) -> None:
     """Make every block of a module follow the policy instead of an earlier one.
 
     `Remat.Off()` gives the blocks their own forward passes back.
@@ -234,7 +234,7 @@ def _policies_of_blocks(policy: Policy, block_count: int) -> tuple[OfBlock, ...]
     """Return the policy of each block.
 
     Raises:
-        UsageError: see `follow`.
+        UsageError: see `apply_policy`.
     """
     if not isinstance(policy, Policy):
         raise UsageError(
@@ -384,7 +384,7 @@ def _restore_buffers(buffers: list[_BufferCopy]) -> None:
 # ---- budgets -------------------------------------------------------------------------------------
 
 
-def choose_kept(
+def choose_kept_results(
     module: nn.Module,
     run: RunModule,
     *,
@@ -456,10 +456,10 @@ def record_blocks(
     changed.
 
     Args:
-        module: see `choose_kept`.
-        run: see `choose_kept`.
-        device: see `choose_kept`.
-        captured: see `choose_kept`.
+        module: see `choose_kept_results`.
+        run: see `choose_kept_results`.
+        device: see `choose_kept_results`.
+        captured: see `choose_kept_results`.
         with_stored_bytes: whether to compute `stored_bytes` of captured blocks, which a budget
             needs. One block of each kind is traced as a graph for this.
 

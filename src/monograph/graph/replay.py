@@ -265,7 +265,7 @@ class HostState:
                 (p, p.requires_grad) for p in owner._parameters.values() if p is not None
             ]
 
-    def changed(self) -> str | None:
+    def changed_attribute(self) -> str | None:
         """Return the name of an attribute that has changed, is new or is gone, or None."""
         for attributes, name, recorded in self._values:
             if not _is_unchanged(attributes.get(name), recorded):
@@ -405,7 +405,7 @@ class StaticInputs:
     def _void_if_changed(self) -> None:
         """Forget all captures if the host's state that the function reads has changed."""
         if self._host_state is not None:
-            changed = self._host_state.changed()
+            changed = self._host_state.changed_attribute()
             if changed:
                 self._forget()
                 self._changed_attribute = changed

@@ -309,7 +309,7 @@ def families(module: nn.Module) -> list[FusedLinears]:
     )
 
 
-def side_by_side(
+def in_family_order(
     module: nn.Module, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, nn.Parameter]:
     """Return the parameters in an order in which siblings' parameters follow one another."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.graph.inspect import head_of
 from monograph.graph.mmap_weights import kept_dtype, replace_data
-from monograph.ops.token_rows import Rows, embedding, linear, replaced
+from monograph.ops.token_rows import Rows, embedding, linear, with_replaced_rows
 
 ROWS = "token_rows"  # the parameter's name, next to `weight`
 
@@ -43,7 +43,7 @@ class TableWithRows(nn.Module):
 
 
 class TokenEmbedding(TableWithRows, nn.Embedding):
-    """An embedding with trained rows; `put_rows` gives embeddings this class."""
+    """An embedding with trained rows; `add_trained_rows` gives embeddings this class."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ids [...] to [..., D]; see `monograph.ops.token_rows.embedding`."""
@@ -58,7 +58,7 @@ class TokenEmbedding(TableWithRows, nn.Embedding):
 
 
 class TokenHead(TableWithRows, nn.Linear):
-    """A head with trained rows; `put_rows` gives heads this class."""
+    """A head with trained rows; `add_trained_rows` gives heads this class."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., D] to [..., V]; see `monograph.ops.token_rows.linear`."""
@@ -67,7 +67,9 @@ class TokenHead(TableWithRows, nn.Linear):
         return linear(input, self.weight, self.rows, self.bias)
 
 
-def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None = None) -> None:
+def add_trained_rows(
+    module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None = None
+) -> None:
     """Make the rows of tokens a parameter of the embedding and of the head, in place.
 
     Its initial values are the table's, so the module computes the same bits as before.
@@ -136,7 +138,7 @@ def _put_rows_into(
     layer.register_buffer("token_slots", slots, persistent=False)
 
 
-def tables(module: nn.Module) -> dict[str, TableWithRows]:
+def tables_with_rows(module: nn.Module) -> dict[str, TableWithRows]:
     """Return the layers with trained rows by name; of a tied pair only the first."""
     first_by_rows: dict[int, tuple[str, TableWithRows]] = {}
     for name, layer in module.named_modules():
@@ -159,7 +161,7 @@ def merge_rows(module: nn.Module) -> None:
     layers = [child for child in module.modules() if isinstance(child, TableWithRows)]
     for layer in layers:
         table = layer.weight.detach().to(kept_dtype(layer.weight))
-        replace_data(layer.weight, replaced(table, layer.rows))
+        replace_data(layer.weight, with_replaced_rows(table, layer.rows))
         for name in (ROWS, "token_index", "token_slots"):
             delattr(layer, name)
         layer.__class__ = nn.Embedding if isinstance(layer, TokenEmbedding) else nn.Linear  # type: ignore[assignment]

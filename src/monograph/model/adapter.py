@@ -32,7 +32,7 @@ from monograph.graph.lora import (
 )
 from monograph.graph.lora_targets import ALL_LINEAR
 from monograph.graph.precision import Precision
-from monograph.graph.token_rows import ROWS, tables
+from monograph.graph.token_rows import ROWS, tables_with_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
 from monograph.model.gguf import import_gguf, named, reader_of, write_tensors
@@ -309,7 +309,10 @@ def adapter_state(module: nn.Module) -> dict[str, Tensor]:
         for part, parameter in layer.named_parameters()
         if part.startswith("lora_")
     }
-    rows = {f"{name}.{ROWS}": layer.token_rows.detach() for name, layer in tables(module).items()}
+    rows = {
+        f"{name}.{ROWS}": layer.token_rows.detach()
+        for name, layer in tables_with_rows(module).items()
+    }
     return lora_tensors | rows
 
 

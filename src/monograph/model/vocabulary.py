@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from monograph.errors import InputRefused
 from monograph.graph.mmap_weights import MappedWeight, kept_dtype, replace_data
-from monograph.graph.token_rows import ROWS, TableWithRows, tables
+from monograph.graph.token_rows import ROWS, TableWithRows, tables_with_rows
 from monograph.model.files import DTYPES, Stored, read_tensors
 from monograph.model.llama import Llama
 from monograph.text.tokenizer_file import MAX_VOCABULARY
@@ -68,7 +68,9 @@ def _are_tokens(ids: object) -> TypeGuard[list[int]]:
 
 def tokens_value(module: nn.Module) -> list[int] | dict[str, list[int]] | None:
     """Return the value of `KEY` for a module's trained rows; None if it has none."""
-    ids_by_layer = {name: layer.token_index.tolist() for name, layer in tables(module).items()}
+    ids_by_layer = {
+        name: layer.token_index.tolist() for name, layer in tables_with_rows(module).items()
+    }
     if len(ids_by_layer) > 1:
         return {name.rpartition(".")[2]: ids for name, ids in ids_by_layer.items()}
     return next(iter(ids_by_layer.values()), None)
@@ -94,8 +96,8 @@ def own_tensors(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> 
     Raises:
         InputRefused: a whole table differs from the base's in a row that is not trained.
     """
-    # `tables` has each table once; `layers` has a tied table under both of its names.
-    first_names = {id(layer.token_rows): name for name, layer in tables(module).items()}
+    # `tables_with_rows` has each table once; `layers` has a tied table under both of its names.
+    first_names = {id(layer.token_rows): name for name, layer in tables_with_rows(module).items()}
     layers = {
         name: layer for name, layer in module.named_modules() if isinstance(layer, TableWithRows)
     }
@@ -126,10 +128,12 @@ def unlisted_rows(value: object, module: nn.Module) -> set[str]:
     if isinstance(value, dict):
         listed_layers = set(value)
     else:
-        embedding = next(iter(tables(module)), "")
+        embedding = next(iter(tables_with_rows(module)), "")
         listed_layers = {embedding.rpartition(".")[2]}
     return {
-        name + _OWN_ROWS for name in tables(module) if name.rpartition(".")[2] not in listed_layers
+        name + _OWN_ROWS
+        for name in tables_with_rows(module)
+        if name.rpartition(".")[2] not in listed_layers
     }
 
 

@@ -20,7 +20,7 @@ CALLS = 4
 MARGIN = 1.05
 
 
-def timed(
+def time_each(
     attempt: Callable[[Kernel], object],
     finish: Callable[[], object],
     now: Callable[[], float] = clock,
@@ -61,7 +61,7 @@ def fastest(times: Mapping[Kernel, float]) -> Kernel:
     return best if MARGIN * times[best] <= times.get("torch", float("inf")) else "torch"
 
 
-def compared(times: Mapping[Kernel, float], kernel: Kernel) -> str:
+def describe_speeds(times: Mapping[Kernel, float], kernel: Kernel) -> str:
     """Return a text with the chosen kernel, and each kernel's speed relative to torch's choice."""
     if "torch" not in times:
         return f"{kernel}, as torch's choice cannot run here"
@@ -113,4 +113,4 @@ def time_kernels(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about every kernel that cannot run
-        return timed(attempt, lambda: synchronize(device))
+        return time_each(attempt, lambda: synchronize(device))

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from monograph import compat
 from monograph.ops.fused_gradients import add_product_, block_rows, fused_gradient_of
-from monograph.ops.token_rows import Rows, change, replaced
+from monograph.ops.token_rows import Rows, row_differences, with_replaced_rows
 
 # The maximum size of a chunk's fp32 logits, if MAX_CHUNKS chunks are enough for it. It is small
 # enough for a CPU's cache, and large enough for matrix products that keep a GPU busy.
@@ -91,7 +91,7 @@ def linear_cross_entropy(
     valid_targets_N = torch.where(kept_N, targets_N, 0)
     mask_N = kept_N.to(torch.promote_types(hidden_ND.dtype, torch.float32))
     if impl == "reference":
-        weight_VD = weight_VD if rows is None else replaced(weight_VD, rows)
+        weight_VD = weight_VD if rows is None else with_replaced_rows(weight_VD, rows)
         logits_NV = (hidden_ND @ weight_VD.to(hidden_ND.dtype).T).to(mask_N.dtype)
         return F.cross_entropy(logits_NV, targets_N, reduction="sum"), count
     if impl != "chunked":
@@ -130,7 +130,7 @@ def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
 
 def _differences(weight_VD: Tensor, rows: Rows | None) -> Rows | None:
     """Return `rows` with their differences to the weight's own rows as values."""
-    return None if rows is None else rows._replace(values_KD=change(weight_VD, rows))
+    return None if rows is None else rows._replace(values_KD=row_differences(weight_VD, rows))
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, differences: Rows | None) -> Tensor:
@@ -421,7 +421,9 @@ def token_log_probabilities(
     """
     if torch.is_autocast_enabled(hidden_ND.device.type):
         hidden_ND = hidden_ND.to(torch.get_autocast_dtype(hidden_ND.device.type))
-    weight_VD = (weight_VD if rows is None else replaced(weight_VD, rows)).to(hidden_ND.dtype)
+    weight_VD = (weight_VD if rows is None else with_replaced_rows(weight_VD, rows)).to(
+        hidden_ND.dtype
+    )
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type)
     # Without `among` the states are not used, and any tensor with N elements can be split.
     allowed, states_N = among or (None, tokens_N)

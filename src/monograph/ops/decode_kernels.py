@@ -321,7 +321,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def step_of(summed: int) -> int:
+def channels_at_once(summed: int) -> int:
     """Return how many of the summed channels `project` reads at once; 0 if it cannot compute them.
 
     It is the largest power of two from ROWS to 256 that divides their number.
@@ -468,7 +468,7 @@ def _launch(
         GELU=is_gelu,
         ROWS=ROWS,
         COLUMNS=COLUMNS,
-        STEP=step_of(summed),
+        STEP=channels_at_once(summed),
         PRECISION=_precision(x_BK.dtype),
         num_warps=4,
         # Four stages of fp32 tiles are 115 KiB of shared memory, and consumer cards have 99.

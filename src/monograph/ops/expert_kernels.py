@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from monograph.ops.decode_kernels import Norm, step_of
+from monograph.ops.decode_kernels import Norm, channels_at_once
 
 Combination = Literal["silu", "gelu", "clamped"]
 _COMBINATIONS: Final = ("silu", "gelu", "clamped")
@@ -270,7 +270,7 @@ def _expert_inner_op(
         BIAS=gate_bias_EM is not None,
         COMBINATION=combination,
         COLUMNS=COLUMNS,
-        STEP=step_of(hidden),
+        STEP=channels_at_once(hidden),
         num_warps=4,
     )
     return out_BCM
@@ -326,7 +326,7 @@ def expert_sum(
         C=experts_BC.shape[1],
         BIAS=down_bias_ED is not None,
         COLUMNS=COLUMNS,
-        STEP=step_of(width),
+        STEP=channels_at_once(width),
         num_warps=4,
     )
     return out_BD

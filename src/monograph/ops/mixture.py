@@ -12,7 +12,7 @@ from torch import Tensor
 from monograph.ops.autograd import Context
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
 from monograph.ops.fused_gradients import add_product_
-from monograph.ops.token_rows import Rows, replaced
+from monograph.ops.token_rows import Rows, with_replaced_rows
 
 
 def mixture_cross_entropy(
@@ -57,7 +57,7 @@ def mixture_cross_entropy(
     if not teachers:
         return linear_cross_entropy(hidden_ND, weight_VD, targets_N, impl=impl, rows=rows)
     device_type = hidden_ND.device.type
-    weight_VD = weight_VD if rows is None else replaced(weight_VD, rows)
+    weight_VD = weight_VD if rows is None else with_replaced_rows(weight_VD, rows)
     dtype = hidden_ND.dtype
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)

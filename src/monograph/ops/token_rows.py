@@ -1,7 +1,7 @@
 """Look up tokens in a frozen table [V, D] whose rows are replaced for a few tokens, and multiply
 with it.
 
-The replacing rows are a tensor of their own, which is trained. Only `replaced` copies the table.
+The replacing rows are a tensor of their own, which is trained. Only `with_replaced_rows` copies the table.
 
 Shapes: V rows of the table, D channels, K trained rows, N tokens; ... any leading dimensions.
 """
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     slot_V: Tensor
 
 
-def replaced(weight_VD: Tensor, rows: Rows) -> Tensor:
+def with_replaced_rows(weight_VD: Tensor, rows: Rows) -> Tensor:
     """Return a copy of the table, in its dtype, in which its rows are replaced.
 
     This is the reference for all other functions here.
@@ -38,7 +38,7 @@ def replaced(weight_VD: Tensor, rows: Rows) -> Tensor:
     return weight_VD.index_copy(0, rows.index_K, rows.values_KD.to(weight_VD.dtype))
 
 
-def change(weight_VD: Tensor, rows: Rows) -> Tensor:
+def row_differences(weight_VD: Tensor, rows: Rows) -> Tensor:
     """Return the replacing rows minus the table's own, [K, D] in the table's dtype.
 
     The difference is exactly zero while both are equal.
@@ -68,7 +68,7 @@ def linear(hidden: Tensor, weight_VD: Tensor, rows: Rows, bias_V: Tensor | None 
     Rows that equal the table's own give the bits of the table alone.
     """
     output = F.linear(hidden, weight_VD, bias_V)
-    return output.index_add(-1, rows.index_K, F.linear(hidden, change(weight_VD, rows)))
+    return output.index_add(-1, rows.index_K, F.linear(hidden, row_differences(weight_VD, rows)))
 
 
 class _LookupContext(Context):

@@ -132,7 +132,7 @@ class FakeMemory:
         graph = self._graphs.compiled(function, self.device_type)
 
         def run(*arguments: object, **keywords: object) -> Any:
-            # `Step.choose_kept` traces a copy of the model, which must not be counted.
+            # `Step.choose_kept_results` traces a copy of the model, which must not be counted.
             if torch.compiler.is_compiling():
                 return function(*arguments, **keywords)
             with compat.without_modes():

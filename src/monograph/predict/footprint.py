@@ -487,7 +487,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
         if work.compile != "none":
             capture_with(memory.captured, step, work.compile)
         with compat.without_modes():
-            step.choose_kept(batch)
+            step.choose_kept_results(batch)
         # The stages, each with the index of its first sample.
         begins = [("forward", len(memory.curve))]
         forward = step.forward.function

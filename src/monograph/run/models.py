@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from monograph.checkpointing import Checkpoint
 from monograph.errors import InputRefused, UsageError, Warn
 from monograph.graph.frozen import FrozenWeight
-from monograph.graph.inspect import unwrapped, write
+from monograph.graph.inspect import unwrapped, write_tensor
 from monograph.graph.lora import adapt, checkpoint_state, merge
 from monograph.graph.mmap_weights import mapped, materialize_, require_finite
 from monograph.graph.precision import Precision
@@ -448,7 +448,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 f"the saved model does not fit: {name} is {list(tensors[name].shape)}, not {list(target.shape)}"
             )
     for name, target in targets.items():
-        write(target.detach(), tensors[name])
+        write_tensor(target.detach(), tensors[name])
 
 
 def save(

@@ -24,7 +24,7 @@ from monograph.graph.precision import Precision
 from monograph.loss import Batch
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
-from monograph.ops.attention_kernels import compared, fastest, time_kernels
+from monograph.ops.attention_kernels import describe_speeds, fastest, time_kernels
 from monograph.planner import StreamCandidate, defaults
 from monograph.planner.streaming import describe_tiers
 from monograph.predict.footprint import Work
@@ -73,7 +73,7 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
     assert session.kernel
     model.use_attention(model.attention, session.kernel)
     if times:
-        progress.line("attention", compared(times, session.kernel))
+        progress.line("attention", describe_speeds(times, session.kernel))
 
 
 def is_causal(model: Llama, window: Batch) -> bool:

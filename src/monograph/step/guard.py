@@ -27,7 +27,7 @@ class ParameterGuard:
         self.parameters = {slot.name: slot.parameter for plane in planes for slot in plane.slots}
         self._before = trained_memory(module)
 
-    def require(self) -> None:
+    def require_unchanged(self) -> None:
         """Check that the module's parameters are still the same.
 
         Raises:
@@ -54,7 +54,7 @@ class ParameterGuard:
             if parameter.requires_grad and id(parameter) not in known:
                 return f"{name} became trainable"
         moved = [
-            name for name, p in self.parameters.items() if (id(p), memory(p)) not in self._before
+            name for name, p in self.parameters.items() if (id(p), memory_of(p)) not in self._before
         ]
         if not moved:  # the same parameters, in other modules
             return "a parameter was moved to another module, tied or untied"
@@ -70,14 +70,14 @@ def trained_memory(module: nn.Module) -> list[tuple[int, Memory]]:
         current = modules_left.pop()
         modules_left += (child for child in current._modules.values() if child is not None)
         parameters += [
-            (id(p), memory(p))
+            (id(p), memory_of(p))
             for p in current._parameters.values()
             if p is not None and p.requires_grad
         ]
     return parameters
 
 
-def memory(parameter: Tensor) -> Memory:
+def memory_of(parameter: Tensor) -> Memory:
     """Return where a parameter lies in memory; of a sharded parameter, where this rank's shard lies."""
     local = getattr(parameter, "_local_tensor", parameter)
     return local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride()

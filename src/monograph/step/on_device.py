@@ -46,7 +46,7 @@ class OnDevice(Parameters):
         if self._fuses_gradients:
             siblings.fuse_known(step.model)
         # Siblings are multiplied as one matrix, so their parameters must lie side by side in a plane.
-        ordered_parameters = siblings.side_by_side(step.model, trainable(step.model))
+        ordered_parameters = siblings.in_family_order(step.model, trainable(step.model))
         new_planes = planes(
             ordered_parameters,
             step.optim.kinds(step.model),

@@ -128,7 +128,7 @@ class Retries:
         graph.uncapture(step)
         step.parameters.wait_for_planes(to_write=False)
         try:
-            recompute.follow(step.model, Remat.Full())
+            recompute.apply_policy(step.model, Remat.Full())
         except UsageError:
             return False
         step.remat = Remat.Full()

@@ -104,7 +104,7 @@ class Step:
         announce: called with one line, the reason, when a micro-step cannot be replayed.
     """
 
-    # Whether `choose_kept` last chose for a captured step; None before its first choice.
+    # Whether `choose_kept_results` last chose for a captured step; None before its first choice.
     kept_choice_is_for_capture: bool | None
 
     def __init__(
@@ -158,7 +158,7 @@ class Step:
             else []
         )
         self.remat: Policy = remat or Remat.Off()
-        recompute.follow(self.model, self.remat)
+        recompute.apply_policy(self.model, self.remat)
         self.index = 0
         self.kept_choice_is_for_capture = None
         self.holds_average = False
@@ -298,7 +298,7 @@ class Step:
         Raises:
             UsageError: the module's parameters were changed since the step was made.
         """
-        self.guard.require()
+        self.guard.require_unchanged()
         counts_of_batches = [self.parameters.targets(batch) for batch in batches]
         known_counts = [count for count in counts_of_batches if count is not None]
         if known_counts:
@@ -324,7 +324,7 @@ class Step:
         self.loss_sum.copy_(totals[0])
         self.count.copy_(totals[1])
 
-    def choose_kept(self, batch: object) -> None:
+    def choose_kept_results(self, batch: object) -> None:
         """Choose which activations the recomputation policy keeps, from the shapes of a micro-batch.
 
         The choice is made once, and again after a capture or its release.
@@ -332,7 +332,7 @@ class Step:
         captured = self.scope != "none"
         if self.kept_choice_is_for_capture != captured:
             with unlinked(self.planes), self.context(), buffers_kept(self.loss):
-                recompute.choose_kept(
+                recompute.choose_kept_results(
                     self.model,
                     lambda twin: self.loss(twin, batch),
                     captured=captured,
@@ -555,7 +555,7 @@ def accumulate(step: Step, window: Iterable[object]) -> None:
         step.count_window(batches)
         batches = [step.with_shares(batch) for batch in batches]
         for batch in batches:
-            step.choose_kept(batch)
+            step.choose_kept_results(batch)
         step.parts.begin("forward")
         step.parameters.accumulate(batches)
 

@@ -86,10 +86,12 @@ class Chunk(NamedTuple):
 
 def chunks(stage: Stage) -> Iterator[Chunk]:
     """Cut the planes that are updated on the device into chunks of at most MAX_CHUNK_ELEMENTS elements."""
-    return cut((stored for stored in stage.stored if not stored.on_host), MAX_CHUNK_ELEMENTS)
+    return cut_into_chunks(
+        (stored for stored in stage.stored if not stored.on_host), MAX_CHUNK_ELEMENTS
+    )
 
 
-def cut(planes: Iterable[StoredPlane], max_elements: int) -> Iterator[Chunk]:
+def cut_into_chunks(planes: Iterable[StoredPlane], max_elements: int) -> Iterator[Chunk]:
     """Cut planes into chunks of at most `max_elements` elements.
 
     A plane of matrices is cut only between matrices. Each of its chunks has at least one matrix,
@@ -105,7 +107,7 @@ def cut(planes: Iterable[StoredPlane], max_elements: int) -> Iterator[Chunk]:
             yield Chunk(stored, begin, min(size, begin + chunk_size))
 
 
-def to_fetch(chunk: Chunk, *, gradient: bool) -> dict[str, Tensor]:
+def chunk_tensors_to_fetch(chunk: Chunk, *, gradient: bool) -> dict[str, Tensor]:
     """Return a chunk's tensors that must be copied to the device, by name.
 
     Args:
@@ -233,7 +235,7 @@ class ChunkedUpdate:
         stored, begin, end = chunk
         staging = self.staging_buffers.next()
         lanes = self.staging_buffers.lanes
-        sources = to_fetch(chunk, gradient=self.gradients is None)
+        sources = chunk_tensors_to_fetch(chunk, gradient=self.gradients is None)
         parts = staging.views(sources)
         spaces = [staging.space]
         for name, target in parts.items():

@@ -170,8 +170,8 @@ class Streamed(Engine):
                 elif not bool(gradient.any()):
                     missing.append(name)
 
-        # `choose_kept` runs a copy of the modules, so it comes before the modules are watched.
-        step.choose_kept(batch)
+        # `choose_kept_results` runs a copy of the modules, so it comes before the modules are watched.
+        step.choose_kept_results(batch)
         with buffers_kept(step.model), running_modules(step.model) as stack:
             try:
                 with discard_on_failure(step):

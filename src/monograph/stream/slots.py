@@ -20,7 +20,7 @@ from monograph.errors import UsageError
 from monograph.optim import Plane, join, split_, unlinked
 from monograph.step import Step
 from monograph.stream.lanes import Home, Lanes, Space
-from monograph.stream.store import GRADIENT, WEIGHTS, Further, Stage, StoredPlane, staged
+from monograph.stream.store import GRADIENT, WEIGHTS, Further, Stage, StoredPlane, as_staged
 
 Key = Hashable
 K = TypeVar("K", bound=Hashable)
@@ -281,7 +281,7 @@ class Passes:
             UsageError: the module cannot run in stages.
         """
         self.step = step
-        self.model = staged(step.model)
+        self.model = as_staged(step.model)
 
     def run_with_weights(
         self, needed: Sequence[StageOnDevice], call: Callable[[], T], backward: bool

@@ -181,7 +181,7 @@ class Store:
         return sizes
 
 
-def staged(module: nn.Module) -> Staged:
+def as_staged(module: nn.Module) -> Staged:
     """Return the module, typed as one that can be trained stage by stage.
 
     Raises:
@@ -223,7 +223,7 @@ def store_in_stages(
             exist.
         InputRefused: memory or disk cannot hold the module.
     """
-    staged_module = staged(module)
+    staged_module = as_staged(module)
     # Parameters are identified by `id`, because a tied parameter has several names. Such a parameter
     # belongs to the first stage that has it.
     names = {id(p): name for name, p in trainable(module).items()}

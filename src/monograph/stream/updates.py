@@ -35,9 +35,9 @@ from monograph.stream.chunked_update import (
     Chunk,
     ChunkedUpdate,
     StagingBuffers,
+    chunk_tensors_to_fetch,
     chunks,
-    cut,
-    to_fetch,
+    cut_into_chunks,
 )
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.placement import Placement, on_host
@@ -187,7 +187,7 @@ class HostUpdate:
     @staticmethod
     def _chunks(*stages: Stage) -> list[Chunk]:
         host_planes = (stored for stage in stages for stored in stage.stored if stored.on_host)
-        return list(cut(host_planes, MAX_CHUNK_ELEMENTS))
+        return list(cut_into_chunks(host_planes, MAX_CHUNK_ELEMENTS))
 
     def _new_decision(self, index: int) -> DecisionBuffers:
         """Allocate the memory of one decision."""
@@ -251,7 +251,7 @@ class Updates:
         self.in_backward = placement.when == "backward"
         # In the backward pass gradients are still in the stage's slot, so they are not fetched.
         tensors_of_chunks = [
-            to_fetch(chunk, gradient=not self.in_backward)
+            chunk_tensors_to_fetch(chunk, gradient=not self.in_backward)
             for stage in store.stages
             for chunk in chunks(stage)
         ]
@@ -330,10 +330,10 @@ class Updates:
 
     def flush(self) -> None:
         """Make all updates on the device that are still waiting."""
-        self.finish_begun()
+        self.finish_current()
         for stage in list(self.waiting):
             self.begin(stage)
-            self.finish_begun()
+            self.finish_current()
 
     def begin(self, stage: Stage, in_slot: StageOnDevice | None = None) -> None:
         """Begin the update of a waiting stage on the device.
@@ -405,9 +405,9 @@ class Updates:
     ) -> None:
         """Begin an update, after finishing the update that is under way.
 
-        Later calls of `update_some` and `finish_begun` update the chunks.
+        Later calls of `update_some` and `finish_current` update the chunks.
         """
-        self.finish_begun()
+        self.finish_current()
         update.fetch_chunks()
         self._current = update, update.update_chunks(self.update_part, scale, accepted, in_slot)
 
@@ -423,7 +423,7 @@ class Updates:
             chunks_due = math.ceil(update.count / micro_batches)
             self._run(islice(work, chunks_due))
 
-    def finish_begun(self) -> None:
+    def finish_current(self) -> None:
         """Finish the update that is under way.
 
         Raises:

@@ -262,7 +262,7 @@ class Walk:
             updates.store_gradients(stage_on_device)
             if in_backward:
                 updates.update_in_backward(stage_on_device)
-        updates.finish_begun()
+        updates.finish_current()
         self.gradient_is_empty = False
 
     def evaluate(self, batches: Sequence[object]) -> list[tuple[Tensor, Tensor]]:
@@ -289,7 +289,7 @@ class Walk:
             For each micro-batch, the arguments of its blocks besides the state.
         """
         further: list[Further] = [() for _ in batches]
-        self.updates.finish_begun()
+        self.updates.finish_current()
         self.stage_inputs.clear()
         for stage_on_device in self._visits(self.store.stages[:-1]):
             stage = stage_on_device.stage
@@ -378,7 +378,7 @@ class Walk:
         return lambda: self._finish_update(in_slot)
 
     def _finish_update(self, in_slot: StageOnDevice) -> StageOnDevice:
-        self.updates.finish_begun()
+        self.updates.finish_current()
         return in_slot
 
     def _compute(
