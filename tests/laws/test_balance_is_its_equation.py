@@ -19,7 +19,6 @@ from batches import captured_to_train, flat_gradient, packed, ragged, rows_of, t
 from daily import pairwise
 from monograph.ensemble import Ensemble
 from monograph.errors import UsageError
-from monograph.graph import experts
 from monograph.graph.experts import Router
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
@@ -236,7 +235,7 @@ def test_values_and_reported_losses_are_the_cross_entropy_alone() -> None:
 def test_without_it_nothing_is_computed(
     off: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts, "balance_of", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr("monograph.model.llama.balance_of", lambda *_: pytest.fail("computed"))
     monkeypatch.setattr("monograph.graph.experts.balanced", lambda *_: pytest.fail("computed"))
     step = Step(mixture(**off))
     accumulate(step, [rows_of(packed(ROWS), 0, 4)])

@@ -80,7 +80,7 @@ class LlamaConfig:
         norm_topk_prob: whether the weights of a token's experts, which are their probabilities, are
             divided by their sum.
         output_router_logits: whether training adds the balance of mixtures to the loss, see
-            `monograph.graph.experts`.
+            `monograph.graph.balance`.
         router_aux_loss_coef: factor of the balance.
         moe_intermediate_size: width of an expert. 0: intermediate_size / num_experts_per_tok,
             rounded up. In families without this key the width is intermediate_size.

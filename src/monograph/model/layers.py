@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monograph.graph.experts import Balance, ExpertLinear, Router
+from monograph.graph.balance import Balance
+from monograph.graph.experts import ExpertLinear, Router
 from monograph.graph.grouped import permute_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Family

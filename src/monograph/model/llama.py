@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from monograph.errors import InputRefused
-from monograph.graph.experts import Balance, balance_of
+from monograph.graph.balance import Balance, balance_of
 from monograph.model import mixture_keys
 from monograph.model.config import LlamaConfig
 from monograph.model.delta_net import GatedDeltaNet, initial_values
@@ -300,7 +300,7 @@ class Llama(nn.Module):
             shares: [B, T] floating, the factor of each position's loss in the number that is
                 differentiated, 0 where there is no target. It does not change the result. The
                 backward pass adds the gradient of each mixture's balance, with the shares
-                shares * balance_factor (see `monograph.graph.experts`). None: the balance gets no
+                shares * balance_factor (see `monograph.graph.balance`). None: the balance gets no
                 gradient. Must be None with a cache.
 
         Returns:
