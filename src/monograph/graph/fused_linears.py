@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph import compat
-from monograph.graph.remat import storage_of
+from monograph.graph.inspect import storage_of
 from monograph.ops.autograd import Context
 from monograph.ops.fused_gradients import FusedGradient, fused_gradient_of, linear
 

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -65,10 +64,15 @@ def loadable_state(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Return a key of a tensor's storage, which views share; it is unique among living tensors."""
+    return tensor.untyped_storage()._cdata
+
+
 def _storage_key(tensor: Tensor) -> int:
-    """Return a key of the tensor's storage, or of its local shard's if the tensor is sharded."""
+    """Return `storage_of` the tensor, or of its local shard if it is sharded; an id if it is sparse."""
     local = getattr(tensor, "_local_tensor", tensor)
-    return int(local.untyped_storage()._cdata) if local.layout == torch.strided else id(local)
+    return storage_of(local) if local.layout == torch.strided else id(local)
 
 
 class _Extent(NamedTuple):
@@ -101,15 +105,16 @@ def overlapping_tensors(module: nn.Module) -> tuple[str, str] | None:
         extents_by_storage.setdefault(_storage_key(extent.tensor), []).append(extent)
     for extents in extents_by_storage.values():
         # Only tensors whose spans intersect can overlap, so the slow exact test runs for them alone.
-        earlier = list[_Extent]()
-        for extent in sorted(extents, key=itemgetter(0, 1, 2)):
-            earlier = [other for other in earlier if other.end_byte > extent.begin_byte]
-            for other in earlier:
+        in_order = sorted(extents, key=lambda each: (each.begin_byte, each.end_byte, each.name))
+        intersecting = list[_Extent]()  # the earlier ones that reach into the current one
+        for extent in in_order:
+            intersecting = [other for other in intersecting if other.end_byte > extent.begin_byte]
+            for other in intersecting:
                 if not (extent.is_trained or other.is_trained):
                     continue
                 if np.shares_memory(_address_map(other.tensor), _address_map(extent.tensor)):
                     return other.name, extent.name
-            earlier.append(extent)
+            intersecting.append(extent)
     return None
 
 

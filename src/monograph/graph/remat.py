@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from monograph import compat
 from monograph.errors import UsageError
+from monograph.graph.inspect import storage_of
 from monograph.ranges import between
 
 # The Pareto front may double with every group, so it is thinned to about this many choices. The best
@@ -252,11 +253,6 @@ def record(
     stored = {storage_of(t): t for t in saved if storage_of(t) not in alive_anyway}
     products, rest_flops = calls.needed_for(set(stored))
     return output, Recording(_bytes(inputs.values()), _bytes(stored.values()), rest_flops, products)
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return a key of a tensor's storage, which views share; it is unique among living tensors."""
-    return tensor.untyped_storage()._cdata
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -233,20 +233,20 @@ def store_in_stages(
         for m in block.modules()
         if isinstance(m, MATMUL_MODULES)
     }
-    # Planes have the numbers and starts of the resident engine's planes, because stochastic
-    # rounding depends on them.
+    # The resident engine has one plane for each kind, which is cut here between stages. Planes keep
+    # its number and know where they start in it, because stochastic rounding depends on both.
     distinct_kinds = dict.fromkeys(kinds[name] for name in names.values())
-    numbers = {kind: number for number, kind in enumerate(distinct_kinds)}
+    number_of_kind = {kind: number for number, kind in enumerate(distinct_kinds)}
     next_start = dict.fromkeys(kinds.values(), 0)
     store = Store()
     stored_ids = set[int]()
     for stage_name, stage_blocks, modules in _stages(
         module, staged_module, placement.blocks_per_stage
     ):
-        used = {id(p): p for m in modules for p in m.parameters() if id(p) in names}
-        store.tied = store.tied or bool(used.keys() & stored_ids)
-        new = {names[key]: p for key, p in used.items() if key not in stored_ids}
-        stored_ids |= used.keys()
+        used_by_id = {id(p): p for m in modules for p in m.parameters() if id(p) in names}
+        store.tied = store.tied or bool(used_by_id.keys() & stored_ids)
+        new_by_name = {names[key]: p for key, p in used_by_id.items() if key not in stored_ids}
+        stored_ids |= used_by_id.keys()
         stage = Stage(
             name=stage_name,
             index=len(store.stages),
@@ -260,13 +260,13 @@ def store_in_stages(
             for p in block.parameters()
             if id(p) in names
         }
-        for plane in planes(new, kinds, optim.state, parts=block_of_parameter):
-            plane.number = numbers[plane.kind]
+        for plane in planes(new_by_name, kinds, optim.state, parts=block_of_parameter):
+            plane.number = number_of_kind[plane.kind]
             start = next_start[plane.kind]
             next_start[plane.kind] += plane.param.numel()
             if rounds_weights and not plane.param.is_meta:
-                for part in plane.param.split(ELEMENTS_AT_ONCE):
-                    part.copy_(splittable(part))
+                for piece in plane.param.split(ELEMENTS_AT_ONCE):
+                    piece.copy_(splittable(piece))
             # Until `_move_home` allocates the gradient, it is a view of a single zero, which takes
             # no memory.
             plane.grad = plane.grad.new_zeros(()).expand_as(plane.grad)
@@ -287,10 +287,10 @@ def store_in_stages(
         raise UsageError(
             f"Placement: on_device names stage {min(unknown_stages)}, and the stages are 0 to {len(store.stages) - 1}"
         )
-    left_out = [name for key, name in names.items() if key not in stored_ids]
-    if left_out:
+    missing_names = [name for key, name in names.items() if key not in stored_ids]
+    if missing_names:
         raise UsageError(
-            f"memory = stream: {left_out[0]} is in no block and in neither parts_before nor parts_after"
+            f"memory = stream: {missing_names[0]} is in no block and in neither parts_before nor parts_after"
         )
     return store
 
