@@ -138,7 +138,7 @@ def make(folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
     """Make the folders to load: a base with a byte tokenizer, an adapter for it, and a little text."""
     import torch
 
-    from monograph.graph.lora import Lora, adapt, adapters
+    from monograph.graph.lora import Lora, adapt, adapted_layers
     from monograph.model.adapter import pack_adapters, save_adapter
     from monograph.model.config import LlamaConfig
     from monograph.model.hub import load_model, save_model
@@ -151,7 +151,7 @@ def make(folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
     model, lora = load_model(folder / "base"), Lora(LORA["lora.rank"])
     adapt(model, lora)
     with torch.no_grad():
-        for layer in adapters(model).values():
+        for layer in adapted_layers(model).values():
             layer.lora_B.weight.normal_(std=0.02)
     save_adapter(pack_adapters(model, lora, str(folder / "base")), folder / "adapter")
     (folder / "texts").mkdir(parents=True)

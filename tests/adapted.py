@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from batches import tiny_llama
-from monograph.graph.lora import Lora, adapters
+from monograph.graph.lora import Lora, adapted_layers
 from monograph.graph.precision import Precision
 from monograph.graph.token_rows import tables_with_rows
 from monograph.model.adapter import install_adapters
@@ -32,7 +32,7 @@ def peft():
 def trained(module: nn.Module, seed: int = 1, spread: float = 0.05) -> nn.Module:
     """The module with B, magnitudes and rows of tokens, as if they had been trained."""
     generator = torch.Generator().manual_seed(seed)
-    for layer in adapters(module).values():
+    for layer in adapted_layers(module).values():
         layer.lora_B.weight.copy_(
             torch.randn(layer.lora_B.weight.shape, generator=generator) * spread
         )

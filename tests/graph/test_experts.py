@@ -11,7 +11,7 @@ from batches import captured_to_train, ragged, tiny_llama
 from monograph.errors import InputRefused
 from monograph.graph.experts import ExpertLinear, Int8Experts, NF4Experts
 from monograph.graph.frozen import Int8Linear, NF4Linear, parameter_count
-from monograph.graph.lora import Lora, adapt, adapters, merge, merged
+from monograph.graph.lora import Lora, adapt, adapted_layers, merge, merged_weight
 from monograph.graph.precision import Precision
 from monograph.model.adapter import install_adapters, pack_adapters
 from monograph.optim import AdamW, Muon, hidden_matrices
@@ -42,7 +42,7 @@ def stack(kind=ExpertLinear, dtype=torch.float64):
 def trained(model):
     """Adapters far from their start, where B is zero."""
     with torch.no_grad():
-        for layer in adapters(model).values():
+        for layer in adapted_layers(model).values():
             layer.lora_B.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     return model
 
@@ -84,22 +84,22 @@ def test_an_adapter_of_experts_is_each_experts_own(base):
     before = model(tokens)
     adapt(model, Lora(4, targets=TARGETS, base=base))
     assert (
-        len(adapters(model)) == 2 * 4
-        and adapters(model)["model.layers.0.mlp.experts.up_proj"].lora_A.weight.ndim == 3
+        len(adapted_layers(model)) == 2 * 4
+        and adapted_layers(model)["model.layers.0.mlp.experts.up_proj"].lora_A.weight.ndim == 3
     )
     if base == "auto":
         assert torch.equal(model(tokens), before)
     trained(model)
     unmerged, plain = model(tokens), copy.deepcopy(model)
-    layer = adapters(model)["model.layers.1.mlp.experts.down_proj"]
+    layer = adapted_layers(model)["model.layers.1.mlp.experts.down_proj"]
     weight = layer.dense() if base != "auto" else layer.weight
     for expert in range(5):
         change = layer.scale * layer.lora_B.weight[expert] @ layer.lora_A.weight[expert]
-        assert relative_error(merged(layer)[expert], weight[expert] + change) < 1e-6
+        assert relative_error(merged_weight(layer)[expert], weight[expert] + change) < 1e-6
     merge(plain)
-    assert not adapters(plain) and relative_error(plain(tokens), unmerged) < 1e-5 < relative_error(
-        unmerged, before
-    )
+    assert not adapted_layers(plain) and relative_error(
+        plain(tokens), unmerged
+    ) < 1e-5 < relative_error(unmerged, before)
     if base == "auto":
         assert list(plain.state_dict()) == list(tiny_llama(**MIXTURE).state_dict())
 
@@ -107,7 +107,7 @@ def test_an_adapter_of_experts_is_each_experts_own(base):
 def test_all_linear_layers_are_not_experts_as_in_peft_but_experts_are_quantised():
     model = tiny_llama(**MIXTURE)
     adapt(model, Lora(4, base="nf4"))
-    assert {name.rpartition(".")[2] for name in adapters(model)} == {
+    assert {name.rpartition(".")[2] for name in adapted_layers(model)} == {
         "q_proj",
         "k_proj",
         "v_proj",

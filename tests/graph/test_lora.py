@@ -21,7 +21,7 @@ from monograph.graph.lora import (
     Lora,
     LoraLinear,
     adapt,
-    adapters,
+    adapted_layers,
     checkpoint_state,
     may_start_without_gradient,
     merge,
@@ -51,7 +51,7 @@ def test_names_of_the_base_stay_and_only_adapters_are_trained():
 def test_a_linear_layer_in_a_sequence_is_no_block_with_an_adapter():
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     adapt(module, SMALL)
-    assert not blocks(module) and len(adapters(module)) == 2
+    assert not blocks(module) and len(adapted_layers(module)) == 2
 
 
 def test_fresh_adapters_are_kaiming_uniform_and_zero_from_streams_of_their_own():
@@ -116,7 +116,7 @@ def test_a_target_that_is_nothing_is_refused_with_what_there_is(targets, words):
     model = tiny_llama()
     with pytest.raises(UsageError, match=words):
         adapt(model, Lora(4, targets=targets))
-    assert not adapters(model) and all(p.requires_grad for p in model.parameters()), (
+    assert not adapted_layers(model) and all(p.requires_grad for p in model.parameters()), (
         "nothing was changed"
     )
 

@@ -21,7 +21,7 @@ from daily import nightly
 from llama_cpp import LlamaCpp
 from monograph.errors import InputRefused
 from monograph.graph.experts import ExpertLinear
-from monograph.graph.lora import Lora, adapt, adapters, merge
+from monograph.graph.lora import Lora, adapt, adapted_layers, merge
 from monograph.model.adapter import pack_adapters, save_gguf_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import BLOCK, FILE, save_gguf
@@ -408,7 +408,7 @@ def test_llama_cpp_adds_adapters_to_the_base(tmp_path: Path, family: str) -> Non
     save_gguf(model, tmp_path / "base", tokenizer, "f32", lambda line: None)
     adapt(model, lora)
     trained(model, spread=0.3)
-    layer = adapters(model)["model.layers.1.mlp.down_proj"]
+    layer = adapted_layers(model)["model.layers.1.mlp.down_proj"]
     save_gguf_adapter(pack_adapters(model, lora, "base"), model.config, tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter.gguf"
     read, fields = read_back(path), gguf.GGUFReader(path).fields

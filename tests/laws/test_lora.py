@@ -35,7 +35,7 @@ from laws.together import (
 )
 from monograph.config import load
 from monograph.errors import UsageError
-from monograph.graph.lora import adapt, adapters, merge, store_row_norms
+from monograph.graph.lora import adapt, adapted_layers, merge, store_row_norms
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loss import token_loss
@@ -58,7 +58,7 @@ def test_fresh_adapters_change_no_bit_of_the_base(name, kind):
     dtype, of_adapters = WIDTHS[name]
     model, plain, batch = tiny_llama(dtype), tiny_llama(dtype), packed(4)
     adapt(model, KINDS[kind], dtype=of_adapters)
-    assert {layer.lora_A.weight.dtype for layer in adapters(model).values()} == {
+    assert {layer.lora_A.weight.dtype for layer in adapted_layers(model).values()} == {
         {
             "fp32": torch.float32,
             "fp64": torch.float64,
@@ -84,7 +84,7 @@ def test_fresh_magnitudes_change_no_bit_of_a_rounded_base(base):
         install_adapters(model, replace(KINDS[kind], base=base), precision=Precision("bf16"))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(token_loss(models[0], packed(4))[0], token_loss(models[1], packed(4))[0])
-    for layer in adapters(models[1]).values():
+    for layer in adapted_layers(models[1]).values():
         kept = row_norms(layer.weight if base == "auto" else layer.dense())
         assert torch.equal(layer.lora_norms, kept) and torch.equal(
             layer.lora_magnitude_vector, kept
@@ -99,7 +99,7 @@ def in_peft(model, theirs, of_adapters, lora=SMALL):
         use_dora=lora.dora,
     )  # fmt: skip
     library.inject_adapter_in_model(config, theirs)
-    for name, layer in adapters(model).items():
+    for name, layer in adapted_layers(model).items():
         twin = theirs.get_submodule(name)
         for factor in ("lora_A", "lora_B"):
             weight = getattr(twin, factor)["default"].weight

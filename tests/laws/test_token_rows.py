@@ -23,7 +23,7 @@ from laws.together import (
     members_are_alone,
     separate_gradient,
 )
-from monograph.graph.lora import Lora, adapt, adapters, merge
+from monograph.graph.lora import Lora, adapt, adapted_layers, merge
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.token_rows import rows_of, tables_with_rows
@@ -57,7 +57,7 @@ def test_fresh_rows_change_no_bit_of_the_base(dtype, tied):
     assert torch.equal(model.logits(hidden), plain.logits(hidden))
     for precision in ("bf16", "fp16") if dtype == torch.float32 else ():
         narrow = adapted_llama(WITH_ROWS, precision, tie_word_embeddings=tied)
-        for layer in adapters(narrow).values():
+        for layer in adapted_layers(narrow).values():
             layer.lora_B.weight.data.zero_()
         for name, table in tables_with_rows(narrow).items():
             assert (
@@ -83,7 +83,7 @@ def in_peft(model, tied, seed=0):
         trainable_token_indices=ids if tied else {"embed_tokens": ids, "lm_head": ids},
     )  # fmt: skip
     library.inject_adapter_in_model(config, theirs)
-    for name, layer in adapters(model).items():
+    for name, layer in adapted_layers(model).items():
         for factor in ("lora_A", "lora_B"):
             twin = getattr(theirs.get_submodule(name), factor)["default"].weight
             twin.data = getattr(layer, factor).weight.detach().clone()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from adapted import KINDS, LINEAR, SMALL, adapted_llama, peft
 from batches import ragged, tiny_llama
 from monograph.errors import InputRefused
-from monograph.graph.lora import Lora, adapters
+from monograph.graph.lora import Lora, adapted_layers
 from monograph.model.adapter import (
     adapter_state,
     config_digest,
@@ -140,7 +140,7 @@ def test_targets_mean_the_same_when_they_are_read(tmp_path, targets):
     save_adapter(pack_adapters(adapted_llama(lora), lora, ""), tmp_path / "adapter")
     stored, model = read_adapter(tmp_path / "adapter"), tiny_llama()
     install_adapters(model, stored.lora, start=stored)
-    assert set(adapters(model)) == set(adapters(adapted_llama(lora)))
+    assert set(adapted_layers(model)) == set(adapted_layers(adapted_llama(lora)))
 
 
 REFUSED = {

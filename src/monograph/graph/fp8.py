@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from monograph import compat
 from monograph.errors import UsageError
-from monograph.graph.lora import adapters
+from monograph.graph.lora import adapted_layers
 from monograph.graph.siblings import families
 from monograph.ops.autograd import Context
 
@@ -43,7 +43,7 @@ def convert_(module: nn.Module, weights: Iterable[str]) -> list[str]:
     Raises:
         UsageError: no layer can compute in fp8, siblings are fused, or the module has adapters.
     """
-    if adapters(module):
+    if adapted_layers(module):
         raise UsageError(
             "fp8 is for weights that are trained, but weights with adapters are frozen: use bf16"
         )

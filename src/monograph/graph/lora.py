@@ -270,7 +270,7 @@ def adapt(
         raise UsageError(
             "the module has fused siblings, but an adapter belongs to one layer: unfuse_siblings(model) first"
         )
-    if adapters(module):
+    if adapted_layers(module):
         raise UsageError("the module has adapters already: merge(module) first")
     chosen = chosen_layers(module, lora)
     if lora.tokens:
@@ -283,7 +283,7 @@ def adapt(
     for name, layer in chosen.items():
         _adapt(layer, lora, f"{seed} {name}.lora_A.weight", device, dtype)
     store_row_norms(module)
-    return adapters(module)
+    return adapted_layers(module)
 
 
 def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | ExpertLinear]:
@@ -307,10 +307,7 @@ def _quantise_base(module: nn.Module, base: str, device: Place) -> None:
     """Store the weights of experts and of all linear layers except the head as `Lora.base` says."""
     linear_class, expert_class = BASES[base]
     shared = inspect.shared_parameters(module)
-    for layer in (
-        *linear_layers(module).values(),
-        *expert_layers(module).values(),
-    ):
+    for layer in (*linear_layers(module).values(), *expert_layers(module).values()):
         weight = layer.weight
         # Another layer reads a shared weight, and needs it dense.
         if id(weight) in shared:
@@ -332,7 +329,7 @@ def store_row_norms(module: nn.Module, reset_magnitudes: bool = True) -> None:
         module: a module with adapters.
         reset_magnitudes: whether the magnitudes are set to these norms, as in a new adapter.
     """
-    for layer in adapters(module).values():
+    for layer in adapted_layers(module).values():
         if layer.lora_magnitude_vector is not None:
             norms = row_norms(_base_weight(layer)).to(layer.lora_magnitude_vector.device)
             layer.register_buffer("lora_norms", norms, persistent=False)
@@ -344,7 +341,7 @@ def _base_weight(layer: AnyAdapted) -> Tensor:
     return layer.dense() if isinstance(layer, FrozenWeight) else layer.weight
 
 
-def adapters(module: nn.Module) -> dict[str, AnyAdapted]:
+def adapted_layers(module: nn.Module) -> dict[str, AnyAdapted]:
     """Return the layers of a module that have an adapter, by name."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, AnyAdapted)}
 
@@ -401,15 +398,15 @@ def _adapt(
 def merge(module: nn.Module) -> None:
     """Turn every adapted layer, one after another, into a plain layer that computes the same.
 
-    Its weight is `merged(layer)`. A quantised weight becomes dense: in the dtype of all other
+    Its weight is `merged_weight(layer)`. A quantised weight becomes dense: in the dtype of all other
     weights if they have the same one, else in fp32. The trained rows of tokens are written into
     their tables. Frozen weights stay frozen.
     """
     dense_modules = [m for m in module.modules() if not isinstance(m, (*FACTORS, FrozenWeight))]
     dtypes = {kept_dtype(p) for m in dense_modules for p in m.parameters(recurse=False)}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    for layer in adapters(module).values():
-        weight = merged(layer)
+    for layer in adapted_layers(module).values():
+        weight = merged_weight(layer)
         for name in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"):
             delattr(layer, name)
         layer._buffers.pop("lora_norms", None)
@@ -425,7 +422,7 @@ def merge(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def merged(layer: AnyAdapted) -> Tensor:
+def merged_weight(layer: AnyAdapted) -> Tensor:
     """Return a layer's weight with its adapter merged in.
 
         round(W + s B A),   with DoRA  round(g (W + s B A)),  see `Adapted`
@@ -453,7 +450,7 @@ def checkpoint_state(module: nn.Module) -> dict[str, Tensor]:
     It is the whole state dict; if the module has adapters, the frozen parameters are left out.
     """
     state = inspect.unique_state(module)
-    if not adapters(module):
+    if not adapted_layers(module):
         return state
     # Tied parameters are listed with all their names, because the state may have any of them.
     frozen_names = {
@@ -492,7 +489,7 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
     is NaN or infinite.
     """
     module = inspect.unwrapped(module)
-    adapted = adapters(module)
+    adapted = adapted_layers(module)
     row_tables = tables_with_rows(module)
     trained_ids = {
         id(p)
@@ -526,7 +523,7 @@ def _read(
         table: the layer with trained rows whose weight it is, or None.
     """
     if layer is not None:
-        return require_finite(merged(layer), name)
+        return require_finite(merged_weight(layer), name)
     value = parameter.detach().to(kept_dtype(parameter))
     if table is not None:
         value = with_replaced_rows(value, table.rows).detach()

@@ -77,25 +77,19 @@ class MappedPieces(MappedWeight):
             return function(*args, **kwargs or {})
 
 
-# Functions of torch that do not read a tensor's numbers, but its shape, its memory or its flags.
+# What does not read a tensor's numbers, but its shape, its memory or its flags.
+_METHODS = (
+    "data_ptr dim element_size is_complex is_contiguous is_floating_point numel requires_grad_ size "
+    "stride untyped_storage"
+).split()
+_READ_ATTRIBUTES = (
+    "device dtype grad is_cuda is_leaf is_meta is_sparse layout nbytes ndim requires_grad shape"
+).split()
+_WRITTEN_ATTRIBUTES = ("data", "grad", "requires_grad")
 _FUNCTIONS_WITHOUT_NUMBERS = {
-    *(
-        getattr(Tensor, name)
-        for name in ("size", "dim", "numel", "requires_grad_", "untyped_storage", "is_complex")
-    ),
-    *(
-        getattr(Tensor, name)
-        for name in ("data_ptr", "stride", "element_size", "is_floating_point", "is_contiguous")
-    ),
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "layout", "nbytes", "grad")
-    ),
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("is_meta", "is_sparse", "requires_grad", "is_leaf", "is_cuda")
-    ),
-    *(getattr(Tensor, name).__set__ for name in ("data", "grad", "requires_grad")),
+    *(getattr(Tensor, name) for name in _METHODS),
+    *(getattr(Tensor, name).__get__ for name in _READ_ATTRIBUTES),
+    *(getattr(Tensor, name).__set__ for name in _WRITTEN_ATTRIBUTES),
 }
 
 
@@ -156,7 +150,7 @@ def replace_data(parameter: Tensor, data: Tensor) -> None:
 
 
 def in_file_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Sort mapped parameters by their place in the file, so that it is read from beginning to end.
+    """Sort mapped parameters by their position in the file, so that it is read from the beginning on.
 
     Parameters that are not mapped come first.
     """

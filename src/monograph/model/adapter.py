@@ -26,7 +26,7 @@ from monograph.graph.lora import (
     Lora,
     Plain,
     adapt,
-    adapters,
+    adapted_layers,
     round_frozen_weights,
     store_row_norms,
 )
@@ -305,7 +305,7 @@ def adapter_state(module: nn.Module) -> dict[str, Tensor]:
     """
     lora_tensors = {
         f"{name}.{part}": parameter.detach()
-        for name, layer in adapters(module).items()
+        for name, layer in adapted_layers(module).items()
         for part, parameter in layer.named_parameters()
         if part.startswith("lora_")
     }
@@ -352,7 +352,7 @@ def pack_adapters(
     """
     if config is None and isinstance(module, Llama):
         config = module.config
-    adapted = adapters(module)
+    adapted = adapted_layers(module)
     if experts := [name for name, layer in adapted.items() if isinstance(layer, AdaptedExperts)]:
         raise InputRefused(
             f"{experts[0]} has an adapter for each expert, for which PEFT has no form"

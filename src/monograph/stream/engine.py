@@ -10,7 +10,7 @@ from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.compilable import Scope
 from monograph.graph.inspect import buffers_kept, running_modules
-from monograph.graph.lora import adapters
+from monograph.graph.lora import adapted_layers
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy
 from monograph.graph.trial import Trial, place_and_message
@@ -211,7 +211,7 @@ def _require_streamable(
         raise UsageError(
             "memory = stream keeps full-precision weights: master_weights = False is for memory = device"
         )
-    if adapters(model):
+    if adapted_layers(model):
         raise UsageError(
             "memory = stream fetches weights that are trained, not frozen ones: take memory = device"
         )
