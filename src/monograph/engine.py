@@ -136,7 +136,7 @@ class Engine:
                 )
             return findings
 
-        return self._fitting(window, attempt)
+        return self._with_retries(window, attempt)
 
     def _require_empty_rows_add_nothing(self, window: Batch, rows: int) -> None:
         if self._empty_rows_scored:
@@ -187,7 +187,7 @@ class Engine:
         try:
             graph.capture(step, backend, scope)
             with buffers_kept(self.model, step.loss):
-                self._fitting(window, lambda: self._warm_all(window))
+                self._with_retries(window, lambda: self._warm_all(window))
         except Exception as error:
             graph.uncapture(step)
             step.discard()
@@ -232,14 +232,14 @@ class Engine:
         Raises:
             OutOfDeviceMemory: a micro-batch of one row does not fit.
         """
-        self._fitting(window, lambda: accumulate(self.step, self._micro_batches(window)))
+        self._with_retries(window, lambda: accumulate(self.step, self._micro_batches(window)))
 
-    def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
+    def _with_retries(self, window: Batch, work: Callable[[], T]) -> T:
         """Return `work()`, a pass over a window, repeated with less memory until it fits.
 
-        See `Retries.fitting`.
+        See `Retries.run`.
         """
-        return self.retries.fitting(self.step, functools.partial(self._rows, window), work)
+        return self.retries.run(self.step, functools.partial(self._rows, window), work)
 
     def update(self) -> Update:
         """Clip and apply the accumulated gradient."""
@@ -268,7 +268,7 @@ class Engine:
     def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
         with modes_kept(self.model), torch.no_grad(), self.step.averaged():
             self.model.eval()
-            sums_of_batches = self._fitting(
+            sums_of_batches = self._with_retries(
                 batch, lambda: self.step.parameters.score(self._micro_batches(batch))
             )
         losses, counts = zip(*sums_of_batches, strict=True)
@@ -332,7 +332,7 @@ class Engine:
         """
         rows = self._rows(window)
         dim = self._row_dim
-        size = self.retries.size(rows)
+        size = self.retries.rows_per_micro_batch(rows)
         ranks, rank = self.retries.share
         batches_per_rank = math.ceil(rows / (size * ranks))
         if rows < batches_per_rank * size * ranks:

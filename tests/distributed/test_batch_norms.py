@@ -134,7 +134,7 @@ def main() -> None:
         worst += [float((ours[name] - exact[name]).abs().max()) for name in exact]
         ended = 0
         try:
-            many._fitting(window, run_out)
+            many._with_retries(window, run_out)
         except OutOfDeviceMemory as error:
             ended = error.retry_rows
     if world.leads:

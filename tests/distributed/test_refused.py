@@ -112,12 +112,12 @@ def test_memory_that_ran_out_names_the_rank_and_other_errors_stay() -> None:
         retries = BeginAgain(rows, TWO)
         said = f"^rank 1: out of memory at micro_batch = {rows}: no more; {remedy} train.micro_batch, model or"
         with pytest.raises(OutOfDeviceMemory, match=said) as raised:
-            retries.fitting(
+            retries.run(
                 cast(Step, None), lambda: 4, lambda: fails(torch.OutOfMemoryError("no more\nof it"))
             )
         assert raised.value.retry_rows == (2 if rows == 3 else 0)
     with pytest.raises(RuntimeError, match="^another$"):
-        retries.fitting(cast(Step, None), lambda: 4, lambda: fails(RuntimeError("another")))
+        retries.run(cast(Step, None), lambda: 4, lambda: fails(RuntimeError("another")))
 
 
 def test_rows_are_shared_out_as_torch_chunks_them() -> None:

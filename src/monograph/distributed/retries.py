@@ -26,8 +26,8 @@ class BeginAgain(Retries):
         super().__init__(micro_batch, share=Share(world.size, world.rank))
         self.world = world
 
-    def fitting(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:
-        """Return `work()`; see `Retries.fitting`.
+    def run(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:
+        """Return `work()`; see `Retries.run`.
 
         Raises:
             OutOfDeviceMemory: memory ran out; its `retry_rows` are the rows of a micro-batch to
@@ -38,7 +38,7 @@ class BeginAgain(Retries):
         except (RuntimeError, InputRefused) as error:
             if not out_of_memory(error):
                 raise
-            size = self.size(rows())
+            size = self.rows_per_micro_batch(rows())
             remedy = "let torchrun restart it (--max-restarts 3), or " if size > 1 else ""
             failed = OutOfDeviceMemory(
                 f"rank {self.world.rank}: out of memory at micro_batch = {size}: {str(error).splitlines()[0]}; "
@@ -59,13 +59,13 @@ class Together(Retries):
         super().__init__(micro_batch, share=Share(replicas.world.size, replicas.world.rank))
         self.replicas = replicas
 
-    def fitting(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:
-        """Return `work()`, after all ranks have done it; see `Retries.fitting`."""
+    def run(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:
+        """Return `work()`, after all ranks have done it; see `Retries.run`."""
         world = self.replicas.world
         if any(isinstance(module, nn.SyncBatchNorm) for module in step.model.modules()):
             # With such a module, ranks wait for each other in the middle of a pass.
             restarts = BeginAgain(self.micro_batch, world)
-            return restarts.fitting(step, rows, work)
+            return restarts.run(step, rows, work)
 
         def work_together() -> T:
             try:
@@ -84,4 +84,4 @@ class Together(Retries):
                 raise torch.OutOfMemoryError(message or "on another rank")
             return result
 
-        return super().fitting(step, rows, work_together)
+        return super().run(step, rows, work_together)

@@ -86,10 +86,8 @@ def _over_blocks(
     groups = query_BHTE.shape[1] // key_heads
     wide_dtype = torch.promote_types(query_BHTE.dtype, torch.float32)
     query_BKME = query_BHTE.unflatten(1, (key_heads, groups)).flatten(2, 3)
-    scores_NBKMC = (
-        _wide_product(query_BKME, keys_NBKCE.transpose(-1, -2), wide_dtype, is_filled)
-        * head_dim**-0.5
-    )
+    products_NBKMC = _wide_product(query_BKME, keys_NBKCE.mT, wide_dtype, is_filled)
+    scores_NBKMC = products_NBKMC * head_dim**-0.5
     scores_NBKMC = scores_NBKMC.masked_fill(~is_visible_NB1MC, -torch.inf)
     largest_1BKM1 = scores_NBKMC.amax(dim=(0, -1), keepdim=True)
     if sink_H is not None:
@@ -99,13 +97,10 @@ def _over_blocks(
     total_BKM1 = _sum_by_halving(weights_NBKMC.sum(-1, keepdim=True))
     if sink_H is not None:
         total_BKM1 = total_BKM1 + (sink_KM1 - largest_1BKM1[0]).exp()
-    mixed_BKME = (
-        _sum_by_halving(
-            _wide_product(weights_NBKMC.to(values_NBKCE.dtype), values_NBKCE, wide_dtype, is_filled)
-        )
-        / total_BKM1
-    )
-    return mixed_BKME.to(query_BHTE.dtype).unflatten(2, (groups, -1)).flatten(1, 2)
+    rounded_NBKMC = weights_NBKMC.to(values_NBKCE.dtype)
+    mixed_NBKME = _wide_product(rounded_NBKMC, values_NBKCE, wide_dtype, is_filled)
+    out_BKME = _sum_by_halving(mixed_NBKME) / total_BKM1
+    return out_BKME.to(query_BHTE.dtype).unflatten(2, (groups, -1)).flatten(1, 2)
 
 
 def _sinks_of_queries(sink_H: Tensor, key_heads: int, queries: int) -> Tensor:

@@ -34,7 +34,7 @@ class Share(NamedTuple):
     rank: int = 0
 
 
-WHOLE = Share()
+ALL_MICRO_BATCHES = Share()
 
 
 class Retries:
@@ -47,7 +47,9 @@ class Retries:
         announce: called with one line when a pass is repeated in another way.
     """
 
-    def __init__(self, micro_batch: int | None, *, share: Share = WHOLE, recomputes: bool = True):
+    def __init__(
+        self, micro_batch: int | None, *, share: Share = ALL_MICRO_BATCHES, recomputes: bool = True
+    ):
         """Set the size of micro-batches to begin with.
 
         Args:
@@ -70,17 +72,18 @@ class Retries:
         self.announce: Callable[[str], None] = lambda line: None
         self._recomputes = recomputes
 
-    def size(self, rows: int) -> int:
+    def rows_per_micro_batch(self, rows: int) -> int:
         """Return the rows per micro-batch of a window that has `rows` rows."""
         return self.micro_batch or math.ceil(rows / self.share.ranks)
 
-    def fitting(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:
+    def run(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:
         """Call `work`, and repeat it with less memory until it fits; return its result.
 
         Args:
             step: the step.
             rows: returns the number of rows of the window.
-            work: a pass of the step over the window; it must ask `size` again in each call.
+            work: a pass of the step over the window; it must call `rows_per_micro_batch` again each
+                time.
 
         Raises:
             OutOfDeviceMemory: one row does not fit, even with recomputed blocks.
@@ -98,7 +101,7 @@ class Retries:
 
     def _step_down(self, step: Step, window_rows: int, message: str) -> None:
         """Make one change that saves memory: no replays, else half the rows, else recomputed blocks."""
-        rows = min(self.size(window_rows), window_rows)
+        rows = min(self.rows_per_micro_batch(window_rows), window_rows)
         step.discard()
         # The cheapest change comes first: without replays only launches cost more, fewer rows cost
         # some speed, and recomputed blocks add about a third to the computation.

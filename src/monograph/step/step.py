@@ -82,6 +82,11 @@ class Step:
     cut.
 
     Attributes:
+        index: number of updates so far, skipped ones included.
+        planes: the trainable parameters, in flat buffers.
+        left_in_bf16: names of the weights that fp8 leaves in bf16.
+        holds_average: whether the planes hold the averaged weights now, see `averaged`.
+        scope: what one graph of a capture has; "none" if the step is not captured.
         lr: learning rate of the current update. `lr` to `loss_factor` are tensors on the device,
             0-d ([1] for `loss_factor`), or [N] for an ensemble of N members.
         loss_sum: sum of losses in the current window.
@@ -134,8 +139,8 @@ class Step:
                 spikes.
             precision: the compute dtype; fp32 by default. With fp16 the loss is scaled (see
                 `Precision.rescale_`), and an update whose scaled gradient overflows is skipped.
-                With fp8 `left_in_bf16` names the matrices that stay in bf16, because a side is not
-                a multiple of 16.
+                With fp8 the matrices of `left_in_bf16` stay in bf16, because a side is not a
+                multiple of 16.
             remat: which activations the backward pass recomputes; none by default.
             sum_over_ranks: sums a 0-d tensor over all ranks.
             parameters: where the parameters live; each step needs its own. By default they are in
@@ -152,11 +157,9 @@ class Step:
         self.schedule = schedule or constant()
         self.precision = precision or Precision()
         _require_together(self.optim, self.precision)
-        self.left_in_bf16 = (
-            fp8.convert_(self.model, hidden_matrices(self.model))
-            if self.precision.name == "fp8"
-            else []
-        )
+        self.left_in_bf16: list[str] = []
+        if self.precision.name == "fp8":
+            self.left_in_bf16 = fp8.convert_(self.model, hidden_matrices(self.model))
         self.remat: Policy = remat or Remat.Off()
         recompute.apply_policy(self.model, self.remat)
         self.index = 0
@@ -177,16 +180,14 @@ class Step:
         self.skipped = zeros(dtype=torch.int64)
         self.good = zeros(dtype=torch.int64)
         self.largest_norm = largest_squarable(self.planes[0].grad.dtype)
-        self.largest_lr = largest_lr((plane.kind for plane in self.planes), self.largest_norm).to(
-            self.device
-        )
+        kinds = (plane.kind for plane in self.planes)
+        self.largest_lr = largest_lr(kinds, self.largest_norm).to(self.device)
         self.recent = torch.zeros(
             (*member_shape, 2, WINDOW), dtype=torch.float64, device=self.device
         )
-        self.loss_scale = zeros(dtype=torch.float32).fill_(
-            self.precision.loss_scale if self.precision.scales_loss else 1.0
-        )
-        self.scope: Scope | Literal["none"] = "none"  # what one graph of the capture holds
+        initial_scale = self.precision.loss_scale if self.precision.scales_loss else 1.0
+        self.loss_scale = zeros(dtype=torch.float32).fill_(initial_scale)
+        self.scope: Scope | Literal["none"] = "none"
         # `loss_factor` is an argument of a captured function, and a 0-d float64 argument would be
         # traced twice, so it is [1].
         self.loss_factor = zeros(dtype=torch.float64).reshape(-1)

@@ -123,7 +123,7 @@ class Streamed(Engine):
             InputRefused: the forward pass raised, or the loss or a gradient is not finite.
         """
         batch = next(self._micro_batches(window))
-        return self._fitting(window, lambda: self._try_stages(batch))
+        return self._with_retries(window, lambda: self._try_stages(batch))
 
     def capture(
         self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "blocks"
