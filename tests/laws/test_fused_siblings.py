@@ -198,7 +198,7 @@ def test_the_step_with_every_policy_and_scope(policy, scope):
         scores = [float(each.evaluate(packed(6, 9))[0]) for each in (separate, fused)]
         assert scores[0] == pytest.approx(scores[1], rel=1e-12)
     assert compat.captured_graphs() == graphs, "nothing recompiles"
-    assert all(family._outputs is None for family in families(fused.model))
+    assert all(family._waiting is None for family in families(fused.model))
 
 
 def test_bf16():

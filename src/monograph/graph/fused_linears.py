@@ -64,7 +64,7 @@ class _Mode(NamedTuple):
     autocast_dtype: torch.dtype
 
 
-class _Outputs(NamedTuple):
+class _WaitingOutputs(NamedTuple):
     """The outputs that wait for the other layers, and what they were computed from.
 
     Attributes:
@@ -105,7 +105,7 @@ class FusedLinears:
         self.weights: list[Any] = [layer.weight for layer in self.layers]
         self.biases: list[Any] = [layer.bias for layer in self.layers if layer.bias is not None]
         self.sizes = [len(weight) for weight in self.weights]
-        self._outputs: _Outputs | None = None
+        self._waiting: _WaitingOutputs | None = None
         self.move_side_by_side()
 
     def install(self) -> None:
@@ -116,7 +116,7 @@ class FusedLinears:
 
     def remove(self) -> None:
         """Make each layer compute alone again; the parameters are not moved."""
-        self._outputs = None
+        self._waiting = None
         for layer, layer_class in zip(self.layers, self.classes, strict=True):
             layer.__class__ = layer_class
             for name in ("family", "index_in_family"):
@@ -170,26 +170,26 @@ class FusedLinears:
     def output(self, index: int, input: Tensor) -> Tensor | None:
         """Return the output of one layer, or None if the layer must compute it alone."""
         if index == 0:
-            self._outputs = None  # those of an earlier call
+            self._waiting = None  # those of an earlier call
             # An inference tensor has no version counter, so a change between the calls of two
             # siblings would not be noticed.
             is_uncounted = not torch.compiler.is_compiling() and input.is_inference()
             if not self.views_are_current() or is_uncounted:
                 return None
             output, *others = self.all_outputs(input)
-            self._outputs = _Outputs(input, version_of(input), mode_of(input), tuple(others))
+            self._waiting = _WaitingOutputs(input, version_of(input), mode_of(input), tuple(others))
             return output
-        kept = self._outputs
-        if kept is None:
+        waiting = self._waiting
+        if waiting is None:
             return None
         if index + 1 == len(self.layers):
-            self._outputs = None  # frees input and outputs now, not at the next call
-        is_same_call = (
-            kept.input is input
-            and kept.mode == mode_of(input)
-            and kept.input_version == version_of(input)
+            self._waiting = None  # frees input and outputs now, not at the next call
+        is_same_input = (
+            waiting.input is input
+            and waiting.mode == mode_of(input)
+            and waiting.input_version == version_of(input)
         )
-        return kept.of_others[index - 1] if is_same_call else None
+        return waiting.of_others[index - 1] if is_same_input else None
 
     def views_are_current(self) -> bool:
         """Return whether `weight` and `bias` are views of the parameters that the layers have now."""
@@ -228,7 +228,7 @@ class FusedLinears:
         copied.weights, copied.biases = copy.deepcopy((self.weights, self.biases), memo)
         copied.sizes = list(self.sizes)
         copied.classes = list(self.classes)
-        copied._outputs = None
+        copied._waiting = None
         copied.move_side_by_side()
         copied.layers = copy.deepcopy(self.layers, memo)
         return copied

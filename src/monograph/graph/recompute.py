@@ -426,9 +426,9 @@ def choose_kept_results(
         with_stored_bytes=any(isinstance(plan.policy, Remat.Budget) for plan in plans.values()),
     )
     for name, plan in plans.items():
-        kept = _results_to_keep(plan.policy, recordings[name])
-        plan.contexts = _contexts_keeping(kept) if kept else None
-        plan.kept_names = str(sorted(kept)) if kept else ""
+        kept_results = _results_to_keep(plan.policy, recordings[name])
+        plan.contexts = _contexts_keeping(kept_results) if kept_results else None
+        plan.kept_names = str(sorted(kept_results)) if kept_results else ""
 
 
 def _results_to_keep(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]]:

@@ -146,7 +146,7 @@ class Step:
             parameters: where the parameters live; each step needs its own. By default they are in
                 planes on the module's device.
         """
-        _check(loss=loss, schedule=schedule, precision=precision, remat=remat)
+        _check_types(loss=loss, schedule=schedule, precision=precision, remat=remat)
         self.model = unwrap_(model)
         self.loss = loss
         self.clip = Clip.of(clip)
@@ -494,7 +494,7 @@ class Step:
     # ── each optimizer's formula is in a file of optim/ ──────────────────────────────────────────
 
 
-def _check(**given: object) -> None:
+def _check_types(**arguments: object) -> None:
     """Refuse arguments of a wrong type; None, which stands for the default, is refused for `loss`."""
     expected: dict[str, tuple[Any, str]] = {
         "loss": (Callable, "a function of (model, batch) that returns (sum, count)"),
@@ -506,7 +506,7 @@ def _check(**given: object) -> None:
         "remat": (Policy, "one of monograph.Remat's, such as Remat.Full()"),
     }
     for name, (kind, words) in expected.items():
-        value = given[name]
+        value = arguments[name]
         is_default = value is None and name != "loss"
         if not is_default and not isinstance(value, kind):
             raise UsageError(f"{name} is a {type(value).__name__}: expected {words}")
