@@ -86,7 +86,7 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
             generating code. "eager" becomes "aot_eager" if a graph recomputes activations.
         scope: "whole": each function is one graph. "blocks": equal blocks of the model share one
             graph; the update (`apply`) has its own graph, and so has the loss's attribute `head`, if
-            there is one: the function from the last block to the loss. The code between them runs
+            there is one: it computes the loss from hidden states. The code between them runs
             eagerly. The time to compile then does not grow with the number of blocks.
 
     Returns:
