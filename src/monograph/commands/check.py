@@ -80,8 +80,9 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> None:
 
 
 def _check_laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Compare fast computations with slow ones (`monograph.profiling.laws`)."""
-    from monograph.profiling.laws import Comparison, laws
+    """Compare fast computations with slow ones (`monograph.laws.check`)."""
+    from monograph.laws.check import laws
+    from monograph.laws.comparisons import Comparison
 
     keep_compiled()
     device = default_device()

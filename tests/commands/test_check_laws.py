@@ -1,4 +1,4 @@
-# Run: pytest tests/profiling/test_laws.py
+# Run: pytest tests/commands/test_check_laws.py
 """`monograph check --laws`: fast paths against slow ones on the machine at hand."""
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from cli.called import monograph_
 from monograph.decode.filters import FILTERS
 from monograph.decode.generator import Generator
 from monograph.device import default_device
-from monograph.profiling import laws as module
-from monograph.profiling.laws import Comparison, Law, laws
+from monograph.laws import check as module
+from monograph.laws.check import Law, laws
+from monograph.laws.comparisons import Comparison
 from monograph.resident import Resident
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_a_law_says_how_far_off_it_is(law, said):
-    assert law.said == said and law.holds == (said[2] == "holds")
+    assert law.said == said and law.holds == bool(law) == (said[2] == "holds")
 
 
 def test_a_broken_law_is_an_error_and_the_others_are_compared_all_the_same(monkeypatch, capsys):
