@@ -22,6 +22,7 @@ from llama_cpp import LlamaCpp
 from monograph.errors import InputRefused
 from monograph.graph.experts import ExpertLinear
 from monograph.graph.lora import Lora, adapt, adapters, merge
+from monograph.laws.comparisons import relative_error
 from monograph.model.adapter import pack_adapters, save_gguf_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import BLOCK, FILE, save_gguf
@@ -39,7 +40,6 @@ from monograph.model.scaling import (
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import BOS, EOS, PAD, Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
-from numerics import relative_error
 from probes import probes
 from reference import pieces
 

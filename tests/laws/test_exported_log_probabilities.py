@@ -31,6 +31,7 @@ from llama_cpp import Apart, LlamaCpp
 from model import config_draws
 from monograph.errors import InputRefused
 from monograph.graph.experts import Router
+from monograph.laws.comparisons import error_within
 from monograph.model import llama
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES, Family
@@ -47,7 +48,6 @@ from monograph.model.scaling import (
     YarnScaling,
 )
 from monograph.text.tokenizer import Tokenizer
-from numerics import error_within
 
 TOKENIZER = Tokenizer.bytes()
 # Tokens that are whole characters.

@@ -15,13 +15,13 @@ from monograph import compat
 from monograph.errors import InputRefused
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
+from monograph.laws.comparisons import error_within, relative_error
 from monograph.loss import Batch, MixtureLoss, token_loss
 from monograph.model.llama import Llama
 from monograph.ops import mixture
 from monograph.resident import Resident
 from monograph.session.evaluated_model import EvaluatedModel, mixed
 from monograph.text.tokenizer import Tokenizer
-from numerics import error_within, relative_error
 
 READING = {"sequence_length": 24}
 SHARE = 0.3  # not a half, so that the two terms cannot be taken for one another

@@ -15,12 +15,14 @@ Errors are measured in float64. A bound is fixed, or derived from the error that
 in the same dtype, so none is chosen to fit a result.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from monograph.loop import EngineState
 from monograph.model.llama import Llama
@@ -32,9 +34,6 @@ FLOAT64_BOUND = 1e-12
 ACCUMULATED_BOUND = {torch.float32: 1e-6, torch.float64: FLOAT64_BOUND}
 # Law 5: the relative error of what a member's training in float64 leaves.
 MEMBER_BOUND = 1e-10
-# A tensor that is 0 but for float64's rounding: the gradient of a bias that changes no loss, its
-# moments, and weights that only it has moved.
-MEMBER_ZERO = 1e-13
 # Laws 8 and 16: the absolute error of a log-probability in fp32.
 LOG_PROBABILITY_BOUND = 1e-5
 
@@ -72,21 +71,17 @@ class Comparison(NamedTuple):
         return error, bound, f"BROKEN: {self.why}" if self.why else "BROKEN"
 
 
-def relative_error(found: Tensor, expected: Tensor, zero: float = 0.0) -> float:
-    """Return ‖found - expected‖ / ‖expected‖ in float64; infinite if it is NaN.
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return ‖found - expected‖ / ‖expected‖ in float64; infinite for NaN, absolute where `expected`
+    is zero.
 
     It is computed on the host, as the exact result often is there and the other one on a GPU.
-
-    Args:
-        found: the result under test.
-        expected: the other one, of the same shape.
-        zero: where ‖expected‖ is no larger than this, the error is absolute.
     """
     assert found.shape == expected.shape, f"{tuple(found.shape)} is not {tuple(expected.shape)}"
     found, expected = (tensor.detach().cpu().double() for tensor in (found, expected))
     difference = (found - expected).norm().item()
     scale = expected.norm().item()
-    error = difference / scale if scale > zero else difference
+    error = difference / scale if scale > 0 else difference
     return error if error == error else float("inf")
 
 
@@ -184,41 +179,48 @@ def _same_bits(found: Tensor, expected: Tensor, equal_nan: bool) -> bool:
     return torch.equal(number, ~expected.isnan()) and torch.equal(found[number], expected[number])
 
 
-def member_is_alone(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Comparison:
+def member_is_alone(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], least: float = 0.0
+) -> Comparison:
     """Compare law 5's outcomes in float64: a member's, and that of the same model trained alone.
 
-    Losses, norms, weights and moments have an error, which is the larger one of two: by the largest
-    number, since a norm hides one wrong element, and by the norm, since the largest number hides
-    many that are slightly wrong. Learning rates, counts and counters must be equal.
+    Losses, norms, weights and moments have a relative error, by their norm and by their largest
+    number: a norm hides one wrong element, and the largest number many that are slightly wrong.
+    Learning rates, counts and counters must be equal.
+
+    Args:
+        found: the member's outcome.
+        expected: that of the model trained alone.
+        least: the errors of weights and moments whose norm is below this are relative to this. It
+            is for models in which some gradients cancel, as that of a bias before a batch norm
+            does, so that their moments are nothing but rounding.
     """
-    rounded = {name for name in expected if _is_rounded(name)}
+    rounded = [name for name, tensor in expected.items() if _is_rounded(name, tensor)]
     exact = {name: tensor for name, tensor in expected.items() if name not in rounded}
     if found.keys() != expected.keys() or differing({name: found[name] for name in exact}, exact):
         return Comparison(float("inf"), MEMBER_BOUND)
-    errors = [
-        max(
-            relative_error(found[name], expected[name], MEMBER_ZERO),
-            _error_of_largest(found[name], expected[name]),
-        )
-        for name in rounded
-    ]
-    return Comparison(max(errors), MEMBER_BOUND)
+    errors = list[float]()
+    for name in rounded:
+        difference = found[name] - expected[name]
+        smallest = 0.0 if name.startswith("update") else least
+        for order in (2, float("inf")):
+            scale = max(smallest, float(vector_norm(expected[name], order)))
+            error = float(vector_norm(difference, order))
+            errors.append(error / scale if scale else error)
+    is_number = all(map(math.isfinite, errors))
+    return Comparison(max(errors) if is_number else float("inf"), MEMBER_BOUND)
 
 
-def _is_rounded(name: str) -> bool:
+def _is_rounded(name: str, tensor: Tensor) -> bool:
     kind, *_, number = name.split(" ")
-    return kind in ("model", "optimizer") or number in ("loss", "grad_norm")
-
-
-def _error_of_largest(found: Tensor, expected: Tensor) -> float:
-    difference = float((found - expected).abs().max())
-    scale = float(expected.abs().max())
-    error = difference / scale if scale > MEMBER_ZERO else difference
-    return error if error == error else float("inf")
+    is_state = kind in ("model", "optimizer") and tensor.is_floating_point()
+    return is_state or number in ("loss", "grad_norm")
 
 
 def cached_is_full(found_SV: Tensor, full_SV: Tensor) -> Comparison:
     """Compare law 8's logits in float64: of steps with a cache, and of full passes.
+
+    The relative error of each step counts, and the error of each logit e relative to 1 + |e|.
 
     Args:
         found_SV: the logits of S steps, [..., V].
@@ -226,7 +228,9 @@ def cached_is_full(found_SV: Tensor, full_SV: Tensor) -> Comparison:
     """
     assert found_SV.shape == full_SV.shape
     steps = zip(found_SV.flatten(0, -2), full_SV.flatten(0, -2), strict=True)
-    return Comparison(max(relative_error(found, full) for found, full in steps), FLOAT64_BOUND)
+    of_steps = max(relative_error(found, full) for found, full in steps)
+    of_logits = float(((found_SV - full_SV).abs() / (1 + full_SV.abs())).max())
+    return Comparison(max(of_steps, of_logits), FLOAT64_BOUND)
 
 
 @torch.no_grad()
