@@ -43,9 +43,8 @@ def _temperature(x: Tensor, options: Sampling) -> float:
     if spread == 0 or left < 2:
         return options.temperature
     low, high = max(0.0, options.temperature - spread), options.temperature + spread
-    return (
-        low + (high - low) * (float(_entropy(x)) / math.log(left)) ** options.temperature_exponent
-    )
+    share = float(_entropy(x)) / math.log(left)
+    return low + (high - low) * float(share**options.temperature_exponent)
 
 
 def _entropy(x: Tensor) -> Tensor:
