@@ -19,6 +19,7 @@ def test_not_a_number_is_infinitely_wrong() -> None:
     assert relative_error(one * torch.nan, one) == float("inf")
     assert relative_error(one * torch.inf, one) == float("inf")
     assert not error_within(one * torch.nan, one, one.double())
+    assert not error_within(one * torch.nan, one * torch.nan, one.double())
 
 
 def test_the_bound_is_the_naive_paths_own_error() -> None:

@@ -29,6 +29,7 @@ CPU = torch.device("cpu")
         (Comparison(1e-7, 2e-7), ("1.0e-07", "2.0e-07", "holds")),
         (Comparison(3e-7, 2e-7), ("3.0e-07", "2.0e-07", "BROKEN")),
         (Comparison(math.nan, 2e-7), ("nan", "2.0e-07", "BROKEN")),
+        (Comparison(math.inf, math.inf), ("inf", "inf", "BROKEN")),
         (Comparison(0, 0), ("0 differ", "0", "holds")),
         (Comparison(2, 0), ("2 differ", "0", "BROKEN")),
         (Comparison(0, 0, "nothing is replayed"), ("0 differ", "0", "BROKEN: nothing is replayed")),

@@ -56,8 +56,11 @@ class Comparison(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Return whether the law holds; it does not if the error is NaN."""
-        return not self.why and self.error <= self.bound
+        """Return whether the law holds; it does not if the error is infinite or NaN.
+
+        The naive path's error, and with it the bound, may be infinite as well.
+        """
+        return not self.why and math.isfinite(self.error) and self.error <= self.bound
 
     @property
     def said(self) -> tuple[str, str, str]:
