@@ -20,8 +20,8 @@ from monograph.decode.reproducible import (
     uniform,
     weight,
 )
+from monograph.laws.comparisons import error_within
 from monograph.ops.philox import philox
-from numerics import error_within
 
 ONES, PI = 0xFFFFFFFF, "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0"
 

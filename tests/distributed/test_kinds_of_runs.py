@@ -19,9 +19,9 @@ from commands.test_preferences import RUN as COMPARED
 from commands.test_rewards import RUN as REWARDED
 from distributed.launched import ranks
 from laws.resumed import write_inputs
+from monograph.laws.comparisons import relative_error
 from monograph.session.objectives.rewards import RewardTask
 from monograph.step.parts import PARTS
-from numerics import relative_error
 from rewarded import OPTIONS, prompts
 
 TIMES = {"tokens_per_s", "wall_s", "drawn_s", "scored_s", *(f"{part}_s" for part in PARTS)}

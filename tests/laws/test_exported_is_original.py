@@ -177,7 +177,7 @@ def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> Non
     """Greedily, wherever the best two of the original are further apart than both may be off.
 
     The original is asked after llama.cpp's own tokens, so one near tie does not end the comparison.
-    Each logit may be off by twice the naive path's own error (numerics.py): the naive path is this
+    Each logit may be off by twice the naive path's own error (laws/comparisons.py): the naive path is this
     model in fp32, and for q8_0 with the file's weights and what goes into each matrix rounded to
     Q8_0.
     """

@@ -16,6 +16,7 @@ from monograph.config import classify, load
 from monograph.device import Device, describe
 from monograph.errors import UsageError
 from monograph.graph.remat import Remat
+from monograph.laws.comparisons import relative_error
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW, Muon
 from monograph.predict.footprint import Work, footprint
@@ -27,7 +28,6 @@ from monograph.session.objectives.texts import TextTask
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.stream import Streamed
-from numerics import relative_error
 
 CARD = Device("card", "cuda", 2**36, 2**36, 8, has_bf16=True, has_fp8=True)
 

@@ -18,6 +18,7 @@ from monograph.commands.train import run as train
 from monograph.config import Settings, load
 from monograph.device import named
 from monograph.errors import UsageError
+from monograph.laws.comparisons import relative_error
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -30,7 +31,6 @@ from monograph.session.requirements import require_possible
 from monograph.session.resolve import request_of, resolve, shape_of
 from monograph.sweeps.spec import narrow_proxy, transfer_notes
 from monograph.transfer import WidthTransfer, narrowed
-from numerics import relative_error
 
 WIDE = {
     "model.preset": "nano", "model.hidden_size": 256, "model.intermediate_size": 768, "model.num_attention_heads": 8,

@@ -1,10 +1,10 @@
-"""Run: pytest tests/test_numerics.py"""
+"""Run: pytest tests/test_comparisons.py"""
 
 from __future__ import annotations
 
 import torch
 
-from numerics import error_within, relative_error
+from monograph.laws.comparisons import error_within, relative_error
 
 
 def test_relative_error_is_measured_in_float64() -> None:
