@@ -1,3 +1,3 @@
-"""The laws: what each compares and with which bound, and `check --laws`, which compares a small
-model's paths on the machine at hand. The tests of the laws use the same comparisons.
+"""Compare fast paths with slow ones, as the laws say: on the machine at hand with `check --laws`,
+and in the tests of the laws.
 """

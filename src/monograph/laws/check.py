@@ -1,8 +1,8 @@
 """Compare fast paths with slow paths on this machine, with a small model on the device of a run.
 
-A law says that a fast path equals a slow, obviously correct path (docs/laws.md). What is compared,
-and with which bound, says `monograph.laws.comparisons`, which the tests of the laws ask as well; here
-are the paths:
+A law says that a fast path equals a slow, obviously correct path (docs/laws.md).
+`monograph.laws.comparisons` defines what is compared, and the bounds; the tests of the laws use it
+as well. This file runs the paths:
 
 - Gradients and evaluated losses are compared with exact ones, which are computed for each document
   alone, in float64 on the CPU. The naive path computes documents alone, eagerly, in the same dtype.

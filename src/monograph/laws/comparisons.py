@@ -1,4 +1,4 @@
-"""What each law compares, and with which bound. `check --laws` and tests/laws both ask here.
+"""Define what each law compares, and its bound, for `check --laws` and for tests/laws.
 
 | law | comparison |
 |---|---|

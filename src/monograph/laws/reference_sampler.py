@@ -1,7 +1,7 @@
-"""Law 7's reference: the sampler by its definitions, brute force, in the dtype that it is given: no
-sort, no threshold, one row.
+"""The reference of law 7: the sampler by its definitions, by brute force, for one row.
 
-Facts from the papers and programs that docs/generate.md names. Shapes: V tokens of the vocabulary.
+It computes in the dtype of the logits, and neither sorts nor searches. The definitions are those of
+the papers and programs that docs/generate.md names. Shape: V tokens of the vocabulary.
 """
 
 import math
@@ -16,18 +16,24 @@ from monograph.decode.filters import FILTERS
 from monograph.decode.knobs import chain_of
 from monograph.decode.sampling import Sampling
 
-# Rounding may decide about a token whose fate changes with so small a relative change of thresholds.
+# If moving a threshold by this share changes whether a token is kept, rounding may decide about it.
 NUDGE = 1e-6
 
 
 def probabilities(
     logits_V: Tensor, options: Sampling, uniform: float = 1.0, mu: float | None = None
 ) -> Tensor:
-    """What a row is drawn from after temperature and truncations, [V].
+    """Return the probabilities of a row's draw, after temperature and filters, [V].
 
-    `uniform` decides whether XTC acts; `mu` is mirostat's number, by default its first.
+    Args:
+        logits_V: the logits, in any floating dtype.
+        options: the sampler's options.
+        uniform: the row's random number that decides whether XTC acts.
+        mu: mirostat's number; None: its first.
     """
-    x, mu = logits_V, 2 * options.mirostat_tau if mu is None else mu
+    x = logits_V
+    if mu is None:
+        mu = 2 * options.mirostat_tau
     if options.temperature == 0:
         return torch.nn.functional.one_hot(x.argmax(), len(x)).to(x.dtype)
     for stage in chain_of([options]).stages:
@@ -39,10 +45,12 @@ def probabilities(
 
 
 def _temperature(x: Tensor, options: Sampling) -> float:
-    spread, left = options.temperature_range, int((x > -torch.inf).sum())
+    spread = options.temperature_range
+    left = int((x > -torch.inf).sum())
     if spread == 0 or left < 2:
         return options.temperature
-    low, high = max(0.0, options.temperature - spread), options.temperature + spread
+    low = max(0.0, options.temperature - spread)
+    high = options.temperature + spread
     share = float(_entropy(x)) / math.log(left)
     return low + (high - low) * float(share**options.temperature_exponent)
 
@@ -53,15 +61,14 @@ def _entropy(x: Tensor) -> Tensor:
 
 
 def _surprise(x: Tensor) -> Tensor:
-    """How far a token's surprise is from the expected one."""
+    """Return how far each token's surprise is from the expected one."""
     return (-torch.log_softmax(x, 0) - _entropy(x)).abs()
 
 
 def _keeps_enough(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
-    """What the stage keeps, at least min_keep of the tokens; XTC does nothing where it would leave
-    fewer.
-    """
-    kept, left = _keeps(stage, x, options, mu), x > -torch.inf
+    """Return which tokens a stage keeps, at least min_keep; XTC keeps all if it would leave fewer."""
+    kept = _keeps(stage, x, options, mu)
+    left = x > -torch.inf
     least = min(options.min_keep, int(left.sum()))
     if (kept & left).sum() >= (options.min_keep if stage == "xtc" else least):
         return kept
