@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from monograph import compat
 from monograph.ops.fused_gradients import add_product_, block_rows, fused_of
+from monograph.ops.logits_gradient import replace_logits_, replaces_logits
 from monograph.ops.token_rows import Rows, change, replaced
 
 # The maximum size of a chunk's fp32 logits, if MAX_CHUNKS chunks are enough for it. It is small
@@ -218,10 +219,14 @@ def _traced_gradients_on_cuda(
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], both zero for ignored tokens.
 
-    In this form Inductor needs only two passes over the logits. On a CPU this form would not be
-    faster, because it computes the exponentials twice.
+    In the form for fp64 and for transforms of torch.func, Inductor needs only two passes over the
+    logits. On a CPU this form would not be faster, because it computes the exponentials twice.
     """
-    logits_CV = (hidden_CD @ weight_VD.T).to(mask_C.dtype)
+    logits_CV = hidden_CD @ weight_VD.T
+    if replaces_logits(logits_CV) and not compat.in_transform():
+        losses_C = replace_logits_(logits_CV, targets_C, mask_C)
+        return losses_C, logits_CV
+    logits_CV = logits_CV.to(mask_C.dtype)
     largest_C1 = logits_CV.amax(-1, keepdim=True)
     exp_CV = (logits_CV - largest_C1).exp()
     sum_C1 = exp_CV.sum(-1, keepdim=True)

@@ -152,7 +152,10 @@ def _written_kernels(graph: GraphModule, device_type: str) -> tuple[list[Planned
 def _in_place_kernels(
     node: Node, changed: list[Node], buffers: frozenset[Name], in_place: Name, device_type: str
 ) -> list[PlannedKernel]:
-    """Return the kernels of `add_product_`: the product in its workspace, and the addition.
+    """Return the kernels of an operator that changes a tensor.
+
+    Those of `add_product_` are the product in its workspace, and the addition. `replace_logits_`
+    has one kernel, and its other result, a number for each token, is not counted.
 
     Args:
         node: the call.
@@ -161,6 +164,18 @@ def _in_place_kernels(
         in_place: the buffer that it changes.
         device_type: "cpu" or "cuda".
     """
+    if "left" not in node.kwargs:
+        logits = changed[0].meta["val"]
+        replacement = PlannedKernel(
+            node.name,
+            logits,
+            logits.numel(),
+            logits.nbytes,
+            buffers,
+            fused=False,
+            changes=in_place,
+        )
+        return [replacement]
     operands: list[Any] = [*changed, node.kwargs["left"], node.kwargs["right"]]
     total, left, right = (operand.meta["val"] for operand in operands)
     workspace = inner_bytes(total, left, right, device_type)
@@ -341,8 +356,7 @@ def _is_store(node: Node) -> bool:
 
 
 def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type: str) -> int:
-    """Return the bytes of workspace of `add_product_` of `monograph.ops.fused_gradients`, the only
-    in-place operator.
+    """Return the bytes of workspace of `add_product_` of `monograph.ops.fused_gradients`.
 
     A GPU needs none. On a CPU the workspace holds some rows of the product and, if the total has
     another dtype, a copy of these rows in that dtype.
@@ -363,7 +377,8 @@ def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type
 
 
 def _changed(node: Node) -> list[Node]:
-    """Return the tensors that a node writes in place: for a call of `add_product_`, its total.
+    """Return the tensors that a node writes in place: the total of `add_product_`, and the logits of
+    `replace_logits_`.
 
     A traced graph wraps the call in one of another name.
     """
