@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from issued import issued
 from torch._inductor import config
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.profiler import ProfilerActivity, profile
-
-from issued import issued
 
 # Where a benchmark is run by itself.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
