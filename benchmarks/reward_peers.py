@@ -41,7 +41,7 @@ from monograph.device import clock
 from monograph.model.hub import load_model
 from monograph.model.llama import Llama
 from monograph.rl.advantages import Weight
-from monograph.rl.arrange import Options, Rollout, arrange_window
+from monograph.rl.arrange import Rollout, RolloutOptions, arrange_window
 from monograph.rl.loss import PolicyLoss
 
 TASK, GROUP, PROMPTS, LENGTH = TASKS["makes"], 8, 32, 32
@@ -202,8 +202,8 @@ def _gradients(model: Llama) -> dict[str, Tensor]:
     return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _options() -> Options:
-    return Options(
+def _options() -> RolloutOptions:
+    return RolloutOptions(
         PROMPTS,
         GROUP,
         TASK.most_tokens,

@@ -401,7 +401,7 @@ from monograph.config import load
 from monograph.config.axes import axes_of
 from monograph.config.keys import key_declaration
 from monograph.errors import UsageError
-from monograph.rl.preferences import Answers, losses
+from monograph.rl.preferences import PreferenceInputs, losses
 from monograph.rl.rewards import Answer, reward_of
 from monograph.session.door import job_of
 from monograph.session.objectives.preferences import preference_of
@@ -425,7 +425,7 @@ def worth(**keys):
 
 def loss(**keys):
     chosen, rejected = torch.tensor([-1.0]), torch.tensor([-1.5])
-    pairs = Answers(chosen, rejected, None, None, None, None, None, None)
+    pairs = PreferenceInputs(chosen, rejected, None, None, None, None, None, None)
     return losses(preference_of(read(**keys)), pairs).item()
 """
 

@@ -183,7 +183,7 @@ def test_it_is_whole() -> None:
         assert all(resolved(answer)["description"] for answer in each["responses"].values())
     for name, schema in SCHEMAS.items():
         # What a call of a tool says further is for the template, and an event has a kind and an id.
-        is_open = name in ("Call", "Function") or name.endswith("Event")
+        is_open = name in ("ToolCall", "CalledFunction") or name.endswith("Event")
         assert "properties" not in schema or is_open or schema["additionalProperties"] is False, (
             name
         )

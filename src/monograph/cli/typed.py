@@ -98,7 +98,7 @@ class _Command(TyperCommand):
     def format_options(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write the arguments and the options."""
         params = [param for param in self.get_params(ctx) if not getattr(param, "hidden", False)]
-        for heading, kind in (("Arguments", "argument"), ("Options", "option")):
+        for heading, kind in (("Arguments", "argument"), ("GenerateOptions", "option")):
             of_kind = [param for param in params if param.param_type_name == kind]
             _write_params(heading, of_kind, formatter)
 
@@ -597,10 +597,10 @@ def generate(
     json: Json = False,
 ) -> None:
     """Continue a text, or answer a prompt, with a trained model."""
-    from monograph.commands.generate import Options
+    from monograph.commands.generate import GenerateOptions
     from monograph.commands.generate import run as command
 
-    options = Options(
+    options = GenerateOptions(
         numbers={
             "temperature": temperature,
             "top_k": top_k,
@@ -651,9 +651,9 @@ def chat(
     From a pipe it answers each line as a message of one chat.
     """
     from monograph.commands.chat import run as command
-    from monograph.commands.generate import Options
+    from monograph.commands.generate import GenerateOptions
 
-    options = Options(
+    options = GenerateOptions(
         numbers={
             "temperature": temperature,
             "top_k": top_k,

@@ -23,7 +23,7 @@ from monograph.rl.parameters import Parameter
 from monograph.rl.preferences import LOSSES
 from monograph.rl.rewards import OWN_FUNCTION, REWARDS
 from monograph.run import listing
-from monograph.run.listing import Kind, Measure
+from monograph.run.listing import Measure, RunKind
 from monograph.schedule import SCHEDULES
 
 Auto = Literal["auto"]
@@ -1012,7 +1012,7 @@ class WayToLearn(NamedTuple):
         exclusive: groups of keys; at most one key of each group counts.
     """
 
-    kind: Kind
+    kind: RunKind
     keys: type[Section] | None = None
     names_code: tuple[str, ...] = ()
     exclusive: tuple[tuple[str, ...], ...] = ()
@@ -1034,7 +1034,7 @@ class WayToLearn(NamedTuple):
 
 
 REWARDS_WAY = WayToLearn(
-    Kind(
+    RunKind(
         "rewards",
         (Measure("eval_reward", "reward held out", True), Measure("reward", "reward", True)),
         "rl.reward",
@@ -1045,7 +1045,7 @@ REWARDS_WAY = WayToLearn(
     exclusive=(("rl.answer_regex", "rl.answer_schema"),),
 )
 PREFERENCES_WAY = WayToLearn(
-    Kind(
+    RunKind(
         "preferences",
         (
             Measure("eval_accuracy", "share right", True, is_share=True),

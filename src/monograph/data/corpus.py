@@ -21,7 +21,7 @@ from monograph.data.forms import (
     LABELLED_FORM,
     PAIR_FORM,
     TEXT,
-    Kind,
+    RecordKind,
     RecordSettings,
     needed_keys,
 )
@@ -48,7 +48,7 @@ class Stats:
     Attributes:
         files: number of files.
         documents: number of texts and records; with conversations, number of
-            `monograph.data.loss_mask.Row`s. A text that the split cuts in two counts twice.
+            `monograph.data.loss_mask.MaskedRow`s. A text that the split cuts in two counts twice.
         conversations: number of conversations in the training part, 0 for texts.
         bytes: bytes of all text; with conversations, of the text that is trained on.
         tokens: number of training targets in one pass over all rows.
@@ -312,7 +312,7 @@ def _reading_of(
                 f"{sources.name}: its records are {form.kind.value} by {needed_keys(form)}, which `monograph train` "
                 f"learns from with {form.setting}; for their texts name a key as data.text_key"
             )
-    if kind is not Kind.CONVERSATIONS:
+    if kind is not RecordKind.CONVERSATIONS:
         return reading._replace(answering=None)
     if isinstance(tokenizer, Tokenizer) and tokenizer.config.template is not None:
         return reading

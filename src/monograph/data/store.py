@@ -114,7 +114,7 @@ class Side(NamedTuple):
 
     Attributes:
         tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document. With
-            conversations each `Row` counts as a document, and has the ids of the row alone.
+            conversations each `MaskedRow` counts as a document, and has the ids of the row alone.
         starts: int64 [D + 1], memory-mapped: index of each document's first token, and the number
             of tokens.
         records: int64 [D], memory-mapped: the line or row of each document in its file, 0 for a

@@ -116,7 +116,7 @@ class Record:
     exact: bool = False
 
 
-class Block(NamedTuple):
+class StepBlock(NamedTuple):
     """Steps that were started together.
 
     Attributes:

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from monograph.report.charts import (
-    Axis,
     Chart,
+    ChartAxis,
     Columns,
     Line,
-    Row,
+    MetricsRow,
     columns,
     rounded,
     without_empty_columns,
@@ -22,7 +22,7 @@ from monograph.report.charts import (
 from monograph.report.page import Drawings
 
 Setting = Mapping[str, Any]
-Curve = tuple[Mapping[str, Any], Sequence[Row]]  # a member's knobs, and its rows of metrics
+Curve = tuple[Mapping[str, Any], Sequence[MetricsRow]]  # a member's knobs, and its rows of metrics
 SHADES = 4  # the page has this many colours that can be told apart
 
 
@@ -106,7 +106,7 @@ def _chart_against_knob(
         lines,
         limits_of(scores),
         note=note,
-        axis=Axis("place", name, axis.ticks, axis.is_log),
+        axis=ChartAxis("place", name, axis.ticks, axis.is_log),
         band=("low", "high") if has_band else None,
     )
 
@@ -204,7 +204,7 @@ def _chart_of_curves(
     return Chart("curves", f"Held-out {unit}, all members", lines, (low, low + 1.6 * (high - low)))
 
 
-def comparable_scores(rows: Sequence[Row], key: str) -> list[Row]:
+def comparable_scores(rows: Sequence[MetricsRow], key: str) -> list[MetricsRow]:
     """Return the rows with a score that was evaluated on the smallest number of held-out rows.
 
     The last evaluation of a member may use more held-out rows than the earlier ones. Its score

@@ -46,7 +46,7 @@ from monograph.report.sweep_charts import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Rows = Sequence[Mapping[str, Any]]
+JsonObjects = Sequence[Mapping[str, Any]]
 MAX_TICK_LABELS = 10
 
 
@@ -316,7 +316,7 @@ def _settings(settings: Sequence[Setting], unit: str) -> str:
     return _table_with_knobs("Settings of the sweep", knobs, heads, rows)
 
 
-def _members(members: Rows) -> str:
+def _members(members: JsonObjects) -> str:
     rows: list[list[Cell]] = []
     for member in members:
         rows.append(
@@ -334,7 +334,7 @@ def _members(members: Rows) -> str:
 
 
 def _table_with_knobs(
-    name: str, knobs: Rows, heads: Sequence[str], rows: Sequence[Sequence[Cell]]
+    name: str, knobs: JsonObjects, heads: Sequence[str], rows: Sequence[Sequence[Cell]]
 ) -> str:
     """Return a table whose first columns are the knobs, and whose other columns are `rows`."""
     keys = list(dict.fromkeys(key for values_by_key in knobs for key in values_by_key))

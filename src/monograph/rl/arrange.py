@@ -22,7 +22,7 @@ from monograph.rl.prompts import Prompt
 
 
 @dataclass(frozen=True)
-class Options:
+class RolloutOptions:
     """How answers are sampled and weighed.
 
     Attributes:
@@ -86,7 +86,7 @@ class Rollout(NamedTuple):
 Rollouts = Sequence[Rollout]
 
 
-def arrange_window(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) -> Batch:
+def arrange_window(rollouts: Rollouts, weighed: Sequence[Weight], options: RolloutOptions) -> Batch:
     """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
 
     An answer that does not change the gradient counts only in the denominator. It gets no place in a
@@ -150,7 +150,7 @@ def arrange_window(rollouts: Rollouts, weighed: Sequence[Weight], options: Optio
 
 
 def keep_and_penalise(
-    rollouts: Rollouts, rewards: Sequence[float], options: Options
+    rollouts: Rollouts, rewards: Sequence[float], options: RolloutOptions
 ) -> tuple[list[Rollout], list[float]]:
     """Return the answers of a group that are not left out, and their rewards minus penalties."""
     kept = list[Rollout]()
@@ -163,7 +163,9 @@ def keep_and_penalise(
     return kept, lowered
 
 
-def answer_weights(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> list[Weight]:
+def answer_weights(
+    rollouts: Rollouts, rewards: Sequence[float], options: RolloutOptions
+) -> list[Weight]:
     """Return the weights of one group's answers, with the KL term.
 
     The weight of an answer that is left out is 0.
@@ -178,7 +180,7 @@ def answer_weights(rollouts: Rollouts, rewards: Sequence[float], options: Option
 
 
 def _weights_of_kept(
-    rollouts: Rollouts, rewards: Sequence[float], options: Options
+    rollouts: Rollouts, rewards: Sequence[float], options: RolloutOptions
 ) -> list[Weight]:
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     kl = options.kl
@@ -204,7 +206,7 @@ def _weights_of_kept(
 
 
 def split_by_answer(
-    compute: Callable[[Batch], Tensor], rollouts: Rollouts, options: Options, rows: int
+    compute: Callable[[Batch], Tensor], rollouts: Rollouts, options: RolloutOptions, rows: int
 ) -> list[list[float]]:
     """Return the values that `compute` returns at the positions of each answer's tokens.
 
@@ -228,7 +230,7 @@ def split_by_answer(
     return [part.tolist() for part in of_answers.split(lengths)]
 
 
-class Group(NamedTuple):
+class AnswerGroup(NamedTuple):
     """The answers to one prompt.
 
     Attributes:
@@ -248,7 +250,7 @@ class Group(NamedTuple):
     teaches: bool
 
 
-def group_figures(groups: Sequence[Group]) -> dict[str, float]:
+def group_figures(groups: Sequence[AnswerGroup]) -> dict[str, float]:
     """Return figures on the answers of an update.
 
     Returns:

@@ -36,12 +36,12 @@ from monograph.data.forms import (
     MESSAGES,
     PROMPT,
     REJECTED,
-    Kind,
     RecordKeys,
+    RecordKind,
     RecordSettings,
 )
 from monograph.data.kinds import kind_of_records
-from monograph.data.loss_mask import Answering, Answers, Row
+from monograph.data.loss_mask import Answering, ConversationConverter, MaskedRow
 from monograph.data.messages import is_trained_on
 from monograph.data.options import ReadingOptions
 from monograph.data.progress import Progress
@@ -73,8 +73,8 @@ class Pair(NamedTuple):
     """
 
     text: str
-    chosen: Row
-    rejected: Row
+    chosen: MaskedRow
+    rejected: MaskedRow
     bytes: int
     chat: bool
     label: int = 0
@@ -191,9 +191,9 @@ def loss_for(
         InputRefused, UsageError: see `kind_of_records`; or there is no source.
     """
     kind = kind_of_records(located(source), asked, skip_bad)
-    if kind is Kind.PAIRS:
+    if kind is RecordKind.PAIRS:
         return "dpo"
-    return "kto" if kind is Kind.LABELLED else None
+    return "kto" if kind is RecordKind.LABELLED else None
 
 
 def read_pairs(
@@ -222,18 +222,22 @@ def read_pairs(
     tokenizer = own_tokenizer(reading, "prefer.loss")
     length = int(reading.sequence_length)
     # The template, once the first chat has been read; texts need no template.
-    template: list[Answers] = []
+    template: list[ConversationConverter] = []
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
     ignored = RecordSettings.of(None, reading.ignore_keys)
-    record_keys = RecordKeys(Kind.LABELLED if labelled else Kind.PAIRS, ignored, is_kind_set=True)
+    record_keys = RecordKeys(
+        RecordKind.LABELLED if labelled else RecordKind.PAIRS, ignored, is_kind_set=True
+    )
     spellings = SpecialTokenSpellings(tokenizer)
     # The places of records whose answers begin with the prompt.
     repeating = list[str]()
 
-    def rendered(conversation: Conversation) -> Row:
+    def rendered(conversation: Conversation) -> MaskedRow:
         if not template:
             template.append(
-                Answers(tokenizer, Answering(every=False, truncate=False, longest=length))
+                ConversationConverter(
+                    tokenizer, Answering(every=False, truncate=False, longest=length)
+                )
             )
         require_read(tokenizer, conversation.template_variables)
         return template[0].rows(conversation)[0]
@@ -358,7 +362,7 @@ class _Answer(NamedTuple):
     """
 
     prompt: str
-    row: Row
+    row: MaskedRow
     bytes: int
 
 
@@ -383,7 +387,9 @@ def _answer_of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
     return _Answer(prompt, completed_row(tokenizer, prompt, answer), len(answer.encode()))
 
 
-def _answer_of_chat(rendered: Callable[[Conversation], Row], record: Record, key: str) -> _Answer:
+def _answer_of_chat(
+    rendered: Callable[[Conversation], MaskedRow], record: Record, key: str
+) -> _Answer:
     prompt = record.get(PROMPT)
     # If the prompt is a text or missing, the answers are whole chats.
     before = prompt if isinstance(prompt, list) else []
@@ -441,7 +447,7 @@ def _labelled(record: Record, read_answer: _ReadAnswer, chat: bool) -> Pair:
         raise Unusable("no label", f"expected true or false under {quote(LABEL)}, which {problem}")
     prompt, row, size = read_answer(record, COMPLETION)
     # The prompt and one token: the least room that another answer takes in the row.
-    prompt_and_token = Row(row.ids[: row.spans[0][0] + 1], ())
+    prompt_and_token = MaskedRow(row.ids[: row.spans[0][0] + 1], ())
     return Pair(prompt, row, prompt_and_token, size, chat, _LABELS[label])
 
 
@@ -502,7 +508,7 @@ def _with_others(
         ids = pair.chosen.ids[:prompt_length] + other.ids[prompt_lengths[index] :]
         shift = prompt_length - prompt_lengths[index]
         spans = tuple((begin + shift, end + shift) for begin, end in other.spans)
-        paired.append(pair._replace(rejected=Row(ids, spans)))
+        paired.append(pair._replace(rejected=MaskedRow(ids, spans)))
     return paired
 
 

@@ -58,7 +58,7 @@ Record = Mapping[str, Any]
 _OR_IGNORE_IT = "name it in data.ignore_keys, if only the reward reads it"
 
 
-class Parts(NamedTuple):
+class SplitItems(NamedTuple):
     """The items of all records, in two parts.
 
     An item is what the caller of `read_parts` makes of a record, such as a `Prompt`. It has the
@@ -101,13 +101,13 @@ def read_parts(
     needs: str,
     progress: Progress | None = None,
     keys: RecordKeys | None = None,
-) -> Parts:
+) -> SplitItems:
     """Read records from JSON lines or tables.
 
     Args:
         reading: how records are read.
-        item: makes an item (see `Parts`) of a record's file and line and the record; or returns the
-            fault of a record that can be skipped.
+        item: makes an item (see `SplitItems`) of a record's file and line and the record; or
+            returns the fault of a record that can be skipped.
         needs: says what a record must have, for messages.
         progress: see `monograph.data.progress`.
         keys: the keys that a record may have; None: any.
@@ -135,7 +135,7 @@ def read_parts(
         raise InputRefused(
             f"{sources.name}: no record is left to train on; give more records, or lower data.held_out"
         )
-    return Parts(sources, train, held_out, dict(skipped))
+    return SplitItems(sources, train, held_out, dict(skipped))
 
 
 def _records(

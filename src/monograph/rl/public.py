@@ -25,7 +25,7 @@ from monograph.model.llama import Llama
 from monograph.ranges import COUNT
 from monograph.resident import Resident
 from monograph.rl.advantages import ADVANTAGES, ratio_of
-from monograph.rl.arrange import Options
+from monograph.rl.arrange import RolloutOptions
 from monograph.rl.loss import PolicyLoss, kl_term
 from monograph.rl.pairs import PairRows, read_pairs
 from monograph.rl.preference_loss import PreferenceLoss
@@ -147,7 +147,7 @@ def rollouts(
     read = prompts_of(records, tokenizer, scorer, max_prompt_tokens)
     # Only these compute an answer's log-probabilities with the same bits in sampling and in the loss.
     exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
-    options = Options(
+    options = RolloutOptions(
         prompts=prompts,
         group=group,
         max_new_tokens=max_new_tokens,

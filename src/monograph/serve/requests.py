@@ -280,7 +280,7 @@ class TextPart(Body):
     text: str
 
 
-class Function(BaseModel):
+class CalledFunction(BaseModel):
     """The tool that is called."""
 
     name: str
@@ -289,10 +289,10 @@ class Function(BaseModel):
     )
 
 
-class Call(BaseModel):
+class ToolCall(BaseModel):
     """A call of a tool."""
 
-    function: Function
+    function: CalledFunction
     id: str | None = None
     type: str | None = None
 
@@ -311,7 +311,7 @@ class Message(Body):
         description="What is said. Only a message with tool_calls may be without it.",
     )
     name: str | None = Field(None, description="The speaker's name, for templates that show it.")
-    tool_calls: list[Call] | None = Field(
+    tool_calls: list[ToolCall] | None = Field(
         None, description="Calls of tools that an assistant made, for templates that write them."
     )
     tool_call_id: str | None = Field(
@@ -372,7 +372,7 @@ class JsonSchemaFormat(Body):
     json_schema: JsonSchema
 
 
-class Request(Body):
+class BaseRequest(Body):
     """The fields of all requests: those of the protocol that change nothing here."""
 
     user: Ignored = None
@@ -385,7 +385,7 @@ class Request(Body):
     parallel_tool_calls: Ignored = None
 
 
-class TokenizeRequest(Request):
+class TokenizeRequest(BaseRequest):
     """A text to be encoded."""
 
     prompt: str
@@ -404,7 +404,7 @@ def _check_tokens(value: object, info: ValidationInfo) -> list[int]:
     return value
 
 
-class DetokenizeRequest(Request):
+class DetokenizeRequest(BaseRequest):
     """Tokens to be decoded."""
 
     tokens: Annotated[
@@ -434,7 +434,7 @@ def _check_n(value: Any, info: ValidationInfo) -> int:
     return value
 
 
-class TextRequest(Request):
+class TextRequest(BaseRequest):
     """The fields that requests for texts have in common."""
 
     model: Annotated[

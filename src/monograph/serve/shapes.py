@@ -14,7 +14,7 @@ from monograph.serve.requests import MAX_LOGPROBS, TokenId
 
 Finish = Literal["stop", "length"]
 Count = Annotated[int, Field(ge=0)]
-Length = Annotated[int, Field(ge=1)]
+PositiveCount = Annotated[int, Field(ge=1)]
 Time = Annotated[int, Field(ge=0, description="Seconds since 1970.")]
 LogProbability = Annotated[float, Field(le=0, description="ln p, and -9999 where p is 0.")]
 Index = Annotated[
@@ -107,7 +107,7 @@ class CompletionPieceChoice(TypedDict):
     finish_reason: MaybeEnded
 
 
-class Completion(_Head):
+class CompletionAnswer(_Head):
     """Whole texts."""
 
     object: Literal["text_completion"]
@@ -182,7 +182,7 @@ class ChatPieceChoice(TypedDict):
     finish_reason: MaybeEnded
 
 
-class Chat(_Head):
+class ChatAnswer(_Head):
     """Whole answers."""
 
     object: Literal["chat.completion"]
@@ -292,7 +292,7 @@ class Tokens(TypedDict):
 
     tokens: list[TokenId]
     count: Count
-    max_model_len: Length
+    max_model_len: PositiveCount
 
 
 class Decoded(TypedDict):

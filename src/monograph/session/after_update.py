@@ -25,7 +25,7 @@ from monograph.step import Update
 SHOW_EVERY_S = 1.0
 
 
-class Moment(NamedTuple):
+class DueWork(NamedTuple):
     """What is due after an update; the same on all ranks.
 
     Attributes:
@@ -86,7 +86,7 @@ class AfterUpdate:
         self._save_is_overdue = False
         self._score_text = ""
 
-    def note(self, update: Update) -> Moment:
+    def note(self, update: Update) -> DueWork:
         """Log an update, show its numbers now and then, and return what is due.
 
         A collective: all ranks call it after each update.
@@ -118,7 +118,7 @@ class AfterUpdate:
         self._save_is_overdue = is_due and not session.can_save
         goes_back = is_lost or (saves and bool(session.non_finite()))
         stops = stop_requested and saves and not is_last
-        return Moment(done, is_last, goes_back, saves, stops)
+        return DueWork(done, is_last, goes_back, saves, stops)
 
     def _warn_if_useless(self) -> None:
         """Print a warning if the updates so far taught the model nothing."""
@@ -156,13 +156,13 @@ class AfterUpdate:
         yield
         self._shown_at_s += clock() - began
 
-    def evaluate(self, moment: Moment) -> None:
+    def evaluate(self, moment: DueWork) -> None:
         """Score held-out records, if that is due; the last evaluation comes after the loop."""
         if moment.done % self.session.plan.intervals.eval_every == 0 and not moment.is_last:
             self.log.flush()
             self.report.evaluate(self.block, moment.done, limit=defaults.CURVE_ROWS)
 
-    def keep_time(self, moment: Moment) -> None:
+    def keep_time(self, moment: DueWork) -> None:
         """Begin the cool-down early, if the time will not suffice."""
         check_every = min(self.session.plan.intervals.eval_every, self._check_every)
         # A run with train.wall_minutes checks after each update, since it must not end late.
@@ -172,14 +172,14 @@ class AfterUpdate:
             self.report.keep_time(moment.done)
             self.block.set_end(self.session.updates)
 
-    def sample(self, moment: Moment) -> None:
+    def sample(self, moment: DueWork) -> None:
         """Show what the model writes, if that is due; the last sample comes after the loop."""
         is_due = moment.done in self.report.sample_updates() and not moment.is_last
         if is_due and self.session.world.agreed(self.report.deadline.can_sample_midway):
             self.log.flush()
             self.report.sample(self.block, moment.done)
 
-    def save(self, moment: Moment) -> None:
+    def save(self, moment: DueWork) -> None:
         """Write a checkpoint if one is due, and refresh the page of the run."""
         if moment.saves:
             self.log.flush()
@@ -188,7 +188,7 @@ class AfterUpdate:
         if self.session.world.leads:
             self.report.page.refresh()
 
-    def stop(self, moment: Moment) -> None:
+    def stop(self, moment: DueWork) -> None:
         """End the run if `moment.stops`.
 
         Raises:

@@ -12,7 +12,7 @@ import torch
 Marks = Sequence[tuple[str, Any]]
 
 
-class Parts:
+class PartTimer:
     """Records when the parts of an update begin.
 
     On a GPU it records CUDA events, so neither the host nor the device waits.
@@ -49,7 +49,7 @@ def seconds(marks: Marks) -> dict[str, float]:
     Forward and backward are one number, `passes_s`, if they were launched as one graph.
 
     Args:
-        marks: what `Parts.end` returned.
+        marks: what `PartTimer.end` returned.
 
     Returns:
         The seconds; empty if the engine does not record a forward pass.

@@ -50,7 +50,7 @@ from monograph.step.guard import ParameterGuard
 from monograph.step.losses import balances, loss_update_context, move_loss_
 from monograph.step.on_device import OnDevice
 from monograph.step.parameters import Parameters, Rates
-from monograph.step.parts import Parts
+from monograph.step.parts import PartTimer
 
 
 def sum_of_one_rank(total: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class Step:
             AttributeValue
         ] = []  # what a capture replaced, in order, for its undoing
         self.guard = ParameterGuard(self.model, self.planes)
-        self.parts = Parts(self.device)
+        self.parts = PartTimer(self.device)
 
     def __call__(self, window: Iterable[object]) -> Update:
         """Accumulate over the window's micro-batches, then update."""
@@ -229,7 +229,7 @@ class Step:
     def discard(self) -> None:
         """Reset the gradient, loss and count that were accumulated since the last update."""
         self.parameters.discard()
-        self.parts = Parts(self.device)
+        self.parts = PartTimer(self.device)
         self.loss_sum.zero_()
         self.count.zero_()
 
