@@ -40,7 +40,7 @@ from torch import Tensor
 from monograph.device import clock
 from monograph.model.hub import load_model
 from monograph.model.llama import Llama
-from monograph.rl.advantages import Weight
+from monograph.rl.advantages import AnswerWeight
 from monograph.rl.arrange import Rollout, RolloutOptions, arrange_window
 from monograph.rl.loss import PolicyLoss
 
@@ -165,7 +165,7 @@ def gradient_errors(home: Path) -> dict[str, float]:
             for part in ("prompt", "completion")
         )
         rollouts.append(Rollout(prompt, answer, [0.0] * len(answer)))
-        weighed.append(Weight(advantage, TASK.most_tokens))
+        weighed.append(AnswerWeight(advantage, TASK.most_tokens))
     expected = exact(load_model(home / "hf").double(), rollouts, weighed)
     model = load_model(home / "hf")
     # As an eager run on a CPU does (monograph.session.objectives.rewards).
@@ -183,7 +183,7 @@ def gradient_errors(home: Path) -> dict[str, float]:
     }
 
 
-def exact(model: Llama, rollouts: list[Rollout], weighed: list[Weight]) -> dict[str, Tensor]:
+def exact(model: Llama, rollouts: list[Rollout], weighed: list[AnswerWeight]) -> dict[str, Tensor]:
     """Return the gradient of dr_grpo's loss in the model's dtype, each answer alone, from dense
     logits.
     """

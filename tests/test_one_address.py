@@ -137,8 +137,8 @@ def test_a_new_form_of_the_state_trains_with_every_optimizer(optim):
 RUN_COMMANDS = """
 import contextlib, io, json, sys
 from monograph import optim_table
-optim_table.OPTIMIZERS["lion"] = optim_table.Row("Lion for all weights", "lion:Lion")
-optim_table.FORMATS["4bit"] = optim_table.Row("about 1 byte a parameter", "four_bits:FOUR_BITS")
+optim_table.OPTIMIZERS["lion"] = optim_table.TableRow("Lion for all weights", "lion:Lion")
+optim_table.FORMATS["4bit"] = optim_table.TableRow("about 1 byte a parameter", "four_bits:FOUR_BITS")
 from monograph import cli
 results = []
 for command in json.loads(sys.argv[1]):

@@ -149,7 +149,7 @@ class LogitsSection(Section):
 
 
 LOGITS_WAY = WayToLearn(
-    Kind("logits", (Measure("eval_kl", "nats from the teacher"),), "logits.file", ("logits.file",)),
+    RunKind("logits", (Measure("eval_kl", "nats from the teacher"),), "logits.file", ("logits.file",)),
     LogitsSection,
 )
 WAYS_TO_LEARN = (LOGITS_WAY, REWARDS_WAY, PREFERENCES_WAY, TEXTS_WAY)

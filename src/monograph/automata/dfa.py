@@ -51,7 +51,7 @@ PositionSet: TypeAlias = frozenset[int]  # any of these positions may take the n
 EMPTY: PositionSet = frozenset()
 END = 0  # the number of the position that takes no symbol; the text may end there
 BYTES = 256
-State = TypeVar("State")
+StateT = TypeVar("StateT")
 StateTransitionTable: TypeAlias = Sequence[
     Mapping[int, int]
 ]  # for each state {class of symbols: next state}
@@ -445,8 +445,8 @@ def _symbol_automaton(expression: Expression, budget: Budget) -> _SymbolAutomato
 
 
 def _explore(
-    start: State, transitions: Callable[[State], Iterable[tuple[int, State]]], budget: Budget
-) -> tuple[StateTransitionTable, list[State]]:
+    start: StateT, transitions: Callable[[StateT], Iterable[tuple[int, StateT]]], budget: Budget
+) -> tuple[StateTransitionTable, list[StateT]]:
     """Number all states that can be reached from a start state, and return (their rows, the states).
 
     Args:

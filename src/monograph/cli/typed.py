@@ -98,7 +98,7 @@ class _Command(TyperCommand):
     def format_options(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write the arguments and the options."""
         params = [param for param in self.get_params(ctx) if not getattr(param, "hidden", False)]
-        for heading, kind in (("Arguments", "argument"), ("GenerateOptions", "option")):
+        for heading, kind in (("Arguments", "argument"), ("Options", "option")):
             of_kind = [param for param in params if param.param_type_name == kind]
             _write_params(heading, of_kind, formatter)
 

@@ -29,7 +29,7 @@ from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
-Prompt = str | list[Message]
+PromptContent = str | list[Message]
 # Flags of the command that are not options of `Sampling`.
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
@@ -93,7 +93,7 @@ class PromptRequest(NamedTuple):
         where: its file and line, for messages; "" for a prompt from the command line.
     """
 
-    prompt: Prompt
+    prompt: PromptContent
     sampling: Sampling
     where: str = ""
 
@@ -145,7 +145,7 @@ def prompts_of(
         messages = options.pop("messages", None) if chat else None
         if text is not None and messages is not None:
             raise InputRefused(f"{where}: has prompt and messages: give one of them")
-        prompt: Prompt = ""
+        prompt: PromptContent = ""
         if isinstance(messages, list):
             prompt = _messages(messages, where)
         if isinstance(text, str):

@@ -177,13 +177,13 @@ def _round(
     block.resume(state.count_resumed(batch))
     after = AfterUpdateOfRound(batch, updates, state, block, stop)
     for update in train(batch.engine, batch.windows, updates):
-        moment = after.note(update)
+        round_state = after.note(update)
         with after.paused():
-            after.evaluate(moment)
-            after.save(moment)
-        after.stop(moment)
-        if moment.all_lost:
-            after.drop_work(moment)
+            after.evaluate(round_state)
+            after.save(round_state)
+        after.stop(round_state)
+        if round_state.all_lost:
+            after.drop_work(round_state)
             break
     state.write_summaries(batch)
     batch.close()

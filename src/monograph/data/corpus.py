@@ -27,7 +27,7 @@ from monograph.data.forms import (
 )
 from monograph.data.kinds import are_completions, kind_of_records
 from monograph.data.loss_mask import Answering
-from monograph.data.progress import Progress
+from monograph.data.progress import ProgressCallback
 from monograph.data.rows import IGNORE, Rows
 from monograph.data.sources import Sources, find
 from monograph.data.store import CorpusRequest, StoredCorpus, open_or_build
@@ -154,7 +154,7 @@ def corpus(
     answers: str = "every",
     too_long: str = "truncate",
     cache: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Corpus:
     """Prepare text for training.
 

@@ -21,7 +21,7 @@ from monograph.data.completions import Completions, prompt_and_completion
 from monograph.data.conversations import Conversation
 from monograph.data.documents import Document, Documents, bad_record_error
 from monograph.data.loss_mask import ConversationConverter, MaskedRow, skipped_notes
-from monograph.data.progress import Meter, Progress
+from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.reading import read_text
 from monograph.data.records import Unusable
 from monograph.data.shards import INDEX, ShardWriter, token_dtype
@@ -81,7 +81,7 @@ class Stretch(NamedTuple):
     inside: bool
 
 
-class Batch(NamedTuple):
+class StretchBatch(NamedTuple):
     """Consecutive parts, which are encoded together.
 
     Attributes:
@@ -94,7 +94,7 @@ class Batch(NamedTuple):
 
 
 def train_tokenizer(
-    documents: Documents, vocab_size: int, progress: Progress | None
+    documents: Documents, vocab_size: int, progress: ProgressCallback | None
 ) -> tuple[Tokenizer, tuple[str, ...]]:
     """Train a byte-level BPE on the training documents, or on a sample of 128 MiB of them.
 
@@ -278,7 +278,7 @@ def encode_documents(
         pool = stack.enter_context(
             ThreadPoolExecutor(_ENCODERS, thread_name_prefix="monograph-tokens")
         )
-        encoding: deque[tuple[Batch, Future[list[list[int]]]]] = deque()
+        encoding: deque[tuple[StretchBatch, Future[list[list[int]]]]] = deque()
         for batch in batches:
             _count_spellings(spellings, batch.parts, files)
             encoding.append((batch, pool.submit(_encode_parts, tokenizer, batch.parts, files)))
@@ -452,7 +452,10 @@ def _first_lost_line(tokenizer: Tokenizer, file: SourceFile) -> int:
 
 
 def _write_batch(
-    sides: dict[str, SideWriter], batch: Batch, encoding: Future[list[list[int]]], meter: Meter
+    sides: dict[str, SideWriter],
+    batch: StretchBatch,
+    encoding: Future[list[list[int]]],
+    meter: Meter,
 ) -> None:
     for part, ids in zip(batch.parts, encoding.result(), strict=True):
         sides["held_out" if part.document.held_out else "train"].add(part.document, ids)
@@ -461,7 +464,7 @@ def _write_batch(
     meter.add(batch.read_bytes - meter.done)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[Batch]:
+def _batches(documents: Iterable[Document]) -> Iterator[StretchBatch]:
     """Yield batches of parts.
 
     Batches are large enough to keep all cores busy, and small enough for bounded memory.
@@ -474,9 +477,9 @@ def _batches(documents: Iterable[Document]) -> Iterator[Batch]:
             parts.append(Stretch(document, text, inside=number > 0))
             chars += len(text)
             if chars >= _BATCH_CHARS:
-                yield Batch(parts, document_begin + read_bytes)
+                yield StretchBatch(parts, document_begin + read_bytes)
                 parts = []
                 chars = 0
         document_begin += document.bytes
     if parts:
-        yield Batch(parts, document_begin)
+        yield StretchBatch(parts, document_begin)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monograph.data import HEAVIEST, LIGHTEST
-from monograph.data.progress import Meter, Progress
+from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.reading import BLOCK_BYTES, COMPRESSIONS, raw_blocks, read_blocks, status_of
 from monograph.data.tables import hub_tables, saved_tables
 from monograph.errors import InputRefused, UsageError
@@ -101,7 +101,7 @@ class UnreadFile(NamedTuple):
 
 
 def _locate(
-    item: str, spool: Path, skipped: Skipped, progress: Progress | None
+    item: str, spool: Path, skipped: Skipped, progress: ProgressCallback | None
 ) -> list[UnreadFile]:
     """Return the files of one item of a source, and append skipped files to `skipped`."""
     if item == "stdlib":
@@ -146,7 +146,7 @@ def _standard_library() -> list[UnreadFile]:
     ]
 
 
-def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
+def spooled_stdin(spool: Path, progress: ProgressCallback | None) -> Path:
     """Write standard input to the file `stdin` in a folder, and return its path.
 
     Raises:
@@ -344,7 +344,7 @@ class Sources(NamedTuple):
 def find(
     source: str | Path | Sequence[str | Path],
     spool: Path,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     weights: Sequence[float] | None = None,
 ) -> Sources:
     """Find and hash the files of `source`.
@@ -441,7 +441,7 @@ def place_of(path: Path, record: int) -> str:
 
 
 def _read_files(
-    candidates: list[UnreadFile], skipped: Skipped, progress: Progress | None
+    candidates: list[UnreadFile], skipped: Skipped, progress: ProgressCallback | None
 ) -> list[SourceFile]:
     """Read and hash files, and append those with a fault to `skipped`.
 

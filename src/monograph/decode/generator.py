@@ -29,14 +29,14 @@ from monograph.decode.request import (
     LogProbability,
     Outbox,
     Pace,
-    Record,
     Request,
+    RowRecord,
     StepBlock,
     drawn,
     reported,
 )
 from monograph.decode.sampling import Sampling
-from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, Step, Steps
+from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, StepFunction, Steps
 from monograph.decode.waiting import Waiting, WaitingRequest
 from monograph.device import clock, sent
 from monograph.errors import InputRefused, UsageError
@@ -162,7 +162,7 @@ class Generator:
             if not form.is_filled:
                 fast = fast_forward(model, rows)
 
-        def make_step(chain: Chain) -> Step:
+        def make_step(chain: Chain) -> StepFunction:
             step = DecodeStep(
                 model=model,
                 state=self.state.for_chain(chain),
@@ -196,7 +196,7 @@ class Generator:
     def _begin_empty(self, rows: int) -> None:
         """Begin without requests."""
         self._waiting = Waiting()
-        self._records: list[Record | None] = [None] * rows
+        self._records: list[RowRecord | None] = [None] * rows
         # The owner and the tokens of the prompt whose keys and values each row has.
         self._prompts = [_NO_PROMPT] * rows
         # The rows without a request; the row that has been free longest comes first.
@@ -421,7 +421,7 @@ class Generator:
             sampling = request.sampling
             stop_ids = request.stop_ids
             limit = min(request.max_tokens, self.slots - len(prompt))
-            self._records[row] = Record(number, request, limit, smallest_chain)
+            self._records[row] = RowRecord(number, request, limit, smallest_chain)
             self._prompts[row] = request.owner, self.reader.tokens_to_read(prompt)
             row_values = {
                 "token_B": prompt[-1],

@@ -425,7 +425,7 @@ class DecodeStep:
             state.mu_B.copy_(torch.where(moved_B, state.mu_B - change_B, state.mu_B))
 
 
-Step = Callable[..., None]
+StepFunction = Callable[..., None]
 
 
 class Steps:
@@ -442,7 +442,7 @@ class Steps:
     def __init__(
         self,
         chains: Sequence[Chain],
-        make_step: Callable[[Chain], Step],
+        make_step: Callable[[Chain], StepFunction],
         recorder: Recorder | None,
         only_given_chains: bool,
     ) -> None:

@@ -21,6 +21,7 @@ from monograph.report.metrics import Metric
 from monograph.report.quantities import count
 
 MetricsRow = Mapping[str, Any]
+Yardsticks = Mapping[str, float]  # bits per byte to compare a run with, by name, such as "gzip -9"
 Columns = dict[str, list[float | None]]
 Floats = NDArray[np.float64]
 
@@ -207,7 +208,7 @@ def limits(
     """Return the lower and the upper end of a metric's vertical axis.
 
     Args:
-        metric: its `limits` choose how (`monograph.report.metrics.Limits`).
+        metric: its `limits` choose how (`monograph.report.metrics.AxisLimits`).
         lines: the values of each line, with at least one value in all.
         levels: values to compare the lines with, which must be visible, too.
         room: the axis's upper end as a multiple of the highest value, if the axis begins at 0.

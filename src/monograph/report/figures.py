@@ -26,10 +26,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from monograph.report import quantities
-from monograph.report.charts import last_memory_ledger, limits, moving_median
+from monograph.report.charts import (
+    Floats,
+    MetricsRow,
+    Yardsticks,
+    last_memory_ledger,
+    limits,
+    moving_median,
+)
 from monograph.report.metrics import BITS_PER_BYTE, SPEED, Metric, shown_metrics
 
 if TYPE_CHECKING:
@@ -139,10 +145,7 @@ def themed(svg: str) -> str:
     return svg[:after_svg_tag] + style_tag + svg[after_svg_tag:]
 
 
-MetricsRow = Mapping[str, Any]
-Yardsticks = Mapping[str, float]  # bits per byte to compare a run with, by name, such as "gzip -9"
 MemoryLedger = Mapping[str, Mapping[str, int]]  # bytes by part, under "planned" and "measured"
-Floats = NDArray[np.float64]
 Panel = Callable[["Axes"], None]
 
 # Width and height of a metric's figure in inches, by `Metric.place`.

@@ -7,6 +7,7 @@ from monograph.report.charts import (
     ChartMark,
     Columns,
     MetricsRow,
+    Yardsticks,
     columns,
     last_memory_ledger,
     limits,
@@ -26,7 +27,6 @@ from monograph.report.page import Bar, Drawings, bars
 from monograph.report.quantities import counted, memory
 
 Moments = Sequence[tuple[int, str]]  # (update, what happened then)
-Yardsticks = Mapping[str, float]  # bits per byte to compare a run with, by name, such as "gzip -9"
 
 
 def drawings_of(

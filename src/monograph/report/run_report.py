@@ -9,7 +9,8 @@ from typing import Any
 
 from monograph.errors import DiskFull
 from monograph.report import quantities
-from monograph.report.figures import MetricsRow, Picture, Yardsticks, draw
+from monograph.report.charts import MetricsRow, Yardsticks
+from monograph.report.figures import Picture, draw
 from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
 from monograph.report.metrics import LOSS, held_out_metrics, shown_metrics
@@ -17,7 +18,7 @@ from monograph.report.page import column, config_of, number, page, pairs, sectio
 from monograph.report.run_charts import drawings_of
 
 Summary = Mapping[str, Any]
-Sample = tuple[float, str]  # (share of the run, 0 to 1; text that the model generated then)
+TextSample = tuple[float, str]  # (share of the run, 0 to 1; text that the model generated then)
 
 # The keys of a summary that a person reads first: (key, name, function that formats the value).
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -67,7 +68,7 @@ class About:
     """
 
     yardsticks: Yardsticks = field(default_factory=dict)
-    samples: Sequence[Sample] = ()
+    samples: Sequence[TextSample] = ()
     moments: Sequence[tuple[int, str]] = ()
     origin: Sequence[tuple[str, str]] = ()
     doubt: str = ""
@@ -283,7 +284,7 @@ def _slowdowns(metrics: Sequence[MetricsRow]) -> str:
     return table("Moments at which the run became slower", heads, rows)
 
 
-def _samples(samples: Sequence[Sample]) -> str:
+def _samples(samples: Sequence[TextSample]) -> str:
     blocks = "\n".join(
         f"<figure><figcaption>at {100 * share:.0f} % of training</figcaption>"
         f'<pre tabindex="0">{escaped(text)}</pre></figure>'

@@ -16,7 +16,7 @@ from torch import Tensor
 from monograph.data.pack import best_fit_decreasing
 from monograph.decode.completion import Completion
 from monograph.loss import IGNORE, Batch
-from monograph.rl.advantages import ADVANTAGES, Weight
+from monograph.rl.advantages import ADVANTAGES, AnswerWeight
 from monograph.rl.loss import Kl
 from monograph.rl.prompts import Prompt
 
@@ -86,7 +86,9 @@ class Rollout(NamedTuple):
 Rollouts = Sequence[Rollout]
 
 
-def arrange_window(rollouts: Rollouts, weighed: Sequence[Weight], options: RolloutOptions) -> Batch:
+def arrange_window(
+    rollouts: Rollouts, weighed: Sequence[AnswerWeight], options: RolloutOptions
+) -> Batch:
     """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
 
     An answer that does not change the gradient counts only in the denominator. It gets no place in a
@@ -165,23 +167,23 @@ def keep_and_penalise(
 
 def answer_weights(
     rollouts: Rollouts, rewards: Sequence[float], options: RolloutOptions
-) -> list[Weight]:
+) -> list[AnswerWeight]:
     """Return the weights of one group's answers, with the KL term.
 
     The weight of an answer that is left out is 0.
     """
     kept, rewards = keep_and_penalise(rollouts, rewards, options)
     weights_of_kept = iter(_weights_of_kept(kept, rewards, options) if kept else ())
-    weights = list[Weight]()
+    weights = list[AnswerWeight]()
     for rollout in rollouts:
         is_left_out = rollout.is_cut and options.masks_truncated
-        weights.append(Weight(0.0, 0.0) if is_left_out else next(weights_of_kept))
+        weights.append(AnswerWeight(0.0, 0.0) if is_left_out else next(weights_of_kept))
     return weights
 
 
 def _weights_of_kept(
     rollouts: Rollouts, rewards: Sequence[float], options: RolloutOptions
-) -> list[Weight]:
+) -> list[AnswerWeight]:
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     kl = options.kl
     if kl is not None and kl.estimator == "k1":
@@ -218,7 +220,7 @@ def split_by_answer(
     """
     # Each answer's factor is its number, from 1. All other positions have the factor 0, so a stable
     # sort by the factor puts them first, and then the positions of one answer after the other.
-    numbers = [Weight(number, 1) for number in range(1, len(rollouts) + 1)]
+    numbers = [AnswerWeight(number, 1) for number in range(1, len(rollouts) + 1)]
     window = arrange_window(rollouts, numbers, options)
     values = list[Tensor]()
     for first in range(0, len(window["tokens"]), rows):
@@ -246,7 +248,7 @@ class AnswerGroup(NamedTuple):
     completions: Sequence[Completion]
     rollouts: Sequence[Rollout]
     rewards: Sequence[float]
-    weights: Sequence[Weight]
+    weights: Sequence[AnswerWeight]
     teaches: bool
 
 

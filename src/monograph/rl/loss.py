@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.loss import IGNORE, Batch, target_log_probabilities
-from monograph.rl.advantages import ADVANTAGES, NO_RATIO, Ratio
+from monograph.rl.advantages import ADVANTAGES, NO_RATIO, RatioUse
 from monograph.rl.form import AnswerForm
 
 Estimator = Literal["k1", "k2", "k3", "entropy"]
@@ -138,9 +138,9 @@ class PolicyLoss(nn.Module):
     The batch holds, [B, T] each:
         tokens, targets: int64.
         segments, positions: int64, of packed rows. A row without segments has one answer.
-        factors, shares: fp64, see `Weight`; 0 where nothing is sampled.
+        factors, shares: fp64, see `AnswerWeight`; 0 where nothing is sampled.
         drawn: fp64, the log-probability with which each target was sampled.
-        penalties, reference: fp64, with a KL term: see `Weight`, and the reference's
+        penalties, reference: fp64, with a KL term: see `AnswerWeight`, and the reference's
             log-probability of each target.
         states: int64, with a form: the state of its automaton. The softmax is then over the tokens
             that the form allows there.
@@ -157,7 +157,7 @@ class PolicyLoss(nn.Module):
     def __init__(
         self,
         temperature: float = 1.0,
-        ratio: Ratio = NO_RATIO,
+        ratio: RatioUse = NO_RATIO,
         kl: Kl | None = None,
         advantage: str = "dr_grpo",
         updates: int = 1,

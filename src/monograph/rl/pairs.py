@@ -44,14 +44,14 @@ from monograph.data.kinds import kind_of_records
 from monograph.data.loss_mask import Answering, ConversationConverter, MaskedRow
 from monograph.data.messages import is_trained_on
 from monograph.data.options import ReadingOptions
-from monograph.data.progress import Progress
+from monograph.data.progress import ProgressCallback
 from monograph.data.records import JSON_TYPES, Fault, Unusable, checked_text, list_names, quote
 from monograph.data.rows import IGNORE, Int64, Rows
 from monograph.data.sources import located
 from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.store import Side
 from monograph.errors import InputRefused
-from monograph.rl.prompts import Record, own_tokenizer, read_parts
+from monograph.rl.prompts import JsonRecord, own_tokenizer, read_parts
 from monograph.text.chat import require_read
 from monograph.text.tokenizer import Tokenizer
 
@@ -197,7 +197,7 @@ def loss_for(
 
 
 def read_pairs(
-    reading: ReadingOptions, *, labelled: bool = False, progress: Progress | None = None
+    reading: ReadingOptions, *, labelled: bool = False, progress: ProgressCallback | None = None
 ) -> Corpus:
     """Read, tokenise and pack pairs, from JSON lines or tables.
 
@@ -242,7 +242,7 @@ def read_pairs(
         require_read(tokenizer, conversation.template_variables)
         return template[0].rows(conversation)[0]
 
-    def read(where: str, record: Record) -> Pair | Fault:
+    def read(where: str, record: JsonRecord) -> Pair | Fault:
         try:
             chat = _are_chats(record, keys)
             read_answer: _ReadAnswer = functools.partial(_answer_of_text, tokenizer)
@@ -322,7 +322,7 @@ def _repeating_note(places: Sequence[str]) -> tuple[str, ...]:
     return (f"{found}; the prompt is then trained on a second time: leave it out of the answers",)
 
 
-def _are_chats(record: Record, keys: Sequence[str]) -> bool:
+def _are_chats(record: JsonRecord, keys: Sequence[str]) -> bool:
     """Return whether the answers under these keys are lists of messages, and not texts.
 
     Raises:
@@ -367,10 +367,10 @@ class _Answer(NamedTuple):
 
 
 # Reads the answer under a key of a record.
-_ReadAnswer = Callable[[Record, str], _Answer]
+_ReadAnswer = Callable[[JsonRecord, str], _Answer]
 
 
-def _answer_of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
+def _answer_of_text(tokenizer: Tokenizer, record: JsonRecord, key: str) -> _Answer:
     given_prompt = record.get(PROMPT, "")
     if isinstance(given_prompt, list):
         message = f"{quote(PROMPT)} is a list of messages, but the answers are texts: give lists of messages"
@@ -388,7 +388,7 @@ def _answer_of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
 
 
 def _answer_of_chat(
-    rendered: Callable[[Conversation], MaskedRow], record: Record, key: str
+    rendered: Callable[[Conversation], MaskedRow], record: JsonRecord, key: str
 ) -> _Answer:
     prompt = record.get(PROMPT)
     # If the prompt is a text or missing, the answers are whole chats.
@@ -411,7 +411,7 @@ def _answer_of_chat(
     return _Answer(json.dumps(prompt_messages, ensure_ascii=False), rendered(conversation), size)
 
 
-def _pair(record: Record, read_answer: _ReadAnswer, chat: bool) -> Pair:
+def _pair(record: JsonRecord, read_answer: _ReadAnswer, chat: bool) -> Pair:
     chosen = read_answer(record, CHOSEN)
     rejected = read_answer(record, REJECTED)
     chosen_prompt_ids, rejected_prompt_ids = (
@@ -432,7 +432,7 @@ def _pair(record: Record, read_answer: _ReadAnswer, chat: bool) -> Pair:
     return Pair(chosen.prompt, chosen.row, rejected.row, chosen.bytes + rejected.bytes, chat)
 
 
-def _labelled(record: Record, read_answer: _ReadAnswer, chat: bool) -> Pair:
+def _labelled(record: JsonRecord, read_answer: _ReadAnswer, chat: bool) -> Pair:
     """Return an answer with its label. It has no other answer yet; see `_with_others`."""
     label = record.get(LABEL)
     if not isinstance(label, bool | int | float | str) or label not in _LABELS:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from monograph.data.progress import Meter, Progress
+from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.rows import Rows
 from monograph.errors import UsageError
 from monograph.loss import IGNORE, Batch, target_log_probabilities
@@ -105,7 +105,7 @@ class PreferenceLoss(nn.Module):
         sides: Sequence[Rows],
         score: Callable[[Batch], object],
         rows: int,
-        progress: Progress | None,
+        progress: ProgressCallback | None,
     ) -> None:
         """Write the log-probabilities of the present weights into `reference`.
 

@@ -40,7 +40,7 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.ops.filled import padded_count, unpadded_count
 from monograph.optim import holding
-from monograph.rl.advantages import ADVANTAGES, ROUNDING, Weight, rewards_are_equal
+from monograph.rl.advantages import ADVANTAGES, ROUNDING, AnswerWeight, rewards_are_equal
 from monograph.rl.arrange import (
     AnswerGroup,
     Rollout,
@@ -557,7 +557,9 @@ class Rollouts(Iterator[Batch]):
             members = slice(first, first + options.group)
             if teacher_advantages:
                 teaches = True
-                weights = [Weight(factors, len(factors)) for factors in teacher_advantages[members]]
+                weights = [
+                    AnswerWeight(factors, len(factors)) for factors in teacher_advantages[members]
+                ]
             else:
                 weights = answer_weights(rollouts[members], rewards[members], options)
                 _, compared = keep_and_penalise(rollouts[members], rewards[members], options)

@@ -164,7 +164,7 @@ class RunningStage:
     def report(self, what: str, done: int, total: int | None = None) -> None:
         """Show how much of the work is done, as in "file 3 of 10".
 
-        Its type is that of `monograph.data.progress.Progress`.
+        Its type is that of `monograph.data.progress.ProgressCallback`.
 
         Args:
             what: a noun in the singular for a unit of work.

@@ -112,7 +112,7 @@ class TextPiece(NamedTuple):
     text_index: int
     text: str
     entries: list[ScoredToken]
-    finish: shapes.Finish | None
+    finish: shapes.ServedFinish | None
 
 
 class TextBuilder:
@@ -164,7 +164,7 @@ class TextBuilder:
             return TextPiece(self._index, new_text, self._take_certain(), None)
         new_text += self._transcript.finish()
         # The other ways to fail are refused before the event comes here.
-        finish: shapes.Finish = "stop" if event.finish == "stop" else "length"
+        finish: shapes.ServedFinish = "stop" if event.finish == "stop" else "length"
         if finish == "stop" and self._held and self._held[-1][1].token in self._unreported_ids:
             self._held.pop()
         return TextPiece(self._index, new_text, self._take_certain(), finish)

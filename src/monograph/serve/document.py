@@ -201,7 +201,7 @@ OPERATIONS = (
         tag="server",
         summary="Read this document",
         answer="This document.",
-        answer_types={_JSON: shapes.Document},
+        answer_types={_JSON: shapes.OpenApiDocument},
         is_open=True,
     ),
     Operation(

@@ -35,7 +35,7 @@ from monograph.automata.pattern import MAX_LENGTH
 from monograph.data.messages import message_of
 from monograph.data.records import Unusable
 from monograph.decode import Sampling
-from monograph.decode.sampling import BIAS, RANGES, Scope
+from monograph.decode.sampling import BIAS, RANGES, PenaltyScope
 from monograph.errors import did_you_mean
 from monograph.ranges import Range, whole
 from monograph.serve.compiling import MAX_CHOICES, MAX_CONSTRAINT_BYTES
@@ -162,7 +162,7 @@ def _are_ids(value: object) -> bool:
 
 
 _Several = Field(min_length=1, max_length=MAX_PROMPTS)
-Prompts = Annotated[
+PromptsField = Annotated[
     list[str | list[int]],
     PlainValidator(
         _check_prompts,
@@ -219,8 +219,8 @@ def _read_message(name: str, value: Any) -> dict[str, Any]:
     except Unusable as unusable:
         raise Refused(400, str(unusable), "messages") from None
     assert isinstance(value, Mapping)  # `message_of` refuses anything else
-    for key in value.keys() - Message.model_fields:
-        hint = did_you_mean(key, Message.model_fields)
+    for key in value.keys() - RequestMessage.model_fields:
+        hint = did_you_mean(key, RequestMessage.model_fields)
         raise Refused(400, f"{name}: there is no field {key!r:.80}{hint}", "messages")
     return message
 
@@ -300,7 +300,7 @@ class ToolCall(BaseModel):
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-class Message(Body):
+class RequestMessage(Body):
     """A part of the dialogue."""
 
     role: Role = Field(
@@ -563,7 +563,7 @@ OPTIONS = frozenset(_OPTIONS)
 # The types of the options that are not a number in a range.
 _TYPES: dict[str, Any] = {
     "penalty_scope": Annotated[
-        Scope, Expected(f"one of {', '.join(get_args(Scope))}", shows_value=True)
+        PenaltyScope, Expected(f"one of {', '.join(get_args(PenaltyScope))}", shows_value=True)
     ],
     "dry_sequence_breakers": Annotated[
         list[ShortText],
@@ -621,7 +621,7 @@ def _attribute_sentences(described: type) -> dict[str, str]:
 class CompletionRequest(TextRequest):
     """Texts to be continued."""
 
-    prompt: Prompts = Field(
+    prompt: PromptsField = Field(
         description="What the text continues. A prompt that is a text is encoded, after the token that begins a "
         "text. A prompt of ids is used unchanged."
     )
@@ -675,7 +675,7 @@ class ChatRequest(TextRequest):
         PlainValidator(
             _check_messages,
             json_schema_input_type=Annotated[
-                list[Message], Field(min_length=1, max_length=MAX_MESSAGES)
+                list[RequestMessage], Field(min_length=1, max_length=MAX_MESSAGES)
             ],
         ),
     ] = Field(

@@ -42,8 +42,8 @@ from monograph.serve.service import Service
 from monograph.serve.versions import Version
 from monograph.text.chat import chat_ids
 
-Prompts = Sequence[Sequence[int]]  # the ids of each prompt
-Batch = list[tuple[ServedText, Event]]  # events that came together, each with its text
+PromptIds = Sequence[Sequence[int]]  # the ids of each prompt
+EventBatch = list[tuple[ServedText, Event]]  # events that came together, each with its text
 REQUEST_TIMEOUT_S = 600.0
 PING_INTERVAL_S = 15.0  # a stream without new text sends a comment this often
 _FAILED_FINISHES = {
@@ -199,7 +199,7 @@ class TextEndpoint:
         return prompt
 
     async def _decoder_requests(
-        self, request: AnyTextRequest, version: Version, prompts: Prompts, client: str
+        self, request: AnyTextRequest, version: Version, prompts: PromptIds, client: str
     ) -> list[DecoderRequest]:
         """Return the decoder's requests, n for each prompt.
 
@@ -284,7 +284,7 @@ class TextEndpoint:
     @asynccontextmanager
     async def _write(
         self, texts: Sequence[ServedText], began_s: float
-    ) -> AsyncIterator[AsyncIterator[Batch]]:
+    ) -> AsyncIterator[AsyncIterator[EventBatch]]:
         """Have texts written; yield an iterator over batches of their events.
 
         At the end of the block, texts that have not ended are cancelled.
@@ -292,7 +292,7 @@ class TextEndpoint:
         gate = self._service.gate
         running = set(texts)
 
-        async def batches() -> AsyncIterator[Batch]:
+        async def batches() -> AsyncIterator[EventBatch]:
             is_first = True
             while running:
                 batch = await _next_batch(texts[0].inbox)
@@ -321,8 +321,8 @@ class TextEndpoint:
         request: AnyTextRequest,
         texts: Sequence[ServedText],
         answer: AnswerBuilder,
-        batches: AsyncIterator[Batch],
-        prompts: Prompts,
+        batches: AsyncIterator[EventBatch],
+        prompts: PromptIds,
         send: Send,
     ) -> None:
         builders = {text: self._builder(text, request) for text in texts}
@@ -354,8 +354,8 @@ class TextEndpoint:
         request: AnyTextRequest,
         texts: Sequence[ServedText],
         answer: AnswerBuilder,
-        batches: AsyncIterator[Batch],
-        prompts: Prompts,
+        batches: AsyncIterator[EventBatch],
+        prompts: PromptIds,
         send: Send,
     ) -> None:
         echoes = [TextPiece(0, "", [], None)] * len(prompts)
@@ -389,7 +389,7 @@ class TextEndpoint:
         )
 
     async def _send_scored(
-        self, request: CompletionRequest, version: Version, prompts: Prompts, send: Send
+        self, request: CompletionRequest, version: Version, prompts: PromptIds, send: Send
     ) -> None:
         """Answer with each prompt n times, and no new text."""
         echoes = await self._echoes(request, version, prompts)
@@ -401,7 +401,7 @@ class TextEndpoint:
         await _send_answer(answer, pieces, token_usage(sum(map(len, prompts)), 0), send)
 
     async def _echoes(
-        self, request: CompletionRequest, version: Version, prompts: Prompts
+        self, request: CompletionRequest, version: Version, prompts: PromptIds
     ) -> list[TextPiece]:
         """Return each prompt as a piece, scored if the request asks for log-probabilities."""
         echoes = []
@@ -448,7 +448,7 @@ def joined_messages(request: ChatRequest) -> str:
     return "".join(message["content"] for message in request.messages)
 
 
-def _count_logprobs(request: AnyTextRequest, version: Version, prompts: Prompts) -> int:
+def _count_logprobs(request: AnyTextRequest, version: Version, prompts: PromptIds) -> int:
     """Return the maximum number of log-probabilities of a request's answer.
 
     Raises:
@@ -469,7 +469,7 @@ def _count_logprobs(request: AnyTextRequest, version: Version, prompts: Prompts)
     return count
 
 
-async def _next_batch(inbox: Inbox) -> Batch:
+async def _next_batch(inbox: Inbox) -> EventBatch:
     """Wait for events; return all that have come, or none after PING_INTERVAL_S.
 
     Raises:

@@ -27,7 +27,7 @@ from monograph.graph.remat import named
 from monograph.loop import EngineState
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import Kernel
+from monograph.ops.attention import AttentionKernel
 from monograph.planner import defaults
 from monograph.predict.roofline import Calibration
 from monograph.profiling.memory import ledger, peak_memory_bytes
@@ -87,7 +87,7 @@ class Session:
     cooled: list[int] | None = None
     begun_with: str | None = None
     eager_reason: str | None = None
-    kernel: Kernel | None = None
+    kernel: AttentionKernel | None = None
     peak_bytes: int | None = None
     world: World = field(default_factory=World)
     started_s: float = field(default_factory=clock)

@@ -14,7 +14,7 @@ from monograph.distributed.engine import Replicated, Sharded, StepOptions, strea
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.lora import Place
+from monograph.graph.lora import OptionalDevice
 from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
@@ -149,7 +149,7 @@ def build_run(
     plan: RunPlan,
     task: Task,
     machine: Device,
-    device: Place = None,
+    device: OptionalDevice = None,
     ranks: int = 1,
     like: RunPlan | None = None,
     minutes: float = 0,

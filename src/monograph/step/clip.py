@@ -18,7 +18,7 @@ from monograph.graph.precision import Precision
 from monograph.ops.materialize import materialize
 from monograph.optim import Optimizer, ParameterKind, Plane, splittable, update_
 from monograph.ranges import ABOVE_0
-from monograph.step.parts import Marks
+from monograph.step.parts import PartMarks
 
 WINDOW = 128
 SIGMAS = 6.0
@@ -243,4 +243,4 @@ class Update:
     grad_norm: Tensor
     tokens: Tensor
     skipped: Tensor
-    marks: Marks = field(default=(), repr=False, compare=False)
+    marks: PartMarks = field(default=(), repr=False, compare=False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 # The names of parts, each with the time (s, on a CPU) or the CUDA event at which the part begins.
-Marks = Sequence[tuple[str, Any]]
+PartMarks = Sequence[tuple[str, Any]]
 
 
 class PartTimer:
@@ -35,7 +35,7 @@ class PartTimer:
             event.record()
             self._marks.append((part, event))
 
-    def end(self) -> Marks:
+    def end(self) -> PartMarks:
         """End the last part; return the update's marks, and start without marks again."""
         self.begin("")
         marks = self._marks
@@ -43,7 +43,7 @@ class PartTimer:
         return marks
 
 
-def seconds(marks: Marks) -> dict[str, float]:
+def seconds(marks: PartMarks) -> dict[str, float]:
     """Return the seconds of each part by `<part>_s`; the device must have finished the update.
 
     Forward and backward are one number, `passes_s`, if they were launched as one graph.
