@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from batches import tiny_llama
 from monograph.decode.generator import Generator
 from monograph.decode.request import Event, Request
-from monograph.laws.comparisons import Comparison, log_probabilities_agree
+from monograph.laws.comparisons import LawComparison, log_probabilities_agree
 from monograph.model.llama import Llama
 
 
@@ -57,7 +57,7 @@ def decoded(machine: Generator, requests: Sequence[Request]) -> dict[int, list[E
     return dict(enumerate(found.values()))
 
 
-def reported_is_full(model: Llama, request: Request, events: Sequence[Event]) -> Comparison:
+def reported_is_full(model: Llama, request: Request, events: Sequence[Event]) -> LawComparison:
     """Compare the log-probabilities of all ids at every step with the full pass's over what was
     written (law 8 compares logits in float64 more closely).
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 from batches import captured_to_train, packed, tiny_llama
 from monograph.graph.precision import Precision
 from monograph.laws.comparisons import differing, outcome
-from monograph.loop import Engine
+from monograph.loop import AnyEngine
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
@@ -189,7 +189,7 @@ def windows(
     return [rows(ROWS, seed=seed) for seed in range(first, first + count)]
 
 
-def trained(engine: Engine, batches: Iterable[Any]) -> dict[str, Tensor]:
+def trained(engine: AnyEngine, batches: Iterable[Any]) -> dict[str, Tensor]:
     """What every update returned, and the state in the end."""
     updates = []
     for batch in batches:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from monograph.decode.cache import KVCache
-from monograph.decode.chain import Rows, apply_filters, sample
+from monograph.decode.chain import SamplerRows, apply_filters, sample
 from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.request import Request
@@ -39,7 +39,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.siblings import fuse_siblings
 from monograph.laws.comparisons import (
-    Comparison,
+    LawComparison,
     accumulated_is_large_batch,
     cached_is_full,
     differing,
@@ -88,7 +88,7 @@ class Law(NamedTuple):
 
     number: int
     name: str
-    compare: Callable[[], Comparison]
+    compare: Callable[[], LawComparison]
 
 
 def laws(device: torch.device) -> list[Law]:
@@ -102,7 +102,7 @@ def laws(device: torch.device) -> list[Law]:
     all_precisions = [fp64, *trained]
     # Graphs are replayed on CUDA only.
     replayed = trained if device.type == "cuda" else []
-    table: list[tuple[int, str, Callable[[_Small], Comparison], list[_Small]]] = [
+    table: list[tuple[int, str, Callable[[_Small], LawComparison], list[_Small]]] = [
         (1, "compiled = eager", _Small.compiled, trained),
         (1, "replayed = called", _Small.replayed, replayed),
         (2, "accumulated = large batch", _Small.accumulated, all_precisions),
@@ -163,7 +163,7 @@ class _Small:
             raise MonographError(f"the step of a small model cannot be compiled here: {obstacle}")
         return engine
 
-    def compare_with_exact(self, engine: Engine) -> Comparison:
+    def compare_with_exact(self, engine: Engine) -> LawComparison:
         """Compare an engine's gradient and loss of packed rows with the exact ones.
 
         The loss has the gradient's bound, since one number may be next to exact by chance.
@@ -176,10 +176,10 @@ class _Small:
             comparison = error_within(gradient, self.naive_gradient, exact_gradient)
         return _with_loss(comparison, loss, exact_loss)
 
-    def compiled(self) -> Comparison:
+    def compiled(self) -> LawComparison:
         return self.compare_with_exact(self.captured(self.engine()))
 
-    def accumulated(self) -> Comparison:
+    def accumulated(self) -> LawComparison:
         """Compare micro-batches of one row with one large batch; in bf16, with exact values.
 
         The law has no bound in bf16, since each micro-batch rounds its gradient.
@@ -192,10 +192,10 @@ class _Small:
         comparison = accumulated_is_large_batch(gradient, large_batch_gradient)
         return _with_loss(comparison, loss, large_batch_loss)
 
-    def packed(self) -> Comparison:
+    def packed(self) -> LawComparison:
         return self.compare_with_exact(self.engine())
 
-    def replayed(self) -> Comparison:
+    def replayed(self) -> LawComparison:
         replayed = self.engine()
         called = self.engine()
         notes = list[str]()
@@ -208,12 +208,12 @@ class _Small:
             return found._replace(why="; ".join(["nothing is replayed", *notes]))
         return found
 
-    def recomputed(self) -> Comparison:
+    def recomputed(self) -> LawComparison:
         with _deterministic_sums():
             recomputing = self.engine(remat=Remat.Full())
             return _compare_bits(recomputing, self.engine(), self.rows)
 
-    def streamed(self) -> Comparison:
+    def streamed(self) -> LawComparison:
         placement = Placement(self.device)
         model = copy.deepcopy(self.model).cpu()
         with _deterministic_sums():
@@ -222,7 +222,7 @@ class _Small:
             )
             return _compare_bits(streamed, self.engine(), self.rows)
 
-    def member(self) -> Comparison:
+    def member(self) -> LawComparison:
         """Compare the second of two members with the same model trained alone."""
         members = [Llama(SHAPE, seed).to(self.device, torch.float64) for seed in range(2)]
         alone = self.engine(copy.deepcopy(members[1]), clip=0.5)
@@ -233,15 +233,15 @@ class _Small:
         updates = [*train(alone, windows)]
         return member_is_alone(found, outcome(alone.state(), updates))
 
-    def fused(self) -> Comparison:
+    def fused(self) -> LawComparison:
         engine = self.engine()
         fusion = fuse_siblings(engine.model, self.rows["tokens"].to(self.device))
         if not fusion.families:
-            return Comparison(0, 0, str(fusion))
+            return LawComparison(0, 0, str(fusion))
         return self.compare_with_exact(engine)
 
     @torch.no_grad()
-    def sampled(self) -> Comparison:
+    def sampled(self) -> LawComparison:
         """Count wrong tokens of the filters, and draws of tokens that the filters removed.
 
         How often each token is drawn is left to the tests, which need tens of thousands of draws.
@@ -255,7 +255,7 @@ class _Small:
         seed_B = torch.arange(len(logits_BV), device=self.device)
         knobs = new_knobs(chain, len(seed_B), self.device)
         write_rows(knobs, range(len(seed_B)), [knobs_of(options, chain)] * len(seed_B))
-        rows = Rows(seed_B, torch.full_like(seed_B, PROMPT), torch.zeros_like(seed_B), knobs)
+        rows = SamplerRows(seed_B, torch.full_like(seed_B, PROMPT), torch.zeros_like(seed_B), knobs)
         candidates = apply_filters(logits_BV, rows, chain, "window")
         assert candidates.ids_BN is not None
         kept_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter(
@@ -264,10 +264,10 @@ class _Small:
         wrong = sum(map(wrong_tokens, kept_BV.cpu(), supports * DRAWS))
         token_B = sample(logits_BV, rows, None, chain).token_B
         drawn_though_removed = int((~kept_BV[seed_B, token_B]).sum())
-        return Comparison(wrong + drawn_though_removed, 0)
+        return LawComparison(wrong + drawn_though_removed, 0)
 
     @torch.no_grad()
-    def cached(self) -> Comparison:
+    def cached(self) -> LawComparison:
         """Compare the logits of a prompt that is read in parts with those of one forward pass.
 
         The first part is WRITTEN tokens long, and every other part is one token.
@@ -283,13 +283,13 @@ class _Small:
         found = model.logits(torch.cat(hidden_of_parts, 1))
         return cached_is_full(found, model.logits(model(ids_BT)))
 
-    def generated(self) -> Comparison:
+    def generated(self) -> LawComparison:
         """Count likeliest tokens that the decode graph writes and whole forward passes do not."""
         generated = self._generate(self._generator(LIKELIEST, "compiled"), LIKELIEST)
         expected = greedy_ids(self.model, self._prompt.tolist(), WRITTEN)
-        return Comparison(differing_draws([token for token, _ in generated], expected), 0)
+        return LawComparison(differing_draws([token for token, _ in generated], expected), 0)
 
-    def resumed(self) -> Comparison:
+    def resumed(self) -> LawComparison:
         """Compare an engine with another one that loads its checkpoint.
 
         The tests compare the files of whole runs, which are killed, and read their texts again.
@@ -303,7 +303,7 @@ class _Small:
             load_checkpoint(resumed, folder)
             return _compare_bits(resumed, uninterrupted, self.rows)
 
-    def scored(self) -> Comparison:
+    def scored(self) -> LawComparison:
         """Compare log-probabilities of sampled tokens with those that a training pass computes.
 
         They need not have the same bits, as those of rewarded answers that the tests compare:
@@ -318,7 +318,7 @@ class _Small:
         )
         return log_probabilities_agree(scored.detach(), torch.tensor(log_probabilities))
 
-    def adapted(self) -> Comparison:
+    def adapted(self) -> LawComparison:
         """Compare hidden states with the base's after adapters are off, which are trained first.
 
         The tests compare what the reference is for as well: the first losses of preferences.
@@ -335,9 +335,9 @@ class _Small:
             found = model(window["tokens"], **inputs)
             expected = self.model(window["tokens"], **inputs)
         why = "" if trained else "the adapters learned nothing"
-        return Comparison(len(differing({"hidden": found}, {"hidden": expected})), 0, why)
+        return LawComparison(len(differing({"hidden": found}, {"hidden": expected})), 0, why)
 
-    def stale(self) -> Comparison:
+    def stale(self) -> LawComparison:
         """Count tokens that a used generator writes after an update and a new generator does not.
 
         Their log-probabilities are compared as well.
@@ -351,7 +351,7 @@ class _Small:
         after = self._generate(used, DRAWN)
         expected = self._generate(self._generator(DRAWN, model=model), DRAWN)
         why = "" if after != before else "the update changed nothing"
-        return Comparison(differing_draws(after, expected), 0, why)
+        return LawComparison(differing_draws(after, expected), 0, why)
 
     @property
     def _prompt(self) -> Tensor:
@@ -428,18 +428,18 @@ def _gradient_and_loss(engine: Engine, window: Batch) -> tuple[Tensor, Tensor]:
     return gradient, (total / count).cpu()
 
 
-def _with_loss(comparison: Comparison, loss: Tensor, exact_loss: Tensor) -> Comparison:
+def _with_loss(comparison: LawComparison, loss: Tensor, exact_loss: Tensor) -> LawComparison:
     """Return a comparison of gradients whose error is the loss's if that is larger."""
     return comparison._replace(error=max(comparison.error, relative_error(loss, exact_loss)))
 
 
-def _compare_bits(one: Engine, other: Engine, window: Batch) -> Comparison:
+def _compare_bits(one: Engine, other: Engine, window: Batch) -> LawComparison:
     """Train two engines for three updates, and count the tensors and numbers that differ in a bit."""
     windows = [window] * 3
     updates_of_one, updates_of_other = [[*train(engine, windows)] for engine in (one, other)]
     found = outcome(one.state(), updates_of_one)
     expected = outcome(other.state(), updates_of_other)
-    return Comparison(len(differing(found, expected)), 0)
+    return LawComparison(len(differing(found, expected)), 0)
 
 
 @contextmanager

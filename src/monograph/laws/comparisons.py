@@ -38,7 +38,7 @@ MEMBER_BOUND = 1e-10
 LOG_PROBABILITY_BOUND = 1e-5
 
 
-class Comparison(NamedTuple):
+class LawComparison(NamedTuple):
     """The result of a comparison, which is true if the law holds.
 
     Attributes:
@@ -94,7 +94,7 @@ def error_within(
     exact: Tensor,
     k: float = 2.0,
     rounding: float | None = None,
-) -> Comparison:
+) -> LawComparison:
     """Compare a fast path with the naive path of the same dtype, both by their errors against
     float64.
 
@@ -117,17 +117,19 @@ def error_within(
     assert exact.dtype == torch.float64, f"the reference is {exact.dtype}, not float64"
     if rounding is None:
         rounding = torch.finfo(found.dtype).eps / 2
-    return Comparison(relative_error(found, exact), k * (relative_error(naive, exact) + rounding))
+    return LawComparison(
+        relative_error(found, exact), k * (relative_error(naive, exact) + rounding)
+    )
 
 
-def equal_in_float64(found: Tensor, expected: Tensor) -> Comparison:
+def equal_in_float64(found: Tensor, expected: Tensor) -> LawComparison:
     """Compare two ways to compute the same in float64."""
-    return Comparison(relative_error(found, expected), FLOAT64_BOUND)
+    return LawComparison(relative_error(found, expected), FLOAT64_BOUND)
 
 
-def accumulated_is_large_batch(accumulated: Tensor, large_batch: Tensor) -> Comparison:
+def accumulated_is_large_batch(accumulated: Tensor, large_batch: Tensor) -> LawComparison:
     """Compare law 2's gradients: of micro-batches, in fp32 or float64, and of one large batch."""
-    return Comparison(
+    return LawComparison(
         relative_error(accumulated, large_batch), ACCUMULATED_BOUND[accumulated.dtype]
     )
 
@@ -184,7 +186,7 @@ def _same_bits(found: Tensor, expected: Tensor, equal_nan: bool) -> bool:
 
 def member_is_alone(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], least: float = 0.0
-) -> Comparison:
+) -> LawComparison:
     """Compare law 5's outcomes in float64: a member's, and that of the same model trained alone.
 
     Losses, norms, weights and moments have a relative error, by their norm and by their largest
@@ -201,7 +203,7 @@ def member_is_alone(
     rounded = [name for name, tensor in expected.items() if _is_rounded(name, tensor)]
     exact = {name: tensor for name, tensor in expected.items() if name not in rounded}
     if found.keys() != expected.keys() or differing({name: found[name] for name in exact}, exact):
-        return Comparison(float("inf"), MEMBER_BOUND)
+        return LawComparison(float("inf"), MEMBER_BOUND)
     errors = list[float]()
     for name in rounded:
         difference = found[name] - expected[name]
@@ -211,7 +213,7 @@ def member_is_alone(
             error = float(vector_norm(difference, order))
             errors.append(error / scale if scale else error)
     is_number = all(map(math.isfinite, errors))
-    return Comparison(max(errors) if is_number else float("inf"), MEMBER_BOUND)
+    return LawComparison(max(errors) if is_number else float("inf"), MEMBER_BOUND)
 
 
 def _is_rounded(name: str, tensor: Tensor) -> bool:
@@ -220,7 +222,7 @@ def _is_rounded(name: str, tensor: Tensor) -> bool:
     return is_state or number in ("loss", "grad_norm")
 
 
-def cached_is_full(found_SV: Tensor, full_SV: Tensor) -> Comparison:
+def cached_is_full(found_SV: Tensor, full_SV: Tensor) -> LawComparison:
     """Compare law 8's logits in float64: of steps with a cache, and of full passes.
 
     The relative error of each step counts, and the error of each logit e relative to 1 + |e|.
@@ -233,7 +235,7 @@ def cached_is_full(found_SV: Tensor, full_SV: Tensor) -> Comparison:
     steps = zip(found_SV.flatten(0, -2), full_SV.flatten(0, -2), strict=True)
     of_steps = max(relative_error(found, full) for found, full in steps)
     of_logits = float(((found_SV - full_SV).abs() / (1 + full_SV.abs())).max())
-    return Comparison(max(of_steps, of_logits), FLOAT64_BOUND)
+    return LawComparison(max(of_steps, of_logits), FLOAT64_BOUND)
 
 
 @torch.no_grad()
@@ -265,10 +267,10 @@ def differing_draws(found: Sequence[object], expected: Sequence[object]) -> int:
     return sum(one != other for one, other in zip_longest(found, expected))
 
 
-def log_probabilities_agree(found: Tensor, expected: Tensor) -> Comparison:
+def log_probabilities_agree(found: Tensor, expected: Tensor) -> LawComparison:
     """Compare log-probabilities that decoding reports with those of another pass over the text.
 
     The other pass is law 8's full pass, or law 16's pass in training.
     """
     error = float((found.cpu() - expected.cpu()).abs().max())
-    return Comparison(error if error == error else float("inf"), LOG_PROBABILITY_BOUND)
+    return LawComparison(error if error == error else float("inf"), LOG_PROBABILITY_BOUND)

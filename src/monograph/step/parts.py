@@ -12,18 +12,18 @@ from typing import Any, Literal, get_args
 
 import torch
 
-Part = Literal["forward", "backward", "optimizer"]
+UpdatePart = Literal["forward", "backward", "optimizer"]
 
 # The parts in their order. With several micro-batches, the first two take turns.
-PARTS: tuple[Part, ...] = get_args(Part)
+PARTS: tuple[UpdatePart, ...] = get_args(UpdatePart)
 FORWARD, BACKWARD, OPTIMIZER = PARTS
 # Forward and backward, where both are launched as one graph.
 PASSES = "passes"
 # The names of parts, each with the time (s, on a CPU) or the CUDA event at which the part begins.
-Marks = Sequence[tuple[str, Any]]
+PartMarks = Sequence[tuple[str, Any]]
 
 
-class Parts:
+class PartTimer:
     """Records when the parts of an update begin.
 
     On a GPU it records CUDA events, so neither the host nor the device waits.
@@ -34,14 +34,14 @@ class Parts:
         self._cuda = device.type == "cuda"
         self._marks = list[tuple[str, Any]]()
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: UpdatePart) -> None:
         """Record that `part` begins, which ends the part before it.
 
         Nothing is recorded while a CUDA graph is captured, so a replay is a single part.
         """
         self._mark(part)
 
-    def end(self) -> Marks:
+    def end(self) -> PartMarks:
         """End the last part; return the update's marks, and start without marks again."""
         self._mark("")
         marks = self._marks
@@ -57,13 +57,13 @@ class Parts:
             self._marks.append((part, event))
 
 
-def seconds(marks: Marks) -> dict[str, float]:
+def seconds(marks: PartMarks) -> dict[str, float]:
     """Return the seconds of each part by `<part>_s`; the device must have finished the update.
 
     Forward and backward are one number, `passes_s`, if they were launched as one graph.
 
     Args:
-        marks: what `Parts.end` returned.
+        marks: what `PartTimer.end` returned.
 
     Returns:
         The seconds; empty if the engine does not record a forward pass.
