@@ -112,7 +112,7 @@ def test_every_word_gives_finite_noise() -> None:
 
 def test_logarithms_and_weights_are_as_exact_as_the_library_s() -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.exp(200 * torch.rand(10_000, generator=generator) - 100)
+    x = torch.exp(175 * torch.rand(10_000, generator=generator) - 87)  # normal fp32 numbers
     assert error_within(log(x), x.log(), x.double().log())
     u = torch.cat([torch.rand(10_000, generator=generator) * scale for scale in (1.0, 1e-3, 1e-9)])
     u = u.clamp(max=1 - 2**-24)
