@@ -18,7 +18,7 @@ from monograph.session import ranks, recorded
 from monograph.session.after_update import AfterUpdate
 from monograph.session.objectives import objective_of, with_records
 from monograph.session.ranks import show
-from monograph.session.recorded import strange_text
+from monograph.session.recorded import foreign_text_warning
 from monograph.session.reporting import Reporter, finished
 from monograph.session.requirements import require_possible, require_taught
 from monograph.session.rewind import windows
@@ -51,7 +51,7 @@ def run(
     started = Started(asked_s, clock() - asked_s)
     # Before torch._dynamo is imported, which sets its own cache path in the environment.
     keep_compiled()
-    settings, from_ = recorded.model_given(settings, from_)
+    settings, from_ = recorded.with_folder_as_init(settings, from_)
     settings = with_records(settings)
     # Otherwise settings recorded by a run come first; `open_run` checks the result.
     if not (resume or from_):
@@ -74,12 +74,12 @@ def run(
         if resumed:
             if world.leads:
                 checkpointing.remove_leftovers(folder.checkpoints)
-            settings = recorded.settings_of(folder, settings if resume else Settings())
-            strange = strange_text(folder, settings.data.source, settings.programs)
+            settings = recorded.settings_to_resume(folder, settings if resume else Settings())
+            strange = foreign_text_warning(folder, settings.data.source, settings.programs)
         elif parent:
-            settings = recorded.branched(parent.run, settings)
+            settings = recorded.settings_from_parent(parent.run, settings)
             writing.record_parent(folder, *parent)
-            strange = strange_text(parent.run, settings.data.source, settings.programs)
+            strange = foreign_text_warning(parent.run, settings.data.source, settings.programs)
         if strange:
             progress.line("warning", strange)
         summary = world.agreed(finished(folder) if resumed and world.leads else None)

@@ -27,7 +27,7 @@ from monograph.session.new_tokens import tokens_of
 from monograph.session.objective import Objective
 from monograph.session.objectives import opened
 from monograph.session.record import ORIGIN, ConfigRecord
-from monograph.session.recorded import own_copies
+from monograph.session.recorded import copies_of_missing_files
 from monograph.session.requirements import require_positions, require_targets
 from monograph.step import Clip
 from monograph.storage.reading import is_file
@@ -104,7 +104,10 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
         recipe=recipe,
         sizes_said=_said(settings.pinned(), "model"),
         reading=ReadingOptions(
-            **(settings.data.model_dump() | own_copies(settings.data, settings.origins))
+            **(
+                settings.data.model_dump()
+                | copies_of_missing_files(settings.data, settings.origins)
+            )
         ),
         tokens=tokens,
         transfer=transfer and transfer._replace(base=optim.transfer_base),

@@ -21,7 +21,7 @@ from monograph.report.quantities import counted
 from monograph.run.folder import Run
 from monograph.run.models import load_trained, load_with_tokenizer
 from monograph.session.objectives import objective_of
-from monograph.session.recorded import own_copies, run_settings, strange_text
+from monograph.session.recorded import copies_of_missing_files, foreign_text_warning, run_settings
 from monograph.text.tokenizer import Tokenizer
 
 LONGEST_ROW = 4096  # tokens of a row, for a model that comes from no run
@@ -94,10 +94,10 @@ def require_finite(loss: float, name: str, text: str) -> None:
 
 def of_run(run: Run, warn: Warn) -> EvaluatedModel:
     """Load a run's newest sound model; see `load_trained`."""
-    settings = run_settings(run, runs=("model.init",))
+    settings = run_settings(run, code_keys=("model.init",))
     # In another precision the scores would differ from those of the training.
     precision = Precision(settings.train.precision)
-    text = settings.data.model_dump() | own_copies(settings.data, settings.origins)
+    text = settings.data.model_dump() | copies_of_missing_files(settings.data, settings.origins)
     objective = objective_of(settings)
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision, settings.programs)
     return EvaluatedModel(
@@ -109,7 +109,7 @@ def of_run(run: Run, warn: Warn) -> EvaluatedModel:
         averaged=averaged,
         own_text={key: text[key] for key in _TEXT} if objective.is_of_texts else {},
         fingerprint=state["fingerprint"],
-        strange=strange_text(run, settings.data.source, settings.programs),
+        strange=foreign_text_warning(run, settings.data.source, settings.programs),
         drew_answers=objective.answers_on_device,
     )
 

@@ -156,7 +156,7 @@ def again(world: World, run: Run, parallel: str) -> str:
         parallel: the present `train.parallel`, which may differ from the one in config.toml.
     """
     changed: tuple[str, ...] = ()
-    if run_settings(run, runs=()).train.parallel != parallel:
+    if run_settings(run, code_keys=()).train.parallel != parallel:
         changed = (f"train.parallel={parallel}",)
     if world.alone:
         return command("train", "--resume", run.handle, *changed)
