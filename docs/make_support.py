@@ -98,10 +98,9 @@ def refusal(**keys: str) -> str | None:
 def excluded() -> str:
     """Return all pairs of choices that exclude one another, each with the line of its refusal."""
     lines = ["| choice | does not go with | what Monograph says |", "|---|---|---|"]
-    for one, other, line in (
-        (each.one.shown, each.other.shown, each.shown) for each in exclusions()
-    ):
-        lines.append(f"| `{one}` | `{other}` | {line} |")
+    for rule in exclusions():
+        one, other = rule.one.text_in_docs, rule.other.text_in_docs
+        lines.append(f"| `{one}` | `{other}` | {rule.refusal_in_docs} |")
     return "\n".join(lines)
 
 

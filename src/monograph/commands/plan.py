@@ -27,7 +27,7 @@ from monograph.session.requirements import (
     notes_on,
     require_one_device,
     require_possible,
-    require_room,
+    require_room_for_weights,
 )
 from monograph.session.resolve import request_of, resolve, shape_of, with_less_memory
 from monograph.session.supposed import named_model, shape_named, standing_in, supposed_in, usual
@@ -93,7 +93,7 @@ def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
     new = job.tokens.planned()
     rows = shape_of(plan).vocab_size
     config = shape_of(plan, new)
-    require_room(job, config, target, limits)
+    require_room_for_weights(job, config, target, limits)
     objective = job.objective
     beside = objective.bytes_beside(plan, config, target)
     target = with_less_memory(target, sum(beside.values()))

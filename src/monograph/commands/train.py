@@ -20,7 +20,7 @@ from monograph.session.objectives import objective_of, with_records
 from monograph.session.ranks import show
 from monograph.session.recorded import foreign_text_warning
 from monograph.session.reporting import Reporter, finished
-from monograph.session.requirements import require_possible, require_taught
+from monograph.session.requirements import require_possible, require_trained_model
 from monograph.session.rewind import windows
 from monograph.session.session import Session
 from monograph.session.setup import repeatable
@@ -56,7 +56,7 @@ def run(
     # Otherwise settings recorded by a run come first; `open_run` checks the result.
     if not (resume or from_):
         require_possible(settings, describe())
-        require_taught(objective_of(settings), settings.model.init)
+        require_trained_model(objective_of(settings), settings.model.init)
     world = ranks.meet(
         settings.train.parallel, settings.said("train.parallel"), resumed=resume is not None
     )

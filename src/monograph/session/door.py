@@ -28,7 +28,7 @@ from monograph.session.objective import Objective
 from monograph.session.objectives import opened
 from monograph.session.record import ORIGIN, ConfigRecord
 from monograph.session.recorded import copies_of_missing_files
-from monograph.session.requirements import require_positions, require_targets
+from monograph.session.requirements import require_adapter_targets, require_positions
 from monograph.step import Clip
 from monograph.storage.reading import is_file
 from monograph.transfer import WidthTransfer
@@ -126,7 +126,7 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
     )
     if not shape_alone:
         tokens.require()
-    require_targets(lora, shape)
+    require_adapter_targets(lora, shape)
     require_positions(length, shape)
     return job
 

@@ -31,7 +31,7 @@ from monograph.session.job import Job
 from monograph.session.new_tokens import NewTokens
 from monograph.session.plan import Length, Plan, Shape, is_sharded, sharing
 from monograph.session.record import ConfigRecord
-from monograph.session.requirements import require_room
+from monograph.session.requirements import require_room_for_weights
 from monograph.storage.cache_dir import cache_root, calibration_file
 from monograph.text.tokenizer import parse
 
@@ -272,7 +272,7 @@ def _chosen_candidate(plan: Plan, config: LlamaConfig, machine: Device, shape: S
     limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
     # All ranks may be on this machine, so each gets only its share of the host's memory.
     limits = replace(limits, host_bytes=limits.host_bytes // shape.ranks)
-    require_room(plan.job, config, machine, limits)
+    require_room_for_weights(plan.job, config, machine, limits)
     # A CPU has no other memory to stream from.
     if machine.type == "cpu" and memory == "auto":
         memory = "device"

@@ -31,7 +31,7 @@ def _load_objective(way: WayToLearn) -> Objective:
 OBJECTIVES: tuple[Objective, ...] = tuple(map(_load_objective, WAYS_TO_LEARN))
 
 
-def chosen_in(settings: Settings) -> list[Objective]:
+def chosen_objectives(settings: Settings) -> list[Objective]:
     """Return the objectives that the settings choose; the first counts, and more than one key is an
     error.
     """
@@ -40,7 +40,7 @@ def chosen_in(settings: Settings) -> list[Objective]:
 
 def objective_of(settings: Settings) -> Objective:
     """Return the objective that the settings choose, its own keys unread."""
-    return chosen_in(settings)[0]
+    return chosen_objectives(settings)[0]
 
 
 def with_records(settings: Settings) -> Settings:

@@ -27,7 +27,7 @@ from monograph.rl.pairs import PairRows, loss_for, read_pairs
 from monograph.rl.preference_loss import PreferenceLoss
 from monograph.rl.preferences import Preference, preference
 from monograph.run.progress import Progress
-from monograph.session.choices import FP8, OF_CODE, STREAMED, Condition
+from monograph.session.choices import FP8, MODEL_FROM_CODE, STREAMED, Condition
 from monograph.session.objective import HeldOutScore, Objective, Opened, Windows, held_out_said
 from monograph.session.objectives.texts import RowsTask
 from monograph.session.plan import Plan
@@ -58,15 +58,15 @@ class Preferences(Objective):
     is_of_texts = False
     rate_share = defaults.JUDGED_SHARE
     excluded = (
-        (OF_CODE, "a program says no tokenizer: name a run or a folder"),
+        (MODEL_FROM_CODE, "a program says no tokenizer: name a run or a folder"),
         (STREAMED, "it is not built for streaming: leave it out"),
         (FP8, "it was not tried: take bf16"),
         (
-            Condition("train.tokens", lambda made: made.tokens is not None),
+            Condition("train.tokens", lambda choices: choices.tokens is not None),
             "pairs are counted, not tokens: give updates, epochs or minutes",
         ),
         (
-            Condition("data.packing = padded", lambda made: made.packing == "padded"),
+            Condition("data.packing = padded", lambda choices: choices.packing == "padded"),
             "the two answers of a pair share a row: leave it out",
         ),
     )

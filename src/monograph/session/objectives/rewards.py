@@ -50,7 +50,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import digest
 from monograph.run.source import ModelSource
 from monograph.run.trust import is_all_trusted
-from monograph.session.choices import FP8, OF_CODE, STREAMED, Condition
+from monograph.session.choices import FP8, MODEL_FROM_CODE, STREAMED, Condition
 from monograph.session.objective import (
     HeldOutScore,
     Objective,
@@ -113,15 +113,17 @@ class Rewards(Objective):
     is_of_texts = False
     rate_share = defaults.JUDGED_SHARE
     excluded = (
-        (OF_CODE, "a program says no tokenizer: name a run or a folder"),
+        (MODEL_FROM_CODE, "a program says no tokenizer: name a run or a folder"),
         (STREAMED, "answers are drawn on the device: leave it out"),
         (FP8, "answers are not drawn in fp8: take bf16"),
         (
-            Condition("train.tokens = {tokens}", lambda made: made.tokens is not None, "a number"),
+            Condition(
+                "train.tokens = {tokens}", lambda choices: choices.tokens is not None, "a number"
+            ),
             "answers have any length: give updates or minutes",
         ),
         (
-            Condition("optim.ema = {ema}", lambda made: made.ema != "none", "a number"),
+            Condition("optim.ema = {ema}", lambda choices: choices.ema != "none", "a number"),
             "answers are the weights' own: leave it out",
         ),
     )
