@@ -418,7 +418,7 @@ def refusal(function, *arguments, **keys):
         return str(error)
 
 def worth(**keys):
-    opened = Rewards().opened(read(**keys), 64)
+    opened = Rewards().decide(read(**keys), 64)
     reward = reward_of(opened.objective.reward, {}, **opened.objective.parameters)
     [score] = reward.score([Answer("", "3", {"answer": 2.5}, "")])
     return score, opened.values.get("rl.reward_tolerance")

@@ -141,7 +141,7 @@ def test_each_rung_trains_the_way_that_it_says(
     assert [name for name, session in seen.items() if session.engine.micro_batch != 8] == [
         "accumulation"
     ]
-    assert [name for name, session in seen.items() if session.corpus is made.texts["padded"]] == [
+    assert [name for name, session in seen.items() if session.records is made.texts["padded"]] == [
         *seen
     ][:3]
     assert [name for name, step in steps.items() if step.optim.state == "8bit"] == ["8-bit state"]

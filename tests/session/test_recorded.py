@@ -91,7 +91,9 @@ def test_what_nobody_vouched_for_gets_no_mark(tmp_path: Path) -> None:
     named = settings({"model.init": init} | FIXED)
     write_config(run, named)
     assert "# mark" not in run.config.read_text()
-    write_config(run, named.vouching(digests([init])), programs=[f"{tmp_path}/other.py:build"])
+    write_config(
+        run, named.vouching(digests([init])), sweep_programs=[f"{tmp_path}/other.py:build"]
+    )
     assert "# mark" not in run.config.read_text()
     write_config(run, named.vouching(digests([init])))
     assert is_ours(run.config, [init]) and settings_to_resume(run, settings({})).vouched == digests(
@@ -338,12 +340,12 @@ def planned(
         engine=SimpleNamespace(index=0),
         recipe=SimpleNamespace(lora=None),
         elapsed_s=0.0,
-        ends_s=None,
+        deadline_s=None,
         left_s=math.inf,
         params=1000,
     )
-    session.complete = partial(setattr, session, "plan")
-    task.plan = lambda: session.plan
+    session.set_plan = partial(setattr, session, "plan")
+    task.current_plan = lambda: session.plan
     warmup.fix_length(session, progress)
     return session.plan.updates, session.budget_s, told["plan"]
 

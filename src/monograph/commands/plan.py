@@ -95,16 +95,16 @@ def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
     config = shape_of(plan, new)
     require_room_for_weights(job, config, target, limits)
     objective = job.objective
-    beside = objective.bytes_beside(plan, config, target)
+    beside = objective.extra_bytes(plan, config, target)
     target = with_less_memory(target, sum(beside.values()))
     request = request_of(plan, config, target, new.trained(rows) if new else ())
     known = Calibration(calibration_file())
     peaks = peak_flops(target, request.precisions)
-    memory = "device" if objective.answers_on_device else plan.asked_memory
+    memory = "device" if objective.samples_answers else plan.requested_memory
     answer = streamed_or_resident(request, target, peaks, known, memory, limits)
     for line in (*notes_on(plan, target), *token_notes(new, rows)):
         print(f"note     {line}")
-    seconds = objective.seconds_beside(plan, config, target, known)
+    seconds = objective.extra_seconds(plan, config, target, known)
     drawing = None if seconds is None else AnswerSampling(*seconds, beside)
     fresh = job.recipe.init is None
     length = _length(plan, answer, config, open_end=asked.elsewhere and fresh)

@@ -99,7 +99,7 @@ def run(
                 report = Reporter(session, progress)
                 _loop(session, report, progress)
                 measure_memory(session)
-                session.task.remember()
+                session.task.store_measurements()
                 summary = report.finish() if world.leads else {}
         world.leave()
     if json and world.leads:

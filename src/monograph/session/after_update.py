@@ -71,7 +71,7 @@ class AfterUpdate:
         self.progress = progress
         # Reading an update's numbers makes the host wait for the GPU, so it is done for ten updates
         # at once. A run that is not plain waits anyway, e.g. to sample answers from the weights.
-        reads_each = not session.task.is_plain or session.engine.step.device.type == "cpu"
+        reads_each = not session.task.has_plain_updates or session.engine.step.device.type == "cpu"
         self.log = MetricsLog(session.run, every=1 if reads_each else 10)
         # A resumed run, or one that began eagerly, may be past DOUBTED_AT.
         self._doubted_at = max(DOUBTED_AT, session.engine.index + 1)
@@ -79,7 +79,7 @@ class AfterUpdate:
         # The interval of `keep_time`, which `eval_every` of the settings may exceed.
         self._check_every = defaults.interval(session.updates, defaults.EVALUATIONS)
         session.training_since_s = clock()
-        if not session.engine.index and session.task.scores_untrained:
+        if not session.engine.index and session.task.scores_initial_weights:
             report.evaluate(block, 0, limit=None)
         self._shown_at_s = clock()
         self._updates_since_shown = 0
@@ -96,7 +96,7 @@ class AfterUpdate:
         is_last = done == session.updates
         self._updates_since_shown += 1
         self.report.recompiles = compat.captured_graphs() - self._graphs_before
-        session.account(done)
+        session.log_memory(done)
         figures = session.task.figures(session.batches)
         written = log.add(update, {**self.report.readings, "wall_s": session.spent_s, **figures})
         # When `add` has just written rows, their numbers are on the host and cost nothing.
@@ -116,7 +116,7 @@ class AfterUpdate:
         wants_save = (is_due and not is_skipping) or stop_requested or save_requested
         saves = is_last or (session.can_save and wants_save)
         self._save_is_overdue = is_due and not session.can_save
-        goes_back = is_lost or (saves and bool(session.non_finite()))
+        goes_back = is_lost or (saves and bool(session.non_finite_parameters()))
         stops = stop_requested and saves and not is_last
         return Moment(done, is_last, goes_back, saves, stops)
 
@@ -166,7 +166,7 @@ class AfterUpdate:
         """Begin the cool-down early, if the time will not suffice."""
         check_every = min(self.session.plan.intervals.eval_every, self._check_every)
         # A run with train.wall_minutes checks after each update, since it must not end late.
-        is_limited = self.session.ends_s is not None
+        is_limited = self.session.deadline_s is not None
         is_due = is_limited or moment.done % check_every == 0
         if is_due and not moment.is_last:
             self.report.keep_time(moment.done)

@@ -65,7 +65,7 @@ def updates_given(session: Session) -> int:
     rows = session.batches.rows_per_window
     if plan.updates or not plan.job.span.epochs:
         return plan.updates
-    windows = -(-plan.job.span.epochs * task.per_epoch // rows)  # rounded up
+    windows = -(-plan.job.span.epochs * task.records_per_epoch // rows)  # rounded up
     return windows * task.updates_per_window
 
 
@@ -103,7 +103,7 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     if not updates:
         # A short text may end a run before its time is over.
         updates = (
-            session.task.most_updates(
+            session.task.max_updates(
                 session.batches.rows_per_window, plan.training.optim.weight_decay
             )
             or 0

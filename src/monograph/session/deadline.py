@@ -2,7 +2,7 @@
 after them.
 
 `Session.left_s` is the time that is left for training, evaluation and samples. The time for the
-report (`Session.end_s`) is already subtracted from it.
+report (`Session.reserved_s`) is already subtracted from it.
 """
 
 import math
@@ -86,7 +86,10 @@ class Deadline:
     def has_time_for_figures(self) -> bool:
         """Return whether there is time to draw the report's PNG files, the slowest part of it."""
         session = self.session
-        return session.ends_s is None or session.ends_s - clock() >= FIGURES_SHARE * session.end_s
+        return (
+            session.deadline_s is None
+            or session.deadline_s - clock() >= FIGURES_SHARE * session.reserved_s
+        )
 
     def end_s(self, per_update_s: float) -> float:
         """Return the seconds of the last evaluation, the last sample, and the update that measures
@@ -104,4 +107,6 @@ class Deadline:
     def _share_s(self, share: float) -> float:
         """Return the seconds of a share of the whole time; infinite without a limit."""
         minutes = self.session.plan.job.span.wall_minutes
-        return math.inf if minutes is None or self.session.ends_s is None else share * 60 * minutes
+        return (
+            math.inf if minutes is None or self.session.deadline_s is None else share * 60 * minutes
+        )

@@ -25,7 +25,7 @@ from monograph.session.by_key import by_field
 from monograph.session.job import AskedIntervals, AskedLength, AskedTransfer, Job, OpenChoice
 from monograph.session.new_tokens import tokens_of
 from monograph.session.objective import Objective
-from monograph.session.objectives import opened
+from monograph.session.objectives import decided_objective
 from monograph.session.record import ORIGIN, ConfigRecord
 from monograph.session.recorded import copies_of_missing_files
 from monograph.session.requirements import require_adapter_targets, require_positions
@@ -64,7 +64,7 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
     per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
     lora = lora_of(settings)
     tokens = tokens_of(settings, source, settings.data.tokenizer, is_adapted=lora is not None)
-    usual_rate = objective.rate_share * _usual_rate(recipe, source, rule, lora is not None)
+    usual_rate = objective.lr_share * _usual_rate(recipe, source, rule, lora is not None)
     fields = rates(optim.lr, settings.lora.lr_ratio, usual_rate) | fresh_fields(recipe, rule)
     if optim.weight_decay != "auto":
         fields["weight_decay"] = optim.weight_decay
@@ -93,7 +93,7 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
             ema=None if optim.ema == "none" else optim.ema,
             **fields,
         ),
-        clip=_clip(optim.grad_clip, optim.skip_spikes, objective.finds_spikes),
+        clip=_clip(optim.grad_clip, optim.skip_spikes, objective.skips_spikes),
         lora=lora,
         **given,
     )
@@ -113,8 +113,8 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
         transfer=transfer and transfer._replace(base=optim.transfer_base),
         training=training,
         memory="device" if train.memory == "auto" else train.memory,
-        open=is_open,
-        is_rate_open=optim.lr == "auto",
+        open_choices=is_open,
+        is_lr_open=optim.lr == "auto",
         is_decay_open=optim.weight_decay == "auto",
         final=FINAL if optim.min_lr_ratio is None else optim.min_lr_ratio,
         asked_tokens=int(train.tokens_per_update),
@@ -211,7 +211,7 @@ def _look_up(settings: Settings, transfer: AskedTransfer | None, shape_alone: bo
         chosen["model.preset"] = defaults.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
     chosen |= fixed_lora(settings, source)
-    objective, values = opened(settings, length)
+    objective, values = decided_objective(settings, length)
     chosen |= values
     family = model.family or FIRST_FAMILY
     recipe = Recipe(
@@ -241,7 +241,7 @@ def _look_up(settings: Settings, transfer: AskedTransfer | None, shape_alone: bo
         and settings.data.vocab_size is None
     ):
         chosen["data.vocab_size"] = defaults.DEFAULT.vocabulary
-    if per_update == "auto" and not objective.is_own_length:
+    if per_update == "auto" and not objective.has_own_update_size:
         usual = max(defaults.DEFAULT.tokens_per_update, length)
         chosen["train.tokens_per_update"] = defaults.in_whole_rows(usual, length)
     settings = settings.resolve(chosen, ORIGIN)
@@ -317,16 +317,16 @@ def _usual_rate(recipe: Recipe, source: ModelSource | None, rule: str, is_adapte
     return rate * OPTIMIZERS[rule].rate_factor
 
 
-def _clip(norm: float | str, skip_spikes: bool | str, finds_spikes: bool) -> Clip | None:
+def _clip(norm: float | str, skip_spikes: bool | str, skips_spikes: bool) -> Clip | None:
     """Return the clipping; None if gradients are not clipped.
 
     Args:
         norm: optim.grad_clip.
         skip_spikes: optim.skip_spikes.
-        finds_spikes: whether "auto" skips spikes.
+        skips_spikes: whether "auto" skips spikes.
     """
     if norm == "none":
         return None
     if skip_spikes == "auto":
-        skip_spikes = finds_spikes
+        skip_spikes = skips_spikes
     return Clip(float(norm), skip_spikes=bool(skip_spikes))

@@ -75,7 +75,7 @@ def pays(session: Session, key: str) -> bool:
         plan.job.recipe.code
         or plan.expected is None
         or plan.memory == "stream"
-        or not session.task.is_foreseen
+        or not session.task.is_fully_planned
     ):
         return False
     fits = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES) < machine.free_memory_bytes
@@ -109,9 +109,9 @@ def begin(session: Session, window: Batch, progress: Progress, before: Callable[
         patient_s = patience_s(session)
         if not _update_eagerly(session, window, patient_s, progress):
             plan = session.plan
-            plan = plan.having(replace(plan.training, compile="none"))
-            session.complete(plan.noting({"train.compile": "none"}))
-            session.task.leave_uncompiled()
+            plan = plan.with_training(replace(plan.training, compile="none"))
+            session.set_plan(plan.with_decided_values({"train.compile": "none"}))
+            session.task.stop_compiling()
             session.eager_reason = f"the compiler was not ready in {duration(patient_s)}"
     compile_step(session, window, progress)
     if not session.eager_reason:
@@ -171,7 +171,7 @@ def _update_eagerly(session: Session, window: Batch, patient_s: float, progress:
     """
     engine, plan, task = session.engine, session.plan, session.task
     most = (
-        task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay) or MOST
+        task.max_updates(session.batches.rows_per_window, plan.training.optim.weight_decay) or MOST
     )
     likely = Length(_likely_updates(session))
     engine.step.schedule = constant(resolve(plan, describe(), likely).intervals.warmup_updates)
@@ -190,7 +190,7 @@ def _update_eagerly(session: Session, window: Batch, patient_s: float, progress:
             for update in train(engine, windows(session), max(1, most // 2)):
                 spent_s = clock() - began
                 log.add(update, {"wall_s": spent_s, MARK: True, **task.figures(session.batches)})
-                session.account(update.index + 1, **{MARK: True})
+                session.log_memory(update.index + 1, **{MARK: True})
                 stage.report("update", update.index + 1)
                 if session.can_save and (is_over() or spent_s > patient_s):
                     break
@@ -219,10 +219,10 @@ def _likely_updates(session: Session) -> int:
     if session.model_config:
         known = Calibration(calibration_file())
         # Sampling and judging answers.
-        beside = plan.job.objective.seconds_beside(plan, session.model_config, describe(), known)
+        beside = plan.job.objective.extra_seconds(plan, session.model_config, describe(), known)
         seconds += beside[0] if beside else 0.0
     most = (
-        session.task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay)
+        session.task.max_updates(session.batches.rows_per_window, plan.training.optim.weight_decay)
         or MOST
     )
     return defaults.updates_for(defaults.UPDATES_SHARE * 60 * plan.job.span.minutes, seconds, most)
@@ -241,6 +241,6 @@ def compile_run(folder: str, window: str) -> None:
     run = Run(Path(folder))
     progress = silent()
     plan = resolve(run_settings(run), describe())
-    with closing(plan.job.objective.open_unjudged(plan, progress)) as task:
+    with closing(plan.job.objective.open_without_judging(plan, progress)) as task:
         session = open_session(run, plan, task, default_device(), progress)
         compile_step(session, load_file(window), progress)

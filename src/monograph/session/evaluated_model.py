@@ -110,7 +110,7 @@ def of_run(run: Run, warn: Warn) -> EvaluatedModel:
         own_text={key: text[key] for key in _TEXT} if objective.is_of_texts else {},
         fingerprint=state["fingerprint"],
         strange=foreign_text_warning(run, settings.data.source, settings.programs),
-        drew_answers=objective.answers_on_device,
+        drew_answers=objective.samples_answers,
     )
 
 

@@ -135,9 +135,9 @@ class Job:
         training: how the model is trained, by all devices together. The optimizer does not have the
             changes of width transfer yet, nor the adapters the tokens whose rows are trained.
         memory: where weights live.
-        open: the choices that the device or the planner makes; `training` and `memory` have
+        open_choices: the choices that the device or the planner makes; `training` and `memory` have
             defaults there.
-        is_rate_open: whether the optimizer's peak rate is a default.
+        is_lr_open: whether the optimizer's peak rate is a default.
         is_decay_open: whether the optimizer's weight decay is a default.
         final: the share of the peak rate at which the schedule ends.
         asked_tokens: tokens of an update as the settings give them; `training` rounds them to whole
@@ -161,8 +161,8 @@ class Job:
     transfer: AskedTransfer | None
     training: Training
     memory: Memory
-    open: frozenset[OpenChoice]
-    is_rate_open: bool
+    open_choices: frozenset[OpenChoice]
+    is_lr_open: bool
     is_decay_open: bool
     final: float
     asked_tokens: int

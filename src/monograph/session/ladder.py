@@ -303,7 +303,7 @@ class Ladder:
         if scope not in GRAPHS:
             scope = defaults.scopes(len(blocks(built.model)))[0]
         return cls(
-            plan=built.plan.having(replace(built.plan.training, compile=scope)),
+            plan=built.plan.with_training(replace(built.plan.training, compile=scope)),
             texts=texts,
             params=parameter_count(built.model),
             folder=folder,
@@ -442,7 +442,7 @@ class Ladder:
             if not self.updates:
                 updates = min(int(RUNG_S / calibrate(session)), self.max_updates or MAX_UPDATES)
                 self.updates = max(MIN_UPDATES, updates)
-            session.complete(resolve(session.plan, self.machine, Length(self.updates)))
+            session.set_plan(resolve(session.plan, self.machine, Length(self.updates)))
             reset_peak_memory(device)
             return self._train(session, notes, progress)
         finally:

@@ -399,7 +399,7 @@ def settings_from_parent(parent: Run, given: Settings) -> Settings:
             f"{parent.folder} was stopped before it began: nothing can start from it"
         )
     # The parent's code is not run, and need not be trusted, where the new run has its own value.
-    is_replaced = dict.fromkeys(CODE_KEYS, objective_of(given).is_named)
+    is_replaced = dict.fromkeys(CODE_KEYS, objective_of(given).has_key)
     is_replaced["model.init"] = given.model.init is not None
     code_keys = [key for key in CODE_KEYS if not is_replaced[key]]
     parents = run_settings(parent, code_keys=code_keys)
@@ -470,20 +470,23 @@ def _keys_of_the_new_run(given: Settings, parents: Settings) -> set[str]:
     """
     new_keys = set(given.pinned())
     objective = objective_of(given)
-    if objective.is_named:  # the parent's way to learn is over, if it was another one
+    if objective.has_key:  # the parent's way to learn is over, if it was another one
         other_sections = {other.section for other in OBJECTIVES} - {objective.section}
         new_keys |= {key for key in parents.values() if key.partition(".")[0] in other_sections}
-    for chosen_by_records in (each for each in OBJECTIVES if each.by_records):
+    for chosen_by_records in (each for each in OBJECTIVES if each.records_can_choose):
         key = chosen_by_records.key
         # No key chose the way to learn, so the records did, and the key has its default value. The
         # parent's value stays if it needs the same kind of records.
         is_default = given.origins.get(key) == BY_RECORDS
-        if is_default and chosen_by_records.learns_alike(
+        if is_default and chosen_by_records.needs_same_records(
             given.values()[key], parents.values()[key]
         ):
             new_keys -= {key}
         elif "data.source" in new_keys:
             new_keys |= {key}
-    if objective.is_named and objective.is_own_length != objective_of(parents).is_own_length:
+    if (
+        objective.has_key
+        and objective.has_own_update_size != objective_of(parents).has_own_update_size
+    ):
         new_keys |= {"train.tokens_per_update"}
     return new_keys

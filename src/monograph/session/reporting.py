@@ -82,7 +82,7 @@ class Reporter:
         earlier_rows: the rows of metrics.jsonl that earlier processes of the run wrote.
         first_update: the number of updates that these processes made.
         yardsticks: bits per byte by the yardstick's name; empty if they were not computed.
-        opening: the text that samples continue, and the command that continues it.
+        sample_prompt: the text that samples continue, and the command that continues it.
         is_stdlib: whether the run learns from Python's standard library, the default text.
         recompiles: the number of graphs that were compiled during training.
         gauges: the device's clock rate, temperature and the like.
@@ -106,8 +106,8 @@ class Reporter:
         self.first_update = session.engine.index
         self.yardsticks = self._yardsticks()
         reset_peak_memory(session.engine.step.device)  # memory of the yardsticks does not count
-        self.opening = session.task.opening(session.model_config)
-        self.is_stdlib = session.corpus.name == "stdlib"
+        self.sample_prompt = session.task.sample_prompt(session.model_config)
+        self.is_stdlib = session.records.name == "stdlib"
         self.recompiles = 0
         self.gauges = Gauges(session.engine.step.device)
         self.alarm = Alarm(self.gauges)
@@ -127,7 +127,7 @@ class Reporter:
     def block(self) -> TrainingBlock:
         """Return the live block of the screen, with the points and samples of earlier processes."""
         updates = self.session.updates
-        tokens = self.session.task.tokens_in_all(updates)
+        tokens = self.session.task.max_tokens(updates)
         name, key = self.session.task.score
         start = self.session.engine.index
         block = TrainingBlock(self.progress.screen, updates, tokens, self.yardsticks, start, name)
@@ -150,12 +150,12 @@ class Reporter:
             Tokens per second.
         """
         self.update_s.append(seconds / updates)
-        tokens = self.session.task.tokens_of(self.session.batches)
+        tokens = self.session.task.tokens_of_last_update(self.session.batches)
         rate = tokens / self.update_s[-1]
         self.rates.append(rate)
         self.readings = {"tokens_per_s": rate or None, **self.gauges.read()}
         # Where the time of an update varies by itself, a slow one says nothing of the machine.
-        slower = self.alarm.note(rate, seconds) if self.session.task.is_steady else None
+        slower = self.alarm.note(rate, seconds) if self.session.task.has_steady_updates else None
         if slower:
             self.session.run.log(
                 {"update": row["update"], "tokens": row["tokens"], "slower": slower}
@@ -197,13 +197,13 @@ class Reporter:
 
     def sample(self, block: TrainingBlock, update: int) -> None:
         """Log and show a sample: an answer to the first prompt with its reward, or a continuation
-        of `opening`.
+        of `sample_prompt`.
 
         The random seed is always the same, so a resumed run shows the same sample.
         """
         began = clock()
         written = self.session.task.sample(
-            self.opening, lambda: next(iter(self._write(1, SAMPLE_TOKENS)), None)
+            self.sample_prompt, lambda: next(iter(self._write(1, SAMPLE_TOKENS)), None)
         )
         if written is None:
             return
@@ -221,7 +221,7 @@ class Reporter:
         Args:
             update: the number of updates done.
         """
-        if self.session.ends_s is None:
+        if self.session.deadline_s is None:
             ends = self._shorter_by_budget(update)
         else:
             ends = self._shorter_by_deadline(update)
@@ -229,8 +229,8 @@ class Reporter:
         ends = self.session.world.number(ends)
         if not ends:
             return
-        is_cooling = self.session.cooled is not None
-        self.session.shorten(ends)
+        is_cooling = self.session.early_cool_down is not None
+        self.session.cool_down_until(ends)
         if is_cooling:
             self.progress.line("time", f"slower still: ending at update {ends:,}")
             return
@@ -244,7 +244,7 @@ class Reporter:
         `budget_s`; 0 if its length need not change.
         """
         session = self.session
-        if session.budget_s is None or session.cooled:
+        if session.budget_s is None or session.early_cool_down:
             return 0
         this_process_s = clock() - session.training_since_s
         if this_process_s < COOLING_FROM * (session.budget_s - session.elapsed_s):
@@ -300,10 +300,10 @@ class Reporter:
         origin = [
             *told(self.session.run),
             ("seed", str(self.session.plan.job.seed)),
-            ("data", self.session.task.described),
+            ("data", self.session.task.description),
         ]
-        if self.session.cooled:
-            begun, end = self.session.cooled
+        if self.session.early_cool_down:
+            begun, end = self.session.early_cool_down
             why = f"training was slower than measured at the start, so the cool-down began at update {begun:,}"
             origin.append(
                 ("length", f"{end:,} updates instead of {self.session.plan.updates:,}: {why}")
@@ -333,8 +333,8 @@ class Reporter:
         # A warm-up of one update has no slope, and so no kink.
         if warmup > max(1, last_eager):
             moments.append((warmup, "warm-up ends"))
-        if self.session.cooled:
-            moments.append((self.session.cooled[0], "cool-down begins early"))
+        if self.session.early_cool_down:
+            moments.append((self.session.early_cool_down[0], "cool-down begins early"))
         return moments
 
     def finish(self) -> dict[str, Any]:
@@ -355,7 +355,7 @@ class Reporter:
                 stage.result = "without PNG files: no time for them"
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
-        standing = session.task.standing(rows, self.last_evaluation, self.yardsticks)
+        standing = session.task.describe_result(rows, self.last_evaluation, self.yardsticks)
         progress.line("done", f"{trained} of training{self._planned()}{self._in_all()}{standing}")
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
@@ -369,7 +369,7 @@ class Reporter:
                 "",
                 f"scored on {self.scored_rows:,} of {held_out:,} held-out rows: no time for more",
             )
-        if session.cooled:
+        if session.early_cool_down:
             early = f"{session.updates:,} of {session.plan.updates:,} planned updates"
             progress.line(
                 "",
@@ -392,7 +392,7 @@ class Reporter:
         if not session.budget_s:
             return ""
         planned = f" ({duration(session.budget_s)} planned)"
-        most = session.task.most_updates(
+        most = session.task.max_updates(
             session.batches.rows_per_window, session.plan.training.optim.weight_decay
         )
         # Such a run ended because its text was read as often as is useful, not because of the time.
@@ -404,11 +404,11 @@ class Reporter:
         """Return how long a run with `train.wall_minutes` took, and the limit; empty for other
         runs.
         """
-        ends_s, minutes = self.session.ends_s, self.session.plan.job.span.wall_minutes
-        if ends_s is None or minutes is None:
+        deadline_s, minutes = self.session.deadline_s, self.session.plan.job.span.wall_minutes
+        if deadline_s is None or minutes is None:
             return ""
         allowed_s = 60 * minutes
-        return f", {duration(clock() - ends_s + allowed_s)} in all (of {duration(allowed_s)})"
+        return f", {duration(clock() - deadline_s + allowed_s)} in all (of {duration(allowed_s)})"
 
     def _summary(self) -> dict[str, Any]:
         session = self.session
@@ -449,7 +449,7 @@ class Reporter:
             "device": machine.name,
             "dtype": session.plan.training.precision,
             "params": session.params,
-            "passed_over": session.corpus.skipped,
+            "passed_over": session.records.skipped,
             **session.task.summary(rows),
         }
 
@@ -459,13 +459,13 @@ class Reporter:
         train_arguments = ("my_texts/",) if self.is_stdlib else ("--from", name)
         commands: list[tuple[str, ...]] = []
         if self._can_write:
-            commands.append((self.opening.command, name, *self.opening.arguments))
+            commands.append((self.sample_prompt.command, name, *self.sample_prompt.arguments))
             commands.append(("export", name, "--to", _free_folder()))
         elif self.last_evaluation:
             commands.append(("evaluate", name))
         commands.append(("train", *train_arguments, "--minutes", "30"))
         # A sweep without arguments takes the newest run, so it is suggested for that run only.
-        if self.last_evaluation and name == "last" and self.session.task.is_plain:
+        if self.last_evaluation and name == "last" and self.session.task.has_plain_updates:
             commands.insert(1, ("sweep",))
         for index, arguments in enumerate(commands):
             show(self.progress, "next" if index == 0 else "", *arguments)
@@ -477,7 +477,7 @@ class Reporter:
         return config is not None and config.max_position_embeddings > 1
 
     def _write(self, n: int, tokens: int) -> list[str]:
-        """Return `n` continuations of `opening`, of `tokens` tokens at most; none if the model
+        """Return `n` continuations of `sample_prompt`, of `tokens` tokens at most; none if the model
         cannot write, or on another rank than 0.
         """
         if not self._can_write:
@@ -493,14 +493,14 @@ class Reporter:
             # Asked only here, since all ranks have to join in `assembled`.
             if not isinstance(model, Llama) or not self.session.world.leads:
                 return []
-            tokenizer, opening = self.session.corpus.tokenizer, self.opening
+            tokenizer, prompt = self.session.records.tokenizer, self.sample_prompt
             written = generate(
                 model,
                 tokenizer,
-                [opening.begun],
+                [prompt.input],
                 sampling,
                 max_tokens=tokens,
-                stop=opening.stop,
+                stop=prompt.stop_ids,
                 n=n,
             )
             return [completion.text for completion in written]
@@ -509,7 +509,7 @@ class Reporter:
         """Return the yardsticks of the corpus, from its folder if they are there; {} if computing
         them would take too long.
         """
-        corpus = self.session.task.compressible
+        corpus = self.session.task.text_for_compressors
         if corpus is None or not len(corpus.held_out) or not self.session.world.leads:
             return {}
         if corpus.stats.bytes > LARGEST_YARDSTICK_BYTES:

@@ -29,7 +29,7 @@ from monograph.predict.roofline import Calibration
 from monograph.session.door import fresh_fields, job_of
 from monograph.session.job import Job
 from monograph.session.new_tokens import NewTokens
-from monograph.session.plan import Length, Plan, Shape, is_sharded, sharing
+from monograph.session.plan import Length, Plan, Shape, is_sharded, ranks_that_share
 from monograph.session.record import ConfigRecord
 from monograph.session.requirements import require_room_for_weights
 from monograph.storage.cache_dir import cache_root, calibration_file
@@ -82,19 +82,19 @@ def resolve(
 
 def _plan_from_job(job: Job, machine: Device) -> Plan:
     training = job.training
-    if "precision" in job.open:
+    if "precision" in job.open_choices:
         training = replace(training, precision=defaults.precision(machine))
     plan = Plan(
         job=job,
         training=training,
         memory=job.memory,
-        open=job.open - {"precision"},
+        open_choices=job.open_choices - {"precision"},
         intervals=job.intervals.of(job.updates),
         updates=job.updates,
     )
     judged = job.objective.judged(plan)
     packed = job.reading.is_packed and judged != "exact"
-    return plan.having(replace(training, judged=judged, packed=packed))
+    return plan.with_training(replace(training, judged=judged, packed=packed))
 
 
 # ── from the model's shape ──────────────────────────────────────────────────────────────────────
@@ -111,8 +111,8 @@ def _with_shape(plan: Plan, machine: Device, shape: Shape) -> Plan:
     config = shape.config
     rank_rows = math.ceil(plan.training.window_rows / shape.ranks)
     if config:
-        beside = job.objective.bytes_beside(plan, config, machine, shape.slots, shape.ranks)
-        plan = replace(plan, beside=beside)
+        extra_bytes = job.objective.extra_bytes(plan, config, machine, shape.slots, shape.ranks)
+        plan = replace(plan, extra_bytes=extra_bytes)
     expected: Candidate | None = None
     # Each of the following statements overrides the ones before it.
     fixed: dict[str, Any] = {
@@ -138,7 +138,7 @@ def _with_shape(plan: Plan, machine: Device, shape: Shape) -> Plan:
     if plan.training.remat == "offload" or is_sharded(plan.job.parallel):
         fixed["compile"] = "blocks"
     # What the settings give.
-    fixed |= {key: value for key, value in plan.choices.items() if key not in plan.open}
+    fixed |= {key: value for key, value in plan.choices.items() if key not in plan.open_choices}
     # A larger micro-batch would be partly empty.
     fixed["micro_batch"] = min(fixed["micro_batch"], plan.training.window_rows)
     optim = plan.training.optim
@@ -151,12 +151,12 @@ def _with_shape(plan: Plan, machine: Device, shape: Shape) -> Plan:
         "train.precision": plan.training.precision,
         "optim.weight_decay": optim.weight_decay,
     }
-    if job.is_rate_open:
+    if job.is_lr_open:
         decided["optim.lr"] = optim.lr
     transfer = job.transfer_to(None if job.recipe.init else config)
     training = replace(plan.training, lora=job.adapters(shape.tokens))
     return replace(
-        plan.noting(decided | {f"train.{key}": value for key, value in fixed.items()}),
+        plan.with_decided_values(decided | {f"train.{key}": value for key, value in fixed.items()}),
         training=replace(
             training.of(config, machine.type) if config else training,
             rows=min(fixed["micro_batch"], rank_rows),
@@ -165,7 +165,7 @@ def _with_shape(plan: Plan, machine: Device, shape: Shape) -> Plan:
             optim=transfer.optimizer(optim) if transfer else optim,
         ),
         memory=fixed["memory"],
-        open=frozenset(),
+        open_choices=frozenset(),
         transfer=transfer,
         # The planner cannot predict a rank that holds only some rows of each weight.
         expected=None if is_sharded(plan.job.parallel) else expected,
@@ -178,13 +178,15 @@ def _epochs(plan: Plan, expected: Candidate | None, shape: Shape) -> int:
     """
     if plan.job.span.epochs:
         return plan.job.span.epochs
-    if not shape.per_epoch:
+    if not shape.records_per_epoch:
         return 1
     updates = plan.updates
     rows = plan.training.window_rows
     if expected and shape.minutes and not updates:
-        updates = defaults.likely_updates(shape.minutes, expected.update_s, shape.per_epoch, rows)
-    return round(updates * rows / shape.per_epoch)
+        updates = defaults.likely_updates(
+            shape.minutes, expected.update_s, shape.records_per_epoch, rows
+        )
+    return round(updates * rows / shape.records_per_epoch)
 
 
 def request_of(
@@ -210,10 +212,12 @@ def request_of(
     remats = REMATS if machine.type == "cuda" else REMATS[:-1]
     return Request(
         training.of(config, machine.type),
-        micro_batch=None if "micro_batch" in plan.open else given.rows,
+        micro_batch=None if "micro_batch" in plan.open_choices else given.rows,
         precisions=(given.precision,),
-        scopes=_scopes(plan.job.parallel, config) if "compile" in plan.open else (given.compile,),
-        remats=remats if "remat" in plan.open else (given.remat,),
+        scopes=_scopes(plan.job.parallel, config)
+        if "compile" in plan.open_choices
+        else (given.compile,),
+        remats=remats if "remat" in plan.open_choices else (given.remat,),
     )
 
 
@@ -241,24 +245,24 @@ def _chosen_candidate(plan: Plan, config: LlamaConfig, machine: Device, shape: S
         OutOfDeviceMemory: nothing fits; the message names the nearest candidate and the missing
             bytes.
     """
-    memory = plan.asked_memory
+    memory = plan.requested_memory
     objective = plan.job.objective
     if shape.slots:
         rows, length = objective.largest_window(plan, config, shape.slots)
-        plan = plan.having(replace(plan.training, window_rows=rows, length=length))
-    if objective.answers_on_device:
-        machine = with_less_memory(machine, sum(plan.beside.values()))
+        plan = plan.with_training(replace(plan.training, window_rows=rows, length=length))
+    if objective.samples_answers:
+        machine = with_less_memory(machine, sum(plan.extra_bytes.values()))
         memory = "device"
     if plan.job.parallel != "none":
         training = plan.training
         rank_rows = math.ceil(training.window_rows / shape.ranks)
-        plan = plan.having(replace(training, window_rows=rank_rows))
+        plan = plan.with_training(replace(training, window_rows=rank_rows))
         if plan.memory == "stream":
             memory = "stream"
         else:
             memory = "device"
             base = (training.lora.base, training.precision) if training.lora else None
-            sharing_ranks = sharing(plan.job.parallel, shape.ranks)
+            sharing_ranks = ranks_that_share(plan.job.parallel, shape.ranks)
             parameters = config.parameter_count()
             spared = spared_bytes(parameters, plan.job.parallel, sharing_ranks, base)
             machine = with_less_memory(machine, -spared)
@@ -306,7 +310,7 @@ def _with_length(plan: Plan, length: Length) -> Plan:
     # train.epochs and train.updates exclude one another in config.toml.
     if not plan.job.span.epochs:
         decided["train.updates"] = length.updates
-    return replace(plan.noting(decided), updates=length.updates, intervals=intervals)
+    return replace(plan.with_decided_values(decided), updates=length.updates, intervals=intervals)
 
 
 # ── for a plan alone ────────────────────────────────────────────────────────────────────────────

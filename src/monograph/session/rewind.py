@@ -34,7 +34,7 @@ def windows(session: Session) -> Iterator[Batch]:
         try:
             window = next(session.batches, None)
         except InputRefused:
-            if session.task.saves_if_refused and session.engine.index:
+            if session.task.saves_if_window_fails and session.engine.index:
                 session.save()
             raise
         if window is None:

@@ -181,7 +181,13 @@ def build_run(
         sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.training.length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
     new = job.tokens.compared(text.tokenizer)
-    facts = ranks, like, task.slots(plan), task.per_epoch if task.repeats else 0, minutes
+    facts = (
+        ranks,
+        like,
+        task.slots(plan),
+        task.records_per_epoch if task.epochs_repeat else 0,
+        minutes,
+    )
     # The shape of a preset or folder is known now, so that what does not fit is refused before the
     # model is built. The model of a Python function or a weight file has its shape only then.
     known_shape = job.source.shape if job.source else recipe.shape()

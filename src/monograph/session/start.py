@@ -108,20 +108,20 @@ def open_run(
     window = try_step(session, progress)
     wall_minutes = plan.job.span.wall_minutes
     if wall_minutes and not resumed:
-        session.ends_s = started.at_s + 60 * wall_minutes
-        session.end_s = defaults.end_s(started.took_s, 60 * wall_minutes)
+        session.deadline_s = started.at_s + 60 * wall_minutes
+        session.reserved_s = defaults.end_s(started.took_s, 60 * wall_minutes)
     eager_reason = ""
-    if "compile" in plan.open and not resumed:
+    if "compile" in plan.open_choices and not resumed:
         eager_reason = why_uncompiled(session, window, opening_s)
     if eager_reason:
         # The session is opened again, because without a compiler the planner makes other choices,
         # and answers are sampled by other code.
         session.batches.close()
-        ends_s, end_s = session.ends_s, session.end_s
-        plan = resolve(plan.noting({"train.compile": "none"}).record, machine)
+        deadline_s, reserved_s = session.deadline_s, session.reserved_s
+        plan = resolve(plan.with_decided_values({"train.compile": "none"}).record, machine)
         session, _ = open_session_of(plan, progress=silent())
         choose_kernel(session, window, silent())
-        session.ends_s, session.end_s = ends_s, end_s
+        session.deadline_s, session.reserved_s = deadline_s, reserved_s
         session.eager_reason = eager_reason
     if not resumed:
         in_time("and a first try of the model")
@@ -132,12 +132,12 @@ def open_run(
         compile_step(session, window, progress)
     else:
         made_eager_updates = eager_start.begin(
-            session, window, progress, partial(_score_untrained, session, progress)
+            session, window, progress, partial(_score_initial_weights, session, progress)
         )
-    # The reference is scored before the first update, so `_score_untrained` did it already if there
+    # The reference is scored before the first update, so `_score_initial_weights` did it already if there
     # were eager updates.
     if not made_eager_updates:
-        task.score_reference(resumed, session.batches.rows_per_window, progress)
+        task.prepare_reference_scores(resumed, session.batches.rows_per_window, progress)
     if not resumed:
         fix_length(session, progress)
         if world.leads:
@@ -146,15 +146,15 @@ def open_run(
     return session
 
 
-def _score_untrained(session: Session, progress: Progress) -> None:
+def _score_initial_weights(session: Session, progress: Progress) -> None:
     """Score the weights before the first eager update: the reference, and the curve's first point.
 
     Nothing is shown here. The point is logged, and the run's own display, which begins later, reads
     it from the log.
     """
-    session.task.score_reference(False, session.batches.rows_per_window, progress)
+    session.task.prepare_reference_scores(False, session.batches.rows_per_window, progress)
     report = Reporter(session, silent())
-    if session.task.scores_untrained:
+    if session.task.scores_initial_weights:
         report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
 
 
@@ -233,7 +233,7 @@ def _open_or_resume(
     """
     session = open_session(folder, plan, task, default_device(), progress, world)
     if world.leads and not exists(folder.tokenizer):
-        writing.write_tokenizer(folder, session.corpus.tokenizer)
+        writing.write_tokenizer(folder, session.records.tokenizer)
     session.engine.announce = partial(progress.line, "memory")
     session.engine.step.announce = partial(progress.line, "note")
     resumed = _load_checkpoint(session, progress)
@@ -242,7 +242,7 @@ def _open_or_resume(
         session.engine.micro_batch = micro_batch
         smaller = f"micro_batch is now {micro_batch}, the update stays the same"
         progress.line("memory", f"the attempt before ran out of memory: {smaller}")
-    task.keep_reference(resumed)
+    task.prepare_reference_weights(resumed)
     return session, resumed
 
 
@@ -265,7 +265,7 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     # are not read here, since a damaged row does not hinder a resume.
     if world.agreed(is_saved or any(eager_start.MARK not in row for row in folder.rows())):
         session.restore(newest(world, folder.checkpoints, warn), progress)
-        if world.leads and writing.mended_tokenizer(folder, session.corpus.tokenizer):
+        if world.leads and writing.mended_tokenizer(folder, session.records.tokenizer):
             warn(f"{folder.tokenizer}: was damaged, and is written again")
         progress.line(
             "resume", f"{folder.folder} from update {session.engine.index} of {session.updates}"
@@ -275,7 +275,7 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     folder.truncate_metrics(0)
     if parent := writing.recorded_parent(folder):
         begun = newest(world, parent.run.checkpoints, warn, at=parent.at)
-        session.branch(begun, parent.run)
+        session.begin_from(begun, parent.run)
         progress.line(
             "from", f"weights and optimizer of {parent.run.folder} after update {begun.update}"
         )
@@ -298,6 +298,6 @@ def _keep_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
         file = str(spooled_stdin(run.folder, stage.report))
         stage.result = f"kept as {file}"
     source = [file if name == "-" else name for name in names]
-    record = job.record.noted({"data.source": source})
+    record = job.record.with_decided_values({"data.source": source})
     job = replace(job, record=record, reading=replace(job.reading, source=source))
     return replace(plan, job=job)

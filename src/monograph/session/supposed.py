@@ -92,7 +92,7 @@ def usual(settings: Settings) -> Settings:
             chosen["model.vocab_size"] = max(shape.vocab_size, settings.model.vocab_size or 0)
     if length == "auto":
         length = chosen["data.sequence_length"] = most
-    if given is None and not objective_of(settings).is_own_length:
+    if given is None and not objective_of(settings).has_own_update_size:
         chosen["train.tokens_per_update"] = max(per_update, int(length))
     return settings.resolve(chosen, ORIGIN)
 

@@ -119,7 +119,7 @@ def calibrate(session: Session) -> float:
         for _ in range(updates_per_window):
             # Windows that are prepared ahead cost nothing. Others, such as sampled answers, are
             # part of an update's time.
-            engine.rehearse(window if session.task.is_ready else next(batches))
+            engine.rehearse(window if session.task.prepares_windows else next(batches))
 
     with session.undisturbed():
         seconds = seconds_per_update(engine, make_updates, session.world, time_s)
@@ -202,7 +202,7 @@ def peak_bytes(session: Session) -> int:
         for value in (plane.param, plane.grad, *plane.state.values())
     ]
     frozen = [weight for weight in engine.model.parameters() if not weight.requires_grad]
-    kept = [*frozen, *engine.model.buffers(), *flat, *window.values(), *session.task.held]
+    kept = [*frozen, *engine.model.buffers(), *flat, *window.values(), *session.task.extra_tensors]
     return live.peak_bytes + sum(tensor.nbytes for tensor in kept)
 
 
@@ -212,7 +212,9 @@ def store_seconds(session: Session, seconds: float) -> None:
     Only updates that the planner can predict are stored: those of a `Llama` on text, on one device.
     """
     engine = session.engine
-    if not (session.task.is_plain and session.task.is_foreseen and session.world.alone):
+    if not (
+        session.task.has_plain_updates and session.task.is_fully_planned and session.world.alone
+    ):
         return
     if not isinstance(engine.model, Llama) or isinstance(engine, Streamed):
         return
@@ -260,10 +262,10 @@ def _run_trial(session: Session, window: Batch, progress: Progress) -> None:
     engine = session.engine
     with progress.stage("trial", "one eager step") as stage:
         trial = engine.trial(window)
-        stage.result = session.task.trial_result(trial)
+        stage.result = session.task.describe_trial(trial)
     # Some parameters of adapters have a zero gradient only at the start.
     without = [name for name in trial.without_gradient if not may_start_without_gradient(name)]
-    if without and session.task.reaches_all:
+    if without and session.task.reaches_all_parameters:
         progress.line(
             "warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change"
         )
@@ -369,7 +371,7 @@ def _budget_s(session: Session, updates: int, update_s: float, progress: Progres
     if updates:
         return left_s
     given_s = 60 * span.minutes
-    is_given = span.is_timed or not session.task.is_plain or span.wall_minutes is not None
+    is_given = span.is_timed or not session.task.has_plain_updates or span.wall_minutes is not None
     wanted_s = given_s if is_given else defaults.default_seconds(span.minutes, update_s)
     if wanted_s > given_s:
         longer = f"{duration(wanted_s)} instead of {span.minutes:g} min"
@@ -413,17 +415,17 @@ def fix_length(session: Session, progress: Progress) -> None:
         )
     updates = given
     evaluations = defaults.EVALUATIONS
-    if not given or session.ends_s is not None:
+    if not given or session.deadline_s is not None:
         with progress.stage("calibrate", "timing a few updates (discarded)") as stage:
             seconds = calibrate(session)
             stage.result = f"{seconds * 1000:.0f} ms each"
         store_seconds(session, seconds)
         session.budget_s = _budget_s(session, given, seconds, progress)
         decay = plan.training.optim.weight_decay
-        most = given or session.task.most_updates(rows, decay) or recorded_state.MOST
+        most = given or session.task.max_updates(rows, decay) or recorded_state.MOST
         # The rest is for evaluations, samples and checkpoints.
         training_s = defaults.UPDATES_SHARE * session.budget_s
-        if session.ends_s is not None:
+        if session.deadline_s is not None:
             evaluations, curve_s = _curve_points(session, seconds)
             # However long scoring takes, a quarter of the time is for updates.
             training_s = max(
@@ -442,11 +444,11 @@ def fix_length(session: Session, progress: Progress) -> None:
                 lasting = f", limited to {defaults.most_epochs(decay)} epochs (train.epochs=N for more){lasting}"
         session.budget_s += session.elapsed_s
     plan = resolve(plan, describe(), Length(updates, evaluations))
-    session.complete(plan)
+    session.set_plan(plan)
     adapters = (
         f" of which {count(session.adapter_params)} are trained" if session.recipe.lora else ""
     )
-    amount = session.task.amount(rows, updates)
+    amount = session.task.describe_amount(rows, updates)
     progress.line(
         "plan",
         f"{count(session.params)} parameters{adapters}, {counted(updates, 'update')} of {amount}, "

@@ -259,7 +259,7 @@ def open_batch(
 
 def begin_run(session: Session) -> None:
     """Write what makes a member's folder a run: its tokenizer and its settings."""
-    write_tokenizer(session.run, session.corpus.tokenizer)
+    write_tokenizer(session.run, session.records.tokenizer)
     write_config(session.run, session.plan.record.settings)
 
 

@@ -274,7 +274,7 @@ class Timing:
         """
         updates = self.given_updates
         plan = self.group.plan
-        if "compile" not in plan.open or plan.memory == "stream":
+        if "compile" not in plan.open_choices or plan.memory == "stream":
             return False
         if not updates:
             # On a spare core, the graphs compile while the members train. Otherwise the sweep waits
