@@ -110,7 +110,7 @@ def serve(path: str) -> None:
     with ExitStack() as patches, first:
         patches.enter_context(mock.patch.object(Engine, "accumulate", accumulated))
         patches.enter_context(mock.patch.object(Engine, "update", updated))
-        patches.enter_context(mock.patch.object(PreferenceTask, "score_reference", scored))
+        patches.enter_context(mock.patch.object(PreferenceTask, "prepare_reference_scores", scored))
         command_line(order["arguments"])
 
 
