@@ -28,7 +28,10 @@ def test_a_job_leaves_open_what_the_shape_or_the_device_decides_and_nothing_else
     given |= {"train.remat": "full", "train.micro_batch": 2, "train.memory": "device"}
     told = job_of(load(None, given, {}))
     assert told.intervals.eval_every == 3 and not told.is_lr_open and not told.is_decay_open
-    assert told.open_choices == {"precision", "compile"} and (told.training.remat, told.training.rows) == (
+    assert told.open_choices == {"precision", "compile"} and (
+        told.training.remat,
+        told.training.rows,
+    ) == (
         "full",
         2,
     )

@@ -18,7 +18,7 @@ from monograph.report.run_report import About, run_page
 from monograph.resident import Resident
 from monograph.session import reporting
 from monograph.session.objectives.rewards import RewardTask
-from monograph.session.reporting import Reporter, _planned_memory
+from monograph.session.reporting import Reporter, _planned_memory_text
 from monograph.session.sample_prompt import SamplePrompt
 from monograph.text.tokenizer import Tokenizer
 
@@ -142,8 +142,8 @@ def test_planned_memory_that_a_formula_estimated_is_marked(
 ) -> None:
     expected = SimpleNamespace(by_origin={"weights": 2**22} if traced else None)
     plan: Any = SimpleNamespace(peak_memory_bytes=2**22, expected=expected)
-    assert _planned_memory(plan, slots) == said
-    assert _planned_memory(SimpleNamespace(peak_memory_bytes=None, expected=None), 0) == ""  # type: ignore[arg-type]
+    assert _planned_memory_text(plan, slots) == said
+    assert _planned_memory_text(SimpleNamespace(peak_memory_bytes=None, expected=None), 0) == ""  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dead, doubted", [([1.0, 1.0], True), ([1.0, 0.9], False), ([], False)])
@@ -181,7 +181,7 @@ def test_each_kink_of_the_learning_rate_has_its_reason(
         {"update": update, **({"eager": True} if update <= eager else {})}
         for update in range(1, 100)
     ]
-    assert Reporter._moments(SimpleNamespace(session=session), rows) == expected  # type: ignore[arg-type]
+    assert Reporter._schedule_kinks(SimpleNamespace(session=session), rows) == expected  # type: ignore[arg-type]
 
 
 def test_a_sample_makes_no_graphs_of_blocks() -> None:
@@ -201,7 +201,7 @@ def test_a_sample_makes_no_graphs_of_blocks() -> None:
     telling = SimpleNamespace(
         session=session, _can_write=True, sample_prompt=SamplePrompt("alpha", "alpha", (), ())
     )
-    assert Reporter._write(telling, 1, 8) and compat.captured_graphs() == graphs  # type: ignore[arg-type]
+    assert Reporter._write_texts(telling, 1, 8) and compat.captured_graphs() == graphs  # type: ignore[arg-type]
     engine.accumulate(packed(6))
     engine.update()
     assert compat.captured_graphs() == graphs and engine.step.scope == "blocks"

@@ -37,7 +37,7 @@ from monograph.session.ranks import agreed
 from monograph.session.requirements import require_positions
 from monograph.session.resolve import resolve, with_rows
 from monograph.session.session import Session, seed_all
-from monograph.session.warmup import mixing_rows
+from monograph.session.warmup import batch_norm_layers
 from monograph.stream import Placement, Streamed
 
 
@@ -267,7 +267,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     }
     rows = training.rows
     world = None if plan.job.parallel == "none" else world
-    batch_norms = mixing_rows(model) if world else []
+    batch_norms = batch_norm_layers(model) if world else []
     if batch_norms:
         if device.type != "cuda":
             raise UsageError(
