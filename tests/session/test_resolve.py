@@ -224,7 +224,7 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
         "train.micro_batch": 2,
     }
     asked |= {"rl.reward": "exact", "rl.prompts": 3, "rl.group": 5, "rl.max_new_tokens": 9}
-    plan = resolve(load(None, asked, {}), CARD, built=False)
+    plan = resolve(load(None, asked, {}), CARD, will_build=False)
     clip = plan.training.clip
     assert plan.training.window_rows == 15 and clip is not None and not clip.skip_spikes
     # 15 answers in 16 rows, which four divides; 3 prompts are read at once.
@@ -233,14 +233,16 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     assert Rewards().extra_bytes(plan, config, CARD) == {"answers": needed}
     fewer = Rewards().extra_bytes(plan, config, CARD, slots=20)
     assert fewer == {"answers": 19 * KVCache.bytes_per_row(config, 20, torch.float32, block_of(20))}
-    near = resolve(load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1}, {}), CARD, built=False)
+    near = resolve(
+        load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1}, {}), CARD, will_build=False
+    )
     assert (
         Rewards().extra_bytes(near, config, CARD)["reference"] == 2 * 4 * config.parameter_count()
     )
     shared = resolve(
         load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1, "train.parallel": "fsdp"}, {}),
         CARD,
-        built=False,
+        will_build=False,
     )
     parts = Rewards().extra_bytes(shared, config, CARD, ranks=2)
     row = KVCache.bytes_per_row(config, 65, torch.float32, block_of(65))
@@ -267,7 +269,7 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
         ("whole", 22, 5, 64),
         ("whole", 0, 15, 64),
     ):
-        short = resolve(load(None, asked | {"train.compile": compiled}, {}), host, built=False)
+        short = resolve(load(None, asked | {"train.compile": compiled}, {}), host, will_build=False)
         work = resolve(short, host, Shape(config, slots=known)).expected.work
         assert (work.window_rows, work.length) == (rows, length), (
             "of short answers three share a row of 64"

@@ -88,7 +88,7 @@ class Asked(NamedTuple):
 
 
 def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
-    plan = resolve(asked.settings, target, built=False)
+    plan = resolve(asked.settings, target, will_build=False)
     job = plan.job
     new = job.tokens.planned()
     rows = shape_of(plan).vocab_size
