@@ -430,7 +430,7 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     from monograph.session.objectives import rewards
 
     usual: dict[str, Any] = {
-        f"lora.{key}": value for key, value in dataclasses.asdict(adapting.USUAL).items()
+        f"lora.{key}": value for key, value in dataclasses.asdict(adapting.DEFAULT_LORA).items()
     }
     usual |= {
         "lora.lr_ratio": 1.0,

@@ -369,12 +369,12 @@ def test_a_tokenizer_that_is_damaged_is_written_again(run: Run, damage: str) -> 
 def test_the_line_that_goes_on_says_in_which_way(run: Run) -> None:
     alone, two = World(), SimpleNamespace(alone=False, size=2)
     shared = settings(SHAPE | FIXED | {"train.parallel": "ddp"})
-    assert ranks.again(alone, run, "none").endswith(f"train --resume {run.folder}")
-    assert ranks.again(two, run, "ddp").endswith(
+    assert ranks.resume_command(alone, run, "none").endswith(f"train --resume {run.folder}")
+    assert ranks.resume_command(two, run, "ddp").endswith(
         f"monograph train --resume {run.folder} train.parallel=ddp"
     )
     write_config(run, shared)
-    assert ranks.again(two, run, "ddp").endswith(f"monograph train --resume {run.folder}")
-    assert ranks.again(alone, run, "none").endswith(
+    assert ranks.resume_command(two, run, "ddp").endswith(f"monograph train --resume {run.folder}")
+    assert ranks.resume_command(alone, run, "none").endswith(
         f"train --resume {run.folder} train.parallel=none"
     )

@@ -21,7 +21,7 @@ from monograph.session.brief import why_uncompiled
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import compiled_key, pays
 from monograph.session.reporting import Reporter
-from monograph.session.start import Started, _short_time_note, _times
+from monograph.session.start import Started, _short_time_note, _time_line
 from session.test_eager_start import BY_CLOCK, session_of
 
 TOO_LONG = "compiling would take much of the time that train.wall_minutes allows"
@@ -140,11 +140,11 @@ def test_where_preparation_took_all_the_time_it_is_said(still: float) -> None:
     window = next(session.open_batches(0))
     session.deadline_s = still
     assert (
-        _times(session, window, still)
+        _time_line(session, window, still)
         == "preparation left nothing of 2 min 00 s: one update, then the report"
     )
     session.deadline_s = still + 100
-    assert "at most 2 min 00 s in all" in _times(session, window, still)
+    assert "at most 2 min 00 s in all" in _time_line(session, window, still)
 
 
 @pytest.mark.parametrize("minutes, said", [(0.2, True), (0.7, False), (None, False)])

@@ -208,8 +208,10 @@ class AfterUpdate:
             return
         if self.session.world.leads:
             self.report.page.write("stopped")
-        again = ranks.again(self.session.world, self.session.run, self.session.plan.job.parallel)
-        raise Stopped(f"saved at update {moment.done}; continue: {again}")
+        command = ranks.resume_command(
+            self.session.world, self.session.run, self.session.plan.job.parallel
+        )
+        raise Stopped(f"saved at update {moment.done}; continue: {command}")
 
     def end(self) -> None:
         """Score and sample after the last update; see `Reporter.end`.

@@ -20,7 +20,7 @@ from monograph.planner import defaults
 from monograph.predict.footprint import Training
 from monograph.run.recipe import Recipe, tokenizer_named
 from monograph.run.source import ModelSource, checked_recipe
-from monograph.session.adapting import fixed_lora, lora_of, rates
+from monograph.session.adapting import adapter_values, lora_of, rates
 from monograph.session.by_key import by_field
 from monograph.session.job import AskedIntervals, AskedLength, AskedTransfer, Job, OpenChoice
 from monograph.session.new_tokens import tokens_of
@@ -110,7 +110,7 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
         objective=objective,
         source=source,
         recipe=recipe,
-        sizes_said=_section_text(settings.pinned(), "model"),
+        sizes_text=_section_text(settings.pinned(), "model"),
         reading=ReadingOptions(**data),
         tokens=tokens,
         transfer=transfer and transfer._replace(base=optim.transfer_base),
@@ -119,15 +119,15 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
         open_choices=open_choices,
         is_lr_open=optim.lr == "auto",
         is_decay_open=optim.weight_decay == "auto",
-        final=FINAL if optim.min_lr_ratio is None else optim.min_lr_ratio,
-        asked_tokens=int(train.tokens_per_update),
+        final_lr_share=FINAL if optim.min_lr_ratio is None else optim.min_lr_ratio,
+        given_tokens_per_update=int(train.tokens_per_update),
         updates=updates,
         span=span,
         intervals=intervals,
         **by_field(Job, settings.values()),
     )
     if not shape_alone:
-        tokens.require()
+        tokens.require_fit()
     require_adapter_targets(lora, shape)
     require_positions(length, shape)
     return job
@@ -215,7 +215,7 @@ def _look_up(settings: Settings, transfer: AskedTransfer | None, shape_alone: bo
         decided["model.init"] = source.recorded_name
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         decided["model.preset"] = defaults.DEFAULT.preset
-    decided |= fixed_lora(settings, source)
+    decided |= adapter_values(settings, source)
     objective, objective_values = decided_objective(settings, length)
     decided |= objective_values
     recipe = Recipe(

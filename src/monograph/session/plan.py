@@ -108,7 +108,7 @@ class Plan:
     def schedule(self, updates: int) -> Schedule:
         """Return the learning rate's schedule over `updates` updates."""
         named = SCHEDULES[self.job.schedule_name]
-        return named.make(self.intervals.warmup_updates, updates, self.job.final)
+        return named.make(self.intervals.warmup_updates, updates, self.job.final_lr_share)
 
 
 FP32_BYTES = 4

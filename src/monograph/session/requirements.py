@@ -350,7 +350,7 @@ def require_room_for_weights(
     device_bytes = 0 if limits.shared else machine.memory_bytes  # host_bytes count shared memory
     if needed_bytes > device_bytes + limits.host_bytes + limits.disk_bytes:
         raise OutOfDeviceMemory(
-            f"{job.sizes_said}: {count(config.parameter_count())} parameters, whose weights alone are "
+            f"{job.sizes_text}: {count(config.parameter_count())} parameters, whose weights alone are "
             f"{gibibytes(needed_bytes)} at {MIN_BYTES_PER_PARAMETER} bytes each; {machine.name} has "
             f"{gibibytes(machine.memory_bytes)}, the host {gibibytes(limits.host_bytes)} and the disk "
             f"{gibibytes(limits.disk_bytes)}: make it smaller"
@@ -362,7 +362,7 @@ def notes_on(plan: Plan, machine: Device) -> Iterator[str]:
     if plan.training.precision == "fp32" and machine.type == "cuda" and machine.has_bf16:
         yield "train.precision = fp32: products keep all digits, without tensor cores (no TF32); bf16 is much faster"
     training = plan.training
-    asked_tokens = plan.job.asked_tokens
+    asked_tokens = plan.job.given_tokens_per_update
     if asked_tokens != training.tokens_per_update:
         rows = f"{counted(training.window_rows, 'row')} of data.sequence_length = {training.length}"
         yield (

@@ -389,7 +389,7 @@ class Session:
         if not self.early_cool_down:
             return planned
         begin, end = self.early_cool_down
-        return cool_down(planned, begin, end, self.plan.job.final)
+        return cool_down(planned, begin, end, self.plan.job.final_lr_share)
 
     def log_memory(self, update: int, **entries_of_row: object) -> None:
         """After the first update, store the measured peak for later plans; after the second one,
