@@ -211,13 +211,11 @@ class Rewards(Objective):
                 f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
                 f"data.sequence_length = {length}: lower one or raise the other"
             )
+        size_key = "train.tokens_per_update"
         tokens_per_update = values["rl.prompts"] * values["rl.group"] * length
-        if settings.pinned().get("train.tokens_per_update", "auto") not in (
-            "auto",
-            tokens_per_update,
-        ):
+        if settings.pinned().get(size_key, "auto") not in ("auto", tokens_per_update):
             reason = "with rl.reward an update has rl.prompts x rl.group answers"
-            raise UsageError(f"{settings.said('train.tokens_per_update')}: {reason}: leave it out")
+            raise UsageError(f"{settings.said(size_key)}: {reason}: leave it out")
         decided = Rewards(
             reward=reward,
             parameters=parameters,
@@ -238,7 +236,7 @@ class Rewards(Objective):
             truncation_penalty=rl.truncation_penalty or 0.0,
         )
         values["rl.reward"] = rl.reward
-        values["train.tokens_per_update"] = tokens_per_update
+        values[size_key] = tokens_per_update
         return DecidedObjective(decided, values)
 
     def judged(self, plan: Plan) -> Judged:
