@@ -98,13 +98,16 @@ CALIBRATION_UPDATES = 20
 class Rewards(Objective):
     """Learn from rewards.
 
+    The fields have no meaning until `decide` returns an objective with the values of the settings.
+
     Attributes:
         reward: the name of the reward.
         parameters: the values of the reward's own parameters, by their names.
         teacher: the model that one of the reward's parameters names; None if none does.
         vouched: the digest of each Python file that may run, by the value that names it.
-        answer_form: the regular expression, and the file with a JSON schema, of all answers; at
-            most one of the two is not None.
+        answer_regex: the regular expression that all answers match; None without one.
+        answer_schema: the file with the JSON schema that all answers follow; None without one. At
+            most one of regex and schema is given.
         prompts: number of prompts of an update.
         group: number of answers to each prompt.
         draws: maximum number of draws for an update.
@@ -146,7 +149,8 @@ class Rewards(Objective):
     parameters: Mapping[str, object] = field(default_factory=dict)
     teacher: ModelSource | None = None
     vouched: Mapping[str, str] = field(default_factory=dict)
-    answer_form: tuple[str | None, str | None] = (None, None)
+    answer_regex: str | None = None
+    answer_schema: str | None = None
     prompts: int = 0
     group: int = 0
     draws: int = 0
@@ -176,6 +180,7 @@ class Rewards(Objective):
             raise UsageError(
                 "rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out"
             )
+        # The term itself is made in `decide`. Making it here refuses values that do not fit.
         kl_term(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage or DEFAULTS["rl.advantage"], "rl.")
 
     def decide(self, settings: Settings, length: int) -> DecidedObjective:
@@ -195,6 +200,7 @@ class Rewards(Objective):
         if reward in REWARDS and REWARDS[reward].judges_tokens:
             _refuse_keys_of_whole_answers(settings, reward)
             del values["rl.advantage"]
+        # Each parameter of the reward is a plain value or the name of a model.
         parameters: dict[str, object] = {}
         teacher: ModelSource | None = None
         for parameter in parameters_of(reward):
@@ -221,7 +227,8 @@ class Rewards(Objective):
             parameters=parameters,
             teacher=teacher,
             vouched=settings.vouched,
-            answer_form=(rl.answer_regex, rl.answer_schema),
+            answer_regex=rl.answer_regex,
+            answer_schema=rl.answer_schema,
             prompts=values["rl.prompts"],
             group=values["rl.group"],
             draws=values["rl.draws"],
@@ -359,7 +366,7 @@ def _read_prompts(
     digests = [prompts.fingerprint, reward.digest]
     if reward.teacher:
         digests.append(digest(reward.teacher))
-    form = form_named(*objective.answer_form)
+    form = form_named(objective.answer_regex, objective.answer_schema)
     if form:
         digests.append(form.digest)
     return replace(prompts, fingerprint=hashlib.sha256("".join(digests).encode()).hexdigest())
@@ -534,7 +541,8 @@ class RewardTask(Task):
         _use_arithmetic_of_decoding(options, model)
         ratio = ratio_of(options.advantage, options.updates)
         form = None
-        form_name = form_named(*rewards_of(plan).answer_form)
+        rewards = rewards_of(plan)
+        form_name = form_named(rewards.answer_regex, rewards.answer_schema)
         if form_name:
             form = AnswerForm(form_name, self.data, self.data.ends(model.config), default_device())
         return PolicyLoss(
@@ -693,12 +701,12 @@ class RewardTask(Task):
     def sample_prompt(self, config: LlamaConfig | None) -> SamplePrompt:
         """Return the first prompt of the training records."""
         first = self.data.train[0]
-        regex, schema = rewards_of(self.current_plan()).answer_form
+        rewards = rewards_of(self.current_plan())
         form_arguments: tuple[str, ...] = ()
-        if regex is not None:
-            form_arguments = ("--regex", regex)
-        elif schema is not None:
-            form_arguments = ("--json-schema", schema)
+        if rewards.answer_regex is not None:
+            form_arguments = ("--regex", rewards.answer_regex)
+        elif rewards.answer_schema is not None:
+            form_arguments = ("--json-schema", rewards.answer_schema)
         return sample_prompt_from_ids(first.text, first.ids, self.data.chats, form_arguments)
 
     def sample(self, prompt: SamplePrompt, write: Callable[[], str | None]) -> str | None:
