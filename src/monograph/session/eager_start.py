@@ -48,8 +48,8 @@ from monograph.storage.writing import temporary_folder, write_durably, writing
 MARK = "eager"  # rows of metrics.jsonl that come from eager updates have this entry
 # Bytes of libraries, text and compiler in a process, in addition to the tensors of a step.
 PROCESS_BYTES = 2**30
-MAX_PATIENCE_S = 600.0  # after this time the run stops waiting for the other process
-_CHILD = (
+MAX_PATIENCE_S = 600.0  # no run waits longer for the other process
+_COMPILE_SCRIPT = (
     "import sys; from monograph.session.eager_start import compile_run; compile_run(*sys.argv[1:])"
 )
 
@@ -57,9 +57,12 @@ _CHILD = (
 def pays(session: Session, key: str) -> bool:
     """Return whether a run should begin with eager updates.
 
-    It should if all of this is true: the clock decides on the run's length; a compiler can run on
-    another core of this machine; the model is this package's, and the memory suffices for a second
-    process with it; the step was not compiled on this machine before.
+    It should if all of this is true:
+
+    - it is a run by the clock, of one process;
+    - a compiler can run on another core of this machine;
+    - the model is one of this package, and there is memory for a second process with it;
+    - the step is not in the cache yet.
 
     Args:
         session: a session at its beginning.
@@ -78,8 +81,8 @@ def pays(session: Session, key: str) -> bool:
         or not session.task.is_fully_planned
     ):
         return False
-    fits = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES) < machine.free_memory_bytes
-    return fits and not is_compiled(key)
+    two_processes_bytes = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES)
+    return two_processes_bytes < machine.free_memory_bytes and not is_compiled(key)
 
 
 def has_spare_core(machine: Device) -> bool:
@@ -87,17 +90,23 @@ def has_spare_core(machine: Device) -> bool:
     return machine.type == "cpu" and machine.cores > 1 and not compiler_obstacle()
 
 
-def begin(session: Session, window: Batch, progress: Progress, before: Callable[[], None]) -> bool:
+def begin(
+    session: Session,
+    window: Batch,
+    progress: Progress,
+    before_first_update: Callable[[], None],
+) -> bool:
     """Make eager updates until another process has compiled the step, if that `pays`; then compile
     the step here.
 
-    Compiling here takes a few seconds, because the compiled code is in the cache.
+    After eager updates, compiling here takes a few seconds, because the compiled code is in the
+    cache.
 
     Args:
         session: a session at its beginning.
         window: a window of it.
         progress: the display.
-        before: called before the first eager update.
+        before_first_update: called before the first eager update.
 
     Returns:
         Whether there were eager updates.
@@ -105,7 +114,7 @@ def begin(session: Session, window: Batch, progress: Progress, before: Callable[
     key = compiled_key(session, window)
     updates_eagerly = pays(session, key)
     if updates_eagerly:
-        before()
+        before_first_update()
         max_wait_s = patience_s(session)
         if not _update_eagerly(session, window, max_wait_s, progress):
             plan = session.plan
@@ -191,7 +200,7 @@ def _update_eagerly(session: Session, window: Batch, max_wait_s: float, progress
         with writing(folder):
             write_durably(path, save({name: tensor.clone() for name, tensor in window.items()}))
         with (
-            compiling(_CHILD, str(session.run.folder), str(path)) as is_over,
+            compiling(_COMPILE_SCRIPT, str(session.run.folder), str(path)) as has_compiler_ended,
             progress.stage("start", "training eagerly while the step compiles") as stage,
         ):
             # A short text allows only `max_updates`. Half of them are left for the compiled step.
@@ -200,17 +209,17 @@ def _update_eagerly(session: Session, window: Batch, max_wait_s: float, progress
                 log.add(update, {"wall_s": spent_s, MARK: True, **task.figures(session.batches)})
                 session.log_memory(update.index + 1, **{MARK: True})
                 stage.report("update", update.index + 1)
-                if session.can_save and (is_over() or spent_s > max_wait_s):
+                if session.can_save and (has_compiler_ended() or spent_s > max_wait_s):
                     break
-            if not is_over():
+            if not has_compiler_ended():
                 stage.report("waiting for the compiler after update", engine.index)
-            # After these updates of a short text, wait without training.
-            while not is_over() and clock() - began < max_wait_s:
+            # After half of the updates of a short text, wait without training.
+            while not has_compiler_ended() and clock() - began < max_wait_s:
                 time.sleep(0.1)
-            is_compiled_now = is_over()
+            is_compiled_now = has_compiler_ended()
             stage.result = f"{counted(engine.index, 'update')}, loss {log.last['train_loss']:.2f}"
-    # The seconds count like those of an earlier process of the run, so they do not shorten the time
-    # of the updates to come.
+    # The seconds count like those of an earlier process of the run (`elapsed_s`), so they do not
+    # shorten the time of the updates to come. `started_s` moves on, so they do not count twice.
     session.elapsed_s = spent_s
     session.started_s = session.started_s + spent_s
     session.training_since_s = clock()

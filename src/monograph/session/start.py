@@ -79,22 +79,8 @@ def open_run(
         InputRefused: the records, the model or the tokenizer cannot be used.
         OutOfDeviceMemory: nothing fits according to the planner.
     """
-    machine = describe()
-    record = ranks.agreed(world, ConfigRecord(settings))
-    require_possible(record.settings, machine)
-    plan = resolve(record, machine)
-    for line in notes_on(plan, machine):
-        progress.line("note", line)
     has_begun = folder.begun
-    note = "" if has_begun else _short_time_note(plan.job.span.wall_minutes, started)
-    if note:
-        progress.line("time", note)
-    if world.leads and not has_begun:
-        plan = _keep_stdin(folder, plan, progress)
-        write_config(folder, plan.record.settings)
-    if world.leads:
-        note_start(folder)
-    plan = agreed_plan(world, plan, machine)
+    plan = _first_plan(folder, settings, world, progress, started, has_begun)
     require_time = partial(_require_time, plan, started)
     # Reading a text may take longer than train.wall_minutes, so each report of progress checks the
     # time.
@@ -119,7 +105,7 @@ def open_run(
         # and answers are sampled by other code.
         session.batches.close()
         deadline_s, reserved_s = session.deadline_s, session.reserved_s
-        plan = resolve(plan.with_decided_values({"train.compile": "none"}).record, machine)
+        plan = resolve(plan.with_decided_values({"train.compile": "none"}).record, describe())
         session, _ = open_or_resume(plan, progress=silent())
         choose_kernel(session, window, silent())
         session.deadline_s, session.reserved_s = deadline_s, reserved_s
@@ -145,6 +131,46 @@ def open_run(
             write_config(folder, session.plan.record.settings)
         session.save()
     return session
+
+
+def _first_plan(
+    folder: Run,
+    settings: Settings,
+    world: World,
+    progress: Progress,
+    started: Started,
+    has_begun: bool,
+) -> Plan:
+    """Return the plan that all ranks have before the records are read; print notes on it.
+
+    For a new run, rank 0 also writes config.toml, with which the run begins.
+
+    Args:
+        folder: the run's folder.
+        settings: the settings of the run.
+        world: the ranks, which must all call this.
+        progress: the display.
+        started: when the program was started.
+        has_begun: whether the run has begun before, so that it is not new.
+
+    Raises:
+        UsageError: choices exclude one another.
+    """
+    machine = describe()
+    record = ranks.agreed(world, ConfigRecord(settings))
+    require_possible(record.settings, machine)
+    plan = resolve(record, machine)
+    for line in notes_on(plan, machine):
+        progress.line("note", line)
+    note = "" if has_begun else _short_time_note(plan.job.span.wall_minutes, started)
+    if note:
+        progress.line("time", note)
+    if world.leads and not has_begun:
+        plan = _keep_stdin(folder, plan, progress)
+        write_config(folder, plan.record.settings)
+    if world.leads:
+        note_start(folder)
+    return agreed_plan(world, plan, machine)
 
 
 def _score_initial_weights(session: Session, progress: Progress) -> None:
