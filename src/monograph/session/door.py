@@ -22,7 +22,13 @@ from monograph.run.recipe import Recipe, tokenizer_named
 from monograph.run.source import ModelSource, checked_recipe
 from monograph.session.adapting import adapter_values, lora_of, rates
 from monograph.session.by_key import by_field
-from monograph.session.job import AskedIntervals, AskedLength, AskedTransfer, Job, OpenChoice
+from monograph.session.job import (
+    Job,
+    OpenChoice,
+    RequestedIntervals,
+    RequestedLength,
+    RequestedTransfer,
+)
 from monograph.session.new_tokens import tokens_of
 from monograph.session.objective import Objective
 from monograph.session.objectives import decided_objective
@@ -53,7 +59,7 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
     shape_alone = not will_build and init is not None and is_file(Path(init, "config.json"))
     span = _span(settings)
     intervals = _intervals(settings)
-    transfer = asked_transfer(settings)
+    transfer = requested_transfer(settings)
     # From here on, `settings` has the values that were looked up.
     settings, objective, recipe, source, optimizer_name = _look_up(settings, transfer, shape_alone)
     shape = source.shape if source else None
@@ -133,7 +139,7 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
     return job
 
 
-def _span(settings: Settings) -> AskedLength:
+def _span(settings: Settings) -> RequestedLength:
     """Return how long the run lasts, as the settings say it.
 
     If train.wall_minutes are given without train.minutes, training may take all of that time.
@@ -143,7 +149,7 @@ def _span(settings: Settings) -> AskedLength:
     is_timed = "train.minutes" in settings.origins
     if train.wall_minutes is not None and not is_timed:
         minutes = train.wall_minutes
-    return AskedLength(
+    return RequestedLength(
         updates=train.updates or 0,
         tokens=train.tokens or 0,
         epochs=train.epochs,
@@ -153,11 +159,11 @@ def _span(settings: Settings) -> AskedLength:
     )
 
 
-def _intervals(settings: Settings) -> AskedIntervals:
+def _intervals(settings: Settings) -> RequestedIntervals:
     """Return the intervals that the settings give."""
     optim = settings.optim
     train = settings.train
-    return AskedIntervals(
+    return RequestedIntervals(
         warmup_updates=None if optim.warmup_updates == "auto" else optim.warmup_updates,
         eval_every=None if train.eval_every == "auto" else train.eval_every,
         save_every=None if train.save_every == "auto" else train.save_every,
@@ -182,7 +188,9 @@ class _LookedUp(NamedTuple):
     optimizer_name: str
 
 
-def _look_up(settings: Settings, transfer: AskedTransfer | None, shape_alone: bool) -> _LookedUp:
+def _look_up(
+    settings: Settings, transfer: RequestedTransfer | None, shape_alone: bool
+) -> _LookedUp:
     """Open the model that `model.init` names; decide betas, eps, preset, lengths, tokenizer,
     adapters and the base of a width transfer.
 
@@ -270,12 +278,14 @@ def _section_text(values: dict[str, Any], section: str) -> str:
     )
 
 
-def asked_transfer(settings: Settings) -> AskedTransfer | None:
+def requested_transfer(settings: Settings) -> RequestedTransfer | None:
     """Return the width transfer that the settings ask for; None without."""
     optim = settings.optim
     if optim.transfer == "none":
         return None
-    return AskedTransfer(optim.transfer_base, settings.said("optim.transfer"), settings.model.init)
+    return RequestedTransfer(
+        optim.transfer_base, settings.said("optim.transfer"), settings.model.init
+    )
 
 
 def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer | None:
@@ -286,9 +296,9 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
         config: the model's shape; None if it is not a `Llama` with new random weights.
 
     Raises:
-        UsageError: see `AskedTransfer.of`.
+        UsageError: see `RequestedTransfer.of`.
     """
-    transfer = asked_transfer(settings)
+    transfer = requested_transfer(settings)
     return transfer.of(config) if transfer else None
 
 

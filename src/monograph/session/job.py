@@ -32,7 +32,7 @@ OpenChoice = Literal["micro_batch", "precision", "compile", "remat", "memory"]
 Memory = Literal["device", "stream"]
 
 
-class AskedTransfer(NamedTuple):
+class RequestedTransfer(NamedTuple):
     """The width transfer (`monograph.transfer`) that the settings ask for.
 
     Attributes:
@@ -66,7 +66,7 @@ class AskedTransfer(NamedTuple):
             raise UsageError(f"{self.said}: {error}") from None
 
 
-class AskedLength(NamedTuple):
+class RequestedLength(NamedTuple):
     """How long a run lasts, as the settings say it.
 
     Attributes:
@@ -94,7 +94,7 @@ class Intervals(NamedTuple):
     save_every: int
 
 
-class AskedIntervals(NamedTuple):
+class RequestedIntervals(NamedTuple):
     """`Intervals` as the settings give them; None means that the run's length decides."""
 
     warmup_updates: int | None
@@ -159,7 +159,7 @@ class Job:
     sizes_text: str
     reading: ReadingOptions
     tokens: TokenSource
-    transfer: AskedTransfer | None
+    transfer: RequestedTransfer | None
     training: Training
     memory: Memory
     open_choices: frozenset[OpenChoice]
@@ -168,8 +168,8 @@ class Job:
     final_lr_share: float
     given_tokens_per_update: int
     updates: int
-    span: AskedLength
-    intervals: AskedIntervals
+    span: RequestedLength
+    intervals: RequestedIntervals
     schedule_name: str = of_key("optim.schedule")
     keep: int = of_key("train.keep")
     parallel: str = of_key("train.parallel")
@@ -194,6 +194,6 @@ class Job:
         transfer.
 
         Raises:
-            UsageError: see `AskedTransfer.of`.
+            UsageError: see `RequestedTransfer.of`.
         """
         return self.transfer.of(config) if self.transfer else None

@@ -52,15 +52,7 @@ class Session:
         recipe: what the model was built from.
         task: what the run learns from, and how.
         engine: model and optimizer on the device.
-        batches: the windows from the current position on.
-        eager_reason: why the step was not compiled; None if it was.
-        kernel: the attention kernel; None if kernels were not measured.
-        world: the ranks that train the run together.
-        started_s: the time of `clock` at which this process began with the run.
-        training_since_s: the time of `clock` at which this process began to train.
         compile_s: seconds spent on tracing and compiling.
-        peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last
-            update. None before that, and on a GPU, whose allocator always counts them.
         elapsed_s: seconds of training before `training_since_s`, in earlier processes or before the
             step was compiled.
         budget_s: seconds of training that the settings allow; None if they give only updates,
@@ -72,6 +64,14 @@ class Session:
             because updates took longer than measured at the start; None without one.
         initial_fingerprint: in a resumed run, the fingerprint that the settings had when the run
             was begun, perhaps in an earlier version; None in a new run.
+        eager_reason: why the step was not compiled; None if it was.
+        kernel: the attention kernel; None if kernels were not measured.
+        peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last
+            update. None before that, and on a GPU, whose allocator always counts them.
+        world: the ranks that train the run together.
+        started_s: the time of `clock` at which this process began with the run.
+        training_since_s: the time of `clock` at which this process began to train.
+        batches: the windows from the current position on.
     """
 
     run: Run

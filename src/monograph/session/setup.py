@@ -87,10 +87,19 @@ def open_session(
     if world.leads:
         minutes = plan.job.span.minutes
         built = build_run(plan, task, machine, device, world.size, minutes=minutes)
-        agreed_plan(world, built.plan, machine)
+        agreed_plan(world, built.plan, machine)  # sends the decided plan to the other ranks
     else:
+        # The others wait for rank 0's plan, in which nothing is left to decide.
         decided = _with_recorded_norm_eps(agreed_plan(world, plan, machine), run)
         built = build_run(decided, task, machine, device, world.size)
+    _print_notes(built, progress)
+    engine = make_engine(built, device, world)
+    seed_all(built.plan.job.seed)
+    return Session(run, built.plan, built.recipe, task, engine, world=world)
+
+
+def _print_notes(built: BuiltRun, progress: Progress) -> None:
+    """Print what the user may not expect of the model."""
     for line in built.notes:
         progress.line("tokens", line)
     if rate := getattr(_llama_config(built.model), "attention_dropout", 0):
@@ -111,9 +120,6 @@ def open_session(
             "note",
             "output_router_logits = true balances experts by texts; rewards and pairs train without it",
         )
-    engine = make_engine(built, device, world)
-    seed_all(built.plan.job.seed)
-    return Session(run, built.plan, built.recipe, task, engine, world=world)
 
 
 def agreed_plan(world: World, plan: Plan, machine: Device) -> Plan:
