@@ -211,7 +211,7 @@ class Objective(ABC):
         """Return whether the settings choose this way."""
         return not self.key or settings.values()[self.key] is not None
 
-    def records(self, settings: Settings) -> str:
+    def records_noun(self, settings: Settings) -> str:
         """Return what messages call the records."""
         return "texts"
 

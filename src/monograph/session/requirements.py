@@ -279,7 +279,7 @@ def require_texts(settings: Settings, command: str) -> None:
         remedy = "leave it out"
     else:
         origin = BY_RECORDS
-        remedy = f"its records are {objective.records(completed)}"
+        remedy = f"its records are {objective.records_noun(completed)}"
     only = f"is for `monograph train`; `monograph {command}` knows texts alone: {remedy}"
     raise UsageError(f"{origin}: {key} = {completed.values()[key]} {only}")
 

@@ -79,7 +79,7 @@ class Preferences(Objective):
 
     preference: Preference | None = None
 
-    def records(self, settings: Settings) -> str:
+    def records_noun(self, settings: Settings) -> str:
         """Return what messages call the records."""
         return "labelled answers" if preference_of(settings).labelled else "pairs of answers"
 

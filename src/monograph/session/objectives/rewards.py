@@ -162,7 +162,7 @@ class Rewards(Objective):
     masks_truncated: bool = False
     truncation_penalty: float = 0.0
 
-    def records(self, settings: Settings) -> str:
+    def records_noun(self, settings: Settings) -> str:
         """Return what messages call the records."""
         return "prompts"
 
