@@ -17,13 +17,13 @@ from monograph.run.signals import StopSignal
 from monograph.session import ranks, recorded
 from monograph.session.after_update import AfterUpdate
 from monograph.session.objectives import objective_of, with_records
-from monograph.session.ranks import show
 from monograph.session.recorded import foreign_text_warning
 from monograph.session.reporting import Reporter, finished
 from monograph.session.requirements import require_possible, require_trained_model
 from monograph.session.rewind import windows
 from monograph.session.session import Session
 from monograph.session.setup import repeatable
+from monograph.session.shown_commands import show_command
 from monograph.session.start import Started, open_run
 from monograph.session.warmup import measure_memory
 from monograph.storage.cache_dir import keep_compiled
@@ -89,7 +89,7 @@ def run(
                 f"{folder.folder} has already finished, after {counted(summary['update'], 'update')}",
             )
             if world.leads:
-                show(progress, "next", "train", "--from", folder.handle)
+                show_command(progress, "next", "train", "--from", folder.handle)
         else:
             ranks.require_launched(
                 settings.train.parallel, settings.said("train.parallel"), world.own

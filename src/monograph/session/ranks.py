@@ -4,15 +4,10 @@ and end with the same error.
 Rank 0 decides, prints and writes; the others do the same work and print nothing. All ranks see the
 same folder. A launcher such as torchrun may start all ranks again after a failure. Each start is an
 *attempt*, and `exit.json` says how the attempt before it ended.
-
-The first part of this file makes the commands that are printed for the user, which work unchanged
-in the same working folder.
 """
 
 import json
 import os
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,67 +28,14 @@ from monograph.errors import (
 )
 from monograph.graph.trial import refused_by_others
 from monograph.run.folder import Follower, Run
-from monograph.run.progress import LABEL_WIDTH, Progress
+from monograph.run.progress import Progress
 from monograph.run.run_index import parsed, wait_until_free
 from monograph.run.writing import discard
 from monograph.session.record import ConfigRecord
 from monograph.session.recorded import run_settings
+from monograph.session.shown_commands import command_line
 from monograph.storage.reading import contents, exists, is_folder
 from monograph.terminal import shell_words
-
-
-def command(*arguments: str) -> str:
-    """Return a command line that calls this program as it was called, with arguments quoted for the
-    shell.
-    """
-    return shell_words(*_program(), *arguments)
-
-
-def show(progress: Progress, label: str, *arguments: str) -> None:
-    """Print a command line that calls this program, on a line that is never cut, so that it can be
-    copied.
-    """
-    text = command(*arguments)
-    if len(text) + LABEL_WIDTH < progress.screen.width:
-        progress.line(label, text)
-    else:
-        print(text, file=sys.stderr)
-
-
-def _program() -> list[str]:
-    """Return the words by which a shell calls this program as it was called."""
-    called = os.path.abspath(sys.argv[0])
-    script = shutil.which("monograph")
-    is_module = os.path.basename(called) == "__main__.py"
-    # The shell's `monograph` is this program if it lies next to the Python that runs the module, or
-    # if it is the script that was called.
-    if script and is_module and _share_folder(script, sys.executable):
-        return ["monograph"]
-    if script and not is_module and os.path.realpath(script) == os.path.realpath(called):
-        return ["monograph"]
-    if is_module:
-        return [_shortest_path(sys.executable), "-m", "monograph"]
-    return [_shortest_path(called)]
-
-
-def _share_folder(one: str, other: str) -> bool:
-    """Return whether two files are in the same folder."""
-    return os.path.dirname(os.path.abspath(one)) == os.path.dirname(os.path.abspath(other))
-
-
-def _shortest_path(path: str) -> str:
-    """Return the path relative to the working folder if the file is inside it, else unchanged.
-
-    Links are not followed: .venv/bin/python is a link, and its target would be another Python.
-    """
-    relative = os.path.relpath(path)
-    if relative.startswith(os.pardir):
-        return path
-    # A shell would look up a name without a slash in PATH.
-    return relative if os.sep in relative else os.path.join(os.curdir, relative)
-
-
-# ── the ranks and their ends ────────────────────────────────────────────────────────────────────
 
 # The file in a run's folder that records the error with which an attempt of several ranks ended.
 ENDED = "exit.json"
@@ -165,7 +107,7 @@ def resume_command(world: World, run: Run, parallel: str) -> str:
     if run_settings(run, code_keys=()).train.parallel != parallel:
         changed = (f"train.parallel={parallel}",)
     if world.alone:
-        return command("train", "--resume", run.handle, *changed)
+        return command_line("train", "--resume", run.handle, *changed)
     processes = str(world.size)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0":
@@ -262,7 +204,9 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[int
     except KeyboardInterrupt:
         if not (world.alone and run.begun):
             raise
-        raise KeyboardInterrupt(f"continue: {command('train', '--resume', run.handle)}") from None
+        raise KeyboardInterrupt(
+            f"continue: {command_line('train', '--resume', run.handle)}"
+        ) from None
     except BaseException as raised:
         error = _ending(world, run, raised)
         if world.alone and exists(run.folder) and unbegun():

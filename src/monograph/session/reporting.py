@@ -37,8 +37,8 @@ from monograph.session.deadline import Deadline
 from monograph.session.eager_start import MARK
 from monograph.session.gauges import Alarm, Gauges
 from monograph.session.plan import Plan
-from monograph.session.ranks import show
 from monograph.session.session import Session
+from monograph.session.shown_commands import show_command
 from monograph.storage.reading import contents, exists, is_folder, parse_json
 
 SAMPLE_SHARES = (0.15, 0.5, 1.0)  # samples are shown after these shares of all updates
@@ -489,7 +489,7 @@ class Reporter:
         if self.last_evaluation and name == "last" and self.session.task.has_plain_updates:
             commands.insert(1, ("sweep",))
         for index, arguments in enumerate(commands):
-            show(self.progress, "next" if index == 0 else "", *arguments)
+            show_command(self.progress, "next" if index == 0 else "", *arguments)
 
     @property
     def _can_write(self) -> bool:

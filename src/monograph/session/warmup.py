@@ -41,8 +41,7 @@ from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
 
-# With train.wall_minutes, scoring the points of the curve takes at most this share of training.
-CURVE_SHARE = 0.125
+# ── the attention kernel ────────────────────────────────────────────────────────────────────────
 
 
 def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
@@ -98,6 +97,8 @@ def kept_or_fastest(times: dict[Kernel, float], before: Kernel | None) -> Kernel
     """
     return before if before in times else fastest(times)
 
+
+# ── the time and the memory of an update ────────────────────────────────────────────────────────
 
 # Timing updates takes about this share of the training time at most, if that is limited.
 CALIBRATION_SHARE = 0.08
@@ -240,12 +241,14 @@ def store_seconds(session: Session, seconds: float) -> None:
     Calibration(calibration_file()).note(machine, work, seconds, rate)
 
 
-_BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+# ── the trial step, and capturing ───────────────────────────────────────────────────────────────
+
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def batch_norm_layers(model: nn.Module) -> list[str]:
     """Return the names of the layers that normalise over the rows of a micro-batch."""
-    return [name for name, module in model.named_modules() if isinstance(module, _BATCH_STATISTICS)]
+    return [name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)]
 
 
 def prepare(session: Session, progress: Progress) -> None:
@@ -310,6 +313,7 @@ def compile_step(session: Session, window: Batch, progress: Progress) -> None:
 
 
 def _compile(session: Session, window: Batch, progress: Progress) -> None:
+    """Capture the step, or say in `session.eager_reason` why it stays eager."""
     engine = session.engine
     scope = session.plan.training.compile
     obstacle = compiler_obstacle() if engine.step.device.type == "cpu" else None
@@ -366,6 +370,12 @@ def capture(
         model.use_attention("sdpa", kernel or "torch")
         reason = engine.capture(window, scope=scope)
     return reason
+
+
+# ── the run's length ────────────────────────────────────────────────────────────────────────────
+
+# With train.wall_minutes, scoring the points of the curve takes at most this share of training.
+CURVE_SHARE = 0.125
 
 
 def _budget_s(session: Session, updates: int, update_s: float, progress: Progress) -> float:
