@@ -34,10 +34,11 @@ from monograph.run.writing import recorded_parent
 from monograph.session.new_tokens import token_notes
 from monograph.session.objective import Task
 from monograph.session.plan import Plan, Shape, is_sharded
+from monograph.session.random_state import seed_all
 from monograph.session.ranks import agreed
 from monograph.session.requirements import require_positions
 from monograph.session.resolve import resolve, with_rows
-from monograph.session.session import Session, seed_all
+from monograph.session.session import Session
 from monograph.session.warmup import batch_norm_layers
 from monograph.stream import Placement, Streamed
 
