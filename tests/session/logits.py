@@ -15,7 +15,7 @@ from monograph.graph.trial import Trial
 from monograph.loss import hidden_of
 from monograph.model.config import LlamaConfig
 from monograph.session.objective import HeldOutScore, Task
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.sample_prompt import SamplePrompt
 from monograph.text.tokenizer import Tokenizer
 
@@ -78,7 +78,7 @@ class LogitTask(Task):
         self.data = data
         self.temperature = temperature
 
-    def loss(self, plan: Plan, model: nn.Module) -> LogitLoss:
+    def loss(self, plan: RunPlan, model: nn.Module) -> LogitLoss:
         return LogitLoss(self.temperature)
 
     @property

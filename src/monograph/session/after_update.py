@@ -25,11 +25,11 @@ from monograph.step import Update
 SHOW_EVERY_S = 1.0
 
 
-class Moment(NamedTuple):
+class DueWork(NamedTuple):
     """What is due after an update; the same on all ranks.
 
     Attributes:
-        done: the number of updates so far.
+        updates_done: the number of updates so far.
         is_last: whether the run ends with this update.
         goes_back: whether the run returns to an earlier checkpoint, because too many updates were
             skipped or a weight is not finite.
@@ -37,7 +37,7 @@ class Moment(NamedTuple):
         stops: whether the run ends before its last update, because the user asked for it.
     """
 
-    done: int
+    updates_done: int
     is_last: bool
     goes_back: bool
     saves: bool
@@ -47,12 +47,12 @@ class Moment(NamedTuple):
 class AfterUpdate:
     """The work between two updates of a run.
 
-    `note` says what is due after an update, as a `Moment`. The other methods get the moment, and
+    `note` says what is due after an update, as a `DueWork`. The other methods get the due, and
     each does its part if that is due:
 
         after = AfterUpdate(...)
         for update in train(...):
-            moment = after.note(update)
+            due = after.note(update)
             ...
     """
 
@@ -95,7 +95,7 @@ class AfterUpdate:
         self._save_is_overdue = False
         self._score_text = ""
 
-    def note(self, update: Update) -> Moment:
+    def note(self, update: Update) -> DueWork:
         """Log an update, show its numbers if the last ones are old, and return what is due.
 
         All ranks must call this after each update, since they decide together.
@@ -127,7 +127,7 @@ class AfterUpdate:
         self._save_is_overdue = is_due and not session.can_save
         goes_back = is_lost or (saves and bool(session.non_finite_parameters()))
         stops = stop_requested and saves and not is_last
-        return Moment(done, is_last, goes_back, saves, stops)
+        return DueWork(done, is_last, goes_back, saves, stops)
 
     def _warn_if_nothing_learned(self) -> None:
         """Print a warning if the updates so far cannot have taught the model anything."""
@@ -166,52 +166,52 @@ class AfterUpdate:
         yield
         self._shown_at_s += clock() - began
 
-    def evaluate(self, moment: Moment) -> None:
+    def evaluate(self, due: DueWork) -> None:
         """Score held-out records if that is due. The last evaluation is in `end`."""
-        if moment.done % self.session.plan.intervals.eval_every == 0 and not moment.is_last:
+        if due.updates_done % self.session.plan.intervals.eval_every == 0 and not due.is_last:
             self.log.flush()
-            self.report.evaluate(self.block, moment.done, limit=defaults.CURVE_ROWS)
+            self.report.evaluate(self.block, due.updates_done, limit=defaults.CURVE_ROWS)
 
-    def keep_time(self, moment: Moment) -> None:
+    def keep_time(self, due: DueWork) -> None:
         """Begin the cool-down early if the time will not suffice."""
         check_every = min(self.session.plan.intervals.eval_every, self._check_every)
         # A run with train.wall_minutes checks after each update, since it must not end late.
         has_deadline = self.session.deadline_s is not None
-        is_due = has_deadline or moment.done % check_every == 0
-        if is_due and not moment.is_last:
-            self.report.keep_time(moment.done)
+        is_due = has_deadline or due.updates_done % check_every == 0
+        if is_due and not due.is_last:
+            self.report.keep_time(due.updates_done)
             self.block.set_end(self.session.updates)
 
-    def sample(self, moment: Moment) -> None:
+    def sample(self, due: DueWork) -> None:
         """Show what the model writes if that is due. The last sample is in `end`."""
-        is_due = moment.done in self.report.sample_updates() and not moment.is_last
+        is_due = due.updates_done in self.report.sample_updates() and not due.is_last
         if is_due and self.session.world.agreed(self.report.deadline.can_sample_midway):
             self.log.flush()
-            self.report.sample(self.block, moment.done)
+            self.report.sample(self.block, due.updates_done)
 
-    def save(self, moment: Moment) -> None:
+    def save(self, due: DueWork) -> None:
         """Write a checkpoint if one is due, and refresh the page of the run."""
-        if moment.saves:
+        if due.saves:
             self.log.flush()
             self.stop_signal.save_requested = False
             self.session.save()
         if self.session.world.leads:
             self.report.page.refresh()
 
-    def stop(self, moment: Moment) -> None:
-        """End the run if `moment.stops`.
+    def stop(self, due: DueWork) -> None:
+        """End the run if `due.stops`.
 
         Raises:
             Stopped: the message has the command that continues the run.
         """
-        if not moment.stops:
+        if not due.stops:
             return
         if self.session.world.leads:
             self.report.page.write("stopped")
         command = ranks.resume_command(
             self.session.world, self.session.run, self.session.plan.job.parallel
         )
-        raise Stopped(f"saved at update {moment.done}; continue: {command}")
+        raise Stopped(f"saved at update {due.updates_done}; continue: {command}")
 
     def end(self) -> None:
         """Score and sample after the last update; see `Reporter.end`.

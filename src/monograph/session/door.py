@@ -18,7 +18,7 @@ from monograph.model.files import has_weights
 from monograph.optim import OPTIMIZERS
 from monograph.planner import defaults
 from monograph.predict.footprint import Training
-from monograph.run.recipe import Recipe, tokenizer_named
+from monograph.run.recipe import ModelRecipe, tokenizer_named
 from monograph.run.source import ModelSource, checked_recipe
 from monograph.session.adapting import adapter_values, lora_of, rates
 from monograph.session.by_key import by_field
@@ -183,7 +183,7 @@ class _LookedUp(NamedTuple):
 
     settings: Settings
     objective: Objective
-    recipe: Recipe
+    recipe: ModelRecipe
     source: ModelSource | None
     optimizer_name: str
 
@@ -226,7 +226,7 @@ def _look_up(
     decided |= adapter_values(settings, source)
     objective, objective_values = decided_objective(settings, length)
     decided |= objective_values
-    recipe = Recipe(
+    recipe = ModelRecipe(
         model.init,
         str(decided.get("model.preset", model.preset)),
         model.sizes(),
@@ -302,7 +302,7 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
     return transfer.of(config) if transfer else None
 
 
-def fields_for_new_model(recipe: Recipe, optimizer_name: str, epochs: int = 1) -> dict[str, Any]:
+def fields_for_new_model(recipe: ModelRecipe, optimizer_name: str, epochs: int = 1) -> dict[str, Any]:
     """Return the optimizer's fields whose defaults for a new model are not those of its class; {}
     if the model is not new.
 
@@ -317,7 +317,7 @@ def fields_for_new_model(recipe: Recipe, optimizer_name: str, epochs: int = 1) -
 
 
 def _default_lr(
-    recipe: Recipe, source: ModelSource | None, optimizer_name: str, *, is_adapted: bool
+    recipe: ModelRecipe, source: ModelSource | None, optimizer_name: str, *, is_adapted: bool
 ) -> float:
     """Return the default peak learning rate for texts.
 

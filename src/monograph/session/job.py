@@ -17,7 +17,7 @@ from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.planner import defaults
 from monograph.predict.footprint import Training
-from monograph.run.recipe import Recipe
+from monograph.run.recipe import ModelRecipe
 from monograph.run.source import ModelSource
 from monograph.session.by_key import of_key
 from monograph.session.new_tokens import TokenSource
@@ -121,7 +121,7 @@ class RequestedIntervals(NamedTuple):
 class Job:
     """What a run is to do, by its settings alone.
 
-    A `monograph.session.plan.Plan` has the job, and the values that are still open in it.
+    A `monograph.session.plan.RunPlan` has the job, and the values that are still open in it.
 
     Attributes:
         record: the content of config.toml.
@@ -155,7 +155,7 @@ class Job:
     record: ConfigRecord
     objective: Objective
     source: ModelSource | None
-    recipe: Recipe
+    recipe: ModelRecipe
     sizes_text: str
     reading: ReadingOptions
     tokens: TokenSource

@@ -37,7 +37,7 @@ from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.choices import STREAMED, Condition
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.sample_prompt import SamplePrompt
 from monograph.text.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ class Records(Protocol):
         """Return {reason: count} of the records that were skipped."""
 
 
-class Windows(Protocol):
+class RunWindows(Protocol):
     """An iterator over the windows of a run.
 
     Attributes:
@@ -244,12 +244,12 @@ class Objective(ABC):
         """
         return DecidedObjective(self, {})
 
-    def judged(self, plan: Plan) -> Judged:
+    def judged(self, plan: RunPlan) -> Judged:
         """Return for which answers the loss needs log-probabilities (see `Training.judged`)."""
         return ""
 
     def extra_bytes(
-        self, plan: Plan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
+        self, plan: RunPlan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
     ) -> dict[str, int]:
         """Return the bytes on the device that the run needs in addition to those of its step.
 
@@ -266,7 +266,7 @@ class Objective(ABC):
         """
         return {}
 
-    def largest_window(self, plan: Plan, config: LlamaConfig, slots: int) -> tuple[int, int]:
+    def largest_window(self, plan: RunPlan, config: LlamaConfig, slots: int) -> tuple[int, int]:
         """Return the maximum number of rows of an update, and of tokens of a row.
 
         They may be less than the settings allow if the prompts are known to be short.
@@ -279,7 +279,7 @@ class Objective(ABC):
         return plan.training.window_rows, plan.training.length
 
     def extra_seconds(
-        self, plan: Plan, config: LlamaConfig, machine: Device, calibration: Calibration
+        self, plan: RunPlan, config: LlamaConfig, machine: Device, calibration: Calibration
     ) -> tuple[float, bool] | None:
         """Predict the seconds that an update takes in addition to its step, e.g. to sample answers.
 
@@ -296,14 +296,14 @@ class Objective(ABC):
         return None
 
     @abstractmethod
-    def open(self, plan: Plan, progress: Progress) -> "Task":
+    def open(self, plan: RunPlan, progress: Progress) -> "Task":
         """Read the records of a run, and print how many there are; the caller closes the task.
 
         Raises:
             InputRefused: the records cannot be used.
         """
 
-    def open_without_judging(self, plan: Plan, progress: Progress) -> "Task":
+    def open_without_judging(self, plan: RunPlan, progress: Progress) -> "Task":
         """Read the records as `open` does, without starting the programs of a reward.
 
         A process that only compiles the step uses this, since it judges no answers.
@@ -351,7 +351,7 @@ class Task(ABC):
     run: Run
     engine: Engine
     world: World
-    current_plan: Callable[[], Plan]
+    current_plan: Callable[[], RunPlan]
     answer_tokens: int
 
     # ── before there is an engine ───────────────────────────────────────────────────────────────
@@ -359,7 +359,7 @@ class Task(ABC):
     def close(self) -> None:
         """Close files and end processes that the task has opened."""
 
-    def loss(self, plan: Plan, model: nn.Module) -> Loss | None:
+    def loss(self, plan: RunPlan, model: nn.Module) -> Loss | None:
         """Return the loss of these records; None means the loss that belongs to the model.
 
         Raises:
@@ -367,7 +367,7 @@ class Task(ABC):
         """
         return None
 
-    def slots(self, plan: Plan) -> int:
+    def slots(self, plan: RunPlan) -> int:
         """Return the maximum number of tokens of a prompt and its answer; 0 without answers."""
         return 0
 
@@ -402,7 +402,7 @@ class Task(ABC):
     # ── while a session trains ──────────────────────────────────────────────────────────────────
 
     def begin(
-        self, run: Run, engine: Engine, world: World, current_plan: Callable[[], Plan]
+        self, run: Run, engine: Engine, world: World, current_plan: Callable[[], RunPlan]
     ) -> None:
         """Store the parts of the session in this object; see the class."""
         self.run = run
@@ -416,7 +416,7 @@ class Task(ABC):
         self.answer_tokens = next((row["tokens"] for row in reversed(rows) if "tokens" in row), 0)
 
     @abstractmethod
-    def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> Windows:
+    def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> RunWindows:
         """Return the windows from a position on.
 
         Args:
@@ -430,7 +430,7 @@ class Task(ABC):
         """Return the number of updates that are made from one window."""
         return 1
 
-    def can_save(self, windows: Windows) -> bool:
+    def can_save(self, windows: RunWindows) -> bool:
         """Return whether a run could be resumed from a checkpoint of the present state."""
         return True
 
@@ -487,10 +487,10 @@ class Task(ABC):
         """Return the maximum number of tokens of `updates` updates, the end of the curve's x axis."""
 
     @abstractmethod
-    def tokens_of_last_update(self, windows: Windows) -> float:
+    def tokens_of_last_update(self, windows: RunWindows) -> float:
         """Return the number of tokens of the last update, without padding."""
 
-    def figures(self, windows: Windows) -> dict[str, Any]:
+    def figures(self, windows: RunWindows) -> dict[str, Any]:
         """Return entries on the answers of the last update for its row of metrics.jsonl.
 
         The result is empty for texts. A call may reset counters, so there is one for each update.

@@ -21,7 +21,7 @@ from monograph.transfer import WidthTransfer
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A job with the values that were decided for it.
 
     Only `monograph.session.resolve.resolve` decides values; other code reads them.
@@ -85,11 +85,11 @@ class Plan:
         """Return where weights live, or "auto" if the planner chooses."""
         return "auto" if "memory" in self.open_choices else self.memory
 
-    def with_training(self, training: Training) -> "Plan":
+    def with_training(self, training: Training) -> "RunPlan":
         """Return the plan with another `training`."""
         return replace(self, training=training)
 
-    def with_decided_values(self, values: Mapping[str, Any]) -> "Plan":
+    def with_decided_values(self, values: Mapping[str, Any]) -> "RunPlan":
         """Return the plan with more decided values, by their keys."""
         return replace(self, decided_values={**self.decided_values, **values})
 
@@ -153,7 +153,7 @@ class Shape(NamedTuple):
     config: LlamaConfig | None
     tokens: tuple[int, ...] = ()
     ranks: int = 1
-    like: Plan | None = None
+    like: RunPlan | None = None
     slots: int = 0
     records_per_epoch: int = 0
     minutes: float = 0

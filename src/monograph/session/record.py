@@ -16,7 +16,7 @@ ORIGIN = "plan"  # the origin of a value that was decided, not given
 class ConfigRecord:
     """The content of a run's config.toml.
 
-    Decided values are only written to it. Code that needs such a value reads it from the `Plan`.
+    Decided values are only written to it. Code that needs such a value reads it from the `RunPlan`.
 
     Attributes:
         settings: the settings as they will be written.

@@ -36,7 +36,7 @@ from monograph.run.started import told
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import MARK
 from monograph.session.gauges import Alarm, Gauges
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.session import Session
 from monograph.session.shown_commands import show_command
 from monograph.storage.reading import contents, exists, is_folder, parse_json
@@ -557,7 +557,7 @@ class Reporter:
         return values
 
 
-def _planned_memory_text(plan: Plan, slots: int) -> str:
+def _planned_memory_text(plan: RunPlan, slots: int) -> str:
     """Return the planned peak memory, to be printed after the measured one; "" if none was planned.
 
     As in the table of `monograph plan`, ~ marks an estimate by a formula. If the memory is clearly

@@ -22,14 +22,14 @@ from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
 from monograph.optim import name_of
-from monograph.planner import Candidate, Limits, Request, StreamCandidate, defaults
+from monograph.planner import Candidate, Limits, PlanRequest, StreamCandidate, defaults
 from monograph.predict.estimate import spared_bytes
 from monograph.predict.footprint import Compile
 from monograph.predict.roofline import Calibration
 from monograph.session.door import fields_for_new_model, job_of
 from monograph.session.job import Job
 from monograph.session.new_tokens import NewTokens
-from monograph.session.plan import Length, Plan, Shape, is_sharded, ranks_that_share
+from monograph.session.plan import Length, RunPlan, Shape, is_sharded, ranks_that_share
 from monograph.session.record import ConfigRecord
 from monograph.session.requirements import require_room_for_weights
 from monograph.storage.cache_dir import cache_root, calibration_file
@@ -44,11 +44,11 @@ RANKING_FLOPS = 1e12
 
 
 def resolve(
-    given: Settings | ConfigRecord | Plan,
+    given: Settings | ConfigRecord | RunPlan,
     machine: Device,
     *facts: Shape | Length,
     will_build: bool = True,
-) -> Plan:
+) -> RunPlan:
     """Return the plan of a run, with every value decided whose inputs are known.
 
     Args:
@@ -64,7 +64,7 @@ def resolve(
         OutOfDeviceMemory: nothing fits according to the planner.
         UsageError: choices exclude one another.
     """
-    if isinstance(given, Plan):
+    if isinstance(given, RunPlan):
         plan = given
     else:
         settings = given.settings if isinstance(given, ConfigRecord) else given
@@ -80,12 +80,12 @@ def resolve(
 # ── from the job alone ──────────────────────────────────────────────────────────────────────────
 
 
-def _plan_from_job(job: Job, machine: Device) -> Plan:
+def _plan_from_job(job: Job, machine: Device) -> RunPlan:
     """Return the first plan of a job, with the precision decided."""
     training = job.training
     if "precision" in job.open_choices:
         training = replace(training, precision=defaults.precision(machine))
-    plan = Plan(
+    plan = RunPlan(
         job=job,
         training=training,
         memory=job.memory,
@@ -101,7 +101,7 @@ def _plan_from_job(job: Job, machine: Device) -> Plan:
 # ── from the model's shape ──────────────────────────────────────────────────────────────────────
 
 
-def _with_shape(plan: Plan, machine: Device, shape: Shape) -> Plan:
+def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
     """Return the plan with micro-batch, recomputation, graph scope and memory decided.
 
     Given values stay. For a `Llama` the planner chooses the others. The memory of any other module
@@ -180,7 +180,7 @@ def _with_shape(plan: Plan, machine: Device, shape: Shape) -> Plan:
     )
 
 
-def _epochs(plan: Plan, expected: Candidate | None, shape: Shape) -> int:
+def _epochs(plan: RunPlan, expected: Candidate | None, shape: Shape) -> int:
     """Return the number of times that the text will be read; 1 if the text's length is unknown.
 
     It is an estimate for a run whose length is a time.
@@ -199,8 +199,8 @@ def _epochs(plan: Plan, expected: Candidate | None, shape: Shape) -> int:
 
 
 def request_of(
-    plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()
-) -> Request:
+    plan: RunPlan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()
+) -> PlanRequest:
     """Return the planner's input: how a model of this shape is trained, and the choices that are
     open.
 
@@ -219,7 +219,7 @@ def request_of(
     optim = transfer.optimizer(given.optim) if transfer else given.optim
     training = replace(given, rows=given.window_rows, optim=optim, lora=job.adapters(tokens))
     remats = REMATS if machine.type == "cuda" else REMATS[:-1]
-    return Request(
+    return PlanRequest(
         training.of(config, machine.type),
         micro_batch=None if "micro_batch" in plan.open_choices else given.rows,
         precisions=(given.precision,),
@@ -244,7 +244,7 @@ def with_less_memory(machine: Device, taken_bytes: int) -> Device:
     )
 
 
-def _chosen_candidate(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> Candidate:
+def _chosen_candidate(plan: RunPlan, config: LlamaConfig, machine: Device, shape: Shape) -> Candidate:
     """Return the candidate that `monograph plan` would choose for one rank on this machine.
 
     The bytes that sampling needs (`Objective.extra_bytes`) are subtracted from the device's memory.
@@ -309,7 +309,7 @@ def _chosen_candidate(plan: Plan, config: LlamaConfig, machine: Device, shape: S
 # ── from the number of updates ──────────────────────────────────────────────────────────────────
 
 
-def _with_length(plan: Plan, length: Length) -> Plan:
+def _with_length(plan: RunPlan, length: Length) -> RunPlan:
     """Return the plan with the number of updates, and the intervals that depend on it."""
     intervals = plan.job.intervals.of(length.updates, length.evaluations)
     decided = {
@@ -326,7 +326,7 @@ def _with_length(plan: Plan, length: Length) -> Plan:
 # ── for a plan alone ────────────────────────────────────────────────────────────────────────────
 
 
-def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
+def shape_of(plan: RunPlan, tokens: NewTokens | None = None) -> LlamaConfig:
     """Return the shape that a run's model will have, without reading text.
 
     A BPE tokenizer that is still to be trained is assumed to reach its full size.

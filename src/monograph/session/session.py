@@ -25,17 +25,17 @@ from monograph.graph.remat import named
 from monograph.loop import EngineState
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import Kernel
+from monograph.ops.attention import AttentionKernel
 from monograph.planner import defaults
 from monograph.predict.roofline import Calibration
 from monograph.profiling.memory import ledger, peak_memory_bytes
 from monograph.run import recorded_state
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.run.recipe import Recipe, require_base, require_same_file
+from monograph.run.recipe import ModelRecipe, require_base, require_same_file
 from monograph.schedule import Schedule, cool_down
-from monograph.session.objective import Records, Task, Windows
-from monograph.session.plan import Plan
+from monograph.session.objective import Records, Task, RunWindows
+from monograph.session.plan import RunPlan
 from monograph.session.random_state import random_state, restore_random
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
@@ -74,8 +74,8 @@ class Session:
     """
 
     run: Run
-    plan: Plan
-    recipe: Recipe
+    plan: RunPlan
+    recipe: ModelRecipe
     task: Task
     engine: Engine
     compile_s: float = 0.0
@@ -86,12 +86,12 @@ class Session:
     early_cool_down: list[int] | None = None
     initial_fingerprint: str | None = None
     eager_reason: str | None = None
-    kernel: Kernel | None = None
+    kernel: AttentionKernel | None = None
     peak_bytes: int | None = None
     world: World = field(default_factory=World)
     started_s: float = field(default_factory=clock)
     training_since_s: float = field(default_factory=clock)
-    batches: Windows = field(init=False)
+    batches: RunWindows = field(init=False)
 
     def __post_init__(self) -> None:
         """Give the task its engine, and open the windows at the run's beginning."""
@@ -296,7 +296,7 @@ class Session:
                 raise InputRefused(
                     f"{self.run.folder / file}: not what the run was begun with: {remedy}"
                 )
-        recipe = Recipe.recorded(state["recipe"])
+        recipe = ModelRecipe.recorded(state["recipe"])
         require_same_file(recipe, self.run)
         require_base(self.recipe.base_sha256, recipe.base_sha256, recipe.init, self.run.folder)
         # Shapes are compared, not their entries: an older checkpoint lacks entries that were added
@@ -346,7 +346,7 @@ class Session:
 
     def open_batches(
         self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()
-    ) -> Windows:
+    ) -> RunWindows:
         """Return an iterator over the run's windows.
 
         Args:
@@ -374,7 +374,7 @@ class Session:
         finally:
             restore_random(generators, device)
 
-    def set_plan(self, plan: Plan) -> None:
+    def set_plan(self, plan: RunPlan) -> None:
         """Replace the plan by one in which more is decided. If it has the number of updates, set the
         schedule of the learning rate.
         """

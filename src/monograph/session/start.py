@@ -26,7 +26,7 @@ from monograph.session import eager_start, ranks
 from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
 from monograph.session.objective import Task
 from monograph.session.objectives import open_task
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.record import ConfigRecord, write_config
 from monograph.session.reporting import Reporter
 from monograph.session.requirements import notes_on, require_possible
@@ -140,7 +140,7 @@ def _first_plan(
     progress: Progress,
     started: Started,
     has_begun: bool,
-) -> Plan:
+) -> RunPlan:
     """Return the plan that all ranks have before the records are read; print notes on it.
 
     For a new run, rank 0 also writes config.toml, with which the run begins.
@@ -186,7 +186,7 @@ def _score_initial_weights(session: Session, progress: Progress) -> None:
         report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
 
 
-def _require_time(plan: Plan, started: Started, doing: str) -> None:
+def _require_time(plan: RunPlan, started: Started, doing: str) -> None:
     """Refuse to begin a run if the time of train.wall_minutes is over before its first update.
 
     Args:
@@ -243,7 +243,7 @@ def _time_line(session: Session, window: Batch, since_s: float) -> str:
 
 def _open_or_resume(
     folder: Run,
-    plan: Plan,
+    plan: RunPlan,
     task: Task,
     world: World,
     retry_rows: int,
@@ -317,7 +317,7 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     return False
 
 
-def _keep_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
+def _keep_stdin(run: Run, plan: RunPlan, progress: Progress) -> RunPlan:
     """If data.source has "-", write the text of standard input to a file in the run's folder, from
     which later commands can read it again.
 

@@ -32,11 +32,11 @@ from monograph.session.objective import (
     DecidedObjective,
     HeldOutScore,
     Objective,
-    Windows,
+    RunWindows,
     held_out_text,
 )
 from monograph.session.objectives.texts import RowsTask
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.reference import read_reference, write_reference
 
 
@@ -107,11 +107,11 @@ class Preferences(Objective):
         parameters = {f"prefer.{name}": value for name, value in loss.parameters.items()}
         return DecidedObjective(Preferences(loss), parameters)
 
-    def judged(self, plan: Plan) -> Judged:
+    def judged(self, plan: RunPlan) -> Judged:
         """Return that answers in rows get log-probabilities; see `Objective.judged`."""
         return "rows"
 
-    def open(self, plan: Plan, progress: Progress) -> "PreferenceTask":
+    def open(self, plan: RunPlan, progress: Progress) -> "PreferenceTask":
         """Read the run's pairs, and print how many there are."""
         preference = self.preference
         assert preference is not None
@@ -141,7 +141,7 @@ class PreferenceTask(RowsTask):
         super().__init__(data)
         self.preference = preference
 
-    def loss(self, plan: Plan, model: nn.Module) -> PreferenceLoss:
+    def loss(self, plan: RunPlan, model: nn.Module) -> PreferenceLoss:
         """Return the loss.
 
         Raises:
@@ -195,7 +195,7 @@ class PreferenceTask(RowsTask):
         """Return a text without the loss, which has no meaning as the reference is not scored yet."""
         return "answers compared, gradients finite"
 
-    def figures(self, windows: Windows) -> dict[str, Any]:
+    def figures(self, windows: RunWindows) -> dict[str, Any]:
         """Return the accuracy, margin and more on the answers of the last update."""
         figures = self._loss.take_figures(self.world.gathered)
         self.answer_tokens += int(figures["answer_tokens"])

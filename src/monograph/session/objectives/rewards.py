@@ -33,7 +33,7 @@ from monograph.predict.footprint import Judged
 from monograph.predict.roofline import Calibration, Drawing, drawing_s, peak_flops
 from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
-from monograph.rl.arrange import Options
+from monograph.rl.arrange import RolloutOptions
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import Kl, PolicyLoss, kl_term
 from monograph.rl.prompts import Prompts, read_prompts
@@ -59,10 +59,10 @@ from monograph.session.objective import (
     HeldOutScore,
     Objective,
     Task,
-    Windows,
+    RunWindows,
     held_out_text,
 )
-from monograph.session.plan import FP32_BYTES, Plan, is_sharded, ranks_that_share
+from monograph.session.plan import FP32_BYTES, RunPlan, is_sharded, ranks_that_share
 from monograph.session.reference import read_reference, write_reference
 from monograph.session.sample_prompt import SamplePrompt, sample_prompt_from_ids
 from monograph.storage.cache_dir import calibration_file
@@ -246,12 +246,12 @@ class Rewards(Objective):
         values[size_key] = tokens_per_update
         return DecidedObjective(decided, values)
 
-    def judged(self, plan: Plan) -> Judged:
+    def judged(self, plan: RunPlan) -> Judged:
         """Return whether the loss computes with the arithmetic of sampling ("exact") or not."""
         return "exact" if options_for(plan).exact else "rows"
 
     def extra_bytes(
-        self, plan: Plan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
+        self, plan: RunPlan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
     ) -> dict[str, int]:
         """Return the bytes of sampling, of the reference and of the teacher; see
         `Objective.extra_bytes`.
@@ -289,7 +289,7 @@ class Rewards(Objective):
             by_origin["teacher"] = teacher_shape.parameter_count() * FP32_BYTES
         return by_origin
 
-    def largest_window(self, plan: Plan, config: LlamaConfig, slots: int) -> tuple[int, int]:
+    def largest_window(self, plan: RunPlan, config: LlamaConfig, slots: int) -> tuple[int, int]:
         """Return the rows, and tokens of a row, if all answers have the maximum length; see
         `Objective.largest_window`.
         """
@@ -304,14 +304,14 @@ class Rewards(Objective):
         return math.ceil(answers / answers_per_row), options.length
 
     def extra_seconds(
-        self, plan: Plan, config: LlamaConfig, machine: Device, calibration: Calibration
+        self, plan: RunPlan, config: LlamaConfig, machine: Device, calibration: Calibration
     ) -> tuple[float, bool]:
         """Return the seconds of sampling the answers of an update; see `Objective.extra_seconds`."""
         measured_ratio = calibration.slowness(machine, calibration_key(plan))
         seconds = (measured_ratio or 1.0) * predicted_sampling_s(plan, config, machine)
         return seconds, measured_ratio is not None
 
-    def open(self, plan: Plan, progress: Progress) -> "RewardTask":
+    def open(self, plan: RunPlan, progress: Progress) -> "RewardTask":
         """Read the run's prompts, print how many there are, and open the reward, which the task
         closes.
         """
@@ -323,13 +323,13 @@ class Rewards(Objective):
             reward.close()
             raise
 
-    def open_without_judging(self, plan: Plan, progress: Progress) -> "RewardTask":
+    def open_without_judging(self, plan: RunPlan, progress: Progress) -> "RewardTask":
         """Read the run's prompts only; see `Objective.open_without_judging`."""
         return RewardTask(_read_prompts(plan, Reward(), None, progress), Reward())
 
 
 def _read_prompts(
-    plan: Plan, reward: Reward, teacher: ModelSource | None, progress: Progress
+    plan: RunPlan, reward: Reward, teacher: ModelSource | None, progress: Progress
 ) -> Prompts:
     """Read the run's prompts, print how many there are, and load the reward's teacher.
 
@@ -414,7 +414,7 @@ def _model_named(name: str) -> ModelSource:
     return model.renamed(str(path))
 
 
-def _load_teacher(name: str, prompts: Prompts, options: Options) -> Llama:
+def _load_teacher(name: str, prompts: Prompts, options: RolloutOptions) -> Llama:
     """Load the teacher, ready to score answers.
 
     Raises:
@@ -433,17 +433,17 @@ def _load_teacher(name: str, prompts: Prompts, options: Options) -> Llama:
     return model.to(default_device()).requires_grad_(False).train(False)
 
 
-def rewards_of(plan: Plan) -> Rewards:
+def rewards_of(plan: RunPlan) -> Rewards:
     """Return the objective of a plan, which must be learning from rewards."""
     objective = plan.job.objective
     assert isinstance(objective, Rewards)
     return objective
 
 
-def options_for(plan: Plan) -> Options:
+def options_for(plan: RunPlan) -> RolloutOptions:
     """Return how a run's answers are sampled and weighed."""
     rewards = rewards_of(plan)
-    return Options(
+    return RolloutOptions(
         prompts=rewards.prompts,
         group=rewards.group,
         max_new_tokens=rewards.max_new_tokens,
@@ -462,14 +462,14 @@ def options_for(plan: Plan) -> Options:
     )
 
 
-def _use_arithmetic_of_decoding(options: Options, model: Llama) -> None:
+def _use_arithmetic_of_decoding(options: RolloutOptions, model: Llama) -> None:
     """Let the model score answers with the arithmetic of decoding if that gives the same bits."""
     if options.exact:
         model.use_attention("cached")
 
 
 def predicted_sampling_s(
-    plan: Plan, config: LlamaConfig, machine: Device, prompt: int = 0, tokens: int = 0
+    plan: RunPlan, config: LlamaConfig, machine: Device, prompt: int = 0, tokens: int = 0
 ) -> float:
     """Predict the seconds of one draw of an update's answers, without any measurement.
 
@@ -494,7 +494,7 @@ def predicted_sampling_s(
     return drawing_s(config, drawing, machine, flops_per_s)
 
 
-def calibration_key(plan: Plan) -> str:
+def calibration_key(plan: RunPlan) -> str:
     """Return the key of `Calibration` under which the measured time of sampling is stored.
 
     Adapters, and the bits of their base, make each step of decoding slower.
@@ -525,7 +525,7 @@ class RewardTask(Task):
         """Close the reward, which ends its programs."""
         self.reward.close()
 
-    def loss(self, plan: Plan, model: nn.Module) -> PolicyLoss:
+    def loss(self, plan: RunPlan, model: nn.Module) -> PolicyLoss:
         """Return the loss, and set the model's attention to the kernel that the loss needs.
 
         Raises:
@@ -549,7 +549,7 @@ class RewardTask(Task):
             options.temperature, ratio, options.kl, options.advantage, options.updates, form
         )
 
-    def slots(self, plan: Plan) -> int:
+    def slots(self, plan: RunPlan) -> int:
         """Return the maximum number of tokens of a prompt and its answer."""
         return self.data.longest + options_for(plan).max_new_tokens
 
@@ -564,7 +564,7 @@ class RewardTask(Task):
         return False
 
     def begin(
-        self, run: Run, engine: Engine, world: World, current_plan: Callable[[], Plan]
+        self, run: Run, engine: Engine, world: World, current_plan: Callable[[], RunPlan]
     ) -> None:
         """Store the parts of the session, and make what samples answers from its weights."""
         super().begin(run, engine, world, current_plan)
@@ -586,7 +586,7 @@ class RewardTask(Task):
         """Return the number of updates that are made from one draw."""
         return self.drawer.options.updates
 
-    def can_save(self, windows: Windows) -> bool:
+    def can_save(self, windows: RunWindows) -> bool:
         """Return whether all updates of a draw are done, since checkpoints do not have its answers."""
         assert isinstance(windows, Rollouts)
         return windows.is_between_draws
@@ -664,12 +664,12 @@ class RewardTask(Task):
         options = self.drawer.options
         return updates * options.prompts * options.group * options.max_new_tokens
 
-    def tokens_of_last_update(self, windows: Windows) -> float:
+    def tokens_of_last_update(self, windows: RunWindows) -> float:
         """Return the number of tokens of the answers that were sampled last."""
         assert isinstance(windows, Rollouts)
         return windows.numbers["drawn_tokens"]
 
-    def figures(self, windows: Windows) -> dict[str, Any]:
+    def figures(self, windows: RunWindows) -> dict[str, Any]:
         """Return rewards, lengths and more on the answers of the last update."""
         loss = self.engine.step.loss
         assert isinstance(windows, Rollouts) and isinstance(loss, PolicyLoss)

@@ -13,15 +13,15 @@ from monograph.graph.trial import Trial
 from monograph.model.config import LlamaConfig
 from monograph.report.quantities import count, counted, megabytes
 from monograph.run.progress import Progress
-from monograph.session.objective import HeldOutScore, Objective, Task, Windows
-from monograph.session.plan import Plan
+from monograph.session.objective import HeldOutScore, Objective, Task, RunWindows
+from monograph.session.plan import RunPlan
 from monograph.session.sample_prompt import SamplePrompt, sample_prompt_from_corpus
 
 
 class Texts(Objective):
     """Learn from texts and conversations. This is the way if no key chooses another one."""
 
-    def open(self, plan: Plan, progress: Progress) -> "TextTask":
+    def open(self, plan: RunPlan, progress: Progress) -> "TextTask":
         """Read the run's text; see `open_corpus`."""
         return TextTask(open_corpus(plan.job.reading, progress))
 
@@ -141,7 +141,7 @@ class RowsTask(Task):
         """Return the number of tokens of the updates if all rows are full."""
         return updates * self.current_plan().training.tokens_per_update
 
-    def tokens_of_last_update(self, windows: Windows) -> float:
+    def tokens_of_last_update(self, windows: RunWindows) -> float:
         """Return the mean number of tokens of an update, without padding."""
         return self.data.stats.packed_share * self.current_plan().training.tokens_per_update
 
