@@ -302,7 +302,9 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
     return transfer.of(config) if transfer else None
 
 
-def fields_for_new_model(recipe: ModelRecipe, optimizer_name: str, epochs: int = 1) -> dict[str, Any]:
+def fields_for_new_model(
+    recipe: ModelRecipe, optimizer_name: str, epochs: int = 1
+) -> dict[str, Any]:
     """Return the optimizer's fields whose defaults for a new model are not those of its class; {}
     if the model is not new.
 

@@ -169,7 +169,11 @@ def mixture_of(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
 
 
 def answer_questions(
-    subject: EvaluatedModel, questions: list[Question], chat: bool, report: ProgressCallback, warn: Warn
+    subject: EvaluatedModel,
+    questions: list[Question],
+    chat: bool,
+    report: ProgressCallback,
+    warn: Warn,
 ) -> tuple[list[ChoiceMarks], Accuracy]:
     """Let a model answer multiple-choice questions, and return its answers and its accuracy.
 

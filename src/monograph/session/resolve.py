@@ -244,7 +244,9 @@ def with_less_memory(machine: Device, taken_bytes: int) -> Device:
     )
 
 
-def _chosen_candidate(plan: RunPlan, config: LlamaConfig, machine: Device, shape: Shape) -> Candidate:
+def _chosen_candidate(
+    plan: RunPlan, config: LlamaConfig, machine: Device, shape: Shape
+) -> Candidate:
     """Return the candidate that `monograph plan` would choose for one rank on this machine.
 
     The bytes that sampling needs (`Objective.extra_bytes`) are subtracted from the device's memory.

@@ -34,7 +34,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import ModelRecipe, require_base, require_same_file
 from monograph.schedule import Schedule, cool_down
-from monograph.session.objective import Records, Task, RunWindows
+from monograph.session.objective import Records, RunWindows, Task
 from monograph.session.plan import RunPlan
 from monograph.session.random_state import random_state, restore_random
 from monograph.storage.cache_dir import calibration_file

@@ -58,8 +58,8 @@ from monograph.session.objective import (
     DecidedObjective,
     HeldOutScore,
     Objective,
-    Task,
     RunWindows,
+    Task,
     held_out_text,
 )
 from monograph.session.plan import FP32_BYTES, RunPlan, is_sharded, ranks_that_share

@@ -13,7 +13,7 @@ from monograph.graph.trial import Trial
 from monograph.model.config import LlamaConfig
 from monograph.report.quantities import count, counted, megabytes
 from monograph.run.progress import Progress
-from monograph.session.objective import HeldOutScore, Objective, Task, RunWindows
+from monograph.session.objective import HeldOutScore, Objective, RunWindows, Task
 from monograph.session.plan import RunPlan
 from monograph.session.sample_prompt import SamplePrompt, sample_prompt_from_corpus
 
