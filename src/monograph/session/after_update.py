@@ -47,8 +47,8 @@ class DueWork(NamedTuple):
 class AfterUpdate:
     """The work between two updates of a run.
 
-    `note` says what is due after an update, as a `DueWork`. The other methods get the due, and
-    each does its part if that is due:
+    `note` returns the `DueWork` after an update. The other methods get it, and each does its part
+    if that is due:
 
         after = AfterUpdate(...)
         for update in train(...):
