@@ -28,7 +28,7 @@ from monograph.session import setup
 from monograph.session.objectives.rewards import Rewards
 from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import RunPlan, Shape
-from monograph.session.requirements import notes_on, require_together
+from monograph.session.requirements import notes_on, require_compatible
 from monograph.session.resolve import REMATS, request_of, resolve, shape_of
 from monograph.text.tokenizer import Tokenizer
 
@@ -189,7 +189,7 @@ def test_a_deep_model_gets_a_graph_per_block_and_a_card_may_send_inputs_to_the_h
 
 def test_offloading_inside_one_graph_is_refused():
     with pytest.raises(UsageError, match="train.compile is blocks or none"):
-        require_together(settings(train__remat="offload", train__compile="whole"))
+        require_compatible(settings(train__remat="offload", train__compile="whole"))
 
 
 def test_fp32_on_a_gpu_is_said_to_leave_its_tensor_cores_idle():

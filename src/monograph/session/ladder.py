@@ -34,7 +34,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import Length, RunPlan
-from monograph.session.requirements import require_together
+from monograph.session.requirements import require_compatible
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import build_run, open_session
@@ -348,7 +348,7 @@ class Ladder:
         if way.adapters:
             fixed["lora.rank"] = ADAPTER_RANK
         settings = self.plan.record.settings.resolve(fixed, "ladder")
-        require_together(settings)
+        require_compatible(settings)
         return resolve(settings, self.machine)
 
     def obstacle(self, way: RungWay, rung: Rung) -> str | None:

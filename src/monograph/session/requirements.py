@@ -191,7 +191,7 @@ def choices_of(settings: Settings) -> Choices:
     )
 
 
-def require_together(settings: Settings) -> None:
+def require_compatible(settings: Settings) -> None:
     """Refuse settings with values that exclude one another.
 
     Raises:
@@ -218,7 +218,7 @@ def require_possible(settings: Settings, machine: Device) -> None:
     Raises:
         UsageError: a value is impossible; the message names another.
     """
-    require_together(settings)
+    require_compatible(settings)
     # A default rate is not the best one of the narrow model, from which transfer starts.
     if settings.optim.transfer != "none" and settings.optim.lr == "auto":
         raise UsageError(

@@ -34,7 +34,7 @@ def chosen_objectives(settings: Settings) -> list[Objective]:
     """Return the objectives that the settings choose, of which the first one applies.
 
     The last one is always that of texts. More than one with a key is an error, which
-    `requirements.require_together` raises.
+    `requirements.require_compatible` raises.
     """
     return [objective for objective in OBJECTIVES if objective.is_chosen(settings)]
 
