@@ -149,4 +149,4 @@ def test_ranks_that_share_drawing_leave_the_calibration_of_one_process_alone() -
     """Each draws a part of the answers, so the seconds say nothing about one that draws all."""
     task: Any = SimpleNamespace(data=prompts("a"), drawer=SimpleNamespace(options=OPTIONS))
     task.world = SimpleNamespace(alone=False)
-    RewardTask.remember(task)  # which would ask for the run's rows, and there is no run
+    RewardTask.store_measurements(task)  # which would ask for the run's rows, and there is no run

@@ -26,7 +26,7 @@ from monograph.run.folder import Run
 from monograph.session.door import transfer_of
 from monograph.session.plan import Shape
 from monograph.session.record import write_config
-from monograph.session.recorded import branched, settings_of
+from monograph.session.recorded import settings_from_parent, settings_to_resume
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import request_of, resolve, shape_of
 from monograph.sweeps.spec import narrow_proxy, transfer_notes
@@ -161,15 +161,15 @@ def test_a_run_that_goes_on_keeps_its_base(tmp_path: Path) -> None:
         {"optim.transfer": "width"},
         {},
     ):
-        assert settings_of(run, load(None, said, {})).optim.transfer_base == 128
-        assert branched(run, load(None, said, {})).optim.transfer_base == 128
+        assert settings_to_resume(run, load(None, said, {})).optim.transfer_base == 128
+        assert settings_from_parent(run, load(None, said, {})).optim.transfer_base == 128
     for key, value, own in (("optim.transfer", "none", "width"), ("optim.transfer_base", 64, 128)):
         with pytest.raises(UsageError, match=f"{key} = {value} .* was started with {own}"):
-            settings_of(run, load(None, {key: value}, {}))
+            settings_to_resume(run, load(None, {key: value}, {}))
         with pytest.raises(
             UsageError, match=f"{key} = {value}, .* were drawn with {own}; leave it out"
         ):
-            branched(run, load(None, {key: value}, {}))
+            settings_from_parent(run, load(None, {key: value}, {}))
 
 
 @pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
