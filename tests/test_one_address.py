@@ -51,7 +51,7 @@ from monograph.report.run_report import About, run_page
 from monograph.report.trackers import LIBRARIES, Library, Tracker, tracker_named
 from monograph.resident import Resident
 from monograph.schedule import SCHEDULES, NamedSchedule
-from monograph.session.requirements import require_together
+from monograph.session.requirements import require_compatible
 from monograph.session.resolve import resolve
 from monograph.step import Step
 from monograph.text.tokenizer import Tokenizer
@@ -137,8 +137,8 @@ def test_a_new_form_of_the_state_trains_with_every_optimizer(optim):
 RUN_COMMANDS = """
 import contextlib, io, json, sys
 from monograph import optim_table
-optim_table.OPTIMIZERS["lion"] = optim_table.Row("Lion for all weights", "lion:Lion")
-optim_table.FORMATS["4bit"] = optim_table.Row("about 1 byte a parameter", "four_bits:FOUR_BITS")
+optim_table.OPTIMIZERS["lion"] = optim_table.TableRow("Lion for all weights", "lion:Lion")
+optim_table.FORMATS["4bit"] = optim_table.TableRow("about 1 byte a parameter", "four_bits:FOUR_BITS")
 from monograph import cli
 results = []
 for command in json.loads(sys.argv[1]):
@@ -255,10 +255,10 @@ def test_each_schedule_has_its_word_its_meaning_and_whether_a_floor_says_somethi
         ends = plan.schedule(100)(10**6)
         assert (ends < 1) == schedule.falls, name
         if schedule.falls:
-            require_together(given)
+            require_compatible(given)
         else:
             with pytest.raises(UsageError, match=f"optim.schedule = {name} never falls"):
-                require_together(given)
+                require_compatible(given)
 
 
 def test_every_number_that_is_drawn_is_described() -> None:
@@ -401,12 +401,12 @@ from monograph.config import load
 from monograph.config.axes import axes_of
 from monograph.config.keys import key_declaration
 from monograph.errors import UsageError
-from monograph.rl.preferences import Answers, losses
+from monograph.rl.preferences import PreferenceInputs, losses
 from monograph.rl.rewards import Answer, reward_of
 from monograph.session.door import job_of
 from monograph.session.objectives.preferences import preference_of
 from monograph.session.objectives.rewards import Rewards
-from monograph.session.requirements import require_together
+from monograph.session.requirements import require_compatible
 
 def read(**keys):
     return load(None, {key.replace("__", "."): value for key, value in keys.items()}, {})
@@ -418,14 +418,14 @@ def refusal(function, *arguments, **keys):
         return str(error)
 
 def worth(**keys):
-    opened = Rewards().opened(read(**keys), 64)
+    opened = Rewards().decide(read(**keys), 64)
     reward = reward_of(opened.objective.reward, {}, **opened.objective.parameters)
     [score] = reward.score([Answer("", "3", {"answer": 2.5}, "")])
     return score, opened.values.get("rl.reward_tolerance")
 
 def loss(**keys):
     chosen, rejected = torch.tensor([-1.0]), torch.tensor([-1.5])
-    pairs = Answers(chosen, rejected, None, None, None, None, None, None)
+    pairs = PreferenceInputs(chosen, rejected, None, None, None, None, None, None)
     return losses(preference_of(read(**keys)), pairs).item()
 """
 
@@ -468,7 +468,7 @@ def test_a_new_reward_with_a_parameter_is_one_file(copy: Path) -> None:
         "(worth(rl__reward='close', rl__reward_tolerance='2'), worth(rl__reward='close'),"
         " key_declaration('rl.reward_tolerance')._asdict(), key_declaration('rl.reward').expected,"
         " refusal(read, rl__reward='close', rl__reward_tolerance='-1'),"
-        " refusal(require_together, read(rl__reward='exact', rl__reward_tolerance='2')),"
+        " refusal(require_compatible, read(rl__reward='exact', rl__reward_tolerance='2')),"
         " refusal(axes_of, {'rl.reward_tolerance': '1,2'}))",
     )
     assert given == [0.75, None], "the setting stays as it was given"

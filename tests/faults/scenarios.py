@@ -40,6 +40,7 @@ from monograph.data.corpus import Corpus, corpus
 from monograph.device import describe
 from monograph.errors import MonographError
 from monograph.graph.lora import checkpoint_state
+from monograph.laws.comparisons import outcome
 from monograph.loop import EngineState, train
 from monograph.model.adapter import install_adapters, pack_adapters, save_adapter
 from monograph.model.hub import mapped_model, save_model
@@ -47,7 +48,7 @@ from monograph.model.llama import Llama
 from monograph.run.folder import TEACHERS, Run
 from monograph.run.models import save
 from monograph.run.progress import Progress
-from monograph.run.recipe import Recipe, digest, lora_record
+from monograph.run.recipe import ModelRecipe, digest, lora_record
 from monograph.run.run_index import serial_number
 from monograph.run.writing import discard, record_parent, write_tokenizer
 from monograph.session import reporting
@@ -61,7 +62,7 @@ from monograph.sweeps.folder import Sweep
 from monograph.sweeps.spec import members_of
 from monograph.text.tokenizer import Tokenizer
 from recorded import recorded
-from streamed import flat, other_bits, streamed, windows
+from streamed import other_bits, streamed, windows
 
 Rows = list[dict[str, Any]]
 
@@ -284,7 +285,7 @@ def begin_adapted(folder: Path) -> None:
     base = mapped_model(folder / "model")
     sha256 = digest(base)
     install_adapters(base, SMALL)
-    recipe = Recipe(
+    recipe = ModelRecipe(
         str(folder / "model"), "auto", {}, 0, lora=lora_record(SMALL), base_sha256=sha256
     )
     state = recorded(recipe.entries(), base.config.to_hf(), 2) | {
@@ -556,7 +557,7 @@ def expected_of_stream(scratch: Path) -> dict[int, dict[str, Tensor]]:
     engine, found = engine_in(scratch / "expected-stream"), {}
     for update in range(1, 4):
         stream(scratch / "expected-stream", engine, 1)
-        found[update] = flat(engine.state())
+        found[update] = outcome(engine.state())
     return found
 
 
@@ -564,7 +565,7 @@ def look_at_stream(folder: Path) -> str:
     found = checkpointing.newest(folder / "checkpoints", quiet)
     assert found.update in (2, 3)
     state = EngineState(found.model, found.optimizer, dict(found.state["engine"]))
-    assert not other_bits(flat(state), expected_of_stream(folder.parent)[found.update])
+    assert not other_bits(outcome(state), expected_of_stream(folder.parent)[found.update])
     return "new" if found.update == 3 else "former"
 
 

@@ -16,7 +16,7 @@ from commands.forked import CommandServer
 from laws.resumed import LORA, MATCHED, OWN, PREFERRED, REWARDED, SETTINGS, write_inputs
 from monograph.config import load
 from monograph.device import describe
-from monograph.rl.processes import Function
+from monograph.rl.processes import FunctionProcess
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import eager_start
@@ -60,7 +60,7 @@ def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(
         replace(whole, **change)
         for change in ({"updates": 20}, {"job": by_epochs}, {"memory": "stream"})
     ]  # type: ignore[arg-type]
-    for session.plan in (*others, whole.having(replace(whole.training, compile="none"))):
+    for session.plan in (*others, whole.with_training(replace(whole.training, compile="none"))):
         assert not pays(session, key), session.plan
     session.plan = whole
     for change in ({"cores": 1}, {"free_memory_bytes": 2**30}, {"type": "cuda"}):
@@ -117,7 +117,9 @@ def test_the_other_process_opens_a_run_whose_settings_are_all_that_is_written(
     monkeypatch.setattr(
         eager_start, "compile_step", lambda session, window, progress: compiled.append(window)
     )
-    monkeypatch.setattr(Function, "start", lambda _: pytest.fail("the user's program was started"))
+    monkeypatch.setattr(
+        FunctionProcess, "start", lambda _: pytest.fail("the user's program was started")
+    )
     compile_run("run", "window.safetensors")
     assert sorted(Path("run").iterdir()) == before
     assert set(compiled[0]) >= {"tokens", "targets"}

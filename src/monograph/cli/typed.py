@@ -597,10 +597,10 @@ def generate(
     json: Json = False,
 ) -> None:
     """Continue a text, or answer a prompt, with a trained model."""
-    from monograph.commands.generate import Options
+    from monograph.commands.generate import GenerateOptions
     from monograph.commands.generate import run as command
 
-    options = Options(
+    options = GenerateOptions(
         numbers={
             "temperature": temperature,
             "top_k": top_k,
@@ -651,9 +651,9 @@ def chat(
     From a pipe it answers each line as a message of one chat.
     """
     from monograph.commands.chat import run as command
-    from monograph.commands.generate import Options
+    from monograph.commands.generate import GenerateOptions
 
-    options = Options(
+    options = GenerateOptions(
         numbers={
             "temperature": temperature,
             "top_k": top_k,
@@ -898,9 +898,11 @@ def _settings(
             )
         overrides[key] = value
     from monograph.run.repository import FILES, SHAPE_FILES
-    from monograph.session.recorded import require_text, settings_given
+    from monograph.session.recorded import command_line_settings, refuse_model_as_text
 
     files = SHAPE_FILES if shape_alone else FILES
-    settings = settings_given(toml, overrides, runs_code=runs_code, files=files, faults=faults)
-    require_text(settings)
+    settings = command_line_settings(
+        toml, overrides, runs_code=runs_code, files=files, faults=faults
+    )
+    refuse_model_as_text(settings)
     return settings

@@ -80,8 +80,9 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> None:
 
 
 def _check_laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Compare fast computations with slow ones (`monograph.profiling.laws`)."""
-    from monograph.profiling.laws import Comparison, laws
+    """Compare fast computations with slow ones (`monograph.laws.check`)."""
+    from monograph.laws.check import laws
+    from monograph.laws.comparisons import LawComparison
 
     keep_compiled()
     device = default_device()
@@ -100,7 +101,7 @@ def _check_laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None
             found = compare()
         except Exception as error:  # torch and drivers may raise anything; the other laws go on
             first_line = str(error).partition("\n")[0][:200]
-            found = Comparison(float("inf"), 0, f"{type(error).__name__}: {first_line}")
+            found = LawComparison(float("inf"), 0, f"{type(error).__name__}: {first_line}")
         spent_s = clock() - start
         difference, bound, verdict = found.said
         print(f"{difference:>10}{bound:>9}{spent_s:>9.1f}  {verdict}")
@@ -216,7 +217,7 @@ def _verify_run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographE
     sound = [path for path in folders if checkpoints[path.name] is None]
     files = {
         "run.lock": _fault(verify_lock),
-        "config.toml": _fault(lambda: run_settings(folder, runs=())),
+        "config.toml": _fault(lambda: run_settings(folder, code_keys=())),
         "tokenizer.json": _fault(lambda: own_tokenizer(folder, saved)),
         "metrics.jsonl": _fault(read_metrics, saved.get("metrics_sha256")),
         **_faults_of_optional_files(folder, saved),

@@ -7,13 +7,12 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from monograph.commands.plan_screen import AnswerSampling, Length, as_object, screen
+from monograph.commands.plan_screen import AnswerSampling, ShownLength, as_object, screen
 from monograph.config import Settings
 from monograph.device import Device, describe, named
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
-from monograph.planner import Limits, budget, streamed_or_resident
-from monograph.planner import Plan as Answer
+from monograph.planner import Limits, Plan, budget, streamed_or_resident
 from monograph.planner.defaults import LEARNING_RATES, TOKENS_PER_PARAMETER, updates_of
 from monograph.planner.remedies import Choices, remedies_worth_showing
 from monograph.planner.streaming import HOST_SHARE
@@ -22,15 +21,21 @@ from monograph.report.quantities import gibibytes
 from monograph.session.job import Job
 from monograph.session.new_tokens import token_notes
 from monograph.session.objectives import with_records
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.requirements import (
     notes_on,
     require_one_device,
     require_possible,
-    require_room,
+    require_room_for_weights,
 )
 from monograph.session.resolve import request_of, resolve, shape_of, with_less_memory
-from monograph.session.supposed import named_model, shape_named, standing_in, supposed_in, usual
+from monograph.session.supposed import (
+    assumed_sizes,
+    given_shape,
+    model_text,
+    with_shape_folder,
+    with_usual_sizes,
+)
 from monograph.storage.cache_dir import cache_root, calibration_file
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -65,13 +70,15 @@ def run(
             limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory))
         )
     asked = settings
-    shape = shape_named(settings)
-    with standing_in(settings) as standing:
-        settings = usual(standing) if device else standing
-        _plan(Asked(settings, named_model(asked), shape, device is not None), target, limits, json)
+    shape = given_shape(settings)
+    with with_shape_folder(settings) as standing:
+        settings = with_usual_sizes(standing) if device else standing
+        _plan(
+            RunToPlan(settings, model_text(asked), shape, device is not None), target, limits, json
+        )
 
 
-class Asked(NamedTuple):
+class RunToPlan(NamedTuple):
     """What is planned.
 
     Attributes:
@@ -87,24 +94,24 @@ class Asked(NamedTuple):
     elsewhere: bool
 
 
-def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
-    plan = resolve(asked.settings, target, built=False)
+def _plan(asked: RunToPlan, target: Device, limits: Limits, json: bool) -> None:
+    plan = resolve(asked.settings, target, will_build=False)
     job = plan.job
-    new = job.tokens.planned()
+    new = job.tokens.compare_if_readable()
     rows = shape_of(plan).vocab_size
     config = shape_of(plan, new)
-    require_room(job, config, target, limits)
+    require_room_for_weights(job, config, target, limits)
     objective = job.objective
-    beside = objective.bytes_beside(plan, config, target)
+    beside = objective.extra_bytes(plan, config, target)
     target = with_less_memory(target, sum(beside.values()))
-    request = request_of(plan, config, target, new.trained(rows) if new else ())
+    request = request_of(plan, config, target, new.trained_ids(rows) if new else ())
     known = Calibration(calibration_file())
     peaks = peak_flops(target, request.precisions)
-    memory = "device" if objective.answers_on_device else plan.asked_memory
+    memory = "device" if objective.samples_answers else plan.requested_memory
     answer = streamed_or_resident(request, target, peaks, known, memory, limits)
     for line in (*notes_on(plan, target), *token_notes(new, rows)):
         print(f"note     {line}")
-    seconds = objective.seconds_beside(plan, config, target, known)
+    seconds = objective.extra_seconds(plan, config, target, known)
     drawing = None if seconds is None else AnswerSampling(*seconds, beside)
     fresh = job.recipe.init is None
     length = _length(plan, answer, config, open_end=asked.elsewhere and fresh)
@@ -113,34 +120,34 @@ def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
     if target.type == "cuda":
         changes = remedies_worth_showing(answer, request, peaks, choices, limits)
     for line in screen(
-        answer, asked.model, request, length, drawing, changes, supposed_in(asked.settings)
+        answer, asked.model, request, length, drawing, changes, assumed_sizes(asked.settings)
     ):
         print(line)
     if json:
         print(jsonlib.dumps(as_object(answer, length, drawing, changes)))
 
 
-def _length(plan: Plan, answer: Answer, config: LlamaConfig, open_end: bool) -> Length:
+def _length(plan: RunPlan, answer: Plan, config: LlamaConfig, open_end: bool) -> ShownLength:
     """Return how long the run is: as given, or for a new model on another machine as many tokens as
     such ones get.
     """
     per_update = plan.training.tokens_per_update
     if plan.updates:
-        return Length(plan.updates, plan.updates * per_update)
+        return ShownLength(plan.updates, plan.updates * per_update)
     is_timed = plan.job.span.is_timed
     if open_end and not plan.job.span.epochs and not is_timed:
         parameters = config.parameter_count()
         updates = updates_of(TOKENS_PER_PARAMETER * parameters, per_update)
-        return Length(
+        return ShownLength(
             updates, updates * per_update, f"{TOKENS_PER_PARAMETER} a parameter; or train.tokens=N"
         )
     if answer.candidates and is_timed:
         updates = max(1, int(60 * plan.job.span.minutes / answer.nearest.update_s))
-        return Length(updates, updates * per_update, "what the time allows")
-    return Length()
+        return ShownLength(updates, updates * per_update, "what the time allows")
+    return ShownLength()
 
 
-def _choices(asked: Asked, job: Job, target: Device) -> Choices:
+def _choices(asked: RunToPlan, job: Job, target: Device) -> Choices:
     """Return what may be changed in what is planned."""
     smaller: tuple[tuple[str, LlamaConfig], ...] = ()
     if asked.shape is not None:

@@ -51,7 +51,7 @@ from monograph.ops.row_norms import row_norms, sum_row_norms
 from monograph.ops.token_rows import with_replaced_rows
 from monograph.ranges import ABOVE_0, COUNT, DECAY
 
-Place = torch.device | None  # None: the device of the weights
+OptionalDevice = torch.device | None  # None: the device of the weights
 Base = Literal["auto", "int8", "nf4"]
 # For each format of the base, the classes of linear layers and of experts.
 BASES: dict[str, tuple[type[FrozenWeight], type[FrozenWeight]]] = {
@@ -240,7 +240,7 @@ def adapt(
     *,
     seed: int = 0,
     dtype: torch.dtype | None = None,
-    device: Place = None,
+    device: OptionalDevice = None,
 ) -> dict[str, AnyAdapted]:
     """Freeze a module and give its linear layers adapters.
 
@@ -303,7 +303,7 @@ def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | Expert
     return chosen
 
 
-def _quantise_base(module: nn.Module, base: str, device: Place) -> None:
+def _quantise_base(module: nn.Module, base: str, device: OptionalDevice) -> None:
     """Store the weights of experts and of all linear layers except the head as `Lora.base` says."""
     linear_class, expert_class = BASES[base]
     shared = inspect.shared_parameters(module)
@@ -348,7 +348,11 @@ def adapted_layers(module: nn.Module) -> dict[str, AnyAdapted]:
 
 @torch.no_grad()
 def _adapt(
-    layer: nn.Linear | ExpertLinear, lora: Lora, key: str, device: Place, dtype: torch.dtype | None
+    layer: nn.Linear | ExpertLinear,
+    lora: Lora,
+    key: str,
+    device: OptionalDevice,
+    dtype: torch.dtype | None,
 ) -> None:
     """Give a layer an adapter.
 
@@ -531,7 +535,10 @@ def _read(
 
 
 def round_frozen_weights(
-    module: nn.Module, dtype: torch.dtype, more: Iterable[nn.Module] = (), device: Place = None
+    module: nn.Module,
+    dtype: torch.dtype,
+    more: Iterable[nn.Module] = (),
+    device: OptionalDevice = None,
 ) -> None:
     """Round the frozen fp32 weights and biases of linear layers, including the head, in place.
 

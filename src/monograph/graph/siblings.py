@@ -23,7 +23,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 Example = Tensor | Mapping[str, object] | Sequence[object] | Callable[[], object]
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of a layer.
 
     The tensors are kept alive, so that no later tensor gets the same id.
@@ -45,13 +45,13 @@ class Call(NamedTuple):
     output_version: int
 
 
-def record_calls(module: nn.Module, run: Callable[[], object]) -> list[Call]:
+def record_calls(module: nn.Module, run: Callable[[], object]) -> list[LayerCall]:
     """Run a module in its own mode and in evaluation mode.
 
     Returns:
         All calls of linear layers whose only argument is a tensor.
     """
-    calls: list[Call] = []
+    calls: list[LayerCall] = []
 
     def record(
         name: str,
@@ -65,7 +65,7 @@ def record_calls(module: nn.Module, run: Callable[[], object]) -> list[Call]:
             return
         input = values[0]
         calls.append(
-            Call(name, input, version_of(input), mode_of(input), output, version_of(output))
+            LayerCall(name, input, version_of(input), mode_of(input), output, version_of(output))
         )
 
     linear_layers = [
@@ -89,7 +89,9 @@ def record_calls(module: nn.Module, run: Callable[[], object]) -> list[Call]:
     return calls
 
 
-def groups_to_fuse(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]], dict[str, str]]:
+def groups_to_fuse(
+    module: nn.Module, calls: list[LayerCall]
+) -> tuple[list[list[str]], dict[str, str]]:
     """Find the layers that can be fused.
 
     Returns:
@@ -127,7 +129,7 @@ def groups_to_fuse(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]
     return groups, separate
 
 
-def _layers_with_same_inputs(calls: list[Call]) -> Iterable[list[str]]:
+def _layers_with_same_inputs(calls: list[LayerCall]) -> Iterable[list[str]]:
     """Return the names of the layers, those with the same inputs in all their calls together."""
     inputs_by_layer: dict[str, list[Hashable]] = {}
     for call in calls:
@@ -141,7 +143,7 @@ def _layers_with_same_inputs(calls: list[Call]) -> Iterable[list[str]]:
     return layers_by_inputs.values()
 
 
-def _are_called_in_order(group: list[str], calls: list[Call]) -> bool:
+def _are_called_in_order(group: list[str], calls: list[LayerCall]) -> bool:
     """Return whether the layers of a group are always called one after another in this order.
 
     The first layer computes for all, so it must be the same one each time.

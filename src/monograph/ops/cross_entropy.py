@@ -2,7 +2,7 @@
 
 The tokens are cut into chunks. Only the logits of one chunk are in memory at a time.
 
-A frozen weight may have trained rows (`Rows`), which replace some of its own rows. A fused weight
+A frozen weight may have trained rows (`ReplacementRows`), which replace some of its own rows. A fused weight
 (`monograph.ops.fused_gradients.FusedGradient`) has a buffer `total`, to which the backward pass adds
 the weight's gradient instead of returning it.
 
@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from monograph import compat
 from monograph.ops.fused_gradients import add_product_, block_rows, fused_gradient_of
-from monograph.ops.token_rows import Rows, row_differences, with_replaced_rows
+from monograph.ops.logits_gradient import replace_logits_, replaces_logits
+from monograph.ops.token_rows import ReplacementRows, row_differences, with_replaced_rows
 
 # The maximum size of a chunk's fp32 logits, if MAX_CHUNKS chunks are enough for it. It is small
 # enough for a CPU's cache, and large enough for matrix products that keep a GPU busy.
@@ -52,7 +53,7 @@ def linear_cross_entropy(
     *,
     chunks: int | None = None,
     impl: Literal["chunked", "reference"] = "chunked",
-    rows: Rows | None = None,
+    rows: ReplacementRows | None = None,
     device_type: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropies of a linear classifier and the number of targets.
@@ -128,12 +129,12 @@ def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
     return max(1, min(MAX_CHUNKS, tokens, needed_chunks))
 
 
-def _differences(weight_VD: Tensor, rows: Rows | None) -> Rows | None:
+def _differences(weight_VD: Tensor, rows: ReplacementRows | None) -> ReplacementRows | None:
     """Return `rows` with their differences to the weight's own rows as values."""
     return None if rows is None else rows._replace(values_KD=row_differences(weight_VD, rows))
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, differences: Rows | None) -> Tensor:
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, differences: ReplacementRows | None) -> Tensor:
     """Return the logits, [C, V], by a weight to whose rows `differences` are added."""
     logits_CV = hidden_CD @ weight_VD.T
     if differences is None:
@@ -141,7 +142,9 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, differences: Rows | None) -> T
     return logits_CV.index_add_(-1, differences.index_K, hidden_CD @ differences.values_KD.T)
 
 
-def _chunk_loss(chunk: TokenChunk, weight_VD: Tensor, differences: Rows | None) -> Tensor:
+def _chunk_loss(
+    chunk: TokenChunk, weight_VD: Tensor, differences: ReplacementRows | None
+) -> Tensor:
     """Return the sum of a chunk's cross-entropies."""
     hidden_CD, targets_C, mask_C = chunk
     logits_CV = _logits(hidden_CD, weight_VD, differences).to(mask_C.dtype)
@@ -155,7 +158,7 @@ def _loss_only(
     targets_N: Tensor,
     mask_N: Tensor,
     chunks: int,
-    rows: Rows | None,
+    rows: ReplacementRows | None,
 ) -> Tensor:
     weight_VD = weight_VD.to(hidden_ND.dtype)
     differences = _differences(weight_VD, rows)
@@ -192,7 +195,7 @@ class _ChunkGradients(NamedTuple):
 
 
 def _chunk_gradients(
-    chunk: TokenChunk, weight_VD: Tensor, device_type: str, differences: Rows | None
+    chunk: TokenChunk, weight_VD: Tensor, device_type: str, differences: ReplacementRows | None
 ) -> _ChunkGradients:
     """Return a chunk's loss and gradients.
 
@@ -228,7 +231,7 @@ def _traced_gradients(
     weight_VD: Tensor,
     targets_C: Tensor,
     dtype: torch.dtype,
-    differences: Rows | None,
+    differences: ReplacementRows | None,
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V] in the dtype of `hidden_CD`.
 
@@ -253,10 +256,14 @@ def _traced_gradients_on_cuda(
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], both zero for ignored tokens.
 
-    In this form Inductor needs only two passes over the logits. On a CPU this form would not be
-    faster, because it computes the exponentials twice.
+    In the form for fp64 and for transforms of torch.func, Inductor needs only two passes over the
+    logits. On a CPU this form would not be faster, because it computes the exponentials twice.
     """
-    logits_CV = (hidden_CD @ weight_VD.T).to(mask_C.dtype)
+    logits_CV = hidden_CD @ weight_VD.T
+    if replaces_logits(logits_CV) and not compat.in_transform():
+        losses_C = replace_logits_(logits_CV, targets_C, mask_C)
+        return losses_C, logits_CV
+    logits_CV = logits_CV.to(mask_C.dtype)
     largest_C1 = logits_CV.amax(-1, keepdim=True)
     exp_CV = (logits_CV - largest_C1).exp()
     sum_C1 = exp_CV.sum(-1, keepdim=True)
@@ -275,7 +282,7 @@ def _eager_gradients(
     weight_VD: Tensor,
     targets_C: Tensor,
     dtype: torch.dtype,
-    differences: Rows | None,
+    differences: ReplacementRows | None,
     block: int,
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], as `_traced_gradients` does.
@@ -329,7 +336,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_VD = (weight_VD if fused_VD is None else fused_VD).to(hidden_ND.dtype)
         differences = None
         if values_KD is not None:
-            differences = _differences(weight_VD, Rows(values_KD, index_K, slot_V))
+            differences = _differences(weight_VD, ReplacementRows(values_KD, index_K, slot_V))
         # The gradient of the weight, [V, D], or of the trained rows, [K, D]. For a fused weight and
         # for trained rows it begins as zeros, otherwise as the first chunk's product.
         like = total_VD if differences is None else differences.values_KD
@@ -390,7 +397,7 @@ def token_log_probabilities(
     tokens_N: Tensor,
     temperature: float = 1.0,
     *,
-    rows: Rows | None = None,
+    rows: ReplacementRows | None = None,
     among: tuple[Callable[[Tensor], Tensor], Tensor] | None = None,
     chunks: int | None = None,
 ) -> Tensor:

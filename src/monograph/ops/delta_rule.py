@@ -28,7 +28,7 @@ from torch import Tensor
 from monograph.ops.autograd import Context, VmapInfo
 
 CHUNK = 64  # positions of a chunk; fewer for short rows
-TwoTensors = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 
 
 def recurrent(
@@ -39,7 +39,7 @@ def recurrent(
     beta_BHT: Tensor,
     starts_BT: Tensor | None = None,
     state_BHEV: Tensor | None = None,
-) -> TwoTensors:
+) -> TensorPair:
     """Return the outputs [B, H, T, V] and the last state [B, H, E, V], token by token.
 
     Args:
@@ -86,7 +86,7 @@ def chunked(
     beta_BHT: Tensor,
     starts_BT: Tensor | None = None,
     state_BHEV: Tensor | None = None,
-) -> TwoTensors:
+) -> TensorPair:
     """Return what `recurrent` returns, up to rounding."""
     rows, heads, length, _ = key_BHTE.shape
     size = min(CHUNK, 1 << (length - 1).bit_length())
@@ -191,7 +191,7 @@ _unit_inverse.register_autograd(_unit_inverse_backward, setup_context=_keep_inve
 
 
 @torch.library.custom_op("monograph::carry", mutates_args=())
-def _carry(value: Tensor, read: Tensor, key: Tensor, remains: Tensor, state: Tensor) -> TwoTensors:
+def _carry(value: Tensor, read: Tensor, key: Tensor, remains: Tensor, state: Tensor) -> TensorPair:
     """Return the states, [N + 1, M, E, V], and the corrections; see `scan`."""
     states = state.new_empty(len(key) + 1, *state.shape)
     corrections = value.contiguous().clone()
@@ -204,14 +204,14 @@ def _carry(value: Tensor, read: Tensor, key: Tensor, remains: Tensor, state: Ten
 
 
 @_carry.register_fake
-def _(value: Tensor, read: Tensor, key: Tensor, remains: Tensor, state: Tensor) -> TwoTensors:
+def _(value: Tensor, read: Tensor, key: Tensor, remains: Tensor, state: Tensor) -> TensorPair:
     return state.new_empty(len(key) + 1, *state.shape), value.new_empty(value.shape)
 
 
 @torch.library.custom_op("monograph::carry_back", mutates_args=())
 def _carry_back(
     grad_states: Tensor, grad_corrections: Tensor, read: Tensor, key: Tensor, remains: Tensor
-) -> TwoTensors:
+) -> TensorPair:
     """Return the total gradients of the states and of the corrections.
 
     The given gradients come from the readers of the outputs of `_carry`. The total gradients also
@@ -228,13 +228,13 @@ def _carry_back(
 @_carry_back.register_fake
 def _(
     grad_states: Tensor, grad_corrections: Tensor, read: Tensor, key: Tensor, remains: Tensor
-) -> TwoTensors:
+) -> TensorPair:
     return grad_states.new_empty(grad_states.shape), grad_corrections.new_empty(
         grad_corrections.shape
     )
 
 
-def _save_for_carry_backward(ctx: Context, inputs: tuple[Tensor, ...], output: TwoTensors) -> None:
+def _save_for_carry_backward(ctx: Context, inputs: tuple[Tensor, ...], output: TensorPair) -> None:
     _value, read, key, remains, _state = inputs
     ctx.save_for_backward(read, key, remains, *output)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from monograph.ops.autograd import Context
 
 
-class Rows(NamedTuple):
+class ReplacementRows(NamedTuple):
     """Rows that replace some rows of a table.
 
     Attributes:
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     slot_V: Tensor
 
 
-def with_replaced_rows(weight_VD: Tensor, rows: Rows) -> Tensor:
+def with_replaced_rows(weight_VD: Tensor, rows: ReplacementRows) -> Tensor:
     """Return a copy of the table, in its dtype, in which its rows are replaced.
 
     This is the reference for all other functions here.
@@ -38,7 +38,7 @@ def with_replaced_rows(weight_VD: Tensor, rows: Rows) -> Tensor:
     return weight_VD.index_copy(0, rows.index_K, rows.values_KD.to(weight_VD.dtype))
 
 
-def row_differences(weight_VD: Tensor, rows: Rows) -> Tensor:
+def row_differences(weight_VD: Tensor, rows: ReplacementRows) -> Tensor:
     """Return the replacing rows minus the table's own, [K, D] in the table's dtype.
 
     The difference is exactly zero while both are equal.
@@ -46,7 +46,7 @@ def row_differences(weight_VD: Tensor, rows: Rows) -> Tensor:
     return rows.values_KD.to(weight_VD.dtype) - weight_VD[rows.index_K]
 
 
-def embedding(tokens: Tensor, weight_VD: Tensor, rows: Rows) -> Tensor:
+def embedding(tokens: Tensor, weight_VD: Tensor, rows: ReplacementRows) -> Tensor:
     """Look tokens up in the table with its rows replaced, as `F.embedding` does.
 
     Args:
@@ -60,7 +60,9 @@ def embedding(tokens: Tensor, weight_VD: Tensor, rows: Rows) -> Tensor:
     return _Lookup.apply(F.embedding(tokens, weight_VD), rows.slot_V[tokens], rows.values_KD)
 
 
-def linear(hidden: Tensor, weight_VD: Tensor, rows: Rows, bias_V: Tensor | None = None) -> Tensor:
+def linear(
+    hidden: Tensor, weight_VD: Tensor, rows: ReplacementRows, bias_V: Tensor | None = None
+) -> Tensor:
     """Apply `F.linear` with the table whose rows are replaced: [..., D] to [..., V].
 
         y = x W^T,   y[..., index] += x (rows - W[index])^T

@@ -1,18 +1,29 @@
-"""Time the parts of an update: forward, backward, optimizer."""
+"""Name the parts of an update, and time them.
+
+The profiler's span around the optimizer has its part's name and its beginning
+(`monograph.profiling.trace`), and the optimizer's seconds are those of this part.
+"""
 
 import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
+UpdatePart = Literal["forward", "backward", "optimizer"]
+
+# The parts in their order. With several micro-batches, the first two take turns.
+PARTS: tuple[UpdatePart, ...] = get_args(UpdatePart)
+FORWARD, BACKWARD, OPTIMIZER = PARTS
+# Forward and backward, where both are launched as one graph.
+PASSES = "passes"
 # The names of parts, each with the time (s, on a CPU) or the CUDA event at which the part begins.
-Marks = Sequence[tuple[str, Any]]
+PartMarks = Sequence[tuple[str, Any]]
 
 
-class Parts:
+class PartTimer:
     """Records when the parts of an update begin.
 
     On a GPU it records CUDA events, so neither the host nor the device waits.
@@ -23,11 +34,21 @@ class Parts:
         self._cuda = device.type == "cuda"
         self._marks = list[tuple[str, Any]]()
 
-    def begin(self, part: str) -> None:
+    def begin(self, part: UpdatePart) -> None:
         """Record that `part` begins, which ends the part before it.
 
         Nothing is recorded while a CUDA graph is captured, so a replay is a single part.
         """
+        self._mark(part)
+
+    def end(self) -> PartMarks:
+        """End the last part; return the update's marks, and start without marks again."""
+        self._mark("")
+        marks = self._marks
+        self._marks = []
+        return marks
+
+    def _mark(self, part: str) -> None:
         if not self._cuda:
             self._marks.append((part, time.perf_counter()))
         elif not torch.cuda.is_current_stream_capturing():
@@ -35,32 +56,25 @@ class Parts:
             event.record()
             self._marks.append((part, event))
 
-    def end(self) -> Marks:
-        """End the last part; return the update's marks, and start without marks again."""
-        self.begin("")
-        marks = self._marks
-        self._marks = []
-        return marks
 
-
-def seconds(marks: Marks) -> dict[str, float]:
+def seconds(marks: PartMarks) -> dict[str, float]:
     """Return the seconds of each part by `<part>_s`; the device must have finished the update.
 
     Forward and backward are one number, `passes_s`, if they were launched as one graph.
 
     Args:
-        marks: what `Parts.end` returned.
+        marks: what `PartTimer.end` returned.
 
     Returns:
         The seconds; empty if the engine does not record a forward pass.
     """
     parts = {part for part, _ in marks}
-    if "forward" not in parts:
+    if FORWARD not in parts:
         return {}
     seconds_of_parts = Counter[str]()
     for (part, begin), (_, end) in itertools.pairwise(marks):
-        is_whole_pass = part == "forward" and "backward" not in parts
-        name = "passes" if is_whole_pass else part
+        is_whole_pass = part == FORWARD and BACKWARD not in parts
+        name = PASSES if is_whole_pass else part
         if isinstance(begin, float):
             seconds_of_parts[f"{name}_s"] += end - begin
         else:

@@ -22,7 +22,7 @@ from monograph.step.step import Step
 T = TypeVar("T")
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """The micro-batches of a window that one rank computes: `rank`, `rank + ranks`, and so on.
 
     Attributes:
@@ -34,7 +34,7 @@ class Share(NamedTuple):
     rank: int = 0
 
 
-ALL_MICRO_BATCHES = Share()
+ALL_MICRO_BATCHES = RankShare()
 
 
 class Retries:
@@ -48,7 +48,11 @@ class Retries:
     """
 
     def __init__(
-        self, micro_batch: int | None, *, share: Share = ALL_MICRO_BATCHES, recomputes: bool = True
+        self,
+        micro_batch: int | None,
+        *,
+        share: RankShare = ALL_MICRO_BATCHES,
+        recomputes: bool = True,
     ):
         """Set the size of micro-batches to begin with.
 

@@ -49,8 +49,8 @@ from monograph.step.clip import (
 from monograph.step.guard import ParameterGuard
 from monograph.step.losses import balances, loss_update_context, move_loss_
 from monograph.step.on_device import OnDevice
-from monograph.step.parameters import Parameters, Rates
-from monograph.step.parts import Parts
+from monograph.step.parameters import LearningRates, Parameters
+from monograph.step.parts import BACKWARD, FORWARD, OPTIMIZER, PartTimer
 
 
 def sum_of_one_rank(total: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class Step:
         # What a capture replaced, in order, so that `uncapture` can undo it.
         self.replaced: list[AttributeValue] = []
         self.guard = ParameterGuard(self.model, self.planes)
-        self.parts = Parts(self.device)
+        self.parts = PartTimer(self.device)
 
     def __call__(self, window: Iterable[object]) -> Update:
         """Accumulate over the window's micro-batches, then update."""
@@ -245,7 +245,7 @@ class Step:
     def discard(self) -> None:
         """Reset the gradient, loss and count that were accumulated since the last update."""
         self.parameters.discard()
-        self.parts = Parts(self.device)
+        self.parts = PartTimer(self.device)
         self.loss_sum.zero_()
         self.count.zero_()
 
@@ -279,7 +279,7 @@ class Step:
         with self.parameters.context(), self.precision.context(self.device.type):
             yield
 
-    def set_lr(self) -> Rates:
+    def set_lr(self) -> LearningRates:
         """Write the current update's learning rate to `lr` on the device, and return it."""
         lr = self.parameters.rates()
         if isinstance(lr, tuple):
@@ -396,7 +396,7 @@ class Step:
         Raises:
             UsageError: the loss is a constant although the micro-batch has targets.
         """
-        self.parts.begin("backward")
+        self.parts.begin(BACKWARD)
         if loss.requires_grad:
             loss.backward()
         elif bool((count > 0).any()):
@@ -406,7 +406,7 @@ class Step:
             )
         self.loss_sum += loss_sum
         self.count += count
-        self.parts.begin("forward")  # of the next micro-batch
+        self.parts.begin(FORWARD)  # of the next micro-batch
         return loss.requires_grad
 
     def clip_and_apply(self, grads: Sequence[Tensor]) -> Tensor:
@@ -557,7 +557,7 @@ def accumulate(step: Step, window: Iterable[object]) -> None:
         batches = [step.with_shares(batch) for batch in batches]
         for batch in batches:
             step.choose_kept_results(batch)
-        step.parts.begin("forward")
+        step.parts.begin(FORWARD)
         step.parameters.accumulate(batches)
 
 
@@ -568,7 +568,7 @@ def update(step: Step) -> Update:
     optimizer state change. The device decides this, and `Update.skipped` counts it.
     """
     with discard_on_failure(step):
-        step.parts.begin("optimizer")
+        step.parts.begin(OPTIMIZER)
         step.parameters.complete()
         lr = step.set_lr()
         grad_norm = step.apply()
@@ -588,7 +588,7 @@ def discard_on_failure(step: Step) -> Iterator[None]:
         raise
 
 
-def finish_update(step: Step, lr: Rates, grad_norm: Tensor) -> Update:
+def finish_update(step: Step, lr: LearningRates, grad_norm: Tensor) -> Update:
     """Reset the window's sums and count the update; return the update's numbers."""
     # Stages are updated in turn, so the parts of a staged update overlap and are not timed.
     marks = () if step.parameters.staged else step.parts.end()

@@ -30,7 +30,7 @@ from monograph.report.quantities import counted, duration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import warmup
-from monograph.session.brief import COMPILE_S, LEAST_COMPILE_S
+from monograph.session.brief import COMPILE_S, MIN_COMPILE_S
 from monograph.session.eager_start import has_spare_core
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
@@ -44,7 +44,7 @@ from monograph.sweeps.batch import (
     stack_windows,
     with_length,
 )
-from monograph.sweeps.spec import Group, Member
+from monograph.sweeps.spec import Member, MemberGroup
 
 # The speed of a wider graph is unknown before it is compiled. So it is tried only if it could save
 # twice its compile time. If it then saves nothing, the sweep takes at most 1.5 times as long as
@@ -244,7 +244,7 @@ class Timing:
         engines: the first members' models and their captured engine, by width.
     """
 
-    def __init__(self, group: Group, text: Corpus, device: torch.device, machine: Device):
+    def __init__(self, group: MemberGroup, text: Corpus, device: torch.device, machine: Device):
         """Store the arguments, which are described by the class; nothing is built yet."""
         self.group = group
         self.text = text
@@ -274,19 +274,19 @@ class Timing:
         """
         updates = self.given_updates
         plan = self.group.plan
-        if "compile" not in plan.open or plan.memory == "stream":
+        if "compile" not in plan.open_choices or plan.memory == "stream":
             return False
         if not updates:
             # On a spare core, the graphs compile while the members train. Otherwise the sweep waits
             # for all of it.
-            compile_s = LEAST_COMPILE_S if has_spare_core(self.machine) else COMPILE_S
+            compile_s = MIN_COMPILE_S if has_spare_core(self.machine) else COMPILE_S
             return 60 * plan.job.span.minutes < compile_s
         began = clock()
         built_runs = build_models(self.group.members[:1], self.text, self.machine)
         engine = make_members_engine(built_runs, False, self.device)
         window = first_window(built_runs, self.text)
         opening_s = clock() - began
-        if opening_s >= LEAST_COMPILE_S:
+        if opening_s >= MIN_COMPILE_S:
             return False
         with buffers_kept(engine.model, engine.step.loss), engine.step.counters_kept():
             engine.rehearse(window)  # not timed, as the first one takes longer
@@ -294,7 +294,7 @@ class Timing:
             engine.rehearse(window)
             synchronize(self.device)
             seconds = clock() - began
-        return len(self.group.members) * updates * seconds < LEAST_COMPILE_S
+        return len(self.group.members) * updates * seconds < MIN_COMPILE_S
 
     def leave_uncompiled(self) -> None:
         """Change the settings of all members so that they train without a graph."""

@@ -36,7 +36,7 @@ DEFAULT_TOKENS = 100_000
 
 
 class _Group(Strict):
-    """A group of members in sweep.json, see `monograph.sweeps.spec.Group`.
+    """A group of members in sweep.json, see `monograph.sweeps.spec.MemberGroup`.
 
     Attributes:
         rounds: for each round, how many members train at once.
@@ -168,7 +168,8 @@ class Sweep:
         Raises:
             InputRefused: see `run_settings`.
         """
-        return run_settings(self.run, programs=self.programs, recorded=self.record.get("settings"))
+        fingerprint = self.record.get("settings")
+        return run_settings(self.run, sweep_programs=self.programs, fingerprint=fingerprint)
 
     @property
     def programs(self) -> list[str]:

@@ -17,17 +17,17 @@ from monograph.evaluation.text import evaluate_members
 from monograph.planner import defaults
 from monograph.report.in_progress import PageInProgress
 from monograph.report.quantities import count, counted, duration
-from monograph.report.sweep_charts import Curve
+from monograph.report.sweep_charts import MemberCurve
 from monograph.report.sweep_report import write_page_so_far, write_sweep_report
 from monograph.run.progress import Progress, SweepDisplay, silent
 from monograph.run.started import told
 from monograph.session.brief import CACHED_S, COMPILE_S
 from monograph.session.objectives.texts import open_corpus
 from monograph.session.plan import Length
-from monograph.session.ranks import show
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import resolve
 from monograph.session.setup import repeatable
+from monograph.session.shown_commands import show_command
 from monograph.storage.cache_dir import keep_compiled
 from monograph.sweeps import eager_start, results
 from monograph.sweeps.advice import advise
@@ -413,7 +413,7 @@ class SweepProgress:
         for advice in advise(self.sweep, table):
             self.progress.line("advice", advice.text)
             if advice.arguments:
-                show(self.progress, "", *advice.arguments)
+                show_command(self.progress, "", *advice.arguments)
         for line in transfer_lines:
             self.progress.line("width", line)
         spent = duration(self.sweep.record.get("elapsed_s", 0.0))
@@ -436,7 +436,7 @@ def compile_sweep(folder: str) -> None:
     choose_updates(state.timings, state.least_tokens, state.progress)
 
 
-def _curves(outcomes: Sequence[Outcome]) -> list[Curve]:
+def _curves(outcomes: Sequence[Outcome]) -> list[MemberCurve]:
     """Return each member's knobs, by their short names, and the rows of its metrics."""
     return [
         ({short_key(key): value for key, value in outcome.member.knobs.items()}, outcome.rows)

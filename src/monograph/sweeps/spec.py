@@ -33,8 +33,8 @@ from monograph.report.quantities import counted
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.run_index import SWEEP, runs_in
 from monograph.session.door import WIDTH, transfer_of
-from monograph.session.plan import Plan
-from monograph.session.recorded import require_text, run_settings, settings_given
+from monograph.session.plan import RunPlan
+from monograph.session.recorded import command_line_settings, refuse_model_as_text, run_settings
 from monograph.session.requirements import require_one_device, require_texts
 from monograph.session.resolve import resolve
 from monograph.storage.code import digests
@@ -60,11 +60,11 @@ class Member:
     index: int
     knobs: Point
     settings: Settings
-    plan: Plan | None = None
+    plan: RunPlan | None = None
 
 
 @dataclass
-class Group:
+class MemberGroup:
     """Members that one graph can hold, since they have the same shapes and length.
 
     Attributes:
@@ -86,7 +86,7 @@ class Group:
     held_out_s: float = 0.0
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RunPlan:
         """Return the plan of the first member."""
         plan = self.members[0].plan
         assert plan is not None
@@ -124,18 +124,18 @@ def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
     return members
 
 
-def groups_of(members: Sequence[Member]) -> list[Group]:
+def groups_of(members: Sequence[Member]) -> list[MemberGroup]:
     """Return the members grouped by the values that cannot vary inside a graph, in the members'
     order.
     """
-    groups: dict[str, Group] = {}  # by their shared values, as text
+    groups: dict[str, MemberGroup] = {}  # by their shared values, as text
     for member in members:
         shared = {key: value for key, value in member.knobs.items() if key not in IN_ONE_GRAPH}
-        groups.setdefault(repr(shared), Group([], shared)).members.append(member)
+        groups.setdefault(repr(shared), MemberGroup([], shared)).members.append(member)
     return list(groups.values())
 
 
-def spread_rounds(groups: Sequence[Group], ranks: int) -> None:
+def spread_rounds(groups: Sequence[MemberGroup], ranks: int) -> None:
     """Halve rounds in place, the largest first, until there is one for every rank or every round
     has one member.
     """
@@ -223,7 +223,7 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     first_values = {axis.key: axis.first for axis in axes}
     try:
         if arguments:
-            settings = settings_given(
+            settings = command_line_settings(
                 toml, fixed | first_values, runs_code=True, faults=[*faults, *axis_faults]
             )
         else:
@@ -238,7 +238,7 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     settings = settings.vouching(
         digests(value for axis in axes if axis.key in CODE_KEYS for value in axis.values)
     )
-    require_text(settings)
+    refuse_model_as_text(settings)
     require_texts(settings, "sweep")
     require_one_device(settings, "sweep")
     if settings.train.wall_minutes is not None:
