@@ -355,7 +355,7 @@ def train(
     Without arguments it trains a small model on Python's own sources for three minutes.
     """
     # The run's total time begins here: it includes the imports below.
-    asked_s = perf_counter()
+    program_start_s = perf_counter()
     if resume and from_:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
     out = _run_folder(out, name)
@@ -370,7 +370,7 @@ def train(
     from monograph.commands.train import run
 
     interrupts.working(run)(
-        settings, out=out, resume=resume, from_=from_, json=json, asked_s=asked_s
+        settings, out=out, resume=resume, from_=from_, json=json, program_start_s=program_start_s
     )
 
 
