@@ -229,7 +229,7 @@ def test_a_member_that_had_diverged_stays_where_it_was(runs: list[Run], text: Co
     kept = first.engine.member_state(1).model  # type: ignore[attr-defined]
     first.close()
     again = mustered(these, runs, text)
-    assert batch.resume_batch(again, {1: 3}, Progress()) == 4 and again.ended == {1: 3}
+    assert batch.resume_batch(again, {1: 3}, Progress()) == 4 and again.divergences == {1: 3}
     before = [p.clone() for p in again.sessions[1].engine.model.parameters()]
     losses(again)
     after = list(again.sessions[1].engine.model.parameters())

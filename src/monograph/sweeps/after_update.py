@@ -79,7 +79,7 @@ class AfterUpdate:
         were_written = self.logs.add(update, {"tokens_per_s": rate, "wall_s": self.state.spent_s})
         if were_written or is_last or stopping:
             self._show(done, is_last)
-        all_lost = len(batch.ended) == len(batch.members)
+        all_lost = len(batch.divergences) == len(batch.members)
         return Moment(done, is_last, all_lost, stopping)
 
     def _show(self, done: int, is_last: bool) -> None:

@@ -89,14 +89,14 @@ class MemberBatch:
         engine: the engine of all members; an ordinary engine for a single member.
         sessions: a session for each member, which saves and logs it like any run.
         windows: the windows that the members train on.
-        ended: for each diverged member, by its place, the update after which it diverged.
+        divergences: for each diverged member, by its place, the update after which it diverged.
     """
 
     members: list[Member]
     engine: Engine
     sessions: list[Session]
     windows: MemberWindows
-    ended: dict[int, int] = field(default_factory=dict)
+    divergences: dict[int, int] = field(default_factory=dict)
 
     def save(self) -> None:
         """Write a checkpoint of every member that still learns."""
@@ -104,7 +104,7 @@ class MemberBatch:
         # last of a common update. So they are kept, too.
         keep = min(2, len(self.sessions))
         for place, session in enumerate(self.sessions):
-            if place in self.ended:
+            if place in self.divergences:
                 continue
             # A checkpoint holds the states of torch's generators. An ensemble samples by its own
             # seeds and counters instead, so setting them here changes no number that follows.
@@ -112,11 +112,11 @@ class MemberBatch:
                 seed_all(session.plan.job.seed)
             session.save(keep=keep)
 
-    def freeze(self, ended: dict[int, int]) -> None:
-        """Stop training members that diverged; `ended` is as the attribute."""
-        self.ended |= ended
-        if ended and isinstance(self.engine, Ensemble):
-            self.engine.freeze(list(ended))
+    def freeze(self, divergences: dict[int, int]) -> None:
+        """Stop training members that diverged; `divergences` is as the attribute."""
+        self.divergences |= divergences
+        if divergences and isinstance(self.engine, Ensemble):
+            self.engine.freeze(list(divergences))
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -149,12 +149,14 @@ def with_length(built_runs: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
     return [built._replace(plan=resolve(built.plan, describe(), length)) for built in built_runs]
 
 
-def make_members_engine(built_runs: Sequence[BuiltRun], each: bool, device: torch.device) -> Engine:
+def make_members_engine(
+    built_runs: Sequence[BuiltRun], windows_differ: bool, device: torch.device
+) -> Engine:
     """Return the engine of these models: an ordinary engine for one model, an ensemble for more.
 
     Args:
         built_runs: one model for each member.
-        each: whether the members' windows differ.
+        windows_differ: whether the members train on different windows.
         device: the device that trains them.
 
     Raises:
@@ -172,7 +174,7 @@ def make_members_engine(built_runs: Sequence[BuiltRun], each: bool, device: torc
         clip=plan.training.clip,
         precision=Precision(plan.training.precision),
         micro_batch=plan.training.rows,
-        each=each,
+        each=windows_differ,
     )
 
 
@@ -263,7 +265,7 @@ def begin_run(session: Session) -> None:
     write_config(session.run, session.plan.record.settings)
 
 
-def resume_batch(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
+def resume_batch(batch: MemberBatch, divergences: dict[int, int], progress: Progress) -> int:
     """Resume the members at the last update that all of them saved, and return it.
 
     A member that had diverged by that update keeps its last checkpoint. If there is no such update,
@@ -271,18 +273,19 @@ def resume_batch(batch: MemberBatch, ended: dict[int, int], progress: Progress) 
 
     Args:
         batch: the round.
-        ended: for each member that diverged, by its place, the update after which it diverged.
+        divergences: for each member that diverged, by its place, the update after which it
+            diverged.
         progress: the display.
 
     Raises:
         InputRefused: a run is not what it was begun with, or its metrics are damaged.
     """
-    update = _last_common_update(batch, ended)
+    update = _last_common_update(batch, divergences)
     if not update:
         for session in batch.sessions:
             session.run.truncate_metrics(0)
         return 0
-    diverged = {place: at for place, at in ended.items() if at <= update}
+    diverged = {place: at for place, at in divergences.items() if at <= update}
     for place, session in enumerate(batch.sessions):
         session.restore(_checkpoint(session, None if place in diverged else update), progress)
         if place in diverged:
@@ -303,7 +306,7 @@ def resume_batch(batch: MemberBatch, ended: dict[int, int], progress: Progress) 
     return update
 
 
-def _last_common_update(batch: MemberBatch, ended: dict[int, int]) -> int:
+def _last_common_update(batch: MemberBatch, divergences: dict[int, int]) -> int:
     """Return the newest update at which every member that had not diverged by then has a sound
     checkpoint; 0 if there is none.
     """
@@ -312,7 +315,10 @@ def _last_common_update(batch: MemberBatch, ended: dict[int, int]) -> int:
         for session in batch.sessions
     ]
     for update in sorted(set().union(*saved), reverse=True):
-        learning = [place for place in range(len(saved)) if ended.get(place, update + 1) > update]
+        # Members that had not diverged by this update.
+        learning = [
+            place for place in range(len(saved)) if divergences.get(place, update + 1) > update
+        ]
         all_saved = all(update in saved[place] for place in learning)
         if not learning or not all_saved:
             continue

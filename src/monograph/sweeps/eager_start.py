@@ -110,7 +110,7 @@ def start_eagerly(
 
     Args:
         sweep: the sweep, of which nothing was trained yet.
-        timings: a timing for each group of its members.
+        timings: for each group, its measured times and engines of its members.
         progress: the display.
         alone: whether no other process trains members of the sweep.
     """
@@ -155,7 +155,7 @@ def _open_batches(
     Args:
         start: gets the rounds and the names of the graphs.
         sweep: the sweep.
-        timings: a timing for each group.
+        timings: for each group, its measured times and engines.
         opened: gets what must be closed afterwards: locks and rounds.
     """
     needed_bytes = 2 * PROCESS_BYTES

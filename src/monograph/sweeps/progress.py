@@ -34,7 +34,7 @@ from monograph.sweeps.advice import advise
 from monograph.sweeps.batch import MemberBatch
 from monograph.sweeps.concurrency import CURVE_ROWS, Timing, choose_updates
 from monograph.sweeps.folder import Sweep
-from monograph.sweeps.results import Outcome
+from monograph.sweeps.results import NO_EAGER_UPDATES, EagerUpdates, Outcome
 from monograph.sweeps.spec import Member, groups_of, members_of, short_key, spread_rounds
 
 
@@ -42,7 +42,7 @@ class Round(NamedTuple):
     """Members that train at once.
 
     Attributes:
-        timing: the timing of their group.
+        timing: the measured times and the captured engines of their group.
         updates: the number of updates of each member.
         members: the members.
     """
@@ -62,12 +62,13 @@ class SweepProgress:
         members: all members.
         groups: the members, grouped by what one graph can hold.
         outcomes: each member's results so far.
-        timings: a timing for each group; empty until `open` or `prepare`.
+        timings: for each group, its measured times and captured engines; empty until `open` or
+            `prepare`.
         updates: for each group, the number of updates of its members; empty until `prepare`.
         rate: targets per second of the last updates, over all members that train at once; 0 before
             the first updates.
         done: number of updates so far, summed over this rank's members.
-        page: the page of the sweep so far.
+        page: the web page that shows the sweep while it runs.
     """
 
     def __init__(self, sweep: Sweep, progress: Progress, world: World | None = None):
@@ -101,7 +102,7 @@ class SweepProgress:
         """Return this rank's rounds."""
         rounds = []
         for timing, updates in zip(self.timings, self.updates, strict=True):
-            for members in timing.group.batches():
+            for members in timing.group.rounds():
                 rounds.append(Round(timing, updates, members))
         return rounds[self.world.rank :: self.world.size]
 
@@ -128,12 +129,12 @@ class SweepProgress:
             self._recall_rounds()
         else:
             self._decide_rounds()
-        self._tell_plan()
+        self._print_plan()
 
     def _recall_rounds(self) -> None:
         """Take over what an earlier process has decided."""
         for timing, saved in zip(self.timings, self._saved_groups, strict=True):
-            timing.group.rounds = saved["rounds"]
+            timing.group.round_sizes = saved["rounds"]
             timing.group.why = saved["why"]
             if saved.get("compile") == "none":
                 timing.leave_uncompiled()
@@ -151,7 +152,7 @@ class SweepProgress:
                     "eager", "not compiled: the members train in less time than compiling takes"
                 )
         self.sweep.forget_members()
-        self._tell_time()
+        self._print_time()
         with eager_start.start_eagerly(
             self.sweep, self.timings, self.progress, alone=self.world.alone
         ) as start:
@@ -165,7 +166,7 @@ class SweepProgress:
             first_updates = {"eager_updates": start.updates, "eager_length": start.length}
         self.sweep.record["groups"] = [
             {
-                "rounds": group.rounds,
+                "rounds": group.round_sizes,
                 "updates": updates,
                 "why": group.why,
                 "compile": group.plan.training.compile,
@@ -192,18 +193,16 @@ class SweepProgress:
         """Return the minimum number of tokens of a member."""
         return self.sweep.record.get("least_tokens", 0)  # type: ignore[no-any-return]
 
-    def eager_updates_of(self, member: Member) -> tuple[int, int]:
-        """Return how many updates the member made before its graph was compiled, and the warm-up of
-        the schedule that it had then, as a number of updates.
-        """
+    def eager_updates_of(self, member: Member) -> EagerUpdates:
+        """Return the updates that a member made before its graph was compiled."""
         groups = zip(self._saved_groups, self.groups, strict=True)
         saved = next(saved for saved, group in groups if member in group.members)
         if not saved.get("eager_updates"):
-            return 0, 0
+            return NO_EAGER_UPDATES
         machine = describe()
         plan = resolve(member.settings, machine)
         expected_plan = resolve(plan, machine, Length(saved["eager_length"]))
-        return saved["eager_updates"], expected_plan.intervals.warmup_updates
+        return EagerUpdates(saved["eager_updates"], expected_plan.intervals.warmup_updates)
 
     @property
     def _saved_groups(self) -> list[dict[str, Any]]:
@@ -221,31 +220,31 @@ class SweepProgress:
             texts.append(opened[key])
         return texts
 
-    def _tell_time(self) -> None:
+    def _print_time(self) -> None:
         """Print how long a sweep with a given time trains, and how long it will take in all."""
         if any(timing.given_updates for timing in self.timings):
             return
         training_s = 60 * self.groups[0].plan.job.span.minutes
         compiled = [group for group in self.groups if group.plan.training.compile != "none"]
         compile_s = len(compiled) * (COMPILE_S + CACHED_S)
-        whole_s = self.spent_s + compile_s + training_s + defaults.END_S
-        parts = "preparation, compiling and report" if compiled else "preparation and report"
+        total_s = self.spent_s + compile_s + training_s + defaults.END_S
+        rest = "preparation, compiling and report" if compiled else "preparation and report"
         self.progress.line(
             "time",
-            f"{duration(training_s)} of training, about {duration(whole_s)} in all with {parts}",
+            f"{duration(training_s)} of training, about {duration(total_s)} in all with {rest}",
         )
 
-    def _tell_plan(self) -> None:
+    def _print_plan(self) -> None:
         """Print for each group the number of updates, the reason for its rounds, and the time."""
         for group, updates, saved in zip(
             self.groups, self.updates, self._saved_groups, strict=True
         ):
             size = group.plan.training.tokens_per_update
             remaining = updates - saved.get("eager_updates", 0)
-            # It is 0 if an earlier process has timed the group.
-            seconds = group.compile_s + remaining * group.update_s + group.held_out_s
+            # The times of a group are 0 if an earlier process has measured them.
+            predicted_s = group.compile_s + remaining * group.update_s + group.held_out_s
             name = f"{group.name}: " if group.name else ""
-            time = f", about {duration(seconds)}" if seconds else ""
+            time = f", about {duration(predicted_s)}" if predicted_s else ""
             self.progress.line(
                 "plan",
                 f"{name}{counted(updates, 'update')} of {size:,} tokens = {count(updates * size)} each; "
@@ -265,9 +264,9 @@ class SweepProgress:
     def table(self) -> list[str]:
         """Return the table of results so far."""
         table = results.compare_settings(self.outcomes)
-        return results.table_lines(table, self._divergences())
+        return results.table_lines(table, self._divergences_by_index())
 
-    def _divergences(self) -> dict[int, int]:
+    def _divergences_by_index(self) -> dict[int, int]:
         """Return for each diverged member, by its index, the update after which it diverged."""
         return {
             outcome.member.index: outcome.diverged
@@ -279,11 +278,11 @@ class SweepProgress:
         """Return whether each of these members has finished or diverged."""
         return all(self.outcomes[member.index].is_over for member in members)
 
-    def ended(self, members: Sequence[Member]) -> dict[int, int]:
+    def divergences_by_place(self, members: Sequence[Member]) -> dict[int, int]:
         """Return for each diverged member, by its place among `members`, the update after which it
         diverged.
         """
-        divergences = self._divergences()
+        divergences = self._divergences_by_index()
         return {
             place: divergences[member.index]
             for place, member in enumerate(members)
@@ -294,9 +293,9 @@ class SweepProgress:
         """Count the updates of a round that earlier processes made, and return their number, summed
         over its members.
         """
-        before = len(batch.members) * batch.engine.index
-        self.done += before
-        return before
+        resumed = len(batch.members) * batch.engine.index
+        self.done += resumed
+        return resumed
 
     def count_trained(self, batch: MemberBatch, updates: int, seconds: float) -> None:
         """Record that a round's members were trained for `updates` updates in `seconds`."""
@@ -327,7 +326,7 @@ class SweepProgress:
         rows = min(limit or len(held_out), len(held_out))
         tokens = torch.atleast_1d(batch.engine.step.tokens).tolist()
         for place, (session, score) in enumerate(zip(batch.sessions, scores, strict=True)):
-            if place in batch.ended:
+            if place in batch.divergences:
                 continue
             session.run.log(
                 {
@@ -347,19 +346,19 @@ class SweepProgress:
         """Write the summary row into the metrics of each member that finished, as any run does."""
         self._refresh_outcomes(batch)
         for place, session in enumerate(batch.sessions):
-            if place in batch.ended:
+            if place in batch.divergences:
                 continue
-            known = {
+            further_entries = {
                 "dtype": session.plan.training.precision,
                 "params": session.params,
                 "eval_weights": "averaged" if session.plan.averaged else "last",
             }
             rows = self.outcomes[batch.members[place].index].rows
-            summary = results.summary(rows, session.run, known)
+            summary = results.summary(rows, session.run, further_entries)
             session.run.log({"update": summary["update"], "summary": summary})
         self._refresh_outcomes(batch)
 
-    def keep_time(self) -> None:
+    def record_time(self) -> None:
         """Store how long this process worked, for the next process or the final report."""
         record = self.sweep.record
         record["elapsed_s"] = self.spent_s
@@ -397,7 +396,7 @@ class SweepProgress:
         path = self.sweep.write_table(result["members"])
         report = self.sweep.run.report
         with self.progress.stage("report", f"{report}, {path}"):
-            table_lines = results.table_lines(table, self._divergences())
+            table_lines = results.table_lines(table, self._divergences_by_index())
             origin = told(self.sweep.run)
             write_sweep_report(
                 self.sweep.run.folder,

@@ -70,7 +70,7 @@ class Group:
     Attributes:
         members: one or more members.
         shared: the values of those knobs that cannot differ inside one graph.
-        rounds: for each round, how many members train at once; empty until that is decided.
+        round_sizes: for each round, how many members train at once; empty until that is decided.
         why: the reason for these rounds, in one line.
         update_s: predicted seconds of an update of all members.
         compile_s: predicted seconds of compiling that is still to do.
@@ -79,7 +79,7 @@ class Group:
 
     members: list[Member]
     shared: Point
-    rounds: list[int] = field(default_factory=list)
+    round_sizes: list[int] = field(default_factory=list)
     why: str = ""
     update_s: float = 0.0
     compile_s: float = 0.0
@@ -99,10 +99,12 @@ class Group:
             f"{short_key(key)}={value_text(value)}" for key, value in self.shared.items()
         )
 
-    def batches(self) -> list[list[Member]]:
+    def rounds(self) -> list[list[Member]]:
         """Return the members of each round."""
-        ends = itertools.accumulate(self.rounds)
-        return [self.members[end - size : end] for size, end in zip(self.rounds, ends, strict=True)]
+        ends = itertools.accumulate(self.round_sizes)
+        return [
+            self.members[end - size : end] for size, end in zip(self.round_sizes, ends, strict=True)
+        ]
 
 
 def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
@@ -139,13 +141,13 @@ def spread_rounds(groups: Sequence[Group], ranks: int) -> None:
     """Halve rounds in place, the largest first, until there is one for every rank or every round
     has one member.
     """
-    while sum(len(group.rounds) for group in groups) < ranks:
-        group = max(groups, key=lambda candidate: max(candidate.rounds))
-        largest = max(group.rounds)
+    while sum(len(group.round_sizes) for group in groups) < ranks:
+        group = max(groups, key=lambda candidate: max(candidate.round_sizes))
+        largest = max(group.round_sizes)
         if largest == 1:
             return
-        index = group.rounds.index(largest)
-        group.rounds[index : index + 1] = [largest - largest // 2, largest // 2]
+        index = group.round_sizes.index(largest)
+        group.round_sizes[index : index + 1] = [largest - largest // 2, largest // 2]
 
 
 def describe_knobs(knobs: Point) -> str:
@@ -187,7 +189,7 @@ _WITHOUT_TRANSFER: Point = {"optim.transfer": "none", "optim.transfer_base": Non
 
 
 class SweepSpec(NamedTuple):
-    """The task of a sweep.
+    """What a sweep trains, as its command line says it.
 
     Attributes:
         settings: the settings that all members share.
