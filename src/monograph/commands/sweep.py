@@ -25,7 +25,7 @@ from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
 from monograph.sweeps import results, spec
 from monograph.sweeps.after_update import AfterUpdate
-from monograph.sweeps.batch import MemberBatch, resume_batch
+from monograph.sweeps.cohort import Cohort, resume_cohort
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.progress import SweepProgress
 from monograph.sweeps.results import require_teachers
@@ -157,14 +157,14 @@ def _train(state: SweepProgress, progress: Progress) -> None:
                 if state.are_over(members):
                     continue
                 with state.sweep.lock_members(members) as runs:
-                    batch = timing.begin_round(members, runs, updates, progress)
-                    _train_round(batch, updates, state, block, stop, progress)
+                    cohort = timing.begin_round(members, runs, updates, progress)
+                    _train_round(cohort, updates, state, block, stop, progress)
         finally:
             state.record_time()
 
 
 def _train_round(
-    batch: MemberBatch,
+    cohort: Cohort,
     updates: int,
     state: SweepProgress,
     block: SweepDisplay,
@@ -174,23 +174,23 @@ def _train_round(
     """Train the members of a round together, from their common checkpoint or else their beginning.
 
     Args:
-        batch: the round.
+        cohort: the members of a round, and what trains them.
         updates: the number of updates of each member.
         state: the sweep.
         block: the live display.
         stop: the user's signals.
         progress: the display's lines.
     """
-    had_metrics = any(session.run.metrics_offset for session in batch.sessions)
-    if not resume_batch(batch, state.divergences_by_place(batch.members), progress):
+    had_metrics = any(session.run.metrics_offset for session in cohort.sessions)
+    if not resume_cohort(cohort, state.divergences_by_place(cohort.members), progress):
         if had_metrics:
             progress.line(
                 "warning", "no update of which every member has a sound checkpoint: they begin anew"
             )
-        batch.save()
-    block.resume(state.count_resumed(batch))
-    after = AfterUpdate(batch, updates, state, block, stop)
-    for update in train(batch.engine, batch.windows, updates):
+        cohort.save()
+    block.resume(state.count_resumed(cohort))
+    after = AfterUpdate(cohort, updates, state, block, stop)
+    for update in train(cohort.engine, cohort.windows, updates):
         moment = after.note(update)
         with after.paused():
             after.evaluate(moment)
@@ -199,8 +199,8 @@ def _train_round(
         if moment.all_lost:
             after.drop_work(moment)
             break
-    state.write_summaries(batch)
-    batch.close()
+    state.write_summaries(cohort)
+    cohort.close()
 
 
 def _print_next_commands(

@@ -34,10 +34,10 @@ from monograph.session.brief import COMPILE_S, LEAST_COMPILE_S
 from monograph.session.eager_start import has_spare_core
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
-from monograph.sweeps.batch import (
+from monograph.sweeps.cohort import (
     EVALUATIONS,
-    MemberBatch,
-    begin_batch,
+    Cohort,
+    begin_cohort,
     build_models,
     make_members_engine,
     reuse_engine,
@@ -357,7 +357,7 @@ class Timing:
 
     def begin_round(
         self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress
-    ) -> MemberBatch:
+    ) -> Cohort:
         """Return the members of a round, ready to train from their beginning.
 
         The first round gets the engine that was timed. A later round of one member takes over the
@@ -368,7 +368,7 @@ class Timing:
         is_first = members[0] is self.group.members[0]
         if is_first and size in self.engines:
             built_runs, engine = self.engines[size]
-            return begin_batch(members, runs, with_length(built_runs, updates), self.text, engine)
+            return begin_cohort(members, runs, with_length(built_runs, updates), self.text, engine)
         built_runs = with_length(build_models(members, self.text, self.machine), updates)
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
         if size == 1 and 1 in self.engines and reuse_engine(self.engines[1][1], engine):
@@ -382,7 +382,7 @@ class Timing:
             )
             if size == 1:
                 self.engines[1] = (built_runs, engine)
-        return begin_batch(members, runs, built_runs, self.text, engine)
+        return begin_cohort(members, runs, built_runs, self.text, engine)
 
     def _time(self, width: int, progress: Progress) -> WidthTime:
         """Build and capture the engine of the first members, keep it, and return its times."""

@@ -31,7 +31,7 @@ from monograph.session.setup import repeatable
 from monograph.storage.cache_dir import keep_compiled
 from monograph.sweeps import eager_start, results
 from monograph.sweeps.advice import advise
-from monograph.sweeps.batch import MemberBatch
+from monograph.sweeps.cohort import Cohort
 from monograph.sweeps.concurrency import CURVE_ROWS, Timing, choose_updates
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.results import NO_EAGER_UPDATES, EagerUpdates, Outcome
@@ -289,44 +289,44 @@ class SweepProgress:
             if member.index in divergences
         }
 
-    def count_resumed(self, batch: MemberBatch) -> int:
+    def count_resumed(self, cohort: Cohort) -> int:
         """Count the updates of a round that earlier processes made, and return their number, summed
         over its members.
         """
-        resumed = len(batch.members) * batch.engine.index
+        resumed = len(cohort.members) * cohort.engine.index
         self.done += resumed
         return resumed
 
-    def count_trained(self, batch: MemberBatch, updates: int, seconds: float) -> None:
+    def count_trained(self, cohort: Cohort, updates: int, seconds: float) -> None:
         """Record that a round's members were trained for `updates` updates in `seconds`."""
-        first = batch.sessions[0]
+        first = cohort.sessions[0]
         targets = first.text.stats.packed_share * first.plan.training.tokens_per_update
-        self.rate = len(batch.members) * updates * targets / max(seconds, 1e-9)
-        self.done += len(batch.members) * updates
+        self.rate = len(cohort.members) * updates * targets / max(seconds, 1e-9)
+        self.done += len(cohort.members) * updates
         self._training_s += seconds
 
-    def evaluate(self, batch: MemberBatch, update: int, *, last: bool) -> None:
+    def evaluate(self, cohort: Cohort, update: int, *, last: bool) -> None:
         """Score some held-out rows by every member that still learns, and record the scores.
 
         Args:
-            batch: the round.
+            cohort: the members of a round, and what trains them.
             update: the number of updates so far.
             last: whether the round is over. Then all held-out rows are scored, too.
         """
-        self._score(batch, update, CURVE_ROWS)
+        self._score(cohort, update, CURVE_ROWS)
         if last:
-            self._score(batch, update, None)
-        self._refresh_outcomes(batch)
+            self._score(cohort, update, None)
+        self._refresh_outcomes(cohort)
 
-    def _score(self, batch: MemberBatch, update: int, limit: int | None) -> None:
-        held_out = batch.sessions[0].text.held_out
+    def _score(self, cohort: Cohort, update: int, limit: int | None) -> None:
+        held_out = cohort.sessions[0].text.held_out
         scores = evaluate_members(
-            batch.engine, held_out, batch_rows=batch.engine.micro_batch or 16, limit=limit
+            cohort.engine, held_out, batch_rows=cohort.engine.micro_batch or 16, limit=limit
         )
         rows = min(limit or len(held_out), len(held_out))
-        tokens = torch.atleast_1d(batch.engine.step.tokens).tolist()
-        for place, (session, score) in enumerate(zip(batch.sessions, scores, strict=True)):
-            if place in batch.divergences:
+        tokens = torch.atleast_1d(cohort.engine.step.tokens).tolist()
+        for place, (session, score) in enumerate(zip(cohort.sessions, scores, strict=True)):
+            if place in cohort.divergences:
                 continue
             session.run.log(
                 {
@@ -338,25 +338,25 @@ class SweepProgress:
                 }
             )
 
-    def _refresh_outcomes(self, batch: MemberBatch) -> None:
-        for member in batch.members:
+    def _refresh_outcomes(self, cohort: Cohort) -> None:
+        for member in cohort.members:
             self.outcomes[member.index] = results.read_outcome(self.sweep, member)
 
-    def write_summaries(self, batch: MemberBatch) -> None:
+    def write_summaries(self, cohort: Cohort) -> None:
         """Write the summary row into the metrics of each member that finished, as any run does."""
-        self._refresh_outcomes(batch)
-        for place, session in enumerate(batch.sessions):
-            if place in batch.divergences:
+        self._refresh_outcomes(cohort)
+        for place, session in enumerate(cohort.sessions):
+            if place in cohort.divergences:
                 continue
             further_entries = {
                 "dtype": session.plan.training.precision,
                 "params": session.params,
                 "eval_weights": "averaged" if session.plan.averaged else "last",
             }
-            rows = self.outcomes[batch.members[place].index].rows
+            rows = self.outcomes[cohort.members[place].index].rows
             summary = results.summary(rows, session.run, further_entries)
             session.run.log({"update": summary["update"], "summary": summary})
-        self._refresh_outcomes(batch)
+        self._refresh_outcomes(cohort)
 
     def record_time(self) -> None:
         """Store how long this process worked, for the next process or the final report."""

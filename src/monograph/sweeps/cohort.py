@@ -1,7 +1,8 @@
-"""Train several members of a sweep at once: one engine, a session for each member, and the windows
-(the rows of one update) that they read.
+"""A cohort: members of a sweep that train at once, with what trains them: one engine, a session for
+each member, and the windows (the rows of one update) that they read.
 
-Members that train at once are a round. A member's place is its position in the round.
+Members that train at once are a round; its cohort exists only while it trains. A member's place is
+its position in the round.
 
 Shapes: N members, R rows of a window.
 """
@@ -81,7 +82,7 @@ def stack_windows(windows: Sequence[Batch], indices: Sequence[int]) -> Batch:
 
 
 @dataclass
-class MemberBatch:
+class Cohort:
     """The members of a round with their engine, sessions and windows.
 
     Attributes:
@@ -216,34 +217,34 @@ def reuse_engine(engine: Engine, fresh: Engine) -> bool:
     return True
 
 
-def begin_batch(
+def begin_cohort(
     members: Sequence[Member],
     runs: Sequence[Run],
     built_runs: Sequence[BuiltRun],
     text: Corpus,
     engine: Engine,
-) -> MemberBatch:
-    """Return a round with its sessions at their beginning, and write settings and tokenizer into
+) -> Cohort:
+    """Return a cohort with its sessions at their beginning, and write settings and tokenizer into
     runs that do not have them yet.
 
-    The arguments are those of `open_batch`.
+    The arguments are those of `open_cohort`.
     """
     set_planned_schedules(engine, built_runs)
-    batch = open_batch(members, runs, built_runs, text, engine)
-    for session in batch.sessions:
+    cohort = open_cohort(members, runs, built_runs, text, engine)
+    for session in cohort.sessions:
         if not session.run.begun:
             begin_run(session)
-    return batch
+    return cohort
 
 
-def open_batch(
+def open_cohort(
     members: Sequence[Member],
     runs: Sequence[Run],
     built_runs: Sequence[BuiltRun],
     text: Corpus,
     engine: Engine,
-) -> MemberBatch:
-    """Return a round with its sessions at their beginning, without writing anything.
+) -> Cohort:
+    """Return a cohort with its sessions at their beginning, without writing anything.
 
     Args:
         members: the round's members.
@@ -256,7 +257,7 @@ def open_batch(
     for place, (run, built) in enumerate(zip(runs, built_runs, strict=True)):
         member_engine = MemberEngine(engine, place) if isinstance(engine, Ensemble) else engine
         sessions.append(Session(run, built.plan, built.recipe, TextTask(text), member_engine))
-    return MemberBatch(list(members), engine, sessions, MemberWindows(sessions))
+    return Cohort(list(members), engine, sessions, MemberWindows(sessions))
 
 
 def begin_run(session: Session) -> None:
@@ -265,14 +266,14 @@ def begin_run(session: Session) -> None:
     write_config(session.run, session.plan.record.settings)
 
 
-def resume_batch(batch: MemberBatch, divergences: dict[int, int], progress: Progress) -> int:
+def resume_cohort(cohort: Cohort, divergences: dict[int, int], progress: Progress) -> int:
     """Resume the members at the last update that all of them saved, and return it.
 
     A member that had diverged by that update keeps its last checkpoint. If there is no such update,
     the members' metrics are removed and 0 is returned.
 
     Args:
-        batch: the round.
+        cohort: the members of a round, and what trains them.
         divergences: for each member that diverged, by its place, the update after which it
             diverged.
         progress: the display.
@@ -280,13 +281,13 @@ def resume_batch(batch: MemberBatch, divergences: dict[int, int], progress: Prog
     Raises:
         InputRefused: a run is not what it was begun with, or its metrics are damaged.
     """
-    update = _last_common_update(batch, divergences)
+    update = _last_common_update(cohort, divergences)
     if not update:
-        for session in batch.sessions:
+        for session in cohort.sessions:
             session.run.truncate_metrics(0)
         return 0
     diverged = {place: at for place, at in divergences.items() if at <= update}
-    for place, session in enumerate(batch.sessions):
+    for place, session in enumerate(cohort.sessions):
         session.restore(_checkpoint(session, None if place in diverged else update), progress)
         if place in diverged:
             # Its last checkpoint may be older than the update. So its metrics may no longer say
@@ -295,24 +296,24 @@ def resume_batch(batch: MemberBatch, divergences: dict[int, int], progress: Prog
             session.run.log({"update": update, "diverged": diverged[place]})
             session.batches.close()
             session.batches = session.open_batches(update * session.batches.rows_per_window)
-    batch.engine.step.index = update
-    if isinstance(batch.engine, Ensemble):
+    cohort.engine.step.index = update
+    if isinstance(cohort.engine, Ensemble):
         # Dropout depends on the number of micro-batches so far.
-        rows = batch.sessions[0].batches.rows_per_window
-        micro_batches = math.ceil(rows / (batch.engine.micro_batch or rows))
-        batch.engine.stacked.members.draw.fill_(update * micro_batches)
-    batch.windows = MemberWindows(batch.sessions)
-    batch.freeze(diverged)
+        rows = cohort.sessions[0].batches.rows_per_window
+        micro_batches = math.ceil(rows / (cohort.engine.micro_batch or rows))
+        cohort.engine.stacked.members.draw.fill_(update * micro_batches)
+    cohort.windows = MemberWindows(cohort.sessions)
+    cohort.freeze(diverged)
     return update
 
 
-def _last_common_update(batch: MemberBatch, divergences: dict[int, int]) -> int:
+def _last_common_update(cohort: Cohort, divergences: dict[int, int]) -> int:
     """Return the newest update at which every member that had not diverged by then has a sound
     checkpoint; 0 if there is none.
     """
     saved = [
         {update for update, _ in checkpointing.candidates(session.run.checkpoints)}
-        for session in batch.sessions
+        for session in cohort.sessions
     ]
     for update in sorted(set().union(*saved), reverse=True):
         # Members that had not diverged by this update.
@@ -323,7 +324,7 @@ def _last_common_update(batch: MemberBatch, divergences: dict[int, int]) -> int:
         if not learning or not all_saved:
             continue
         # A checkpoint is read as a whole to find out whether it is sound, so this comes last.
-        if all(_is_sound(batch.sessions[place], update) for place in learning):
+        if all(_is_sound(cohort.sessions[place], update) for place in learning):
             return update
     return 0
 
