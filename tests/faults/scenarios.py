@@ -149,7 +149,7 @@ def begin(folder: Path) -> None:
 
 def look_at_beginning(folder: Path) -> str:
     run = Run(folder / "run")
-    if not run.begun:
+    if not run.has_begun:
         return "former"
     assert load(run.config, {}, {}).fingerprint == SETTINGS.fingerprint
     assert json.loads(run.parent_file.read_bytes())["update"] == 7
@@ -162,7 +162,7 @@ def look_at_beginning(folder: Path) -> str:
 
 def begin_again(folder: Path) -> None:
     run = Run(folder / "run")
-    if not run.begun:
+    if not run.has_begun:
         begin(folder)
     elif not run.tokenizer.exists():
         write_tokenizer(run, Tokenizer.bytes())
@@ -190,7 +190,7 @@ def begin_student(folder: Path) -> None:
 
 def look_at_student(folder: Path) -> str:
     run = Run(folder / "distilled")
-    if not run.begun:
+    if not run.has_begun:
         return "former"
     assert load(run.config, {}, {}).fingerprint == SETTINGS.fingerprint
     assert json.loads((run.folder / TEACHERS).read_bytes())["teachers"] == [], (
@@ -200,7 +200,7 @@ def look_at_student(folder: Path) -> str:
 
 
 def begin_student_again(folder: Path) -> None:
-    if not Run(folder / "distilled").begun:
+    if not Run(folder / "distilled").has_begun:
         begin_student(folder)
     assert look_at_student(folder) == "new"
     assert {path.name for path in (folder / "distilled").iterdir()} == {
@@ -624,7 +624,7 @@ def look_at_run(folder: Path) -> str:
 
 
 def resume_run(folder: Path) -> None:
-    begun = Run(folder / "run").begun
+    begun = Run(folder / "run").has_begun
     with commanding(folder):
         if begun:
             go_on("run")

@@ -392,7 +392,7 @@ def run_files(draws: random.Random, folder: Path) -> None:
             )
         )
     names: dict[str, Callable[[], object]] = {
-        "metrics.jsonl": run.rows, "run.lock": lambda: Run.located(run.folder),
+        "metrics.jsonl": run.rows, "run.lock": lambda: Run.locate(run.folder),
         "from.json": lambda: recorded_parent(run),
         "teachers.json": lambda: recorded_teachers(run, (run.folder / "teachers.json").read_bytes()),
         "sweep.json": lambda: Sweep.open(run.folder), "config.toml": lambda: load(run.config, {}, {}),
@@ -496,7 +496,7 @@ def within(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
         (folder / "adapter" / "adapter_config.json", lambda: read_adapter(folder / "adapter")),
         (saved(folder) / "MANIFEST.json", lambda: checkpointing.load(saved(folder))),
         (saved(folder) / "model.safetensors", lambda: checkpointing.load(saved(folder))),
-        (run.lock_file, lambda: (lock_record(run.folder), serial_number(run.folder), Run.located(run.folder))),
+        (run.lock_file, lambda: (lock_record(run.folder), serial_number(run.folder), Run.locate(run.folder))),
         (run.metrics, run.rows), (run.config, lambda: load(run.config, {}, {})),
         (run.parent_file, lambda: recorded_parent(run)), (run.folder / "sweep.json", lambda: Sweep.open(run.folder)),
     ]  # fmt: skip

@@ -204,9 +204,9 @@ def _download_one(context: typer.Context, name: str) -> str | Path:
     # Typer sets `resilient_parsing` when a shell completes a line, which must not download a model.
     if context.resilient_parsing or not name.startswith("hf://"):
         return name
-    from monograph.run.repository import fetched
+    from monograph.run.repository import fetch_if_on_hub
 
-    return fetched(name)
+    return fetch_if_on_hub(name)
 
 
 Run = Annotated[

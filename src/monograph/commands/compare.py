@@ -35,7 +35,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
 from monograph.run.run_index import SWEEP
-from monograph.run.writing import write_whole
+from monograph.run.writing import write_atomically
 from monograph.session.evaluated_model import (
     EvaluatedModel,
     answered,
@@ -160,7 +160,7 @@ def run(
         title = f"{' and '.join(runs)} {on_data}"
         unit = "share correct" if has_questions else "bits/byte"
         page = compare_page(title, unit, _page_sides(sides, result), lines)
-        write_whole(report, page)
+        write_atomically(report, page)
         progress.line("report", str(report))
     if json:
         print(jsonlib.dumps(_json_object(sides, result)))
@@ -175,9 +175,9 @@ def _open_side(name: str) -> _Side:
     """
     runs: dict[int, Run] = {}  # by seed; empty for a mixture and for a model's folder
     members = mixture_members(name)
-    # A name that does not exist goes to `Run.located`, whose error suggests other names.
+    # A name that does not exist goes to `Run.locate`, whose error suggests other names.
     if not members and (names_run(name) or not exists(name)):
-        folder = Run.located(name)
+        folder = Run.locate(name)
         runs = seeds_of_best(folder) if is_file(folder / SWEEP) else {0: Run.open(name)}
     if members:
         subjects = [mixed([of_run(run, warn) for run in members], name)]

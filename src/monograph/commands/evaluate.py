@@ -14,7 +14,7 @@ from monograph.evaluation.choices import Accuracy, hold_questions, read_question
 from monograph.report.quantities import counted
 from monograph.run.folder import Run, standard_json
 from monograph.run.progress import Progress
-from monograph.run.recipe import run_named
+from monograph.run.recipe import find_run
 from monograph.session.evaluated_model import (
     EvaluatedModel,
     answered,
@@ -79,7 +79,7 @@ def _open_model(name: str, members: Sequence[Run]) -> tuple[EvaluatedModel, bool
     """
     if members:
         return mixed([of_run(member, warn) for member in members], name), True
-    named_run = run_named(name)
+    named_run = find_run(name)
     if named_run:
         return of_run(named_run, warn), True
     return of_folder(name, warn), False

@@ -21,7 +21,7 @@ from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
-from monograph.run.run_index import parsed
+from monograph.run.run_index import json_object
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import json_fault, open_input, parse_json, readable
 from monograph.terminal import warn
@@ -125,7 +125,7 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
     if chat:
         expected += ', or "messages", a list of objects with "role" and "content", texts'
         known.add("messages")
-    first = parsed(next(filter(str.strip, lines), ""))
+    first = json_object(next(filter(str.strip, lines), ""))
     has_records = path.suffix == ".jsonl" or not first.keys().isdisjoint(("prompt", "messages"))
     for number, line in enumerate(lines, 1):
         where = f"{path}:{number}"

@@ -36,7 +36,7 @@ from monograph.report.profile_report import (
 from monograph.report.quantities import clock_time, count, counted
 from monograph.run.folder import Run, standard_json
 from monograph.run.progress import Progress
-from monograph.run.writing import results_folder, write_whole
+from monograph.run.writing import results_folder, write_atomically
 from monograph.session.ladder import RUNGS, Climbed, Ladder, Rung, RungWay
 from monograph.session.objectives.texts import Texts
 from monograph.session.plan import Plan
@@ -70,9 +70,9 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> None:
         size = session.plan.training.tokens_per_update
         tokens_per_s = session.text.stats.packed_share * size / measured.update_s
         drawing = draw_profile(measured.verdict, f"An update of {size:,} tokens")
-        write_whole(folder / PICTURE, themed(drawing))
+        write_atomically(folder / PICTURE, themed(drawing))
         config = session.plan.record.toml
-        write_whole(folder / REPORT, profile_page(folder.name, measured, tokens_per_s, config))
+        write_atomically(folder / REPORT, profile_page(folder.name, measured, tokens_per_s, config))
     _print_profile(measured, tokens_per_s, folder)
     if json:
         print(jsonlib.dumps(_json_object(measured, tokens_per_s, session, folder)))
@@ -115,7 +115,7 @@ def _plan_run(settings: Settings, progress: Progress) -> Plan:
     if "-" in sources:
         raise UsageError("profile keeps no text: give a file in the place of standard input")
     for run in map(Run, map(Path, sources)):
-        if run.begun and is_folder(run.checkpoints):
+        if run.has_begun and is_folder(run.checkpoints):
             raise UsageError(
                 f"{run.folder} is a run, not text: `monograph profile {shell_words(run.config)}` takes its settings"
             )
@@ -244,9 +244,9 @@ def run_ladder(settings: Settings, *, out: Path | None, json: bool) -> None:
         result = _ladder_json(ladder, _climb_rungs(ladder, progress), folder)
         result["wall_s"] = clock() - began
         drawing = draw_ladder(result)
-        write_whole(folder / _LADDER, themed(drawing))
-        write_whole(folder / _NUMBERS, jsonlib.dumps(result, indent=1) + "\n")
-        write_whole(folder / REPORT, ladder_page(folder.name, result, ladder.plan.record.toml))
+        write_atomically(folder / _LADDER, themed(drawing))
+        write_atomically(folder / _NUMBERS, jsonlib.dumps(result, indent=1) + "\n")
+        write_atomically(folder / REPORT, ladder_page(folder.name, result, ladder.plan.record.toml))
     _print_ladder(result, folder)
     if json:
         print(jsonlib.dumps(result))

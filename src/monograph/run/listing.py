@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monograph.errors import MonographError
-from monograph.run.run_index import CONFIG, SWEEP, locked_in, parsed
+from monograph.run.run_index import CONFIG, SWEEP, folders_with_lock, json_object
 from monograph.storage.reading import contents, entries, exists, is_file, open_input, parse_json
 from monograph.terminal import shell_words
 
@@ -117,7 +117,7 @@ def list_runs(root: Path, kinds: Sequence[Kind]) -> list[ListedRun]:
     parent = root / "members" if is_file(root / SWEEP) else root
     begun = [
         folder
-        for folder in locked_in(parent)
+        for folder in folders_with_lock(parent)
         if exists(folder / CONFIG) or exists(folder / "checkpoints")
     ]
     return [_read_folder(folder, kinds) for folder in reversed(begun)]
@@ -243,7 +243,7 @@ def _read_metrics(folder: Path) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    row = parsed(line)
+    row = json_object(line)
     if not row:
         raise _Damaged("metrics.jsonl has a line that is no row")
     return row

@@ -18,7 +18,7 @@ from monograph.model.files import has_weights
 from monograph.optim import OPTIMIZERS
 from monograph.planner import defaults
 from monograph.predict.footprint import Training
-from monograph.run.recipe import Recipe, tokenizer_named
+from monograph.run.recipe import Recipe, resolve_tokenizer
 from monograph.run.source import ModelSource, checked_recipe
 from monograph.session.adapting import fixed_lora, lora_of, rates
 from monograph.session.by_key import by_field
@@ -227,7 +227,7 @@ def _look_up(settings: Settings, transfer: AskedTransfer | None, shape_alone: bo
     if transfer:
         rule = transfer.of(None if model.init else recipe.shape(vocab_size=1))
         chosen["optim.transfer_base"] = rule.base.hidden_size
-    if (named := tokenizer_named(settings.data.tokenizer)) != settings.data.tokenizer:
+    if (named := resolve_tokenizer(settings.data.tokenizer)) != settings.data.tokenizer:
         chosen["data.tokenizer"] = named
     if settings.data.tokenizer == "auto" and not shape_alone:
         chosen["data.tokenizer"] = (

@@ -32,7 +32,7 @@ from monograph.errors import (
 from monograph.graph.trial import refused_by_others
 from monograph.run.folder import Follower, Run
 from monograph.run.progress import LABEL_WIDTH, Progress
-from monograph.run.run_index import parsed, wait_until_free
+from monograph.run.run_index import json_object, wait_until_free
 from monograph.run.writing import discard
 from monograph.session.record import ConfigRecord
 from monograph.session.recorded import run_settings
@@ -188,7 +188,7 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
         known = out or (Path(recalled) if recalled else None)
         if resume:
             run = Run.open(resume, saved=False)
-            if run.at is not None:
+            if run.at_update is not None:
                 raise UsageError(
                     f"--resume {resume}: a run is resumed from its newest checkpoint: name {run.folder}, "
                     f"or start a new run from this one with --from {resume}"
@@ -197,7 +197,7 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
             raise UsageError(
                 "the ranks were started again: name the run's folder with --out, so that a restart can resume it"
             )
-        elif world.again and known and Run(known).begun:
+        elif world.again and known and Run(known).has_begun:
             run = Run(known)
             is_resumed = True
         else:
@@ -250,7 +250,7 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[int
     try:
         yield retry_rows
     except KeyboardInterrupt:
-        if not (world.alone and run.begun):
+        if not (world.alone and run.has_begun):
             raise
         raise KeyboardInterrupt(f"continue: {command('train', '--resume', run.handle)}") from None
     except BaseException as raised:
@@ -301,7 +301,7 @@ def _require_not_ended(world: World, file: Path) -> int:
     """
     before: dict[str, Any] | None = None
     if world.leads and world.attempt:
-        before = parsed(contents(file) or b"")
+        before = json_object(contents(file) or b"")
     # A run that the user stopped can continue after a restart.
     if before and before["exit_code"] == Stopped.exit_code:
         before = None

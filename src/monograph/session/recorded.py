@@ -20,9 +20,9 @@ from monograph.planner import defaults
 from monograph.report.quantities import counted
 from monograph.run import recorded_state
 from monograph.run.folder import Follower, Run
-from monograph.run.recipe import names_run, tokenizer_named
-from monograph.run.repository import FILES, fetched
-from monograph.run.run_index import checkpoint_named
+from monograph.run.recipe import names_run, resolve_tokenizer
+from monograph.run.repository import FILES, fetch_if_on_hub
+from monograph.run.run_index import update_of_checkpoint
 from monograph.run.source import ModelSource
 from monograph.run.trust import carries_mark, is_ours, require_trusted
 from monograph.run.writing import Parent
@@ -198,11 +198,11 @@ def fetched_model(settings: Settings, files: tuple[str, ...] = FILES) -> Setting
     commit in the cache.
 
     Raises:
-        UsageError, InputRefused, DiskFull: see `monograph.run.repository.fetched`.
+        UsageError, InputRefused, DiskFull: see `monograph.run.repository.fetch_if_on_hub`.
     """
     init = settings.model.init
     return (
-        settings.resolve({"model.init": fetched(init, files)}, init)
+        settings.resolve({"model.init": fetch_if_on_hub(init, files)}, init)
         if init and init.startswith(HUB)
         else settings
     )
@@ -217,7 +217,7 @@ def require_text(settings: Settings) -> None:
     source = settings.data.source
     for place in [source] if isinstance(source, str) else source:
         folder = Path(os.path.expanduser(place))
-        if is_file(folder / "run.lock") or checkpoint_named(folder) is not None:
+        if is_file(folder / "run.lock") or update_of_checkpoint(folder) is not None:
             raise UsageError(
                 f"{place} is a run, no text: give its config.toml, or model.init={place}"
             )
@@ -271,7 +271,7 @@ def settings_of(run: Run, given: Settings) -> Settings:
         UsageError: a given setting contradicts the run's.
         InputRefused: the run was stopped before its settings were written; or see `run_settings`.
     """
-    if not run.begun and not entries(run.checkpoints):
+    if not run.has_begun and not entries(run.checkpoints):
         raise InputRefused(
             f"{run.folder} was stopped before it began: start it with `monograph train --out {shell_words(run.folder)}`"
         )
@@ -323,15 +323,15 @@ def parent_named(name: str) -> Parent:
     numbered = re.fullmatch("[0-9]{1,18}", update)
     if not run or _is_run(name) or (exists(name) and not numbered):
         parent = Run.open(name)
-        return Parent(parent, parent.at)
+        return Parent(parent, parent.at_update)
     if not numbered:
         raise UsageError(
             f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}"
         )
     parent = Run.open(run)
-    if parent.at not in (None, int(update)):
+    if parent.at_update not in (None, int(update)):
         raise UsageError(
-            f"--from {name}: {run} is the checkpoint of update {parent.at}; leave one of them out"
+            f"--from {name}: {run} is the checkpoint of update {parent.at_update}; leave one of them out"
         )
     return Parent(parent, int(update))
 
@@ -339,7 +339,7 @@ def parent_named(name: str) -> Parent:
 def _is_run(name: str) -> bool:
     """Return whether a run or a sweep is there under a name, which may begin with `last`."""
     with suppress(InputRefused):
-        Run.located(name)
+        Run.locate(name)
         return True
     return False
 
@@ -364,7 +364,7 @@ def branched(parent: Run, given: Settings) -> Settings:
     """Return the settings of a new run: the given ones, and its parent's except those of
     `RUN_SPECIFIC_KEYS`.
     """
-    if not parent.begun and not entries(parent.checkpoints):
+    if not parent.has_begun and not entries(parent.checkpoints):
         raise InputRefused(
             f"{parent.folder} was stopped before it began: nothing can start from it"
         )
@@ -387,7 +387,7 @@ def branched(parent: Run, given: Settings) -> Settings:
             )
     if "data.tokenizer" in taken:
         source = ModelSource.open(str(parent.folder))
-        tokenizer = tokenizer_named(given.data.tokenizer)
+        tokenizer = resolve_tokenizer(given.data.tokenizer)
         tokens_of(given, source, tokenizer, is_adapted=False).require_no_new(str(parent.folder))
     taken -= {"optim.transfer", "optim.transfer_base"}
     taken |= {belonging for key in taken for belonging in DEPENDENT_KEYS.get(key, ())}

@@ -19,7 +19,7 @@ from monograph.distributed.world import World
 from monograph.errors import InputRefused
 from monograph.model.files import open_tensors
 from monograph.run.folder import Run
-from monograph.run.writing import write_whole
+from monograph.run.writing import write_atomically
 from monograph.storage.reading import exists
 from monograph.storage.writing import sync
 
@@ -63,7 +63,7 @@ def write_reference(
     # One entry of metadata, because safetensors writes several in any order, and equal references
     # should be equal files.
     content = save(whole_tensors, {"whose": f"{fingerprint} {_digest(whole_tensors)}"})
-    write_whole(
+    write_atomically(
         run.folder / REFERENCE, content, "nothing was trained yet: make room there, and start again"
     )
     sync(run.folder)

@@ -32,7 +32,7 @@ from monograph.report.quantities import count, counted, duration, memory
 from monograph.report.run_report import About, write_report, write_run_page
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
-from monograph.run.started import told
+from monograph.run.started import describe_start
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import MARK
 from monograph.session.gauges import Alarm, Gauges
@@ -298,7 +298,7 @@ class Reporter:
     def _about(self, rows: Sequence[Mapping[str, Any]]) -> About:
         samples = [(row["share"], row["sample"]) for row in rows if "sample" in row]
         origin = [
-            *told(self.session.run),
+            *describe_start(self.session.run),
             ("seed", str(self.session.plan.job.seed)),
             ("data", self.session.task.described),
         ]

@@ -84,7 +84,7 @@ def open_run(
     plan = resolve(record, machine)
     for line in notes_on(plan, machine):
         progress.line("note", line)
-    began_before = folder.begun
+    began_before = folder.has_begun
     note = "" if began_before else _short_time_note(plan.job.span.wall_minutes, started)
     if note:
         progress.line("time", note)
@@ -265,7 +265,7 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     # are not read here, since a damaged row does not hinder a resume.
     if world.agreed(is_saved or any(eager_start.MARK not in row for row in folder.rows())):
         session.restore(newest(world, folder.checkpoints, warn), progress)
-        if world.leads and writing.mended_tokenizer(folder, session.corpus.tokenizer):
+        if world.leads and writing.repair_tokenizer(folder, session.corpus.tokenizer):
             warn(f"{folder.tokenizer}: was damaged, and is written again")
         progress.line(
             "resume", f"{folder.folder} from update {session.engine.index} of {session.updates}"
@@ -274,7 +274,7 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     # The rows are of a process that was stopped before its first checkpoint.
     folder.truncate_metrics(0)
     if parent := writing.recorded_parent(folder):
-        begun = newest(world, parent.run.checkpoints, warn, at=parent.at)
+        begun = newest(world, parent.run.checkpoints, warn, at=parent.at_update)
         session.branch(begun, parent.run)
         progress.line(
             "from", f"weights and optimizer of {parent.run.folder} after update {begun.update}"

@@ -232,7 +232,7 @@ def begin_cohort(
     set_planned_schedules(engine, built_runs)
     cohort = open_cohort(members, runs, built_runs, text, engine)
     for session in cohort.sessions:
-        if not session.run.begun:
+        if not session.run.has_begun:
             begin_run(session)
     return cohort
 

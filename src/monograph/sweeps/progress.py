@@ -20,7 +20,7 @@ from monograph.report.quantities import count, counted, duration
 from monograph.report.sweep_charts import Curve
 from monograph.report.sweep_report import write_page_so_far, write_sweep_report
 from monograph.run.progress import Progress, SweepDisplay, silent
-from monograph.run.started import told
+from monograph.run.started import describe_start
 from monograph.session.brief import CACHED_S, COMPILE_S
 from monograph.session.objectives.texts import open_corpus
 from monograph.session.plan import Length
@@ -376,7 +376,7 @@ class SweepProgress:
         folder = self.sweep.run.folder
         settings = results.chart_settings(table)
         curves = _curves(outcomes)
-        write_page_so_far(folder, result, settings, curves, told(self.sweep.run), state)
+        write_page_so_far(folder, result, settings, curves, describe_start(self.sweep.run), state)
 
     def finish(self) -> dict[str, Any]:
         """Compare the settings, write tables and figures, print the results, and return the object
@@ -397,7 +397,7 @@ class SweepProgress:
         report = self.sweep.run.report
         with self.progress.stage("report", f"{report}, {path}"):
             table_lines = results.table_lines(table, self._divergences_by_index())
-            origin = told(self.sweep.run)
+            origin = describe_start(self.sweep.run)
             write_sweep_report(
                 self.sweep.run.folder,
                 result,

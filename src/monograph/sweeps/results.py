@@ -110,7 +110,7 @@ def mixture_members(name: str) -> list[Run]:
     path = Path(name)
     if path.name != MIXTURE or not names_run(path.parent):
         return []
-    folder = Run.located(path.parent)
+    folder = Run.locate(path.parent)
     if not names_mixture(folder / MIXTURE):
         return []
     sweep = Sweep.open(folder)
@@ -174,7 +174,7 @@ def open_student(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
         InputRefused: the members cannot teach one model.
     """
     run = Run(sweep.run.folder / DISTILLED)
-    if run.begun:
+    if run.has_begun:
         return run
     run = Run.create(run.folder)
     with run.lock(new=True):

@@ -371,7 +371,7 @@ def _model_named(name: str) -> ModelSource:
     """Return the model that a parameter of a reward names, under the path that is recorded."""
     model = ModelSource.open(name)
     # `last` will soon name the new run.
-    path = model.run.named if model.run else without_links(name)
+    path = model.run.named_path if model.run else without_links(name)
     return model.renamed(str(path))
 
 

@@ -21,7 +21,7 @@ from monograph.run.folder import TEACHERS, Run
 from monograph.run.models import load_run
 from monograph.run.recipe import digest
 from monograph.run.recorded_state import Digest, Natural, Strict
-from monograph.run.writing import write_whole
+from monograph.run.writing import write_atomically
 from monograph.session.objective import Task
 from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import Plan
@@ -61,7 +61,7 @@ def write_teachers(run: Run, members: Sequence[Run]) -> None:
         place = member.folder.relative_to(run.folder.parent)
         teachers.append({"member": str(place), "update": update, "sha256": digest(model)})
     record = {"schema": "monograph.teachers/1", "share": SHARE, "teachers": teachers}
-    write_whole(run.folder / TEACHERS, json.dumps(record, indent=1) + "\n")
+    write_atomically(run.folder / TEACHERS, json.dumps(record, indent=1) + "\n")
 
 
 def taught(task: Task, run: Run, ranks: int) -> Task:
@@ -139,11 +139,11 @@ class TaughtTask(TextTask):
             loaded, tokenizer, _ = load_run(teacher)
         except (InputRefused, NoValidCheckpoint) as error:
             raise InputRefused(
-                f"{teacher.named}, a teacher of {run.folder}: {error}; put it back, {without}"
+                f"{teacher.named_path}, a teacher of {run.folder}: {error}; put it back, {without}"
             ) from None
         if digest(loaded) != recorded.sha256:
             raise InputRefused(
-                f"{teacher.named}, a teacher of {run.folder}, has changed: put it back, {without}"
+                f"{teacher.named_path}, a teacher of {run.folder}, has changed: put it back, {without}"
             )
         sizes = {both.config.vocab_size for both in (loaded, model) if isinstance(both, Llama)}
         if (
@@ -152,7 +152,7 @@ class TaughtTask(TextTask):
             or len(sizes) > 1
         ):
             raise InputRefused(
-                f"{teacher.named}: a teacher of other tokens than {run.folder} has: {without[3:]}"
+                f"{teacher.named_path}: a teacher of other tokens than {run.folder} has: {without[3:]}"
             )
         return loaded
 
