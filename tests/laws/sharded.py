@@ -214,7 +214,7 @@ def owners(world: World, by_day: bool) -> dict[str, float]:
     odd = model(torch.float64, False, num_hidden_layers=3)
     # Three of each shape.
     optim = Muon(matrices=["*.q_proj.weight", "*.k_proj.weight", "*.down_proj.weight"])
-    iterated, left, exchange = [0] * world.size, [0], world.exchange
+    iterated, left, exchange = [0] * world.size, [0], world.all_to_all
 
     def counted(matrices: Tensor, compute: torch.dtype) -> Tensor:
         iterated[world.rank] += len(matrices)

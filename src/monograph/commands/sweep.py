@@ -48,7 +48,7 @@ def run(
     repeatable(default_device())
     led_sweep = _open_or_create(world, arguments, samples, verify, out) if world.leads else None
     # Rank 0 tells the other ranks which folder it is.
-    folder = world.agreed(str(led_sweep.run.folder.absolute()) if led_sweep else None)
+    folder = world.broadcast(str(led_sweep.run.folder.absolute()) if led_sweep else None)
     sweep = led_sweep or Sweep.open(Path(folder))
     with (
         sweep.run.lock() if world.leads else nullcontext(),
@@ -61,11 +61,11 @@ def run(
             sweep.record["distill"] = True
             sweep.write()
         state = SweepProgress(sweep, progress, world)
-        if not world.agreed(state.are_over(state.members)):
+        if not world.broadcast(state.are_over(state.members)):
             _train(state, progress)
-            world.gather()
+            world.let_rank_0_wait()
         exit_code = _finish(state, verify, progress, json) if world.leads else 0
-        world.agreed(None)  # the other ranks wait until rank 0 has written the results
+        world.broadcast(None)  # the other ranks wait until rank 0 has written the results
         world.leave()
     return exit_code
 
@@ -143,7 +143,7 @@ def _require_member(verify: int | None, members: int) -> None:
 
 def _train(state: SweepProgress, progress: Progress) -> None:
     """Train this rank's rounds, one after another."""
-    with state.world.first():
+    with state.world.rank_0_first():
         # Rank 0 has decided which members train at once, and the others read it.
         if not state.world.leads:
             state.sweep.record |= Sweep.open(state.sweep.run.folder).record

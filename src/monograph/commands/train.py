@@ -92,7 +92,7 @@ def run(
             warning = strange_text(parent.run, settings.data.source, settings.programs)
         if warning:
             progress.line("warning", warning)
-        summary = world.agreed(finished(this_run) if is_resumed and world.leads else None)
+        summary = world.broadcast(finished(this_run) if is_resumed and world.leads else None)
         if summary:
             progress.line(
                 "done",

@@ -67,7 +67,7 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
                     f"{error.filename}: rank {world.rank} cannot save its part of the checkpoint of update "
                     f"{checkpoint.update}: {error.strerror}; make room, then resume"
                 ) from error
-    world.wait()
+    world.barrier()
 
 
 def newest(
@@ -92,7 +92,7 @@ def newest(
             checkpoint = checkpointing.newest(checkpoints, warn, at, until)
         except NoValidCheckpoint as error:
             fault = str(error)
-    update, fault = world.agreed([checkpoint.update if checkpoint else None, fault])
+    update, fault = world.broadcast([checkpoint.update if checkpoint else None, fault])
     if update is None:
         raise NoValidCheckpoint(fault)
     return checkpoint or checkpointing.newest(checkpoints, warn, update)
@@ -132,14 +132,14 @@ def _write_together(world: World, path: Path, tensors: Mapping[str, Tensor]) -> 
             with open(path, "xb", buffering=0) as file:
                 file.truncate(length)
         # The other ranks must not open the file before it exists.
-        world.wait()
+        world.barrier()
         with open(path, "r+b", buffering=0) as file:
             for offset, piece in _own_pieces(world, header, length, tensors):
                 blocks.write_at(file.fileno(), piece, offset)
             os.fsync(file.fileno())
             # A block may have parts of several ranks, so blocks are hashed from the file, after all
             # ranks have written.
-            world.wait()
+            world.barrier()
             count = math.ceil(length / blocks.BLOCK_BYTES)
             # Each rank computes some digests. The other rows are zeros, so the sum over ranks has
             # all of them.

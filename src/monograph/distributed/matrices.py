@@ -53,10 +53,10 @@ def orthogonalised(
     own_count = len(owned[world.rank])
     shapes = [(own_count, part.stop - part.start, cols) for part in rows_of_ranks]
     received = [math.prod(shape) for shape in shapes]
-    flat = world.exchange(torch.cat([own[i].flatten() for i in order]), sent, received)
+    flat = world.all_to_all(torch.cat([own[i].flatten() for i in order]), sent, received)
     parts = [part.view(shape) for part, shape in zip(flat.split(received), shapes, strict=True)]
     orthogonal = orthogonalise(torch.cat(parts, dim=1), compute)
     # The rows are sent back in the same way, with the two lists of sizes exchanged.
     flat = torch.cat([orthogonal[:, part].flatten() for part in rows_of_ranks])
-    own_orthogonal = world.exchange(flat, received, sent).view(len(own), *own[0].shape)
+    own_orthogonal = world.all_to_all(flat, received, sent).view(len(own), *own[0].shape)
     return [own_orthogonal[order.index(i)] for i in range(len(own))]

@@ -74,7 +74,7 @@ class Replicas(ByRank):
     def _sum_bucket(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
         """Start to sum a bucket over ranks, in place."""
         self.summed.append(torch.empty_like(bucket, device="meta"))
-        return self.world.summing(bucket)
+        return self.world.sum_async(bucket)
 
 
 class _ModelWithLoss(nn.Module):

@@ -99,7 +99,7 @@ class Shards(ByRank):
             mesh = init_device_mesh(
                 default_device().type, shape, mesh_dim_names=("machine", "rank")
             )
-            self.sharing = self.world.within(mesh.get_group("rank"))
+            self.sharing = self.world.subgroup(mesh.get_group("rank"))
         # Of a quantised base.
         single = {parameter for parameter in model.parameters() if not parameter.ndim}
         for parameter in single:

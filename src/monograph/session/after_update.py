@@ -107,8 +107,8 @@ class AfterUpdate:
         stop_requested, save_requested, is_lost, is_skipping = session.world.any(
             self.stop_signal.requested is not None,
             self.stop_signal.save_requested,
-            log.is_lost,
-            log.streak > 0,
+            log.has_diverged,
+            log.skipped_in_a_row > 0,
         )
         is_due = self._save_is_overdue or done % session.plan.intervals.save_every == 0
         # While updates are skipped, a due checkpoint is not written: `go_back` needs one from
@@ -175,7 +175,7 @@ class AfterUpdate:
     def sample(self, moment: Moment) -> None:
         """Show what the model writes, if that is due; the last sample comes after the loop."""
         is_due = moment.done in self.report.sample_updates() and not moment.is_last
-        if is_due and self.session.world.agreed(self.report.deadline.can_sample_midway):
+        if is_due and self.session.world.broadcast(self.report.deadline.can_sample_midway):
             self.log.flush()
             self.report.sample(self.block, moment.done)
 

@@ -204,7 +204,7 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
             run = Run.create(known)
         folder = str(run.folder if world.alone else run.folder.absolute())
         world.remember("run", folder)
-    folder, is_resumed = world.agreed([folder, is_resumed])
+    folder, is_resumed = world.broadcast([folder, is_resumed])
     run_class = Run if world.leads else Follower
     return run_class(Path(folder)), is_resumed
 
@@ -214,7 +214,7 @@ def agreed(world: World, record: ConfigRecord) -> ConfigRecord:
     if world.alone:
         return record
     settings = record.settings
-    values, origins, vouched = world.agreed(
+    values, origins, vouched = world.broadcast(
         [settings.pinned(), dict(settings.origins), dict(settings.vouched)]
     )
     checked = {
@@ -305,7 +305,7 @@ def _require_not_ended(world: World, file: Path) -> int:
     # A run that the user stopped can continue after a restart.
     if before and before["exit_code"] == Stopped.exit_code:
         before = None
-    before = world.agreed(before or None)
+    before = world.broadcast(before or None)
     retry_rows = int(before.get("retry_rows", 0)) if before else 0
     may_train = retry_rows or not before
     # A folder of this name was not written here, and is left alone.

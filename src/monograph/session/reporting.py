@@ -226,7 +226,7 @@ class Reporter:
         else:
             ends = self._shorter_by_deadline(update)
         # Clocks of ranks differ, but all ranks must end at the same update.
-        ends = self.session.world.number(ends)
+        ends = self.session.world.broadcast_int(ends)
         if not ends:
             return
         is_cooling = self.session.cooled is not None
@@ -278,15 +278,15 @@ class Reporter:
         checks.
         """
         # Clocks of ranks differ, and all ranks must do the same: rank 0 decides.
-        agreed = self.session.world.agreed
-        limit = agreed(self.deadline.affordable_rows(self.recent_s))
+        broadcast = self.session.world.broadcast
+        limit = broadcast(self.deadline.affordable_rows(self.recent_s))
         self.evaluate(block, self.session.updates, limit=limit)
-        if agreed(self.deadline.has_time_for_samples(1)):
+        if broadcast(self.deadline.has_time_for_samples(1)):
             self.sample(block, self.session.updates)
         if not self.is_stdlib:
             return
         samples = 1 + CHECKED_TOKENS / SAMPLE_TOKENS  # the time of these texts, in samples
-        if agreed(self.deadline.has_time_for_samples(samples)):
+        if broadcast(self.deadline.has_time_for_samples(samples)):
             texts = self._write(CHECKED_TEXTS, CHECKED_TOKENS)
             counts = [accepted_share(text) for text in texts if text]
             self.accepted_lines = sum(c[0] for c in counts), sum(c[1] for c in counts)

@@ -97,7 +97,7 @@ def open_run(
     in_time = partial(_require_time, plan, started)
     # Reading a text may take longer than the run's time; each report of progress asks for that.
     watch = nullcontext() if began_before else progress.watched(in_time)
-    with world.first(), watch:
+    with world.rank_0_first(), watch:
         task = held.enter_context(closing(open_task(folder, plan, progress, world.size)))
     open_session_of = partial(
         _open_or_resume, folder, task=task, world=world, retry_rows=retry_rows
@@ -263,7 +263,7 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     # Only eager updates come before the first checkpoint. So a run with other rows had one, and
     # must not begin anew if it is gone: `newest` then raises. The rows of a run with a checkpoint
     # are not read here, since a damaged row does not hinder a resume.
-    if world.agreed(is_saved or any(eager_start.MARK not in row for row in folder.rows())):
+    if world.broadcast(is_saved or any(eager_start.MARK not in row for row in folder.rows())):
         session.restore(newest(world, folder.checkpoints, warn), progress)
         if world.leads and writing.repair_tokenizer(folder, session.corpus.tokenizer):
             warn(f"{folder.tokenizer}: was damaged, and is written again")

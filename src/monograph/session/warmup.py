@@ -69,7 +69,7 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
         Precision(session.plan.training.precision).dtype,
         engine.step.device,
     )
-    session.kernel = session.world.agreed(kept_or_fastest(times, session.kernel))
+    session.kernel = session.world.broadcast(kept_or_fastest(times, session.kernel))
     assert session.kernel
     model.use_attention(model.attention, session.kernel)
     if times:
@@ -123,7 +123,7 @@ def calibrate(session: Session) -> float:
 
     with session.undisturbed():
         seconds = seconds_per_update(engine, make_updates, session.world, time_s)
-    return float(session.world.agreed(seconds)) / updates_per_window
+    return float(session.world.broadcast(seconds)) / updates_per_window
 
 
 def seconds_per_update(
@@ -156,7 +156,7 @@ def seconds_per_update(
         return sum(times) < CALIBRATION_S and len(times) < MAX_TIMED
 
     with engine.step.counters_kept():
-        while world.agreed(needs_more()):
+        while world.broadcast(needs_more()):
             synchronize(engine.step.device)
             began = clock()
             update()

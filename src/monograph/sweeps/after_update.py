@@ -90,8 +90,8 @@ class AfterUpdate:
         self.block.update(self.state.done, self.state.figures)
         self._shown_updates = done
         self._shown_s = clock()
-        newly_diverged = logs.diverged(self.updates if is_last else None)
-        self.cohort.freeze({place: logs.ended[place] for place in newly_diverged})
+        newly_diverged = logs.find_diverged(self.updates if is_last else None)
+        self.cohort.freeze({place: logs.divergences[place] for place in newly_diverged})
 
     @contextmanager
     def paused(self) -> Iterator[None]:

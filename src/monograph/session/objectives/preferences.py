@@ -193,7 +193,7 @@ class PreferenceTask(RowsTask):
 
     def figures(self, windows: Windows) -> dict[str, Any]:
         """Return how well the answers of the last update are told apart."""
-        figures = self._loss.take_figures(self.world.gathered)
+        figures = self._loss.take_figures(self.world.all_gather)
         self.answer_tokens += int(figures["answer_tokens"])
         return {**figures, "tokens": self.answer_tokens}
 
@@ -203,7 +203,7 @@ class PreferenceTask(RowsTask):
         if scored is None:
             return None
         found, rows = scored
-        compared = self._loss.take_figures(self.world.gathered)
+        compared = self._loss.take_figures(self.world.all_gather)
         figures = {"eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte}
         figures |= {f"eval_{name}": compared[name] for name in ("accuracy", "margin")}
         return HeldOutScore(

@@ -524,7 +524,7 @@ class RewardTask(Task):
     def begin(self, run: Run, engine: Engine, world: World, plan: Callable[[], Plan]) -> None:
         """Take the parts of the session, and draw from its weights."""
         super().begin(run, engine, world, plan)
-        sharing = Sharing(world.size, world.shared, world.once)
+        sharing = Sharing(world.size, world.split_over_ranks, world.on_rank_0)
         options = options_of(plan())
         self.drawer = Drawer(
             engine, self.data, self.reward, options, lambda: plan().updates, sharing
@@ -622,7 +622,7 @@ class RewardTask(Task):
         """Return rewards, lengths and the like of the answers of the last update."""
         loss = self.engine.step.loss
         assert isinstance(windows, Rollouts) and isinstance(loss, PolicyLoss)
-        figures = loss.take_figures(self.world.gathered)
+        figures = loss.take_figures(self.world.all_gather)
         if not self._needs_reference:
             del figures["kl"]
         if not windows.is_fresh:  # the answers are those of an update before
