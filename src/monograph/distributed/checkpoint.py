@@ -23,7 +23,7 @@ from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.checkpointing.folder import MODEL, OPTIMIZER
 from monograph.checkpointing.rotation import unfinished
-from monograph.distributed.rows import place_of
+from monograph.distributed.rows import own_slice
 from monograph.distributed.world import World
 from monograph.errors import DiskFull, NoValidCheckpoint, Warn
 from monograph.storage import blocks, tensor_layout
@@ -98,7 +98,7 @@ def newest(
     return checkpoint or checkpointing.newest(checkpoints, warn, update)
 
 
-def not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
+def find_not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the tensors that are not finite on any rank; a collective."""
     own_parts = [
         tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()
@@ -167,7 +167,7 @@ def _own_pieces(
             # coordinate, the machine, have the same rows, and the first of them writes.
             if any(tensor.device_mesh.get_coordinate()[:-1]):  # type: ignore[index]
                 continue
-            first_row = place_of(tensor).start
+            first_row = own_slice(tensor).start
             # A tensor without rows has 0 bytes.
             offset += first_row * (entry.end - entry.begin) // max(1, len(tensor))
             yield offset, tensor_layout.bytes_of(tensor.to_local())

@@ -33,7 +33,7 @@ class Replicas(ByRank):
         self.buckets = list[Tensor]()
         self.summed = list[Tensor]()
         # Gradients are summed over ranks with the window's last micro-batch only.
-        self.joining = lambda last: nullcontext() if last else self.parallel.no_sync()
+        self.micro_batch_context = lambda last: nullcontext() if last else self.parallel.no_sync()
 
     def wrap(self) -> None:
         """Give the step's module to a new DDP, and make two backward passes.
@@ -67,7 +67,7 @@ class Replicas(ByRank):
         loss, loss_sum, count = self.parallel(batch, self.step.loss_factor)
         return loss, loss_sum, count
 
-    def without_gradient(self) -> None:
+    def handle_missing_gradient(self) -> None:
         """Give the other ranks, which wait for it, a gradient of zeros."""
         self.parallel.module(None, self.step.loss_factor).backward()
 

@@ -374,7 +374,7 @@ def trained_numbers(config: LlamaConfig, lora: Lora | None, precision: str) -> i
     return config.parameter_count()
 
 
-def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, halved: bool) -> int:
+def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, gathers_bf16: bool) -> int:
     """Return the bytes of the whole copy of a sharded model from which answers are sampled; see
     `Parameters.gathered`.
 
@@ -382,14 +382,14 @@ def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, halved:
         config: the model's shape.
         lora: the adapters; None: all weights are trained.
         precision: the compute precision. Below fp32, the blocks' matrices are kept in its 16 bits.
-        halved: whether all weights of the blocks are kept in 16 bits, not only matrices.
+        gathers_bf16: whether all weights of the blocks are kept in 16 bits, not only matrices.
     """
     if lora:
         sizes = _adapted_sizes(config, lora, precision)
         return sizes.base_bytes + 4 * sizes.adapters
     if precision == "fp32":
         narrow = 0
-    elif halved:
+    elif gathers_bf16:
         layers = range(config.num_hidden_layers)
         narrow = _count_numbers(
             [shape for layer in layers for shape in layer_shapes(config, layer).values()]

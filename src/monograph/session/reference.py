@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from monograph.distributed.rows import own_rows, whole_rows
+from monograph.distributed.rows import gather_rows, shard_like
 from monograph.distributed.world import World
 from monograph.errors import InputRefused
 from monograph.model.files import open_tensors
@@ -55,7 +55,7 @@ def write_reference(
     whole_tensors = dict[str, torch.Tensor]()
     # One tensor after another, so that a device holds only one whole tensor.
     for name, tensor in tensors.items():
-        whole = whole_rows(tensor)  # a collective
+        whole = gather_rows(tensor)  # a collective
         if world.leads:
             whole_tensors[name] = whole.cpu()
     if not world.leads:
@@ -85,7 +85,7 @@ def read_reference(run: Run, fingerprint: str, tensors: Mapping[str, torch.Tenso
     if not fits or stored_fingerprint != fingerprint:
         raise InputRefused(LOST.format(path, DAMAGED))
     for name, tensor in tensors.items():
-        tensor.copy_(own_rows(stored[name], tensor))
+        tensor.copy_(shard_like(stored[name], tensor))
 
 
 def _stored(path: Path) -> tuple[dict[str, torch.Tensor], str]:
