@@ -297,9 +297,10 @@ def _monograph(
         print(f"monograph {__version__}")
         raise typer.Exit
     command = context.invoked_subcommand
-    if command not in SHARED_COMMANDS and launched_processes() > 1:
+    processes = launched_processes()
+    if command not in SHARED_COMMANDS and processes > 1:
         raise UsageError(
-            f"{launched_processes()} processes were started, but `monograph {command}` runs in one: leave the launcher out"
+            f"{processes} processes were started, but `monograph {command}` runs in one: leave the launcher out"
         )
     _print_help_without_command(context)
 

@@ -14,7 +14,7 @@ from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
 from monograph.planner import Limits, budget, streamed_or_resident
 from monograph.planner import Plan as Answer
-from monograph.planner.defaults import LEARNING_RATES, TOKENS_PER_PARAMETER, updates_of
+from monograph.planner.defaults import LEARNING_RATES, TOKENS_PER_PARAMETER, updates_for_tokens
 from monograph.planner.remedies import Choices, remedies_worth_showing
 from monograph.planner.streaming import HOST_SHARE
 from monograph.predict.roofline import Calibration, peak_flops
@@ -152,7 +152,7 @@ def _length(asked: Asked, plan: Plan, answer: Answer, config: LlamaConfig) -> Le
         return Length(plan.updates, plan.updates * per_update)
     is_new = plan.job.recipe.init is None
     if asked.elsewhere and is_new and not span.epochs and not span.is_timed:
-        updates = updates_of(TOKENS_PER_PARAMETER * config.parameter_count(), per_update)
+        updates = updates_for_tokens(TOKENS_PER_PARAMETER * config.parameter_count(), per_update)
         why = f"{TOKENS_PER_PARAMETER} a parameter; or train.tokens=N"
         return Length(updates, updates * per_update, why)
     if answer.candidates and span.is_timed:

@@ -116,7 +116,7 @@ def job_of(settings: Settings, *, built: bool = True) -> Job:
         final=FINAL if optim.min_lr_ratio is None else optim.min_lr_ratio,
         asked_tokens=int(train.tokens_per_update),
         updates=span.updates
-        or (defaults.updates_of(span.tokens, per_update) if span.tokens else 0),
+        or (defaults.updates_for_tokens(span.tokens, per_update) if span.tokens else 0),
         span=span,
         intervals=intervals,
         **by_field(Job, settings.values()),

@@ -225,7 +225,9 @@ def _likely_updates(session: Session) -> int:
         session.task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay)
         or MOST
     )
-    return defaults.updates_for(defaults.UPDATES_SHARE * 60 * plan.job.span.minutes, seconds, most)
+    return defaults.updates_in_time(
+        defaults.UPDATES_SHARE * 60 * plan.job.span.minutes, seconds, most
+    )
 
 
 def compile_run(folder: str, window: str) -> None:

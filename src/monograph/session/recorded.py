@@ -286,7 +286,7 @@ def settings_of(run: Run, given: Settings) -> Settings:
             value in (mine, "auto")
             or (
                 key == "train.tokens"
-                and own.train.updates == defaults.updates_of(value, per_update)
+                and own.train.updates == defaults.updates_for_tokens(value, per_update)
             )
             # The minutes in a TOML file have become the run's updates.
             or (key == "train.minutes" and given.origins[key] != "command line")

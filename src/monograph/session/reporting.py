@@ -24,7 +24,7 @@ from monograph.evaluation.yardsticks import accepted_share, yardsticks
 from monograph.graph import capture as graph
 from monograph.graph.inspect import modes_kept
 from monograph.model.llama import Llama
-from monograph.planner.defaults import updates_for
+from monograph.planner.defaults import updates_in_time
 from monograph.predict.roofline import flops_per_token, mfu
 from monograph.profiling.memory import reset_peak_memory
 from monograph.report.in_progress import PageInProgress
@@ -257,7 +257,7 @@ class Reporter:
         # A short cool-down would cost more loss than the run gains by ending in time, so the run
         # may take longer than `budget_s` for it.
         left_s = max(until_s - spent_s, (1 - COOLING_FROM) / 2 * session.budget_s)
-        ends = update + updates_for(left_s, per_update_s, session.updates - update)
+        ends = update + updates_in_time(left_s, per_update_s, session.updates - update)
         return ends if ends < session.updates else 0
 
     def _shorter_by_deadline(self, update: int) -> int:

@@ -429,7 +429,7 @@ def fix_length(session: Session, progress: Progress) -> None:
             training_s = max(
                 training_s / 4, training_s - curve_s - Deadline(session).end_s(seconds)
             )
-        affordable = defaults.updates_for(training_s, seconds, most)
+        affordable = defaults.updates_in_time(training_s, seconds, most)
         # One update is always made, even if it takes longer than the budget.
         session.budget_s = max(session.budget_s, affordable * seconds)
         # `engine.index` eager updates came before the step was compiled (`session.eager_start`).

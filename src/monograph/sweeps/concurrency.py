@@ -522,7 +522,7 @@ def choose_updates(
         most = defaults.most_updates(
             timing.text.train.per_epoch, training.window_rows, training.optim.weight_decay
         )
-        affordable = defaults.updates_for(tokens, _tokens_per_update(timing), most)
+        affordable = defaults.updates_in_time(tokens, _tokens_per_update(timing), most)
         updates_of_groups.append(timing.given_updates or min(most, done + affordable))
     return updates_of_groups
 

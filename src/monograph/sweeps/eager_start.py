@@ -267,4 +267,4 @@ def _expected_updates(timings: Sequence[Timing], start: EagerStart) -> tuple[int
         )
         most = min(most, most_of_group)
     training_s = defaults.UPDATES_SHARE * 60 * timings[0].group.plan.job.span.minutes
-    return defaults.updates_for(training_s, seconds, most), most
+    return defaults.updates_in_time(training_s, seconds, most), most
