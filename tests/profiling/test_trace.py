@@ -20,7 +20,13 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.profiling import trace
 from monograph.profiling.intervals import PARTS, time_by_part
-from monograph.profiling.profiler import NEEDED, UPDATES, _exported, has_kernel, profile
+from monograph.profiling.profiler import (
+    MIN_WINDOWS,
+    PROFILED_UPDATES,
+    _export_trace,
+    has_kernel,
+    profile,
+)
 from monograph.resident import Resident
 
 SHAPE = LlamaConfig(vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -213,7 +219,7 @@ def test_a_real_step_eagerly(tmp_path) -> None:
     tokens = torch.randint(97, (4, 16), generator=torch.Generator().manual_seed(0))
     engine = Resident(Llama(SHAPE), micro_batch=2)
     loss = engine.step.loss
-    windows = [{"tokens": tokens, "targets": tokens.roll(-1, 1)}] * NEEDED
+    windows = [{"tokens": tokens, "targets": tokens.roll(-1, 1)}] * MIN_WINDOWS
     found = profile(engine, windows, tmp_path / "trace.json")
     assert engine.step.loss is loss and engine.index == len(windows) and found.micro_steps == 2
     judged = found.verdict
@@ -227,8 +233,10 @@ def test_a_real_step_eagerly(tmp_path) -> None:
         assert recorded[part] > 0, part
     # Every product of a block and its two of the backward pass: 7 linear layers, 2 micro-batches.
     products = [kernel for kernel in timeline.kernels if kernel.part == "matmul"]
-    assert len(products) == 3 * 7 * 2 * UPDATES
-    per_token = sum(kernel.flops or 0.0 for kernel in products) / (UPDATES * tokens.numel())
+    assert len(products) == 3 * 7 * 2 * PROFILED_UPDATES
+    per_token = sum(kernel.flops or 0.0 for kernel in products) / (
+        PROFILED_UPDATES * tokens.numel()
+    )
     blocks = sum(
         p.numel() for name, p in engine.model.named_parameters() if "layers" in name and p.ndim == 2
     )
@@ -237,7 +245,7 @@ def test_a_real_step_eagerly(tmp_path) -> None:
     # forward pass here.
     head = [kernel for kernel in timeline.kernels if kernel.part == "loss head"]
     assert sum(kernel.flops or 0.0 for kernel in head) / (
-        UPDATES * tokens.numel()
+        PROFILED_UPDATES * tokens.numel()
     ) == pytest.approx(6 * 97 * 16)
 
 
@@ -255,7 +263,7 @@ def test_a_real_step_captured(tmp_path) -> None:
     window = {"rows": rows, "targets": rows.flip(1)}
     assert engine.capture(window) is None
     kernels = generated()
-    found = profile(engine, [window] * NEEDED, tmp_path / "trace.json").verdict
+    found = profile(engine, [window] * MIN_WINDOWS, tmp_path / "trace.json").verdict
     timeline = trace.read(json.loads((tmp_path / "trace.json").read_text()), has_kernel, None, True)
     seen = [kernel for kernel in timeline.kernels if kernel.name.startswith("cpp_fused_")]
     assert {kernel.part for kernel in seen} == {"elementwise", "optimizer"}
@@ -272,7 +280,7 @@ def test_a_trace_is_read_whatever_its_folder_is_called(tmp_path) -> None:
         activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
     ) as watched:
         torch.zeros(2).neg()
-    found = _exported(watched, folder / "trace.json")
+    found = _export_trace(watched, folder / "trace.json")
     assert found == json.loads((folder / "trace.json").read_text()) and found["traceName"] == str(
         folder / "trace.json"
     )

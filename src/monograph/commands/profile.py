@@ -148,7 +148,10 @@ def _profile_session(session: Session, folder: Path, progress: Progress) -> Prof
     try:
         with progress.stage("profile", "timing a few updates (discarded)") as stage:
             measured = profile(session.engine, rows, folder / TRACE, used=used, packed=packed)
-            stage.result = f"{1e3 * measured.update_s:.3g} ms each, {1e3 * measured.watched_s:.3g} ms with the profiler"
+            profiled_ms = 1e3 * measured.profiled_s
+            stage.result = (
+                f"{1e3 * measured.update_s:.3g} ms each, {profiled_ms:.3g} ms with the profiler"
+            )
     finally:
         rows.close()
     warn_if_busy(progress)
@@ -157,22 +160,22 @@ def _profile_session(session: Session, folder: Path, progress: Progress) -> Prof
 
 def _print_profile(measured: Profile, tokens_per_s: float, folder: Path) -> None:
     """Print the times, the limits and the changes that would help."""
-    judged = measured.verdict
+    verdict = measured.verdict
     machine = measured.machine
     steps = counted(measured.micro_steps, "micro-step")
     print(f"update    {1e3 * measured.update_s:.3g} ms, {count(tokens_per_s, 'tok/s')}, {steps}\n")
     print(f"{'part':<14}{'share':>7}{'ms':>10}{'best ms':>10}  mostly limited by")
     for part in PARTS:
-        share = judged.spent.share(part)
-        spent_ms = 1e3 * judged.spent.parts[part]
-        best_ms = 1e3 * judged.floors[part]
-        limit = largest_bound(judged.bounds.get(part, {}))
+        share = verdict.spent.share(part)
+        spent_ms = 1e3 * verdict.spent.parts[part]
+        best_ms = 1e3 * verdict.floors[part]
+        limit = largest_bound(verdict.bounds.get(part, {}))
         print(f"{part:<14}{share:>7.1%}{spent_ms:>10.3g}{best_ms:>10.3g}  {limit}".rstrip())
-    faster = measured.update_s / max(judged.floor_s, 1e-12)
+    faster = measured.update_s / max(verdict.floor_s, 1e-12)
     rates = f"{count(machine.matmul_flops)}FLOP/s of a large product, {count(machine.copy_bytes_per_s)}B/s of a copy"
-    print(f"\nbest      {1e3 * judged.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
+    print(f"\nbest      {1e3 * verdict.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
     print(f"limit     {describe_limit(measured)}")
-    for index, change in enumerate(judged.changes):
+    for index, change in enumerate(verdict.changes):
         if index == 0:
             start = f"change    {change.what}"
             reason = f", as {change.why}"
@@ -180,7 +183,7 @@ def _print_profile(measured: Profile, tokens_per_s: float, folder: Path) -> None
             start = f"          or {change.what}"
             reason = ""
         other = "" if change.same_training else " (changes the training)"
-        print(f"{start}: predicted {judged.gain(change):.2f} × as fast{reason}{other}")
+        print(f"{start}: predicted {verdict.gain(change):.2f} × as fast{reason}{other}")
     print(
         f"written   {folder / REPORT}, {folder / PICTURE}, and {folder / TRACE} for ui.perfetto.dev"
     )
@@ -190,7 +193,7 @@ def _json_object(
     measured: Profile, tokens_per_s: float, session: Session, folder: Path
 ) -> dict[str, Any]:
     """Return the measurements as the object that --json prints."""
-    judged = measured.verdict
+    verdict = measured.verdict
     step = session.engine.step
     return {
         "schema": "monograph.profile/1",
@@ -199,29 +202,29 @@ def _json_object(
         "compile": step.scope,
         "micro_steps": measured.micro_steps,
         "update_s": measured.update_s,
-        "watched_update_s": measured.watched_s,
+        "watched_update_s": measured.profiled_s,
         "updates": measured.updates,
         "tokens_per_s": tokens_per_s,
-        "floor_s": judged.floor_s,
+        "floor_s": verdict.floor_s,
         "matmul_flops_per_s": measured.machine.matmul_flops,
         "copy_bytes_per_s": measured.machine.copy_bytes_per_s,
         "parts": {
             part: {
-                "share": judged.spent.share(part),
-                "seconds": judged.spent.parts[part],
-                "floor_s": judged.floors[part],
+                "share": verdict.spent.share(part),
+                "seconds": verdict.spent.parts[part],
+                "floor_s": verdict.floors[part],
                 "bound_s": {
                     kind: seconds / measured.updates
-                    for kind, seconds in judged.bounds.get(part, {}).items()
+                    for kind, seconds in verdict.bounds.get(part, {}).items()
                 },
             }
             for part in PARTS
         },
-        "gaps_s": dict(judged.spent.gaps),
-        "recoverable_s": dict(judged.recoverable),
-        "bound_by": judged.binds,
+        "gaps_s": dict(verdict.spent.gaps),
+        "recoverable_s": dict(verdict.recoverable),
+        "bound_by": verdict.bottleneck,
         "changes": [
-            {**asdict(change), "predicted_gain": judged.gain(change)} for change in judged.changes
+            {**asdict(change), "predicted_gain": verdict.gain(change)} for change in verdict.changes
         ],
         "report": str(folder / REPORT),
         "picture": str(folder / PICTURE),
