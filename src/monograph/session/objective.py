@@ -29,7 +29,7 @@ from monograph.graph.trial import Trial
 from monograph.loss import Loss
 from monograph.model.config import LlamaConfig
 from monograph.planner import defaults
-from monograph.predict.footprint import Judged
+from monograph.predict.footprint import AnswerScoring
 from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
@@ -237,7 +237,7 @@ class Objective(ABC):
         """
         return Opened(self, {})
 
-    def judged(self, plan: Plan) -> Judged:
+    def answer_scoring(self, plan: Plan) -> AnswerScoring:
         """Return how answers are judged, as the planner needs to know it; "" without answers."""
         return ""
 

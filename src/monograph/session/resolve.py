@@ -92,9 +92,9 @@ def _plan_from_job(job: Job, machine: Device) -> Plan:
         intervals=job.intervals.of(job.updates),
         updates=job.updates,
     )
-    judged = job.objective.judged(plan)
-    packed = job.reading.is_packed and judged != "exact"
-    return plan.having(replace(training, judged=judged, packed=packed))
+    answer_scoring = job.objective.answer_scoring(plan)
+    packed = job.reading.is_packed and answer_scoring != "exact"
+    return plan.having(replace(training, answer_scoring=answer_scoring, packed=packed))
 
 
 # ── from the model's shape ──────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ from monograph.evaluation import Evaluation
 from monograph.graph.trial import Trial
 from monograph.model.llama import Llama
 from monograph.planner import defaults
-from monograph.predict.footprint import Judged
+from monograph.predict.footprint import AnswerScoring
 from monograph.report.quantities import counted
 from monograph.rl.pairs import PairRows, loss_for, read_pairs
 from monograph.rl.preference_loss import PreferenceLoss
@@ -106,7 +106,7 @@ class Preferences(Objective):
             {f"prefer.{name}": value for name, value in chosen.parameters.items()},
         )
 
-    def judged(self, plan: Plan) -> Judged:
+    def answer_scoring(self, plan: Plan) -> AnswerScoring:
         """Return that answers stand in rows."""
         return "rows"
 

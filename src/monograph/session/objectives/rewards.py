@@ -26,7 +26,7 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.planner import defaults
 from monograph.predict.estimate import copied_bytes, trained_numbers
-from monograph.predict.footprint import Judged
+from monograph.predict.footprint import AnswerScoring
 from monograph.predict.roofline import Calibration, Drawing, drawing_s, peak_flops
 from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
@@ -240,7 +240,7 @@ class Rewards(Objective):
         )
         return Opened(decided, {**values, "rl.reward": rl.reward, key: tokens})
 
-    def judged(self, plan: Plan) -> Judged:
+    def answer_scoring(self, plan: Plan) -> AnswerScoring:
         """Return whether answers are scored by the arithmetic that drew them."""
         return "exact" if options_of(plan).exact else "rows"
 
