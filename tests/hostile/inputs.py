@@ -38,7 +38,12 @@ from monograph.automata.dfa import compile_expression
 from monograph.automata.pattern import fullmatch_expression
 from monograph.automata.schema import parse_schema, schema_expression
 from monograph.checkpointing.folder import FileEntry, Manifest
-from monograph.commands.generate import LARGEST_SCHEMA_BYTES, _read_text, prompts_of, sampling_of
+from monograph.commands.generate import (
+    LARGEST_SCHEMA_BYTES,
+    _read_text,
+    parse_sampling,
+    read_prompts,
+)
 from monograph.commands.plan import memory_size
 from monograph.config import load
 from monograph.config.axes import axes_of, points
@@ -190,7 +195,7 @@ def command_line(draws: random.Random, folder: Path) -> None:
             draws.choice(["8", "", "-1"]) + texts[0]
         )
     else:
-        sampling_of(
+        parse_sampling(
             {"temperature": 1.0},
             [f"{draws.choice(['seed', 'min_p', 'x', 'logit_bias'])}={texts[0]}"],
         )
@@ -455,7 +460,7 @@ def questions(draws: random.Random, folder: Path) -> None:
     if draws.random() < 0.5:
         read_questions([str(path)])
     else:
-        list(prompts_of(path, draws.random() < 0.5, Sampling(), 300))
+        list(read_prompts(path, draws.random() < 0.5, Sampling(), 300))
 
 
 # ---- what is no regular file, and what is larger than it looks -----------------------------------
@@ -468,7 +473,7 @@ def given(path: Path) -> dict[str, Callable[[], object]]:
         ".toml": lambda: load(classify([str(path)]).toml, {}, {}), ".pth": lambda: torch_file.read(path, {}),
         ".py": lambda: checked_recipe(Recipe(None, "nano", {}, 0), ModelSource.open(f"{path}:build")),
         ".json": lambda: Tokenizer.from_file(path),
-        ".prompts": lambda: list(prompts_of(path, chat=False)), ".ndjson": lambda: read_questions([str(path)]),
+        ".prompts": lambda: list(read_prompts(path, chat=False)), ".ndjson": lambda: read_questions([str(path)]),
         ".schema": lambda: _read_text(path, "", LARGEST_SCHEMA_BYTES),
         ".raw.parquet": lambda: list(table_rows(path, "text")),
         ".raw.arrow": lambda: list(table_rows(path, "text")), ".raw.gz": lambda: list(read_blocks(path)),
