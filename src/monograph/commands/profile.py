@@ -260,12 +260,13 @@ class Climb(NamedTuple):
 
     Attributes:
         rung: the rung.
-        over: the name of the rung that it is compared with; "" for the first rung.
+        base: the name of the rung that it changes, and with which it is compared; "" for the first
+            rung.
         outcome: the measurements, or the reason why the rung is impossible here.
     """
 
     rung: Rung
-    over: str
+    base: str
     outcome: Climbed | str
 
 
@@ -276,21 +277,18 @@ def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
     ways = {"": RungWay()}
     began = clock()
     for number, rung in enumerate(RUNGS, start=1):
-        # The rung that this one changes, and is compared with. If it is not named or was impossible
-        # here, it is the last one in `ways`.
-        over = rung.over if rung.over in ways else [*ways][-1]
+        # The last rung in `ways`, unless this one names another rung, which was possible here.
+        base = rung.over if rung.over in ways else [*ways][-1]
         measured = sum(not isinstance(climb.outcome, str) for climb in climbs)
-        left = 0  # number of possible rungs, this one included
-        for later in RUNGS[number - 1 :]:
-            if not ladder.obstacle(later.after(ways[over]), later):
-                left += 1
+        later_rungs = RUNGS[number - 1 :]  # this one included
+        possible = sum(not ladder.obstacle(each.after(ways[base]), each) for each in later_rungs)
         estimate = ""
-        if measured and left:
-            left_s = (clock() - began) / measured * left
+        if measured and possible:
+            left_s = (clock() - began) / measured * possible
             estimate = f"   about {clock_time(left_s)} left"
         progress.line("rung", f"{number} of {len(RUNGS)}   {rung.name}{estimate}")
-        way, outcome = ladder.climb(rung, ways[over], progress)
-        climbs.append(Climb(rung, over, outcome))
+        way, outcome = ladder.climb(rung, ways[base], progress)
+        climbs.append(Climb(rung, base, outcome))
         if isinstance(outcome, str):
             progress.line("", f"not here: {outcome}")
         elif rung.over is None:
@@ -299,48 +297,49 @@ def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
     return climbs
 
 
-def _ladder_json(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[str, Any]:
+def _ladder_json(ladder: Ladder, climbs: list[Climb], folder: Path) -> dict[str, Any]:
     """Return the measurements of all rungs as the object that --json prints."""
     machine = ladder.machine
     plan = ladder.plan
     # On a CPU, time of the processor depends less on other programs than wall time does.
-    timed = "cpu" if machine.type == "cpu" else "wall"
+    compared_time = "cpu" if machine.type == "cpu" else "wall"
     return {
         "schema": "monograph.ladder/2",
         "device": machine.name,
-        "ratios_of": timed,
+        "ratios_of": compared_time,
         "cores": machine.cores,
         "params": ladder.params,
         "updates": ladder.updates,
         "tokens_per_update": plan.training.tokens_per_update,
         "tokens": ladder.updates * plan.training.tokens_per_update,
-        "rungs": measured_rungs(climbed, timed),
+        "rungs": rung_objects(climbs, compared_time),
         "picture": str(folder / _LADDER),
         "report": str(folder / REPORT),
     }
 
 
-def measured_rungs(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
+def rung_objects(climbs: list[Climb], compared_time: str) -> list[dict[str, Any]]:
     """Return the rungs as JSON objects.
 
     Args:
-        climbed: the rungs' measurements.
-        timed: "wall" or "cpu": the time to which the ratios of speeds refer.
+        climbs: the rungs' measurements.
+        compared_time: "wall" or "cpu": the time to which the ratios of speeds refer.
     """
     rungs = dict[str, dict[str, Any]]()
-    for rung, over, outcome in climbed:
+    compared_keys = {"times": SPEED_KEYS[compared_time], "memory_times": "peak_memory_bytes"}
+    for rung, base, outcome in climbs:
         values = {
             "rung": rung.name,
             "change": rung.change,
-            "over": over or None,
+            "over": base or None,
             **_rung_values(outcome),
         }
         rungs[rung.name] = values
-        reference = rungs.get(over)
-        for ratio, key in (("times", SPEED_KEYS[timed]), ("memory_times", "peak_memory_bytes")):
+        base_values = rungs.get(base)
+        for ratio, key in compared_keys.items():
             values[ratio] = None
-            if reference and values[key]:
-                values[ratio] = values[key] / reference[key]
+            if base_values and values[key]:
+                values[ratio] = values[key] / base_values[key]
     return [*rungs.values()]
 
 
