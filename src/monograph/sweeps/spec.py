@@ -219,9 +219,27 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
         UsageError: a key, value or axis is invalid, there is no held-out text to compare on, or
             there is no narrower proxy.
     """
+    settings, axes = _settings_and_axes(arguments)
+    _require_comparable(settings)
+    target: Settings | None = None
+    if settings.optim.transfer != "none":
+        settings, target = _proxy_and_target(settings)
+    elif not arguments:
+        # A model without a narrower shape is swept itself.
+        with suppress(UsageError):
+            with_transfer = settings.resolve({"optim.transfer": WIDTH}, ORIGIN)
+            settings, target = _proxy_and_target(with_transfer)
+    return SweepSpec(settings, points(axes or _default_axes(settings), samples), target)
+
+
+def _settings_and_axes(arguments: Sequence[str]) -> tuple[Settings, list[Axis]]:
+    """Return the settings of a command line, with the first value of each axis, and the axes.
+
+    Raises:
+        UsageError: a key, value or axis is invalid.
+    """
     toml, overrides, faults = classify(arguments)
     fixed, axes, axis_faults = axes_and_faults(overrides)
-    # The settings are checked with the first value of each axis.
     first_values = {axis.key: axis.first for axis in axes}
     try:
         if arguments:
@@ -236,10 +254,17 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
         if toml is not None:
             require_single_values(toml)
         raise
-    target: Settings | None = None
-    settings = settings.vouching(
-        digests(value for axis in axes if axis.key in CODE_KEYS for value in axis.values)
-    )
+    # The user has typed these values, so the code that they name may run.
+    programs = [value for axis in axes if axis.key in CODE_KEYS for value in axis.values]
+    return settings.vouching(digests(programs)), axes
+
+
+def _require_comparable(settings: Settings) -> None:
+    """Refuse settings whose members cannot be compared.
+
+    Raises:
+        UsageError: see `spec_of`.
+    """
     require_text(settings)
     require_texts(settings, "sweep")
     require_one_device(settings, "sweep")
@@ -252,20 +277,14 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
         raise UsageError(
             "data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05"
         )
-    if settings.optim.transfer != "none":
-        settings, target = _proxy_and_target(settings)
-    elif not arguments:
-        # A model without a narrower shape is swept itself.
-        with suppress(UsageError):
-            settings, target = _proxy_and_target(
-                settings.resolve({"optim.transfer": WIDTH}, ORIGIN)
-            )
-    return SweepSpec(settings, points(axes or _default_axes(settings), samples), target)
 
 
 def _proxy_and_target(settings: Settings) -> tuple[Settings, Settings]:
     """Return the settings of the narrow proxy, and those of the wide run with the width of its
     proxy.
+
+    Args:
+        settings: the settings of the wide run, with transfer on.
 
     Raises:
         UsageError: no narrower shape keeps the model's ratios.
@@ -273,8 +292,8 @@ def _proxy_and_target(settings: Settings) -> tuple[Settings, Settings]:
     # Values that depend on the model are decided without transfer, which is set again afterwards.
     plan = resolve(settings.resolve(_WITHOUT_TRANSFER, ORIGIN), describe())
     shape = None if plan.job.recipe.init else plan.job.recipe.shape(vocab_size=1)
-    given_transfer = {key: settings.values()[key] for key in _WITHOUT_TRANSFER}
-    wide = plan.record.settings.resolve(given_transfer, ORIGIN)
+    transfer_values = {key: settings.values()[key] for key in _WITHOUT_TRANSFER}
+    wide = plan.record.settings.resolve(transfer_values, ORIGIN)
     transfer = transfer_of(wide, shape)
     assert transfer is not None and shape is not None
     target = wide.resolve({"optim.transfer_base": transfer.base.hidden_size}, ORIGIN)
@@ -300,14 +319,16 @@ def _newest_run_settings() -> Settings:
     if not runs:
         return load(None, {}).resolve(sweep_length, ORIGIN)
     run = Run(runs[-1])
-    own = run_settings(run)
-    kept = {key: value for key, value in own.pinned().items() if key not in _NOT_TAKEN_OVER}
+    settings_of_run = run_settings(run)
+    kept = {
+        key: value for key, value in settings_of_run.pinned().items() if key not in _NOT_TAKEN_OVER
+    }
     if is_file(run.tokenizer):
         kept["data.tokenizer"] = str(run.tokenizer)
         # This key is for a tokenizer that is still to be trained.
         kept.pop("data.vocab_size", None)
     settings = load(None, {}).resolve(kept, str(run.config)).resolve(sweep_length, ORIGIN)
-    return settings.vouching(own.vouched)
+    return settings.vouching(settings_of_run.vouched)
 
 
 def names_existing_sweep(out: Path | None, arguments: Sequence[str], samples: int | None) -> bool:
