@@ -13,6 +13,7 @@ import torch
 from monograph.data.corpus import Corpus
 from monograph.device import Device, clock, default_device, describe
 from monograph.distributed.world import World
+from monograph.evaluation.significance import Table
 from monograph.evaluation.text import evaluate_members
 from monograph.planner import defaults
 from monograph.report.in_progress import PageInProgress
@@ -393,19 +394,27 @@ class SweepProgress:
             transfer_lines = self.sweep.write_wide(dict(table.best.setting.knobs))
         self.sweep.record["result"] = result
         self.sweep.write()
-        path = self.sweep.write_table(result["members"])
-        report = self.sweep.run.report
-        with self.progress.stage("report", f"{report}, {path}"):
-            table_lines = results.table_lines(table, self._divergences_by_index())
-            origin = describe_start(self.sweep.run)
+        csv_path = self.sweep.write_table(result["members"])
+        with self.progress.stage("report", f"{self.sweep.run.report}, {csv_path}"):
             write_sweep_report(
                 self.sweep.run.folder,
                 result,
                 results.chart_settings(table),
                 _curves(self.outcomes),
-                origin,
+                describe_start(self.sweep.run),
             )
+        self._print_results(table, transfer_lines)
+        return result
+
+    def _print_results(self, table: Table, transfer_lines: Sequence[str]) -> None:
+        """Print the table, the best setting, advice, and how long it took.
+
+        Args:
+            table: the compared settings.
+            transfer_lines: see `Sweep.write_wide`.
+        """
         self.progress.gap()
+        table_lines = results.table_lines(table, self._divergences_by_index())
         for number, line in enumerate(table_lines):
             self.progress.line("members" if number == 0 else "", line)
         self.progress.line("best", results.verdict(table))
@@ -419,7 +428,6 @@ class SweepProgress:
         self.progress.line(
             "done", f"{counted(len(self.members), 'member')} in {spent}   {self.sweep.run.folder}"
         )
-        return result
 
 
 def compile_sweep(folder: str) -> None:
