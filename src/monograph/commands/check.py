@@ -94,7 +94,7 @@ def _check_laws() -> CheckResult:
     """Compare fast computations with slow ones (`monograph.profiling.laws`), and print a line for
     each comparison as soon as it is made.
     """
-    from monograph.profiling.laws import Comparison, laws
+    from monograph.profiling.laws import LawComparison, laws
 
     keep_compiled()
     device = default_device()
@@ -113,7 +113,7 @@ def _check_laws() -> CheckResult:
             comparison = compare()
         except Exception as error:  # torch and drivers may raise anything; the other laws go on
             first_line = str(error).partition("\n")[0][:200]
-            comparison = Comparison(float("inf"), 0, f"{type(error).__name__}: {first_line}")
+            comparison = LawComparison(float("inf"), 0, f"{type(error).__name__}: {first_line}")
         spent_s = clock() - law_began
         difference, bound, verdict = comparison.said
         print(f"{difference:>10}{bound:>9}{spent_s:>9.1f}  {verdict}")

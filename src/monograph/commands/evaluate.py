@@ -6,7 +6,7 @@ import json as jsonlib
 from collections.abc import Sequence
 
 from monograph.data.corpus import corpus as open_corpus
-from monograph.data.progress import Progress as Report
+from monograph.data.progress import ProgressCallback
 from monograph.device import default_device
 from monograph.errors import UsageError
 from monograph.evaluation import Evaluation, evaluate
@@ -85,7 +85,9 @@ def _open_model(name: str, members: Sequence[Run]) -> tuple[EvaluatedModel, bool
     return of_folder(name, warn), False
 
 
-def _score_text(model: EvaluatedModel, data: list[str], report: Report) -> tuple[Evaluation, str]:
+def _score_text(
+    model: EvaluatedModel, data: list[str], report: ProgressCallback
+) -> tuple[Evaluation, str]:
     """Return the scores on the given text, or else on the run's held-out text, and a line about
     them.
     """
@@ -105,7 +107,7 @@ def _score_text(model: EvaluatedModel, data: list[str], report: Report) -> tuple
 
 
 def _answer_questions(
-    model: EvaluatedModel, data: list[str], chat: bool, report: Report
+    model: EvaluatedModel, data: list[str], chat: bool, report: ProgressCallback
 ) -> tuple[Accuracy, str]:
     """Return the accuracy on questions with several choices, and a line about it."""
     _, accuracy = answered(model, read_questions(data), chat, report, warn)

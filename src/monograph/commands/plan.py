@@ -7,13 +7,12 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from monograph.commands.plan_screen import AnswerSampling, Length, as_object, screen
+from monograph.commands.plan_screen import AnswerSampling, ShownLength, as_object, screen
 from monograph.config import Settings
 from monograph.device import Device, describe, named
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
-from monograph.planner import Limits, budget, streamed_or_resident
-from monograph.planner import Plan as Answer
+from monograph.planner import Limits, Plan, budget, streamed_or_resident
 from monograph.planner.defaults import LEARNING_RATES, TOKENS_PER_PARAMETER, updates_for_tokens
 from monograph.planner.remedies import Choices, remedies_worth_showing
 from monograph.planner.streaming import HOST_SHARE
@@ -22,7 +21,7 @@ from monograph.report.quantities import gibibytes
 from monograph.session.job import Job
 from monograph.session.new_tokens import token_notes
 from monograph.session.objectives import with_records
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.requirements import (
     notes_on,
     require_one_device,
@@ -71,7 +70,7 @@ def run(
         # On this machine, sizes that are left open follow from the text and the time.
         if is_elsewhere:
             complete_settings = usual(complete_settings)
-        asked = Asked(complete_settings, model, shape, is_elsewhere)
+        asked = RunToPlan(complete_settings, model, shape, is_elsewhere)
         _plan(asked, target, limits, json)
 
 
@@ -90,7 +89,7 @@ def _target(device: str | None, device_memory: str | None) -> Device:
     return replace(target, memory_bytes=memory_bytes, free_memory_bytes=memory_bytes)
 
 
-class Asked(NamedTuple):
+class RunToPlan(NamedTuple):
     """What is planned.
 
     Attributes:
@@ -106,7 +105,7 @@ class Asked(NamedTuple):
     elsewhere: bool
 
 
-def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
+def _plan(asked: RunToPlan, target: Device, limits: Limits, json: bool) -> None:
     """Plan the run, and print the plan."""
     plan = resolve(asked.settings, target, built=False)
     job = plan.job
@@ -142,26 +141,26 @@ def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
         print(jsonlib.dumps(as_object(answer, length, sampling, remedies)))
 
 
-def _length(asked: Asked, plan: Plan, answer: Answer, config: LlamaConfig) -> Length:
+def _length(asked: RunToPlan, plan: RunPlan, answer: Plan, config: LlamaConfig) -> ShownLength:
     """Return the length of the run: as given, or as the given time allows, or for a new model on
     another machine the usual number of tokens for its size.
     """
     per_update = plan.training.tokens_per_update
     span = plan.job.span
     if plan.updates:
-        return Length(plan.updates, plan.updates * per_update)
+        return ShownLength(plan.updates, plan.updates * per_update)
     is_new = plan.job.recipe.init is None
     if asked.elsewhere and is_new and not span.epochs and not span.is_timed:
         updates = updates_for_tokens(TOKENS_PER_PARAMETER * config.parameter_count(), per_update)
         why = f"{TOKENS_PER_PARAMETER} a parameter; or train.tokens=N"
-        return Length(updates, updates * per_update, why)
+        return ShownLength(updates, updates * per_update, why)
     if answer.candidates and span.is_timed:
         updates = max(1, int(60 * span.minutes / answer.nearest.update_s))
-        return Length(updates, updates * per_update, "what the time allows")
-    return Length()
+        return ShownLength(updates, updates * per_update, "what the time allows")
+    return ShownLength()
 
 
-def _choices(asked: Asked, job: Job, target: Device) -> Choices:
+def _choices(asked: RunToPlan, job: Job, target: Device) -> Choices:
     """Return what may be changed so that the run fits or is faster."""
     smaller_shapes: list[tuple[str, LlamaConfig]] = []
     if asked.shape is not None:

@@ -24,7 +24,7 @@ from monograph.session.setup import repeatable
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
 from monograph.sweeps import results, spec
-from monograph.sweeps.after_update import AfterUpdate
+from monograph.sweeps.after_update import AfterUpdateOfRound
 from monograph.sweeps.cohort import Cohort, resume_cohort
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.progress import SweepProgress
@@ -189,15 +189,15 @@ def _train_round(
             )
         cohort.save()
     block.resume(state.count_resumed(cohort))
-    after = AfterUpdate(cohort, updates, state, block, stop)
+    after = AfterUpdateOfRound(cohort, updates, state, block, stop)
     for update in train(cohort.engine, cohort.windows, updates):
-        moment = after.note(update)
+        round_state = after.note(update)
         with after.paused():
-            after.evaluate(moment)
-            after.save(moment)
-        after.stop(moment)
-        if moment.all_lost:
-            after.drop_work(moment)
+            after.evaluate(round_state)
+            after.save(round_state)
+        after.stop(round_state)
+        if round_state.all_lost:
+            after.drop_work(round_state)
             break
     state.write_summaries(cohort)
     cohort.close()

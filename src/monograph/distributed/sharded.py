@@ -42,9 +42,9 @@ from monograph.graph.inspect import blocks
 from monograph.graph.lora import kept_state, narrow
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.loss import pair
-from monograph.optim import Hyperparameters, Kind, Plane, trainable
+from monograph.optim import Hyperparameters, ParameterKind, Plane, trainable
 from monograph.optim.formats import FORMATS
-from monograph.optim.planes import Slot
+from monograph.optim.planes import PlacedParameter
 from monograph.optim.state_format import StateFormat
 from monograph.step import Step
 from monograph.step.parameters import Sums
@@ -205,7 +205,7 @@ class Shards(ByRank):
         """Set `Plane.orthogonal` of the planes whose rule orthogonalises matrices; a collective."""
         step = self.step
         form = FORMATS[step.optim.state]
-        by_kind: dict[Kind, list[tuple[Plane, Tensor]]] = {}
+        by_kind: dict[ParameterKind, list[tuple[Plane, Tensor]]] = {}
         for plane, total in zip(step.planes, grads, strict=True):
             if plane.kind.matrix is not None:
                 by_kind.setdefault(plane.kind, []).append((plane, total))
@@ -233,7 +233,7 @@ class Shards(ByRank):
             for (plane, _), rows in zip(planes, orthogonal, strict=True):
                 plane.orthogonal = rows.flatten()
 
-    def _hyperparameters(self, kind: Kind, total: Tensor) -> Hyperparameters:
+    def _hyperparameters(self, kind: ParameterKind, total: Tensor) -> Hyperparameters:
         """Return the hyperparameters of the current update of a kind, whose summed gradient is
         `total`, as if the update were not skipped.
         """
@@ -450,7 +450,7 @@ class RowsPlane(Plane):
 
 
 def make_rows_planes(
-    model: nn.Module, kinds: Mapping[str, Kind], form: StateFormat
+    model: nn.Module, kinds: Mapping[str, ParameterKind], form: StateFormat
 ) -> list[RowsPlane]:
     """Make a plane for each trainable parameter of a sharded module.
 
@@ -462,8 +462,8 @@ def make_rows_planes(
             packs in one element.
     """
     block = form.block
-    numbers: dict[Kind, int] = {}  # each kind's `Plane.number`
-    elements_so_far = Counter[Kind]()
+    numbers: dict[ParameterKind, int] = {}  # each kind's `Plane.number`
+    elements_so_far = Counter[ParameterKind]()
     planes = []
     for name, parameter in trainable(model).items():
         kind = kinds[name]
@@ -480,7 +480,7 @@ def make_rows_planes(
         elements_so_far[kind] += parameter.numel()
         plane = RowsPlane(
             kind,
-            [Slot(name, parameter, 0)],
+            [PlacedParameter(name, parameter, 0)],
             param=own,
             grad=torch.zeros_like(own),
             number=numbers.setdefault(kind, len(numbers)),

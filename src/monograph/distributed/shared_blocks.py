@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from monograph.distributed.world import World
-from monograph.optim import Hyperparameters, Kind, Plane
-from monograph.optim.state_format import Part, StateFormat
+from monograph.optim import Hyperparameters, ParameterKind, Plane
+from monograph.optim.state_format import MomentBuffer, StateFormat
 
 
 class EndBlocks(NamedTuple):
@@ -74,7 +74,7 @@ def share_largest_numbers(
     planes: Sequence[CutPlane],
     scale: Tensor,
     form: StateFormat,
-    hyperparameters: Callable[[Kind, Tensor], Hyperparameters],
+    hyperparameters: Callable[[ParameterKind, Tensor], Hyperparameters],
 ) -> None:
     """Set `Plane.ends`: the largest numbers that the first and last blocks of each plane will have
     after the update, over all ranks that have a part of them; a collective.
@@ -141,7 +141,7 @@ def _own_largest_numbers(
     )
 
 
-def _buffer_slice(buffer: Part, numbers: slice, before: int) -> slice:
+def _buffer_slice(buffer: MomentBuffer, numbers: slice, before: int) -> slice:
     """Return the elements of a buffer of moments that belong to some of the plane's numbers.
 
     Args:

@@ -41,7 +41,7 @@ class Measure(NamedTuple):
     is_share: bool = False
 
 
-class Kind(NamedTuple):
+class RunKind(NamedTuple):
     """A kind of run.
 
     Attributes:
@@ -58,10 +58,10 @@ class Kind(NamedTuple):
     result_keys: tuple[str, ...] = ()
 
 
-TEXTS = Kind(
+TEXTS = RunKind(
     "texts", (Measure("eval_bits_per_byte", "bits/byte"), Measure("eval_loss", "nats/token"))
 )
-CONVERSATIONS = Kind("conversations", (Measure("eval_loss", "nats/token"),))
+CONVERSATIONS = RunKind("conversations", (Measure("eval_loss", "nats/token"),))
 
 
 class ListedRun(NamedTuple):
@@ -103,7 +103,7 @@ class _Damaged(Exception):
     """A file of a run cannot be read; the text says which and why."""
 
 
-def list_runs(root: Path, kinds: Sequence[Kind]) -> list[ListedRun]:
+def list_runs(root: Path, kinds: Sequence[RunKind]) -> list[ListedRun]:
     """Return the runs and sweeps of a folder, or the members of a sweep, newest first.
 
     Args:
@@ -141,7 +141,7 @@ def _best(group: Sequence[ListedRun]) -> ListedRun:
     return min(group, key=lambda run: sign * (run.value or 0.0))
 
 
-def _read_folder(folder: Path, kinds: Sequence[Kind]) -> ListedRun:
+def _read_folder(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
     """Return the run or sweep in a folder; if it cannot be read, with the fault."""
     size_bytes = _size_bytes(folder)
     try:
@@ -151,7 +151,7 @@ def _read_folder(folder: Path, kinds: Sequence[Kind]) -> ListedRun:
         return ListedRun(folder, size_bytes=size_bytes, fault=str(error))
 
 
-def _read_run(folder: Path, kinds: Sequence[Kind]) -> ListedRun:
+def _read_run(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
     config = _read_config(folder)
     first_row, last_lines = _read_metrics(folder)
     kind = _kind(config, first_row, kinds)
@@ -250,8 +250,8 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def _kind(
-    config: Mapping[str, Mapping[str, Any]], first_row: Mapping[str, Any], kinds: Sequence[Kind]
-) -> Kind:
+    config: Mapping[str, Mapping[str, Any]], first_row: Mapping[str, Any], kinds: Sequence[RunKind]
+) -> RunKind:
     """Return a run's kind: that of `kinds` whose key it has, or else CONVERSATIONS or TEXTS."""
     for kind in kinds:
         if kind.key and _value(config, kind.key) is not None:
@@ -268,7 +268,7 @@ def _value(config: Mapping[str, Mapping[str, Any]], key: str) -> object:
 
 
 def _newest_result_in_lines(
-    kind: Kind, lines: Sequence[bytes]
+    kind: RunKind, lines: Sequence[bytes]
 ) -> tuple[float | None, Measure | None]:
     """Return the newest result in lines of metrics, and its measure; None, None if there is none."""
     keys = [measure.key.encode() for measure in kind.measures]
@@ -278,7 +278,7 @@ def _newest_result_in_lines(
 
 
 def _newest_result(
-    kind: Kind, rows: Iterable[Mapping[str, Any]]
+    kind: RunKind, rows: Iterable[Mapping[str, Any]]
 ) -> tuple[float | None, Measure | None]:
     """Return the newest value of the first of the kind's measures that rows have, and that measure;
     None, None if they have none.
@@ -325,7 +325,7 @@ def _data(config: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _result_conditions(
-    kind: Kind, config: Mapping[str, Mapping[str, Any]], measure: Measure | None
+    kind: RunKind, config: Mapping[str, Mapping[str, Any]], measure: Measure | None
 ) -> tuple[str, ...]:
     """Return what results of this kind depend on besides the model: the text and, for nats per
     token, the tokenizer.
