@@ -42,7 +42,7 @@ from monograph.commands.generate import (
     LARGEST_SCHEMA_BYTES,
     _read_text,
     parse_sampling,
-    read_prompts,
+    prompts_in_file,
 )
 from monograph.commands.plan import memory_size
 from monograph.config import load
@@ -460,7 +460,7 @@ def questions(draws: random.Random, folder: Path) -> None:
     if draws.random() < 0.5:
         read_questions([str(path)])
     else:
-        list(read_prompts(path, draws.random() < 0.5, Sampling(), 300))
+        list(prompts_in_file(path, draws.random() < 0.5, Sampling(), 300))
 
 
 # ---- what is no regular file, and what is larger than it looks -----------------------------------
@@ -473,7 +473,7 @@ def given(path: Path) -> dict[str, Callable[[], object]]:
         ".toml": lambda: load(classify([str(path)]).toml, {}, {}), ".pth": lambda: torch_file.read(path, {}),
         ".py": lambda: checked_recipe(ModelRecipe(None, "nano", {}, 0), ModelSource.open(f"{path}:build")),
         ".json": lambda: Tokenizer.from_file(path),
-        ".prompts": lambda: list(read_prompts(path, chat=False)), ".ndjson": lambda: read_questions([str(path)]),
+        ".prompts": lambda: list(prompts_in_file(path, chat=False)), ".ndjson": lambda: read_questions([str(path)]),
         ".schema": lambda: _read_text(path, "", LARGEST_SCHEMA_BYTES),
         ".raw.parquet": lambda: list(table_rows(path, "text")),
         ".raw.arrow": lambda: list(table_rows(path, "text")), ".raw.gz": lambda: list(read_blocks(path)),

@@ -100,7 +100,7 @@ class PromptRequest(NamedTuple):
     where: str = ""
 
 
-def read_prompts(
+def prompts_in_file(
     path: Path, chat: bool, sampling: Sampling, vocabulary: int
 ) -> Iterator[PromptRequest]:
     """Yield each prompt of a file.
@@ -371,7 +371,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
     sampling = model.sampling
     all_prompts = [PromptRequest(prompt, sampling) for prompt in prompts]
     if file is not None:
-        all_prompts += read_prompts(file, options.chat, sampling, model.tokenizer.vocab_size)
+        all_prompts += prompts_in_file(file, options.chat, sampling, model.tokenizer.vocab_size)
         if not all_prompts:
             raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
     if not all_prompts:
