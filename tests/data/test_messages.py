@@ -13,7 +13,7 @@ import pytest
 
 from daily import nightly, pairwise
 from dialogues import TEMPLATES, call, said, speaking
-from monograph.commands.generate import prompts_in_file as prompts_of_file
+from monograph.commands.generate import prompts_in_file
 from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.corpus import corpus
 from monograph.data.loss_mask import Answering, ConversationConverter
@@ -23,7 +23,7 @@ from monograph.data.records import Unusable
 from monograph.decode import Sampling
 from monograph.errors import InputRefused
 from monograph.rl.pairs import read_pairs
-from monograph.rl.prompts import prompts_in_file
+from monograph.rl.prompts import read_prompts
 from monograph.rl.rewards import reward_of
 from monograph.serve.refused import Refused
 from monograph.serve.requests import ChatRequest, read
@@ -139,7 +139,7 @@ def labelled(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
 def rewarded(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
     (folder / "r.jsonl").write_text(json.dumps({"prompt": chat[:-1], "answer": "4"}))
     usual: dict[str, Any] = {"tokenizer": str(folder), "text_key": "text", "held_out": 0.0}
-    prompts = prompts_in_file(
+    prompts = read_prompts(
         ReadingOptions(str(folder / "r.jsonl"), **usual), room=4000, reward=reward_of("exact")
     )
     return [(prompt.text, prompt.ids) for prompt in prompts.train]
@@ -147,7 +147,7 @@ def rewarded(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
 
 def asked(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
     (folder / "r.jsonl").write_text(json.dumps({"messages": chat[:-1]}))
-    [found] = prompts_of_file(folder / "r.jsonl", True, Sampling(), tokenizer.vocab_size)
+    [found] = prompts_in_file(folder / "r.jsonl", True, Sampling(), tokenizer.vocab_size)
     assert not isinstance(found.prompt, str)
     return chat_ids(tokenizer, found.prompt, add_generation_prompt=True)
 
