@@ -91,10 +91,11 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> None:
 
 
 def _check_laws() -> CheckResult:
-    """Compare fast computations with slow ones (`monograph.profiling.laws`), and print a line for
+    """Compare fast computations with slow ones (`monograph.laws.check`), and print a line for
     each comparison as soon as it is made.
     """
-    from monograph.profiling.laws import LawComparison, laws
+    from monograph.laws.check import laws
+    from monograph.laws.comparisons import LawComparison
 
     keep_compiled()
     device = default_device()
@@ -229,7 +230,7 @@ def _verify_run(run: Run) -> CheckResult:
     sound = [path for path in folders if checkpoints[path.name] is None]
     files = {
         "run.lock": _fault(verify_lock),
-        "config.toml": _fault(lambda: run_settings(run, runs=())),
+        "config.toml": _fault(lambda: run_settings(run, code_keys=())),
         "tokenizer.json": _fault(lambda: own_tokenizer(run, saved)),
         "metrics.jsonl": _fault(read_metrics, saved.get("metrics_sha256")),
         **_faults_of_optional_files(run, saved),

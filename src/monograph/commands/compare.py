@@ -38,10 +38,10 @@ from monograph.run.run_index import SWEEP
 from monograph.run.writing import write_atomically
 from monograph.session.evaluated_model import (
     EvaluatedModel,
-    answered,
-    mixed,
-    of_folder,
-    of_run,
+    answer_questions,
+    load_from_folder,
+    load_from_run,
+    mixture_of,
     require_finite,
 )
 from monograph.storage.reading import contents, exists, is_file, is_folder, without_links
@@ -181,18 +181,18 @@ def _open_side(name: str) -> _Side:
         folder = Run.locate(name)
         runs = seeds_of_best(folder) if is_file(folder / SWEEP) else {0: Run.open(name)}
     if members:
-        models = [mixed([of_run(run, warn) for run in members], name)]
+        models = [mixture_of([load_from_run(run, warn) for run in members], name)]
     elif runs:
-        models = [of_run(run, warn) for run in runs.values()]
+        models = [load_from_run(run, warn) for run in runs.values()]
     else:
-        models = [of_folder(name, warn)]
+        models = [load_from_folder(name, warn)]
     for model in models:
         model.module.to(default_device()).eval()
     knobs = tuple({"seed": seed} for seed in runs) if len(runs) > 1 else ()
     tokens_per_s = None
     # The speed of a run that learned from sampled answers includes the sampling, so it says nothing
     # about the model.
-    if runs and not models[0].drew_answers:
+    if runs and not models[0].samples_answers:
         first_run = next(iter(runs.values()))
         tokens_per_s = _median_speed(first_run)
     return _Side(name, models, knobs, tokens_per_s, tuple(runs.values()))
@@ -249,8 +249,8 @@ def _compare_texts(
         report: shows the progress.
     """
     first = sides[0]
-    if first.models[0].strange and not data:
-        warn(first.models[0].strange)
+    if first.models[0].text_warning and not data:
+        warn(first.models[0].text_warning)
     texts = [_rows_for(side, first, data, reading) for side in sides]
     first_score = statistics.fmean(bits_per_byte(first, texts[0], report))
     comparisons = []
@@ -307,7 +307,7 @@ def _compare_answers_to_questions(
         answers_by_seed: dict[Hashable, list[ChoiceMarks]] = {}
         accuracy_by_seed = []
         for seed, model in zip(seeds, side.models, strict=True):
-            answers, accuracy = answered(model, questions, chat, report, warn)
+            answers, accuracy = answer_questions(model, questions, chat, report, warn)
             answers_by_seed[seed] = answers
             accuracy_by_seed.append(accuracy)
         answers_of_sides.append(answers_by_seed)

@@ -17,10 +17,10 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import find_run
 from monograph.session.evaluated_model import (
     EvaluatedModel,
-    answered,
-    mixed,
-    of_folder,
-    of_run,
+    answer_questions,
+    load_from_folder,
+    load_from_run,
+    mixture_of,
     require_finite,
 )
 from monograph.sweeps.results import mixture_members
@@ -78,11 +78,11 @@ def _open_model(name: str, members: Sequence[Run]) -> tuple[EvaluatedModel, bool
         members: the runs of the sweep whose mixture `name` is; empty for any other name.
     """
     if members:
-        return mixed([of_run(member, warn) for member in members], name), True
+        return mixture_of([load_from_run(member, warn) for member in members], name), True
     named_run = find_run(name)
     if named_run:
-        return of_run(named_run, warn), True
-    return of_folder(name, warn), False
+        return load_from_run(named_run, warn), True
+    return load_from_folder(name, warn), False
 
 
 def _score_text(
@@ -91,8 +91,8 @@ def _score_text(
     """Return the scores on the given text, or else on the run's held-out text, and a line about
     them.
     """
-    if model.strange and not data:
-        warn(model.strange)
+    if model.text_warning and not data:
+        warn(model.text_warning)
     source = {"source": data, "held_out": 0.0} if data else model.own_text
     text = open_corpus(tokenizer=model.tokenizer, **model.reading, **source, progress=report)
     if not data and text.fingerprint != model.fingerprint:
@@ -110,7 +110,7 @@ def _answer_questions(
     model: EvaluatedModel, data: list[str], chat: bool, report: ProgressCallback
 ) -> tuple[Accuracy, str]:
     """Return the accuracy on questions with several choices, and a line about it."""
-    _, accuracy = answered(model, read_questions(data), chat, report, warn)
+    _, accuracy = answer_questions(model, read_questions(data), chat, report, warn)
     shares = [f"{name} {_share(accuracy, name)}" for name in ("acc", "acc_norm", "acc_bytes")]
     first_file, *more_files = data
     files = f"{first_file} and {len(more_files)} more" if more_files else first_file

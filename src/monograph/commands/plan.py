@@ -26,10 +26,16 @@ from monograph.session.requirements import (
     notes_on,
     require_one_device,
     require_possible,
-    require_room,
+    require_room_for_weights,
 )
 from monograph.session.resolve import request_of, resolve, shape_of, with_less_memory
-from monograph.session.supposed import named_model, shape_named, standing_in, supposed_in, usual
+from monograph.session.supposed import (
+    assumed_sizes,
+    given_shape,
+    model_text,
+    with_shape_folder,
+    with_usual_sizes,
+)
 from monograph.storage.cache_dir import cache_root, calibration_file
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -63,13 +69,13 @@ def run(
     if host_memory is not None:
         host_bytes = int(HOST_SHARE * memory_size("--host-memory", host_memory))
         limits = replace(limits, host_bytes=host_bytes)
-    model = named_model(settings)
-    shape = shape_named(settings)
+    model = model_text(settings)
+    shape = given_shape(settings)
     is_elsewhere = device is not None
-    with standing_in(settings) as complete_settings:
+    with with_shape_folder(settings) as complete_settings:
         # On this machine, sizes that are left open follow from the text and the time.
         if is_elsewhere:
-            complete_settings = usual(complete_settings)
+            complete_settings = with_usual_sizes(complete_settings)
         asked = RunToPlan(complete_settings, model, shape, is_elsewhere)
         _plan(asked, target, limits, json)
 
@@ -107,25 +113,25 @@ class RunToPlan(NamedTuple):
 
 def _plan(asked: RunToPlan, target: Device, limits: Limits, json: bool) -> None:
     """Plan the run, and print the plan."""
-    plan = resolve(asked.settings, target, built=False)
+    plan = resolve(asked.settings, target, will_build=False)
     job = plan.job
     objective = job.objective
     vocabulary_rows = shape_of(plan).vocab_size
-    new_tokens = job.tokens.planned()
+    new_tokens = job.tokens.compare_if_readable()
     config = shape_of(plan, new_tokens)
-    require_room(job, config, target, limits)
+    require_room_for_weights(job, config, target, limits)
     # What a run with rewards holds and does to sample answers, in addition to its training step.
-    sampling_bytes = objective.bytes_beside(plan, config, target)
+    sampling_bytes = objective.extra_bytes(plan, config, target)
     step_device = with_less_memory(target, sum(sampling_bytes.values()))
-    trained_tokens = new_tokens.trained(vocabulary_rows) if new_tokens else ()
+    trained_tokens = new_tokens.trained_ids(vocabulary_rows) if new_tokens else ()
     request = request_of(plan, config, step_device, trained_tokens)
     calibration = Calibration(calibration_file())
     peaks = peak_flops(step_device, request.precisions)
-    memory = "device" if objective.answers_on_device else plan.asked_memory
+    memory = "device" if objective.samples_answers else plan.requested_memory
     answer = streamed_or_resident(request, step_device, peaks, calibration, memory, limits)
     for line in (*notes_on(plan, step_device), *token_notes(new_tokens, vocabulary_rows)):
         print(f"note     {line}")
-    sampling_time = objective.seconds_beside(plan, config, step_device, calibration)
+    sampling_time = objective.extra_seconds(plan, config, step_device, calibration)
     sampling = None
     if sampling_time is not None:
         sampling = AnswerSampling(*sampling_time, sampling_bytes)
@@ -134,7 +140,7 @@ def _plan(asked: RunToPlan, target: Device, limits: Limits, json: bool) -> None:
     if step_device.type == "cuda":
         choices = _choices(asked, job, step_device)
         remedies = remedies_worth_showing(answer, request, peaks, choices, limits)
-    supposed = supposed_in(asked.settings)
+    supposed = assumed_sizes(asked.settings)
     for line in screen(answer, asked.model, request, length, sampling, remedies, supposed):
         print(line)
     if json:

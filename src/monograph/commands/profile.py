@@ -37,7 +37,7 @@ from monograph.report.quantities import clock_time, count, counted
 from monograph.run.folder import Run, standard_json
 from monograph.run.progress import Progress
 from monograph.run.writing import results_folder, write_atomically
-from monograph.session.ladder import RUNGS, Climbed, Ladder, Rung, RungWay
+from monograph.session.ladder import RUNGS, Ladder, Rung, RungMeasurement, RungWay
 from monograph.session.objectives.texts import Texts
 from monograph.session.plan import RunPlan
 from monograph.session.requirements import (
@@ -267,7 +267,7 @@ class Climb(NamedTuple):
 
     rung: Rung
     base: str
-    outcome: Climbed | str
+    outcome: RungMeasurement | str
 
 
 def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
@@ -278,20 +278,22 @@ def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
     began = clock()
     for number, rung in enumerate(RUNGS, start=1):
         # The last rung in `ways`, unless this one names another rung, which was possible here.
-        base = rung.over if rung.over in ways else [*ways][-1]
+        base = rung.base if rung.base in ways else [*ways][-1]
         measured = sum(not isinstance(climb.outcome, str) for climb in climbs)
         later_rungs = RUNGS[number - 1 :]  # this one included
-        possible = sum(not ladder.obstacle(each.after(ways[base]), each) for each in later_rungs)
+        possible = sum(
+            not ladder.obstacle(each.applied_to(ways[base]), each) for each in later_rungs
+        )
         estimate = ""
         if measured and possible:
             left_s = (clock() - began) / measured * possible
             estimate = f"   about {clock_time(left_s)} left"
         progress.line("rung", f"{number} of {len(RUNGS)}   {rung.name}{estimate}")
-        way, outcome = ladder.climb(rung, ways[base], progress)
+        way, outcome = ladder.measure(rung, ways[base], progress)
         climbs.append(Climb(rung, base, outcome))
         if isinstance(outcome, str):
             progress.line("", f"not here: {outcome}")
-        elif rung.over is None:
+        elif rung.base is None:
             ways[rung.name] = way
     warn_if_busy(progress)
     return climbs
@@ -343,7 +345,7 @@ def rung_objects(climbs: list[Climb], compared_time: str) -> list[dict[str, Any]
     return [*rungs.values()]
 
 
-def _rung_values(outcome: Climbed | str) -> dict[str, Any]:
+def _rung_values(outcome: RungMeasurement | str) -> dict[str, Any]:
     """Return a rung's measurements as JSON values, all None if the rung is impossible here."""
     keys = (
         "tokens_per_s",
@@ -385,7 +387,7 @@ def _print_ladder(result: dict[str, Any], folder: Path) -> None:
         lines.append([texts[place] for place in places])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     # The rungs with `over` come last; each of them is compared with the same rung.
-    saving = [values for values, rung in zip(result["rungs"], RUNGS, strict=True) if rung.over]
+    saving = [values for values, rung in zip(result["rungs"], RUNGS, strict=True) if rung.base]
     for line, rung in zip(lines, [None, *result["rungs"]], strict=True):
         if rung is saving[0]:
             print(f"each over {rung['over']}:")

@@ -18,9 +18,9 @@ from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.signals import StopSignal
 from monograph.run.started import note_start
 from monograph.session import ranks
-from monograph.session.ranks import show
 from monograph.session.reporting import finished
 from monograph.session.setup import repeatable
+from monograph.session.shown_commands import show_command
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
 from monograph.sweeps import results, spec
@@ -213,8 +213,10 @@ def _print_next_commands(
         return
     has_wide_run = is_file(sweep.wide)
     if has_wide_run:
-        show(progress, "next", "train", str(sweep.wide))
+        show_command(progress, "next", "train", str(sweep.wide))
     label = "" if has_wide_run else "next"  # the first line only
-    show(progress, label, "train", "--from", f"{sweep.run.handle}/best", "--minutes", "5")
+    show_command(progress, label, "train", "--from", f"{sweep.run.handle}/best", "--minutes", "5")
     if verify is None:
-        show(progress, "", "sweep", "--out", str(sweep.run.folder), "--verify", str(best["member"]))
+        show_command(
+            progress, "", "sweep", "--out", str(sweep.run.folder), "--verify", str(best["member"])
+        )

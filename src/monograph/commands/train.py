@@ -17,13 +17,13 @@ from monograph.run.signals import StopSignal
 from monograph.session import ranks, recorded
 from monograph.session.after_update import AfterUpdate
 from monograph.session.objectives import objective_of, with_records
-from monograph.session.ranks import show
-from monograph.session.recorded import strange_text
+from monograph.session.recorded import foreign_text_warning
 from monograph.session.reporting import Reporter, finished
-from monograph.session.requirements import require_possible, require_taught
+from monograph.session.requirements import require_possible, require_trained_model
 from monograph.session.rewind import windows
 from monograph.session.session import Session
 from monograph.session.setup import repeatable
+from monograph.session.shown_commands import show_command
 from monograph.session.start import Started, open_run
 from monograph.session.warmup import measure_memory
 from monograph.storage.cache_dir import keep_compiled
@@ -57,13 +57,13 @@ def run(
     started = Started(program_start_s, clock() - program_start_s)
     # Before torch._dynamo is imported, which sets its own cache path in the environment.
     keep_compiled()
-    settings, from_ = recorded.model_given(settings, from_)
+    settings, from_ = recorded.with_folder_as_init(settings, from_)
     settings = with_records(settings)
     # A run that is resumed, or begun from another, adds the settings that the other run recorded.
     # Those are checked together with these, by `open_run`.
     if not (resume or from_):
         require_possible(settings, describe())
-        require_taught(objective_of(settings), settings.model.init)
+        require_trained_model(objective_of(settings), settings.model.init)
     world = ranks.meet(
         settings.train.parallel, settings.said("train.parallel"), resumed=resume is not None
     )
@@ -84,12 +84,12 @@ def run(
             # Without --resume, a launcher has restarted the ranks of a run that had just begun. It
             # has recorded what its command line gives.
             changes = settings if resume else Settings()
-            settings = recorded.settings_of(this_run, changes)
-            warning = strange_text(this_run, settings.data.source, settings.programs)
+            settings = recorded.settings_to_resume(this_run, changes)
+            warning = foreign_text_warning(this_run, settings.data.source, settings.programs)
         elif parent:
-            settings = recorded.branched(parent.run, settings)
+            settings = recorded.settings_from_parent(parent.run, settings)
             writing.record_parent(this_run, *parent)
-            warning = strange_text(parent.run, settings.data.source, settings.programs)
+            warning = foreign_text_warning(parent.run, settings.data.source, settings.programs)
         if warning:
             progress.line("warning", warning)
         summary = world.broadcast(finished(this_run) if is_resumed and world.leads else None)
@@ -99,7 +99,7 @@ def run(
                 f"{this_run.folder} has already finished, after {counted(summary['update'], 'update')}",
             )
             if world.leads:
-                show(progress, "next", "train", "--from", this_run.handle)
+                show_command(progress, "next", "train", "--from", this_run.handle)
         else:
             ranks.require_launched(
                 settings.train.parallel, settings.said("train.parallel"), world.own
@@ -111,7 +111,7 @@ def run(
                 report = Reporter(session, progress)
                 _loop(session, report, progress)
                 measure_memory(session)  # for the summary
-                session.task.remember()  # for the plans of later runs
+                session.task.store_measurements()  # for the plans of later runs
                 summary = report.finish() if world.leads else {}
         world.leave()
     if json and world.leads:

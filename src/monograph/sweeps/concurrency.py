@@ -30,7 +30,7 @@ from monograph.report.quantities import counted, duration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import warmup
-from monograph.session.brief import COMPILE_S, LEAST_COMPILE_S
+from monograph.session.brief import COMPILE_S, MIN_COMPILE_S
 from monograph.session.eager_start import has_spare_core
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
@@ -279,12 +279,12 @@ class Timing:
         """
         updates = self.given_updates
         plan = self.group.plan
-        if "compile" not in plan.open or plan.memory == "stream":
+        if "compile" not in plan.open_choices or plan.memory == "stream":
             return False
         if not updates:
             # On a spare core, the graphs compile while the members train. Otherwise the sweep waits
             # for all of it.
-            compile_s = LEAST_COMPILE_S if has_spare_core(self.machine) else COMPILE_S
+            compile_s = MIN_COMPILE_S if has_spare_core(self.machine) else COMPILE_S
             return 60 * plan.job.span.minutes < compile_s
         began = clock()
         built_runs = build_models(self.group.members[:1], self.text, self.machine)
@@ -292,7 +292,7 @@ class Timing:
         window = first_window(built_runs, self.text)
         building_s = clock() - began
         # An update of a model that takes so long to build takes long, too, so none is timed.
-        if building_s >= LEAST_COMPILE_S:
+        if building_s >= MIN_COMPILE_S:
             return False
         with buffers_kept(engine.model, engine.step.loss), engine.step.counters_kept():
             engine.rehearse(window)  # not timed, as the first one takes longer
@@ -300,7 +300,7 @@ class Timing:
             engine.rehearse(window)
             synchronize(self.device)
             update_s = clock() - began
-        return len(self.group.members) * updates * update_s < LEAST_COMPILE_S
+        return len(self.group.members) * updates * update_s < MIN_COMPILE_S
 
     def leave_uncompiled(self) -> None:
         """Change the settings of all members so that they train without a graph."""
