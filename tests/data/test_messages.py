@@ -13,7 +13,7 @@ import pytest
 
 from daily import nightly, pairwise
 from dialogues import TEMPLATES, call, said, speaking
-from monograph.commands.generate import prompts_of as prompts_of_file
+from monograph.commands.generate import prompts_in_file
 from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.corpus import corpus
 from monograph.data.loss_mask import Answering, ConversationConverter
@@ -147,7 +147,7 @@ def rewarded(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
 
 def asked(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
     (folder / "r.jsonl").write_text(json.dumps({"messages": chat[:-1]}))
-    [found] = prompts_of_file(folder / "r.jsonl", True, Sampling(), tokenizer.vocab_size)
+    [found] = prompts_in_file(folder / "r.jsonl", True, Sampling(), tokenizer.vocab_size)
     assert not isinstance(found.prompt, str)
     return chat_ids(tokenizer, found.prompt, add_generation_prompt=True)
 

@@ -38,7 +38,12 @@ from monograph.automata.dfa import compile_expression
 from monograph.automata.pattern import fullmatch_expression
 from monograph.automata.schema import parse_schema, schema_expression
 from monograph.checkpointing.folder import FileEntry, Manifest
-from monograph.commands.generate import LARGEST_SCHEMA_BYTES, _read_text, prompts_of, sampling_of
+from monograph.commands.generate import (
+    LARGEST_SCHEMA_BYTES,
+    _read_text,
+    parse_sampling,
+    prompts_in_file,
+)
 from monograph.commands.plan import memory_size
 from monograph.config import load
 from monograph.config.axes import axes_of, points
@@ -190,7 +195,7 @@ def command_line(draws: random.Random, folder: Path) -> None:
             draws.choice(["8", "", "-1"]) + texts[0]
         )
     else:
-        sampling_of(
+        parse_sampling(
             {"temperature": 1.0},
             [f"{draws.choice(['seed', 'min_p', 'x', 'logit_bias'])}={texts[0]}"],
         )
@@ -392,7 +397,7 @@ def run_files(draws: random.Random, folder: Path) -> None:
             )
         )
     names: dict[str, Callable[[], object]] = {
-        "metrics.jsonl": run.rows, "run.lock": lambda: Run.located(run.folder),
+        "metrics.jsonl": run.rows, "run.lock": lambda: Run.locate(run.folder),
         "from.json": lambda: recorded_parent(run),
         "teachers.json": lambda: recorded_teachers(run, (run.folder / "teachers.json").read_bytes()),
         "sweep.json": lambda: Sweep.open(run.folder), "config.toml": lambda: load(run.config, {}, {}),
@@ -455,7 +460,7 @@ def questions(draws: random.Random, folder: Path) -> None:
     if draws.random() < 0.5:
         read_questions([str(path)])
     else:
-        list(prompts_of(path, draws.random() < 0.5, Sampling(), 300))
+        list(prompts_in_file(path, draws.random() < 0.5, Sampling(), 300))
 
 
 # ---- what is no regular file, and what is larger than it looks -----------------------------------
@@ -468,7 +473,7 @@ def given(path: Path) -> dict[str, Callable[[], object]]:
         ".toml": lambda: load(classify([str(path)]).toml, {}, {}), ".pth": lambda: torch_file.read(path, {}),
         ".py": lambda: checked_recipe(ModelRecipe(None, "nano", {}, 0), ModelSource.open(f"{path}:build")),
         ".json": lambda: Tokenizer.from_file(path),
-        ".prompts": lambda: list(prompts_of(path, chat=False)), ".ndjson": lambda: read_questions([str(path)]),
+        ".prompts": lambda: list(prompts_in_file(path, chat=False)), ".ndjson": lambda: read_questions([str(path)]),
         ".schema": lambda: _read_text(path, "", LARGEST_SCHEMA_BYTES),
         ".raw.parquet": lambda: list(table_rows(path, "text")),
         ".raw.arrow": lambda: list(table_rows(path, "text")), ".raw.gz": lambda: list(read_blocks(path)),
@@ -496,7 +501,7 @@ def within(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
         (folder / "adapter" / "adapter_config.json", lambda: read_adapter(folder / "adapter")),
         (saved(folder) / "MANIFEST.json", lambda: checkpointing.load(saved(folder))),
         (saved(folder) / "model.safetensors", lambda: checkpointing.load(saved(folder))),
-        (run.lock_file, lambda: (lock_record(run.folder), serial_number(run.folder), Run.located(run.folder))),
+        (run.lock_file, lambda: (lock_record(run.folder), serial_number(run.folder), Run.locate(run.folder))),
         (run.metrics, run.rows), (run.config, lambda: load(run.config, {}, {})),
         (run.parent_file, lambda: recorded_parent(run)), (run.folder / "sweep.json", lambda: Sweep.open(run.folder)),
     ]  # fmt: skip

@@ -35,8 +35,8 @@ def test_what_no_graph_can_hold_together_makes_groups() -> None:
     groups = groups_of(members_of(SETTINGS, points))
     assert [group.name for group in groups] == ["preset=nano", "preset=micro"]
     assert [[m.index for m in group.members] for group in groups] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    groups[0].rounds = [3, 1]
-    assert [[m.index for m in each] for each in groups[0].batches()] == [[0, 1, 4], [5]]
+    groups[0].round_sizes = [3, 1]
+    assert [[m.index for m in each] for each in groups[0].rounds()] == [[0, 1, 4], [5]]
 
 
 def test_a_keys_short_name_is_its_own() -> None:

@@ -1038,9 +1038,12 @@ class WayToLearn(NamedTuple):
 REWARDS_WAY = WayToLearn(
     RunKind(
         "rewards",
-        (Measure("eval_reward", "reward held out", True), Measure("reward", "reward", True)),
+        (
+            Measure("eval_reward", "reward held out", higher_is_better=True),
+            Measure("reward", "reward", higher_is_better=True),
+        ),
         "rl.reward",
-        alike=("rl.reward",),
+        result_keys=("rl.reward",),
     ),
     RlSection,
     names_code=("rl.reward",),
@@ -1050,7 +1053,7 @@ PREFERENCES_WAY = WayToLearn(
     RunKind(
         "preferences",
         (
-            Measure("eval_accuracy", "share right", True, is_share=True),
+            Measure("eval_accuracy", "share right", higher_is_better=True, is_share=True),
             Measure("eval_loss", "loss"),
         ),
         "prefer.loss",

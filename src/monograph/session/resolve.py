@@ -93,9 +93,9 @@ def _plan_from_job(job: Job, machine: Device) -> RunPlan:
         intervals=job.intervals.of(job.updates),
         updates=job.updates,
     )
-    judged = job.objective.judged(plan)
-    packed = job.reading.is_packed and judged != "exact"
-    return plan.with_training(replace(training, judged=judged, packed=packed))
+    answer_scoring = job.objective.answer_scoring(plan)
+    packed = job.reading.is_packed and answer_scoring != "exact"
+    return plan.with_training(replace(training, answer_scoring=answer_scoring, packed=packed))
 
 
 # ── from the model's shape ──────────────────────────────────────────────────────────────────────

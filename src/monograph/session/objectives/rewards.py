@@ -29,7 +29,7 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.planner import defaults
 from monograph.predict.estimate import copied_bytes, trained_numbers
-from monograph.predict.footprint import Judged
+from monograph.predict.footprint import AnswerScoring
 from monograph.predict.roofline import Calibration, Drawing, drawing_s, peak_flops
 from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
@@ -246,7 +246,7 @@ class Rewards(Objective):
         values[size_key] = tokens_per_update
         return DecidedObjective(decided, values)
 
-    def judged(self, plan: RunPlan) -> Judged:
+    def answer_scoring(self, plan: RunPlan) -> AnswerScoring:
         """Return whether the loss computes with the arithmetic of sampling ("exact") or not."""
         return "exact" if options_for(plan).exact else "rows"
 
@@ -410,7 +410,7 @@ def _model_named(name: str) -> ModelSource:
     """Return the model that a parameter of a reward names, with a name that stays valid."""
     model = ModelSource.open(name)
     # `last` would name the new run once that has begun, so the run's path is recorded.
-    path = model.run.named if model.run else without_links(name)
+    path = model.run.named_path if model.run else without_links(name)
     return model.renamed(str(path))
 
 
@@ -574,7 +574,7 @@ class RewardTask(Task):
             self.reward,
             options_for(current_plan()),
             lambda: current_plan().updates,
-            Sharing(world.size, world.shared, world.once),
+            Sharing(world.size, world.split_over_ranks, world.on_rank_0),
         )
 
     def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> Rollouts:
@@ -673,7 +673,7 @@ class RewardTask(Task):
         """Return rewards, lengths and more on the answers of the last update."""
         loss = self.engine.step.loss
         assert isinstance(windows, Rollouts) and isinstance(loss, PolicyLoss)
-        figures = loss.take_figures(self.world.gathered)
+        figures = loss.take_figures(self.world.all_gather)
         if not self._needs_reference:
             del figures["kl"]
         if not windows.is_fresh:
