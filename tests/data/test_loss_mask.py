@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from daily import nightly
 from dialogues import CHATS, TAGGED, TEMPLATES, TOOLS, call, said, speaking
 from monograph.data.conversations import Conversation
-from monograph.data.loss_mask import TEMPLATE_DATE, Answering, Answers, Row, _Encoder
+from monograph.data.loss_mask import TEMPLATE_DATE, AnswerOptions, Answers, Row, _Encoder
 from monograph.data.records import Unusable
 from monograph.errors import InputRefused
 from monograph.text.chat import chat_ids
 from monograph.text.tokenizer import Tokenizer
 
-EVERY = Answering(every=True, truncate=True, longest=10_000)
+EVERY = AnswerOptions(every=True, truncate=True, longest=10_000)
 # What is refused, and by which words; all other pairs of a template and a chat have rows.
 REFUSED = {
     ("mistral-v1", "two rounds of tools"): "only user and assistant speak here",
@@ -45,7 +45,7 @@ def conversation(chat: str) -> Conversation:
     return Conversation(CHATS[chat], TOOLS if "tools" in chat else None, 0)
 
 
-def rows_of(tokenizer: Tokenizer, said: Conversation, how: Answering = EVERY) -> list[Row]:
+def rows_of(tokenizer: Tokenizer, said: Conversation, how: AnswerOptions = EVERY) -> list[Row]:
     return Answers(tokenizer, how).rows(said)
 
 
@@ -131,7 +131,7 @@ def test_the_text_is_transformers(tmp_path: Path, name: str, pinned: None) -> No
 
     ours, theirs = speaking(tmp_path, name).config.template, AutoTokenizer.from_pretrained(tmp_path)
     assert ours is not None and ours.reads_the_date == (name == "llama-3") and not ours.tags_answers
-    ours = ours.on(TEMPLATE_DATE)
+    ours = ours.with_date(TEMPLATE_DATE)
     for chat, messages in CHATS.items():
         options: dict[str, Any] = {"tools": TOOLS} if "tools" in chat else {}
         for asks in (False, True):
@@ -241,7 +241,7 @@ def test_a_token_that_reaches_over_the_border(tmp_path: Path) -> None:
     answers = Answers(tokenizer, EVERY)
     said = conversation("three turns")
     rows = answers.rows(said)
-    template = answers._plain
+    template = answers._template_without_tools
     for answer, row in zip(said.answers, rows, strict=True):
         prompt = tokenizer.encode_rendered(template.render(said.messages[:answer], True))
         [(begin, end)] = row.spans
@@ -250,7 +250,7 @@ def test_a_token_that_reaches_over_the_border(tmp_path: Path) -> None:
         assert trained(row) == [[*tokenizer.encode(text), tokenizer.special["<|eot_id|>"]]]
         whole = tokenizer.encode_rendered(template.render(said.messages[: answer + 1]))
         assert whole[:begin] != prompt
-    assert answers.counts["parted"] == 3
+    assert answers.counts["split"] == 3
 
 
 TEXTS = st.text(alphabet="ab \n<|>im_endü[/]", min_size=1, max_size=12).filter(
@@ -268,7 +268,7 @@ def test_prompt_and_what_is_trained_are_the_row(name: str, tmp_path: Path) -> No
     tokenizer = merging(tmp_path, name)
     template = tokenizer.config.template
     assert template is not None
-    tokenizer.config = tokenizer.config._replace(template=template.on(TEMPLATE_DATE))
+    tokenizer.config = tokenizer.config._replace(template=template.with_date(TEMPLATE_DATE))
     answers = Answers(tokenizer, EVERY)
 
     @settings(
@@ -433,7 +433,7 @@ def test_the_templates_own_tags_are_compared(tmp_path: Path) -> None:
     answers.rows(conversation("a system's"))
     assert (
         answers.counts["untagged"] == 2
-        and answers.untagged == "trained 'so<|im_end|>', tagged 'so'"
+        and answers.first_untagged == "trained 'so<|im_end|>', tagged 'so'"
     )
     assert answers.notes({}, "")[0].startswith(
         "the template's own generation tags differ in 2 of 2 answers; the first"

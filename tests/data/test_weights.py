@@ -16,7 +16,7 @@ from monograph.config.sources import classify, weighted
 from monograph.data import store
 from monograph.data.batches import Batches
 from monograph.data.corpus import corpus
-from monograph.data.sources import find
+from monograph.data.sources import find_sources
 from monograph.errors import InputRefused, UsageError
 
 
@@ -89,9 +89,10 @@ def test_two_weights_for_one_file_are_refused(texts, tmp_path):
     with pytest.raises(
         UsageError, match=r"001.txt has the weights 2 and 1; leave it out at one place"
     ):
-        find([texts, texts / "001.txt"], tmp_path, weights=[2, 1])
+        find_sources([texts, texts / "001.txt"], tmp_path, weights=[2, 1])
     assert {
-        file.weight for file in find([texts, texts / "001.txt"], tmp_path, weights=[2, 2]).files
+        file.weight
+        for file in find_sources([texts, texts / "001.txt"], tmp_path, weights=[2, 2]).files
     } == {2.0}
 
 
@@ -99,10 +100,10 @@ def test_there_are_as_many_weights_as_sources_and_each_is_in_range(texts, tmp_pa
     with pytest.raises(
         UsageError, match="data.weights has 1 numbers and data.source 2: give one for each"
     ):
-        find([texts, texts / "001.txt"], tmp_path, weights=[2])
+        find_sources([texts, texts / "001.txt"], tmp_path, weights=[2])
     for weight in (0, -1, 1001, 1e-4, float("nan")):
         with pytest.raises(UsageError, match="data.weights: .* is not from 0.001 to 1000"):
-            find(texts, tmp_path, weights=[weight])
+            find_sources(texts, tmp_path, weights=[weight])
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])

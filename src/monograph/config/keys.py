@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict, Unp
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
+from monograph.data import MAX_HELD_OUT, MAX_WEIGHT, MIN_WEIGHT
 from monograph.errors import join_with_or
 from monograph.model.families import FAMILIES, FIRST_FAMILY, PRESETS
 from monograph.optim_table import FORMATS, OPTIMIZERS
@@ -109,9 +109,9 @@ PositiveFloat = Annotated[float, AfterValidator(ABOVE_0.checked)]
 NonNegativeFloat = Annotated[float, AfterValidator(NOT_NEGATIVE.checked)]
 Fraction = Annotated[float, AfterValidator(FRACTION.checked)]
 Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
-Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
+Share = Annotated[float, Field(ge=0, le=MAX_HELD_OUT)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
-Weight = Annotated[float, Field(ge=LIGHTEST, le=HEAVIEST)]
+Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 Weights = Annotated[list[Weight], Field(min_length=1), BeforeValidator(_parse_numbers)]
 Momentum = Annotated[float, AfterValidator(DECAY.checked)]
 
@@ -425,7 +425,7 @@ class DataSection(Section):
     )
     weights: Weights | None = _key(
         None,
-        f"a list of numbers from {LIGHTEST:g} to {HEAVIEST:g}, one for each source",
+        f"a list of numbers from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}, one for each source",
         "How often an epoch sees each source.",
         otherwise="once each",
         example=[2.0, 1.0],

@@ -28,7 +28,7 @@ from monograph.config.settings import (
 )
 from monograph.config.toml_file import MAX_TOML_BYTES, given_and_faults
 from monograph.config.unknown import key_advice, require_known
-from monograph.data import HEAVIEST, LIGHTEST
+from monograph.data import MAX_WEIGHT, MIN_WEIGHT
 from monograph.errors import InputRefused, MonographError, UsageError, did_you_mean
 from monograph.model.families import FAMILIES, PRESETS
 from monograph.storage.code import HUB
@@ -324,8 +324,8 @@ def weighted(argument: str) -> tuple[str, float]:
     if not place or not re.fullmatch(_WEIGHT, number) or exists(argument):
         return argument, 1.0
     weight = float(number)
-    if not LIGHTEST <= weight <= HEAVIEST:
-        bounds = f"a number from {LIGHTEST:g} to {HEAVIEST:g}"
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        bounds = f"a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
         raise UsageError(
             f"{COMMAND_LINE}: {argument}: a weight is how often an epoch sees the text, {bounds}"
         )

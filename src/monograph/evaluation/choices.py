@@ -22,7 +22,7 @@ from monograph.data.forms import TEXT, RecordSettings
 from monograph.data.kinds import sample
 from monograph.data.progress import Meter, Progress
 from monograph.data.records import Fault, Unusable, checked_text, json_objects
-from monograph.data.sources import LINES, suffix_of
+from monograph.data.sources import LINE_SUFFIXES, suffix_of
 from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.significance import mean
 from monograph.graph.precision import Precision
@@ -317,7 +317,7 @@ def read_questions(places: Sequence[str]) -> list[Question]:
 
 
 def _holds_questions(path: Path, text_key: str | None) -> bool:
-    if not is_file(path) or suffix_of(path) not in LINES:
+    if not is_file(path) or suffix_of(path) not in LINE_SUFFIXES:
         return False
     first_records = [record for _, record in sample(path, RecordSettings(text_key))]
     any_choices = any(CHOICES in record for record in first_records)

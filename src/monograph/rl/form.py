@@ -48,7 +48,9 @@ class AnswerForm:
             InputRefused: the form cannot be used with these tokens or prompts.
         """
         tokenizer = prompts.tokenizer
-        leads = {tokenizer.lead(prompt.ids) for prompt in (*prompts.train, *prompts.held_out)}
+        leads = {
+            tokenizer.inserted_space(prompt.ids) for prompt in (*prompts.train, *prompts.held_out)
+        }
         if len(leads) > 1:
             raise InputRefused(
                 f"{prompts.name}: the tokenizer begins answers with a space after some prompts but not after others, "

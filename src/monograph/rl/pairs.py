@@ -41,13 +41,13 @@ from monograph.data.forms import (
     RecordSettings,
 )
 from monograph.data.kinds import kind_of_records
-from monograph.data.loss_mask import Answering, Answers, Row
+from monograph.data.loss_mask import AnswerOptions, Answers, Row
 from monograph.data.messages import is_trained_on
 from monograph.data.options import ReadingOptions
 from monograph.data.progress import Progress
 from monograph.data.records import JSON_TYPES, Fault, Unusable, checked_text, list_names, quote
 from monograph.data.rows import IGNORE, Int64, Rows
-from monograph.data.sources import located
+from monograph.data.sources import source_paths
 from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.store import Side
 from monograph.errors import InputRefused
@@ -127,7 +127,7 @@ class PairRows(Rows):
             answers: int64 [R, T], an answer's number at its first target, 0 elsewhere.
         """
         window = super().window(indices_R)
-        pair_RT = self.owners(indices_R)
+        pair_RT = self.document_indices(indices_R)
         inside_RT = pair_RT >= 0
         # The number of the chosen answer's tokens, where the rejected answer begins.
         length_RT = np.zeros_like(pair_RT)
@@ -190,7 +190,7 @@ def loss_for(
     Raises:
         InputRefused, UsageError: see `kind_of_records`; or there is no source.
     """
-    kind = kind_of_records(located(source), asked, skip_bad)
+    kind = kind_of_records(source_paths(source), asked, skip_bad)
     if kind is Kind.PAIRS:
         return "dpo"
     return "kto" if kind is Kind.LABELLED else None
@@ -233,7 +233,7 @@ def read_pairs(
     def rendered(conversation: Conversation) -> Row:
         if not template:
             template.append(
-                Answers(tokenizer, Answering(every=False, truncate=False, longest=length))
+                Answers(tokenizer, AnswerOptions(every=False, truncate=False, longest=length))
             )
         require_read(tokenizer, conversation.template_variables)
         return template[0].rows(conversation)[0]

@@ -117,7 +117,7 @@ class PreferenceLoss(nn.Module):
         try:
             for side in sides:
                 meter = Meter(progress, "row", len(side))
-                for batch in side.in_order(rows):
+                for batch in side.batches_in_order(rows):
                     score(batch)
                     meter.add(min(rows, len(side) - meter.done))
         finally:

@@ -40,7 +40,7 @@ from monograph.data.records import (
     list_names,
     quote,
 )
-from monograph.data.sources import LINES, Sources, find
+from monograph.data.sources import LINE_SUFFIXES, Sources, find_sources
 from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
@@ -48,9 +48,9 @@ from monograph.model.config import LlamaConfig
 from monograph.rl.rewards import Reward, Taught
 from monograph.storage.writing import temporary_folder
 from monograph.text.chat import chat_ids, require_read, stop_ids, template_of
-from monograph.text.messages import Unread
-from monograph.text.template import Unspeakable
-from monograph.text.tokenizer import Tokenizer, parse
+from monograph.text.messages import UnreadKey
+from monograph.text.template import TemplateRefusal
+from monograph.text.tokenizer import Tokenizer, parse_setting
 
 # A record as it was read.
 Record = Mapping[str, Any]
@@ -87,7 +87,7 @@ def own_tokenizer(reading: ReadingOptions, key: str) -> Tokenizer:
     Raises:
         UsageError: the tokenizer would have to be trained.
     """
-    own = parse(reading.tokenizer, reading.vocab_size)
+    own = parse_setting(reading.tokenizer, reading.vocab_size)
     if not isinstance(own, Tokenizer):
         raise UsageError(
             f"data.tokenizer = {reading.tokenizer}: {key} needs a model's tokenizer: name one by model.init"
@@ -121,7 +121,7 @@ def read_parts(
     held_out = list[Any]()
     skipped: Counter[str] = Counter()
     with temporary_folder() as spool:
-        sources = find(reading.source, spool, progress, reading.weights)
+        sources = find_sources(reading.source, spool, progress, reading.weights)
         for where, record in _records(sources, needs, keys):
             result = record if isinstance(record, Fault) else item(where, record)
             if not isinstance(result, Fault):
@@ -153,7 +153,7 @@ def _records(
             )
         if keys is not None:
             records = keyed_records(file, keys)
-        elif file.suffix in LINES:
+        elif file.suffix in LINE_SUFFIXES:
             records = json_objects(file.path, exact=True)
         else:
             records = table_objects(file.path, table_columns(file.path))
@@ -250,7 +250,7 @@ def read_prompts(
 
     reader = _Reader(
         key=key,
-        tokenizer=tokenizer.on(TEMPLATE_DATE),
+        tokenizer=tokenizer.with_date(TEMPLATE_DATE),
         room=_Room(
             room, "data.sequence_length less rl.max_new_tokens: raise one or lower the other"
         ),
@@ -320,7 +320,7 @@ def prompts_of(
     prompts = list[Prompt]()
     reader = _Reader(
         key=PROMPT,
-        tokenizer=tokenizer.on(TEMPLATE_DATE),
+        tokenizer=tokenizer.with_date(TEMPLATE_DATE),
         room=_Room(room, "the model's positions less max_new_tokens: lower that"),
         for_teacher=isinstance(reward, Taught),
         record_settings=DEFAULT_SETTINGS,
@@ -418,7 +418,7 @@ def _text_and_ids(record: Record, key: str, reader: _Reader) -> tuple[str, tuple
             ids = chat_ids(
                 tokenizer, chat.messages, add_generation_prompt=True, **chat.template_variables
             )
-        except (Unread, Unspeakable) as refused:
+        except (UnreadKey, TemplateRefusal) as refused:
             raise Unusable("refused by the chat template", str(refused)) from None
     elif isinstance(value, str):
         text = checked_text(value, key)
