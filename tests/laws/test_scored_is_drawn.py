@@ -108,8 +108,8 @@ def test_products_have_rows_filled_up_whatever_the_lengths(
     counted = Counted()
     with counted:
         window = next(rollouts)
-        made = rollouts.drawer.rollouts(*rollouts._drawn(range(len(texts))))
-        rollouts.drawer.scored(made, rollouts.drawer.model)
+        made = rollouts.drawer.rollouts(*rollouts._draw_groups(range(len(texts))))
+        rollouts.drawer.log_probabilities_of(made, rollouts.drawer.model)
     assert window["tokens"].shape[1] == rollouts.drawer.slots
     assert counted.rows and all(rows % 4 == 0 for rows in counted.rows), counted.rows
     rollouts.drawer.engine.accumulate(window)
@@ -179,7 +179,7 @@ def test_an_answer_does_not_depend_on_what_is_drawn_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     together = drawn(windows())
-    monkeypatch.setattr(room, "MOST_ROWS", 4)
+    monkeypatch.setattr(room, "MAX_DECODED_ROWS", 4)
     rollouts = windows(replace(OPTIONS, prompts=1, group=2))
     prompts = rollouts.drawer.prompts.train
     alone = [rollouts.drawer.draw([prompt], [seed])[0] for seed, prompt in enumerate(prompts)]
@@ -216,7 +216,7 @@ def test_an_answer_from_old_weights_is_noticed(fault: str, monkeypatch: pytest.M
         monkeypatch.setattr(Generator, "forget", lambda generator: None)
     if fault == "answers come from a copy of the weights":
         drawing.model = deepcopy(drawing.model)
-        monkeypatch.setattr(Drawer, "_gather", lambda drawer: None)
+        monkeypatch.setattr(Drawer, "_gather_model", lambda drawer: None)
     drawing.draw(last, [3])
     drawing.engine.accumulate(next(rollouts))
     drawing.draw(last, [3])

@@ -67,7 +67,7 @@ def test_texts_follow_their_prompt_as_they_are_and_each_answer_is_a_document(
     ):
         assert (number, targets) == (true_number, true_targets)
         assert inputs == (true_inputs if number % 2 == 0 else [*true_inputs, tokenizer.eos_id])
-    assert pairs.train.most >= 4 and pairs.train.answers == 14 and not pairs.train.chats
+    assert pairs.train.max_row_answers >= 4 and pairs.train.answers == 14 and not pairs.train.chats
     assert pairs.stats.conversations == 7 and pairs.train.empty(2)["answers"].shape == (2, 64)
 
 

@@ -98,7 +98,9 @@ def one_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = Path(sandbox.__file__).read_text()
     assert f"\nCPU_LIMIT_S = {sandbox.CPU_LIMIT_S} " in program
     copied = tmp_path / "sandbox.py"
-    copied.write_text(program.replace(f"\nCPU_LIMIT_S = {sandbox.CPU_LIMIT_S} ", "\nCPU_LIMIT_S = 1 "))
+    copied.write_text(
+        program.replace(f"\nCPU_LIMIT_S = {sandbox.CPU_LIMIT_S} ", "\nCPU_LIMIT_S = 1 ")
+    )
     monkeypatch.setattr(sandbox, "__file__", str(copied))
 
 

@@ -367,7 +367,7 @@ def encode_conversations(
                 raise InputRefused(f"{where}: {error}") from None
             if untagged_before == 0 and answers.counts["untagged"] > 0:
                 # `answers` does not know the place of the first untagged answer, which is here.
-                answers.first_untagged = f"{where}: {answers.untagged}"
+                answers.first_untagged = f"{where}: {answers.first_untagged}"
             for row in rows:
                 writers[_side_of(document)].write_row(document, row)
             meter.add(document.bytes)

@@ -152,7 +152,9 @@ class PreferenceTask(RowsTask):
         train, held = self.data.train, self.data.held_out
         assert isinstance(train, PairRows) and isinstance(held, PairRows)
         loss = PreferenceLoss(
-            self.preference, train.answers + held.answers, max(train.most, held.most)
+            self.preference,
+            train.answers + held.answers,
+            max(train.max_row_answers, held.max_row_answers),
         )
         loss.labels[1:] = torch.from_numpy(np.concatenate([train.labels, held.labels]))
         return loss

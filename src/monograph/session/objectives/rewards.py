@@ -36,13 +36,13 @@ from monograph.rl.loss import Kl, PolicyLoss, kl_term
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import REWARDS, Reward, form_named, parameters_of, reward_of
 from monograph.rl.rollouts import (
-    MOST_PROMPTS,
-    MOST_ROWS,
+    MAX_DECODED_ROWS,
+    MAX_PREFILL_PROMPTS,
     Drawer,
     Rollouts,
     Sharing,
     decoded_rows,
-    slots_of,
+    slots_per_row,
 )
 from monograph.run.folder import Run
 from monograph.run.models import load_with_tokenizer
@@ -257,9 +257,9 @@ class Rewards(Objective):
         lora = training.lora
         narrow = training.precision != "fp32" and (lora or not training.optim.master_weights)
         dtype = torch.bfloat16 if narrow else torch.float32
-        slots = slots_of(options, config, slots or options.length + 1)
+        slots = slots_per_row(options, config, slots or options.length + 1)
         own = -(-options.prompts * options.group // ranks)
-        rows = decoded_rows(own) + min(options.prompts, MOST_PROMPTS)
+        rows = decoded_rows(own) + min(options.prompts, MAX_PREFILL_PROMPTS)
         answers = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
         beside = {"answers": min(answers, machine.free_memory_bytes // 2)}
         if is_sharded(plan.job.parallel):
@@ -286,7 +286,7 @@ class Rewards(Objective):
         options = options_of(plan)
         answers = options.prompts * options.group
         if options.exact:
-            return answers, slots_of(options, config, slots)
+            return answers, slots_per_row(options, config, slots)
         if not options.packed:
             return answers, options.length
         return -(-answers // max(1, options.length // (slots - 1))), options.length
@@ -444,7 +444,7 @@ def drawing_time(
     number_bytes = 2 if training.precision != "fp32" and training.lora else FP32_BYTES
     drawing = Drawing(
         options.prompts * options.group,
-        MOST_ROWS,
+        MAX_DECODED_ROWS,
         prompt or options.length - options.max_new_tokens,
         tokens or options.max_new_tokens,
         number_bytes,
@@ -551,7 +551,7 @@ class RewardTask(Task):
 
     def leave_uncompiled(self) -> None:
         """Draw and score answers as where nothing is compiled; see `Task.leave_uncompiled`."""
-        self.drawer.take(options_of(self.plan()))
+        self.drawer.set_options(options_of(self.plan()))
         _compute_as(self.drawer.options, self.drawer.model)
 
     def keep_reference(self, resumed: bool) -> None:
@@ -571,7 +571,7 @@ class RewardTask(Task):
     @property
     def held(self) -> list[Tensor]:
         """Return the tensors that are held to draw, compare and judge answers."""
-        return self.drawer.held
+        return self.drawer.extra_tensors
 
     def remember(self) -> None:
         """Store how long drawing took beside its closed form, if one process drew once for each
@@ -643,7 +643,7 @@ class RewardTask(Task):
         """Return the rewards of answers to held-out prompts."""
         if not self.data.held_out:
             return None
-        numbers = self.drawer.measure()
+        numbers = self.drawer.evaluate()
         return HeldOutScore(self.answer_tokens, numbers, numbers["eval_reward"])
 
     def opening(self, config: LlamaConfig | None) -> Opening:
