@@ -135,8 +135,8 @@ def captured(request: pytest.FixtureRequest) -> Captured:
     drawing = rollouts.drawer
     drawing.model.train()
     window = next(rollouts)
-    assert drawing._made
-    before = Captured(rollouts, window, drawing._made[1].compiled, drawing.model.training)
+    assert drawing._cached_generator
+    before = Captured(rollouts, window, drawing._cached_generator[1].compiled, drawing.model.training)
     captured_to_train(drawing.engine, window, request.param)
     apart(rollouts)
     return before
