@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from monograph.config.sources import classify, weighted
+from monograph.config.sources import classify, path_and_weight
 from monograph.data import store
 from monograph.data.batches import Batches
 from monograph.data.corpus import corpus
@@ -52,13 +52,13 @@ def mixed(texts, tmp_path):
     ],
 )
 def test_how_a_weight_is_written(item, place, weight):
-    assert weighted(item) == (place, weight)
+    assert path_and_weight(item) == (place, weight)
 
 
 def test_a_file_of_the_whole_name_wins(tmp_path):
     (tmp_path / "a@2").write_text("named so")
-    assert weighted(str(tmp_path / "a@2")) == (str(tmp_path / "a@2"), 1.0)
-    assert weighted(str(tmp_path / "a@2@3")) == (str(tmp_path / "a@2"), 3.0)
+    assert path_and_weight(str(tmp_path / "a@2")) == (str(tmp_path / "a@2"), 1.0)
+    assert path_and_weight(str(tmp_path / "a@2@3")) == (str(tmp_path / "a@2"), 3.0)
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "1001", "0.0001", "1e9"])
@@ -66,7 +66,7 @@ def test_a_weight_out_of_range_is_refused(weight):
     with pytest.raises(
         UsageError, match=f"a.txt@{weight}: a weight is how often .*from 0.001 to 1000"
     ):
-        weighted(f"a.txt@{weight}")
+        path_and_weight(f"a.txt@{weight}")
 
 
 def test_the_command_line_takes_weights(tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ from monograph.commands.plan import memory_size
 from monograph.config import load
 from monograph.config.axes import axes_of, points
 from monograph.config.keys import KEYS
-from monograph.config.sources import classify, weighted
+from monograph.config.sources import classify, path_and_weight
 from monograph.data import shards
 from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.documents import Documents, ReadingPlan
@@ -182,7 +182,7 @@ def command_line(draws: random.Random, folder: Path) -> None:
         load(None, fixed | {axis.key: axis.first for axis in axes}, {})
         points(axes, draws.choice([None, 3]))
     elif draws.random() < 0.5:
-        weighted(texts[0])
+        path_and_weight(texts[0])
         toml, overrides, faults = classify(texts)
         load(toml, overrides, {}, faults=faults)
     elif draws.random() < 0.5:

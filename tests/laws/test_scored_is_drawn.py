@@ -136,7 +136,9 @@ def captured(request: pytest.FixtureRequest) -> Captured:
     drawing.model.train()
     window = next(rollouts)
     assert drawing._cached_generator
-    before = Captured(rollouts, window, drawing._cached_generator[1].compiled, drawing.model.training)
+    before = Captured(
+        rollouts, window, drawing._cached_generator[1].compiled, drawing.model.training
+    )
     captured_to_train(drawing.engine, window, request.param)
     apart(rollouts)
     return before

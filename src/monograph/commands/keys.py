@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from monograph.config.keys import KEYS, SECTIONS, Key, key_declaration
-from monograph.config.lookup import Found, example_of, keys_named, names_elsewhere, typed
+from monograph.config.lookup import KeyMatches, example_of, keys_named, names_elsewhere, typed
 from monograph.config.settings import toml_of
 from monograph.terminal import is_terminal, shell_words
 
@@ -17,7 +17,7 @@ WIDTH = 100  # of lines where there is no terminal
 
 def run(word: str | None, *, json: bool) -> None:
     """Print the keys that a word stands for, or all; see the command line's help."""
-    found = Found(KEYS, {}) if word is None else keys_named(word)
+    found = KeyMatches(KEYS, {}) if word is None else keys_named(word)
     if json:
         print(
             jsonlib.dumps(

@@ -93,17 +93,17 @@ def _without_nul(value: str) -> str:
 
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_parse_texts)]
-# Larger numbers are refused at once. No model needs them, and building such a model, or only
-# counting its parameters, would take hours before it could be refused for want of memory.
-MOST_LAYERS = 2**12
-MOST_SIZE = 2**24
-MOST_LENGTH = 2**22
-MOST_RANK = 2**16
-MOST_PER_UPDATE = 2**32
-MOST_COUNT = 10**15
+# Larger numbers are refused at once. No model needs them. Building such a model, or only counting its
+# parameters, would take hours, and only then could it be refused because it does not fit into memory.
+MAX_LAYERS = 2**12
+MAX_SIZE = 2**24
+MAX_LENGTH = 2**22
+MAX_RANK = 2**16
+MAX_PER_UPDATE = 2**32
+MAX_COUNT = 10**15
 DEFAULT_MINUTES = 3.0
-Size = Annotated[int, Field(ge=1, le=MOST_SIZE)]
-Whole = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
+Whole = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Count = Annotated[Whole, BeforeValidator(_parse_count)]
 PositiveFloat = Annotated[float, AfterValidator(ABOVE_0.checked)]
 NonNegativeFloat = Annotated[float, AfterValidator(NOT_NEGATIVE.checked)]
@@ -118,8 +118,8 @@ Momentum = Annotated[float, AfterValidator(DECAY.checked)]
 # How the members of a sweep, the runs that it trains, may differ in a key.
 #   in one graph:    members with different values train in one graph: the key is a number that an
 #                    update reads, or the seed of weights and row order
-#   between graphs:  each value has a graph of its own, as the key changes shapes, the graph or the
-#                    length
+#   between graphs:  members with different values train in different graphs, as the key changes
+#                    shapes, the graph or the length
 Varies = Literal["in one graph", "between graphs"]
 # Reasons why members cannot differ in a key.
 _SAME_TEXT = "members are compared on the same text"
@@ -136,17 +136,17 @@ class Key(NamedTuple):
         expected: the values that it accepts, which completes the sentence "expected ...".
         default: the value that applies if the key is not set; None if no single value does.
         otherwise: what applies if the key is not set, in words; "" if `default` says it.
-        example: a value that somebody might set; None if the default is a good example.
+        example: a possible value; None if the default is a good example.
         auto: what "auto" stands for; "" if the key does not take "auto". The meaning ends with it.
-        choices: by each word that it takes, except "auto", what the word stands for.
+        choices: {word that it takes, except "auto": what the word stands for}.
         belongs_to: the key about whose value this key says something; "" if there is none.
         varies: how the members of a sweep may differ in it; None if they cannot.
         fixed: why the members of a sweep cannot differ in it; "" if they can.
-        is_amount: whether a larger value nearly always scores better, as that of a width. If the
-            best value of such an axis is its last one, that is no reason to extend the axis.
-        is_of_place: whether a resumed run may change it. Such a key says on which devices and in
-            which graphs the run trains, or which records it can read. It changes no equation.
-        is_of_one_run: whether it does not carry over to a run that begins from this one: the
+        is_amount: whether a larger value nearly always scores better, as for a width. If the best
+            value of such an axis is its last one, that is no reason to extend the axis.
+        is_of_place: whether a resumed run may change it, because it changes no equation: on which
+            devices and in which graphs the run trains, or which records it can read.
+        is_of_one_run: whether a run that begins from this one does not take over its value: the
             length, what depends on the length, and the ranks.
     """
 
@@ -212,8 +212,8 @@ def _choice(
     Args:
         default: see `_key`.
         meaning: see `_key`.
-        words: by each word except "auto", what it stands for.
-        also: the other values that the key takes, in words; "" for none.
+        words: {word, except "auto": what it stands for}.
+        also: a description of the other values that the key takes; "" for none.
         details: see `_key`. With `auto` the key also takes the word "auto".
     """
     values = ["auto"] if "auto" in details else []
@@ -243,30 +243,31 @@ class Section(BaseModel):
 def _with_parameters(
     section: type[Section], chosen_by: str, declared: Mapping[str, Sequence[Parameter]]
 ) -> Any:
-    """Return a section with more keys: the parameters of a table's rows.
+    """Return a section with more keys: the parameters of the choices in a table.
 
-    Such a table is the losses of preferences. Its rows have parameters, such as beta.
+    Such a table is the losses of preferences. The losses have parameters, such as beta.
 
     Args:
-        section: the section, which has the key that chooses a row.
-        chosen_by: the key that chooses a row, such as "prefer.loss".
-        declared: the parameters of each row, by the row's name. Several rows may have the same
-            parameter with different defaults.
+        section: the section, which has the key that makes the choice.
+        chosen_by: the key that makes the choice, such as "prefer.loss".
+        declared: {choice: its parameters}. Several choices may have the same parameter with different
+            defaults.
     """
     parameters: dict[str, Parameter] = {}
-    # By the parameter's name and its default, the rows that have it with this default.
-    rows_by_default: dict[str, dict[float | str | None, list[str]]] = {}
-    for row, row_parameters in declared.items():
-        for parameter in row_parameters:
+    # For each parameter: {a default: the choices that have the parameter with this default}.
+    choices_by_default: dict[str, dict[float | str | None, list[str]]] = {}
+    for choice, choice_parameters in declared.items():
+        for parameter in choice_parameters:
             name = parameter.field
             parameters.setdefault(name, parameter)
-            rows_by_default.setdefault(name, {}).setdefault(parameter.default, []).append(row)
+            choices = choices_by_default.setdefault(name, {}).setdefault(parameter.default, [])
+            choices.append(choice)
     fields: dict[str, Any] = {}
     for name, parameter in parameters.items():
-        if len(rows_by_default[name]) == 1:
+        if len(choices_by_default[name]) == 1:
             details = _Details(implied=parameter.default, otherwise="", example=parameter.example)
         else:
-            words = _defaults_in_words(rows_by_default[name])
+            words = _defaults_in_words(choices_by_default[name])
             details = _Details(implied=None, otherwise=words, example=parameter.default)
         details["belongs_to"] = chosen_by
         values = parameter.values
@@ -283,16 +284,16 @@ def _type_of(values: Range | str) -> Any:
     return Annotated[int if values.whole else float, AfterValidator(values.checked)]
 
 
-def _defaults_in_words(rows_by_default: Mapping[float | str | None, Sequence[str]]) -> str:
+def _defaults_in_words(choices_by_default: Mapping[float | str | None, Sequence[str]]) -> str:
     """Return several defaults in words, such as "0.1, and 2 for simpo".
 
     Args:
-        rows_by_default: by each default, the names of the rows that have it.
+        choices_by_default: {a default: the names of the choices that have it}.
     """
-    most_frequent = max(rows_by_default, key=lambda default: len(rows_by_default[default]))
+    most_frequent = max(choices_by_default, key=lambda default: len(choices_by_default[default]))
     others = [
-        f"{_default_text(default)} for {' and '.join(rows)}"
-        for default, rows in rows_by_default.items()
+        f"{_default_text(default)} for {' and '.join(choices)}"
+        for default, choices in choices_by_default.items()
         if default != most_frequent
     ]
     return f"{_default_text(most_frequent)}, and {', '.join(others)}"
@@ -303,7 +304,7 @@ def _default_text(default: float | str | None) -> str:
 
 
 # `Key.expected` of the types `Size`, `Whole` and `Count`.
-_EXPECTS_SIZE = f"a whole number above 0, at most {MOST_SIZE}"
+_EXPECTS_SIZE = f"a whole number above 0, at most {MAX_SIZE}"
 _EXPECTS_WHOLE = "a whole number above 0, at most 1e15"
 _EXPECTS_COUNT = f'{_EXPECTS_WHOLE} ("512k" is 512000, "512Ki" is 524288)'
 _OF_PRESET = "the preset's"  # `Key.otherwise` of the sizes of a model
@@ -364,9 +365,9 @@ class ModelSection(Section):
         varies="between graphs",
         is_amount=True,
     )
-    num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] | None = _key(
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = _key(
         None,
-        f"a whole number above 0, at most {MOST_LAYERS}",
+        f"a whole number above 0, at most {MAX_LAYERS}",
         "Number of transformer blocks.",
         otherwise=_OF_PRESET,
         example=4,
@@ -450,9 +451,9 @@ class DataSection(Section):
         varies="between graphs",
         is_amount=True,
     )
-    sequence_length: Auto | Annotated[Count, Field(le=MOST_LENGTH)] = _key(
+    sequence_length: Auto | Annotated[Count, Field(le=MAX_LENGTH)] = _key(
         "auto",
-        _EXPECTS_COUNT.replace("1e15", str(MOST_LENGTH)) + ", or auto",
+        _EXPECTS_COUNT.replace("1e15", str(MAX_LENGTH)) + ", or auto",
         "Tokens in a row.",
         auto="256 for a new model, else what the model has, at most 1,024",
         example=1024,
@@ -590,7 +591,7 @@ class OptimSection(Section):
         belongs_to="optim.schedule",
         varies="in one graph",
     )
-    warmup_updates: Auto | Annotated[int, Field(ge=0, le=MOST_COUNT)] = _key(
+    warmup_updates: Auto | Annotated[int, Field(ge=0, le=MAX_COUNT)] = _key(
         "auto",
         "a whole number from 0 to 1e15, or auto",
         "Updates of linear warm-up.",
@@ -672,9 +673,9 @@ class TrainSection(Section):
         fixed=_OF_ONE_TIME,
         is_of_one_run=True,
     )
-    tokens_per_update: Auto | Annotated[Count, Field(le=MOST_PER_UPDATE)] = _key(
+    tokens_per_update: Auto | Annotated[Count, Field(le=MAX_PER_UPDATE)] = _key(
         "auto",
-        _EXPECTS_COUNT.replace("1e15", str(MOST_PER_UPDATE)) + ", or auto",
+        _EXPECTS_COUNT.replace("1e15", str(MAX_PER_UPDATE)) + ", or auto",
         "Tokens of an update.",
         auto="2,048, or one row if that is longer",
         example=65_536,
@@ -797,9 +798,9 @@ class LoraSection(Section):
     rank.
     """
 
-    rank: Annotated[int, Field(ge=1, le=MOST_RANK)] | None = _key(
+    rank: Annotated[int, Field(ge=1, le=MAX_RANK)] | None = _key(
         None,
-        f"a whole number above 0, at most {MOST_RANK}",
+        f"a whole number above 0, at most {MAX_RANK}",
         "Rank of the adapters.",
         otherwise="no adapters",
         example=16,
@@ -882,12 +883,12 @@ class _RewardSection(Section):
     )
 
 
-_OfRewards: Any = _with_parameters(
+_RewardSectionWithParameters: Any = _with_parameters(
     _RewardSection, "rl.reward", {name: reward.parameters for name, reward in REWARDS.items()}
 )
 
 
-class RlSection(_OfRewards):  # type: ignore[misc]
+class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
     """Reinforcement learning: the model's own answers to prompts are scored and learned from. To
     use it, set reward.
     """
@@ -908,8 +909,8 @@ class RlSection(_OfRewards):  # type: ignore[misc]
         implied="dr_grpo",
     )
     prompts: Size | None = _key(None, _EXPECTS_SIZE, "Prompts of an update.", implied=16)
-    group: Annotated[int, Field(ge=2, le=MOST_SIZE)] | None = _key(
-        None, f"a whole number from 2 to {MOST_SIZE}", "Answers to each prompt.", implied=8
+    group: Annotated[int, Field(ge=2, le=MAX_SIZE)] | None = _key(
+        None, f"a whole number from 2 to {MAX_SIZE}", "Answers to each prompt.", implied=8
     )
     draws: Size | None = _key(
         None,
@@ -988,12 +989,12 @@ class _PreferenceSection(Section):
     )
 
 
-_OfLosses: Any = _with_parameters(
+_PreferenceSectionWithParameters: Any = _with_parameters(
     _PreferenceSection, "prefer.loss", {name: loss.parameters for name, loss in LOSSES.items()}
 )
 
 
-class PreferSection(_OfLosses):  # type: ignore[misc]
+class PreferSection(_PreferenceSectionWithParameters):  # type: ignore[misc]
     """Preferences: pairs of a chosen and a rejected answer, or labelled answers, are compared and
     learned from.
     """
@@ -1056,7 +1057,7 @@ PREFERENCES_WAY = WayToLearn(
     PreferSection,
 )
 TEXTS_WAY = WayToLearn(listing.TEXTS)
-# The last one applies if no key chooses a way.
+# The last way applies if no key chooses one.
 WAYS_TO_LEARN: tuple[WayToLearn, ...] = (REWARDS_WAY, PREFERENCES_WAY, TEXTS_WAY)
 
 SECTIONS: dict[str, type[Section]] = {
@@ -1085,12 +1086,13 @@ def key_declaration(key: str) -> Key:
 
 
 def dependent_keys() -> dict[str, tuple[str, ...]]:
-    """Return, by a key, the keys that say something about its value (`Key.belongs_to`).
+    """Return {key: the keys that say something about its value} (`Key.belongs_to`).
 
-    If another value overrides the key's value, these keys no longer apply.
+    If another value overrides the key's value, the keys that say something about it no longer apply.
     """
     dependents: dict[str, tuple[str, ...]] = {}
     for key in KEYS:
-        if owner := key_declaration(key).belongs_to:
+        owner = key_declaration(key).belongs_to
+        if owner:
             dependents[owner] = (*dependents.get(owner, ()), key)
     return dependents
