@@ -138,7 +138,8 @@ def opened(tmp_path: Path) -> Any:
 def expected_rows(text: Corpus, chats: Any, **how: Any) -> list[tuple[list[int], list[int]]]:
     """(ids, targets) of every row, straight from the rule."""
     answers = Answers(
-        text.tokenizer, AnswerOptions(**({"every": True, "truncate": True, "longest": 128} | how))
+        text.tokenizer,
+        AnswerOptions(**({"every": True, "truncate": True, "max_inputs": 128} | how)),
     )
     found = []
     for chat in chats:

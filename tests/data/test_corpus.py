@@ -15,7 +15,7 @@ from monograph.errors import InputRefused, UsageError
 
 
 def names(rows):
-    return [rows._side.name(document) for document in range(rows.documents)]
+    return [rows._side.document_name(document) for document in range(rows.documents)]
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from monograph.errors import InputRefused
 from monograph.text.chat import chat_ids
 from monograph.text.tokenizer import Tokenizer
 
-EVERY = AnswerOptions(every=True, truncate=True, longest=10_000)
+EVERY = AnswerOptions(every=True, truncate=True, max_inputs=10_000)
 # What is refused, and by which words; all other pairs of a template and a chat have rows.
 REFUSED = {
     ("mistral-v1", "two rounds of tools"): "only user and assistant speak here",
@@ -329,7 +329,7 @@ def test_turns_at_the_front_are_left_out_until_a_row_fits(tmp_path: Path, name: 
     system = [{"role": "system", "content": "Be brief."}]
     chat = [*system, *said(*[f"{'what ' * (turn % 3 + 1)}{turn}" for turn in range(12)])]
     longest = 100
-    answers = Answers(tokenizer, EVERY._replace(longest=longest))
+    answers = Answers(tokenizer, EVERY._replace(max_inputs=longest))
     rows = answers.rows(Conversation(chat, None, 0))
     assert sum(len(row.spans) for row in rows) == 6 and all(
         len(row.ids) - 1 <= longest for row in rows
@@ -353,20 +353,22 @@ def test_turns_at_the_front_are_left_out_until_a_row_fits(tmp_path: Path, name: 
         match=r"messages\[\d+\], an answer, with all .* \d+ tokens, more than.*data.too_long=truncate",
     ):
         rows_of(
-            tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=longest, truncate=False)
+            tokenizer,
+            Conversation(chat, None, 0),
+            EVERY._replace(max_inputs=longest, truncate=False),
         )
     with pytest.raises(
         Unusable,
         match=r"messages\[2\], an answer, with the least .* takes \d+ tokens, more .* raise it$",
     ):
-        rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=9))
+        rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(max_inputs=9))
 
 
 def test_a_greeting_before_the_first_question_is_left_out_as_any_turn_is(tmp_path: Path) -> None:
     tokenizer = speaking(tmp_path, "chatml")
     chat = [{"role": "assistant", "content": "Ask me. "}, *said("why", "so", "when", "then")]
     least = chat_ids(tokenizer, chat[1:])[:-1]  # without the line feed after the last answer
-    answers = Answers(tokenizer, EVERY._replace(longest=len(least) - 1))
+    answers = Answers(tokenizer, EVERY._replace(max_inputs=len(least) - 1))
     first, last = answers.rows(Conversation(chat, None, 0))
     assert first.ids == chat_ids(tokenizer, chat[:3])[:-1] and last.ids == least
     assert [len(row.spans) for row in (first, last)] == [2, 1] and answers.counts["truncated"] == 1
@@ -378,7 +380,7 @@ def test_a_call_stays_with_its_question(tmp_path: Path) -> None:
     """
     tokenizer = speaking(tmp_path, "qwen2.5")
     chat = [*said("a" * 40, "b" * 40), *CHATS["two rounds of tools"]]
-    rows = rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=295))
+    rows = rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(max_inputs=295))
     begun = [tokenizer.decode(row.ids).split("user\n")[1][:9] for row in rows]
     assert begun == ["a" * 9, "1 + 2 + 3", "thanks\nas"]
 
@@ -475,7 +477,7 @@ def test_the_same_words_again_are_another_answer(tmp_path: Path) -> None:
     """
     tokenizer = speaking(tmp_path, "chatml")
     chat = said(*["why so", "because"] * 6)
-    rows = rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=60))
+    rows = rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(max_inputs=60))
     assert sum(len(row.spans) for row in rows) == 6 and len(rows) > 1
     for row in rows:
         edges = [edge for span in row.spans for edge in span]

@@ -78,7 +78,7 @@ def test_what_is_trained_is_what_the_model_has_to_write(
     tokenizer = Tokenizer.from_file(tmp_path)
     text = conversation_text({"messages": chat})
     assert isinstance(text, str)
-    rows = Answers(tokenizer, AnswerOptions(every=True, truncate=True, longest=900)).rows(
+    rows = Answers(tokenizer, AnswerOptions(every=True, truncate=True, max_inputs=900)).rows(
         Conversation.of_text(text)
     )
     assert [
@@ -106,7 +106,7 @@ def test_a_system_s_text_that_the_template_leaves_out_is_refused(role: str, tmp_
     if role == "system":
         template.write_text(IGNORING)
         answers = Answers(
-            Tokenizer.from_file(tmp_path), AnswerOptions(every=True, truncate=True, longest=900)
+            Tokenizer.from_file(tmp_path), AnswerOptions(every=True, truncate=True, max_inputs=900)
         )
         with pytest.raises(Unusable, match="leaves out what the system says"):
             answers.rows(Conversation([*chat, *said("", "so")[1:]], None, 0))

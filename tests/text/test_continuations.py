@@ -156,7 +156,7 @@ def test_an_answer_of_a_chat_follows_its_prompt_as_it_is(kind: str, tmp_path: Pa
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     answers = Answers(
-        Tokenizer.from_file(tmp_path), AnswerOptions(every=True, truncate=True, longest=10_000)
+        Tokenizer.from_file(tmp_path), AnswerOptions(every=True, truncate=True, max_inputs=10_000)
     )
     for answer in [answer for _, answer in CASES if answer.strip()][: len(ANSWERS)]:
         chat = [{"role": "user", "content": "The cat"}, {"role": "assistant", "content": answer}]

@@ -84,7 +84,7 @@ class CompletionEncoder:
 
     def __init__(self, tokenizer: Tokenizer, answer_options: AnswerOptions) -> None:
         self._tokenizer = tokenizer
-        self._max_inputs = answer_options.longest
+        self._max_inputs = answer_options.max_inputs
 
     def row(self, text: str) -> Row:
         """Return the row of a record's text, as `completion_records` yields it.

@@ -210,14 +210,14 @@ def corpus(
         answer_options = AnswerOptions(
             every=answers == "every",
             truncate=too_long == "truncate",
-            longest=sequence_length,
+            max_inputs=sequence_length,
         )
         record_settings = RecordSettings.of(text_key, ignore_keys)
         reading = ReadingPlan(
             text_key=text_key or TEXT,
             skip_bad=bad_records == "skip",
             answer_options=answer_options,
-            ignored=tuple(sorted(record_settings.ignored)),
+            ignored_keys=tuple(sorted(record_settings.ignored_keys)),
             is_kind_set=text_key in CONVERSATION_TEXT_KEYS,
         )
         reading = _decide_reading(sources, reading, record_settings, tokenizer_or_size)

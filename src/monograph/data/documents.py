@@ -56,7 +56,7 @@ class Split(NamedTuple):
     notes: tuple[str, ...]
 
 
-def fingerprint(text: bytes) -> bytes:
+def split_hash(text: bytes) -> bytes:
     """Return the keyed hash of a text, by which it is held out or not.
 
     Equal texts have equal hashes, so they are always on the same side of the split.
@@ -64,8 +64,8 @@ def fingerprint(text: bytes) -> bytes:
     return hashlib.sha256(_KEY + b"\0" + text).digest()
 
 
-def bucket(digest: bytes) -> int:
-    """Return the bucket of a text with this fingerprint."""
+def bucket_of(digest: bytes) -> int:
+    """Return the bucket of a text with this `split_hash`."""
     return int.from_bytes(digest[:2])
 
 
@@ -117,7 +117,7 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
         for group, members in groups.items()
         if not any(files[index].has_near_copies for index in members)
     ]
-    order = sorted(without_near_copies or groups, key=lambda group: fingerprint(group.encode()))
+    order = sorted(without_near_copies or groups, key=lambda group: split_hash(group.encode()))
     held_out_groups, is_enough = _fill_budget(order, sizes, budget)
     cuts = [file.size for file in files]
     notes = []
@@ -215,7 +215,7 @@ class ReadingPlan(NamedTuple):
         text_key: the key of a record's text.
         skip_bad: whether bad records are skipped; otherwise they are errors.
         answer_options: how conversations become rows of tokens; None if records are texts.
-        ignored: the keys of records that are ignored.
+        ignored_keys: the keys of records that are ignored.
         is_kind_set: whether the user asked for conversations by `text_key`. If so, keys of other
             kinds of records are ignored.
         without_template: whether each conversation is a prompt and a completion, both of them texts,
@@ -225,14 +225,16 @@ class ReadingPlan(NamedTuple):
     text_key: str
     skip_bad: bool
     answer_options: AnswerOptions | None = None
-    ignored: tuple[str, ...] = ()
+    ignored_keys: tuple[str, ...] = ()
     is_kind_set: bool = False
     without_template: bool = False
 
     @property
     def record_settings(self) -> RecordSettings:
         """Return what the settings say about the records."""
-        return RecordSettings(self.text_key if self.is_kind_set else None, frozenset(self.ignored))
+        return RecordSettings(
+            self.text_key if self.is_kind_set else None, frozenset(self.ignored_keys)
+        )
 
     @property
     def ignored_training_keys(self) -> list[str]:
@@ -295,7 +297,7 @@ def survey(files: Sequence[SourceFile], reading: ReadingPlan, meter: Meter) -> S
                     reasons[text.reason] += 1
                 elif text:
                     content = text.encode()
-                    bucket_bytes[bucket(fingerprint(content))] += len(content)
+                    bucket_bytes[bucket_of(split_hash(content))] += len(content)
                     meter.add(len(content))
                 else:
                     reasons[EMPTY_TEXT] += 1
@@ -405,7 +407,7 @@ class Documents:
         for index, file in enumerate(self.files):
             if file.has_records:
                 for record in self._usable_records(index):
-                    is_held_out = bool(self.split.held_out_buckets[bucket(record.digest)])
+                    is_held_out = bool(self.split.held_out_buckets[bucket_of(record.digest)])
                     parts = _record_parts(record.text, record.size_bytes)
                     yield Document(index, record.number, is_held_out, record.size_bytes, parts)
                 continue
@@ -435,7 +437,7 @@ class Documents:
             stop = self.split.cuts[index]
             if file.has_records:
                 for record in self._usable_records(index):
-                    is_held_out = self.split.held_out_buckets[bucket(record.digest)]
+                    is_held_out = self.split.held_out_buckets[bucket_of(record.digest)]
                     # The first two bytes of the hash have chosen the bucket, so others are used.
                     is_sampled = int.from_bytes(record.digest[2:6]) < share * 2**32
                     if not is_held_out and is_sampled:
@@ -462,7 +464,7 @@ class Documents:
         for number, text in _records(self.files[index], self.reading, self.reading.keys()):
             if text and not isinstance(text, Fault):
                 content = text.encode()
-                yield _UsableRecord(number, text, len(content), fingerprint(content))
+                yield _UsableRecord(number, text, len(content), split_hash(content))
 
 
 class _UsableRecord(NamedTuple):
@@ -472,7 +474,7 @@ class _UsableRecord(NamedTuple):
         number: its line or row in the file, from 1.
         text: its text; if it is a conversation, what `conversation_text` returns.
         size_bytes: length of the text in UTF-8.
-        digest: the text's `fingerprint`.
+        digest: the text's `split_hash`.
     """
 
     number: int

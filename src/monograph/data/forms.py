@@ -171,16 +171,16 @@ class RecordSettings(NamedTuple):
 
     Attributes:
         text_key: data.text_key; None if it was not given.
-        ignored: data.ignore_keys: keys of records that are to be ignored.
+        ignored_keys: data.ignore_keys, the keys of records that are to be ignored.
     """
 
     text_key: str | None = None
-    ignored: frozenset[str] = frozenset()
+    ignored_keys: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, text_key: str | None, ignored: str | Sequence[str] | None) -> "RecordSettings":
+    def of(cls, text_key: str | None, ignore_keys: str | Sequence[str] | None) -> "RecordSettings":
         """Return the settings from the values of data.text_key and data.ignore_keys."""
-        keys = [ignored] if isinstance(ignored, str) else ignored or ()
+        keys = [ignore_keys] if isinstance(ignore_keys, str) else ignore_keys or ()
         return cls(text_key, frozenset(keys))
 
     @property
@@ -190,14 +190,14 @@ class RecordSettings(NamedTuple):
         Ignoring one of these keys changes the tokens that are trained, and ignoring any other key
         does not. So only these keys are part of the key of stored tokens (`monograph.data.store`).
         """
-        return sorted(key for key in self.ignored if _is_training_key(key))
+        return sorted(key for key in self.ignored_keys if _is_training_key(key))
 
     def drop_ignored(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return a record without its nulls and without the keys of data.ignore_keys."""
         return {
             key: value
             for key, value in record.items()
-            if value is not None and key not in self.ignored
+            if value is not None and key not in self.ignored_keys
         }
 
 
@@ -266,11 +266,11 @@ class RecordKeys:
 
     def is_read(self, key: str) -> bool:
         """Return whether a table's column with this name must be read: it may say what is trained."""
-        return key not in self.record_settings.ignored and _is_training_key(key)
+        return key not in self.record_settings.ignored_keys and _is_training_key(key)
 
     def is_ignored(self, key: str) -> bool:
         """Return whether a key is ignored in records of every form."""
-        return key in self.record_settings.ignored or key in METADATA
+        return key in self.record_settings.ignored_keys or key in METADATA
 
     def unknown_column_error(self, column: str, columns: Sequence[str]) -> InputRefused:
         """Return the error for an unknown column of a table.

@@ -35,7 +35,9 @@ SAMPLE_RECORDS = 100  # the size of the sample of each file
 _BEGINNING_BYTES = 1 << 16
 
 
-def sample(path: Path, record_settings: RecordSettings) -> Iterator[tuple[int, dict[str, Any]]]:
+def sample_records(
+    path: Path, record_settings: RecordSettings
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (record number from 1, record) of the first `SAMPLE_RECORDS` records without a fault.
 
     The records of a table have only the columns by which a form is recognised.
@@ -102,7 +104,7 @@ def are_completions(paths: Sequence[Path], record_settings: RecordSettings, skip
         if suffix_of(path) not in LINE_SUFFIXES | TABLE_SUFFIXES:
             continue
         try:
-            for _, record in sample(path, record_settings):
+            for _, record in sample_records(path, record_settings):
                 kept = record_settings.drop_ignored(record)
                 forms = forms_of(kept, record_settings)
                 if COMPLETED_FORM in forms:
@@ -121,7 +123,7 @@ def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> Kin
     """Return the kind of a file's records, or None if no sampled record has one of `FORMS`."""
     form_places: dict[Form, str] = {}  # the place of the first record of each form
     try:
-        for number, record in sample(path, record_settings):
+        for number, record in sample_records(path, record_settings):
             forms = forms_of(record_settings.drop_ignored(record), record_settings)
             if len(forms) > 1:
                 raise InputRefused(

@@ -57,12 +57,12 @@ class AnswerOptions(NamedTuple):
         every: whether to train on every answer; otherwise only on the last one.
         truncate: whether the first turns of a row that is too long are left out; otherwise such a
             row is refused.
-        longest: the maximum number of inputs in a row.
+        max_inputs: the maximum number of inputs in a row.
     """
 
     every: bool
     truncate: bool
-    longest: int
+    max_inputs: int
 
 
 class Answers:
@@ -216,7 +216,7 @@ class Answers:
             kept_messages = [*messages[:system_count], *messages[first : answer + 1]]
             row = self._last_row(conversation._replace(messages=kept_messages), marker)
             inputs = len(row.ids) - 1
-            if inputs <= self._options.longest:
+            if inputs <= self._options.max_inputs:
                 is_truncated = first > system_count
                 self.counts.update(answers=1, truncated=int(is_truncated))
                 return row, first
@@ -229,7 +229,7 @@ class Answers:
         raise Unusable(
             "too long",
             f"messages[{answer}], an answer, with {kept_turns} that has to stand before it takes {inputs:,} tokens, "
-            f"more than data.sequence_length = {self._options.longest}; raise it{remedy}",
+            f"more than data.sequence_length = {self._options.max_inputs}; raise it{remedy}",
         )
 
     def _last_row(self, conversation: Conversation, marker: str) -> Row:

@@ -350,7 +350,7 @@ class Rows:
             document = int(np.searchsorted(self._side.starts, start, side="right")) - 1
             document_begin, document_end = self._side.starts[document : document + 2].tolist()
             piece = Piece(
-                document=self._side.name(document),
+                document=self._side.document_name(document),
                 begin=int(start) - document_begin,
                 length=int(length),
                 document_tokens=document_end - document_begin,

@@ -81,7 +81,7 @@ class CorpusRequest(NamedTuple):
     def _answer_values(self, answer_options: AnswerOptions) -> list[Any]:
         """Return the values on which the tokens of conversations depend."""
         if self.reading.without_template:
-            return ["prompt and completion", answer_options.longest]
+            return ["prompt and completion", answer_options.max_inputs]
         assert isinstance(self.tokenizer, Tokenizer)
         template = template_of(self.tokenizer)
         values = [
@@ -155,7 +155,7 @@ class Side(NamedTuple):
         begins = np.concatenate([[0], record_begins, self.first_documents[:-1]])
         return len(np.unique(begins[begins < len(self.records)]))
 
-    def name(self, document: int) -> str:
+    def document_name(self, document: int) -> str:
         """Return a document's name: FILE, or FILE:RECORD with its line or row in the file."""
         file = self.files[int(np.searchsorted(self.first_documents, document, side="right")) - 1]
         record = int(self.records[document])

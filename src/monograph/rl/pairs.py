@@ -242,7 +242,7 @@ def read_pairs(
         """Return the row of a chat's last answer."""
         nonlocal chat_answers
         if chat_answers is None:
-            options = AnswerOptions(every=False, truncate=False, longest=length)
+            options = AnswerOptions(every=False, truncate=False, max_inputs=length)
             chat_answers = Answers(tokenizer, options)
         require_read(tokenizer, conversation.template_variables)
         [row] = chat_answers.rows(conversation)

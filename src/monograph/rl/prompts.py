@@ -247,7 +247,7 @@ def read_prompts(
     """
     tokenizer = model_tokenizer(reading, "rl.reward")
     key = PROMPT if reading.text_key in (None, TEXT) else reading.text_key
-    record_settings = RecordSettings.of(text_key=None, ignored=reading.ignore_keys)
+    record_settings = RecordSettings.of(text_key=None, ignore_keys=reading.ignore_keys)
     prompt_settings = _PromptSettings(
         key=key,
         tokenizer=tokenizer.with_date(TEMPLATE_DATE),
