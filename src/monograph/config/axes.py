@@ -1,8 +1,8 @@
 """Parse the axes of a sweep, such as `key=1,2` or `key=log:1e-5..1e-2:8`, and list their points.
 
-An *axis* is a key with several values: a list of values, or a range of numbers from which values are
-sampled. A *point* is one value for each axis. Each point is a *member* of the sweep: a run that the
-sweep trains. Members may train in one graph (as an ensemble), or in a graph for each value.
+An *axis* is a key with several values: a list of values, or a range of numbers from which values
+are sampled. A *point* is one value for each axis. Each point is a *member* of the sweep: a run that
+the sweep trains. Members may train in one graph (as an ensemble), or in a graph for each value.
 """
 
 import itertools

@@ -93,8 +93,9 @@ def _without_nul(value: str) -> str:
 
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_parse_texts)]
-# Larger numbers are refused at once. No model needs them. Building such a model, or only counting its
-# parameters, would take hours, and only then could it be refused because it does not fit into memory.
+# Larger numbers are refused at once. No model needs them. Building such a model, or only counting
+# its parameters, would take hours, and only then could it be refused because it does not fit into
+# memory.
 MAX_LAYERS = 2**12
 MAX_SIZE = 2**24
 MAX_LENGTH = 2**22
@@ -250,8 +251,8 @@ def _with_parameters(
     Args:
         section: the section, which has the key that makes the choice.
         chosen_by: the key that makes the choice, such as "prefer.loss".
-        declared: {choice: its parameters}. Several choices may have the same parameter with different
-            defaults.
+        declared: {choice: its parameters}. Several choices may have the same parameter with
+            different defaults.
     """
     parameters: dict[str, Parameter] = {}
     # For each parameter: {a default: the choices that have the parameter with this default}.
@@ -1088,7 +1089,8 @@ def key_declaration(key: str) -> Key:
 def dependent_keys() -> dict[str, tuple[str, ...]]:
     """Return {key: the keys that say something about its value} (`Key.belongs_to`).
 
-    If another value overrides the key's value, the keys that say something about it no longer apply.
+    If another value overrides the key's value, the keys that say something about it no longer
+    apply.
     """
     dependents: dict[str, tuple[str, ...]] = {}
     for key in KEYS:

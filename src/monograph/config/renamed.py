@@ -26,8 +26,8 @@ class OldSpelling(NamedTuple):
         pattern: a regular expression that matches the whole value, with a named group for each
             part.
         examples: values of this form, for tests and docs.
-        new_texts: returns {new key: its value} for the pattern's groups, which are given by name. If
-            the value is None, the key is not set.
+        new_texts: returns {new key: its value} for the pattern's groups, which are given by name.
+            If the value is None, the key is not set.
     """
 
     key: str
@@ -261,8 +261,8 @@ def _in_small_letters(key: str, text: str) -> str:
 def new_spellings(key: str, value: object) -> list[NewTexts]:
     """Return the `new_spelling` of each value of an axis or a list; [] if no value is an old spelling.
 
-    A value that is not an old spelling keeps its key. The result is also [] if there are fewer than two
-    values.
+    A value that is not an old spelling keeps its key. The result is also [] if there are fewer than
+    two values.
 
     Args:
         key: the key.

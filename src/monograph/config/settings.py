@@ -33,16 +33,17 @@ from monograph.terminal import shell_words
 
 # The keys whose values may name a function in a Python file.
 CODE_KEYS = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
-# {key that a resumed run may change: its default} (`is_of_place` of `monograph.config.keys.Key`). The
-# fingerprint has the default in place of the key's value, so that it does not depend on the value.
-# data.ignore_keys is one of these keys, because the fingerprint of the records shows whether the
-# records changed.
+# {key that a resumed run may change: its default} (`is_of_place` of `monograph.config.keys.Key`).
+# The fingerprint has the default in place of the key's value, so that it does not depend on the
+# value. data.ignore_keys is one of these keys, because the fingerprint of the records shows whether
+# the records changed.
 CHANGEABLE_ON_RESUME = {
     key: key_declaration(key).default for key in KEYS if key_declaration(key).is_of_place
 }
 # The keys that a run that begins from another run decides anew.
 RUN_SPECIFIC_KEYS = frozenset(key for key in KEYS if key_declaration(key).is_of_one_run)
-# At most one key of each group counts: the one that was given at the highest rank (`SourcedValue.rank`).
+# At most one key of each group counts: the one that was given at the highest rank
+# (`SourcedValue.rank`).
 EXCLUSIVE = (
     ("train.updates", "train.tokens", "train.epochs", "train.minutes"),
     ("model.preset", "model.init"),
@@ -56,8 +57,8 @@ WaySection = TypeVar("WaySection", bound=Section)
 class Settings(BaseModel):
     """All settings of a run, checked.
 
-    `settings.optim.lr` is the value of a key, and `settings.section(RlSection).kl` that of a key of a
-    way to learn. None means that the key is not set, and "auto" that the program chooses a value.
+    `settings.optim.lr` is the value of a key, and `settings.section(RlSection).kl` that of a key of
+    a way to learn. None means that the key is not set, and "auto" that the program chooses a value.
 
     Attributes:
         way_sections: {name: section} of the sections that belong to one way to learn, such as [rl].

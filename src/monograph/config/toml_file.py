@@ -1,7 +1,7 @@
 """Read the values of a TOML file, each with its line and the text that a person wrote.
 
-A *fault* is something that is wrong with the file. Faults are collected, so that one error names all
-of them.
+A *fault* is something that is wrong with the file. Faults are collected, so that one error names
+all of them.
 """
 
 import re

@@ -21,8 +21,8 @@ from monograph.ranges import COUNT
 
 Batch = dict[str, torch.Tensor]
 
-# The number of prefetched windows: the next one, and one more that the thread makes while the caller
-# computes.
+# The number of prefetched windows: the next one, and one more that the thread makes while the
+# caller computes.
 _PREFETCHED = 2
 
 
@@ -30,25 +30,26 @@ class Batches(Iterator[Batch]):
     """An iterator over the windows of a training run: each `Batch` has all rows of one update.
 
     Window k has the rows at positions start + k·R .. start + (k+1)·R - 1 of the endless order that
-    `seed` gives (see `monograph.data.rows.weighted_rows_at`), with R = tokens_per_update // T. Epochs
-    follow each other directly, so a window may have the end of one epoch and the beginning of the
-    next. The row at a position depends only on the seed and the position. So a run that resumes from
-    `state()` sees the rows that an uninterrupted run would have seen, even with another
-    tokens_per_update.
+    `seed` gives (see `monograph.data.rows.weighted_rows_at`), with R = tokens_per_update // T.
+    Epochs follow each other directly, so a window may have the end of one epoch and the beginning
+    of the next. The row at a position depends only on the seed and the position. So a run that
+    resumes from `state()` sees the rows that an uninterrupted run would have seen, even with
+    another tokens_per_update.
 
     Args:
         rows: the rows.
-        tokens_per_update: number of tokens in a window, at least T; it is rounded down to whole rows.
+        tokens_per_update: number of tokens in a window, at least T; it is rounded down to whole
+            rows.
         seed: the seed of the order.
         start: the first position, counted from the beginning of the first epoch.
         epochs: number of epochs after which to stop, counted from the beginning of the first. The
             last window may be shorter. None: the iterator never stops.
         pin: whether windows are in pinned memory, so that copies to a GPU overlap with computation;
             needs CUDA.
-        skip: (begin, end) of ranges of positions to skip, in ascending order, such as rows that made
-            a run diverge (`monograph.session.rewind`). They do not count towards `epochs`. Only
-            windows that would begin in such a range are moved behind it: a window that begins before
-            the range may have rows of it.
+        skip: (begin, end) of ranges of positions to skip, in ascending order, such as rows that
+            made a run diverge (`monograph.session.rewind`). They do not count towards `epochs`.
+            Only windows that would begin in such a range are moved behind it: a window that begins
+            before the range may have rows of it.
 
     Attributes:
         rows_per_window: R.
@@ -112,8 +113,8 @@ class Batches(Iterator[Batch]):
     def state(self) -> dict[str, Any]:
         """Return the state to resume from.
 
-        `corpus.batches(..., seed=state["seed"], start=state["rows"])` resumes. If there are positions
-        to skip, the state has them as "skip".
+        `corpus.batches(..., seed=state["seed"], start=state["rows"])` resumes. If there are
+        positions to skip, the state has them as "skip".
         """
         state: dict[str, Any] = {"seed": self._seed, "rows": self.rows_consumed}
         if self.skip:

@@ -177,12 +177,12 @@ def corpus(
             piece into a row.
         held_out: fraction of the bytes to hold out, 0 for none. Complete packages of the standard
             library are held out, or else complete documents (`monograph.data.documents.split`).
-        text_key: the key or column of a record that has its text; None: "text". Records without this
-            key that have "messages", "conversations", or "prompt" and "completion" are
+        text_key: the key or column of a record that has its text; None: "text". Records without
+            this key that have "messages", "conversations", or "prompt" and "completion" are
             conversations, and the assistant's answers are trained on (docs/finetune.md).
-            Conversations need a tokenizer with a chat template, unless their prompts and completions
-            are texts. If a record has both a text and a conversation, give the key that counts,
-            which may also be one of the keys of conversations.
+            Conversations need a tokenizer with a chat template, unless their prompts and
+            completions are texts. If a record has both a text and a conversation, give the key that
+            counts, which may also be one of the keys of conversations.
         ignore_keys: keys of records that are ignored. Every other key of a conversation is used or
             refused.
         bad_records: "refuse" to raise an error for a bad record or a damaged file of records, or
@@ -408,8 +408,8 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
 
     A ruled line above each piece names its document. Targets are green. Tokens that are only inputs
     are dim, or in [brackets] without colour. These are a piece's first token, which may be a target
-    of the previous piece, and in a conversation everything except the answers. Special tokens appear
-    by name.
+    of the previous piece, and in a conversation everything except the answers. Special tokens
+    appear by name.
 
     Args:
         corpus: the corpus.

@@ -3,8 +3,8 @@
 A document is a text file or a record (a line of a .jsonl file, or a row of a table). A text file
 that is partly held out is two documents. `Documents` can be iterated any number of times.
 
-The *split* says which documents are held out. A keyed hash decides it, so it needs neither state nor
-random numbers.
+The *split* says which documents are held out. A keyed hash decides it, so it needs neither state
+nor random numbers.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ from monograph.data.tables import table_texts
 from monograph.errors import InputRefused, UsageError
 
 _KEY = b"monograph held out 1"
-# A record is in one of these buckets, by its text's hash, and a bucket is held out as a whole. So the
-# split of millions of records takes no more memory than a split of a few.
+# A record is in one of these buckets, by its text's hash, and a bucket is held out as a whole. So
+# the split of millions of records takes no more memory than a split of a few.
 BUCKETS = 1 << 16
 
 # What is held out as a whole: a group of text files (`SourceFile.group`), or a bucket of records.
@@ -43,9 +43,9 @@ class Split(NamedTuple):
     """The choice of held-out documents.
 
     Attributes:
-        cuts: for each file, the position of the first byte that is held out: a text file is held out
-            from there to its end. 0: the whole file. The file's size: nothing of it, as for files of
-            records.
+        cuts: for each file, the position of the first byte that is held out: a text file is held
+            out from there to its end. 0: the whole file. The file's size: nothing of it, as for
+            files of records.
         held_out_buckets: bool [BUCKETS], true where the bucket's records are held out.
         notes: lines for the user, if a text was cut in two, or if the share of held-out records is
             not the requested one.
@@ -85,11 +85,11 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
     """Hold out about `fraction` of the bytes of the text files, and about `fraction` of the bytes
     of the records.
 
-    Text files are held out in groups. A group is a package, or all files with the same bytes.
-    A group is not considered if other groups have near copies of its text, unless this holds for
-    all groups. Records are held out in buckets. For groups and for buckets the budget is fraction ·
-    (their bytes). Groups are considered in the order of sha256(key, group), and buckets in the order
-    of their numbers:
+    Text files are held out in groups. A group is a package, or all files with the same bytes. A
+    group is not considered if other groups have near copies of its text, unless this holds for all
+    groups. Records are held out in buckets. For groups and for buckets the budget is fraction ·
+    (their bytes). Groups are considered in the order of sha256(key, group), and buckets in the
+    order of their numbers:
 
     1. Each is held out if it still fits the budget.
     2. If those fill less than half of the budget, one more is held out: the next one that is no
@@ -218,8 +218,8 @@ class ReadingPlan(NamedTuple):
         ignored_keys: the keys of records that are ignored.
         is_kind_set: whether the user asked for conversations by `text_key`. If so, keys of other
             kinds of records are ignored.
-        without_template: whether each conversation is a prompt and a completion, both of them texts,
-            which no chat template renders.
+        without_template: whether each conversation is a prompt and a completion, both of them
+            texts, which no chat template renders.
     """
 
     text_key: str
@@ -421,8 +421,8 @@ class Documents:
     def sample(self, budget_bytes: int) -> Iterator[str]:
         """Yield about `budget_bytes` of the training text, in parts.
 
-        If there is more training text than that, a share of it is taken. Text files are taken in the
-        order of sha256(name) until they fill the share of their bytes. A record is taken if its
+        If there is more training text than that, a share of it is taken. Text files are taken in
+        the order of sha256(name) until they fill the share of their bytes. A record is taken if its
         hash, as a fraction of the largest hash, is below the share.
         """
         share = min(1.0, budget_bytes / max(1, self.train_bytes))

@@ -62,11 +62,11 @@ TOKENIZER_SAMPLE_BYTES = 1 << 27
 SIDES = ("train", "held_out")
 _BATCH_CHARS = 1 << 19
 _PREFETCHED = 2  # the number of batches that are prefetched
-# The number of batches that are encoded at once. While the tokenizers library converts the results of
-# one batch, in a single thread that holds Python's lock, its own threads encode the other batch.
+# The number of batches that are encoded at once. While the tokenizers library converts the results
+# of one batch, in a single thread that holds Python's lock, its own threads encode the other batch.
 _ENCODERS = 2
-# The number of parts that `train_tokenizer` prefetches at once. The tokenizers library takes as many
-# texts at a time.
+# The number of parts that `train_tokenizer` prefetches at once. The tokenizers library takes as
+# many texts at a time.
 _TRAINING_PARTS = 256
 
 
@@ -149,8 +149,8 @@ class SideWriter:
     """A writer of the files of one side of the held-out split.
 
     STEM.tokens has [bos] + ids + [eos] of every document. STEM.starts has D + 1 entries: the index
-    of each document's first token, and at last the number of tokens. STEM.records has D entries: the
-    line or row of each document in its file, 0 for a text file.
+    of each document's first token, and at last the number of tokens. STEM.records has D entries:
+    the line or row of each document in its file, 0 for a text file.
 
     With conversations, each `Row` counts as a document. STEM.tokens then has only the ids of the
     rows, because the chat template writes the beginning and the end. STEM.answers has the begin and

@@ -38,11 +38,11 @@ TOOLS = "tools"
 DOCUMENTS = "documents"
 TEMPLATE_VARIABLES = "chat_template_kwargs"
 FUNCTIONS = "functions"
-# A key of records of `Kind.PROMPTS`. If the reward comes from a teacher model, the teacher reads this
-# text instead of the prompt.
+# A key of records of `Kind.PROMPTS`. If the reward comes from a teacher model, the teacher reads
+# this text instead of the prompt.
 TEACHER_PROMPT = "teacher_prompt"
-# If the setting data.text_key is one of these, records are conversations, and it says in which form.
-# Otherwise it names the key of a plain text.
+# If the setting data.text_key is one of these, records are conversations, and it says in which
+# form. Otherwise it names the key of a plain text.
 CONVERSATION_TEXT_KEYS = (MESSAGES, CONVERSATIONS, PROMPT)
 
 
@@ -220,8 +220,8 @@ def _forms_of(keys: frozenset[str], record_settings: RecordSettings) -> list[For
     text_key = record_settings.text_key or TEXT
     forms = [form for form in FORMS if all(key in keys for key in form.needs)]
     if LABELLED_FORM in forms:
-        # A labelled record may also have the keys of a prompt with its completion. The labelled form
-        # is meant, because the other one would drop the label.
+        # A labelled record may also have the keys of a prompt with its completion. The labelled
+        # form is meant, because the other one would drop the label.
         forms = [form for form in forms if form is not COMPLETED_FORM]
     setting = f"data.text_key={text_key}"
     if forms and text_key in CONVERSATION_TEXT_KEYS:
@@ -286,8 +286,8 @@ class RecordKeys:
     def read(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Count the ignored keys of a record, and return the record with the obeyed keys alone.
 
-        Keys with the value null are left out. If a needed key is missing, the record is returned with
-        all of its keys, and nothing is counted.
+        Keys with the value null are left out. If a needed key is missing, the record is returned
+        with all of its keys, and nothing is counted.
 
         Raises:
             Unusable: the record is not of this kind, or it could have two forms.

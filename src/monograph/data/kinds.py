@@ -64,7 +64,8 @@ def kind_of_records(
 ) -> Kind | None:
     """Return what the records of these files are trained as.
 
-    Text files count as records of texts. The result is None if no sampled record has one of `FORMS`.
+    Text files count as records of texts. The result is None if no sampled record has one of
+    `FORMS`.
 
     Args:
         paths: text files and files of records.

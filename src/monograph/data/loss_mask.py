@@ -10,9 +10,9 @@ conversation is refused. Nothing is guessed from special tokens or from lengths.
 
 A *turn* is a user's message and all messages before the next message of a user.
 
-If a message has the letters of a special token as plain text, a *marker* is put between these letters,
-so that they stay plain text (`monograph.text.chat`). The marker is a character that the chat does not
-have, or "" if no message has such letters.
+If a message has the letters of a special token as plain text, a *marker* is put between these
+letters, so that they stay plain text (`monograph.text.chat`). The marker is a character that the
+chat does not have, or "" if no message has such letters.
 """
 
 import os
@@ -71,8 +71,8 @@ class Answers:
     Attributes:
         stops: the ids that stop inference (`configured_stop_ids`).
         counts: the number of "answers", and how many of them are "truncated" (turns before them
-            were left out), "split" (encoded apart from the prompt, because a token spans its end) and
-            "untagged" (the template's own tags mark another text); and also the counts of
+            were left out), "split" (encoded apart from the prompt, because a token spans its end)
+            and "untagged" (the template's own tags mark another text); and also the counts of
             `for_template`.
         first_untagged: a description of the first untagged answer; "" if there is none.
 
@@ -99,10 +99,10 @@ class Answers:
     def rows(self, conversation: Conversation) -> list[Row]:
         """Return the rows of a conversation. Each answer is trained on in exactly one row.
 
-        At first each answer has a row: its prompt and the answer. If the row of the next answer begins
-        with all of this row, the two are merged. So most templates give one row per conversation.
-        Some templates rewrite earlier turns when the chat continues, and give one row per answer. The
-        template of Qwen 3, for example, removes earlier thoughts.
+        At first each answer has a row: its prompt and the answer. If the row of the next answer
+        begins with all of this row, the two are merged. So most templates give one row per
+        conversation. Some templates rewrite earlier turns when the chat continues, and give one row
+        per answer. The template of Qwen 3, for example, removes earlier thoughts.
 
         Raises:
             Unusable: the template refuses the messages, or does not read one of their keys, or an
@@ -131,8 +131,8 @@ class Answers:
             row, begin = self._fit_row(conversation, answer, begin, marker)
             if rows:
                 # The rows are merged if this answer's prompt begins with the last row. The answer
-                # itself is not compared: in a chat that repeats itself, it may be equal to the end of
-                # the last row, which is an earlier answer.
+                # itself is not compared: in a chat that repeats itself, it may be equal to the end
+                # of the last row, which is an earlier answer.
                 answer_begin = row.spans[0][0]
                 prompt_ids = row.ids[:answer_begin]
                 last_ids = rows[-1].ids
@@ -387,8 +387,8 @@ def configured_stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids that stop inference: the tokenizer's end of text, and those of
     generation_config.json.
 
-    Unlike `monograph.text.chat.stop_ids`, this leaves out the token that the chat template writes after
-    an answer: whether that token stops inference is what is checked here.
+    Unlike `monograph.text.chat.stop_ids`, this leaves out the token that the chat template writes
+    after an answer: whether that token stops inference is what is checked here.
     """
     return frozenset({tokenizer.eos_id, *tokenizer.config.stops})
 

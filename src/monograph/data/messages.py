@@ -19,8 +19,8 @@ ROLES = ("system", "user", "assistant", "tool")
 # ShareGPT's messages have "from" and "value" instead of "role" and "content", and these names of
 # roles.
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-# A message with one of these keys is refused, unless the value is empty. The values here say what to
-# do instead.
+# A message with one of these keys is refused, unless the value is empty. The values here say what
+# to do instead.
 _REFUSED_KEYS = {
     "function_call": 'give it as "tool_calls": [{"type": "function", "function": {"name": ..., "arguments": ...}}]',
     "refusal": "write what is said as the content",
@@ -196,7 +196,8 @@ def _clean_calls(message: dict[str, Any], where: str) -> None:
 def _clean_call(value: object) -> dict[str, Any] | None:
     """Return a tool call without its nulls, or None if it does not name a function.
 
-    The name is under "name", in the call itself or in the object that the call has under "function".
+    The name is under "name", in the call itself or in the object that the call has under
+    "function".
     """
     if not isinstance(value, dict):
         return None

@@ -1,7 +1,7 @@
 """Cut documents into pieces and pack the pieces into rows.
 
-A *piece* is at most T consecutive tokens of one document. Documents come in *parts*: a row never has
-pieces of two parts, because parts may differ in how often an epoch sees their rows.
+A *piece* is at most T consecutive tokens of one document. Documents come in *parts*: a row never
+has pieces of two parts, because parts may differ in how often an epoch sees their rows.
 
 Shape suffixes: D documents, P pieces, R rows, T positions of a row.
 """
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 
-# The number of pieces that are packed at a time. A limit keeps memory from growing with the text, and
-# a larger one would not fill rows better.
+# The number of pieces that are packed at a time. A limit keeps memory from growing with the text,
+# and a larger one would not fill rows better.
 BLOCK_PIECES = 1 << 18
 
 
@@ -29,8 +29,8 @@ class Packing(NamedTuple):
     """The place of each piece in the rows.
 
     Attributes:
-        starts: int64 [P], the index in the shard of each piece's first input token. Pieces are sorted
-            by row.
+        starts: int64 [P], the index in the shard of each piece's first input token. Pieces are
+            sorted by row.
         lengths: int64 [P], the number of inputs of each piece, 1..T.
         offsets: int64 [R + 1]; row r has the pieces offsets[r] .. offsets[r+1]-1.
         part_rows: the number of rows of each part.
@@ -54,8 +54,8 @@ def plan_rows(
     """Cut every document into pieces and assign each piece to a row.
 
     In a document of n tokens, all tokens but the last are inputs, and the target of an input is the
-    token after it. Piece k has the inputs k·T .. min((k+1)·T, n-1)-1. So a piece's last target is the
-    first input of the next piece, and every token except the first is a target exactly once.
+    token after it. Piece k has the inputs k·T .. min((k+1)·T, n-1)-1. So a piece's last target is
+    the first input of the next piece, and every token except the first is a target exactly once.
 
     Args:
         document_starts: int64 [D + 1]; document d has the tokens document_starts[d] ..
@@ -64,8 +64,8 @@ def plan_rows(
         packed: whether to put several pieces into a row, by best fit decreasing among BLOCK_PIECES
             consecutive pieces at a time; otherwise each piece has its own row.
         part_documents: the number of documents of each part, in order.
-        folder: the folder for the arrays of a large plan, which are unnamed files and vanish with the
-            plan; None: the folder for temporary files.
+        folder: the folder for the arrays of a large plan, which are unnamed files and vanish with
+            the plan; None: the folder for temporary files.
     """
     part_rows = []
     total_inputs = 0
@@ -89,7 +89,8 @@ def plan_rows(
                     ends_R = np.cumsum(np.bincount(row_P))
                 else:
                     ends_R = np.arange(1, len(starts_P) + 1)
-                # `starts.count` is the number of earlier pieces, because these are added only below.
+                # `starts.count` is the number of earlier pieces, because these are added only
+                # below.
                 offsets.append(starts.count + ends_R)
                 starts.append(starts_P)
                 lengths.append(lengths_P)
@@ -224,8 +225,8 @@ class _OpenRows:
     def take(self, length: int, pieces: int) -> tuple[int, Int64]:
         """Remove and return the fullest rows that have room for a piece of this length.
 
-        All of them have the same room. There are no more rows than `pieces` pieces need, but there may
-        be fewer. If no row has enough room, new rows are returned.
+        All of them have the same room. There are no more rows than `pieces` pieces need, but there
+        may be fewer. If no row has enough room, new rows are returned.
 
         Returns:
             The room of each row.

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from monograph.data.reading import decompressed_blocks
 from monograph.storage.reading import KeyTwice, object_once
 
-# The size of the largest record that is read. Parsing a line of JSON can take about twenty times its
-# size in memory.
+# The size of the largest record that is read. Parsing a line of JSON can take about twenty times
+# its size in memory.
 MAX_RECORD_BYTES = 1 << 25
 
 
@@ -57,13 +57,13 @@ def _refuse_constant(name: str) -> None:
 
 
 # This decoder reads integers as floats, because Python refuses to read integers of thousands of
-# digits. It is for records of which only the text is used, so no number matters. Both decoders refuse
-# an object that has a key twice (`object_once`).
+# digits. It is for records of which only the text is used, so no number matters. Both decoders
+# refuse an object that has a key twice (`object_once`).
 _LENIENT_DECODER = json.JSONDecoder(
     object_pairs_hook=object_once, parse_int=float, parse_constant=_refuse_constant
 )
-# This decoder is for conversations. Their numbers are written into the text to train on, for example
-# in the arguments of a tool call, where 3 must stay 3.
+# This decoder is for conversations. Their numbers are written into the text to train on, for
+# example in the arguments of a tool call, where 3 must stay 3.
 _EXACT_DECODER = json.JSONDecoder(object_pairs_hook=object_once, parse_constant=_refuse_constant)
 
 

@@ -4,8 +4,8 @@ The order is a keyed permutation for each epoch. It has no state, so the row at 
 computed directly. A *visit* is one use of a row: an epoch may visit a row several times, or not at
 all, if its source has a weight.
 
-Shape suffixes: P pieces, R rows, T positions of a row, N inputs of all requested pieces, S shares, V
-visits to a share.
+Shape suffixes: P pieces, R rows, T positions of a row, N inputs of all requested pieces, S shares,
+V visits to a share.
 """
 
 import itertools
@@ -60,10 +60,10 @@ def weighted_rows_at(
     visit in the epoch. Visits are numbered share by share, so this number gives the share, and the
     number j of the visit among the v visits of this epoch to this share.
 
-    The visits to a share with n rows are also numbered through all epochs, q = e·v + j. Visit q is to
-    row P_{seed',q // n}(q mod n) of the share, where seed' depends on the share. If v is a multiple
-    of n, every epoch sees every row equally often, and visit q is simply to row q mod n. In both
-    cases, n consecutive visits that begin at a multiple of n see every row exactly once.
+    The visits to a share with n rows are also numbered through all epochs, q = e·v + j. Visit q is
+    to row P_{seed',q // n}(q mod n) of the share, where seed' depends on the share. If v is a
+    multiple of n, every epoch sees every row equally often, and visit q is simply to row q mod n.
+    In both cases, n consecutive visits that begin at a multiple of n see every row exactly once.
 
     Args:
         start: first position, >= 0.
@@ -77,8 +77,8 @@ def weighted_rows_at(
     visits_S = np.array([share.visits for share in shares], dtype=np.int64)
     visit_ends_S = np.cumsum(visits_S)
     epoch_visits = int(visits_S.sum())
-    # The next three arrays have, for each position, its epoch, the number of its visit in the epoch,
-    # and the index of its share.
+    # The next three arrays have, for each position, its epoch, the number of its visit in the
+    # epoch, and the index of its share.
     epochs = np.arange(start, start + count, dtype=np.int64) // epoch_visits
     visits = rows_at(start, count, epoch_visits, seed)
     share_indices = np.searchsorted(visit_ends_S, visits, side="right")
@@ -108,8 +108,8 @@ def rows_at(start: int, count: int, rows: int, seed: int) -> NDArray[np.int64]:
 
     Position p is in epoch e = p // rows, and its row is P_{seed,e}(p mod rows), where P_{seed,e} is
     a permutation of 0..rows-1. The row does not depend on earlier calls, or on how positions are
-    grouped into updates. Checkpoints store only a position, so the arithmetic below is part of their
-    format.
+    grouped into updates. Checkpoints store only a position, so the arithmetic below is part of
+    their format.
 
     P is a Feistel network over pairs (left, right) with left < a = ceil(sqrt(rows)) and right < b =
     ceil(rows / a). Rounds alternate between the halves, and add to one half a keyed hash of the
@@ -144,8 +144,8 @@ def _permute(positions: UInt64, rows: int, seed: UInt64) -> NDArray[np.int64]:
     left_size = math.isqrt(rows - 1) + 1
     right_size = -(-rows // left_size)  # rounded up
     result = _feistel(index, keys, left_size, right_size)
-    # At most sqrt(rows) of the a·b pairs are not rows. The network is applied again to such a result
-    # until the result is a row, which keeps the map one-to-one.
+    # At most sqrt(rows) of the a·b pairs are not rows. The network is applied again to such a
+    # result until the result is a row, which keeps the map one-to-one.
     outside = np.flatnonzero(result >= rows)
     while outside.size:
         result[outside] = _feistel(result[outside], keys[outside], left_size, right_size)
@@ -215,10 +215,10 @@ class Rows:
             `monograph.data.loss_mask.Row`s.
         conversations: number of conversations, 0 for texts.
         inputs: number of inputs: all tokens except each document's last.
-        tokens: number of *targets*: all tokens except each document's first; with conversations, only
-            the trained tokens.
-        bytes: bytes of the text that the targets stand for. Bits per byte are (sum of losses) / ln 2
-            / bytes.
+        tokens: number of *targets*: all tokens except each document's first; with conversations,
+            only the trained tokens.
+        bytes: bytes of the text that the targets stand for. Bits per byte are (sum of losses) / ln
+            2 / bytes.
         filled: share of all positions that have an input.
     """
 
@@ -280,10 +280,10 @@ class Rows:
         """Return the rows with these indices.
 
         Returns:
-            int64 [R, T] under each key: `tokens`, the input ids; and `targets`, the id to predict at
-            each position, or -100 where there is none. Packed rows also have `segments`, which are
-            1, 2, 3... for the pieces of a row and 0 for padding, and `positions`, which are counted
-            from 0 in each piece.
+            int64 [R, T] under each key: `tokens`, the input ids; and `targets`, the id to predict
+            at each position, or -100 where there is none. Packed rows also have `segments`, which
+            are 1, 2, 3... for the pieces of a row and 0 for padding, and `positions`, which are
+            counted from 0 in each piece.
         """
         plan = self._plan
         pieces_R = plan.offsets[indices_R + 1] - plan.offsets[indices_R]
@@ -298,8 +298,8 @@ class Rows:
         inputs_before_P = np.cumsum(lengths_P) - lengths_P
         first_in_row_P = np.arange(len(row_P)) - ordinal_P
         column_P = inputs_before_P - inputs_before_P[first_in_row_P]
-        # For each input: its position in its piece, its index in the flattened window, and its index
-        # in the side's array of tokens.
+        # For each input: its position in its piece, its index in the flattened window, and its
+        # index in the side's array of tokens.
         positions_N = _ordinals(lengths_P)
         window_index_N = np.repeat(row_P * self.sequence_length + column_P, lengths_P) + positions_N
         shard_index_N = np.repeat(plan.starts[piece_P], lengths_P) + positions_N
@@ -324,8 +324,8 @@ class Rows:
         answers = self._side.answers
         if answers is None:
             return targets_N
-        # `answers` is begin, end, begin, end ... of the answers, in ascending order. An index lies in
-        # an answer if an odd number of them are at or before it: then the last one is a begin.
+        # `answers` is begin, end, begin, end ... of the answers, in ascending order. An index lies
+        # in an answer if an odd number of them are at or before it: then the last one is a begin.
         boundaries_before_N = np.searchsorted(answers, index_N, side="right")
         is_trained_N = boundaries_before_N % 2 == 1
         return np.where(is_trained_N, targets_N.astype(np.int64), IGNORE)

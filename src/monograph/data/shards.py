@@ -1,9 +1,9 @@
 """Store flat arrays in memory-mapped files with checksums: the tokens of one side of the held-out
 split, and its indices, such as where each document starts.
 
-A file, a *shard*, has unsigned integers in little-endian order, and then one crc32 for each 1 MiB of
-them. It is not a .npy file, because numpy reads a damaged or shortened .npy file without a warning.
-The corpus's manifest.json has the `seal` of each file: a hash of these checksums.
+A file, a *shard*, has unsigned integers in little-endian order, and then one crc32 for each 1 MiB
+of them. It is not a .npy file, because numpy reads a damaged or shortened .npy file without a
+warning. The corpus's manifest.json has the `seal` of each file: a hash of these checksums.
 """
 
 import hashlib
@@ -79,7 +79,8 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
 def seal(path: Path) -> str:
     """Return the hex sha256 of a shard's checksums.
 
-    It identifies the content of the shard, but is much faster to compute than a hash of the content.
+    It identifies the content of the shard, but is much faster to compute than a hash of the
+    content.
     """
     with readable(path), open_input(path) as file:
         _, checksums = _size_and_checksums(file)

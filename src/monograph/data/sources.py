@@ -1,7 +1,7 @@
 """Resolve a `source` to its files in a fixed order, with their hashes and weights (`find_sources`).
 
-A source is the standard library, a file, a folder, a pattern, a saved dataset, a dataset of the hub,
-or standard input. Packages of the standard library that have near copies in other packages
+A source is the standard library, a file, a folder, a pattern, a saved dataset, a dataset of the
+hub, or standard input. Packages of the standard library that have near copies in other packages
 (`near_duplicates`) are marked, so that they are never held out: a score on such a package would
 measure how well a model recalls its training text.
 """
@@ -40,13 +40,13 @@ from monograph.storage.reading import (
 )
 from monograph.storage.writing import writing
 
-# A line is *long* from this size on, without indentation. Two programmers hardly ever write an equal
-# line of this size by chance.
+# A line is *long* from this size on, without indentation. Two programmers hardly ever write an
+# equal line of this size by chance.
 LONG_LINE_BYTES = 24
 # The largest share of a group's long lines that other groups may also have, before the group counts
 # as a near duplicate. If no near duplicates among the packages of Python 3.11 are held out, an
-# order-6 byte model of the rest scores 1.87 bits per byte on what is held out. If near copies (ntpath
-# of posixpath, wave of sunau) are held out as well, it scores 1.72.
+# order-6 byte model of the rest scores 1.87 bits per byte on what is held out. If near copies
+# (ntpath of posixpath, wave of sunau) are held out as well, it scores 1.72.
 MAX_SHARED_LINES = 0.03
 
 
@@ -221,8 +221,9 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
     candidates: list[Candidate] = []
     for path in matching(pattern):
         if is_folder(path):
-            # If a pattern such as "texts/*" matches a folder, the folder's files are meant. A pattern
-            # with "**" also matches the files themselves, so there the folder is not needed.
+            # If a pattern such as "texts/*" matches a folder, the folder's files are meant. A
+            # pattern with "**" also matches the files themselves, so there the folder is not
+            # needed.
             if "**" not in str(pattern):
                 candidates.extend(_folder(path, skipped))
         elif is_file(path):
@@ -237,10 +238,10 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
 def _walk(
     folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset()
 ) -> list[tuple[str, Path]]:
-    """Return (name, path) of the regular files under a folder, sorted. Names are relative to the folder.
+    """Return (name relative to the folder, path) of the regular files under a folder, sorted.
 
-    A folder is entered once, even if links lead to it again. Of a saved dataset, only the tables are
-    returned.
+    A folder is entered once, even if links lead to it again. Of a saved dataset, only the tables
+    are returned.
 
     Args:
         folder: the folder.
@@ -291,7 +292,8 @@ _ARRAY_OF_RECORDS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 # The beginnings of Arrow and Parquet files.
 _TABLE_MAGIC = (b"ARROW1", b"PAR1")
 _IF_TEXT = "call it .txt if its text is meant"
-# {a fault of a file, by which skipped files are counted: its message for a file that the user named}.
+# {a fault of a file, by which skipped files are counted: its message for a file that the user
+# named}.
 _FAULTS = {
     "empty": "empty file; give a file with text",
     "binary": _BINARY_FAULT,
@@ -384,8 +386,8 @@ def find_sources(
         weights: number of times that an epoch sees each of the sources; None: once each.
 
     Raises:
-        UsageError: a weight is out of range, there are more or fewer weights than sources, or a file
-            has two weights.
+        UsageError: a weight is out of range, there are more or fewer weights than sources, or a
+            file has two weights.
         InputRefused: nothing is there, a kind of file is not supported, a file that the user named
             is empty or binary, a compressed text is damaged, or there is no text at all.
     """

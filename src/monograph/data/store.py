@@ -38,9 +38,10 @@ from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 _FORMAT_VERSION = 3
-# This number changes when the code reads conversations in another way, so that their tokens are made
-# again. Unlike `_FORMAT_VERSION` it is not in `CorpusRequest.document_values`, which runs compare when
-# they resume. So runs can continue, because most conversations still give the same tokens.
+# This number changes when the code reads conversations in another way, so that their tokens are
+# made again. Unlike `_FORMAT_VERSION` it is not in `CorpusRequest.document_values`, which runs
+# compare when they resume. So runs can continue, because most conversations still give the same
+# tokens.
 _CONVERSATION_READER_VERSION = 2
 
 
@@ -147,10 +148,10 @@ class Side(NamedTuple):
         """Return the number of conversations, 0 for texts."""
         if self.answers is None:
             return 0
-        # Here a document is a row of a conversation, and a conversation may have several rows, all of
-        # them with the same record number. So a conversation begins where the record number changes
-        # or a file begins. A file without documents begins where the next one does, which may be
-        # after the last document: such begins are dropped.
+        # Here a document is a row of a conversation, and a conversation may have several rows, all
+        # of them with the same record number. So a conversation begins where the record number
+        # changes or a file begins. A file without documents begins where the next one does, which
+        # may be after the last document: such begins are dropped.
         record_begins = np.flatnonzero(np.diff(self.records)) + 1
         begins = np.concatenate([[0], record_begins, self.first_documents[:-1]])
         return len(np.unique(begins[begins < len(self.records)]))
@@ -265,8 +266,8 @@ def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
 def _build(folder: Path, request: CorpusRequest, progress: Progress | None) -> tuple[str, ...]:
     """Build a corpus in its folder, and return the notes of `_write`."""
     building = folder.with_suffix(".building")
-    # A killed process may have left this folder behind. No other process can be using it now, because
-    # this process holds the lock.
+    # A killed process may have left this folder behind. No other process can be using it now,
+    # because this process holds the lock.
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     try:

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pyarrow import Array, DataType, RecordBatch, Scalar, Schema
 
-# The largest batch that is read from a .parquet file. The batches of an .arrow file have the size that
-# its writer chose.
+# The largest batch that is read from a .parquet file. The batches of an .arrow file have the size
+# that its writer chose.
 _BATCH_ROWS = 256
 _BATCH_BYTES = 1 << 24
 # The largest batch of an .arrow file, which is unpacked as a whole before any of its rows can be
@@ -176,8 +176,8 @@ def _value_bytes(pa: ModuleType, array: Array) -> NDArray[np.int64]:
     import numpy as np  # It is imported here, because a configuration is read without numpy.
 
     if array.type in (pa.string_view(), pa.binary_view()):
-        # Each value has a view of 16 bytes, of which the first four are its length. The buffer may be
-        # that of a larger array, from which this one is cut.
+        # Each value has a view of 16 bytes, of which the first four are its length. The buffer may
+        # be that of a larger array, from which this one is cut.
         views_4 = np.frombuffer(array.buffers()[1], dtype=np.int32).reshape(-1, 4)
         return views_4[array.offset : array.offset + len(array), 0].astype(np.int64)
     if array.type in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
@@ -248,8 +248,8 @@ def _json_values(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[st
             for name, value in row.items()
             if value is not None
         }
-        # `dumps` refuses values that JSON does not have, such as NaN. Writing and reading the others
-        # makes them equal to values that are read from a line of JSON.
+        # `dumps` refuses values that JSON does not have, such as NaN. Writing and reading the
+        # others makes them equal to values that are read from a line of JSON.
         json_values: dict[str, Any] = json.loads(json.dumps(values, allow_nan=False))
     except KeyTwice as error:
         return Fault("a key twice", f"has the key {quote(str(error))} twice in one map")
@@ -280,8 +280,8 @@ def _with_objects(pa: ModuleType, value: Any, kind: DataType) -> Any:
             if value[field.name] is not None
         }
     if pa.types.is_map(kind):
-        # Pyarrow returns a map as a list of (key, value). A null in a map is kept: a map has only keys
-        # that its writer gave.
+        # Pyarrow returns a map as a list of (key, value). A null in a map is kept: a map has only
+        # keys that its writer gave.
         return object_once(
             [(key, _with_objects(pa, inner, kind.item_type)) for key, inner in value]
         )
@@ -361,8 +361,8 @@ def _schema(pa: ModuleType, path: Path) -> Schema:
 def _arrow_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Array]:
     """Yield the column `key` of each batch of an .arrow file.
 
-    A column of texts is yielded as a column of bytes. A column that stores its texts in a dictionary
-    is yielded unchanged.
+    A column of texts is yielded as a column of bytes. A column that stores its texts in a
+    dictionary is yielded unchanged.
     """
     for batch in _arrow_batches(pa, path, [key]):
         column = batch.column(batch.schema.get_field_index(key))
@@ -406,9 +406,9 @@ def _arrow_batches(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[
 
 # The functions from here to `_read_number` check the sizes in an .arrow file without unpacking
 # anything. The format is described at https://arrow.apache.org/docs/format/Columnar.html (IPC): a
-# file or a stream is a sequence of messages. A message has metadata, which are FlatBuffers tables, and
-# a body, which has the buffers of a batch. A message says how large its buffers become when they are
-# unpacked: these are the bytes that it *claims*.
+# file or a stream is a sequence of messages. A message has metadata, which are FlatBuffers tables,
+# and a body, which has the buffers of a batch. A message says how large its buffers become when
+# they are unpacked: these are the bytes that it *claims*.
 
 
 def _stream_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
@@ -429,9 +429,9 @@ def _stream_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
 def _file_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
     """Check a file that has a footer, and yield the bytes that each of its messages claims.
 
-    The footer of a file lists blocks, each of which has one message. The blocks may be in any order:
-    polars, for example, writes dictionaries last. A footer may point anywhere, so blocks that
-    overlap, or whose size is not the one in the footer, are refused.
+    The footer of a file lists blocks, each of which has one message. The blocks may be in any
+    order: polars, for example, writes dictionaries last. A footer may point anywhere, so blocks
+    that overlap, or whose size is not the one in the footer, are refused.
     """
     file_bytes = path.stat().st_size
     ending_bytes = 4 + len(_MAGIC.rstrip(b"\0"))  # the footer's length, and the magic once more

@@ -42,10 +42,10 @@ from typing import Literal, NamedTuple
 
 # Added to a deviation, so that nearly equal rewards are not divided by nearly 0.
 _DEVIATION_EPSILON = 1e-4
-# Rewards that differ by no more than this are equal up to rounding. It is relative to the larger of 1
-# and the largest reward. In any order, a sum of n parts is off by at most n 2^-53 of the sum of the
-# parts' sizes. The limit allows for 2^12 parts whose sizes sum to twice the largest reward. A real
-# difference of rewards is larger.
+# Rewards that differ by no more than this are equal up to rounding. It is relative to the larger of
+# 1 and the largest reward. In any order, a sum of n parts is off by at most n 2^-53 of the sum of
+# the parts' sizes. The limit allows for 2^12 parts whose sizes sum to twice the largest reward. A
+# real difference of rewards is larger.
 ROUNDING = 2.0**-40
 
 

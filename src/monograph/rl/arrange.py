@@ -38,8 +38,8 @@ class Options:
             teach.
         length: T, the positions of a row.
         packed: whether a row holds several answers, one after the other.
-        exact: whether each answer has its own row, which is as long as a row of decoding. The answer
-            then gets the same bits when it is scored as when it was sampled
+        exact: whether each answer has its own row, which is as long as a row of decoding. The
+            answer then gets the same bits when it is scored as when it was sampled
             (`monograph.ops.attention`, "cached"). This is for eager mode on a CPU.
         seed: the seed of the order of prompts and of all sampling.
         epochs: passes over the prompts; None: endless.
@@ -92,8 +92,8 @@ def arrange_window(
 ) -> Batch:
     """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
 
-    An answer that does not change the gradient counts only in the denominator. It gets no place in a
-    row, and its share is added to the first row.
+    An answer that does not change the gradient counts only in the denominator. It gets no place in
+    a row, and its share is added to the first row.
 
     Args:
         rollouts: the answers; a prompt and its answer have at most T + 1 tokens.
@@ -223,9 +223,9 @@ def split_by_answer(
         options: the length of rows, and whether they are packed.
         rows: the number of rows that are computed at the same time.
     """
-    # To find an answer's positions in the window, its number, from 1, is arranged as its factor. All
-    # other positions have the factor 0. So a stable sort of the positions by factor puts those first,
-    # and then the positions of one answer after the other.
+    # To find an answer's positions in the window, its number, from 1, is arranged as its factor.
+    # All other positions have the factor 0. So a stable sort of the positions by factor puts those
+    # first, and then the positions of one answer after the other.
     numbers = [Weight(number, 1) for number in range(1, len(rollouts) + 1)]
     window = arrange_window(rollouts, numbers, options)
     values = list[Tensor]()

@@ -1,8 +1,8 @@
 """The form that all answers of a run must have: a regular expression or a schema, compiled for the
 tokenizer's tokens.
 
-A token is allowed if the answer can still get the form after it. Tokens are sampled from the softmax
-over the allowed tokens. The sampler, the loss, the reference and a teacher all compute
+A token is allowed if the answer can still get the form after it. Tokens are sampled from the
+softmax over the allowed tokens. The sampler, the loss, the reference and a teacher all compute
 log-probabilities of this distribution. So a token without an allowed alternative has the
 log-probability 0 and no gradient.
 
@@ -66,8 +66,8 @@ class AnswerForm:
         self._first_state = first_state
         self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed, tables)
         states = len(tables.row_S)
-        # Looking a mask up takes less memory than computing it. This is not possible for an automaton
-        # with counters, of which a state has many masks.
+        # Looking a mask up takes less memory than computing it. This is not possible for an
+        # automaton with counters, of which a state has many masks.
         fits_in_memory = states * tokenizer.vocab_size <= _MAX_MASK_BYTES
         if fits_in_memory and not self.automaton.has_counters:
             masks = [

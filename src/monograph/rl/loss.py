@@ -35,10 +35,10 @@ class Kl(NamedTuple):
         k3       adds strength times e^-l - 1 + l to a token's loss
         entropy  is k2 with a reference that gives all tokens the same probability
 
-    On policy, the gradient of k1 is the gradient of KL(pi || ref) of whole answers. At the positions
-    that answers reach, the gradients of k2 and k3 are those of KL(pi || ref) and KL(ref || pi) of the
-    next token (Tang and Munos 2025, arXiv 2506.09477). The gradient of entropy is that of minus the
-    entropy of the next token.
+    On policy, the gradient of k1 is the gradient of KL(pi || ref) of whole answers. At the
+    positions that answers reach, the gradients of k2 and k3 are those of KL(pi || ref) and KL(ref
+    || pi) of the next token (Tang and Munos 2025, arXiv 2506.09477). The gradient of entropy is
+    that of minus the entropy of the next token.
 
     Attributes:
         estimator: the name of the term.
@@ -170,7 +170,8 @@ class PolicyLoss(nn.Module):
             temperature: divides the logits, as it does when tokens are sampled.
             ratio: how rho is used.
             kl: the KL term; None: no such term.
-            advantage: the name of the advantage. The loss does not use it; `monograph.rollouts` does.
+            advantage: the name of the advantage. The loss does not use it; `monograph.rollouts`
+                does.
             updates: the number of updates that use each sample, for `monograph.rollouts` as well.
             form: the form of the answers; None: any.
         """

@@ -45,8 +45,8 @@ UNITS = frozenset(
 )
 
 # Characters that have a meaning of their own in a plain text. _GAP replaces every space that may
-# separate groups of digits. _BLOCKER replaces a part that keeps its neighbours from being numbers, such
-# as a root. _FRACTION is the line of a fraction.
+# separate groups of digits. _BLOCKER replaces a part that keeps its neighbours from being numbers,
+# such as a root. _FRACTION is the line of a fraction.
 _GAP = "\u00a0"
 _BLOCKER = "\ufffc"
 _FRACTION = "\u2044"
@@ -246,8 +246,8 @@ def answer_number(answer: object) -> Fraction | None:
 def last_number(completion: str) -> Fraction | None:
     """Return the number that an answer of the model ends with; None if there is no number.
 
-    If the answer has a closed box, this is the number in the last closed box, and otherwise the last
-    number of the answer.
+    If the answer has a closed box, this is the number in the last closed box, and otherwise the
+    last number of the answer.
     """
     complete, box = _boxed(completion)
     if box is not None:

@@ -1,9 +1,9 @@
 """Read pairs of answers, a chosen and a rejected one, and arrange them in rows.
 
 A row holds both answers of a pair, each after the prompt, so a micro-batch never separates them.
-Several pairs share a row; each answer is a separate document of the row (law 9). For kto, records have
-single answers that are labelled good or bad. Such an answer is paired with another record's answer to
-another prompt, which is put after the prompt of the labelled answer.
+Several pairs share a row; each answer is a separate document of the row (law 9). For kto, records
+have single answers that are labelled good or bad. Such an answer is paired with another record's
+answer to another prompt, which is put after the prompt of the labelled answer.
 
 Shape suffixes: D pairs, R rows, T positions of a row.
 """
@@ -64,9 +64,10 @@ class Pair(NamedTuple):
 
     Attributes:
         text: the prompt's text, or the JSON of a chat's messages.
-        chosen: the tokens of the prompt and of the better answer; its spans are the answer's tokens.
-            A labelled answer is here, too, whether it is good or bad.
-        rejected: the same for the other answer; for a labelled answer, the answer to another prompt.
+        chosen: the tokens of the prompt and of the better answer; its spans are the answer's
+            tokens. A labelled answer is here, too, whether it is good or bad.
+        rejected: the same for the other answer; for a labelled answer, the answer to another
+            prompt.
         bytes: UTF-8 bytes of the record's answers.
         is_chat: whether the answers are messages of chats.
         label: 1 for a good answer, -1 for a bad one, 0 for a pair.
@@ -130,8 +131,8 @@ class PairRows(Rows):
         window = super().window(indices_R)
         pair_RT = self.document_indices(indices_R)
         is_filled_RT = pair_RT >= 0
-        # The number of tokens of the chosen answer and its prompt: there the rejected answer's prompt
-        # begins.
+        # The number of tokens of the chosen answer and its prompt: there the rejected answer's
+        # prompt begins.
         chosen_length_RT = np.zeros_like(pair_RT)
         if len(self._chosen_lengths_D):
             chosen_length_RT = self._chosen_lengths_D[pair_RT]
@@ -139,7 +140,8 @@ class PairRows(Rows):
         window["positions"] = window["positions"] - np.where(is_rejected_RT, chosen_length_RT, 0)
         # The pair s of a row has the segments 2 s - 1 and 2 s.
         window["segments"] = np.where(is_filled_RT, 2 * window["segments"] - 1 + is_rejected_RT, 0)
-        # An answer's number is at its first target: one that does not follow a target of the answer.
+        # An answer's number is at its first target: one that does not follow a target of the
+        # answer.
         is_target_RT = window["targets"] != IGNORE
         follows_target_RT = np.zeros_like(is_target_RT)
         is_same_answer = window["segments"][:, 1:] == window["segments"][:, :-1]
@@ -469,8 +471,8 @@ def _labelled_pair(record: Record, read_answer: _ReadAnswer, is_chat: bool) -> P
             problem = f"is {JSON_TYPES[type(label)]}"
         raise Unusable("no label", f"expected true or false under {quote(LABEL)}, which {problem}")
     answer = read_answer(record, COMPLETION)
-    # The prompt and one token stand for the other answer until it is known: it takes at least as much
-    # room in the row.
+    # The prompt and one token stand for the other answer until it is known: it takes at least as
+    # much room in the row.
     prompt_and_token = Row(answer.row.ids[: answer.row.spans[0][0] + 1], ())
     return Pair(answer.prompt, answer.row, prompt_and_token, answer.bytes, is_chat, _LABELS[label])
 
@@ -511,10 +513,11 @@ def _with_others(
         is_repeat = number > 0 and pairs[number - 1].text == pair.text
         repeats = repeats + 1 if is_repeat else 0
         prompt_length = pair.chosen.spans[0][0]
-        # The number of tokens that the other answer may have: all tokens of the pair are at most T + 1.
+        # The number of tokens that the other answer may have: all tokens of the pair are at most T
+        # + 1.
         room = length + 1 - len(pair.chosen.ids) - prompt_length
-        # All others are tried in order. The search begins at the next record with another prompt, and
-        # one record later for each repeat.
+        # All others are tried in order. The search begins at the next record with another prompt,
+        # and one record later for each repeat.
         first = next_prompts[number % len(others)] + repeats
         index = None
         for offset in range(len(others)):

@@ -1,7 +1,7 @@
 """The parameters of rewards and of losses of preferences, each of which is set by a key of its own.
 
-A reward or a loss declares a `Parameter`, and `monograph.config.keys` makes the key from it, with its
-type, its help and its errors. Nothing here needs torch, as the keys are read without it.
+A reward or a loss declares a `Parameter`, and `monograph.config.keys` makes the key from it, with
+its type, its help and its errors. Nothing here needs torch, as the keys are read without it.
 """
 
 import os

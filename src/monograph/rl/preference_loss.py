@@ -58,8 +58,8 @@ class PreferenceLoss(nn.Module):
         answers: an answer's number, from 1, at its first target; 0 elsewhere.
 
     Attributes:
-        sides: all rows with answers, if the first update is to compute the reference, with the weights
-            before it; empty if the caller calls `remember`.
+        sides: all rows with answers, if the first update is to compute the reference, with the
+            weights before it; empty if the caller calls `remember`.
         known: 0-d bool, whether the reference of `sides` has been computed.
         reference: [A + 1] fp64, the reference's log-probability of each answer, by its number.
         recording: 0-d bool, whether `forward` writes its log-probabilities into `reference`.

@@ -43,8 +43,8 @@ from monograph.rl.parameters import Parameter, values_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The largest factor of a loss. It is far above any useful one, and far below one that overflows fp32
-# gradients.
+# The largest factor of a loss. It is far above any useful one, and far below one that overflows
+# fp32 gradients.
 _MAX_FACTOR = 1e9
 
 

@@ -20,9 +20,9 @@ ends with them. `Solutions.confinement` tells whether the system allows it. If n
 containers, a solution can read and remove this user's files and end this user's processes.
 `monograph.rl.rewards` then refuses to begin, unless the user has allowed it.
 
-A score is the share of passed tests. It is computed in the trainer, which reads one verdict for each
-test, whatever the tests' process writes. A test passes if it runs to its end. An exception of the
-solution arrives in the test as a builtin exception, but never as one that ends an iterator.
+A score is the share of passed tests. It is computed in the trainer, which reads one verdict for
+each test, whatever the tests' process writes. A test passes if it runs to its end. An exception of
+the solution arrives in the test as a builtin exception, but never as one that ends an iterator.
 """
 
 import json
@@ -48,8 +48,8 @@ from monograph.terminal import one_line
 _MAX_VERDICT_BYTES = len(b"false\n")
 # The time limit for all tests of one solution.
 TESTS_TIMEOUT_S = 10.0
-# A solution and its tests, by which `Solutions.confinement` tries out the system. The first test passes
-# if solutions can run at all, and the second one if they see no files of the system.
+# A solution and its tests, by which `Solutions.confinement` tries out the system. The first test
+# passes if solutions can run at all, and the second one if they see no files of the system.
 _TRIAL = "import heapq, os\ndef least(of): return heapq.nsmallest(1, of)\ndef sees(path): return os.path.exists(path)"
 _TRIAL_TESTS = ["assert least([3, 2]) == [2]", "assert not sees('/etc')"]
 
@@ -81,8 +81,8 @@ class Solutions:
     def scores(self, solutions: Sequence[tuple[str, Sequence[str]]]) -> list[float]:
         """Return the share of passed tests of each (code, tests).
 
-        The tests of a solution run one after another. A test that has not passed when a process dies
-        or TESTS_TIMEOUT_S are over has failed.
+        The tests of a solution run one after another. A test that has not passed when a process
+        dies or TESTS_TIMEOUT_S are over has failed.
         """
         import torch  # here, since the settings read the table of rewards without torch
 
@@ -160,8 +160,9 @@ ANSWER_TIMEOUT_S = 60.0
 class Function:
     """A user's function of (prompt, completion, record) in a Python file, run in a separate process.
 
-    The function returns a number, or {name: number} of parts, whose sum is the score. Its output goes
-    to standard error. The process starts at the first call, and ends with the thread that started it.
+    The function returns a number, or {name: number} of parts, whose sum is the score. Its output
+    goes to standard error. The process starts at the first call, and ends with the thread that
+    started it.
     """
 
     def __init__(self, code: Code, sha256: str) -> None:
@@ -184,7 +185,8 @@ class Function:
         self._socket.settimeout(ANSWER_TIMEOUT_S)
         self._replies = self._socket.makefile("rb")
         with child_end:
-            # A new session keeps Ctrl-C from ending the process, since the run may still have to save.
+            # A new session keeps Ctrl-C from ending the process, since the run may still have to
+            # save.
             command = [sys.executable, "-P", "-u", worker.__file__, "function"]
             self._process = subprocess.Popen(
                 command, stdin=child_end.fileno(), stdout=2, start_new_session=True
@@ -205,8 +207,8 @@ class Function:
 
         Raises:
             InputRefused: see `start`; or the function raises an exception, returns neither a number
-                within +-MAX_SCORE nor such parts, takes more than ANSWER_TIMEOUT_S, or ends its process.
-                The message begins with `where`.
+                within +-MAX_SCORE nor such parts, takes more than ANSWER_TIMEOUT_S, or ends its
+                process. The message begins with `where`.
         """
         self.start()
         reply = self._ask(

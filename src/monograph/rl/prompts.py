@@ -107,8 +107,8 @@ def read_items(
 
     Args:
         reading: how records are read.
-        make_item: returns the item (see `Parts`) of (the record's file and line, the record); or the
-            fault of a record that can be skipped.
+        make_item: returns the item (see `Parts`) of (the record's file and line, the record); or
+            the fault of a record that can be skipped.
         needs: what a record must have, for messages.
         progress: see `monograph.data.progress`.
         keys: the keys that a record may have; None: any.
@@ -236,7 +236,8 @@ def read_prompts(
 
     Args:
         reading: how records are read. Equal prompts are held out together. A record has its prompt
-            under `text_key`, or under "prompt" if `text_key` is not given or is its default, "text".
+            under `text_key`, or under "prompt" if `text_key` is not given or is its default,
+            "text".
         room: the maximum number of tokens of a prompt.
         reward: the reward, which checks that a record has what it reads.
         progress: see `monograph.data.progress`.
@@ -449,8 +450,8 @@ def _text_and_ids(
 def _require_followable(record: Record, is_chat: bool) -> None:
     """Refuse keys that ask for something this run cannot do.
 
-    These are "functions", and the keys of chats in a record whose prompt is a text. All other keys are
-    for the reward.
+    These are "functions", and the keys of chats in a record whose prompt is a text. All other keys
+    are for the reward.
     """
     if record.get(FUNCTIONS) not in EMPTY_VALUES:
         raise InputRefused(

@@ -98,8 +98,8 @@ def rollouts(
         tokenizer: the model's tokenizer.
         records: records with a "prompt", which is a text or a list of messages, and the keys that
             the reward reads.
-        reward: a value of the key rl.reward; or a `Reward`, such as `distill` returns; or a function
-            of (prompt, answer, record), called in this process, which returns a number, or
+        reward: a value of the key rl.reward; or a `Reward`, such as `distill` returns; or a
+            function of (prompt, answer, record), called in this process, which returns a number, or
             {name: number} of parts, whose sum is the score.
         prompts: number of prompts of a window.
         group: number of answers to each prompt, at least two.
@@ -145,8 +145,8 @@ def rollouts(
     scorer.unconfined = scorer.unconfined or trust_code
     max_prompt_tokens = model.config.max_position_embeddings - max_new_tokens
     run_prompts = prompts_of(records, tokenizer, scorer, max_prompt_tokens)
-    # Only such engines compute an answer's log-probabilities with the same bits in sampling and in the
-    # loss.
+    # Only such engines compute an answer's log-probabilities with the same bits in sampling and in
+    # the loss.
     exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
     options = Options(
         prompts=prompts,

@@ -2,8 +2,8 @@
 
 A user's file and a model's programs run in separate processes (`monograph.rl.processes`).
 
-The settings read `REWARDS`, of which `monograph.config.keys` makes keys, and they load neither torch
-nor numpy. So a reward that needs one of them imports it where it is used.
+The settings read `REWARDS`, of which `monograph.config.keys` makes keys, and they load neither
+torch nor numpy. So a reward that needs one of them imports it where it is used.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class Reward:
         digest: hex sha256 of the file on which its scores depend; "" if they depend on no file.
         teacher: the model whose probabilities of an answer's tokens give its score; None for all
             other rewards.
-        unconfined: whether the model's programs may run where the system cannot confine them; set by
-            the caller.
+        unconfined: whether the model's programs may run where the system cannot confine them; set
+            by the caller.
     """
 
     field: str | None = None
@@ -362,8 +362,8 @@ class NamedReward:
         make: returns the reward, given the values of its parameters by name. A model is not among
             the values: the caller loads it and sets it as `Reward.teacher`.
         parameters: its parameters, each of which is a key of [rl].
-        judges_tokens: whether it scores each token of an answer. Keys about the scores of whole answers
-            then have no meaning.
+        judges_tokens: whether it scores each token of an answer. Keys about the scores of whole
+            answers then have no meaning.
     """
 
     meaning: str
@@ -451,14 +451,14 @@ def reward_of(name: str, vouched: Mapping[str, str] | None = None, **parameters:
         name: the reward's name.
         vouched: the digest of each Python file that may run, by the value that names the file; None
             if the caller itself names the reward now, and thereby trusts the file as it is.
-        parameters: values of the reward's parameters, by their names in `REWARDS`; None stands for a
-            value that is not given. Models are left out.
+        parameters: values of the reward's parameters, by their names in `REWARDS`; None stands for
+            a value that is not given. Models are left out.
 
     Raises:
-        UsageError: there is no such reward or no such parameter, or a parameter is missing or out of
-            range.
-        InputRefused: `vouched` lacks the Python file, the file cannot be read, or the pattern or the
-            schema cannot be used.
+        UsageError: there is no such reward or no such parameter, or a parameter is missing or out
+            of range.
+        InputRefused: `vouched` lacks the Python file, the file cannot be read, or the pattern or
+            the schema cannot be used.
         Unreadable: the system failed to read the schema.
     """
     code = code_named(name)

@@ -2,10 +2,10 @@
 update.
 
 An update's answers are sampled just before the update, from the tensors that the previous update
-has changed. Nothing is kept from one sample to the next. An answer is a function of the weights, the
-prompt, the options and a seed, which is made from the run's seed, the prompt's position in the order
-and the answer's number in its group. The answer does not depend on what else is sampled at the same
-time. So a run that was killed while it sampled samples the same answers again.
+has changed. Nothing is kept from one sample to the next. An answer is a function of the weights,
+the prompt, the options and a seed, which is made from the run's seed, the prompt's position in the
+order and the answer's number in its group. The answer does not depend on what else is sampled at
+the same time. So a run that was killed while it sampled samples the same answers again.
 
 Shapes: R rows, T positions.
 """
@@ -60,13 +60,13 @@ from monograph.rl.rewards import Answer, Reward
 MAX_DECODED_ROWS = 256
 # The maximum number of prompts that are read into the cache at the same time.
 MAX_PREFILL_PROMPTS = 32
-# The number of steps that are decoded before the host reads which answers have ended. A read costs as
-# much as a step of a small model.
+# The number of steps that are decoded before the host reads which answers have ended. A read costs
+# as much as a step of a small model.
 BLOCK_STEPS = 16
 # The smallest reward of a right answer. It is below 1, since 0.7 + 0.2 + 0.1 is below 1 in floats.
 SOLVED_REWARD = 1.0 - ROUNDING
-# The seeds of held-out prompts are made as if the prompts had the positions from here on, which no run
-# reaches.
+# The seeds of held-out prompts are made as if the prompts had the positions from here on, which no
+# run reaches.
 FIRST_HELD_OUT_POSITION = 1 << 62
 
 
@@ -76,10 +76,10 @@ def decoded_rows(answers: int) -> int:
 
 
 def slots_per_row(options: Options, config: LlamaConfig, tokens: int) -> int:
-    """Return the number of positions of a row, for a prompt and its answer of `tokens` tokens together.
+    """Return the number of positions of a row for a prompt and its answer of `tokens` tokens in all.
 
-    For exact scoring it is padded as `monograph.ops.filled` says. The number of positions of several
-    rows is then padded, too.
+    For exact scoring it is padded as `monograph.ops.filled` says. The number of positions of
+    several rows is then padded, too.
     """
     if not options.exact:
         return tokens
@@ -92,8 +92,8 @@ class Sharing:
 
     Attributes:
         ranks: the number of ranks.
-        share: given (work, items), returns work(items), a list of one JSON value for each item. Each
-            rank computes a part of the list, and all ranks get the whole list.
+        share: given (work, items), returns work(items), a list of one JSON value for each item.
+            Each rank computes a part of the list, and all ranks get the whole list.
         once: calls a function on one rank, and returns the result on all ranks.
     """
 
@@ -215,9 +215,10 @@ class Drawer:
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        """Prepare for decoding in the block: no gradients, the step's precision, no captured graphs."""
+        """Prepare for decoding: no gradients, the step's precision, and no captured graphs."""
         step = self.engine.step
-        # Answers are in no cycles of references, but their number would start many garbage collections.
+        # Answers are in no cycles of references, but their number would start many garbage
+        # collections.
         collects_garbage = gc.isenabled()
         gc.disable()
         try:
@@ -314,8 +315,9 @@ class Drawer:
 
         With a KL term they also have the reference's log-probabilities.
         """
-        # `drawn` is the log-probability in the model's own softmax, computed as the loss computes it.
-        # `processed_drawn` is that in the distribution that was sampled from, computed by the sampler.
+        # `drawn` is the log-probability in the model's own softmax, computed as the loss computes
+        # it. `processed_drawn` is that in the distribution that was sampled from, computed by the
+        # sampler.
         logprobs_of_answers = [
             [
                 token.drawn if self._samples_raw_softmax else token.processed_drawn
@@ -476,7 +478,8 @@ class Rollouts(Iterator[Batch]):
         rows_consumed: the position after the last prompt that was answered.
         skip: (begin, end) of the positions that are skipped.
         numbers: figures on the window that was returned last, for the metrics.
-        is_fresh: whether the last window had new answers; otherwise it was the window before it again.
+        is_fresh: whether the last window had new answers; otherwise it was the window before it
+            again.
     """
 
     def __init__(self, drawer: Drawer, start: int = 0, skip: Sequence[Sequence[int]] = ()) -> None:
@@ -541,7 +544,7 @@ class Rollouts(Iterator[Batch]):
 
     @property
     def is_between_draws(self) -> bool:
-        """Return whether the next window will have new answers, so that a run can resume from `state`."""
+        """Return whether the next window will have new answers; then a run can resume from `state`."""
         return not self._repeats_left
 
     def _draw_groups(self, positions: Sequence[int]) -> tuple[list[Prompt], list[Completion]]:
@@ -586,8 +589,8 @@ class Rollouts(Iterator[Batch]):
             else:
                 weights = answer_weights(rollouts[members], rewards[members], options)
                 _, kept_rewards = keep_and_penalise(rollouts[members], rewards[members], options)
-                # There is no gradient if all rewards are equal. For an advantage that does not compare
-                # the answers, they also have to be 0.
+                # There is no gradient if all rewards are equal. For an advantage that does not
+                # compare the answers, they also have to be 0.
                 if not ADVANTAGES[options.advantage].compares_answers:
                     kept_rewards = [*kept_rewards, 0.0]
                 teaches = not rewards_are_equal(kept_rewards)

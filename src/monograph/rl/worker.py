@@ -325,7 +325,7 @@ def decoded(value: object) -> Any:
 
 
 def _serve(channel: _Channel) -> None:
-    """Run the source in the first message, and then call a function for each message; see the module."""
+    """Run the source of the first message, and call a function for each further message."""
     module = ModuleType("foreign")
     # Dataclasses look up their module there.
     sys.modules["foreign"] = module

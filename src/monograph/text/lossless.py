@@ -1,7 +1,7 @@
 """Check that a tokenizer loses no part of a text, and describe the part that it would lose.
 
-A part is lost if it comes back changed from encoding and decoding, apart from a normal form of Unicode
-and inserted spaces.
+A part is lost if it comes back changed from encoding and decoding, apart from a normal form of
+Unicode and inserted spaces.
 """
 
 import os
@@ -48,7 +48,8 @@ class LosslessCheck:
                     ambiguous_ids.add(token_id)
         # Special tokens that merges can produce from the letters of a text.
         self._special_from_text = checked.ids_from_merges.intersection(checked.special.values())
-        # If a text's ids have none of these, and all of its characters have tokens, nothing is lost.
+        # If a text's ids have none of these, and all of its characters have tokens, nothing is
+        # lost.
         self._suspect_ids = self._special_from_text | ambiguous_ids
         # The characters that are known to have tokens. It grows with the texts that are checked.
         self._writable = set(checked.writable_characters)

@@ -1,7 +1,7 @@
 """The keys of a chat's messages, and the form in which a chat template reads them.
 
-`monograph.data.messages` reads messages from records and requests. Whether a key of a message has an
-effect depends on the template. So it is here, where the template is known, that a key which the
+`monograph.data.messages` reads messages from records and requests. Whether a key of a message has
+an effect depends on the template. So it is here, where the template is known, that a key which the
 template does not read is refused.
 """
 
@@ -58,15 +58,16 @@ def for_template(
     """Return messages in the form in which a template reads them.
 
     The weight of a message is left out. If the template needs the arguments of a tool call as an
-    object (`ChatTemplate.wants_objects`), and they are a text with the JSON of an object, they become
-    that object.
+    object (`ChatTemplate.wants_objects`), and they are a text with the JSON of an object, they
+    become that object.
 
     Args:
         template: the template.
         messages: the messages.
-        counts: the counter to increase; None: nothing is counted. It counts "unread KEY", the messages
-            with a known key that the template does not read; "parsed", the arguments that became
-            objects; and "kept", the arguments that should, but are not the text of an object.
+        counts: the counter to increase; None: nothing is counted. It counts "unread KEY", the
+            messages with a known key that the template does not read; "parsed", the arguments that
+            became objects; and "kept", the arguments that should, but are not the text of an
+            object.
         variables: the template's other variables.
 
     Raises:

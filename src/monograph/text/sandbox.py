@@ -10,8 +10,8 @@ The program reads and writes lines of JSON:
 - The first line of standard input is [source of the template, date]. The template sees the date as
   today's; null: the real date.
 - Each further line is a list of requests. A request is a string, which itself contains JSON:
-  [variables of the template, marks]. The marks are two texts that are put before and after text that
-  the template tags as an answer, or null.
+  [variables of the template, marks]. The marks are two texts that are put before and after text
+  that the template tags as an answer, or null.
 - The reply to a line is a list with one {"text": ...} or {"error": ...} for each request.
 
 A template has the filters, functions and extensions that transformers gives it

@@ -1,9 +1,9 @@
 """Read the parts of a `tokenizer.json` that write text as SentencePiece does (Llama 2, Mistral 7B,
 Phi-3, Gemma).
 
-Each space is written as the letter ▁, the *mark*. Most of these tokenizers insert one ▁ before a text.
-A character that the vocabulary lacks is written as one token <0xXX> for each byte of its UTF-8. Only
-known parts, which take linear time, are accepted.
+Each space is written as the letter ▁, the *mark*. Most of these tokenizers insert one ▁ before a
+text. A character that the vocabulary lacks is written as one token <0xXX> for each byte of its
+UTF-8. Only known parts, which take linear time, are accepted.
 """
 
 import re

@@ -109,8 +109,8 @@ class ChatTemplate:
         """Return whether the arguments of a tool call must be an object, not the text of its JSON.
 
         To find out, a call is rendered with its arguments in both forms. Some templates write
-        arguments as JSON. Such a template would escape the quotes of a text a second time, so it needs
-        an object. Others write the text unchanged, so they need a text.
+        arguments as JSON. Such a template would escape the quotes of a text a second time, so it
+        needs an object. Others write the text unchanged, so they need a text.
         """
         probe_json = json.dumps(_PROBE_ARGUMENTS)
         rendered_with_text = self._render_call(probe_json)

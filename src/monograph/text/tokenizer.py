@@ -1,8 +1,8 @@
 """Train, read and apply BPE tokenizers that lose no text.
 
-A tokenizer is trained here, read from a `tokenizer.json`, or has one id for each byte. An *added token*
-is a token in addition to the BPE vocabulary; it is found in a text before BPE runs. A *special token*
-is an added token that stands for no text, such as <|eos|>.
+A tokenizer is trained here, read from a `tokenizer.json`, or has one id for each byte. An *added
+token* is a token in addition to the BPE vocabulary; it is found in a text before BPE runs. A
+*special token* is an added token that stands for no text, such as <|eos|>.
 """
 
 import copy
@@ -33,8 +33,8 @@ PAD = "<|pad|>"
 DEFAULT_VOCABULARY = 4096  # entries of a tokenizer that is trained here
 SMALLEST_VOCABULARY = 256 + 3  # the bytes, and three special tokens
 
-# The special tokens that begin, end and pad documents in published tokenizers, the most specific names
-# first.
+# The special tokens that begin, end and pad documents in published tokenizers, the most specific
+# names first.
 _BOS_NAMES = (BOS, "<|begin_of_text|>", "<|startoftext|>", "[BOT]", "[BOS]", "<s>", "<bos>")
 _EOS_NAMES = (
     EOS,
@@ -71,10 +71,10 @@ class Tokenizer:
         bos_id: the id that begins a document; equal to `eos_id` if the file has only that one.
         eos_id: the id that ends a document; equal to `bos_id` if the file has only that one.
         pad_id: the id for unused positions, which is never a target; `eos_id` if the file has none.
-        strips_space: whether decoding leaves out one space at the beginning of a text; that space is
-            not a byte of the text.
-        hash: the hex sha256 of everything on which ids depend: patterns, vocabulary, merges, special
-            tokens.
+        strips_space: whether decoding leaves out one space at the beginning of a text; that space
+            is not a byte of the text.
+        hash: the hex sha256 of everything on which ids depend: patterns, vocabulary, merges,
+            special tokens.
         config: the settings next to the tokenizer file, e.g. the chat template; empty if the
             tokenizer is not from a file.
     """
@@ -421,8 +421,8 @@ class Tokenizer:
         if not text_bytes:
             return None
         ids = [token_id for token_id, piece in enumerate(self.pieces) if piece == text_bytes]
-        # The token of a letter and that of a byte may stand for the same text. Then it is the one that
-        # encoding gives.
+        # The token of a letter and that of a byte may stand for the same text. Then it is the one
+        # that encoding gives.
         if len(ids) > 1:
             ids = self.encode(text, inside=True)
         return ids[0] if ids else None

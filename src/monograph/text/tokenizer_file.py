@@ -2,9 +2,9 @@
 accepted.
 
 The tokenizer is byte-level like GPT-2's, or writes text as SentencePiece does (`sentence_pieces`).
-With these parts, encoding and decoding can change a text in three ways only: the text is brought into
-a normal form of Unicode (Qwen composes text), it gets a space at its beginning, or it loses characters
-that have no token.
+With these parts, encoding and decoding can change a text in three ways only: the text is brought
+into a normal form of Unicode (Qwen composes text), it gets a space at its beginning, or it loses
+characters that have no token.
 
 The library aborts, hangs or panics on some hostile files (a padding of 4e9 tokens, a pattern with
 catastrophic backtracking, a normalizer that inflates text). Python cannot catch this, so only known
@@ -210,7 +210,8 @@ class CheckedTokenizer:
             },
         }
         # The entries to which letters of a text can be encoded: what merges give, and what needs no
-        # merge. An entry of one letter or one byte needs none, and with `ignore_merges` no entry does.
+        # merge. An entry of one letter or one byte needs none, and with `ignore_merges` no entry
+        # does.
         entries_from_text = {"".join(pair) for pair in self.json["model"]["merges"]}
         entries_from_text |= {
             token
@@ -237,8 +238,8 @@ class CheckedTokenizer:
     def _lacking_bytes(self, vocab: dict[str, int], byte_fallback: bool) -> set[int]:
         """Return the bytes that occur in UTF-8 text but have no token."""
         single_bytes = set[int]()
-        # Without byte fallback, a tokenizer like SentencePiece's writes whole characters only, never
-        # single bytes; `writable_characters` are those that it can write.
+        # Without byte fallback, a tokenizer like SentencePiece's writes whole characters only,
+        # never single bytes; `writable_characters` are those that it can write.
         if not self.marks or byte_fallback:
             single_bytes = {piece[0] for piece in map(self.piece, vocab) if len(piece) == 1}
         return {*range(256)} - NEVER_IN_TEXT - single_bytes
@@ -279,8 +280,8 @@ class CheckedTokenizer:
                 key: bool(token.get(key))
                 for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
             }
-            # A token that also matches adjacent spaces would lose the spaces of a text. As a special
-            # token it is recognised in rendered chats only, so no text can lose its spaces.
+            # A token that also matches adjacent spaces would lose the spaces of a text. As a
+            # special token it is recognised in rendered chats only, so no text can lose its spaces.
             if flags["lstrip"] or flags["rstrip"]:
                 flags["special"] = True
             added.append({"id": token["id"], "content": content} | flags)
