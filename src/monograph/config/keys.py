@@ -103,6 +103,8 @@ MAX_RANK = 2**16
 MAX_PER_UPDATE = 2**32
 MAX_COUNT = 10**15
 DEFAULT_MINUTES = 3.0
+# The types of keys. A size is a number of rows, columns, heads and the like. A count may be written
+# with a suffix, as in "512k", and any other whole number may not.
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
 Whole = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Count = Annotated[Whole, BeforeValidator(_parse_count)]
@@ -110,7 +112,7 @@ PositiveFloat = Annotated[float, AfterValidator(ABOVE_0.checked)]
 NonNegativeFloat = Annotated[float, AfterValidator(NOT_NEGATIVE.checked)]
 Fraction = Annotated[float, AfterValidator(FRACTION.checked)]
 Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
-Share = Annotated[float, Field(ge=0, le=MAX_HELD_OUT)]
+HeldOutShare = Annotated[float, Field(ge=0, le=MAX_HELD_OUT)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 Weights = Annotated[list[Weight], Field(min_length=1), BeforeValidator(_parse_numbers)]
@@ -125,8 +127,8 @@ Varies = Literal["in one graph", "between graphs"]
 # Reasons why members cannot differ in a key.
 _SAME_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"
-_OF_ONE_TIME = "how much a member learns in a given time depends on the machine"
-_OF_TEXTS = "members of one graph learn from texts alone: start a run for each value"
+_DEPENDS_ON_MACHINE = "how much a member learns in a given time depends on the machine"
+_TEXTS_ALONE = "members of one graph learn from texts alone: start a run for each value"
 
 
 class Key(NamedTuple):
@@ -145,9 +147,9 @@ class Key(NamedTuple):
         fixed: why the members of a sweep cannot differ in it; "" if they can.
         is_amount: whether a larger value nearly always scores better, as for a width. If the best
             value of such an axis is its last one, that is no reason to extend the axis.
-        is_of_place: whether a resumed run may change it, because it changes no equation: on which
+        is_changeable_on_resume: whether a resumed run may change it, because it changes no equation: on which
             devices and in which graphs the run trains, or which records it can read.
-        is_of_one_run: whether a run that begins from this one does not take over its value: the
+        is_run_specific: whether a run that begins from this one does not take over its value: the
             length, what depends on the length, and the ranks.
     """
 
@@ -162,8 +164,8 @@ class Key(NamedTuple):
     varies: Varies | None = None
     fixed: str = ""
     is_amount: bool = False
-    is_of_place: bool = False
-    is_of_one_run: bool = False
+    is_changeable_on_resume: bool = False
+    is_run_specific: bool = False
 
 
 class _Details(TypedDict, total=False):
@@ -181,8 +183,8 @@ class _Details(TypedDict, total=False):
     varies: Varies
     fixed: str
     is_amount: bool
-    is_of_place: bool
-    is_of_one_run: bool
+    is_changeable_on_resume: bool
+    is_run_specific: bool
 
 
 def _key(default: Any, expected: str, meaning: str, **details: Unpack[_Details]) -> Any:
@@ -308,7 +310,7 @@ def _default_text(default: float | str | None) -> str:
 _EXPECTS_SIZE = f"a whole number above 0, at most {MAX_SIZE}"
 _EXPECTS_WHOLE = "a whole number above 0, at most 1e15"
 _EXPECTS_COUNT = f'{_EXPECTS_WHOLE} ("512k" is 512000, "512Ki" is 524288)'
-_OF_PRESET = "the preset's"  # `Key.otherwise` of the sizes of a model
+_PRESET_VALUE = "the preset's"  # `Key.otherwise` of the sizes of a model
 
 
 class ModelSection(Section):
@@ -352,7 +354,7 @@ class ModelSection(Section):
         None,
         _EXPECTS_SIZE,
         "Width of the residual stream.",
-        otherwise=_OF_PRESET,
+        otherwise=_PRESET_VALUE,
         example=192,
         varies="between graphs",
         is_amount=True,
@@ -361,7 +363,7 @@ class ModelSection(Section):
         None,
         _EXPECTS_SIZE,
         "Width of the feed-forward layer.",
-        otherwise=f"{_OF_PRESET}, or 8/3 of hidden_size",
+        otherwise=f"{_PRESET_VALUE}, or 8/3 of hidden_size",
         example=512,
         varies="between graphs",
         is_amount=True,
@@ -370,7 +372,7 @@ class ModelSection(Section):
         None,
         f"a whole number above 0, at most {MAX_LAYERS}",
         "Number of transformer blocks.",
-        otherwise=_OF_PRESET,
+        otherwise=_PRESET_VALUE,
         example=4,
         varies="between graphs",
         is_amount=True,
@@ -379,7 +381,7 @@ class ModelSection(Section):
         None,
         _EXPECTS_SIZE,
         "Number of query heads.",
-        otherwise=_OF_PRESET,
+        otherwise=_PRESET_VALUE,
         example=6,
         varies="between graphs",
         is_amount=True,
@@ -388,7 +390,7 @@ class ModelSection(Section):
         None,
         _EXPECTS_SIZE,
         "Number of key and value heads. It divides num_attention_heads.",
-        otherwise=f"{_OF_PRESET}, or num_attention_heads",
+        otherwise=f"{_PRESET_VALUE}, or num_attention_heads",
         example=2,
         varies="between graphs",
         is_amount=True,
@@ -405,7 +407,7 @@ class ModelSection(Section):
         None,
         "true or false",
         "Whether the output head is the embedding's transpose.",
-        otherwise=_OF_PRESET,
+        otherwise=_PRESET_VALUE,
         example=True,
         varies="between graphs",
     )
@@ -467,7 +469,7 @@ class DataSection(Section):
         {"packed": "documents share a row", "padded": "each document has rows of its own"},
         varies="between graphs",
     )
-    held_out: Share = _key(
+    held_out: HeldOutShare = _key(
         0.05,
         "a number from 0 (none) to 0.5",
         "Share of the bytes that is kept for evaluation.",
@@ -487,7 +489,7 @@ class DataSection(Section):
         "Keys of records to leave out. A record with an unknown key is refused otherwise.",
         example=["my_key"],
         fixed=_SAME_TEXT,
-        is_of_place=True,
+        is_changeable_on_resume=True,
     )
     bad_records: Literal["refuse", "skip"] = _choice(
         "refuse",
@@ -599,7 +601,7 @@ class OptimSection(Section):
         auto="5 % of the run, at least 10 (or half of a shorter run), at most 2,000",
         example=100,
         varies="in one graph",
-        is_of_one_run=True,
+        is_run_specific=True,
     )
     ema: Literal["none"] | Fraction = _key(
         "none",
@@ -638,7 +640,7 @@ class TrainSection(Section):
         example=1000,
         varies="between graphs",
         is_amount=True,
-        is_of_one_run=True,
+        is_run_specific=True,
     )
     tokens: Count | None = _key(
         None,
@@ -647,7 +649,7 @@ class TrainSection(Section):
         example=10_000_000,
         varies="between graphs",
         is_amount=True,
-        is_of_one_run=True,
+        is_run_specific=True,
     )
     epochs: Whole | None = _key(
         None,
@@ -655,15 +657,15 @@ class TrainSection(Section):
         "Stop after this many passes over the data.",
         example=1,
         fixed="say it in train.updates or train.tokens",
-        is_of_one_run=True,
+        is_run_specific=True,
     )
     minutes: Minutes | None = _key(
         None,
         "a number above 0, at most 1e7",
         "Train for about this many minutes.",
         implied=DEFAULT_MINUTES,
-        fixed=_OF_ONE_TIME,
-        is_of_one_run=True,
+        fixed=_DEPENDS_ON_MACHINE,
+        is_run_specific=True,
     )
     wall_minutes: Minutes | None = _key(
         None,
@@ -671,8 +673,8 @@ class TrainSection(Section):
         "End the whole run within about this many minutes, with preparation, compiling and report, or else refuse it.",
         otherwise="no limit",
         example=10,
-        fixed=_OF_ONE_TIME,
-        is_of_one_run=True,
+        fixed=_DEPENDS_ON_MACHINE,
+        is_run_specific=True,
     )
     tokens_per_update: Auto | Annotated[Count, Field(le=MAX_PER_UPDATE)] = _key(
         "auto",
@@ -720,8 +722,8 @@ class TrainSection(Section):
         auto="whole; blocks for a model of 16 layers or more, or a streamed one",
         example="none",
         fixed=_NO_EFFECT,
-        is_of_place=True,
-        is_of_one_run=True,
+        is_changeable_on_resume=True,
+        is_run_specific=True,
     )
     remat: Literal["auto", "none", "pointwise", "full", "offload"] | Fraction = _choice(
         "auto",
@@ -744,7 +746,7 @@ class TrainSection(Section):
         auto="stream if nothing else fits a GPU",
         example="stream",
         fixed=_NO_EFFECT,
-        is_of_place=True,
+        is_changeable_on_resume=True,
     )
     parallel: Literal["none", "ddp", "fsdp", "hsdp"] = _choice(
         "none",
@@ -756,8 +758,8 @@ class TrainSection(Section):
             "hsdp": "fsdp within each machine, ddp between them",
         },
         fixed=_NO_EFFECT,
-        is_of_place=True,
-        is_of_one_run=True,
+        is_changeable_on_resume=True,
+        is_run_specific=True,
     )
     gather_dtype: Literal["fp32", "bf16"] = _choice(
         "fp32",
@@ -765,8 +767,8 @@ class TrainSection(Section):
         {"fp32": "as they are", "bf16": "rounded, with half the traffic"},
         belongs_to="train.parallel",
         fixed=_NO_EFFECT,
-        is_of_place=True,
-        is_of_one_run=True,
+        is_changeable_on_resume=True,
+        is_run_specific=True,
     )
     eval_every: Auto | Whole = _key(
         "auto",
@@ -775,7 +777,7 @@ class TrainSection(Section):
         auto="about 12 evaluations in a run",
         example=100,
         fixed=_NO_EFFECT,
-        is_of_one_run=True,
+        is_run_specific=True,
     )
     save_every: Auto | Whole = _key(
         "auto",
@@ -784,7 +786,7 @@ class TrainSection(Section):
         auto="about 6 checkpoints in a run",
         example=500,
         fixed=_NO_EFFECT,
-        is_of_one_run=True,
+        is_run_specific=True,
     )
     keep: Whole = _key(
         2,
@@ -872,7 +874,7 @@ class LoraSection(Section):
 class _RewardSection(Section):
     """The key that chooses a reward, before the keys of the rewards' parameters."""
 
-    fixed = _OF_TEXTS
+    fixed = _TEXTS_ALONE
 
     reward: Text | None = _choice(
         None,
@@ -979,7 +981,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
 class _PreferenceSection(Section):
     """The key that chooses a loss, before the keys of the losses' parameters."""
 
-    fixed = _OF_TEXTS
+    fixed = _TEXTS_ALONE
 
     loss: Literal[tuple(LOSSES)] | None = _choice(  # type: ignore[valid-type]
         None,

@@ -33,15 +33,17 @@ from monograph.terminal import shell_words
 
 # The keys whose values may name a function in a Python file.
 CODE_KEYS = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
-# {key that a resumed run may change: its default} (`is_of_place` of `monograph.config.keys.Key`).
+# {key that a resumed run may change: its default} (`is_changeable_on_resume` of `monograph.config.keys.Key`).
 # The fingerprint has the default in place of the key's value, so that it does not depend on the
 # value. data.ignore_keys is one of these keys, because the fingerprint of the records shows whether
 # the records changed.
 CHANGEABLE_ON_RESUME = {
-    key: key_declaration(key).default for key in KEYS if key_declaration(key).is_of_place
+    key: key_declaration(key).default
+    for key in KEYS
+    if key_declaration(key).is_changeable_on_resume
 }
 # The keys that a run that begins from another run decides anew.
-RUN_SPECIFIC_KEYS = frozenset(key for key in KEYS if key_declaration(key).is_of_one_run)
+RUN_SPECIFIC_KEYS = frozenset(key for key in KEYS if key_declaration(key).is_run_specific)
 # At most one key of each group counts: the one that was given at the highest rank
 # (`SourcedValue.rank`).
 EXCLUSIVE = (
