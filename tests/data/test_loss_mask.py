@@ -84,7 +84,7 @@ def reference(tagged: Any, said: Conversation) -> list[list[list[int]]]:
     hand-placed tags marks.
     """
     found = []
-    for answer in said.answers:
+    for answer in said.answer_indices:
         ids = tagged.apply_chat_template(
             said.messages[: answer + 1],
             tools=said.tools,
@@ -117,7 +117,7 @@ def test_what_is_trained_is_what_was_tagged_by_hand(
             # that it trains.
             answers += len(row.spans)
             assert trained(row) == expected[answers - 1][-len(row.spans) :]
-        assert answers == len(said.answers), "every answer once"
+        assert answers == len(said.answer_indices), "every answer once"
 
 
 def test_what_is_refused_is_all_that_is(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def by_length(tokenizer: Tokenizer, said: Conversation) -> list[list[int]]:
     """
     options = {"tools": said.tools} if said.tools else {}
     whole, found = chat_ids(tokenizer, said.messages, **options), []
-    for answer in said.answers:
+    for answer in said.answer_indices:
         begin = len(chat_ids(tokenizer, said.messages[:answer], True, **options))
         found.append(
             whole[begin : len(chat_ids(tokenizer, said.messages[: answer + 1], **options))]
@@ -227,7 +227,7 @@ def test_a_planted_fault_is_seen(tmp_path: Path, fault: str) -> None:
     merged = name.removesuffix("-merged")
     tokenizer = (merging if merged != name else speaking)(tmp_path, merged)
     right = [stretch for row in rows_of(tokenizer, said) for stretch in trained(row)]
-    assert len(right) == len(said.answers) and all(
+    assert len(right) == len(said.answer_indices) and all(
         stretch[-1] in Answers(tokenizer, EVERY).stops for stretch in right
     )
     assert wrong(tokenizer, said) != right
@@ -242,7 +242,7 @@ def test_a_token_that_reaches_over_the_border(tmp_path: Path) -> None:
     said = conversation("three turns")
     rows = answers.rows(said)
     template = answers._template_without_tools
-    for answer, row in zip(said.answers, rows, strict=True):
+    for answer, row in zip(said.answer_indices, rows, strict=True):
         prompt = tokenizer.encode_rendered(template.render(said.messages[:answer], True))
         [(begin, end)] = row.spans
         assert row.ids[:begin] == prompt and end == len(row.ids)
@@ -278,7 +278,7 @@ def test_prompt_and_what_is_trained_are_the_row(name: str, tmp_path: Path) -> No
     def holds(parts: list[str], typed: str) -> None:
         chat = Conversation(said(parts[0] + typed, *parts[1:]), None, 0)
         rows = answers.rows(chat)
-        places = iter(chat.answers)
+        places = iter(chat.answer_indices)
         for row in rows:
             for begin, end in row.spans:
                 assert row.ids[:begin] == chat_ids(tokenizer, chat.messages[: next(places)], True)

@@ -66,7 +66,7 @@ class Conversation(NamedTuple):
     variables: Mapping[str, Any] = {}
 
     @property
-    def answers(self) -> list[int]:
+    def answer_indices(self) -> list[int]:
         """Return the indices of the messages that can be trained on."""
         indices = range(self.trained_from, len(self.messages))
         return [index for index in indices if is_trained_on(self.messages[index])]
@@ -216,7 +216,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
         # "system" may have put one message before the prompt's.
         inserted = len(conversation.messages) - len(messages)
         conversation = conversation._replace(trained_from=trained_from + inserted)
-    if not conversation.answers:
+    if not conversation.answer_indices:
         has_untrained = any(message["role"] == "assistant" for message in messages[trained_from:])
         which = " with another weight than 0" if has_untrained else ""
         raise Unusable("no answer", f"{quote(answers_key)} has no message of an assistant{which}")

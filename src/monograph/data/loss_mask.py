@@ -110,7 +110,9 @@ class Answers:
             InputRefused: the template changes the text before an answer once the answer is there,
                 or it writes no stop token after an answer.
         """
-        answers = conversation.answers if self._options.every else conversation.answers[-1:]
+        answer_indices = conversation.answer_indices
+        if not self._options.every:
+            answer_indices = answer_indices[-1:]
         template = self._template(conversation)
         variables = conversation.template_variables
         try:
@@ -120,13 +122,13 @@ class Answers:
         conversation = conversation._replace(messages=messages)
         marker = marker_for(self._tokenizer, template, conversation)
         rows: list[Row] = []
-        # The first message, after the system message, that is in the row.
+        # The index of the first message, after the system message, that is in the row.
         begin = _system_count(conversation.messages)
         # There are two renderings per answer: without and with the answer.
         batch_answers = MAX_BATCH // 2
-        for number, answer in enumerate(answers):
+        for number, answer in enumerate(answer_indices):
             if number % batch_answers == 0:
-                next_answers = answers[number : number + batch_answers]
+                next_answers = answer_indices[number : number + batch_answers]
                 self._render_ahead(conversation, next_answers, begin)
             row, begin = self._fit_row(conversation, answer, begin, marker)
             if rows:
@@ -171,7 +173,9 @@ class Answers:
         """Return the template for a conversation, which may have tools."""
         return self._template_with_tools if conversation.tools else self._template_without_tools
 
-    def _render_ahead(self, conversation: Conversation, answers: Sequence[int], begin: int) -> None:
+    def _render_ahead(
+        self, conversation: Conversation, answer_indices: Sequence[int], begin: int
+    ) -> None:
         """Render the chats of some answers at once, each without and with the answer.
 
         If `_fit_row` has to leave out turns, it needs further chats. These are rendered one by one
@@ -180,7 +184,7 @@ class Answers:
         messages = conversation.messages
         system = messages[: _system_count(messages)]
         chats = []
-        for answer in answers:
+        for answer in answer_indices:
             chats.append(([*system, *messages[begin:answer]], True))
             chats.append(([*system, *messages[begin : answer + 1]], False))
         self._template(conversation).render_ahead(chats, **conversation.template_variables)

@@ -503,7 +503,7 @@ class Rollouts(Iterator[Batch]):
             self._repeats_left -= 1
             self.is_fresh = False
             return self._window
-        wanted = self.rows_per_window
+        wanted_groups = self.rows_per_window
         groups = list[Group]()
         drawn_s = 0.0
         scored_s = 0.0
@@ -513,12 +513,12 @@ class Rollouts(Iterator[Batch]):
                 break
             began = clock()
             prompts, completions = self._draw_groups(positions)
-            drawn_s = drawn_s + clock() - began
+            drawn_s += clock() - began
             began = clock()
             groups += self._score_groups(prompts, completions)
             scored_s += clock() - began
             self.rows_consumed = positions[-1] + 1
-            if sum(group.teaches for group in groups) >= wanted:
+            if sum(group.teaches for group in groups) >= wanted_groups:
                 break
         if not groups:
             raise StopIteration
@@ -532,11 +532,11 @@ class Rollouts(Iterator[Batch]):
             **seconds,
         }
         # With several draws, an update uses only groups that teach, unless there are none.
-        teaching = [group for group in groups if group.teaches]
-        use_teaching_only = self.drawer.options.draws > 1 and bool(teaching)
-        used = (teaching if use_teaching_only else groups)[:wanted]
-        rollouts = [rollout for group in used for rollout in group.rollouts]
-        weights = [weight for group in used for weight in group.weights]
+        if self.drawer.options.draws > 1:
+            groups = [group for group in groups if group.teaches] or groups
+        used_groups = groups[:wanted_groups]
+        rollouts = [rollout for group in used_groups for rollout in group.rollouts]
+        weights = [weight for group in used_groups for weight in group.weights]
         self._window = arrange_window(rollouts, weights, self.drawer.arrangement)
         self._repeats_left = self.drawer.options.updates - 1
         self.is_fresh = True

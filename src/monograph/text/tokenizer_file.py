@@ -24,26 +24,27 @@ MAX_VOCABULARY = 1 << 20
 # The split patterns in the published tokenizer.json files of Llama 3, Qwen 2, Qwen 3.5, GPT-4o and
 # Tekken (Mistral). GPT-2's pattern is built into the ByteLevel component.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_NO_WORD = r"[^\r\n\p{L}\p{N}]?"
+_WORD_PREFIX = r"[^\r\n\p{L}\p{N}]?"  # a character, such as a space, in front of a word
 _WORD = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+"
-_SYMBOLS, _SYMBOLS_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n]*", r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+_SYMBOLS_AND_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
 KNOWN_PATTERNS = {
-    "llama3": _WORD + r"|\p{N}{1,3}" + _SYMBOLS + _END,
-    "qwen2": _WORD + r"|\p{N}" + _SYMBOLS + _END,
+    "llama3": _WORD + r"|\p{N}{1,3}" + _SYMBOLS + _SPACES,
+    "qwen2": _WORD + r"|\p{N}" + _SYMBOLS + _SPACES,
     "qwen3.5": _CONTRACTIONS
     + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-    + _END,
-    "gpt4o": f"{_NO_WORD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_NO_WORD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    + _SPACES,
+    "gpt4o": f"{_WORD_PREFIX}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_WORD_PREFIX}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     + r"|\p{N}{1,3}"
-    + _SYMBOLS_SLASH
-    + _END,
-    "tekken": f"{_NO_WORD}{_UPPER}*{_LOWER}+|{_NO_WORD}{_UPPER}+{_LOWER}*"
+    + _SYMBOLS_AND_SLASHES
+    + _SPACES,
+    "tekken": f"{_WORD_PREFIX}{_UPPER}*{_LOWER}+|{_WORD_PREFIX}{_UPPER}+{_LOWER}*"
     + r"|\p{N}"
-    + _SYMBOLS_SLASH
-    + _END,
+    + _SYMBOLS_AND_SLASHES
+    + _SPACES,
 }
 
 
