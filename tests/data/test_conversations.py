@@ -47,8 +47,8 @@ def test_every_form_is_the_same_conversation() -> None:
     assert read({"messages": SAID, "tools": json.dumps(TOOLS)}) == read(
         {"messages": SAID, "tools": TOOLS}
     )
-    assert read({"prompt": said("q", "a", "r"), "completion": "b"}).answers == [3]
-    assert read({"messages": CHATS["two rounds of tools"]}).answers == [1, 3, 5, 7]
+    assert read({"prompt": said("q", "a", "r"), "completion": "b"}).answer_indices == [3]
+    assert read({"messages": CHATS["two rounds of tools"]}).answer_indices == [1, 3, 5, 7]
 
 
 USER, ANSWER = SAID

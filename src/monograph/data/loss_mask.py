@@ -311,9 +311,8 @@ class Answers:
         """
         before_tags, *parts = tagged_chat.split(_TAG_BEGIN)
         tagged_in_answer = ""
-        offset = len(
-            before_tags
-        )  # where the tagged text begins in the chat without these characters
+        # Where the next tagged text begins in the chat without these characters.
+        offset = len(before_tags)
         for part in parts:
             tagged, _, untagged = part.partition(_TAG_END)
             tagged_in_answer += tagged[max(0, len(prompt) - offset) :]
