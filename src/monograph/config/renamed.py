@@ -13,7 +13,7 @@ from typing import NamedTuple
 from monograph.storage.reading import exists
 
 # {new key: its value as a person types it}; the value is a list for a key that takes a list.
-NewTexts = dict[str, str | list[str]]
+TextsByKey = dict[str, str | list[str]]
 
 
 class OldSpelling(NamedTuple):
@@ -209,7 +209,7 @@ OLD_SPELLINGS = (
 )
 
 
-def _sources_and_weights(sources: object) -> NewTexts | None:
+def _sources_and_weights(sources: object) -> TextsByKey | None:
     """Return data.source and data.weights for sources such as "books/@2"; None without a weight."""
     if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
         return None
@@ -229,7 +229,7 @@ def _sources_and_weights(sources: object) -> NewTexts | None:
     return {"data.source": paths, "data.weights": weights} if has_weight else None
 
 
-def new_spelling(key: str, value: object) -> NewTexts | None:
+def new_spelling(key: str, value: object) -> TextsByKey | None:
     """Return the new keys and values that stand for an old spelling of a key's value.
 
     The result is None if the value is not an old spelling.
@@ -258,7 +258,7 @@ def _in_small_letters(key: str, text: str) -> str:
     return text if may_have_capitals else text.lower()
 
 
-def new_spellings(key: str, value: object) -> list[NewTexts]:
+def new_spellings(key: str, value: object) -> list[TextsByKey]:
     """Return the `new_spelling` of each value of an axis or a list; [] if no value is an old spelling.
 
     A value that is not an old spelling keeps its key. The result is also [] if there are fewer than
@@ -282,7 +282,7 @@ def new_spellings(key: str, value: object) -> list[NewTexts]:
     ]
 
 
-def texts_by_key(texts_of_each: Sequence[NewTexts]) -> dict[str, list[str]]:
+def texts_by_key(texts_of_each: Sequence[TextsByKey]) -> dict[str, list[str]]:
     """Return the distinct values of each key in the results of `new_spellings`, in their order."""
     texts_by_key: dict[str, list[str]] = {}
     for texts in texts_of_each:

@@ -14,13 +14,13 @@ from monograph.data.conversations import (
     keyed_records,
 )
 from monograph.data.forms import COMPLETION, PROMPT, RecordKeys
-from monograph.data.loss_mask import AnswerOptions, Row
+from monograph.data.loss_mask import AnswerOptions, MaskedRow
 from monograph.data.records import Fault, NumberedText, Unusable, quote
 from monograph.data.sources import SourceFile
 from monograph.text.tokenizer import Tokenizer
 
 
-def completed_row(tokenizer: Tokenizer, prompt: str, completion: str) -> Row:
+def completed_row(tokenizer: Tokenizer, prompt: str, completion: str) -> MaskedRow:
     """Return the row of a prompt and its completion. The completion and the end token are trained on.
 
     The two texts are encoded separately, because at inference the prompt is encoded alone.
@@ -29,7 +29,7 @@ def completed_row(tokenizer: Tokenizer, prompt: str, completion: str) -> Row:
     # Some tokenizers put a space before a text, but only at the beginning of a document.
     completion_ids = tokenizer.encode(completion, inside=bool(prompt))
     ids = [*prompt_ids, *completion_ids, tokenizer.eos_id]
-    return Row(ids, ((len(prompt_ids), len(ids)),))
+    return MaskedRow(ids, ((len(prompt_ids), len(ids)),))
 
 
 def are_texts(record: Mapping[str, Any]) -> bool:
@@ -79,14 +79,14 @@ def prompt_and_completion(text: str) -> tuple[str, str]:
 class CompletionEncoder:
     """A converter of prompts and completions to rows.
 
-    `monograph.data.loss_mask.Answers` is the converter of chats.
+    `monograph.data.loss_mask.ConversationConverter` is the converter of chats.
     """
 
     def __init__(self, tokenizer: Tokenizer, answer_options: AnswerOptions) -> None:
         self._tokenizer = tokenizer
         self._max_inputs = answer_options.max_inputs
 
-    def row(self, text: str) -> Row:
+    def row(self, text: str) -> MaskedRow:
         """Return the row of a record's text, as `completion_records` yields it.
 
         Raises:

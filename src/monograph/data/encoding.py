@@ -20,8 +20,8 @@ import numpy as np
 from monograph.data.completions import CompletionEncoder, prompt_and_completion
 from monograph.data.conversations import Conversation
 from monograph.data.documents import Document, Documents, bad_record_error
-from monograph.data.loss_mask import Answers, Row, skipped_notes
-from monograph.data.progress import Meter, Progress
+from monograph.data.loss_mask import ConversationConverter, MaskedRow, skipped_notes
+from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.reading import read_text
 from monograph.data.records import Unusable
 from monograph.data.shards import INDEX_DTYPE, ShardWriter, token_dtype
@@ -70,7 +70,7 @@ _ENCODERS = 2
 _TRAINING_PARTS = 256
 
 
-class Part(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of a document's text.
 
     Attributes:
@@ -84,7 +84,7 @@ class Part(NamedTuple):
     inside: bool
 
 
-class Batch(NamedTuple):
+class StretchBatch(NamedTuple):
     """Consecutive parts, which are encoded together.
 
     Attributes:
@@ -92,12 +92,12 @@ class Batch(NamedTuple):
         read_bytes: bytes of text that have been read for this batch and all earlier batches.
     """
 
-    parts: list[Part]
+    parts: list[Stretch]
     read_bytes: int
 
 
 def train_tokenizer(
-    documents: Documents, vocab_size: int, progress: Progress | None
+    documents: Documents, vocab_size: int, progress: ProgressCallback | None
 ) -> tuple[Tokenizer, tuple[str, ...]]:
     """Train a byte-level BPE on the training documents, or on a sample of 128 MiB of them.
 
@@ -152,7 +152,7 @@ class SideWriter:
     of each document's first token, and at last the number of tokens. STEM.records has D entries:
     the line or row of each document in its file, 0 for a text file.
 
-    With conversations, each `Row` counts as a document. STEM.tokens then has only the ids of the
+    With conversations, each `MaskedRow` counts as a document. STEM.tokens then has only the ids of the
     rows, because the chat template writes the beginning and the end. STEM.answers has the begin and
     the end of each trained stretch of tokens.
 
@@ -210,7 +210,7 @@ class SideWriter:
             self.document_counts[document.file] += 1
         self._pending_tokens.extend(ids)
 
-    def write_row(self, document: Document, row: Row) -> None:
+    def write_row(self, document: Document, row: MaskedRow) -> None:
         """Write a row of a conversation, and which of its tokens are trained on."""
         assert self._answers is not None
         begin = self.tokens.count
@@ -295,7 +295,7 @@ def encode_documents(
             ThreadPoolExecutor(_ENCODERS, thread_name_prefix="monograph-tokens")
         )
         # The batches that have been submitted, with their future ids.
-        submitted: deque[tuple[Batch, Future[list[list[int]]]]] = deque()
+        submitted: deque[tuple[StretchBatch, Future[list[list[int]]]]] = deque()
         for batch in batches:
             _count_spellings(spellings, batch.parts, files)
             submitted.append((batch, pool.submit(_encode_parts, tokenizer, batch.parts, files)))
@@ -314,7 +314,7 @@ def _side_of(document: Document) -> str:
 
 
 def _count_spellings(
-    spellings: SpecialTokenSpellings, parts: Sequence[Part], files: Sequence[SourceFile]
+    spellings: SpecialTokenSpellings, parts: Sequence[Stretch], files: Sequence[SourceFile]
 ) -> None:
     """Count the records and text files, among these parts, that spell special tokens."""
     for part in parts:
@@ -341,7 +341,7 @@ def encode_conversations(
     assert reading.answer_options is not None
     if reading.without_template:
         return _encode_completions(documents, files, tokenizer, folder, meter)
-    answers = Answers(tokenizer, reading.answer_options)
+    answers = ConversationConverter(tokenizer, reading.answer_options)
     skipped = Counter[str]()
     first_bad = ""  # the place and the fault of the first conversation that is skipped
     with ExitStack() as stack:
@@ -419,7 +419,7 @@ def _encode_completions(
 
 
 def _encode_parts(
-    tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[SourceFile]
+    tokenizer: Tokenizer, parts: Sequence[Stretch], files: Sequence[SourceFile]
 ) -> list[list[int]]:
     """Return the ids of each part.
 
@@ -473,7 +473,10 @@ def _first_changed_line(tokenizer: Tokenizer, file: SourceFile) -> int:
 
 
 def _write_batch(
-    writers: dict[str, SideWriter], batch: Batch, encoded: Future[list[list[int]]], meter: Meter
+    writers: dict[str, SideWriter],
+    batch: StretchBatch,
+    encoded: Future[list[list[int]]],
+    meter: Meter,
 ) -> None:
     """Wait until a batch is encoded, and write its ids."""
     for part, ids in zip(batch.parts, encoded.result(), strict=True):
@@ -483,22 +486,22 @@ def _write_batch(
     meter.add(batch.read_bytes - meter.done)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[Batch]:
+def _batches(documents: Iterable[Document]) -> Iterator[StretchBatch]:
     """Yield batches of parts.
 
     Batches are large enough to keep all cores busy, and small enough for bounded memory.
     """
-    parts: list[Part] = []
+    parts: list[Stretch] = []
     chars = 0
     document_begin = 0  # in bytes of the text of all documents
     for document in documents:
         for number, (text, read_bytes) in enumerate(document.parts):
-            parts.append(Part(document, text, inside=number > 0))
+            parts.append(Stretch(document, text, inside=number > 0))
             chars += len(text)
             if chars >= _BATCH_CHARS:
-                yield Batch(parts, document_begin + read_bytes)
+                yield StretchBatch(parts, document_begin + read_bytes)
                 parts = []
                 chars = 0
         document_begin += document.bytes
     if parts:
-        yield Batch(parts, document_begin)
+        yield StretchBatch(parts, document_begin)

@@ -19,7 +19,7 @@ from monograph.data.forms import (
     LABELLED_FORM,
     TEXT,
     Form,
-    Kind,
+    RecordKind,
     RecordSettings,
     describe_choices,
     forms_of,
@@ -61,7 +61,7 @@ def _form_columns(path: Path, record_settings: RecordSettings) -> list[str]:
 
 def kind_of_records(
     paths: Sequence[Path], record_settings: RecordSettings, skip_bad: bool
-) -> Kind | None:
+) -> RecordKind | None:
     """Return what the records of these files are trained as.
 
     Text files count as records of texts. The result is None if no sampled record has one of
@@ -77,12 +77,12 @@ def kind_of_records(
             damaged, or the text files have records.
         UsageError: two files have records of different kinds.
     """
-    first_kind: Kind | None = None
+    first_kind: RecordKind | None = None
     first_path: Path | None = None
     text_files = [path for path in paths if suffix_of(path) not in LINE_SUFFIXES | TABLE_SUFFIXES]
     _refuse_hidden_records(text_files, record_settings)
     for path in paths:
-        kind = Kind.TEXTS if path in text_files else _kind_in(path, record_settings, skip_bad)
+        kind = RecordKind.TEXTS if path in text_files else _kind_in(path, record_settings, skip_bad)
         if kind is None:
             continue
         if first_kind is None:
@@ -120,7 +120,7 @@ def are_completions(paths: Sequence[Path], record_settings: RecordSettings, skip
     return has_completion
 
 
-def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> Kind | None:
+def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> RecordKind | None:
     """Return the kind of a file's records, or None if no sampled record has one of `FORMS`."""
     form_places: dict[Form, str] = {}  # the place of the first record of each form
     try:
@@ -143,7 +143,7 @@ def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> Kin
     if LABELLED_FORM in form_places:
         # Among labelled answers, an answer without its label is a bad record, not a conversation.
         form_places.pop(COMPLETED_FORM, None)
-    kind_places: dict[Kind, str] = {}  # the place of the first record of each kind
+    kind_places: dict[RecordKind, str] = {}  # the place of the first record of each kind
     for form, place in form_places.items():
         kind_places.setdefault(form.kind, place)
     if len(kind_places) > 1:

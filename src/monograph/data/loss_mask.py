@@ -38,7 +38,7 @@ _TAG_BEGIN = "\ue000"
 _TAG_END = "\ue001"
 
 
-class Row(NamedTuple):
+class MaskedRow(NamedTuple):
     """The tokens of a conversation, or of some of its turns, and which of them are trained on.
 
     Attributes:
@@ -65,7 +65,7 @@ class AnswerOptions(NamedTuple):
     max_inputs: int
 
 
-class Answers:
+class ConversationConverter:
     """A converter of conversations to rows, for one tokenizer and its template.
 
     Attributes:
@@ -96,7 +96,7 @@ class Answers:
         self._special_names = {token_id: name for name, token_id in tokenizer.special.items()}
         self._encoder = _Encoder(tokenizer)
 
-    def rows(self, conversation: Conversation) -> list[Row]:
+    def rows(self, conversation: Conversation) -> list[MaskedRow]:
         """Return the rows of a conversation. Each answer is trained on in exactly one row.
 
         At first each answer has a row: its prompt and the answer. If the row of the next answer
@@ -121,7 +121,7 @@ class Answers:
             raise _unusable(error) from None
         conversation = conversation._replace(messages=messages)
         marker = marker_for(self._tokenizer, template, conversation)
-        rows: list[Row] = []
+        rows: list[MaskedRow] = []
         # The index of the first message, after the system message, that is in the row.
         begin = _system_count(conversation.messages)
         # There are two renderings per answer: without and with the answer.
@@ -139,7 +139,7 @@ class Answers:
                 prompt_ids = row.ids[:answer_begin]
                 last_ids = rows[-1].ids
                 if prompt_ids[: len(last_ids)] == last_ids:
-                    row = Row(row.ids, rows.pop().spans + row.spans)
+                    row = MaskedRow(row.ids, rows.pop().spans + row.spans)
             rows.append(row)
         return rows
 
@@ -191,7 +191,7 @@ class Answers:
 
     def _fit_row(
         self, conversation: Conversation, answer: int, begin: int, marker: str
-    ) -> tuple[Row, int]:
+    ) -> tuple[MaskedRow, int]:
         """Return the row of an answer with as many earlier turns as fit.
 
         Args:
@@ -236,7 +236,7 @@ class Answers:
             f"more than data.sequence_length = {self._options.max_inputs}; raise it{remedy}",
         )
 
-    def _last_row(self, conversation: Conversation, marker: str) -> Row:
+    def _last_row(self, conversation: Conversation, marker: str) -> MaskedRow:
         """Return the row of the last message of a conversation, which is an answer.
 
         Raises:
@@ -279,7 +279,7 @@ class Answers:
             tagged_chat = template.tagged(messages, (_TAG_BEGIN, _TAG_END), **variables)
             self._compare_tags(tagged_chat, prompt, trained_ids)
         ids = prompt_ids + trained_ids
-        return Row(ids, ((len(prompt_ids), len(ids)),))
+        return MaskedRow(ids, ((len(prompt_ids), len(ids)),))
 
     def _no_stop_fault(self, answer_text: str) -> str:
         """Return the reason to refuse an answer without a stop token.

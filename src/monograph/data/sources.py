@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monograph.data import MAX_WEIGHT, MIN_WEIGHT
-from monograph.data.progress import Meter, Progress
+from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.reading import (
     BLOCK_BYTES,
     COMPRESSIONS,
@@ -97,7 +97,7 @@ _BINARY_FAULT = "has NUL bytes, so it is binary or UTF-16; give UTF-8 text"
 Skipped = list[tuple[str, str]]
 
 
-class Candidate(NamedTuple):
+class UnreadFile(NamedTuple):
     """A file of a source before it is read.
 
     `is_named` says whether the user named this file. If so, a fault of the file is an error. A file
@@ -113,7 +113,9 @@ class Candidate(NamedTuple):
     weight: float = 1.0
 
 
-def _locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None) -> list[Candidate]:
+def _locate(
+    item: str, spool: Path, skipped: Skipped, progress: ProgressCallback | None
+) -> list[UnreadFile]:
     """Return the files of one item of a source.
 
     Args:
@@ -125,14 +127,14 @@ def _locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None)
     if item == "stdlib":
         return _standard_library()
     if item == "-":
-        return [Candidate(STDIN, spooled_stdin(spool, progress), is_named=True)]
+        return [UnreadFile(STDIN, spooled_stdin(spool, progress), is_named=True)]
     if item.startswith(HUB):
-        return [Candidate(f"{item}/{path.name}", path, is_named=True) for path in hub_tables(item)]
+        return [UnreadFile(f"{item}/{path.name}", path, is_named=True) for path in hub_tables(item)]
     path = Path(os.path.expanduser(item))
     if is_folder(path):
         return _folder(path, skipped)
     if is_file(path):
-        return [Candidate(path.name, path, is_named=True)]
+        return [UnreadFile(path.name, path, is_named=True)]
     if exists(path):
         raise InputRefused(f"{path}: not a regular file; for a pipe give '-' and standard input")
     if any(mark in item for mark in "*?["):
@@ -140,7 +142,7 @@ def _locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None)
     raise InputRefused(f"{path}: no such file or folder (looked from {Path.cwd()})")
 
 
-def _standard_library() -> list[Candidate]:
+def _standard_library() -> list[UnreadFile]:
     """Return the files of this Python's standard library, grouped by package."""
     root = Path(sysconfig.get_path("stdlib"))
     packages: dict[str, list[tuple[str, Path]]] = {}  # (name, path) of the files of each package
@@ -159,14 +161,14 @@ def _standard_library() -> list[Candidate]:
         (name, path, package) for package, files in packages.items() for name, path in files
     )
     return [
-        Candidate(
+        UnreadFile(
             name, path, is_named=False, group=package, has_near_copies=package in with_near_copies
         )
         for name, path, package in in_order
     ]
 
 
-def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
+def spooled_stdin(spool: Path, progress: ProgressCallback | None) -> Path:
     """Write standard input to a file in the folder `spool`, and return the file's path.
 
     Raises:
@@ -203,22 +205,22 @@ def _looks_binary(begin: bytes) -> bool:
     return b"\0" in begin[:8192]
 
 
-def _folder(folder: Path, skipped: Skipped) -> list[Candidate]:
+def _folder(folder: Path, skipped: Skipped) -> list[UnreadFile]:
     """Return the files of a folder, named by their paths from the folder on."""
     folder_name = resolved(folder).name
     return [
-        Candidate(f"{folder_name}/{relative_name}", path, is_named=False)
+        UnreadFile(f"{folder_name}/{relative_name}", path, is_named=False)
         for relative_name, path in _walk(folder, skipped)
     ]
 
 
-def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
+def _pattern(pattern: Path, skipped: Skipped) -> list[UnreadFile]:
     """Return the files that a pattern matches, named by their paths below its base."""
     # The base is the innermost folder of the pattern whose path has no wildcards.
     base = next(
         parent for parent in pattern.parents if not any(mark in str(parent) for mark in "*?[")
     )
-    candidates: list[Candidate] = []
+    candidates: list[UnreadFile] = []
     for path in matching(pattern):
         if is_folder(path):
             # If a pattern such as "texts/*" matches a folder, the folder's files are meant. A
@@ -227,7 +229,7 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
             if "**" not in str(pattern):
                 candidates.extend(_folder(path, skipped))
         elif is_file(path):
-            candidates.append(Candidate(path.relative_to(base).as_posix(), path, is_named=False))
+            candidates.append(UnreadFile(path.relative_to(base).as_posix(), path, is_named=False))
         else:
             skipped.append((str(path), "not a regular file"))
     if not candidates:
@@ -372,7 +374,7 @@ class Sources(NamedTuple):
 def find_sources(
     source: str | Path | Sequence[str | Path],
     spool: Path,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     weights: Sequence[float] | None = None,
 ) -> Sources:
     """Find and hash the files of `source`.
@@ -442,13 +444,13 @@ def source_paths(source: str | Sequence[str]) -> list[Path]:
     return paths
 
 
-def _deduplicated(candidates: Iterable[Candidate], skipped: Skipped) -> list[Candidate]:
+def _deduplicated(candidates: Iterable[UnreadFile], skipped: Skipped) -> list[UnreadFile]:
     """Return each file once. A file that is in a source twice would otherwise get twice its weight.
 
     Raises:
         UsageError: a file has two weights.
     """
-    unique: dict[Path, Candidate] = {}
+    unique: dict[Path, UnreadFile] = {}
     for candidate in candidates:
         first = unique.setdefault(resolved(candidate.path), candidate)
         if first is candidate:
@@ -475,7 +477,7 @@ def place_of(path: Path, record: int) -> str:
 
 
 def _read_files(
-    candidates: list[Candidate], skipped: Skipped, progress: Progress | None
+    candidates: list[UnreadFile], skipped: Skipped, progress: ProgressCallback | None
 ) -> list[SourceFile]:
     """Read and hash files. Return those without a fault, and append the others to `skipped`.
 
@@ -506,7 +508,7 @@ def _read_files(
     return files
 
 
-def _read_file(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
+def _read_file(candidate: UnreadFile, meter: Meter) -> tuple[SourceFile, str]:
     """Read and hash a file.
 
     Returns:

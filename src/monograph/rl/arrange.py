@@ -19,13 +19,13 @@ from torch import Tensor
 from monograph.data.pack import best_fit_decreasing
 from monograph.decode.completion import Completion
 from monograph.loss import IGNORE, Batch
-from monograph.rl.advantages import ADVANTAGES, Weight
+from monograph.rl.advantages import ADVANTAGES, AnswerWeight
 from monograph.rl.loss import Kl
 from monograph.rl.prompts import Prompt
 
 
 @dataclass(frozen=True)
-class Options:
+class RolloutOptions:
     """How answers are sampled and weighed.
 
     Attributes:
@@ -88,7 +88,7 @@ class Rollout(NamedTuple):
 
 
 def arrange_window(
-    rollouts: Sequence[Rollout], weights: Sequence[Weight], options: Options
+    rollouts: Sequence[Rollout], weights: Sequence[AnswerWeight], options: RolloutOptions
 ) -> Batch:
     """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
 
@@ -155,7 +155,7 @@ def arrange_window(
 
 
 def keep_and_penalise(
-    rollouts: Sequence[Rollout], rewards: Sequence[float], options: Options
+    rollouts: Sequence[Rollout], rewards: Sequence[float], options: RolloutOptions
 ) -> tuple[list[Rollout], list[float]]:
     """Return the answers of a group that are not left out, and their rewards minus penalties."""
     kept = list[Rollout]()
@@ -170,24 +170,24 @@ def keep_and_penalise(
 
 
 def answer_weights(
-    rollouts: Sequence[Rollout], rewards: Sequence[float], options: Options
-) -> list[Weight]:
+    rollouts: Sequence[Rollout], rewards: Sequence[float], options: RolloutOptions
+) -> list[AnswerWeight]:
     """Return the weights of one group's answers, with the KL term.
 
     The weight of an answer that is left out is 0.
     """
     kept, kept_rewards = keep_and_penalise(rollouts, rewards, options)
     kept_weights = iter(_kept_weights(kept, kept_rewards, options) if kept else ())
-    weights = list[Weight]()
+    weights = list[AnswerWeight]()
     for rollout in rollouts:
         is_left_out = rollout.is_cut and options.masks_truncated
-        weights.append(Weight(0.0, 0.0) if is_left_out else next(kept_weights))
+        weights.append(AnswerWeight(0.0, 0.0) if is_left_out else next(kept_weights))
     return weights
 
 
 def _kept_weights(
-    rollouts: Sequence[Rollout], rewards: Sequence[float], options: Options
-) -> list[Weight]:
+    rollouts: Sequence[Rollout], rewards: Sequence[float], options: RolloutOptions
+) -> list[AnswerWeight]:
     """Return the weights of answers, at least one, none of which is left out."""
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     kl = options.kl
@@ -213,7 +213,10 @@ def _kept_weights(
 
 
 def split_by_answer(
-    compute: Callable[[Batch], Tensor], rollouts: Sequence[Rollout], options: Options, rows: int
+    compute: Callable[[Batch], Tensor],
+    rollouts: Sequence[Rollout],
+    options: RolloutOptions,
+    rows: int,
 ) -> list[list[float]]:
     """Return the values that `compute` returns at the positions of each answer's tokens.
 
@@ -226,7 +229,7 @@ def split_by_answer(
     # To find an answer's positions in the window, its number, from 1, is arranged as its factor.
     # All other positions have the factor 0. So a stable sort of the positions by factor puts those
     # first, and then the positions of one answer after the other.
-    numbers = [Weight(number, 1) for number in range(1, len(rollouts) + 1)]
+    numbers = [AnswerWeight(number, 1) for number in range(1, len(rollouts) + 1)]
     window = arrange_window(rollouts, numbers, options)
     values = list[Tensor]()
     for first in range(0, len(window["tokens"]), rows):
@@ -238,7 +241,7 @@ def split_by_answer(
     return [part.tolist() for part in answer_values.split(lengths)]
 
 
-class Group(NamedTuple):
+class AnswerGroup(NamedTuple):
     """The answers to one prompt.
 
     Attributes:
@@ -254,11 +257,11 @@ class Group(NamedTuple):
     completions: Sequence[Completion]
     rollouts: Sequence[Rollout]
     rewards: Sequence[float]
-    weights: Sequence[Weight]
+    weights: Sequence[AnswerWeight]
     teaches: bool
 
 
-def group_figures(groups: Sequence[Group]) -> dict[str, float]:
+def group_figures(groups: Sequence[AnswerGroup]) -> dict[str, float]:
     """Return figures on the answers of an update.
 
     Returns:

@@ -36,22 +36,22 @@ from monograph.data.forms import (
     MESSAGES,
     PROMPT,
     REJECTED,
-    Kind,
     RecordKeys,
+    RecordKind,
     RecordSettings,
 )
 from monograph.data.kinds import kind_of_records
-from monograph.data.loss_mask import AnswerOptions, Answers, Row
+from monograph.data.loss_mask import AnswerOptions, ConversationConverter, MaskedRow
 from monograph.data.messages import is_trained_on
 from monograph.data.options import ReadingOptions
-from monograph.data.progress import Progress
+from monograph.data.progress import ProgressCallback
 from monograph.data.records import JSON_TYPES, Fault, Unusable, checked_text, list_names, quote
 from monograph.data.rows import IGNORE, Int64, Rows
 from monograph.data.sources import source_paths
 from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.store import Side
 from monograph.errors import InputRefused
-from monograph.rl.prompts import Record, model_tokenizer, read_items
+from monograph.rl.prompts import JsonRecord, model_tokenizer, read_items
 from monograph.text.chat import require_read
 from monograph.text.tokenizer import Tokenizer
 
@@ -74,8 +74,8 @@ class Pair(NamedTuple):
     """
 
     text: str
-    chosen: Row
-    rejected: Row
+    chosen: MaskedRow
+    rejected: MaskedRow
     bytes: int
     is_chat: bool
     label: int = 0
@@ -199,13 +199,13 @@ def loss_for(
         InputRefused, UsageError: see `kind_of_records`; or there is no source.
     """
     kind = kind_of_records(source_paths(source), record_settings, skip_bad)
-    if kind is Kind.PAIRS:
+    if kind is RecordKind.PAIRS:
         return "dpo"
-    return "kto" if kind is Kind.LABELLED else None
+    return "kto" if kind is RecordKind.LABELLED else None
 
 
 def read_pairs(
-    reading: ReadingOptions, *, labelled: bool = False, progress: Progress | None = None
+    reading: ReadingOptions, *, labelled: bool = False, progress: ProgressCallback | None = None
 ) -> Corpus:
     """Read, tokenise and pack pairs, from JSON lines or tables.
 
@@ -230,27 +230,27 @@ def read_pairs(
     tokenizer = model_tokenizer(reading, "prefer.loss")
     length = int(reading.sequence_length)
     # Made for the first chat, because it needs a chat template, and texts need none.
-    chat_answers: Answers | None = None
+    chat_answers: ConversationConverter | None = None
     # The keys of a record's answers.
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
     record_settings = RecordSettings.of(None, reading.ignore_keys)
-    kind = Kind.LABELLED if labelled else Kind.PAIRS
+    kind = RecordKind.LABELLED if labelled else RecordKind.PAIRS
     record_keys = RecordKeys(kind, record_settings, is_kind_set=True)
     spellings = SpecialTokenSpellings(tokenizer)
     # The places of records whose answers begin with the prompt.
     repeating = list[str]()
 
-    def chat_row(conversation: Conversation) -> Row:
+    def chat_row(conversation: Conversation) -> MaskedRow:
         """Return the row of a chat's last answer."""
         nonlocal chat_answers
         if chat_answers is None:
             options = AnswerOptions(every=False, truncate=False, max_inputs=length)
-            chat_answers = Answers(tokenizer, options)
+            chat_answers = ConversationConverter(tokenizer, options)
         require_read(tokenizer, conversation.template_variables)
         [row] = chat_answers.rows(conversation)
         return row
 
-    def read_pair(where: str, record: Record) -> Pair | Fault:
+    def read_pair(where: str, record: JsonRecord) -> Pair | Fault:
         try:
             is_chat = _are_chats(record, keys)
             read_answer: _ReadAnswer = functools.partial(_answer_of_text, tokenizer)
@@ -332,7 +332,7 @@ def _repeating_note(places: Sequence[str]) -> tuple[str, ...]:
     return (f"{found}; the prompt is then trained on a second time: leave it out of the answers",)
 
 
-def _are_chats(record: Record, keys: Sequence[str]) -> bool:
+def _are_chats(record: JsonRecord, keys: Sequence[str]) -> bool:
     """Return whether the answers under these keys are lists of messages; otherwise they are texts.
 
     Raises:
@@ -372,15 +372,15 @@ class _Answer(NamedTuple):
     """
 
     prompt: str
-    row: Row
+    row: MaskedRow
     bytes: int
 
 
 # A function that reads the answer under a key of a record.
-_ReadAnswer = Callable[[Record, str], _Answer]
+_ReadAnswer = Callable[[JsonRecord, str], _Answer]
 
 
-def _answer_of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
+def _answer_of_text(tokenizer: Tokenizer, record: JsonRecord, key: str) -> _Answer:
     """Return the answer under a key of a record whose answers are texts."""
     prompt_value = record.get(PROMPT, "")
     if isinstance(prompt_value, list):
@@ -398,7 +398,9 @@ def _answer_of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
     return _Answer(prompt, completed_row(tokenizer, prompt, answer), len(answer.encode()))
 
 
-def _answer_of_chat(chat_row: Callable[[Conversation], Row], record: Record, key: str) -> _Answer:
+def _answer_of_chat(
+    chat_row: Callable[[Conversation], MaskedRow], record: JsonRecord, key: str
+) -> _Answer:
     """Return the answer under a key of a record whose answers are lists of messages.
 
     Args:
@@ -430,7 +432,7 @@ def _answer_of_chat(chat_row: Callable[[Conversation], Row], record: Record, key
     )
 
 
-def _pair(record: Record, read_answer: _ReadAnswer, is_chat: bool) -> Pair:
+def _pair(record: JsonRecord, read_answer: _ReadAnswer, is_chat: bool) -> Pair:
     """Return the pair of a record.
 
     Raises:
@@ -457,7 +459,7 @@ def _pair(record: Record, read_answer: _ReadAnswer, is_chat: bool) -> Pair:
     return Pair(chosen.prompt, chosen.row, rejected.row, size_bytes, is_chat)
 
 
-def _labelled_pair(record: Record, read_answer: _ReadAnswer, is_chat: bool) -> Pair:
+def _labelled_pair(record: JsonRecord, read_answer: _ReadAnswer, is_chat: bool) -> Pair:
     """Return an answer with its label, as a pair that `_with_others` will complete."""
     label = record.get(LABEL)
     if not isinstance(label, bool | int | float | str) or label not in _LABELS:
@@ -473,7 +475,7 @@ def _labelled_pair(record: Record, read_answer: _ReadAnswer, is_chat: bool) -> P
     answer = read_answer(record, COMPLETION)
     # The prompt and one token stand for the other answer until it is known: it takes at least as
     # much room in the row.
-    prompt_and_token = Row(answer.row.ids[: answer.row.spans[0][0] + 1], ())
+    prompt_and_token = MaskedRow(answer.row.ids[: answer.row.spans[0][0] + 1], ())
     return Pair(answer.prompt, answer.row, prompt_and_token, answer.bytes, is_chat, _LABELS[label])
 
 
@@ -540,7 +542,7 @@ def _with_others(
         ids = pair.chosen.ids[:prompt_length] + other.ids[prompt_lengths[index] :]
         shift = prompt_length - prompt_lengths[index]
         spans = tuple((begin + shift, end + shift) for begin, end in other.spans)
-        paired.append(pair._replace(rejected=Row(ids, spans)))
+        paired.append(pair._replace(rejected=MaskedRow(ids, spans)))
     return paired
 
 

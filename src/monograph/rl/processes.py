@@ -157,7 +157,7 @@ MAX_SCORE = 1e6
 ANSWER_TIMEOUT_S = 60.0
 
 
-class Function:
+class FunctionProcess:
     """A user's function of (prompt, completion, record) in a Python file, run in a separate process.
 
     The function returns a number, or {name: number} of parts, whose sum is the score. Its output

@@ -30,7 +30,7 @@ from monograph.data.forms import (
 from monograph.data.loss_mask import TEMPLATE_DATE
 from monograph.data.messages import read_messages
 from monograph.data.options import ReadingOptions
-from monograph.data.progress import Progress
+from monograph.data.progress import ProgressCallback
 from monograph.data.records import (
     EMPTY_VALUES,
     JSON_TYPES,
@@ -54,12 +54,12 @@ from monograph.text.template import TemplateRefusal
 from monograph.text.tokenizer import Tokenizer, parse_setting
 
 # A record as it was read.
-Record = Mapping[str, Any]
+JsonRecord = Mapping[str, Any]
 # The end of a message about a key that cannot be read.
 _OR_IGNORE_IT = "name it in data.ignore_keys, if only the reward reads it"
 
 
-class Parts(NamedTuple):
+class SplitItems(NamedTuple):
     """The items of all records, in two parts.
 
     An item is what the caller of `read_items` makes of a record, such as a `Prompt`. It has the
@@ -98,16 +98,16 @@ def model_tokenizer(reading: ReadingOptions, key: str) -> Tokenizer:
 
 def read_items(
     reading: ReadingOptions,
-    make_item: Callable[[str, Record], Any | Fault],
+    make_item: Callable[[str, JsonRecord], Any | Fault],
     needs: str,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     keys: RecordKeys | None = None,
-) -> Parts:
+) -> SplitItems:
     """Read records from JSON lines or tables, and make an item of each.
 
     Args:
         reading: how records are read.
-        make_item: returns the item (see `Parts`) of (the record's file and line, the record); or
+        make_item: returns the item (see `SplitItems`) of (the record's file and line, the record); or
             the fault of a record that can be skipped.
         needs: what a record must have, for messages.
         progress: see `monograph.data.progress`.
@@ -136,7 +136,7 @@ def read_items(
         raise InputRefused(
             f"{sources.name}: no record is left to train on; give more records, or lower data.held_out"
         )
-    return Parts(sources, train, held_out, dict(skipped))
+    return SplitItems(sources, train, held_out, dict(skipped))
 
 
 def _records(
@@ -183,7 +183,7 @@ class Prompt(NamedTuple):
 
     text: str
     ids: tuple[int, ...]
-    record: Record
+    record: JsonRecord
     where: str
     teacher_ids: tuple[int, ...] = ()
 
@@ -227,7 +227,7 @@ class Prompts:
 
 
 def read_prompts(
-    reading: ReadingOptions, *, room: int, reward: Reward, progress: Progress | None = None
+    reading: ReadingOptions, *, room: int, reward: Reward, progress: ProgressCallback | None = None
 ) -> Prompts:
     """Read and tokenise prompts, from JSON lines or tables.
 
@@ -260,7 +260,7 @@ def read_prompts(
     )
     spellings = SpecialTokenSpellings(tokenizer)
 
-    def read_prompt(where: str, record: Record) -> Prompt | Fault:
+    def read_prompt(where: str, record: JsonRecord) -> Prompt | Fault:
         try:
             prompt = _prompt(record, where, prompt_settings)
         except Unusable as unusable:  # only this record is bad, and it may be skipped
@@ -308,7 +308,7 @@ def read_prompts(
 
 
 def prompts_of(
-    records: Iterable[Record], tokenizer: Tokenizer, reward: Reward, room: int
+    records: Iterable[JsonRecord], tokenizer: Tokenizer, reward: Reward, room: int
 ) -> Prompts:
     """Return the prompts of records; none is held out.
 
@@ -387,7 +387,7 @@ class _PromptSettings(NamedTuple):
     record_settings: RecordSettings
 
 
-def _prompt(record: Record, where: str, settings: _PromptSettings) -> Prompt:
+def _prompt(record: JsonRecord, where: str, settings: _PromptSettings) -> Prompt:
     """Return the prompt of a record.
 
     Raises:
@@ -404,7 +404,7 @@ def _prompt(record: Record, where: str, settings: _PromptSettings) -> Prompt:
 
 
 def _text_and_ids(
-    record: Record, key: str, settings: _PromptSettings
+    record: JsonRecord, key: str, settings: _PromptSettings
 ) -> tuple[str, tuple[int, ...]]:
     """Return (`Prompt.text`, `Prompt.ids`) of the prompt under a key.
 
@@ -447,7 +447,7 @@ def _text_and_ids(
     return text, tuple(ids)
 
 
-def _require_followable(record: Record, is_chat: bool) -> None:
+def _require_followable(record: JsonRecord, is_chat: bool) -> None:
     """Refuse keys that ask for something this run cannot do.
 
     These are "functions", and the keys of chats in a record whose prompt is a text. All other keys

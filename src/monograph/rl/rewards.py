@@ -31,7 +31,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.rl import worker
 from monograph.rl.numbers import answer_number, last_number
 from monograph.rl.parameters import Parameter, values_of
-from monograph.rl.processes import Function, Solutions, function_error, score_parts
+from monograph.rl.processes import FunctionProcess, Solutions, function_error, score_parts
 from monograph.storage.code import Code, code_named
 from monograph.storage.reading import read_json
 from monograph.terminal import warn
@@ -332,7 +332,7 @@ class _FileFunctionReward(_RewardOfParts):
 
     def __init__(self, code: Code, sha256: str) -> None:
         super().__init__()
-        self._function = Function(code, sha256)
+        self._function = FunctionProcess(code, sha256)
         self.digest = sha256
 
     def require(self, record: Mapping[str, Any], where: str) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from monograph.data.rows import rows_at
-from monograph.decode.cache import Slots
+from monograph.decode.cache import CacheSizes
 from monograph.decode.completion import Completion, Generation, mode_for, rows_that_fit
 from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of
@@ -40,11 +40,11 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.ops.filled import padded_count, unpadded_count
 from monograph.optim import holding
-from monograph.rl.advantages import ADVANTAGES, ROUNDING, Weight, rewards_are_equal
+from monograph.rl.advantages import ADVANTAGES, ROUNDING, AnswerWeight, rewards_are_equal
 from monograph.rl.arrange import (
-    Group,
-    Options,
+    AnswerGroup,
     Rollout,
+    RolloutOptions,
     answer_weights,
     arrange_window,
     group_figures,
@@ -75,7 +75,7 @@ def decoded_rows(answers: int) -> int:
     return min(padded_count(answers), MAX_DECODED_ROWS)
 
 
-def slots_per_row(options: Options, config: LlamaConfig, tokens: int) -> int:
+def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> int:
     """Return the number of positions of a row for a prompt and its answer of `tokens` tokens in all.
 
     For exact scoring it is padded as `monograph.ops.filled` says. The number of positions of
@@ -125,7 +125,7 @@ class Drawer:
         engine: Engine,
         prompts: Prompts,
         reward: Reward,
-        options: Options,
+        options: RolloutOptions,
         updates: Callable[[], int],
         sharing: Sharing | None = None,
     ):
@@ -142,7 +142,7 @@ class Drawer:
         # The generator of the last call of `generator`, and its mode.
         self._cached_generator: tuple[Mode, Generator] | None = None
 
-    def set_options(self, options: Options) -> None:
+    def set_options(self, options: RolloutOptions) -> None:
         """Sample and weigh by other options from now on."""
         self.options = options
         # The rows of the cached generator have the shape of the former options.
@@ -189,7 +189,7 @@ class Drawer:
         if self._cached_generator and self._cached_generator[0] == mode:
             return self._cached_generator[1]
         prefill_prompts = min(options.prompts, MAX_PREFILL_PROMPTS)
-        slots = Slots(
+        slots = CacheSizes(
             self.slots, block_of(self.slots), prefill_prompts, options.exact, prompts.longest
         )
         answers_of_rank = math.ceil(answers / self.sharing.ranks)
@@ -302,7 +302,7 @@ class Drawer:
         return tensors
 
     @property
-    def arrangement(self) -> Options:
+    def arrangement(self) -> RolloutOptions:
         """Return the options with the rows in which the loss reads answers."""
         if not self.options.exact:
             return self.options
@@ -504,7 +504,7 @@ class Rollouts(Iterator[Batch]):
             self.is_fresh = False
             return self._window
         wanted_groups = self.rows_per_window
-        groups = list[Group]()
+        groups = list[AnswerGroup]()
         drawn_s = 0.0
         scored_s = 0.0
         for _ in range(self.drawer.options.draws):
@@ -567,7 +567,7 @@ class Rollouts(Iterator[Batch]):
 
     def _score_groups(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
-    ) -> list[Group]:
+    ) -> list[AnswerGroup]:
         """Score and weigh the answers, and return their groups.
 
         The arguments are what `_draw_groups` returns.
@@ -585,7 +585,9 @@ class Rollouts(Iterator[Batch]):
             members = slice(first, first + options.group)
             if teacher_advantages:
                 teaches = True
-                weights = [Weight(factors, len(factors)) for factors in teacher_advantages[members]]
+                weights = [
+                    AnswerWeight(factors, len(factors)) for factors in teacher_advantages[members]
+                ]
             else:
                 weights = answer_weights(rollouts[members], rewards[members], options)
                 _, kept_rewards = keep_and_penalise(rollouts[members], rewards[members], options)
@@ -595,7 +597,7 @@ class Rollouts(Iterator[Batch]):
                     kept_rewards = [*kept_rewards, 0.0]
                 teaches = not rewards_are_equal(kept_rewards)
             groups.append(
-                Group(
+                AnswerGroup(
                     prompts[first],
                     completions[members],
                     rollouts[members],
