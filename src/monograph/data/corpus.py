@@ -329,7 +329,7 @@ def _decide_reading(
         return reading._replace(without_template=True)
     if not isinstance(tokenizer, Tokenizer):
         raise UsageError(f"data.tokenizer = bpe: conversations need {_NEEDS_TEMPLATE}")
-    # `Answers` refuses a tokenizer without a template.
+    # `ConversationConverter` refuses a tokenizer without a template.
     return reading
 
 
