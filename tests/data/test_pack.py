@@ -68,7 +68,7 @@ def test_every_token_but_the_first_is_a_target_once(packed, documents, length, b
     assert all(0 < size <= length for size in sizes)
     if not packed:
         assert (np.diff(plan.offsets) == 1).all()
-    assert plan.filled == pytest.approx(sum(sizes) / (len(sizes) * length) if sizes else 0)
+    assert plan.filled_share == pytest.approx(sum(sizes) / (len(sizes) * length) if sizes else 0)
 
 
 def test_a_million_pieces_take_seconds_and_leave_no_room():

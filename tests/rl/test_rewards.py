@@ -28,7 +28,7 @@ LINUX = sys.platform == "linux"
 
 
 def confined() -> bool | None:
-    return processes.Solutions().confinement()
+    return processes.ProgramScorer().confinement()
 
 
 # What the system allows is asked of another program than the one under test.

@@ -379,7 +379,7 @@ def stats_of(files: int, skipped: dict[str, int], train: Rows, held_out: Rows) -
         tokens=train.tokens,
         trained_share=train.tokens / train.inputs,
         bytes_per_token=train.bytes / train.tokens,
-        packed_share=train.filled,
+        packed_share=train.filled_share,
         held_out_documents=held_out.documents,
         held_out_bytes=held_out.bytes,
         skipped=skipped,

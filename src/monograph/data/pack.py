@@ -34,14 +34,14 @@ class Packing(NamedTuple):
         lengths: int64 [P], the number of inputs of each piece, 1..T.
         offsets: int64 [R + 1]; row r has the pieces offsets[r] .. offsets[r+1]-1.
         part_rows: the number of rows of each part.
-        filled: share of the R·T positions that have an input; 0 if there are no rows.
+        filled_share: share of the R·T positions that have an input; 0 if there are no rows.
     """
 
     starts: Int64
     lengths: Int64
     offsets: Int64
     part_rows: tuple[int, ...]
-    filled: float
+    filled_share: float
 
 
 def plan_rows(
@@ -103,7 +103,7 @@ def plan_rows(
             lengths=lengths.array(),
             offsets=offsets.array(),
             part_rows=tuple(part_rows),
-            filled=total_inputs / max(1, rows * sequence_length),
+            filled_share=total_inputs / max(1, rows * sequence_length),
         )
 
 

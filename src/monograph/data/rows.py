@@ -219,7 +219,7 @@ class Rows:
             only the trained tokens.
         bytes: bytes of the text that the targets stand for. Bits per byte are (sum of losses) / ln
             2 / bytes.
-        filled: share of all positions that have an input.
+        filled_share: share of all positions that have an input.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class Rows:
             # `answers` is begin, end, begin, end ..., so every second difference is a length.
             self.tokens = int(np.diff(side.answers)[::2].sum())
         self.bytes = side.bytes
-        self.filled = self._plan.filled
+        self.filled_share = self._plan.filled_share
 
     def __len__(self) -> int:
         """Return the number of different rows."""

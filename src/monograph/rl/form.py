@@ -34,14 +34,14 @@ class AnswerForm:
     """
 
     def __init__(
-        self, name: FormName, prompts: Prompts, ends: Collection[int], device: torch.device
+        self, name: FormName, prompts: Prompts, end_ids: Collection[int], device: torch.device
     ) -> None:
         """Compile a form.
 
         Args:
             name: the regular expression or the schema.
             prompts: the prompts. The tokenizer may insert a space between a prompt and its answer.
-            ends: the ids that end an answer.
+            end_ids: the ids that end an answer.
             device: the device of the loss.
 
         Raises:
@@ -57,7 +57,7 @@ class AnswerForm:
                 "so answers cannot have a form"
             )
         self.automaton = constraint(
-            name.kind, name.value, tokenizer.pieces, ends, inserted_spaces.pop()
+            name.kind, name.value, tokenizer.pieces, end_ids, inserted_spaces.pop()
         )
         tables = Arena.holding([self.automaton], tokenizer.vocab_size, device)
         # The automaton's states are numbered from 0, and in the tables from here on.

@@ -90,7 +90,7 @@ class PairRows(Rows):
         answers: the number of answers of all rows.
         labels: int64 [answers], each answer's label; 0 if it has none.
         max_row_answers: the maximum number of answers of a row.
-        chats: whether the answers are messages of chats.
+        has_chats: whether the answers are messages of chats.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PairRows(Rows):
         self._chosen_lengths_D = np.array([len(pair.chosen.ids) for pair in pairs], dtype=np.int64)
         self.answers = 2 * len(pairs)
         self._first_number = first
-        self.chats = any(pair.is_chat for pair in pairs)
+        self.has_chats = any(pair.is_chat for pair in pairs)
         self.labels = np.array(
             [label for pair in pairs for label in (pair.label, 0)], dtype=np.int64
         )

@@ -16,7 +16,7 @@ system forbids that, as in some containers.
 
 If the system allows this user to make namespaces, the processes see no other process, and only the
 files of the standard library and of the system's libraries, read-only, in a root in memory that
-ends with them. `Solutions.confinement` tells whether the system allows it. If not, as in most
+ends with them. `ProgramScorer.confinement` tells whether the system allows it. If not, as in most
 containers, a solution can read and remove this user's files and end this user's processes.
 `monograph.rl.rewards` then refuses to begin, unless the user has allowed it.
 
@@ -48,7 +48,7 @@ from monograph.terminal import one_line
 _MAX_VERDICT_BYTES = len(b"false\n")
 # The time limit for all tests of one solution.
 TESTS_TIMEOUT_S = 10.0
-# A solution and its tests, by which `Solutions.confinement` tries out the system. The first test
+# A solution and its tests, by which `ProgramScorer.confinement` tries out the system. The first test
 # passes if solutions can run at all, and the second one if they see no files of the system.
 _TRIAL = "import heapq, os\ndef least(of): return heapq.nsmallest(1, of)\ndef sees(path): return os.path.exists(path)"
 _TRIAL_TESTS = ["assert least([3, 2]) == [2]", "assert not sees('/etc')"]
@@ -63,7 +63,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-class Solutions:
+class ProgramScorer:
     """A scorer of programs. It runs as many at the same time as there are cores."""
 
     def __init__(self) -> None:

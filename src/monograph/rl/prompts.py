@@ -198,7 +198,7 @@ class Prompts:
         train: the prompts to train on.
         held_out: the prompts to evaluate on; empty if none are held out.
         fingerprint: hex sha256 of everything on which the prompts and their order depend.
-        chats: whether prompts are messages of chats; otherwise they are texts.
+        has_chats: whether prompts are messages of chats; otherwise they are texts.
         longest: the number of tokens of the longest prompt, including the teacher's prompts.
         skipped: {reason: count} of the records that were skipped.
         notes: lines for the user.
@@ -209,14 +209,14 @@ class Prompts:
     train: list[Prompt]
     held_out: list[Prompt]
     fingerprint: str
-    chats: bool
+    has_chats: bool
     longest: int
     skipped: dict[str, int]
     notes: tuple[str, ...] = ()
 
-    def ends(self, config: LlamaConfig) -> tuple[int, ...]:
+    def end_ids(self, config: LlamaConfig) -> tuple[int, ...]:
         """Return the ids that end an answer of the model with this configuration."""
-        if self.chats:
+        if self.has_chats:
             return stop_ids(self.tokenizer, config.ends)
         return (self.tokenizer.eos_id,)
 
@@ -285,9 +285,9 @@ def read_prompts(
     # Only if there are any, so that the fingerprint of other prompts does not depend on this key.
     if record_settings.ignored_training_keys:
         identity.append(record_settings.ignored_training_keys)
-    chats, longest = _kind_and_longest([*prompts.train, *prompts.held_out], key)
+    has_chats, longest = _kind_and_longest([*prompts.train, *prompts.held_out], key)
     notes = spellings.notes()
-    if chats and template_of(tokenizer).reads_the_date:
+    if has_chats and template_of(tokenizer).reads_the_date:
         identity.append(TEMPLATE_DATE)
         notes = (
             *notes,
@@ -300,7 +300,7 @@ def read_prompts(
         train=prompts.train,
         held_out=prompts.held_out,
         fingerprint=fingerprint,
-        chats=chats,
+        has_chats=has_chats,
         longest=longest,
         skipped=prompts.skipped,
         notes=notes,
@@ -338,14 +338,14 @@ def prompts_of(
         reward.require(record, where)
     if not prompts:
         raise InputRefused("there are no records: give some, each with a 'prompt'")
-    chats, longest = _kind_and_longest(prompts, PROMPT)
+    has_chats, longest = _kind_and_longest(prompts, PROMPT)
     return Prompts(
         name="records",
         tokenizer=tokenizer,
         train=prompts,
         held_out=[],
         fingerprint="",
-        chats=chats,
+        has_chats=has_chats,
         longest=longest,
         skipped={},
     )
@@ -353,8 +353,8 @@ def prompts_of(
 
 def _kind_and_longest(prompts: Sequence[Prompt], key: str) -> tuple[bool, int]:
     """Return whether any prompt is a chat, and the number of tokens of the longest prompt."""
-    chats = any(not isinstance(prompt.record[key], str) for prompt in prompts)
-    return chats, max(len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids))
+    has_chats = any(not isinstance(prompt.record[key], str) for prompt in prompts)
+    return has_chats, max(len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids))
 
 
 class _Room(NamedTuple):

@@ -31,7 +31,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.rl import worker
 from monograph.rl.numbers import answer_number, last_number
 from monograph.rl.parameters import Parameter, values_of
-from monograph.rl.processes import FunctionProcess, Solutions, function_error, score_parts
+from monograph.rl.processes import FunctionProcess, ProgramScorer, function_error, score_parts
 from monograph.storage.code import Code, code_named
 from monograph.storage.reading import read_json
 from monograph.terminal import warn
@@ -232,11 +232,11 @@ class _ProgramReward(Reward):
     expected = "Python code that calls what it tests, a text or a list of texts,"
 
     def __init__(self) -> None:
-        self._solutions: Solutions | None = None
+        self._scorer: ProgramScorer | None = None
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
         super().require(record, where)
-        if self._solutions is not None:
+        if self._scorer is not None:
             return
         is_confined = self._start().confinement()
         if is_confined is None:
@@ -264,15 +264,15 @@ class _ProgramReward(Reward):
         return self._start().scores(pairs)
 
     def close(self) -> None:
-        self._solutions = None
+        self._scorer = None
 
     def _is_valid(self, value: object) -> bool:
         return _are_texts(value) and all(map(_tests_something, _as_list(value)))
 
-    def _start(self) -> Solutions:
+    def _start(self) -> ProgramScorer:
         """Return the scorer of programs, which is made at the first call."""
-        self._solutions = self._solutions or Solutions()
-        return self._solutions
+        self._scorer = self._scorer or ProgramScorer()
+        return self._scorer
 
 
 class _RewardOfParts(Reward):

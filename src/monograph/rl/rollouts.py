@@ -116,7 +116,7 @@ class Drawer:
         updates: returns the number of updates of the run; 0 as long as the number is unknown.
         model: the model that is sampled from: the one in training, or a copy with gathered weights
             if each rank trains only a part of every tensor.
-        ends: the ids that end an answer.
+        end_ids: the ids that end an answer.
         reference: the planes of the weights that the run begins from; None without a KL term.
     """
 
@@ -137,7 +137,7 @@ class Drawer:
         self.options = options
         self.updates = updates
         self.model = cast(Llama, engine.model)
-        self.ends = prompts.ends(self.model.config)
+        self.end_ids = prompts.end_ids(self.model.config)
         self.reference: list[Tensor] | None = None
         # The generator of the last call of `generator`, and its mode.
         self._cached_generator: tuple[Mode, Generator] | None = None
@@ -197,7 +197,7 @@ class Drawer:
         rows = unpadded_count(
             rows_that_fit(model, slots, decoded_rows(answers_of_rank), "lower rl.max_new_tokens")
         )
-        chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
+        chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.end_ids))
         chain = replace(chain, processed=not self._samples_raw_softmax)
         with modes_kept(model):
             generator = Generator(
@@ -268,7 +268,7 @@ class Drawer:
         max_tokens = self.options.max_new_tokens
         automaton = self.form.automaton if self.form else None
         requests = [
-            Request(prompt.ids, sampling, max_tokens, self.ends, automaton, seed=seed)
+            Request(prompt.ids, sampling, max_tokens, self.end_ids, automaton, seed=seed)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         # The generator depends on whether the step is captured, and `_decoding` sets that aside.

@@ -164,7 +164,7 @@ class PreferenceTask(RowsTask):
         """Return whether the pairs are of chats."""
         rows = self.data.held_out if len(self.data.held_out) else self.data.train
         assert isinstance(rows, PairRows)
-        return rows.chats
+        return rows.has_chats
 
     @property
     def _loss(self) -> PreferenceLoss:

@@ -325,7 +325,7 @@ def _prompts(
     with progress.stage("prompts", str(reading.source)) as stage:
         room = options.length - options.max_new_tokens
         prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
-        asked = counted(len(prompts.train), "chat" if prompts.chats else "prompt")
+        asked = counted(len(prompts.train), "chat" if prompts.has_chats else "prompt")
         held = held_out_said(len(prompts.held_out), reading.held_out)
         skipped = (
             f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped"
@@ -499,7 +499,7 @@ class RewardTask(Task):
         ratio = ratio_of(options.advantage, options.updates)
         described = form_named(*asked_of(plan).answer_form)
         form = (
-            AnswerForm(described, self.data, self.data.ends(model.config), default_device())
+            AnswerForm(described, self.data, self.data.end_ids(model.config), default_device())
             if described
             else None
         )
@@ -655,7 +655,7 @@ class RewardTask(Task):
             form = ("--regex", regex)
         elif schema is not None:
             form = ("--json-schema", schema)
-        return opening_of_prompt(first.text, first.ids, self.data.chats, form)
+        return opening_of_prompt(first.text, first.ids, self.data.has_chats, form)
 
     def sample(self, opening: Opening, write: Callable[[], str | None]) -> str | None:
         """Return an answer to the first prompt, with its reward."""
