@@ -354,7 +354,9 @@ def prompts_of(
 def _kind_and_longest(prompts: Sequence[Prompt], key: str) -> tuple[bool, int]:
     """Return whether any prompt is a chat, and the number of tokens of the longest prompt."""
     has_chats = any(not isinstance(prompt.record[key], str) for prompt in prompts)
-    return has_chats, max(len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids))
+    return has_chats, max(
+        len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids)
+    )
 
 
 class _Room(NamedTuple):
