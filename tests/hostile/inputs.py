@@ -48,14 +48,14 @@ from monograph.commands.plan import memory_size
 from monograph.config import load
 from monograph.config.axes import axes_of, points
 from monograph.config.keys import KEYS
-from monograph.config.sources import classify, weighted
+from monograph.config.sources import classify, path_and_weight
 from monograph.data import shards
 from monograph.data.conversations import Conversation, conversation_text
-from monograph.data.documents import Documents, Reading
-from monograph.data.reading import read_blocks
+from monograph.data.documents import Documents, ReadingPlan
+from monograph.data.reading import decompressed_blocks
 from monograph.data.records import Fault
-from monograph.data.sources import find
-from monograph.data.tables import table_rows
+from monograph.data.sources import find_sources
+from monograph.data.tables import table_texts
 from monograph.decode import Sampling
 from monograph.errors import InputRefused
 from monograph.evaluation.choices import read_questions
@@ -187,7 +187,7 @@ def command_line(draws: random.Random, folder: Path) -> None:
         load(None, fixed | {axis.key: axis.first for axis in axes}, {})
         points(axes, draws.choice([None, 3]))
     elif draws.random() < 0.5:
-        weighted(texts[0])
+        path_and_weight(texts[0])
         toml, overrides, faults = classify(texts)
         load(toml, overrides, {}, faults=faults)
     elif draws.random() < 0.5:
@@ -371,7 +371,9 @@ def shard(draws: random.Random, folder: Path) -> None:
     path.write_bytes(
         items + draws.choice([checksum, b"", draws.randbytes(draws.randrange(9)), 2 * checksum])
     )
-    shards.open_shard(path, draws.choice([shards.INDEX, shards.token_dtype(9)]), shards.seal(path))
+    shards.open_shard(
+        path, draws.choice([shards.INDEX_DTYPE, shards.token_dtype(9)]), shards.seal(path)
+    )
 
 
 def run_files(draws: random.Random, folder: Path) -> None:
@@ -424,7 +426,9 @@ def records(draws: random.Random, folder: Path) -> None:
         as_json(draws.choice(INSTEAD)).encode("utf-8", "surrogatepass")
     ]
     path.write_bytes(b"\n".join(lines))
-    documents = Documents(find(path, folder).files, Reading("text", draws.random() < 0.7), 0.0)
+    documents = Documents(
+        find_sources(path, folder).files, ReadingPlan("text", draws.random() < 0.7), 0.0
+    )
     for each in documents:
         list(each.parts)
 
@@ -475,9 +479,9 @@ def given(path: Path) -> dict[str, Callable[[], object]]:
         ".json": lambda: Tokenizer.from_file(path),
         ".prompts": lambda: list(prompts_in_file(path, chat=False)), ".ndjson": lambda: read_questions([str(path)]),
         ".schema": lambda: _read_text(path, "", LARGEST_SCHEMA_BYTES),
-        ".raw.parquet": lambda: list(table_rows(path, "text")),
-        ".raw.arrow": lambda: list(table_rows(path, "text")), ".raw.gz": lambda: list(read_blocks(path)),
-        **{kind: lambda: find(path, path.parent) for kind in sources},
+        ".raw.parquet": lambda: list(table_texts(path, "text")),
+        ".raw.arrow": lambda: list(table_texts(path, "text")), ".raw.gz": lambda: list(decompressed_blocks(path)),
+        **{kind: lambda: find_sources(path, path.parent) for kind in sources},
     }  # fmt: skip
 
 
@@ -551,7 +555,7 @@ def not_a_file(draws: random.Random, folder: Path) -> None:
 def bomb(draws: random.Random, folder: Path) -> None:
     kind = draws.choice(bombs.KINDS)
     path = bombs.made(kind, draws.choice([1, 300]), folder)
-    for _ in read_blocks(path) if kind.startswith("txt") else table_rows(path, "text"):
+    for _ in decompressed_blocks(path) if kind.startswith("txt") else table_texts(path, "text"):
         pass
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from monograph.config import load
-from monograph.config.axes import AXES
+from monograph.config.axes import AXIS_KEYS
 from monograph.errors import UsageError
 from monograph.sweeps.spec import describe_knobs, groups_of, members_of, short_key, value_text
 
@@ -40,7 +40,7 @@ def test_what_no_graph_can_hold_together_makes_groups() -> None:
 
 
 def test_a_keys_short_name_is_its_own() -> None:
-    assert len({short_key(key) for key in AXES}) == len(AXES)
+    assert len({short_key(key) for key in AXIS_KEYS}) == len(AXIS_KEYS)
 
 
 def test_values_as_people_read_them() -> None:

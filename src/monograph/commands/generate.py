@@ -355,7 +355,7 @@ def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> Read
             value = _read_text(value, "--json-schema", LARGEST_SCHEMA_BYTES)
         if kind == "choices":
             for choice in value:
-                loss = model.tokenizer.loss(choice)
+                loss = model.tokenizer.describe_change(choice)
                 if loss:  # not left out, since fewer choices would be a different question
                     raise InputRefused(f"--choice: {loss}")
         end_ids = [end for end in model.stop if not isinstance(end, str)]
@@ -409,13 +409,13 @@ def _lead_bytes(model: ReadyModel, prompts: Sequence[PromptRequest]) -> bytes:
     Raises:
         UsageError: the bytes differ from prompt to prompt.
     """
-    if not model.tokenizer.strips:
+    if not model.tokenizer.strips_space:
         return b""
     leads = set[bytes]()
     for asked in prompts:
         prompt = _prompt_or_ids(model, asked)
         ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        leads.add(model.tokenizer.lead(ids))
+        leads.add(model.tokenizer.inserted_space(ids))
     if len(leads) > 1:
         raise UsageError(
             "under a constraint, give an empty prompt alone: the tokenizer puts a space before its text"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from monograph.config.keys import KEYS, SECTIONS, Key, key_declaration
-from monograph.config.lookup import Found, example_of, keys_named, names_elsewhere, typed
+from monograph.config.lookup import KeyMatches, example_of, keys_named, names_elsewhere, typed
 from monograph.config.settings import toml_of
 from monograph.terminal import is_terminal, shell_words
 
@@ -18,7 +18,7 @@ LABEL_WIDTH = 13  # columns before the texts about one key
 
 def run(word: str | None, *, json: bool) -> None:
     """Print the keys that a word stands for, or all; see the command line's help."""
-    matches = Found(KEYS, {}) if word is None else keys_named(word)
+    matches = KeyMatches(KEYS, {}) if word is None else keys_named(word)
     if json:
         entries = {"schema": "monograph.keys/1", "keys": [_json_entry(key) for key in matches.keys]}
         print(jsonlib.dumps(entries))

@@ -154,7 +154,9 @@ class PreferenceTask(RowsTask):
         train, held_out = self.data.train, self.data.held_out
         assert isinstance(train, PairRows) and isinstance(held_out, PairRows)
         answers = train.answers + held_out.answers
-        loss = PreferenceLoss(self.preference, answers, max(train.most, held_out.most))
+        loss = PreferenceLoss(
+            self.preference, answers, max(train.max_row_answers, held_out.max_row_answers)
+        )
         # Answers are numbered from 1; 0 stands for no answer.
         loss.labels[1:] = torch.from_numpy(np.concatenate([train.labels, held_out.labels]))
         return loss
@@ -164,7 +166,7 @@ class PreferenceTask(RowsTask):
         """Return whether the pairs are of chats."""
         rows = self.data.held_out if len(self.data.held_out) else self.data.train
         assert isinstance(rows, PairRows)
-        return rows.chats
+        return rows.has_chats
 
     @property
     def _loss(self) -> PreferenceLoss:
