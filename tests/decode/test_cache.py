@@ -121,7 +121,7 @@ def test_recurrences_begin_again_with_limits_of_the_first_rows() -> None:
 
 def reader_of(rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: object) -> Reader:
     model = tiny_llama(max_position_embeddings=slots, **sizes).eval()
-    form = Slots(slots, 16, prompts=rows, is_filled=whole)
+    form = Slots(slots, 16, prompts_at_once=rows, is_filled=whole)
     return Reader(model, form, 8, lambda function: function)
 
 

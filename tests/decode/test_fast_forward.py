@@ -132,7 +132,7 @@ def test_log_probabilities_have_the_same_bits_in_any_batch_order_and_block(
     three = written(model)
     assert written(model, rows=1) == three
     assert written(model, rows=5, order=-1) == three
-    assert written(model, block=3) == three
+    assert written(model, pace=3) == three
 
 
 @pytest.mark.slow

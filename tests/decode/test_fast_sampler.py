@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, Rows, edit_logits_or_nan, sample
+from monograph.decode.chain import (
+    NOTHING_ALLOWED,
+    NOT_FINITE,
+    OK,
+    UNDECIDED,
+    Rows,
+    edit_logits_or_nan,
+    sample,
+)
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.sampling import Sampling
 
@@ -89,9 +97,9 @@ def test_the_kernel_samples_what_the_chain_samples(name: str, kind: str) -> None
         assert found.status_B.tolist() == expected.status_B.tolist()
         statuses |= set(found.status_B.tolist())
     if kind == "not numbers":
-        assert {OK, NAN, DEAD} <= statuses
+        assert {OK, NOT_FINITE, NOTHING_ALLOWED} <= statuses
     if kind == "ties at the cut" and name != "greedy":
-        assert OVERFLOW in statuses, "more tokens than are read equal the last one that is kept"
+        assert UNDECIDED in statuses, "more tokens than are read equal the last one that is kept"
 
 
 def test_a_row_has_the_same_token_alone_and_among_others() -> None:

@@ -42,7 +42,7 @@ def test_they_are_taken_in_the_order_in_which_they_are_listed() -> None:
         for number in draw.sample(range(12), 3):
             waiting.remove(number)
         waiting.remove(99)
-        waiting.prefer(draw.choice([*waiting]))
+        waiting.move_to_front(draw.choice([*waiting]))
         listed = numbers(waiting)
         assert len(waiting) == len(listed) == 9 and waiting.first.number == listed[0]
         assert [waiting.take().number for _ in listed] == listed and not waiting and not [*waiting]
@@ -50,5 +50,5 @@ def test_they_are_taken_in_the_order_in_which_they_are_listed() -> None:
 
 def test_one_that_is_preferred_is_next_and_the_others_stay_in_order() -> None:
     waiting = queue("aabb")
-    waiting.prefer([*waiting][3])
+    waiting.move_to_front([*waiting][3])
     assert numbers(waiting) == [3, 0, 2, 1]

@@ -99,7 +99,7 @@ FAULTS = [
     Fault("decode/request.py", "self._events[half].synchronize()", "pass", OUTBOX),
     Fault("decode/request.py", "self._events[half].record()", "pass", OUTBOX),
     Fault("decode/request.py", "self._half = 1 - self._half", "pass", OUTBOX),
-    Fault("decode/request.py", "line_1.fill_(self._half * self.lines)", "line_1.fill_(0)", OUTBOX),
+    Fault("decode/request.py", "line_1.fill_(self._half * self.half_lines)", "line_1.fill_(0)", OUTBOX),
     Fault("decode/request.py", "pin_memory=cuda", "pin_memory=False", WAITS),
     # Windows on their way to the card.
     Fault("data/batches.py", "{key: tensor.pin_memory() for key, tensor in tensors.items()}", "tensors",

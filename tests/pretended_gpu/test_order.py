@@ -247,7 +247,7 @@ def sampled(seed: int | None) -> dict[int, list[int]]:
     """The tokens of three requests in two rows, four steps a block."""
     model = tiny_llama(num_hidden_layers=1).to(CARD)
     machine = Generator(
-        model, chain_of([Sampling()]), rows=2, slots=32, vocabulary=model.config.vocab_size, block=4
+        model, chain_of([Sampling()]), rows=2, slots=32, vocabulary=model.config.vocab_size, pace=4
     )
     found = {
         machine.submit(Request((5, 6, 7), Sampling(seed=seed), 9)): list[int]() for seed in range(3)

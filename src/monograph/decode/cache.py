@@ -316,10 +316,10 @@ class Reader:
         weight = model.lm_head.weight
         self.model = model
         self.chunk = chunk
-        self.rows = slots.prompts
+        self.rows = slots.prompts_at_once
         self.device = weight.device
         self.cache = KVCache.allocate(
-            model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block
+            model.config, self.rows, slots.per_row, weight.dtype, weight.device, slots.block
         )
         self.cache.is_filled = slots.is_filled
         self.reads_last_token = slots.is_filled

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from monograph.decode.candidates import Candidates, Truncation, everything, one_each
+from monograph.decode.candidates import Candidates, Truncation, all_candidates, unit_weights
 from monograph.decode.filters import FILTERS, log_total
 from monograph.decode.knobs import EDITS, Chain
-from monograph.decode.reproducible import greatest, greatest_sum, gumbel_noise_of, row_uniform
+from monograph.decode.reproducible import argmax_id, argmax_with_noise, gumbel_noise_of, row_uniform
 from monograph.decode.sampling import Sampling
 from monograph.errors import UsageError
 
@@ -84,8 +84,8 @@ class Past(NamedTuple):
     repeats_BT: Tensor
     breaker_BV: Tensor
 
-    def add(self, token_B: Tensor, position_B: Tensor, moved_B: Tensor) -> None:
-        """Add the tokens sampled at these positions, in place; only rows in `moved_B` change."""
+    def add(self, token_B: Tensor, position_B: Tensor, sampled_B: Tensor) -> None:
+        """Add the tokens sampled at these positions, in place; only rows in `sampled_B` change."""
         positions_T = torch.arange(self.history_BT.shape[1], device=token_B.device)
         is_same_BT = (self.history_BT == token_B[:, None]) & (positions_T < position_B[:, None])
         is_same_BT &= ~self.breaker_BV.gather(-1, token_B[:, None])
@@ -93,7 +93,7 @@ class Past(NamedTuple):
         # position before it, so no repetition is searched for.
         before_BT = torch.nn.functional.pad(self.repeats_BT[:, :-1], (1, 0))
         repeats_BT = torch.where(is_same_BT, before_BT + 1, 0)
-        self.repeats_BT.copy_(torch.where(moved_B[:, None], repeats_BT, self.repeats_BT))
+        self.repeats_BT.copy_(torch.where(sampled_B[:, None], repeats_BT, self.repeats_BT))
         self.history_BT.scatter_(-1, position_B[:, None], token_B[:, None].to(torch.int32))
 
     def begin(self, row: int, prompt_ids: Sequence[int], breaker_V: Tensor | None) -> None:
@@ -233,12 +233,12 @@ def add_to_counts(counts_BV: Tensor, token_B: Tensor, counted_B: Tensor, times: 
     counts_BV.index_put_((rows_B, token_B), times * counted_B.to(counts_BV.dtype), accumulate=True)
 
 
-# The statuses of sampling in a row; see `Drawn`. All but OK stop the row. After OVERFLOW the host
+# The statuses of sampling in a row; see `SampledTokens`. All but OK stop the row. After UNDECIDED the host
 # repeats the step with the truncation "search".
 OK = 0
-NAN = 1
-DEAD = 2
-OVERFLOW = 3
+NOT_FINITE = 1
+NOTHING_ALLOWED = 2
+UNDECIDED = 3
 
 
 class Rows(NamedTuple):
@@ -283,12 +283,12 @@ class LogProbabilities(NamedTuple):
     values_BN: Tensor
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """The sampled tokens.
 
     Attributes:
         token_B: int64, 0 where the status is not OK.
-        status_B: int32. OK; NAN: a logit is NaN or +inf; DEAD: no token is allowed; OVERFLOW: the
+        status_B: int32. OK; NOT_FINITE: a logit is NaN or +inf; NOTHING_ALLOWED: no token is allowed; UNDECIDED: the
             window did not hold all tokens that a filter keeps.
         logprobs: under the distribution that is sampled from. If that has fewer than N tokens, the
             places after them have -inf. None if the chain does not need log-probabilities.
@@ -305,7 +305,7 @@ def sample(
     allowed_BV: Tensor | None,
     chain: Chain,
     truncation: Truncation = "window",
-) -> Drawn:
+) -> SampledTokens:
     """Sample one token per row.
 
     The token is the argmax over the kept tokens of score + g, where g is Gumbel noise, a function of
@@ -319,7 +319,7 @@ def sample(
         allowed_BV: [B, V] bool, the tokens that a constraint allows; None: all tokens.
         chain: the stages.
         truncation: how filters find their thresholds. "window" reads only the likeliest tokens, and
-            reports OVERFLOW if they are too few; "search" and "sort" read all tokens. If the window
+            reports UNDECIDED if they are too few; "search" and "sort" read all tokens. If the window
             suffices, all three give the same bits.
     """
     edited_BV = edit_logits_or_nan(logits_BV, rows, allowed_BV, chain)
@@ -328,11 +328,11 @@ def sample(
     token_B = edited_BV.argmax(-1)
     # Log-probabilities under the distribution that is sampled from are needed only for a report of
     # them, and by mirostat.
-    is_reported = chain.logprobs is not None and chain.processed
+    is_reported = chain.logprobs is not None and chain.reports_processed
     logprobs = None
     if is_reported or "mirostat" in chain.stages:
         logprobs = _log_probabilities_of_certain(token_B, chain.logprobs or 0)
-    if chain.draws:
+    if chain.samples_at_random:
         greedy_B = rows.knobs["temperature"] <= 0
         candidates = apply_filters(edited_BV, rows, chain, truncation)
         token_B = torch.where(greedy_B, token_B, _sampled_from(candidates, rows))
@@ -349,11 +349,11 @@ def sample(
                 torch.where(greedy_B1, of_greedy.values_BN, of_sampled.values_BN),
             )
     is_number_B = greatest_B1[:, 0] < torch.inf
-    # NAN is set last, since the other statuses mean nothing in a row with a NaN.
-    status_B = torch.where(sufficed_B, OK, OVERFLOW)
-    status_B = torch.where(greatest_B1[:, 0] == -torch.inf, DEAD, status_B)
-    status_B = torch.where(is_number_B, status_B, NAN).to(torch.int32)
-    return Drawn(torch.where(status_B == OK, token_B, 0), status_B, logprobs)
+    # NOT_FINITE is set last, since the other statuses mean nothing in a row with a NaN.
+    status_B = torch.where(sufficed_B, OK, UNDECIDED)
+    status_B = torch.where(greatest_B1[:, 0] == -torch.inf, NOTHING_ALLOWED, status_B)
+    status_B = torch.where(is_number_B, status_B, NOT_FINITE).to(torch.int32)
+    return SampledTokens(torch.where(status_B == OK, token_B, 0), status_B, logprobs)
 
 
 def _sampled_from(candidates: Candidates, rows: Rows) -> Tensor:
@@ -361,8 +361,8 @@ def _sampled_from(candidates: Candidates, rows: Rows) -> Tensor:
     scores_BN = candidates.scores_BN
     ids_BN = candidates.ids_BN
     if ids_BN is None:
-        return greatest_sum(scores_BN, rows.seed_B, rows.position_B)
-    return greatest(scores_BN + gumbel_noise_of(rows.seed_B, rows.position_B, ids_BN), ids_BN)
+        return argmax_with_noise(scores_BN, rows.seed_B, rows.position_B)
+    return argmax_id(scores_BN + gumbel_noise_of(rows.seed_B, rows.position_B, ids_BN), ids_BN)
 
 
 def apply_filters(
@@ -376,14 +376,14 @@ def apply_filters(
         knobs["xtc_uniform"] = row_uniform(rows.seed_B, rows.position_B)[:, None]
     if rows.mu_B is not None:
         knobs["mu"] = rows.mu_B[:, None]
-    candidates = everything(edited_BV, truncation, chain.likeliest_count)
+    candidates = all_candidates(edited_BV, truncation, chain.likeliest_count)
     for stage in chain.stages:
         if stage not in EDITS:
             before = candidates
             candidates = FILTERS[stage].apply(candidates, knobs)
             if "min_keep" not in knobs or FILTERS[stage].is_temperature:
                 continue
-            # top_k keeps at least min_keep tokens by itself (`kept_at_most`). It may also shorten the
+            # top_k keeps at least min_keep tokens by itself (`top_k_of`). It may also shorten the
             # list of tokens, so `before` and `candidates` may differ in shape.
             if stage != "top_k":
                 candidates = _with_at_least(knobs["min_keep"], before, candidates)
@@ -397,10 +397,10 @@ def _with_at_least(min_keep_B1: Tensor, before: Candidates, after: Candidates) -
     """
     min_keep_B1 = min_keep_B1.minimum(before.count_left())
     too_few_B1 = after.count_left() < min_keep_B1
-    kept = before.likeliest(one_each, min_keep_B1.clamp(min=1), too_few_B1)
+    kept = before.keep_likeliest(unit_weights, min_keep_B1.clamp(min=1), too_few_B1)
     return after._replace(
         scores_BN=torch.where(too_few_B1, kept.scores_BN, after.scores_BN),
-        high_B1=torch.where(too_few_B1, kept.high_B1, after.high_B1),
+        max_score_B1=torch.where(too_few_B1, kept.max_score_B1, after.max_score_B1),
         sufficed_B1=torch.where(too_few_B1, kept.sufficed_B1, after.sufficed_B1),
     )
 
@@ -461,7 +461,7 @@ def _log_probabilities_after_filters(
 ) -> LogProbabilities:
     """Return log-probabilities under the softmax of the candidates' scores."""
     ids_BN = candidates.ids_BN
-    values_BN = candidates.scores_BN - candidates.high_B1 - log_total(candidates)
+    values_BN = candidates.scores_BN - candidates.max_score_B1 - log_total(candidates)
     if ids_BN is None:
         chosen_B = values_BN.gather(-1, token_B[:, None])[:, 0]
     else:
@@ -471,7 +471,7 @@ def _log_probabilities_after_filters(
     likeliest_ids_BN = likeliest.indices
     if ids_BN is not None:
         likeliest_ids_BN = ids_BN.gather(-1, likeliest.indices)
-    # `shortened` may have left fewer than n tokens. Padding has the probability 0, like a dropped token.
+    # `shorten` may have left fewer than n tokens. Padding has the probability 0, like a dropped token.
     padding = (0, n - available)
     return LogProbabilities(
         chosen_B,

@@ -108,9 +108,9 @@ class Transcript:
 # estimate.
 WORTH_COMPILING = {"cuda": 4_000, "cpu": 20_000}
 # The allowed numbers of texts of each prompt. len() fails for a sequence of 2^63 texts.
-MOST_TEXTS = whole(1, 10**15)
+TEXTS_PER_PROMPT = whole(1, 10**15)
 # The maximum number of requests that run at the same time.
-MOST_ROWS = {"cuda": 64, "cpu": 8}
+MAX_ROWS = {"cuda": 64, "cpu": 8}
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ def generate(
             `Sampling` refuses an option.
     """
     max_tokens = COUNT.integer("max_tokens", max_tokens)
-    n = MOST_TEXTS.integer("n", n)
+    n = TEXTS_PER_PROMPT.integer("n", n)
     prompts = _listed("prompts", prompts)
     stop = _listed("stop", stop)
     for prompt in prompts:
@@ -326,7 +326,7 @@ def generate(
             max_tokens=max_tokens,
             stop_ids=stop_ids,
             constraint=constraint,
-            stop=stop_automaton,
+            stop_automaton=stop_automaton,
             breaker_V=(
                 breakers_of(tuple(options.dry_sequence_breakers))
                 if options.dry_multiplier
@@ -362,7 +362,7 @@ def _refuse_leading_spaces(
 
 
 def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary: int) -> Generator:
-    """Return a generator for `n` texts of each request, with at most MOST_ROWS rows.
+    """Return a generator for `n` texts of each request, with at most MAX_ROWS rows.
 
     Keys and values take at most half of the free memory.
 
@@ -375,7 +375,7 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
     count = n * len(requests)
     longest = max(requests, key=lambda request: len(request.prompt_ids))
     slots = min(len(longest.prompt_ids) + longest.max_tokens, config.max_position_embeddings)
-    rows = rows_that_fit(model, Slots(slots), min(count, MOST_ROWS[device]), "ask for fewer tokens")
+    rows = rows_that_fit(model, Slots(slots), min(count, MAX_ROWS[device]), "ask for fewer tokens")
     steps = math.ceil(count / rows) * min(longest.max_tokens, slots - 1)
     # `generate` gives all requests the same constraint and stop strings, so the automata of one request
     # are those of all.
@@ -385,7 +385,9 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
         rows=rows,
         slots=slots,
         vocabulary=vocabulary,
-        automata=[automaton for automaton in (longest.constraint, longest.stop) if automaton],
+        automata=[
+            automaton for automaton in (longest.constraint, longest.stop_automaton) if automaton
+        ],
         mode=mode_for(steps, device, torch.is_autocast_enabled(device)),
     )
 
@@ -404,7 +406,7 @@ def mode_for(steps: int, device: str, casts: bool) -> Mode:
     return "eager" if casts else "captured"
 
 
-def rows_that_fit(model: Llama, form: Slots, most: int, advice: str) -> int:
+def rows_that_fit(model: Llama, slots: Slots, most: int, advice: str) -> int:
     """Return the number of rows of a cache that fit into half of the free memory, at most `most`.
 
     Raises:
@@ -413,11 +415,11 @@ def rows_that_fit(model: Llama, form: Slots, most: int, advice: str) -> int:
     # The other half is for logits, the sampler and the caller.
     half_bytes = describe().free_memory_bytes // 2
     row_bytes = KVCache.bytes_per_row(
-        model.config, form.most, model.lm_head.weight.dtype, form.block
+        model.config, slots.per_row, model.lm_head.weight.dtype, slots.block
     )
     if row_bytes > half_bytes:
         raise OutOfDeviceMemory(
-            f"keys and values of {form.most:,} positions take {row_bytes / 2**30:.3g} GiB, more than half of the free "
+            f"keys and values of {slots.per_row:,} positions take {row_bytes / 2**30:.3g} GiB, more than half of the free "
             f"memory ({half_bytes / 2**30:.3g} GiB): {advice}"
         )
     return min(most, half_bytes // row_bytes)

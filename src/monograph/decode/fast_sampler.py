@@ -29,8 +29,8 @@ from torch import Tensor
 
 from monograph.decode import reproducible
 from monograph.decode.candidates import Truncation
-from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, Drawn, Rows
-from monograph.decode.filters import SMALLEST
+from monograph.decode.chain import NOTHING_ALLOWED, NOT_FINITE, OK, UNDECIDED, SampledTokens, Rows
+from monograph.decode.filters import MIN_TEMPERATURE
 from monograph.decode.knobs import EDITS, Chain
 
 # The number of tokens that a program sorts. A vocabulary of 2^17 then has 32 tiles. If each keeps its
@@ -45,7 +45,9 @@ _SLOTS: Final = len(_NUMBERS)
 
 _NO_TOKEN = tl.constexpr(-(1 << 63))  # the smallest key
 _LOW32 = tl.constexpr(0xFFFFFFFF)
-_OK, _NAN, _DEAD, _OVERFLOW = map(tl.constexpr, (OK, NAN, DEAD, OVERFLOW))
+_OK, _NOT_FINITE, _NOTHING_ALLOWED, _UNDECIDED = map(
+    tl.constexpr, (OK, NOT_FINITE, NOTHING_ALLOWED, UNDECIDED)
+)
 _UNIT = tl.constexpr(float(reproducible.UNIT))
 _LN2_HIGH = tl.constexpr(reproducible.LN2_HIGH)
 _LN2_LOW = tl.constexpr(reproducible.LN2_LOW)
@@ -54,7 +56,7 @@ _EXP = tl.constexpr(reproducible.EXP)
 _EXP_DEGREE = tl.constexpr(len(reproducible.EXP) - 1)
 _LOG = tl.constexpr(reproducible.LOG)
 _LOG_DEGREE = tl.constexpr(len(reproducible.LOG) - 1)
-_MIN_TEMPERATURE = tl.constexpr(SMALLEST)
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 # Sums with this number are rounded to integers, halves to the even one, as `torch.round` does.
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
@@ -260,9 +262,9 @@ def _sample(
             chosen = tl.where(is_greedy, chosen, drawn)
             # A greedy row ignores the filters.
             held = held | is_greedy
-        status = tl.where(held, _OK, _OVERFLOW)
-        status = tl.where(largest == float("-inf"), _DEAD, status)
-        status = tl.where(largest < float("inf"), status, _NAN)
+        status = tl.where(held, _OK, _UNDECIDED)
+        status = tl.where(largest == float("-inf"), _NOTHING_ALLOWED, status)
+        status = tl.where(largest < float("inf"), status, _NOT_FINITE)
         tl.store(tokens + row, tl.where(status == _OK, chosen, 0))
         tl.store(statuses + row, status)
 
@@ -282,11 +284,11 @@ class FastSampler:
     @staticmethod
     def serves(chain: Chain, truncation: Truncation, vocabulary: int) -> bool:
         """Return whether the kernel can do all that a chain does after the edits of the logits."""
-        if truncation != "window" or (chain.logprobs is not None and chain.processed):
+        if truncation != "window" or (chain.logprobs is not None and chain.reports_processed):
             return False
         if "min_keep" in chain.stages or "mirostat" in chain.stages:
             return False
-        if not chain.draws:
+        if not chain.samples_at_random:
             return True
         if chain.likeliest_count is None or chain.likeliest_count >= vocabulary:
             return False
@@ -297,7 +299,9 @@ class FastSampler:
         # itself.
         return set(stages[: stages.index("top_k")]) <= {"temperature"}
 
-    def sample(self, edited_BV: Tensor, rows: Rows, last_position_B: Tensor, chain: Chain) -> Drawn:
+    def sample(
+        self, edited_BV: Tensor, rows: Rows, last_position_B: Tensor, chain: Chain
+    ) -> SampledTokens:
         """Return one token per row; see `monograph.decode.chain.sample`.
 
         Args:
@@ -307,7 +311,7 @@ class FastSampler:
                 the 1, because adding it here would take a launch.
             chain: a chain that this kernel serves.
         """
-        filters = _filters(chain) if chain.draws else []
+        filters = _filters(chain) if chain.samples_at_random else []
         names = {"min_p": "log_min_p"}
         token_B, status_B = torch.ops.monograph.sample_few(
             edited_BV,
@@ -316,10 +320,10 @@ class FastSampler:
             self._counters_B,
             [_NUMBERS[name] for name in filters],
             [rows.knobs[names.get(name, name)] for name in filters],
-            rows.knobs["temperature"] if chain.draws else None,
+            rows.knobs["temperature"] if chain.samples_at_random else None,
             chain.likeliest_count or GREEDY_WIDTH,
         )
-        return Drawn(token_B, status_B)
+        return SampledTokens(token_B, status_B)
 
 
 @torch.library.custom_op("monograph::sample_few", mutates_args=("counters_B",))

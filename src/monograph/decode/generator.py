@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from monograph import compat
 from monograph.automata import Automaton
-from monograph.decode.arena import Arena
+from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import KVCache, Reader, Slots, Wrap
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
@@ -30,10 +30,10 @@ from monograph.decode.request import (
     LogProbability,
     Outbox,
     Pace,
-    Record,
+    RowRecord,
     Request,
-    drawn,
-    reported,
+    read_codes,
+    read_log_probabilities,
 )
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, Step, Steps
@@ -70,7 +70,7 @@ class Generator:
         vocabulary: V.
         steps: the steps, one for each chain.
         outbox: copies the rings of the state to the host.
-        ahead: whether the host reads a block while the next one runs. On a CPU it does not: nothing
+        reads_behind: whether the host reads a block while the next one runs. On a CPU it does not: nothing
             would run in parallel, and the steps after a request's end would be wasted.
         prefill_s: seconds that the host spent on reading prompts.
         blocks_read: how many blocks the host has read. It waits for the device only to read a block.
@@ -86,7 +86,7 @@ class Generator:
         rows: int,
         slots: int | Slots,
         vocabulary: int,
-        automata: Collection[Automaton] | Arena = (),
+        automata: Collection[Automaton] | AutomatonTables = (),
         block: int | Pace | None = None,
         mode: Mode = "eager",
         impl: Literal["auto", "reference"] = "auto",
@@ -109,9 +109,9 @@ class Generator:
                 kernels compute it where they can (`monograph.decode.fast_forward.obstacle`).
         """
         weight = model.eval().lm_head.weight
-        form = slots if isinstance(slots, Slots) else Slots(slots)
+        sizes = slots if isinstance(slots, Slots) else Slots(slots)
         self.rows = rows
-        self.slots = form.most
+        self.slots = sizes.per_row
         self.compiled = mode == "compiled"
         steps = block or (16 if weight.is_cuda else 1)
         self.pace = steps if isinstance(steps, Pace) else Pace(steps, steps, None)
@@ -124,15 +124,15 @@ class Generator:
         wrap: Wrap = compile_function if self.compiled else lambda function: function
         # A chunk is a power of two: at most `limit`, and no longer than the longest prompt needs. A
         # pass computes all tokens of a chunk, however few are used.
-        limit = min(form.most, CHUNKS[weight.device.type], model.config.max_position_embeddings)
-        needed = padded_count(form.longest) if form.is_filled else form.longest
+        limit = min(sizes.per_row, CHUNKS[weight.device.type], model.config.max_position_embeddings)
+        needed = padded_count(sizes.longest_prompt) if sizes.is_filled else sizes.longest_prompt
         chunk = min(1 << limit.bit_length() - 1, 1 << (needed - 1).bit_length())
         recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
-        self.reader = Reader(model, form, chunk, wrap, recorder)
+        self.reader = Reader(model, sizes, chunk, wrap, recorder)
         self.cache = KVCache.allocate(
-            model.config, rows, form.most, weight.dtype, weight.device, form.block
+            model.config, rows, sizes.per_row, weight.dtype, weight.device, sizes.block
         )
-        self.cache.is_filled = form.is_filled
+        self.cache.is_filled = sizes.is_filled
         # `Reader.last_RD` of each row's prompt.
         self._last_BD = weight.new_zeros(rows, model.config.hidden_size)
         # The rings have two halves: the host reads one while the device writes the other.
@@ -140,10 +140,10 @@ class Generator:
             rows, self.slots, vocabulary, 2 * self.pace.steps, self.chain, weight.device
         )
         self.knobs = new_knobs(self.chain, rows, weight.device)
-        if isinstance(automata, Arena):
+        if isinstance(automata, AutomatonTables):
             self.tables = automata
         else:
-            self.tables = Arena.holding(automata, vocabulary, weight.device)
+            self.tables = AutomatonTables.holding(automata, vocabulary, weight.device)
         self.vocabulary = vocabulary
 
         fast = None
@@ -159,7 +159,7 @@ class Generator:
             for cache, cache_rows in ((self.cache, rows), (self.reader.cache, self.reader.rows)):
                 cache.kernels = FastAttention(cache_rows, key_heads, weight.device)
             # Texts that are scored exactly have the bits of the model's own forward pass.
-            if not form.is_filled:
+            if not sizes.is_filled:
                 fast = fast_forward(model, rows)
 
         def make_step(chain: Chain) -> Step:
@@ -181,7 +181,7 @@ class Generator:
         self.steps = Steps(chains, make_step, recorder, only_given_chains)
         rings = (self.state.ring_RB, self.state.values_RBN, self.state.ids_RBN)
         self.outbox = Outbox([ring for ring in rings if ring is not None])
-        self.ahead = weight.is_cuda
+        self.reads_behind = weight.is_cuda
         self.prefill_s = 0.0
         self.blocks_read = 0
         self.reused = 0
@@ -196,7 +196,7 @@ class Generator:
     def _begin_empty(self, rows: int) -> None:
         """Begin without requests."""
         self._waiting = Waiting()
-        self._records: list[Record | None] = [None] * rows
+        self._records: list[RowRecord | None] = [None] * rows
         # The owner and the tokens of the prompt whose keys and values each row has.
         self._prompts = [_NO_PROMPT] * rows
         # The rows without a request; the row that has been free longest comes first.
@@ -226,7 +226,7 @@ class Generator:
                 f"shorten it to below {self.slots}"
             )
         smallest_chain, knobs = self._chain_and_knobs(request)
-        self.tables.require(request.constraint, request.stop)
+        self.tables.require(request.constraint, request.stop_automaton)
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(
                 f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for"
@@ -288,7 +288,7 @@ class Generator:
     def advance(self) -> list[Event]:
         """Put waiting requests into free rows, launch a block of steps, and read a block.
 
-        If `ahead`, the previous block is read while the new one runs, and otherwise the new one.
+        If `reads_behind`, the previous block is read while the new one runs, and otherwise the new one.
 
         Returns:
             the events of the block that was read.
@@ -296,7 +296,7 @@ class Generator:
         self._fill_rows()
         launched = self._launch_block()
         blocks_to_read = [self._unread]
-        if self.ahead:
+        if self.reads_behind:
             self._unread = launched
         else:
             self._unread = None
@@ -315,13 +315,15 @@ class Generator:
         # Most requests have the same options as the one before.
         if options != self._last_options:
             smallest_chain = chain_of(
-                [request.sampling], len(request.stop_ids) if self.chain.stop_ids else 0
+                [request.sampling], len(request.stop_ids) if self.chain.stop_length else 0
             )
             if not self.chain.covers(smallest_chain):
                 raise UsageError(
                     f"the generator's chain {self.chain.stages} does not serve {request.sampling}"
                 )
-            knobs = knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids])
+            knobs = knobs_of(
+                request.sampling, self.chain, request.stop_ids[: self.chain.stop_length]
+            )
             self._last_options = options
             self._last_chain_and_knobs = (smallest_chain, knobs)
         return self._last_chain_and_knobs
@@ -329,7 +331,7 @@ class Generator:
     def _fill_rows(self) -> None:
         """Read the prompts of waiting requests, as many chunks as the pace allows, and place them."""
         began = clock()
-        chunks_left = self.pace.chunks
+        chunks_left = self.pace.max_chunks
         if chunks_left is not None:
             startable = min(len(self._free_rows), len(self._waiting))
             # If more requests can start than run, the many that start count more than the few that
@@ -355,8 +357,8 @@ class Generator:
             self._release_automata(request)
             return True
         for entry in self._waiting:
-            if not (entry.request.constraint or entry.request.stop):
-                self._waiting.prefer(entry)
+            if not (entry.request.constraint or entry.request.stop_automaton):
+                self._waiting.move_to_front(entry)
                 return True
         return False
 
@@ -421,7 +423,7 @@ class Generator:
             sampling = request.sampling
             stop_ids = request.stop_ids
             limit = min(request.max_tokens, self.slots - len(prompt))
-            self._records[row] = Record(number, request, limit, smallest_chain)
+            self._records[row] = RowRecord(number, request, limit, smallest_chain)
             self._prompts[row] = request.owner, self.reader.tokens_to_read(prompt)
             row_values = {
                 "token_B": prompt[-1],
@@ -432,8 +434,8 @@ class Generator:
                 "status_B": Status.RUNNING,
                 # No token has the id -1.
                 "stop_ids_BM": stop_ids + (-1,) * (MAX_STOP_IDS - len(stop_ids)),
-                "constraint_B": constraint,
-                "stopping_B": stopping,
+                "constraint_state_B": constraint,
+                "stop_state_B": stopping,
                 # mirostat begins at twice its target, as in llama.cpp.
                 "mu_B": 2 * sampling.mirostat_tau,
             }
@@ -452,20 +454,20 @@ class Generator:
 
         It is None if the tables have no room for one of them now.
         """
-        constraint = self.tables.take(request.constraint)
+        constraint = self.tables.acquire(request.constraint)
         if constraint is None:
             return None
-        stopping = self.tables.take(request.stop)
+        stopping = self.tables.acquire(request.stop_automaton)
         if stopping is None:
-            self.tables.give_back(request.constraint)
+            self.tables.release(request.constraint)
             # The constraint's place may have split the free room in two parts that are too small.
             self.tables.clear()
             return None
         return constraint, stopping
 
     def _release_automata(self, request: Request) -> None:
-        self.tables.give_back(request.constraint)
-        self.tables.give_back(request.stop)
+        self.tables.release(request.constraint)
+        self.tables.release(request.stop_automaton)
 
     def _end_requests(self, rows: Sequence[int]) -> None:
         """Free the rows. The keys and values of their prompts stay if `_keeps_prompts`."""
@@ -490,7 +492,7 @@ class Generator:
         """
         running = [record for record in self._records if record is not None]
         is_hurried = self._waiting or not all(record.launched for record in running)
-        max_steps = self.pace.hurried if is_hurried else self.pace.steps
+        max_steps = self.pace.steps_while_waiting if is_hurried else self.pace.steps
         needed_steps = max((record.limit - record.launched for record in running), default=0)
         steps = min(max_steps, needed_steps)
         if steps <= 0:
@@ -502,17 +504,23 @@ class Generator:
             for record in running
         )
         # If one row needs the exact search, all rows use it, since it gives the same bits.
-        truncation: Truncation = "search" if any(record.exact for record in running) else "window"
+        truncation: Truncation = (
+            "search" if any(record.needs_search for record in running) else "window"
+        )
         chain = self.steps.choose_chain(frozenset(record.smallest_chain for record in running))
-        follows = any(record.request.constraint or record.request.stop for record in running)
+        follow_automata = any(
+            record.request.constraint or record.request.stop_automaton for record in running
+        )
         self.outbox.begin(self.state.line_1)
         # If the reader has read whole prompts, and no row has a token yet, the first step has the
         # hidden states already.
         has_hidden = self.reader.reads_last_token and not any(record.launched for record in running)
         if has_hidden:
-            self.steps.step_for(chain)(0, truncation, follows, self._last_BD)
+            self.steps.step_for(chain)(0, truncation, follow_automata, self._last_BD)
         model_steps = steps - 1 if has_hidden else steps
-        self.replays.run(model_steps, chain, self.cache.visible(longest), truncation, follows)
+        self.replays.run(
+            model_steps, chain, self.cache.visible(longest), truncation, follow_automata
+        )
         for record in running:
             record.launched = min(record.launched + steps, record.limit)
         # The list of records is copied, since rows may have other requests when the block is read.
@@ -535,12 +543,12 @@ class Generator:
             # request ended.
             if record is None or self._records[row] is not record:
                 continue
-            tokens, status = drawn(codes_of_rows[row])
+            tokens, status = read_codes(codes_of_rows[row])
             record.received += len(tokens)
             finish = FINISHES.get(status)
             # The row has sampled nothing since then, so it continues at the same position.
             if status == Status.UNDECIDED:
-                self._records[row] = replace(record, launched=record.received, exact=True)
+                self._records[row] = replace(record, launched=record.received, needs_search=True)
                 self.state.status_B[row] = Status.RUNNING
             elif finish is not None:
                 ended.append(row)
@@ -552,11 +560,13 @@ class Generator:
                 self.reader.forget()
                 self._prompts[row] = _NO_PROMPT
             if tokens or finish is not None:
-                likeliest = record.request.sampling.logprobs
+                likeliest_count = record.request.sampling.logprobs
                 logprobs = list[LogProbability]()
-                if likeliest is not None:
-                    rings_of_row = [ring[row] for ring in report_rings]
-                    logprobs = reported(rings_of_row, len(tokens), likeliest)
+                if likeliest_count is not None:
+                    values_BRN, ids_BRN = report_rings
+                    logprobs = read_log_probabilities(
+                        values_BRN[row], ids_BRN[row], len(tokens), likeliest_count
+                    )
                 events.append(Event(record.number, tokens, finish, logprobs))
         if ended:
             self._end_requests(ended)

@@ -15,16 +15,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from monograph.decode.filters import FILTERS, kept_at_most
+from monograph.decode.filters import FILTERS, top_k_of
 from monograph.decode.sampling import ORDERS, Sampling
 from monograph.decode.stages import Knob, SamplerStage, options
 from monograph.device import sent
 from monograph.errors import UsageError
 
-# With a top-k of at most MAX_FEW, the stages after it read only about 2 k tokens, but at least
-# MIN_FEW.
-MAX_FEW = 128
-MIN_FEW = 64
+# With a top-k of at most MAX_SMALL_TOP_K, the stages after it read only about 2 k tokens, but at least
+# MIN_LIKELIEST_COUNT.
+MAX_SMALL_TOP_K = 128
+MIN_LIKELIEST_COUNT = 64
 
 
 def _has_window(sampling: Sampling) -> bool:
@@ -104,20 +104,20 @@ class Chain:
         likeliest_count: the number of likeliest tokens that top-k and the stages after it read. It
             is above the k of every row that samples, so these tokens include all that top-k keeps,
             unless many have equal logits. None: all tokens.
-        processed: whether a report has the probabilities that are sampled from. Otherwise it repeats
+        reports_processed: whether a report has the probabilities that are sampled from. Otherwise it repeats
             those of the raw logits, which are the same in rows without edits and filters at
             temperature 1.
     """
 
     stages: tuple[str, ...] = ()
-    bias_ids: int = 0
-    stop_ids: int = 0
+    bias_length: int = 0
+    stop_length: int = 0
     logprobs: int | None = None
     likeliest_count: int | None = None
-    processed: bool = True
+    reports_processed: bool = True
 
     @property
-    def draws(self) -> bool:
+    def samples_at_random(self) -> bool:
         """Whether a row may sample at random."""
         return "temperature" in self.stages or "dynamic_temperature" in self.stages
 
@@ -142,11 +142,11 @@ class Chain:
         # A chain that reads few tokens could miss some of those that a larger k keeps.
         if (
             self.likeliest_count is not None
-            and other.draws
+            and other.samples_at_random
             and (other.likeliest_count is None or other.likeliest_count > self.likeliest_count)
         ):
             return False
-        return other.bias_ids <= self.bias_ids and other.stop_ids <= self.stop_ids
+        return other.bias_length <= self.bias_length and other.stop_length <= self.stop_length
 
 
 def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
@@ -184,8 +184,8 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
     # mirostat is last, since it depends on the distribution that is sampled from.
     return Chain(
         stages=edits + stages + needed("mirostat"),
-        bias_ids=_list_length(max(len(sampling.logit_bias) for sampling in samplings)),
-        stop_ids=_list_length(stop_ids) if "min_tokens" in edits else 0,
+        bias_length=_list_length(max(len(sampling.logit_bias) for sampling in samplings)),
+        stop_length=_list_length(stop_ids) if "min_tokens" in edits else 0,
         logprobs=max(
             (sampling.logprobs for sampling in samplings if sampling.logprobs is not None),
             default=None,
@@ -194,7 +194,7 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
     )
 
 
-def joint(chains: Collection[Chain], whole: Chain) -> Chain:
+def join_chains(chains: Collection[Chain], whole: Chain) -> Chain:
     """Return the smallest chain that covers all chains.
 
     It has the order, the lengths of lists and the report of `whole`.
@@ -209,15 +209,15 @@ def joint(chains: Collection[Chain], whole: Chain) -> Chain:
             whole, stages=tuple(stage.replace("dynamic_", "") for stage in whole.stages)
         )
     needed = {stage.replace("dynamic_", "") for stage in needed}
-    counts = [chain.likeliest_count for chain in chains if chain.draws]
+    counts = [chain.likeliest_count for chain in chains if chain.samples_at_random]
     likeliest_count = None
     if None not in counts:
         likeliest_count = max((count for count in counts if count is not None), default=None)
     return replace(
         whole,
         stages=tuple(stage for stage in whole.stages if stage.replace("dynamic_", "") in needed),
-        bias_ids=whole.bias_ids if "bias" in needed else 0,
-        stop_ids=whole.stop_ids if "min_tokens" in needed else 0,
+        bias_length=whole.bias_length if "bias" in needed else 0,
+        stop_length=whole.stop_length if "min_tokens" in needed else 0,
         logprobs=None if all(chain.logprobs is None for chain in chains) else whole.logprobs,
         likeliest_count=likeliest_count,
     )
@@ -225,12 +225,12 @@ def joint(chains: Collection[Chain], whole: Chain) -> Chain:
 
 def _likeliest_count(samplings: Sequence[Sampling]) -> int | None:
     """Return `Chain.likeliest_count` of these requests; None if the stages must read all tokens."""
-    kept = [kept_at_most(sampling) for sampling in samplings if sampling.temperature > 0]
+    kept = [top_k_of(sampling) for sampling in samplings if sampling.temperature > 0]
     # 0 is a request without top-k, which keeps all tokens.
-    if not kept or min(kept) == 0 or max(kept) > MAX_FEW:
+    if not kept or min(kept) == 0 or max(kept) > MAX_SMALL_TOP_K:
         return None
     # Twice the largest k leaves room for equal logits, which are frequent in bf16.
-    return max(MIN_FEW, _list_length(2 * max(kept)))
+    return max(MIN_LIKELIEST_COUNT, _list_length(2 * max(kept)))
 
 
 def _list_length(entries: int) -> int:
@@ -253,10 +253,12 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
     values: dict[str, Any] = {}
     for name in chain.stages:
         if name == "bias":
-            values["bias_ids"] = _padded(list(sampling.logit_bias), chain.bias_ids, -1)
-            values["bias_values"] = _padded(list(sampling.logit_bias.values()), chain.bias_ids, 0.0)
+            values["bias_ids"] = _padded(list(sampling.logit_bias), chain.bias_length, -1)
+            values["bias_values"] = _padded(
+                list(sampling.logit_bias.values()), chain.bias_length, 0.0
+            )
         if name == "min_tokens":
-            values["stop_ids"] = _padded(list(stop_ids)[: chain.stop_ids], chain.stop_ids, -1)
+            values["stop_ids"] = _padded(list(stop_ids)[: chain.stop_length], chain.stop_length, -1)
         values |= {knob: declared.value(sampling) for knob, declared in STAGES[name].knobs.items()}
     return values
 

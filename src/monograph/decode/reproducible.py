@@ -107,7 +107,7 @@ def _log(fraction: Tensor, exponent: Tensor) -> Tensor:
     return fraction + correction + exponent * LN2_HIGH
 
 
-# How many tokens `greatest_sum` compares exactly in eager mode.
+# How many tokens `argmax_with_noise` compares exactly in eager mode.
 _CONTENDERS = 4
 # The purposes of random numbers: the fourth word of the counter.
 _GUMBEL = 0
@@ -153,7 +153,7 @@ def _gumbel_words(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor
     return words.flatten(1)[:, :vocabulary]
 
 
-def greatest_sum(scores_BV: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
+def argmax_with_noise(scores_BV: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
     """Return the ids with the largest score plus noise, the lowest of equal ones; int64 [B].
 
     In eager mode each operation reads and writes memory. So torch's logarithms first find the
@@ -165,10 +165,10 @@ def greatest_sum(scores_BV: Tensor, seed_B: Tensor, position_B: Tensor) -> Tenso
         return (scores_BV + gumbel(words_BV)).argmax(-1)
     rough_BV = scores_BV - (-torch.log1p(-uniform(words_BV))).log()
     ids_BN = rough_BV.topk(min(_CONTENDERS, scores_BV.shape[-1])).indices
-    return greatest(scores_BV.gather(-1, ids_BN) + gumbel(words_BV.gather(-1, ids_BN)), ids_BN)
+    return argmax_id(scores_BV.gather(-1, ids_BN) + gumbel(words_BV.gather(-1, ids_BN)), ids_BN)
 
 
-def greatest(values_BN: Tensor, ids_BN: Tensor) -> Tensor:
+def argmax_id(values_BN: Tensor, ids_BN: Tensor) -> Tensor:
     """Return the ids of the largest values, the lowest of equal ones, for ids in any order; [B]."""
     last_B1 = ids_BN.amax(-1, keepdim=True)
     return torch.where(values_BN == values_BN.amax(-1, keepdim=True), ids_BN, last_B1).amin(-1)

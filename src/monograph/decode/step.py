@@ -37,13 +37,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from monograph.decode.arena import Arena, advance, allowed, stopped
+from monograph.decode.automaton_tables import AutomatonTables, allowed_tokens, is_over, next_states
 from monograph.decode.cache import KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import (
     COUNT_DTYPE,
     OK,
-    Drawn,
+    SampledTokens,
     LogProbabilities,
     Past,
     Rows,
@@ -52,7 +52,7 @@ from monograph.decode.chain import (
     log_probabilities,
     sample,
 )
-from monograph.decode.knobs import Chain, joint
+from monograph.decode.knobs import Chain, join_chains
 from monograph.graph.replay import WARM_UP, Recorder, Replays
 from monograph.model.llama import Llama
 
@@ -108,8 +108,8 @@ class State:
         limit_B: the maximum number of sampled tokens.
         status_B: a `Status`.
         stop_ids_BM: the ids that end the text, padded with -1.
-        constraint_B: the state of the automaton of allowed texts, with its counters.
-        stopping_B: the state of the automaton of stop strings.
+        constraint_state_B: the state of the automaton of allowed texts, with its counters.
+        stop_state_B: the state of the automaton of stop strings.
         counts_BV: int32, see `Rows`.
         prompt_BV: bool or int32, see `Rows`.
         past: the ids of prompt and output.
@@ -128,8 +128,8 @@ class State:
     limit_B: Tensor
     status_B: Tensor
     stop_ids_BM: Tensor
-    constraint_B: Tensor
-    stopping_B: Tensor
+    constraint_state_B: Tensor
+    stop_state_B: Tensor
     counts_BV: Tensor | None
     prompt_BV: Tensor | None
     past: Past | None
@@ -173,8 +173,8 @@ class State:
             limit_B=zeros(rows),
             status_B=zeros(rows),
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
-            constraint_B=zeros(rows),
-            stopping_B=zeros(rows),
+            constraint_state_B=zeros(rows),
+            stop_state_B=zeros(rows),
             counts_BV=zeros(rows, vocabulary, dtype=COUNT_DTYPE) if needed.counts else None,
             prompt_BV=zeros(rows, vocabulary, dtype=prompt_dtype) if needed.prompt else None,
             past=past,
@@ -223,39 +223,39 @@ class State:
             self.values_RBN.index_copy_(0, self.line_1, values_BN[None])
             self.ids_RBN.index_copy_(0, self.line_1, ids_BN[None].to(torch.int32))
 
-    def write_step(self, moved_B: Tensor, status_B: Tensor) -> None:
+    def write_step(self, sampled_B: Tensor, status_B: Tensor) -> None:
         """Write the step's codes to the ring, and the new statuses and counts to the state.
 
         Args:
-            moved_B: bool, the rows that sampled a token.
+            sampled_B: bool, the rows that sampled a token.
             status_B: the new statuses.
         """
         # All writes are in place: a captured graph uses the same addresses at every replay.
-        self.generated_B += moved_B
-        self.position_B += moved_B
+        self.generated_B += sampled_B
+        self.position_B += sampled_B
         self.status_B.copy_(status_B)
         if self.counts_BV is not None:
-            add_to_counts(self.counts_BV, self.token_B, moved_B)
-        # `past` needs the position of the new token, so this follows the change of the position.
+            add_to_counts(self.counts_BV, self.token_B, sampled_B)
+        # `past` needs the position of the new token, so this follow_automata the change of the position.
         if self.past is not None:
-            self.past.add(self.token_B, self.position_B, moved_B)
+            self.past.add(self.token_B, self.position_B, sampled_B)
         # A code is one number for token and status, so that fewer bytes are copied to the host.
         codes_B = self.token_B + (status_B << TOKEN_BITS)
         self.ring_RB.index_copy_(0, self.line_1, codes_B[None].to(torch.int32))
         self.line_1 += 1
 
-    def forget_leaving_tokens(self, moved_B: Tensor, knobs: Mapping[str, Tensor]) -> None:
+    def uncount_leaving_token(self, sampled_B: Tensor, knobs: Mapping[str, Tensor]) -> None:
         """Subtract the token that leaves the window of the last n tokens from the counts, in place.
 
         Args:
-            moved_B: bool, the rows that sampled a token, which `write_step` has counted.
+            sampled_B: bool, the rows that sampled a token, which `write_step` has counted.
             knobs: "penalty_last_n" n, below 0 for all tokens, and "counts_prompt", [B] each.
         """
         assert self.counts_BV is not None and self.past is not None
         n_B = knobs["penalty_last_n"]
         history_BT = self.past.history_BT
         left_position_B = self.position_B - n_B
-        leaves_B = moved_B & (n_B > 0) & (left_position_B >= 0)
+        leaves_B = sampled_B & (n_B > 0) & (left_position_B >= 0)
         index_B1 = left_position_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None]
         token_B = history_BT.gather(-1, index_B1)[:, 0].long()
         # `prompt_BV` counts the tokens of the prompt. `counts_BV` counts the output, and the prompt
@@ -315,7 +315,7 @@ class DecodeStep:
     cache: KVCache
     chain: Chain
     knobs: dict[str, Tensor]
-    tables: Arena
+    tables: AutomatonTables
     vocabulary: int
     fast: FastForward | None = None
     fast_sampler: FastSampler | None = None
@@ -325,7 +325,7 @@ class DecodeStep:
         self,
         blocks: int,
         truncation: Truncation,
-        follows: bool = True,
+        follow_automata: bool = True,
         hidden_BD: Tensor | None = None,
     ) -> None:
         """Sample one token in every running row.
@@ -334,7 +334,7 @@ class DecodeStep:
             blocks: attention reads the first `blocks` blocks of the cache, which must include the
                 position of every running row.
             truncation: see `sample`.
-            follows: whether automata are followed; False: no running row has an automaton.
+            follow_automata: whether automata are followed; False: no running row has an automaton.
             hidden_BD: the final hidden states of the rows' last tokens, if they are known; None:
                 they are computed.
         """
@@ -342,7 +342,7 @@ class DecodeStep:
         logits_BV = self._logits(blocks, hidden_BD)[:, : self.vocabulary]
         rows = Rows(
             seed_B=state.seed_B,
-            # The position of the token to be sampled, which follows the token that is read.
+            # The position of the token to be sampled, which follow_automata the token that is read.
             position_B=state.position_B + 1,
             generated_B=state.generated_B,
             knobs=self.knobs,
@@ -351,19 +351,21 @@ class DecodeStep:
             past=state.past,
             mu_B=state.mu_B if "mirostat" in self.chain.stages else None,
         )
-        allowed_BV = allowed(self.tables, state.constraint_B) if follows else None
+        allowed_BV = (
+            allowed_tokens(self.tables, state.constraint_state_B) if follow_automata else None
+        )
         drawn = self._sample(logits_BV, rows, allowed_BV, truncation)
         if self.chain.logprobs is not None:
             raw = log_probabilities(logits_BV, drawn.token_B, self.chain.logprobs)
             processed = raw
-            if self.chain.processed and drawn.logprobs:
+            if self.chain.reports_processed and drawn.logprobs:
                 processed = drawn.logprobs
             state.write_log_probabilities(raw, processed)
-        self._advance(drawn, follows)
+        self._apply_stop_rules(drawn, follow_automata)
 
     def _sample(
         self, logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, truncation: Truncation
-    ) -> Drawn:
+    ) -> SampledTokens:
         sampler = self.fast_sampler
         if sampler is None or not sampler.serves(self.chain, truncation, self.vocabulary):
             return sample(logits_BV, rows, allowed_BV, self.chain, truncation)
@@ -383,7 +385,7 @@ class DecodeStep:
             )[:, 0]
         return self.model.logits(hidden_BD)
 
-    def _advance(self, drawn: Drawn, follows: bool) -> None:
+    def _apply_stop_rules(self, drawn: SampledTokens, follow_automata: bool) -> None:
         """Apply the stop rules after a token was sampled; rows that are not running do not change."""
         state = self.state
         # Plain ints, since Dynamo does not treat an IntEnum as a number.
@@ -393,15 +395,15 @@ class DecodeStep:
         running_B = state.status_B == running
         # All rows are computed, and `where` drops the results of rows that are not running. So the
         # host does not have to know which rows are running.
-        moved_B = running_B & (drawn.status_B == OK)
-        state.token_B.copy_(torch.where(moved_B, drawn.token_B, state.token_B))
+        sampled_B = running_B & (drawn.status_B == OK)
+        state.token_B.copy_(torch.where(sampled_B, drawn.token_B, state.token_B))
         ended_B = (state.token_B[:, None] == state.stop_ids_BM).any(-1)
-        if follows:
-            for states_B in (state.constraint_B, state.stopping_B):
-                advanced_B = advance(self.tables, states_B, state.token_B)
-                states_B.copy_(torch.where(moved_B, advanced_B, states_B))
-            ended_B |= stopped(self.tables, state.stopping_B) | stopped(
-                self.tables, state.constraint_B
+        if follow_automata:
+            for states_B in (state.constraint_state_B, state.stop_state_B):
+                advanced_B = next_states(self.tables, states_B, state.token_B)
+                states_B.copy_(torch.where(sampled_B, advanced_B, states_B))
+            ended_B |= is_over(self.tables, state.stop_state_B) | is_over(
+                self.tables, state.constraint_state_B
             )
         at_limit_B = state.generated_B + 1 >= state.limit_B
         # A row that stops with the last token of its limit has the status STOP.
@@ -409,16 +411,16 @@ class DecodeStep:
         # The sampler's NAN, DEAD and OVERFLOW, 1 to 3, become NOT_FINITE, NOTHING_ALLOWED and
         # UNDECIDED, which have the same order.
         failed_B = drawn.status_B + (Status.NOT_FINITE.value - 1)
-        status_B = torch.where(moved_B, after_B, torch.where(running_B, failed_B, state.status_B))
-        state.write_step(moved_B, status_B)
-        # This follows `write_step`, which counts the new token and moves the window's end.
+        status_B = torch.where(sampled_B, after_B, torch.where(running_B, failed_B, state.status_B))
+        state.write_step(sampled_B, status_B)
+        # This follow_automata `write_step`, which counts the new token and moves the window's end.
         if "last_n" in self.chain.stages:
-            state.forget_leaving_tokens(moved_B, self.knobs)
+            state.uncount_leaving_token(sampled_B, self.knobs)
         if "mirostat" in self.chain.stages:
             assert drawn.logprobs is not None
             surprise_B = drawn.logprobs.chosen_B * (-1 / math.log(2))
             change_B = self.knobs["mirostat_eta"] * (surprise_B - self.knobs["mirostat_tau"])
-            state.mu_B.copy_(torch.where(moved_B, state.mu_B - change_B, state.mu_B))
+            state.mu_B.copy_(torch.where(sampled_B, state.mu_B - change_B, state.mu_B))
 
 
 Step = Callable[..., None]
@@ -458,7 +460,7 @@ class Steps:
         self.choose_chain = functools.cache(self._choose_chain)
 
     def _choose_chain(self, smallest_chains: frozenset[Chain]) -> Chain:
-        smallest = joint(smallest_chains, self.chains[-1])
+        smallest = join_chains(smallest_chains, self.chains[-1])
         if not self._only_given_chains:
             return smallest
         return next(chain for chain in self.chains if chain.covers(smallest))

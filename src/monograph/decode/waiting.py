@@ -67,7 +67,7 @@ class Waiting:
             self._by_owner[owner] = entries
         return entry
 
-    def prefer(self, entry: Entry) -> None:
+    def move_to_front(self, entry: Entry) -> None:
         """Make a waiting request the next one."""
         entries = self._by_owner.pop(entry.request.owner)
         entries.remove(entry)

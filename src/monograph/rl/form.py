@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from monograph.automata import constraint
-from monograph.decode.arena import Arena, allowed
+from monograph.decode.automaton_tables import AutomatonTables, allowed_tokens
 from monograph.errors import InputRefused
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import FormName
@@ -55,18 +55,18 @@ class AnswerForm:
                 "so answers cannot have a form"
             )
         self.automaton = constraint(name.kind, name.value, tokenizer.pieces, ends, leads.pop())
-        tables = Arena.holding([self.automaton], tokenizer.vocab_size, device)
-        start = tables.take(self.automaton)
+        tables = AutomatonTables.holding([self.automaton], tokenizer.vocab_size, device)
+        start = tables.acquire(self.automaton)
         assert start is not None
         self._start = start
-        self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed, tables)
-        states = len(tables.row_S)
+        self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed_tokens, tables)
+        states = len(tables.first_cell_S)
         # Looking a mask up takes less memory than computing it. A state of an automaton with counters
         # has many masks.
         fits = states * tokenizer.vocab_size <= _MAX_MASK_BYTES
         if fits and not self.automaton.has_counters:
             masks = [
-                allowed(tables, torch.tensor([state], device=device)) for state in range(states)
+                allowed_tokens(tables, torch.tensor([state], device=device)) for state in range(states)
             ]
             self.allowed = functools.partial(_look_up, torch.cat(masks))
 

@@ -57,7 +57,7 @@ from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import Answer, Reward
 
 # Answers that are decoded at the same time.
-MOST_ROWS = 256
+MAX_ROWS = 256
 # Prompts that are read at the same time.
 MOST_PROMPTS = 32
 # How many steps are decoded between two times that the host reads which answers have ended. A read
@@ -71,7 +71,7 @@ HELD_OUT = 1 << 62
 
 def decoded_rows(answers: int) -> int:
     """Return the number of rows in which this number of answers is decoded at the same time."""
-    return min(padded_count(answers), MOST_ROWS)
+    return min(padded_count(answers), MAX_ROWS)
 
 
 def slots_of(options: Options, config: LlamaConfig, tokens: int) -> int:
@@ -176,12 +176,12 @@ class Drawer:
         step = self.engine.step
         answers = options.prompts * options.group
         weight = model.lm_head.weight
-        batches = math.ceil(answers / MOST_ROWS)
+        batches = math.ceil(answers / MAX_ROWS)
         # A run that compiles nothing must not compile its decoder: 0 steps are never worth it.
         decode_steps = 0
         if step.scope != "none":
             decode_steps = self.updates() // options.updates * batches * options.max_new_tokens
-        mode = mode_for(decode_steps, weight.device.type, casts=step.precision.name != "fp32")
+        mode = mode_for(decode_steps, weight.device.type, is_autocast=step.precision.name != "fp32")
         if self._made and self._made[0] == mode:
             return self._made[1]
         prompts_at_once = min(options.prompts, MOST_PROMPTS)
@@ -194,7 +194,7 @@ class Drawer:
             rows_that_fit(model, slots, decoded_rows(answers_of_rank), "lower rl.max_new_tokens")
         )
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
-        chain = replace(chain, processed=not self._is_raw)
+        chain = replace(chain, reports_processed=not self._is_raw)
         with modes_kept(model):
             generator = Generator(
                 model,
@@ -202,7 +202,7 @@ class Drawer:
                 rows=rows,
                 slots=slots,
                 vocabulary=prompts.vocab_size,
-                block=min(STEPS, options.max_new_tokens),
+                pace=min(STEPS, options.max_new_tokens),
                 mode=mode,
                 automata=[self.form.automaton] if self.form else (),
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from monograph import interrupts
-from monograph.decode.completion import MOST_ROWS
+from monograph.decode.completion import MAX_ROWS
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError, bug_report, said_by
 from monograph.report.quantities import counted
@@ -51,7 +51,7 @@ def run(
         raise UsageError(
             f"--host {host}: other machines can reach this host, so give --api-key-file, a file with a key on each line"
         )
-    source = Source(run, rows or MOST_ROWS[default_device().type], warn)
+    source = Source(run, rows or MAX_ROWS[default_device().type], warn)
     service = Service(source, _say, _report_bug, aliases=served_names, any_name=any_name)
     allow_connections()
     with _listening(host, port) as listening:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from monograph.decode.arena import Arena
+from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import KVCache, Slots
 from monograph.decode.completion import rows_that_fit
 from monograph.decode.generator import Generator
@@ -58,7 +58,7 @@ def serving_chains(logprobs: int) -> list[Chain]:
             top_ks.append(5)
         samplings = [Sampling(**{**options, "top_k": k}, logprobs=reported) for k in top_ks]
         # The protocol reports probabilities under the raw logits only.
-        return replace(chain_of(samplings, MAX_STOP_IDS), processed=False)
+        return replace(chain_of(samplings, MAX_STOP_IDS), reports_processed=False)
 
     return [
         make_chain({"temperature": 1.0}, None),
@@ -179,9 +179,9 @@ class _Decoder:
             rows=version.rows,
             slots=slots,
             vocabulary=vocabulary,
-            automata=Arena(vocabulary, device),
+            automata=AutomatonTables(vocabulary, device),
             mode="captured",
-            block=Pace(block_steps, min(HURRIED_STEPS, block_steps), PROMPT_CHUNKS),
+            pace=Pace(block_steps, min(HURRIED_STEPS, block_steps), PROMPT_CHUNKS),
         )
 
     def advance(self) -> list[tuple[Generation, Event]]:

@@ -231,7 +231,7 @@ class TextEndpoint:
                 max_tokens=max_tokens,
                 stop_ids=tuple(stop_ids),
                 constraint=constraint,
-                stop=stop,
+                stop_automaton=stop,
                 breaker_V=breaker_V,
                 seed=seed,
                 owner=client,

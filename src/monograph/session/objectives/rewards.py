@@ -37,7 +37,7 @@ from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import REWARDS, Reward, form_named, parameters_of, reward_of
 from monograph.rl.rollouts import (
     MOST_PROMPTS,
-    MOST_ROWS,
+    MAX_ROWS,
     Drawer,
     Rollouts,
     Sharing,
@@ -444,7 +444,7 @@ def drawing_time(
     number_bytes = 2 if training.precision != "fp32" and training.lora else FP32_BYTES
     drawing = Drawing(
         options.prompts * options.group,
-        MOST_ROWS,
+        MAX_ROWS,
         prompt or options.length - options.max_new_tokens,
         tokens or options.max_new_tokens,
         number_bytes,

@@ -22,7 +22,7 @@ from monograph.automata.tokens import MAX_EFFECTS
 from monograph.errors import InputRefused
 
 # The state in which every token is allowed and no text is over.
-FREE = 0
+NO_AUTOMATON = 0
 # The state in which no token is allowed.
 DEAD = 1
 # The number of the effect that no counters allow; the effect 0 is `ALWAYS`.
@@ -47,11 +47,11 @@ class _Place(NamedTuple):
     number: int
 
 
-class Arena:
+class AutomatonTables:
     """Automata over one vocabulary as a few tensors of 6 N + 9 S + 16 E R + 2 A V bytes.
 
     An automaton has a place while a request uses it, and afterwards until another one needs the
-    place. Each row of a batch has a state, int64: FREE if it has no automaton, else a state of an
+    place. Each row of a batch has a state, int64: NO_AUTOMATON if it has no automaton, else a state of an
     automaton together with its counters.
 
     Attributes:
@@ -65,8 +65,8 @@ class Arena:
         classes_C: int32 [C], 0 to C - 1, where C is the maximum number of classes of an automaton.
         effects_4ER: int32 [4, E, R], least, most, keep and add of each effect.
         shifts_R: int64 [R], the position of each counter's bits in a state.
-        row_S: int32 [S], the index in `next_N` of each state's first cell.
-        automaton_S: int32 [S], the number of each state's automaton, from 1; 0 for FREE and DEAD.
+        first_cell_S: int32 [S], the index in `next_N` of each state's first cell.
+        automaton_S: int32 [S], the number of each state's automaton, from 1; 0 for NO_AUTOMATON and DEAD.
         stops_S: bool [S], whether the text is over in the state.
         class_AV: int16 [A, V], each automaton's class of each token.
     """
@@ -97,16 +97,16 @@ class Arena:
         self.states = states
         self.automata = automata
         self.effects = effects
-        self.next_N, self.row_S, self.automaton_S = (
+        self.next_N, self.first_cell_S, self.automaton_S = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (cells, states, states)
         )
         self.effect_N = torch.zeros(cells, dtype=torch.int16, device=device)
         self.effects_4ER = torch.zeros(4, 2 + effects, COUNTERS, dtype=torch.int32, device=device)
         self.stops_S = torch.zeros(states, dtype=torch.bool, device=device)
         self.class_AV = torch.zeros(1 + automata, vocabulary, dtype=torch.int16, device=device)
-        # FREE and DEAD have one cell each, with their own index: FREE leads to FREE, DEAD to DEAD.
+        # NO_AUTOMATON and DEAD have one cell each, with their own index: NO_AUTOMATON leads to NO_AUTOMATON, DEAD to DEAD.
         self.next_N[DEAD] = DEAD
-        self.row_S[DEAD] = DEAD
+        self.first_cell_S[DEAD] = DEAD
         self.effect_N[DEAD] = NEVER
         never = ALWAYS._replace(low=(1,) * COUNTERS, high=(0,) * COUNTERS)
         self._write_effects(0, [ALWAYS, never])
@@ -131,9 +131,9 @@ class Arena:
         """
         cells, states, effects = _sizes(automata)
         classes = max([1, *(automaton.next_SC.shape[1] for automaton in automata)])
-        arena = cls(vocabulary, device, 2 + cells, 2 + states, len(automata), effects, classes)
-        arena.require(*automata)
-        return arena
+        tables = cls(vocabulary, device, 2 + cells, 2 + states, len(automata), effects, classes)
+        tables.require(*automata)
+        return tables
 
     def require(self, *automata: Automaton | None) -> None:
         """Refuse the automata of one text if the tables are too small for them together.
@@ -155,7 +155,7 @@ class Arena:
                     f"({len(self.classes_C):,}): make it simpler or shorter"
                 )
         cells, states, effects = _sizes(given)
-        # FREE and DEAD take two states and two cells.
+        # NO_AUTOMATON and DEAD take two states and two cells.
         fits = cells + 2 <= self.cells and states + 2 <= self.states and effects <= self.effects
         if not fits or len(given) > self.automata:
             raise InputRefused(
@@ -164,13 +164,13 @@ class Arena:
                 f"{self.effects:,}: make it simpler or shorter"
             )
 
-    def take(self, automaton: Automaton | None) -> int | None:
+    def acquire(self, automaton: Automaton | None) -> int | None:
         """Count a use of an automaton, which gets a place; return the state in which texts begin.
 
-        The state is FREE without an automaton, and None if there is no room now.
+        The state is NO_AUTOMATON without an automaton, and None if there is no room now.
         """
         if automaton is None:
-            return FREE
+            return NO_AUTOMATON
         key = id(automaton)
         place = self._places.pop(key, None) or self._find_place(automaton)
         if place is None:
@@ -179,7 +179,7 @@ class Arena:
         self._uses[key] += 1
         return place.state
 
-    def give_back(self, automaton: Automaton | None) -> None:
+    def release(self, automaton: Automaton | None) -> None:
         """End a use of an automaton. Without uses, it may lose its place to another one."""
         if automaton is not None:
             self._uses[id(automaton)] -= 1
@@ -249,7 +249,7 @@ class Arena:
         effects = np.where(table_SC < 0, NEVER, effects).reshape(-1).astype(np.int16)
         self.effect_N[cell : cell + table_SC.size] = torch.from_numpy(effects).to(device)
         self._write_effects(effect, automaton.effects[1:])
-        self.row_S[states] = torch.from_numpy(rows.astype(np.int32)).to(device)
+        self.first_cell_S[states] = torch.from_numpy(rows.astype(np.int32)).to(device)
         self.automaton_S[states] = place.number
         self.stops_S[states] = torch.from_numpy(automaton.stops_S).to(device)
         self.class_AV[place.number] = torch.from_numpy(automaton.class_V).to(device)
@@ -274,11 +274,11 @@ def _gap(occupied: list[tuple[int, int]], size: int, capacity: int) -> int | Non
     """Return the begin of the first gap with room for `size` entries; None if there is none.
 
     Args:
-        occupied: (begin, size) of the occupied entries, in addition to those of FREE and DEAD.
+        occupied: (begin, size) of the occupied entries, in addition to those of NO_AUTOMATON and DEAD.
         size: the number of entries.
         capacity: the number of entries of the table.
     """
-    begin = max(FREE, DEAD) + 1
+    begin = max(NO_AUTOMATON, DEAD) + 1
     for occupied_begin, occupied_size in sorted(occupied):
         if begin + size <= occupied_begin:
             return begin
@@ -286,7 +286,7 @@ def _gap(occupied: list[tuple[int, int]], size: int, capacity: int) -> int | Non
     return begin if begin + size <= capacity else None
 
 
-def allowed(tables: Arena, state_B: Tensor) -> Tensor:
+def allowed_tokens(tables: AutomatonTables, state_B: Tensor) -> Tensor:
     """Return the tokens that may come next, which do not lead to DEAD.
 
     Args:
@@ -294,7 +294,7 @@ def allowed(tables: Arena, state_B: Tensor) -> Tensor:
         state_B: int64 [B].
 
     Returns:
-        bool [B, V]; all true in state FREE, all false in state DEAD.
+        bool [B, V]; all true in state NO_AUTOMATON, all false in state DEAD.
     """
     at_B = state_B & STATE_MASK
     # Whether the counters allow an effect is computed for each effect and gathered for each class,
@@ -304,15 +304,15 @@ def allowed(tables: Arena, state_B: Tensor) -> Tensor:
     most_ER = tables.effects_4ER[1]
     may_BE = ((counts_BR[:, None] >= least_ER) & (counts_BR[:, None] <= most_ER)).all(-1)
     # After an automaton's last class there are cells of other automata. No token has such a class.
-    cell_BC = (tables.row_S[at_B][:, None] + tables.classes_C).clamp(max=tables.cells - 1)
+    cell_BC = (tables.first_cell_S[at_B][:, None] + tables.classes_C).clamp(max=tables.cells - 1)
     may_BC = may_BE.gather(1, tables.effect_N[cell_BC].long())
     return may_BC.gather(1, tables.class_AV[tables.automaton_S[at_B]].long())
 
 
-def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
+def next_states(tables: AutomatonTables, state_B: Tensor, token_B: Tensor) -> Tensor:
     """Return the states after one token of each row.
 
-    A forbidden token leads to DEAD, and FREE leads to FREE.
+    A forbidden token leads to DEAD, and NO_AUTOMATON leads to NO_AUTOMATON.
 
     Args:
         tables: the automata.
@@ -323,7 +323,7 @@ def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
         int64 [B].
     """
     at_B = state_B & STATE_MASK
-    cell_B = tables.row_S[at_B] + tables.class_AV[tables.automaton_S[at_B], token_B].int()
+    cell_B = tables.first_cell_S[at_B] + tables.class_AV[tables.automaton_S[at_B], token_B].int()
     least_BR, most_BR, keep_BR, add_BR = (
         tables.effects_4ER[:, tables.effect_N[cell_B].int()].long().unbind(0)
     )
@@ -333,7 +333,7 @@ def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
     return torch.where(may_B, after_B, DEAD)
 
 
-def stopped(tables: Arena, state_B: Tensor) -> Tensor:
+def is_over(tables: AutomatonTables, state_B: Tensor) -> Tensor:
     """Return whether each row's text is over.
 
     It is if a stop string has occurred, or if only an end token may come.
@@ -343,11 +343,11 @@ def stopped(tables: Arena, state_B: Tensor) -> Tensor:
         state_B: int64 [B].
 
     Returns:
-        bool [B]; never true in states FREE and DEAD.
+        bool [B]; never true in states NO_AUTOMATON and DEAD.
     """
     return tables.stops_S[state_B & STATE_MASK]
 
 
-def _counts(tables: Arena, state_B: Tensor) -> Tensor:
+def _counts(tables: AutomatonTables, state_B: Tensor) -> Tensor:
     """Return the counters of each row, int64 [B, R]."""
     return (state_B[:, None] >> tables.shifts_R) & MAX_COUNT
