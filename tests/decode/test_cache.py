@@ -127,13 +127,13 @@ def reader_of(rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: 
 
 def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
     reader, prompt = reader_of(), tuple(range(1, 30))
-    assert reader.begin([prompt], owner="a") and not reader.ready
+    assert reader.begin([prompt], owner="a") and not reader.is_finished
     assert [
         reader.read_chunks(1),
         reader.read_chunks(2),
-        reader.ready,
+        reader.is_finished,
         reader.read_chunks(),
-        reader.ready,
+        reader.is_finished,
     ] == [
         1,
         2,
@@ -144,8 +144,8 @@ def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
     assert not reader.begin([prompt], owner="a") and not reader.begin(
         [(*prompt[:-1], 60)], owner="a"
     )
-    assert reader.ready, "the last token is read by the first step"
-    assert reader.begin([prompt], owner="b") and not reader.ready
+    assert reader.is_finished, "the last token is read by the first step"
+    assert reader.begin([prompt], owner="b") and not reader.is_finished
     reader.forget()
     assert reader.begin([prompt], owner="b") and not any(
         tensor.any() for tensor in all_of(reader.cache)
@@ -188,7 +188,7 @@ def test_the_recurrences_that_were_used_last_are_kept() -> None:
         reader.read_chunks()
     assert kept() == known[:MAX_KNOWN_RECURRENCES]
     reader.begin([prompts[0]])
-    assert reader.skip(reader.cache, 0, 16) == 16 and reader.ready
+    assert reader.copy_first_chunks(reader.cache, 0, 16) == 16 and reader.is_finished
     assert kept() == [known[0], *known[2:MAX_KNOWN_RECURRENCES], known[1]], (
         "what was used comes last"
     )
@@ -201,8 +201,14 @@ def test_only_what_is_known_to_be_the_same_is_skipped() -> None:
     reader, prompt = reader_of(), tuple(range(1, 40))
     source = cache_of(PLAIN, 2, 256, block=16)
     reader.begin([prompt])
-    assert reader.skip(source, 1, 7) == 0 and reader._unread_chunks == [0, 8, 16, 24, 32]
-    assert reader.skip(source, 1, 21) == 16 and reader._unread_chunks == [16, 24, 32]
+    assert reader.copy_first_chunks(source, 1, 7) == 0 and reader._unread_chunks == [
+        0,
+        8,
+        16,
+        24,
+        32,
+    ]
+    assert reader.copy_first_chunks(source, 1, 21) == 16 and reader._unread_chunks == [16, 24, 32]
     assert (
         torch.equal(reader.cache.keys[0][0, 0], source.keys[0][0, 1])
         and not reader.cache.keys[0][1:].any()

@@ -12,8 +12,8 @@ from torch import Tensor
 from monograph.decode.candidates import Candidates
 from monograph.decode.chain import (
     COUNT_DTYPE,
-    NOTHING_ALLOWED,
     NOT_FINITE,
+    NOTHING_ALLOWED,
     OK,
     UNDECIDED,
     Rows,

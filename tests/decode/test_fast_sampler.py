@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from monograph.decode.chain import (
-    NOTHING_ALLOWED,
     NOT_FINITE,
+    NOTHING_ALLOWED,
     OK,
     UNDECIDED,
     Rows,
@@ -50,7 +50,7 @@ def fast(chain: Chain, rows: Rows, edited_BV: Tensor) -> Any:
     from monograph.decode.fast_sampler import FastSampler  # imports Triton
 
     sampler = FastSampler(len(edited_BV), edited_BV.device)
-    assert sampler.serves(chain, "window", edited_BV.shape[1])
+    assert sampler.supports(chain, "window", edited_BV.shape[1])
     drawn = sampler.sample(edited_BV, rows, rows.position_B - 1, chain)
     assert not sampler._counters_B.any()
     return drawn
@@ -140,13 +140,13 @@ def test_a_chain_that_the_kernel_cannot_do_is_left_to_torch(options: dict[str, A
     from monograph.decode.fast_sampler import FastSampler
 
     chain = chain_of([Sampling(**options)])
-    assert not FastSampler.serves(chain, "window", VOCABULARY)
+    assert not FastSampler.supports(chain, "window", VOCABULARY)
 
 
 def test_a_search_over_all_tokens_is_left_to_torch() -> None:
     from monograph.decode.fast_sampler import FastSampler
 
     chain = chain_of([Sampling(top_k=40)])
-    assert FastSampler.serves(chain, "window", VOCABULARY)
-    assert not FastSampler.serves(chain, "search", VOCABULARY)
-    assert not FastSampler.serves(chain, "window", 64), "as many as are read"
+    assert FastSampler.supports(chain, "window", VOCABULARY)
+    assert not FastSampler.supports(chain, "search", VOCABULARY)
+    assert not FastSampler.supports(chain, "window", 64), "as many as are read"

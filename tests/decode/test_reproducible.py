@@ -8,9 +8,9 @@ from torch import Tensor
 
 from monograph.decode.reproducible import (
     UNIT,
-    continuation_seed,
     argmax_id,
     argmax_with_noise,
+    continuation_seed,
     gumbel,
     gumbel_noise,
     gumbel_noise_of,

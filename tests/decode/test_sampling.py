@@ -78,7 +78,7 @@ def test_a_chain_has_the_stages_that_are_needed_in_the_request_s_order() -> None
     )
     options = {"top_k": 40, "top_p": 0.9, "typical_p": 0.5, "presence_penalty": 1.0}
     assert chain_of([Sampling(**options)]).stages == (
-        "counted",
+        "frequency_presence",
         "temperature",
         "top_k",
         "top_p",
@@ -87,7 +87,13 @@ def test_a_chain_has_the_stages_that_are_needed_in_the_request_s_order() -> None
     llama_cpp = chain_of(
         [Sampling(**options, order="llama_cpp"), Sampling(order="llama_cpp", temperature_range=0.1)]
     )
-    assert llama_cpp.stages == ("counted", "top_k", "typical", "top_p", "dynamic_temperature")
+    assert llama_cpp.stages == (
+        "frequency_presence",
+        "top_k",
+        "typical",
+        "top_p",
+        "dynamic_temperature",
+    )
     assert chain_of([Sampling(xtc_probability=0.5, xtc_threshold=0.6)]).stages == ("temperature",)
     many = chain_of([Sampling(logit_bias={1: 1.0, 2: 1.0, 3: 1.0}, min_tokens=1)], stop_ids=1)
     assert (many.bias_length, many.stop_length, many.samples_at_random) == (4, 1, True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from monograph.decode.chain import OK, SampledTokens, LogProbabilities
+from monograph.decode.chain import OK, LogProbabilities, SampledTokens
 from monograph.decode.knobs import chain_of
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import DecodeStep, State, Status
@@ -32,5 +32,5 @@ def test_mirostat_moves_each_running_row_by_its_own_rate() -> None:
         torch.full((3,), OK),
         LogProbabilities(chosen_B, empty.long(), empty),
     )
-    step._apply_stop_rules(drawn, follow_automata=False)
+    step._update_state(drawn, follow_automata=False)
     torch.testing.assert_close(state.mu_B, torch.tensor([7.0, 4.75, 4.0]))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batches import tiny_llama
 from monograph.decode import Sampling, generate, step
-from monograph.decode.chain import SampledTokens, Rows, edit_logits
+from monograph.decode.chain import Rows, SampledTokens, edit_logits
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import row_uniform

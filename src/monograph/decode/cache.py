@@ -1,22 +1,21 @@
 """Caches of keys and values, and the reader that fills them with prompts.
 
-Slot s of a row holds the key and the value of position s. A block is some slots that follow each
-other. A layer without attention has a recurrence instead, whose size does not depend on the number
-of positions.
+Slot s of a row holds the key and the value of position s. A block is a number of consecutive slots. A
+layer without attention has a recurrence instead, whose size does not depend on the number of
+positions.
 
-A reader reads prompts into its own cache, from which rows copy their keys and values. It reads
-chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one by default). So
-the keys and values of a prompt do not depend on other prompts.
+A reader reads prompts (prefill) into its own cache, from which the decoder's rows copy their keys and
+values. It reads chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one
+by default). So the keys and values of a prompt do not depend on other prompts.
 
-If two prompts begin with the same whole chunks, these chunks do not have to be read again. For
-layers without attention, the recurrence after these chunks must be known, too. The first decode step
-reads a prompt's last token, unless the reader has read it (`Slots.is_filled`).
+If two prompts begin with the same whole chunks, these chunks are read only once. For layers without
+attention, this needs the recurrence after these chunks. A prompt's last token is read by the first
+decode step, or by the reader if `Slots.is_filled`.
 
 Shapes: N blocks, B rows, R rows of the reader's cache, K key-value heads, H query heads, C slots of
 a block, E head dimension, T positions of a chunk, D hidden size, 1 broadcasts.
 """
 
-import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,8 +58,8 @@ class KVCache:
             recurrences: the recurrence of each layer without attention, by the layer's index.
             seen_blocks: attention reads this number of first blocks; None: all blocks.
             is_filled: see `cached_attention`.
-            kernels: compute attention instead of `cached_attention` where they can; None: always
-                `cached_attention`.
+            kernels: the kernels that compute attention where they can; `cached_attention` computes
+                the rest, or all if this is None.
         """
         self.keys = keys
         self.values = values
@@ -86,9 +85,9 @@ class KVCache:
         for layer in range(config.num_hidden_layers):
             is_linear = config.is_linear(layer)
             heads = 0 if is_linear else config.num_key_value_heads
-            # Blocks are the outer axis, so that the first blocks, which are all that short texts
-            # need, are contiguous. Each layer has its own tensor, since a captured graph that writes
-            # to a part of a tensor copies all of it (dev/log.md).
+            # Blocks are the outer axis, so that the first blocks are contiguous; short texts need no
+            # others. Each layer has its own tensor, since a captured graph that writes to a part of a
+            # tensor copies all of it (dev/log.md).
             shape = (math.ceil(slots / block), rows, heads, block, config.head_dim)
             keys.append(torch.zeros(shape, dtype=dtype, device=device))
             values.append(torch.zeros(shape, dtype=dtype, device=device))
@@ -112,9 +111,9 @@ class KVCache:
         return self.keys[0].shape[3]
 
     def visible(self, slots: int) -> int:
-        """Return how many blocks attention reads for this number of slots.
+        """Return how many blocks attention reads if this number of first slots is used.
 
-        It is a power of two, or all blocks, since each number needs a graph.
+        It is a power of two, or all blocks, since each different number needs a graph.
         """
         needed_blocks = math.ceil(slots / self.block)
         return min(self.keys[0].shape[0], 1 << (needed_blocks - 1).bit_length())
@@ -166,11 +165,11 @@ class KVCache:
             if mixed_BHTE is not None:
                 return mixed_BHTE
         rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
-        where = (positions_BT // self.block, rows_B1, slice(None), positions_BT % self.block)
+        index = (positions_BT // self.block, rows_B1, slice(None), positions_BT % self.block)
         # The write is to the whole tensor and not to a slice, since a captured write to a slice copies
         # the cache (dev/log.md).
-        keys_NBKCE[where] = key_BKTE.transpose(1, 2).to(keys_NBKCE.dtype)
-        values_NBKCE[where] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
+        keys_NBKCE[index] = key_BKTE.transpose(1, 2).to(keys_NBKCE.dtype)
+        values_NBKCE[index] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
         seen_keys_NBKCE = keys_NBKCE[: self.seen_blocks]
         seen_values_NBKCE = values_NBKCE[: self.seen_blocks]
         if kernels is not None and positions_BT.shape[1] > 1:
@@ -194,15 +193,18 @@ class KVCache:
         return self.recurrences[layer_index]
 
     def begin(self, limits: Sequence[int]) -> None:
-        """Reset all recurrences; those of row i will take at most limits[i] tokens."""
+        """Reset all recurrences; those of row i take in at most limits[i] tokens."""
         for tensor in self.recurrence_tensors():
             tensor.zero_()
         for recurrence in self.recurrences.values():
             recurrence.limit_B[: len(limits)] = sent(limits, recurrence.limit_B.device)
 
     def recurrence_tensors(self) -> list[Tensor]:
-        """Return the tensors of all recurrences, with a row for each row of the cache."""
-        return [tensor for recurrence in self.recurrences.values() for tensor in recurrence[:3]]
+        """Return the tensors of all recurrences without `limit_B`, [rows, ...] each."""
+        tensors = list[Tensor]()
+        for recurrence in self.recurrences.values():
+            tensors += [recurrence.inputs_BKC, recurrence.state_BHEV, recurrence.count_B]
+        return tensors
 
     def copy_rows(
         self, rows: Sequence[int], source: Self, source_rows: Sequence[int], slots: int
@@ -213,7 +215,7 @@ class KVCache:
             rows: the rows to write to.
             source: the other cache, whose blocks have the same length.
             source_rows: the rows to read.
-            slots: how many slots are copied, rounded up to whole blocks.
+            slots: how many first slots are copied, rounded up to whole blocks.
         """
         self.copy_keys(rows, source, source_rows, slots)
         to_rows = sent(rows, self.keys[0].device)
@@ -248,13 +250,13 @@ class KVCache:
 def _empty_recurrence(
     config: LlamaConfig, rows: int, dtype: torch.dtype, device: torch.device
 ) -> Recurrence:
-    """Return a recurrence that has taken no token, without a limit."""
+    """Return a recurrence that has taken in no token and has no limit."""
     key_size = config.linear_key_head_dim
     value_size = config.linear_value_head_dim
     heads = config.linear_num_value_heads
     channels = 2 * config.linear_num_key_heads * key_size + heads * value_size
     inputs_shape = (rows, config.linear_conv_kernel_dim, channels)
-    # The state has at least fp32.
+    # The state is at least in fp32.
     state_dtype = torch.promote_types(dtype, torch.float32)
     return Recurrence(
         torch.zeros(inputs_shape, dtype=dtype, device=device),
@@ -265,28 +267,30 @@ def _empty_recurrence(
 
 
 class Slots(NamedTuple):
-    """The sizes of a cache, on which the bits of what is read from it may depend.
+    """The sizes of a cache. The bits of attention to it may depend on them.
 
     Attributes:
-        most: positions of each row.
+        per_row: the number of positions of each row.
         block: slots of a block; short texts take less time with short blocks.
-        prompts: number of prompts that are read at the same time.
+        prompts_at_once: the number of prompts that are read at the same time.
         is_filled: whether a text gets the bits of one pass over the whole text; see
-            `cached_attention`. The reader then reads a whole prompt, once for all rows that continue
-            it. The first step would compute the same bits for the last token.
-        longest: the maximum number of tokens of a prompt; a smaller one takes less time.
+            `cached_attention`. The reader then reads the last token of a prompt, too, once for all
+            rows that continue the prompt. The first step would compute the same bits.
+        longest_prompt: the maximum number of tokens of a prompt. A smaller one takes less time.
     """
 
-    most: int
+    per_row: int
     block: int = BLOCK
-    prompts: int = 1
+    prompts_at_once: int = 1
     is_filled: bool = False
-    longest: int = BLOCK
+    longest_prompt: int = BLOCK
 
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+# The ids of a text's tokens.
 Ids = tuple[int, ...]
-# How many recurrences the reader keeps, each from the end of a chunk of a prompt.
+# The maximum number of places in prompts, each the end of a chunk, for which the reader keeps the
+# recurrences.
 MAX_KNOWN_RECURRENCES = 8
 
 
@@ -310,7 +314,7 @@ class Reader:
             model: the language model, in evaluation mode.
             slots: the sizes of the cache; a prompt is not longer than a row.
             chunk: the number of tokens of a pass, a power of two up to the cache's block.
-            wrap: compiles a function, or returns it unchanged.
+            wrap: returns a function compiled, or unchanged.
             recorder: captures the pass over a chunk; None: it is not captured.
         """
         weight = model.lm_head.weight
@@ -327,7 +331,7 @@ class Reader:
         # The tensors that a pass reads and writes; a captured pass needs fixed addresses.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
         self._positions_RT = torch.arange(chunk, device=weight.device).repeat(self.rows, 1)
-        # The position of the first column of both.
+        # The position of the first column of these two tensors.
         self._first_position = 0
         self._hidden_RTD = weight.new_zeros(
             self.rows, chunk if self.reads_last_token else 0, model.config.hidden_size
@@ -336,28 +340,32 @@ class Reader:
         # The recurrences after whole chunks of prompts, by owner and tokens; the least recently used
         # ones come first.
         self._known_recurrences: OrderedDict[tuple[str, Ids], list[Tensor]] = OrderedDict()
-        # The prompts of the rows, and their owner.
+        # The tokens to read of each row's prompt, and the prompts' owner.
         self._prompts: list[Ids] = []
         self._owner = ""
-        # Whether a pass was begun and not finished.
+        # Whether an exception has interrupted a pass.
         self._interrupted = False
         # The first positions of the chunks that are not read yet.
         self._unread_chunks: list[int] = []
 
     def begin(self, prompts: Iterable[Ids], further: Iterable[Ids] = (), owner: str = "") -> bool:
-        """Take prompts to read, unless the cache has the first one; return whether they were taken.
+        """Choose the prompts that are read next, unless the cache has the first one already.
 
         Args:
-            prompts: prompts of one owner, at least one. The first one is needed, and others are
-                read with it if there are rows for them.
-            further: prompts that get the rows that are left.
+            prompts: prompts of one owner, at least one. The first one is needed now, and others are
+                read with it if the cache has rows for them.
+            further: prompts that are read in rows that would remain empty.
             owner: the owner.
+
+        Returns:
+            whether prompts were chosen.
         """
-        wanted = [self.tokens_to_read(prompt) for prompt in prompts]
-        if wanted[0] in self._prompts and owner == self._owner:
+        needed = [self.tokens_to_read(prompt) for prompt in prompts]
+        if needed[0] in self._prompts and owner == self._owner:
             return False
         self._owner = owner
-        chosen = dict.fromkeys(wanted)
+        # A dict, since equal prompts share a row.
+        chosen = dict.fromkeys(needed)
         for prompt in further:
             # The loop stops early, because there may be thousands of further prompts.
             if len(chosen) >= self.rows:
@@ -371,16 +379,16 @@ class Reader:
         self._unread_chunks = list(range(0, max(map(len, self._prompts)), self.chunk))
         self.cache.begin([len(tokens) for tokens in self._prompts])
 
-    def skip(self, source: KVCache, row: int, tokens: int) -> int:
-        """Copy the first whole chunks of the prompt from a row that has them.
+    def copy_first_chunks(self, source: KVCache, row: int, tokens: int) -> int:
+        """Copy the first whole chunks of the prompt from a row of another cache that has them.
 
         Args:
-            source: the cache of the row.
-            row: the row.
+            source: the other cache.
+            row: its row.
             tokens: how many first tokens of the prompt the row has.
 
         Returns:
-            the number of tokens that need not be read.
+            the number of tokens that need not be read any more.
         """
         known = self._restore_recurrences(tokens // self.chunk * self.chunk)
         if known > 0:
@@ -389,11 +397,13 @@ class Reader:
         return known
 
     def _restore_recurrences(self, tokens: int) -> int:
-        """Restore the known recurrences after the most tokens of the prompt, at most `tokens`.
+        """Set the recurrences to those after the first tokens of the prompt, as many as are known.
+
+        Args:
+            tokens: the maximum number of these tokens, a multiple of the chunk.
 
         Returns:
-            the number of tokens after which they were restored; `tokens` if the model has no
-            recurrences.
+            the number of these tokens; `tokens` if the model has no recurrences.
         """
         if not self.cache.recurrences:
             return tokens
@@ -410,14 +420,14 @@ class Reader:
         return 0
 
     def read_chunks(self, chunks: int | None = None) -> int:
-        """Read at most this number of chunks, and return how many were read; None: all chunks."""
+        """Read at most this number of chunks (None: all chunks), and return how many were read."""
         # After a pass that an exception interrupted, the recurrences of some layers are a chunk ahead
         # of the others. So the prompts are read from the beginning.
         if self._interrupted:
             self._begin_reading()
         begins = self._unread_chunks[:chunks]
         for begin in begins:
-            self._interrupted = bool(self.cache.recurrences)
+            self._interrupted = bool(self.cache.recurrences)  # it remains so after an exception
             self._read_one_chunk(begin)
             self._interrupted = False
             # Chunks are removed one by one, because an exception may come before the last one is read.
@@ -425,11 +435,11 @@ class Reader:
             self._keep_recurrences(begin + self.chunk)
         return len(begins)
 
-    def _keep_recurrences(self, read: int) -> None:
-        """Keep the recurrences after the first `read` tokens of a prompt that is read alone."""
-        if not self.cache.recurrences or self.rows > 1 or read > len(self._prompts[0]):
+    def _keep_recurrences(self, tokens: int) -> None:
+        """Keep the recurrences after the first tokens of a prompt, if prompts are read one by one."""
+        if not self.cache.recurrences or self.rows > 1 or tokens > len(self._prompts[0]):
             return
-        key = (self._owner, self._prompts[0][:read])
+        key = (self._owner, self._prompts[0][:tokens])
         self._known_recurrences[key] = [
             tensor.clone() for tensor in self.cache.recurrence_tensors()
         ]
@@ -437,22 +447,27 @@ class Reader:
             self._known_recurrences.popitem(last=False)
 
     @property
-    def ready(self) -> bool:
-        """Whether all chunks are read."""
+    def is_finished(self) -> bool:
+        """Whether all chunks of the chosen prompts are read."""
         return not self._unread_chunks
 
     def rows_of(self, prompts: Iterable[Ids]) -> list[int]:
         """Return the cache's rows of these prompts, up to the first prompt that it does not have."""
         row_of = {tokens: row for row, tokens in enumerate(self._prompts)}
-        held = itertools.takewhile(row_of.__contains__, map(self.tokens_to_read, prompts))
-        return [row_of[tokens] for tokens in held]
+        rows = list[int]()
+        for prompt in prompts:
+            row = row_of.get(self.tokens_to_read(prompt))
+            if row is None:
+                break
+            rows.append(row)
+        return rows
 
     def tokens_to_read(self, prompt: Ids) -> Ids:
-        """Return the tokens of a prompt that are read: all if `reads_last_token`, else all but the last one."""
+        """Return a prompt without its last token, unless `reads_last_token`."""
         return prompt if self.reads_last_token else prompt[:-1]
 
     def forget(self) -> None:
-        """Clear the cache, which may hold numbers that are not finite."""
+        """Clear the cache: its numbers are of earlier weights, or some are not finite."""
         self.cache.clear(slice(None))
         self._known_recurrences.clear()
         self._prompts = []
@@ -477,22 +492,22 @@ class Reader:
         self._first_position = begin
         self._passes.run(1, self.cache.visible(end))
         if self.reads_last_token:
-            # The rows whose prompts end in this chunk, and the place of their last tokens in it.
+            # The rows whose prompts end in this chunk, and the columns of their last tokens.
             rows = list[int]()
-            places = list[int]()
+            columns = list[int]()
             for row, tokens in enumerate(self._prompts):
-                place = len(tokens) - 1 - begin
-                if 0 <= place < self.chunk:
+                column = len(tokens) - 1 - begin
+                if 0 <= column < self.chunk:
                     rows.append(row)
-                    places.append(place)
-            self.last_RD[rows] = self._hidden_RTD[rows, places]
+                    columns.append(column)
+            self.last_RD[rows] = self._hidden_RTD[rows, columns]
 
     @torch.no_grad()
     def _run_pass(self, blocks: int) -> None:
         hidden_RTD = self.model(
             self._tokens_RT, positions=self._positions_RT, cache=self.cache.first(blocks)
         )
-        # Otherwise the hidden states are unused, and a compiled pass computes nothing after the last
-        # layer's keys and values.
+        # If the hidden states are not used, a compiled pass computes nothing after the last layer's keys
+        # and values.
         if self.reads_last_token:
             self._hidden_RTD.copy_(hidden_RTD)

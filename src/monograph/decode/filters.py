@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monograph.decode.candidates import Candidates, unit_weights, find_radius
+from monograph.decode.candidates import Candidates, find_radius, unit_weights
 from monograph.decode.reproducible import UNIT, log
 from monograph.decode.sampling import Sampling
 from monograph.decode.stages import Knob, SamplerStage, options

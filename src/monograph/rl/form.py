@@ -66,7 +66,8 @@ class AnswerForm:
         fits = states * tokenizer.vocab_size <= _MAX_MASK_BYTES
         if fits and not self.automaton.has_counters:
             masks = [
-                allowed_tokens(tables, torch.tensor([state], device=device)) for state in range(states)
+                allowed_tokens(tables, torch.tensor([state], device=device))
+                for state in range(states)
             ]
             self.allowed = functools.partial(_look_up, torch.cat(masks))
 

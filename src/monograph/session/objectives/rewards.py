@@ -36,8 +36,8 @@ from monograph.rl.loss import Kl, PolicyLoss, kl_term
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import REWARDS, Reward, form_named, parameters_of, reward_of
 from monograph.rl.rollouts import (
-    MOST_PROMPTS,
     MAX_ROWS,
+    MOST_PROMPTS,
     Drawer,
     Rollouts,
     Sharing,
