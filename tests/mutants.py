@@ -135,7 +135,7 @@ ROOMS = {
         ("distributed/test_refused.py", "laws/test_sharded_is_single.py"),
     ),
     "ensemble": Room(
-        ("ensemble/stacked.py", "ensemble/stack.py", "ensemble/call.py"),
+        ("ensemble/stacked_parameters.py", "ensemble/stack.py", "ensemble/call.py"),
         ("ensemble", "laws/test_members_are_one_program.py", "laws/test_one_bad_number.py"),
     ),
     "stream": Room(("stream/lanes.py",), ("stream/test_lanes.py", "stream/test_clock.py")),

@@ -104,8 +104,8 @@ def masks(ensemble, x):
         module(x)
         return seen["x"]
 
-    with ensemble._call.context():
-        return ensemble._call(look, x, each=False) != 0
+    with ensemble._caller.context():
+        return ensemble._caller(look, x, each=False) != 0
 
 
 def test_each_member_drops_what_it_drops_alone_bit_by_bit():

@@ -2,9 +2,10 @@
 once. Replace recurrent layers and dropout by versions that run for all members at once.
 
 Recurrent layers are written here as loops over time, which vmap can batch over members; it cannot
-batch torch's own kernels. Dropout needs no random generator: a mask is a pure function of (seed,
-draw, site, element), see `Dropout`. So a member of an ensemble drops the same elements as when it
-is trained alone, and recomputation drops the same elements as the first pass.
+batch torch's own kernels. Dropout needs no random generator: whether an element is dropped is a pure
+function of the member's seed, the number of the micro-batch (draw), the number of the dropout's call
+in the pass (site) and the element, see `Dropout`. So a member of an ensemble drops the same elements
+as when it is trained alone, and recomputation drops the same elements as the first pass.
 
 Shapes: T time, B batch, I inputs, H hidden, L layers times directions, G gates times H.
 """
@@ -33,7 +34,7 @@ class Layer(NamedTuple):
 
     Attributes:
         name: its path and class.
-        how: how it runs, in words: "batched", "not called", or looped over the members and why.
+        how: how it runs, in words: "batched", "not called", or "looped over the members" and why.
         looped: the operators in it that run once for each member.
     """
 
@@ -43,7 +44,7 @@ class Layer(NamedTuple):
 
 
 class Layers(list[Layer]):
-    """The parts in the module's order. `str` gives a table with one line for each part."""
+    """The parts in the module's order. `str(layers)` is a table with one line for each part."""
 
     def __str__(self) -> str:
         width = max((len(layer.name) for layer in self), default=0)
@@ -82,14 +83,14 @@ class PassObserver:
             operators.append(operator)
 
     def layers(self) -> Layers:
-        """Return all parts that hold tensors, contain no other part, or are looped."""
+        """Return the parts that have tensors of their own or no submodules, or are looped."""
         layers = Layers()
         for path, part in self.module.named_modules():
             name = f"{path or type(part).__name__} ({type(part).__name__})"
             looped = self._looped_operators.get(name, [])
-            holds_tensors = bool(part._parameters or part._buffers)
-            contains_none = next(part.children(), None) is None
-            if not (looped or holds_tensors or contains_none):
+            has_tensors = bool(part._parameters or part._buffers)
+            has_submodules = next(part.children(), None) is not None
+            if not looped and not has_tensors and has_submodules:
                 continue
             if looped:
                 how = _looped_text(looped)
@@ -118,7 +119,7 @@ def _looped_text(operators: list[str]) -> str:
     return f"looped over the members, because torch has no batched form of {', '.join(operators)}"
 
 
-# For a part of torch's message: what is wrong, and what to do.
+# For a part of the text of torch's error: what is wrong, and what to do.
 _REASONS = {
     "data-dependent control flow": "it decides by a tensor's value, which members may differ in: use torch.where",
     ".item()": "it reads a tensor's value, which members may differ in: keep it a tensor",
@@ -135,9 +136,7 @@ _REASONS = {
 
 
 class CannotBatch(RuntimeError):
-    """Raised by code that has no batched form although it runs for one module; the message says
-    why, and what to do.
-    """
+    """A module that runs alone cannot be batched; the message says why, and what to do."""
 
 
 def refusal(failure: BaseException, running: list[str]) -> InputRefused:
@@ -152,8 +151,8 @@ def refusal(failure: BaseException, running: list[str]) -> InputRefused:
     if isinstance(failure, CannotBatch):
         reason = text
     else:
-        known = [meaning for symptom, meaning in _REASONS.items() if symptom in text]
-        meaning = known[0] if known else "torch.vmap cannot run it"
+        meanings = (meaning for symptom, meaning in _REASONS.items() if symptom in text)
+        meaning = next(meanings, "torch.vmap cannot run it")
         reason = f"{meaning} ({text.splitlines()[0][:120]})"
     return InputRefused(
         f"the members cannot be batched: {part}: {reason}; or train such members one after another, each in a Resident"
@@ -162,8 +161,8 @@ def refusal(failure: BaseException, running: list[str]) -> InputRefused:
 
 F = torch.nn.functional
 State = tuple[Tensor, ...]  # the hidden state [B, H], and an LSTM's cell state [B, H]
-# A recurrent layer's step in time: (the input's share of the gates [B, G], the state, weight_hh,
-# bias_hh, an LSTM's projection) -> the next state.
+# A recurrent layer's step in time. It takes the input's contribution to the gates [B, G], the state,
+# weight_hh, bias_hh, and for an LSTM optionally its projection, and returns the next state.
 Step = Callable[..., State]
 
 
@@ -175,10 +174,13 @@ def _lstm(
     projection: Tensor | None = None,
 ) -> State:
     hidden, cell = state
-    into, forget, new, out = (input_gates + F.linear(hidden, weight, bias)).chunk(4, -1)
-    cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
-    hidden = out.sigmoid() * cell.tanh()
-    return hidden if projection is None else F.linear(hidden, projection), cell
+    gates = input_gates + F.linear(hidden, weight, bias)
+    input_gate, forget_gate, new, output_gate = gates.chunk(4, -1)
+    cell = forget_gate.sigmoid() * cell + input_gate.sigmoid() * new.tanh()
+    hidden = output_gate.sigmoid() * cell.tanh()
+    if projection is not None:
+        hidden = F.linear(hidden, projection)
+    return hidden, cell
 
 
 def _gru(input_gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
@@ -235,8 +237,8 @@ def _run_layers(
     Returns:
         The outputs [T, B, H], then each last state [L, B, H].
     """
-    # For a packed sequence torch passes its rows per step before the state, so the state arrives in
-    # the place of the weights.
+    # For a packed sequence torch passes the number of rows of each step before the state. Then the state
+    # is in the place of the weights.
     if not isinstance(weights, list):
         raise CannotBatch(
             "it is given a packed sequence, whose steps have different numbers of rows: give it the padded rows, and "
@@ -245,29 +247,31 @@ def _run_layers(
     x = x.transpose(0, 1) if batch_first else x
     directions = 2 if bidirectional else 1
     first_states = state if isinstance(state, tuple) else (state,)
-    # The weights are listed layer by layer, in each layer direction by direction.
-    weights_each = len(weights) // (layers * directions)
+    # The weights are listed layer by layer, and in each layer direction by direction.
+    weights_per_direction = len(weights) // (layers * directions)
     last_states: list[State] = []
     for layer in range(layers):
         outputs = []
         for direction in range(directions):
             index = layer * directions + direction
-            own = weights[index * weights_each : (index + 1) * weights_each]
-            weight_ih, weight_hh, *rest = own
+            begin = index * weights_per_direction
+            weight_ih, weight_hh, *rest = weights[begin : begin + weights_per_direction]
             if bias:
                 bias_ih, bias_hh, *projection = rest
             else:
                 bias_ih, bias_hh, projection = None, None, rest
-            # One product gives the input's share of the gates for all steps. Only the hidden
-            # state's share depends on the step before.
+            # One product gives the input's contribution to the gates of all steps. Only the hidden
+            # state's contribution depends on the step before.
             gates_of_steps = F.linear(x, weight_ih, bias_ih).unbind(0)
-            backwards = direction == 1
+            is_backward = direction == 1
+            if is_backward:
+                gates_of_steps = gates_of_steps[::-1]
             hidden = []
             current = tuple(states[index] for states in first_states)
-            for input_gates in gates_of_steps[::-1] if backwards else gates_of_steps:
+            for input_gates in gates_of_steps:
                 current = step(input_gates, current, weight_hh, bias_hh, *projection)
                 hidden.append(current[0])
-            outputs.append(torch.stack(hidden[::-1] if backwards else hidden))
+            outputs.append(torch.stack(hidden[::-1] if is_backward else hidden))
             last_states.append(current)
         x = torch.cat(outputs, -1)
         if dropout and layer < layers - 1:
@@ -291,11 +295,11 @@ KERNELS |= {f"{name}_cell": functools.partial(_run_cell, step) for name, step in
 
 
 class DropoutCounter(nn.Module):
-    """A module that holds, as buffers, the two numbers by which dropout tells passes apart.
+    """A module whose buffers are the two numbers by which dropout tells passes apart.
 
     Attributes:
         seed: the member's seed, 0-d int64.
-        draw: the number of the pass, 0-d int64. Each pass drops other elements.
+        draw: the number of the micro-batch, 0-d int64. Each micro-batch drops other elements.
     """
 
     seed: Tensor
@@ -308,12 +312,14 @@ class DropoutCounter(nn.Module):
 
 
 class Dropout:
-    """The replacement of torch's dropout functions in a forward pass.
+    """Replaces torch's dropout functions in a forward pass.
+
+    With the rate p, an element i is kept or dropped:
 
     keep[i] = word_i >= p 2^32,   word_i = Philox(key = seed, counter = (i, draw, site))
 
     Attributes:
-        site: the number of calls of dropout in this pass so far.
+        site: the number of calls of dropout in this pass so far. It tells the calls apart.
     """
 
     def __init__(self, counter: DropoutCounter) -> None:
@@ -321,7 +327,7 @@ class Dropout:
         self.site = 0
 
     def keep_mask(self, shape: tuple[int, ...], rate: float | Tensor) -> Tensor:
-        """Return which elements are kept, bool of that shape, and count this call as a site."""
+        """Return which elements are kept, bool of this shape, and count this call in `site`."""
         size = math.prod(shape)
         site = self.site
         seed = self._counter.seed
@@ -338,54 +344,65 @@ class Dropout:
         return words >= threshold
 
     def apply(
-        self, hidden: Tensor, rate: float | Tensor, mask: tuple[int, ...], inplace: bool = False
+        self,
+        hidden: Tensor,
+        rate: float | Tensor,
+        mask_shape: tuple[int, ...],
+        inplace: bool = False,
     ) -> Tensor:
         """Return `hidden` with dropped elements at zero and the others divided by 1 - p.
 
         Args:
             hidden: any shape.
             rate: p, a number or a 0-d tensor.
-            mask: the mask's shape, which broadcasts to that of `hidden`.
+            mask_shape: the mask's shape, which broadcasts to that of `hidden`.
             inplace: whether to write the result into `hidden`.
         """
         if not isinstance(rate, Tensor) and rate == 0:
-            # The site is counted, as another member may have a higher rate here. Its later sites
-            # must have the same numbers.
+            # The call is counted, so that later calls have the same numbers as in a member that has a
+            # higher rate here.
             self.site += 1
             return hidden
         # The scale is computed in fp64 and rounded once, so that a rate in a tensor gives the same
         # bits as a number.
         scale = (1.0 / (1.0 - _as_tensor(rate, hidden))).to(hidden.dtype)
-        factor = torch.where(self.keep_mask(mask, rate), scale, 0.0)
+        factor = torch.where(self.keep_mask(mask_shape, rate), scale, 0.0)
         return hidden.mul_(factor) if inplace else hidden * factor
 
     def apply_alpha(
-        self, hidden: Tensor, rate: float, mask: tuple[int, ...], inplace: bool = False
+        self, hidden: Tensor, rate: float, mask_shape: tuple[int, ...], inplace: bool = False
     ) -> Tensor:
-        """Return `hidden` with dropped elements at SELU's limit, scaled and shifted to keep mean 0
-        and variance 1. The arguments are those of `apply`.
+        """Return alpha dropout of `hidden`. The arguments are those of `apply`.
+
+        Dropped elements get SELU's limit. All elements are then scaled and shifted, so that mean 0 and
+        variance 1 are kept.
         """
         # The limit of SELU for very negative inputs, -lambda alpha.
         limit = -1.7580993408473766
         scale = ((1 - rate) * (1 + rate * limit**2)) ** -0.5 if rate < 1 else 0.0
-        out = torch.where(self.keep_mask(mask, rate), hidden, limit) * scale - scale * limit * rate
-        return hidden.copy_(out) if inplace else out
+        kept_or_limit = torch.where(self.keep_mask(mask_shape, rate), hidden, limit)
+        output = kept_or_limit * scale - scale * limit * rate
+        return hidden.copy_(output) if inplace else output
 
     def functions(self) -> dict[str, Callable[..., Tensor]]:
         """Return the replacements of functions of `torch.nn.functional`, by name."""
 
         def replacement(
             apply: Callable[..., Tensor],
-            leading: int | None = None,
-            trailing: int = 0,
+            masked_dims: int | None = None,
+            unmasked_dims: int = 0,
             training_by_default: bool = True,
         ) -> Any:
             """Return a dropout function that calls `apply`.
 
+            Spatial dropout drops whole channels, so its mask has the size 1 in the dimensions of
+            positions.
+
             Args:
                 apply: `self.apply` or `self.apply_alpha`.
-                leading: how many first dimensions the mask has; None: all but the `trailing` ones.
-                trailing: how many last dimensions the mask does not have.
+                masked_dims: the number of first dimensions in which the mask has the input's size;
+                    None: all but `unmasked_dims`.
+                unmasked_dims: the number of last dimensions in which the mask has the size 1.
                 training_by_default: torch's default of the argument `training`.
             """
 
@@ -395,24 +412,24 @@ class Dropout:
                 training: bool = training_by_default,
                 inplace: bool = False,
             ) -> Tensor:
-                # Spatial dropout drops whole channels, so the mask has size 1 in the dimensions of
-                # positions.
-                masked = hidden.ndim - trailing if leading is None else leading
-                mask = tuple(hidden.shape[:masked]) + (1,) * (hidden.ndim - masked)
-                return apply(hidden, p, mask, inplace) if training else hidden
+                if not training:
+                    return hidden
+                masked = hidden.ndim - unmasked_dims if masked_dims is None else masked_dims
+                mask_shape = tuple(hidden.shape[:masked]) + (1,) * (hidden.ndim - masked)
+                return apply(hidden, p, mask_shape, inplace)
 
             return dropout
 
         return {
             "dropout": replacement(self.apply),
-            # torch reads an input of dropout1d or dropout3d that has one dimension fewer as a batch
-            # of one, but three dimensions in dropout2d as [N, C, L].
-            "dropout1d": replacement(self.apply, trailing=1),
-            "dropout2d": replacement(self.apply, leading=2),
-            "dropout3d": replacement(self.apply, trailing=3),
+            # For dropout1d and dropout3d, torch takes an input with one dimension fewer as one without a
+            # batch. But for dropout2d it takes one with three dimensions as [batch, channels, length].
+            "dropout1d": replacement(self.apply, unmasked_dims=1),
+            "dropout2d": replacement(self.apply, masked_dims=2),
+            "dropout3d": replacement(self.apply, unmasked_dims=3),
             "alpha_dropout": replacement(self.apply_alpha, training_by_default=False),
             "feature_alpha_dropout": replacement(
-                self.apply_alpha, leading=2, training_by_default=False
+                self.apply_alpha, masked_dims=2, training_by_default=False
             ),
         }
 

@@ -184,7 +184,7 @@ def set_planned_schedules(engine: Engine, built_runs: Sequence[BuiltRun]) -> Non
 def set_schedules(engine: Engine, schedules: list[Schedule]) -> None:
     """Give each member its schedule."""
     if isinstance(engine, Ensemble):
-        engine.stacked.schedules = schedules
+        engine.stacked_parameters.schedules = schedules
     else:
         engine.step.schedule = schedules[0]
 
@@ -297,7 +297,7 @@ def resume_batch(batch: MemberBatch, ended: dict[int, int], progress: Progress) 
         # Dropout depends on the number of micro-batches so far.
         rows = batch.sessions[0].batches.rows_per_window
         micro_batches = math.ceil(rows / (batch.engine.micro_batch or rows))
-        batch.engine.stacked.members.draw.fill_(update * micro_batches)
+        batch.engine.stacked_parameters.caller.draw.fill_(update * micro_batches)
     batch.windows = MemberWindows(batch.sessions)
     batch.freeze(diverged)
     return update
