@@ -58,7 +58,7 @@ def written(model: Llama, **options: Any) -> list[tuple[int, ...]]:
         rows=3,
         slots=300,
         vocabulary=259,
-        **{"mode": "captured", "block": 8} | options,
+        **{"mode": "captured", "pace": 8} | options,
     )
     numbers = [
         machine.submit(Request(prompt, Sampling(0.9, seed=seed), 10, ()))

@@ -72,7 +72,7 @@ def written(
         rows=rows,
         slots=300,
         vocabulary=259,
-        **{"mode": "captured", "block": 16} | options,
+        **{"mode": "captured", "pace": 16} | options,
     )
     found: dict[int, tuple[int, list[int], list[Any]]] = {}
     for seed in list(range(5))[::order]:
