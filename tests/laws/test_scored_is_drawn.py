@@ -179,7 +179,7 @@ def test_an_answer_does_not_depend_on_what_is_drawn_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     together = drawn(windows())
-    monkeypatch.setattr(room, "MOST_ROWS", 4)
+    monkeypatch.setattr(room, "MAX_ROWS", 4)
     rollouts = windows(replace(OPTIONS, prompts=1, group=2))
     prompts = rollouts.drawer.prompts.train
     alone = [rollouts.drawer.draw([prompt], [seed])[0] for seed, prompt in enumerate(prompts)]
