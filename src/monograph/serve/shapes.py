@@ -1,7 +1,7 @@
 """The types of all answers, in the form of the protocol.
 
-The code that makes an answer is type-checked against them, and the OpenAPI document is made from
-them. Nothing is checked at run time.
+The code that makes answers is type-checked against them, and the OpenAPI document is made from them.
+Nothing is checked at run time. In the document, the docstrings are the types' descriptions.
 """
 
 from typing import Annotated, Any, Literal, NotRequired
@@ -20,13 +20,13 @@ LogProbability = Annotated[float, Field(le=0, description="ln p, and -9999 where
 Index = Annotated[
     int, Field(ge=0, description="The text's number: text i of prompt p has p * n + i.")
 ]
-Ended = Annotated[
+FinishReason = Annotated[
     Finish,
     Field(
         description="stop: the text ended, or a stop text came. length: it has the maximum of tokens."
     ),
 ]
-MaybeEnded = Annotated[
+FinishReasonOrNull = Annotated[
     Finish | None, Field(description="Is null, except in the last piece of a text.")
 ]
 
@@ -62,7 +62,7 @@ class _Head(TypedDict):
     ]
 
 
-MaybeUsage = Annotated[Usage | None, Field(description="Is there only with include_usage.")]
+UsageOrNull = Annotated[Usage | None, Field(description="Is there only with include_usage.")]
 
 # ── /v1/completions ───────────────────────────────────────────────────────────────────────────────
 
@@ -95,7 +95,7 @@ class CompletionChoice(TypedDict):
     index: Index
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Ended
+    finish_reason: FinishReason
 
 
 class CompletionPieceChoice(TypedDict):
@@ -104,7 +104,7 @@ class CompletionPieceChoice(TypedDict):
     index: Index
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: MaybeEnded
+    finish_reason: FinishReasonOrNull
 
 
 class Completion(_Head):
@@ -120,7 +120,7 @@ class CompletionPiece(_Head):
 
     object: Literal["text_completion"]
     choices: list[CompletionPieceChoice]
-    usage: NotRequired[MaybeUsage]
+    usage: NotRequired[UsageOrNull]
 
 
 # ── /v1/chat/completions ──────────────────────────────────────────────────────────────────────────
@@ -170,7 +170,7 @@ class ChatChoice(TypedDict):
     index: Index
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Ended
+    finish_reason: FinishReason
 
 
 class ChatPieceChoice(TypedDict):
@@ -179,7 +179,7 @@ class ChatPieceChoice(TypedDict):
     index: Index
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: MaybeEnded
+    finish_reason: FinishReasonOrNull
 
 
 class Chat(_Head):
@@ -195,7 +195,7 @@ class ChatPiece(_Head):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatPieceChoice]
-    usage: NotRequired[MaybeUsage]
+    usage: NotRequired[UsageOrNull]
 
 
 # ── the rest ──────────────────────────────────────────────────────────────────────────────────────
