@@ -203,9 +203,10 @@ def find_radius(
 
         radius = min{r: sum of weigh(s) over tokens with distance(s) <= r  >=  target}
 
-    For top-k, each weight is 1 and the target is k. For top-p, the weights are probabilities, and the
-    target is p. Typical sampling has a distance of its own. Weights are integers, so their sums do
-    not depend on the order, and the three truncations give the same bits.
+    For top-k, each weight is 1 and the target is k. For top-p, the weights are in proportion to the
+    probabilities, and the target is p times the total weight. Typical sampling has a distance of its
+    own. Weights are integers, so their sums do not depend on the order, and the three truncations
+    give the same bits.
 
     Args:
         candidates: the tokens.

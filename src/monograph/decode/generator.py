@@ -439,39 +439,57 @@ class Generator:
         self.cache.copy_rows(rows, self.reader.cache, reader_rows, tokens_read)
         if self.reader.reads_last_token:
             self._last_BD[rows] = self.reader.last_RD[reader_rows]
+        values = [
+            self._begin_request(row, self._waiting.take(), states)
+            for row, states in zip(rows, automaton_states, strict=True)
+        ]
+        # The values of all requests are written together, so that there is one copy for each tensor.
+        write_rows(vars(self.state) | self.knobs, rows, values)
+
+    def _begin_request(
+        self, row: int, entry: Entry, automaton_states: tuple[int, int]
+    ) -> dict[str, Any]:
+        """Begin a request in a row.
+
+        Args:
+            row: the row.
+            entry: the request, which was in the queue.
+            automaton_states: the first states of its constraint and of its stop strings.
+
+        Returns:
+            The row's first values of the state and the knobs, by name. The caller writes them.
+        """
+        number, request, smallest_chain, knobs = entry
+        prompt = request.prompt_ids
+        sampling = request.sampling
+        stop_ids = request.stop_ids
+        limit = min(request.max_tokens, self.slots - len(prompt))
+        self._records[row] = RowRecord(number, request, limit, smallest_chain)
+        self._prompts[row] = request.owner, self.reader.tokens_to_read(prompt)
         state = self.state
-        values = []
-        for row, (constraint_state, stop_state) in zip(rows, automaton_states, strict=True):
-            number, request, smallest_chain, knobs = self._waiting.take()
-            prompt = request.prompt_ids
-            sampling = request.sampling
-            stop_ids = request.stop_ids
-            limit = min(request.max_tokens, self.slots - len(prompt))
-            self._records[row] = RowRecord(number, request, limit, smallest_chain)
-            self._prompts[row] = request.owner, self.reader.tokens_to_read(prompt)
-            row_values = {
-                "token_B": prompt[-1],
-                "position_B": len(prompt) - 1,
-                "generated_B": 0,
-                "limit_B": limit,
-                "seed_B": sampling.seed if request.seed is None else request.seed,
-                "status_B": Status.RUNNING,
-                # No token has the id -1.
-                "stop_ids_BM": stop_ids + (-1,) * (MAX_STOP_IDS - len(stop_ids)),
-                "constraint_state_B": constraint_state,
-                "stop_state_B": stop_state,
-                # mirostat begins at twice its target, as in llama.cpp.
-                "mu_B": 2 * sampling.mirostat_tau,
-            }
-            values.append(row_values | knobs)
-            if state.counts_BV is not None:
-                counts_V, prompt_V = first_counts(sampling, prompt, self.vocabulary)
-                state.counts_BV[row].copy_(counts_V)
-                if state.prompt_BV is not None:
-                    state.prompt_BV[row].copy_(prompt_V)
-            if state.past is not None:
-                state.past.begin(row, prompt, request.breaker_V)
-        write_rows(vars(state) | self.knobs, rows, values)
+        if state.counts_BV is not None:
+            counts_V, prompt_V = first_counts(sampling, prompt, self.vocabulary)
+            state.counts_BV[row].copy_(counts_V)
+            if state.prompt_BV is not None:
+                state.prompt_BV[row].copy_(prompt_V)
+        if state.past is not None:
+            state.past.begin(row, prompt, request.breaker_V)
+        constraint_state, stop_state = automaton_states
+        state_values = {
+            "token_B": prompt[-1],
+            "position_B": len(prompt) - 1,
+            "generated_B": 0,
+            "limit_B": limit,
+            "seed_B": sampling.seed if request.seed is None else request.seed,
+            "status_B": Status.RUNNING,
+            # No token has the id -1.
+            "stop_ids_BM": stop_ids + (-1,) * (MAX_STOP_IDS - len(stop_ids)),
+            "constraint_state_B": constraint_state,
+            "stop_state_B": stop_state,
+            # mirostat begins at twice its target, as in llama.cpp.
+            "mu_B": 2 * sampling.mirostat_tau,
+        }
+        return state_values | knobs
 
     def _acquire_automata(self, request: Request) -> tuple[int, int] | None:
         """Give the automata of a request places in the tables.

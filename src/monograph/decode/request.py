@@ -103,13 +103,13 @@ class RowRecord:
         number: the request's number.
         request: the request.
         limit: the maximum number of tokens that it may sample.
-        smallest_chain: the smallest chain that serves it.
-        launched: the number of steps that were started for it. The steps that have not been read yet
-            count, too.
+        smallest_chain: the smallest chain (`monograph.decode.knobs`) that serves it.
+        launched: the number of steps that were started for it, including those that the host has not
+            read yet.
         received: the number of its tokens that the host has read.
-        needs_search: whether its steps use the exact truncation "search". This is so from the first
-            step on that had the status UNDECIDED. The record is then replaced by a new one, by which
-            the host knows that codes of blocks launched before are to be skipped.
+        needs_search: whether its steps use the exact truncation "search", which is so after a step
+            with the status UNDECIDED. The record is then replaced by a new one, so that the host can
+            tell blocks that were launched before, and skip their codes for this row.
     """
 
     number: int
