@@ -115,7 +115,7 @@ def measured(
     ]
     automaton = made[-1]
     states, classes = automaton.next_SC.shape
-    tables = AutomatonTables.holding([automaton], len(pieces), device)
+    tables = AutomatonTables.with_room_for([automaton], len(pieces), device)
     start = tables.acquire(automaton)
     assert start is not None
     token_B = torch.full((rows,), len(pieces) - 1, device=device)

@@ -27,7 +27,7 @@ AUTOMATA = [
 
 def follows(tables: AutomatonTables, automaton: Automaton, start: int) -> bool:
     """Whether a text's states say the same as in tables of the automaton alone."""
-    alone = AutomatonTables.holding([automaton], V, CPU)
+    alone = AutomatonTables.with_room_for([automaton], V, CPU)
     states = [
         torch.tensor([start], dtype=torch.int64),
         torch.tensor([alone.acquire(automaton)], dtype=torch.int64),

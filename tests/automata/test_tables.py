@@ -31,7 +31,7 @@ AUTOMATA = [
 
 def tables(device: str = "cpu") -> tuple[AutomatonTables, list[int]]:
     """All automata, and where each begins."""
-    there = AutomatonTables.holding(AUTOMATA, len(PIECES), torch.device(device))
+    there = AutomatonTables.with_room_for(AUTOMATA, len(PIECES), torch.device(device))
     starts = [start for automaton in AUTOMATA if (start := there.acquire(automaton)) is not None]
     assert len(starts) == len(AUTOMATA)
     return there, starts
@@ -89,7 +89,7 @@ def test_the_tables_count_as_the_automata_do() -> None:
             {"type": "string", "maxLength": 900},
         )
     ]
-    there = AutomatonTables.holding(
+    there = AutomatonTables.with_room_for(
         [*made, stop_strings(["ab"], pieces)], len(pieces), torch.device("cpu")
     )
     draw, compared = random.Random(0), 0
@@ -114,7 +114,7 @@ def test_the_tables_count_as_the_automata_do() -> None:
 
 
 def test_rows_without_an_automaton() -> None:
-    for there in (tables()[0], AutomatonTables.holding([], len(PIECES), torch.device("cpu"))):
+    for there in (tables()[0], AutomatonTables.with_room_for([], len(PIECES), torch.device("cpu"))):
         state_B, token_B = (
             torch.tensor([NO_AUTOMATON, DEAD], dtype=torch.int64),
             torch.tensor([PAD, 3]),
@@ -131,7 +131,7 @@ def test_an_automaton_that_is_not_there() -> None:
     with pytest.raises(InputRefused, match="more than there is room for"):
         tables()[0].require(constraint("regex", "a{99}", PIECES, [END]))
     with pytest.raises(InputRefused, match="was made for .* tokens"):
-        AutomatonTables.holding(
+        AutomatonTables.with_room_for(
             [stop_strings(["a"], PIECES[:-1])], len(PIECES), torch.device("cpu")
         )
 

@@ -29,8 +29,10 @@ from monograph.errors import InputRefused
 NO_AUTOMATON = 0
 # The state in which no token is allowed.
 DEAD = 1
-# The index of the effect that allows no counts. The effect with index 0 is `ALWAYS`.
+# The index of the effect that never allows a token. The effect with index 0 is `ALWAYS`.
 NEVER = 1
+# The number of first states, cells and effects that do not belong to an automaton.
+_RESERVED = 2
 
 
 class _Place(NamedTuple):
@@ -106,7 +108,9 @@ class AutomatonTables:
             torch.zeros(size, dtype=torch.int32, device=device) for size in (cells, states, states)
         )
         self.effect_N = torch.zeros(cells, dtype=torch.int16, device=device)
-        self.effects_4ER = torch.zeros(4, 2 + effects, COUNTERS, dtype=torch.int32, device=device)
+        self.effects_4ER = torch.zeros(
+            4, _RESERVED + effects, COUNTERS, dtype=torch.int32, device=device
+        )
         self.stops_S = torch.zeros(states, dtype=torch.bool, device=device)
         self.class_AV = torch.zeros(1 + automata, vocabulary, dtype=torch.int16, device=device)
         # NO_AUTOMATON and DEAD have one cell each, whose index is that of the state, and lead to
@@ -116,7 +120,8 @@ class AutomatonTables:
         self.effect_N[DEAD] = NEVER
         never = ALWAYS._replace(low=(1,) * COUNTERS, high=(0,) * COUNTERS)
         self._write_effects(0, [ALWAYS, never])
-        # These are on the device, so that a captured step copies nothing.
+        # An automaton has at most a class for each token and two more (`constraint_automaton`). The numbers
+        # are on the device, so that a captured step copies nothing.
         self.classes_C = torch.arange(
             min(classes, vocabulary + 2), dtype=torch.int32, device=device
         )
@@ -127,7 +132,7 @@ class AutomatonTables:
         self._uses: Counter[int] = Counter()
 
     @classmethod
-    def holding(
+    def with_room_for(
         cls, automata: Collection[Automaton], vocabulary: int, device: torch.device
     ) -> Self:
         """Allocate tables with room for these automata together.
@@ -137,7 +142,15 @@ class AutomatonTables:
         """
         cells, states, effects = _sizes(automata)
         classes = max([1, *(automaton.next_SC.shape[1] for automaton in automata)])
-        tables = cls(vocabulary, device, 2 + cells, 2 + states, len(automata), effects, classes)
+        tables = cls(
+            vocabulary,
+            device,
+            cells=_RESERVED + cells,
+            states=_RESERVED + states,
+            automata=len(automata),
+            effects=effects,
+            classes=classes,
+        )
         tables.require(*automata)
         return tables
 
@@ -145,7 +158,7 @@ class AutomatonTables:
         """Refuse the automata of one text if the tables are too small for them together.
 
         Raises:
-            InputRefused: they are, or an automaton was made for another vocabulary.
+            InputRefused: the tables are too small, or an automaton was made for another vocabulary.
         """
         given = [automaton for automaton in automata if automaton is not None]
         for automaton in given:
@@ -161,8 +174,11 @@ class AutomatonTables:
                     f"({len(self.classes_C):,}): make it simpler or shorter"
                 )
         cells, states, effects = _sizes(given)
-        # NO_AUTOMATON and DEAD take two states and two cells.
-        fits = cells + 2 <= self.cells and states + 2 <= self.states and effects <= self.effects
+        fits = (
+            _RESERVED + cells <= self.cells
+            and _RESERVED + states <= self.states
+            and effects <= self.effects
+        )
         if not fits or len(given) > self.automata:
             raise InputRefused(
                 f"{' and '.join(each.where for each in given)}: {states:,} states and {cells:,} cells are more than "
@@ -230,7 +246,7 @@ class AutomatonTables:
         effect = _find_gap(
             [(place.first_effect, len(place.automaton.effects) - 1) for place in places],
             len(automaton.effects) - 1,
-            self.effects + 2,
+            _RESERVED + self.effects,
         )
         if number is None or cell is None or state is None or effect is None:
             return None
@@ -277,14 +293,14 @@ def _sizes(automata: Collection[Automaton]) -> tuple[int, int, int]:
 
 
 def _find_gap(occupied: list[tuple[int, int]], size: int, capacity: int) -> int | None:
-    """Return the begin of the first gap with room for `size` entries; None if there is none.
+    """Return the first index of the first gap with room for `size` entries; None if there is none.
 
     Args:
-        occupied: (begin, size) of the occupied entries, in addition to those of NO_AUTOMATON and DEAD.
+        occupied: (first index, size) of the occupied entries, without the reserved ones.
         size: the number of entries.
         capacity: the number of entries of the table.
     """
-    begin = max(NO_AUTOMATON, DEAD) + 1
+    begin = _RESERVED
     for occupied_begin, occupied_size in sorted(occupied):
         if begin + size <= occupied_begin:
             return begin

@@ -158,7 +158,7 @@ class Generator:
         if isinstance(automata, AutomatonTables):
             self.tables = automata
         else:
-            self.tables = AutomatonTables.holding(automata, vocabulary, weight.device)
+            self.tables = AutomatonTables.with_room_for(automata, vocabulary, weight.device)
         self.vocabulary = vocabulary
 
         fast = None

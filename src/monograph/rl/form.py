@@ -55,7 +55,7 @@ class AnswerForm:
                 "so answers cannot have a form"
             )
         self.automaton = constraint(name.kind, name.value, tokenizer.pieces, ends, leads.pop())
-        tables = AutomatonTables.holding([self.automaton], tokenizer.vocab_size, device)
+        tables = AutomatonTables.with_room_for([self.automaton], tokenizer.vocab_size, device)
         start = tables.acquire(self.automaton)
         assert start is not None
         self._start = start
