@@ -132,7 +132,9 @@ def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilit
     for place, events in [*alone.items(), *decoded(machine, asked).items()]:
         assert largest_error(model, asked[place], events) < BOUND
     assert (
-        machine.cache.sizes == [1, 2, 4, 5] and machine.replays.captured == 4 and machine.reused > 0
+        machine.cache.block_counts == [1, 2, 4, 5]
+        and machine.replays.captured == 4
+        and machine.reused > 0
     )
 
 

@@ -76,7 +76,7 @@ def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> 
     reader = Reader(model, Slots(slots), 4, lambda function: function)
     for row, first in enumerate(firsts):
         prompt = [tuple(tokens_BT[row, :first].tolist())]
-        reader.begin(prompt)
+        reader.choose_prompts(prompt)
         reader.read_chunks()
         cache.copy_rows([row], reader.cache, reader.rows_of(prompt), first)
     found: list[list[Tensor]] = [[] for _ in firsts]

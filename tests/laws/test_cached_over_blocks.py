@@ -102,13 +102,13 @@ def assert_law(machine: Generator, asked: Sequence[Request]) -> None:
 
 def sizes_of(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """All numbers of blocks that a cache is read with from now on, in order."""
-    first, sizes = cache.first, list[int]()
+    first, sizes = cache.with_first_blocks, list[int]()
 
     def noted(blocks: int) -> KVCache:
         sizes.append(blocks)
         return first(blocks)
 
-    monkeypatch.setattr(cache, "first", noted)
+    monkeypatch.setattr(cache, "with_first_blocks", noted)
     return sizes
 
 
@@ -134,7 +134,7 @@ def test_a_text_that_grows_through_all_blocks_alone(
     machine = machine_of(model_of(shape), pace=5)
     sizes = sizes_of(machine.cache, monkeypatch)
     assert_law(machine, requests([1]))
-    assert sorted(set(sizes)) == machine.cache.sizes == LADDER
+    assert sorted(set(sizes)) == machine.cache.block_counts == LADDER
 
 
 # On both sides of the borders of chunks and blocks; a prompt's last token is read by its first
@@ -151,7 +151,7 @@ def test_a_prompt_of_each_length_alone(shape: str, monkeypatch: pytest.MonkeyPat
     sizes = sizes_of(machine.reader.cache, monkeypatch)
     for request in requests(LENGTHS, most=4):
         assert_law(machine, [request])
-    assert sorted(set(sizes)) == machine.reader.cache.sizes == LADDER
+    assert sorted(set(sizes)) == machine.reader.cache.block_counts == LADDER
 
 
 FORMS = {

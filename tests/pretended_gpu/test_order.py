@@ -283,7 +283,7 @@ def sent(seed: int, without: str | None = None) -> list[list[int]]:
             owner = torch.cuda.Event if without == "synchronize" else torch.cuda.Stream
             patch.setattr(owner, without, lambda *_: None)
         for _ in range(5):
-            outbox.begin(line)
+            outbox.begin_block(line)
             for _ in range(steps):
                 value += 1
                 ring.index_copy_(0, line, value)

@@ -110,7 +110,7 @@ class KVCache:
         """The slots of a block, C."""
         return self.keys[0].shape[3]
 
-    def visible(self, slots: int) -> int:
+    def block_count_for(self, slots: int) -> int:
         """Return how many blocks attention reads if this number of first slots is used.
 
         It is a power of two, or all blocks, since each different number needs a graph.
@@ -119,12 +119,12 @@ class KVCache:
         return min(self.keys[0].shape[0], 1 << (needed_blocks - 1).bit_length())
 
     @property
-    def sizes(self) -> list[int]:
-        """All numbers that `visible` can return."""
+    def block_counts(self) -> list[int]:
+        """All numbers that `block_count_for` can return."""
         blocks = self.keys[0].shape[0]
         return sorted({min(blocks, 1 << power) for power in range(blocks.bit_length() + 1)})
 
-    def first(self, blocks: int) -> Self:
+    def with_first_blocks(self, blocks: int) -> Self:
         """Return a cache of the same tensors, in which attention reads only the first blocks."""
         return type(self)(
             self.keys, self.values, self.recurrences, blocks, self.is_filled, self.kernels
@@ -192,7 +192,7 @@ class KVCache:
         """Return the recurrence of a layer without attention."""
         return self.recurrences[layer_index]
 
-    def begin(self, limits: Sequence[int]) -> None:
+    def reset_recurrences(self, limits: Sequence[int]) -> None:
         """Reset all recurrences; those of row i take in at most limits[i] tokens."""
         for tensor in self.recurrence_tensors():
             tensor.zero_()
@@ -348,7 +348,9 @@ class Reader:
         # The first positions of the chunks that are not read yet.
         self._unread_chunks: list[int] = []
 
-    def begin(self, prompts: Iterable[Ids], further: Iterable[Ids] = (), owner: str = "") -> bool:
+    def choose_prompts(
+        self, prompts: Iterable[Ids], further: Iterable[Ids] = (), owner: str = ""
+    ) -> bool:
         """Choose the prompts that are read next, unless the cache has the first one already.
 
         Args:
@@ -376,8 +378,9 @@ class Reader:
         return True
 
     def _begin_reading(self) -> None:
+        """Make all chunks of the chosen prompts unread."""
         self._unread_chunks = list(range(0, max(map(len, self._prompts)), self.chunk))
-        self.cache.begin([len(tokens) for tokens in self._prompts])
+        self.cache.reset_recurrences([len(tokens) for tokens in self._prompts])
 
     def copy_first_chunks(self, source: KVCache, row: int, tokens: int) -> int:
         """Copy the first whole chunks of the prompt from a row of another cache that has them.
@@ -477,7 +480,7 @@ class Reader:
     def warm_up(self) -> None:
         """Capture every variant of a pass. The cache has no prompt afterwards."""
         if self._passes.captures:
-            for blocks in self.cache.sizes:
+            for blocks in self.cache.block_counts:
                 self._passes.run(WARM_UP, blocks)
             self.forget()
 
@@ -490,7 +493,7 @@ class Reader:
         self._tokens_RT.copy_(sent(padded, self.device))
         self._positions_RT += begin - self._first_position
         self._first_position = begin
-        self._passes.run(1, self.cache.visible(end))
+        self._passes.run(1, self.cache.block_count_for(end))
         if self.reads_last_token:
             # The rows whose prompts end in this chunk, and the columns of their last tokens.
             rows = list[int]()
@@ -505,7 +508,9 @@ class Reader:
     @torch.no_grad()
     def _run_pass(self, blocks: int) -> None:
         hidden_RTD = self.model(
-            self._tokens_RT, positions=self._positions_RT, cache=self.cache.first(blocks)
+            self._tokens_RT,
+            positions=self._positions_RT,
+            cache=self.cache.with_first_blocks(blocks),
         )
         # If the hidden states are not used, a compiled pass computes nothing after the last layer's keys
         # and values.

@@ -106,7 +106,7 @@ class Past(NamedTuple):
         self.repeats_BT.copy_(torch.where(sampled_B[:, None], repeats_BT, self.repeats_BT))
         self.history_BT.scatter_(-1, position_B[:, None], token_B[:, None].to(torch.int32))
 
-    def begin(self, row: int, prompt_ids: Sequence[int], breaker_V: Tensor | None) -> None:
+    def write_prompt(self, row: int, prompt_ids: Sequence[int], breaker_V: Tensor | None) -> None:
         """Write a prompt to its row, in place.
 
         Args:

@@ -288,10 +288,10 @@ class Generator:
 
         def begin() -> None:
             go_on()
-            self.outbox.begin(self.state.line_1)
+            self.outbox.begin_block(self.state.line_1)
 
         self.reader.warm_up()
-        self.steps.warm_up(self.cache.sizes, begin)
+        self.steps.warm_up(self.cache.block_counts, begin)
 
     def run(self) -> Iterator[Event]:
         """Decode until every request has ended; yield the events, in order for each request."""
@@ -354,7 +354,7 @@ class Generator:
             # better that the few pause longer.
             chunks_left *= max(1, math.ceil(startable / max(1, self.running)))
         while self._free_rows and self._waiting and self._move_startable_to_front():
-            self._begin_reading()
+            self._choose_prompts()
             chunks_read = self.reader.read_chunks(chunks_left)
             if chunks_left is not None:
                 chunks_left -= chunks_read
@@ -380,7 +380,7 @@ class Generator:
                 return True
         return False
 
-    def _begin_reading(self) -> None:
+    def _choose_prompts(self) -> None:
         """Let the reader choose prompts of waiting requests, the first of which is needed now."""
         request = self._waiting.first.request
         prompts = (request.prompt_ids for request in self._startable_requests())
@@ -388,7 +388,7 @@ class Generator:
             entry.request.prompt_ids
             for entry in itertools.islice(self._waiting, len(self._free_rows), None)
         )
-        is_new = self.reader.begin(prompts, further, request.owner)
+        is_new = self.reader.choose_prompts(prompts, further, request.owner)
         # If the reader reads one prompt at a time, it can skip tokens that a row already has.
         if is_new and self.reader.rows == 1:
             tokens, row = max(
@@ -473,7 +473,7 @@ class Generator:
             if state.prompt_BV is not None:
                 state.prompt_BV[row].copy_(prompt_V)
         if state.past is not None:
-            state.past.begin(row, prompt, request.breaker_V)
+            state.past.write_prompt(row, prompt, request.breaker_V)
         constraint_state, stop_state = automaton_states
         state_values = {
             "token_B": prompt[-1],
@@ -553,7 +553,7 @@ class Generator:
         follow_automata = any(
             record.request.constraint or record.request.stop_automaton for record in running
         )
-        self.outbox.begin(self.state.line_1)
+        self.outbox.begin_block(self.state.line_1)
         # If the reader has read the prompts' last tokens, and no row has sampled a token yet, the first
         # step needs no pass of the model.
         has_hidden = self.reader.reads_last_token and not any(record.launched for record in running)
@@ -561,7 +561,7 @@ class Generator:
             self.steps.step_for(chain)(0, truncation, follow_automata, self._last_BD)
         model_steps = steps - 1 if has_hidden else steps
         self.replays.run(
-            model_steps, chain, self.cache.visible(longest), truncation, follow_automata
+            model_steps, chain, self.cache.block_count_for(longest), truncation, follow_automata
         )
         for record in running:
             record.launched = min(record.launched + steps, record.limit)

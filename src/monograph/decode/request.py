@@ -174,7 +174,7 @@ class Outbox:
         self._stream = torch.cuda.Stream(rings[0].device) if cuda else None
         self._events = [torch.cuda.Event() for _ in range(2)] if cuda else []
 
-    def begin(self, line_1: Tensor) -> None:
+    def begin_block(self, line_1: Tensor) -> None:
         """Set `State.line_1` to the first line of the half that the next block writes."""
         line_1.fill_(self._half * self.half_lines)
 

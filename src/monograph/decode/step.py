@@ -391,7 +391,7 @@ class DecodeStep:
         if hidden_BD is None:
             tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
             hidden_BD = self.model(
-                tokens_B1, positions=positions_B1, cache=self.cache.first(blocks)
+                tokens_B1, positions=positions_B1, cache=self.cache.with_first_blocks(blocks)
             )[:, 0]
         return self.model.logits(hidden_BD)
 
@@ -478,16 +478,17 @@ class Steps:
             return smallest
         return next(chain for chain in self.chains if chain.covers(smallest))
 
-    def warm_up(self, sizes: Sequence[int], begin: Callable[[], None]) -> None:
+    def warm_up(self, block_counts: Sequence[int], begin: Callable[[], None]) -> None:
         """Capture every variant of a step.
 
         Args:
-            sizes: the numbers of blocks of the cache that a step may read (`KVCache.sizes`).
+            block_counts: the numbers of blocks of the cache that a step may read
+                (`KVCache.block_counts`).
             begin: called before each variant.
         """
         truncations: tuple[Truncation, ...] = ("window", "search")
         if self.replays.captures:
-            for variant in itertools.product(self.chains, sizes, truncations, (False, True)):
+            for variant in itertools.product(self.chains, block_counts, truncations, (False, True)):
                 begin()
                 self.replays.run(WARM_UP, *variant)
 
