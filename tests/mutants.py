@@ -90,7 +90,7 @@ ROOMS = {
          "laws/test_cached_over_blocks.py", "laws/test_schedule_changes_nothing.py"),
     ),
     "generator": Room(
-        ("decode/generator.py", "decode/request.py"),
+        ("decode/generator.py", "decode/request.py", "decode/outbox.py"),
         ("decode/test_generator.py", "decode/test_outbox.py", "decode/test_completion.py",
          "laws/test_cached_over_blocks.py", "laws/test_schedule_changes_nothing.py"),
     ),

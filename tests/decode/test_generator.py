@@ -277,7 +277,7 @@ def test_a_long_prompt_is_read_between_the_blocks_of_others() -> None:
     machine.submit(request(*[5] * 400))
     seen, drawn = [], 0
     model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[1]))
-    while machine._waiting:
+    while machine._queue:
         drawn += sum(len(event.token_ids) for event in machine.advance())
     # A chunk and then two steps, until the seven chunks of the prompt are read and it has its first
     # tokens; then four.

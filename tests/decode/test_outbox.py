@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from monograph.decode.request import Outbox
+from monograph.decode.outbox import Outbox
 
 
 def test_halves_in_turn_four_bytes_a_row_and_step() -> None:

@@ -21,7 +21,8 @@ from torch import Tensor
 from batches import packed, tiny_llama
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
-from monograph.decode.request import Outbox, Request
+from monograph.decode.outbox import Outbox
+from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.graph.remat import Remat
 from monograph.graph.replay import CudaGraphs, Replays

@@ -152,7 +152,7 @@ def storm(served: Served, seeds: range) -> None:
     machine = decoder.generator
     assert not (
         decoder.texts
-        or machine._waiting
+        or machine._queue
         or any(machine._records)
         or gate._entrances
         or gate._prompt_tokens

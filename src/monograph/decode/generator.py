@@ -26,21 +26,19 @@ from monograph.decode.cache import KVCache, Reader, Slots, Wrap
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
+from monograph.decode.outbox import Outbox, read_codes, read_log_probabilities
 from monograph.decode.request import (
     FINISHES,
     Block,
     Event,
     LogProbability,
-    Outbox,
     Pace,
     Request,
     RowRecord,
-    read_codes,
-    read_log_probabilities,
 )
+from monograph.decode.request_queue import Entry, RequestQueue
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, Step, Steps
-from monograph.decode.waiting import Entry, Waiting
 from monograph.device import clock, sent
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
@@ -208,7 +206,7 @@ class Generator:
         self._keeps_prompts = not any(
             model.config.window(layer) for layer in range(model.config.num_hidden_layers)
         )
-        self._waiting = Waiting()
+        self._queue = RequestQueue()
         self._records: list[RowRecord | None] = [None] * rows
         # The owner and the prompt whose keys and values each row has.
         self._prompts = [_NO_PROMPT] * rows
@@ -246,12 +244,12 @@ class Generator:
             )
         number = self._submitted
         self._submitted += 1
-        self._waiting.add(Entry(number, request, smallest_chain, knobs))
+        self._queue.add(Entry(number, request, smallest_chain, knobs))
         return number
 
     def cancel(self, number: int) -> None:
         """Remove a request, whether it waits or runs. It has no further events."""
-        self._waiting.remove(number)
+        self._queue.remove(number)
         rows = [
             row
             for row, record in enumerate(self._records)
@@ -269,7 +267,7 @@ class Generator:
     @property
     def busy(self) -> bool:
         """Whether a request waits or runs."""
-        return self._unread is not None or bool(self._waiting) or any(self._records)
+        return self._unread is not None or bool(self._queue) or any(self._records)
 
     @property
     def running(self) -> int:
@@ -349,11 +347,11 @@ class Generator:
         began = clock()
         chunks_left = self.pace.max_chunks
         if chunks_left is not None:
-            startable = min(len(self._free_rows), len(self._waiting))
+            startable = min(len(self._free_rows), len(self._queue))
             # Running requests pause while prompts are read. If more requests can start than run, it is
             # better that the few pause longer.
             chunks_left *= max(1, math.ceil(startable / max(1, self.running)))
-        while self._free_rows and self._waiting and self._move_startable_to_front():
+        while self._free_rows and self._queue and self._move_startable_to_front():
             self._choose_prompts()
             chunks_read = self.reader.read_chunks(chunks_left)
             if chunks_left is not None:
@@ -370,23 +368,23 @@ class Generator:
         without automata. A request with automata must not overtake the first one: such requests could
         take the room forever.
         """
-        request = self._waiting.first.request
+        request = self._queue.first.request
         if self._acquire_automata(request) is not None:
             self._release_automata(request)
             return True
-        for entry in self._waiting:
+        for entry in self._queue:
             if not (entry.request.constraint or entry.request.stop_automaton):
-                self._waiting.move_to_front(entry)
+                self._queue.move_to_front(entry)
                 return True
         return False
 
     def _choose_prompts(self) -> None:
         """Let the reader choose prompts of waiting requests, the first of which is needed now."""
-        request = self._waiting.first.request
+        request = self._queue.first.request
         prompts = (request.prompt_ids for request in self._startable_requests())
         further = (
             entry.request.prompt_ids
-            for entry in itertools.islice(self._waiting, len(self._free_rows), None)
+            for entry in itertools.islice(self._queue, len(self._free_rows), None)
         )
         is_new = self.reader.choose_prompts(prompts, further, request.owner)
         # If the reader reads one prompt at a time, it can skip tokens that a row already has.
@@ -398,10 +396,8 @@ class Generator:
 
     def _startable_requests(self) -> Iterator[Request]:
         """Yield the first waiting requests, all of one owner, at most as many as there are free rows."""
-        owner = self._waiting.first.request.owner
-        requests = (
-            entry.request for entry in itertools.islice(self._waiting, len(self._free_rows))
-        )
+        owner = self._queue.first.request.owner
+        requests = (entry.request for entry in itertools.islice(self._queue, len(self._free_rows)))
         return itertools.takewhile(lambda request: request.owner == owner, requests)
 
     def _count_common_tokens(self, row: int, request: Request) -> int:
@@ -440,7 +436,7 @@ class Generator:
         if self.reader.reads_last_token:
             self._last_BD[rows] = self.reader.last_RD[reader_rows]
         values = [
-            self._begin_request(row, self._waiting.take(), states)
+            self._begin_request(row, self._queue.take(), states)
             for row, states in zip(rows, automaton_states, strict=True)
         ]
         # The values of all requests are written together, so that there is one copy for each tensor.
@@ -533,7 +529,7 @@ class Generator:
         """Start a block of steps and return it; None if no row needs a step."""
         running = [record for record in self._records if record is not None]
         # A request waits for a row, or for its first token.
-        is_awaited = self._waiting or not all(record.launched for record in running)
+        is_awaited = self._queue or not all(record.launched for record in running)
         max_steps = self.pace.steps_while_waiting if is_awaited else self.pace.steps
         needed_steps = max((record.limit - record.launched for record in running), default=0)
         steps = min(max_steps, needed_steps)

@@ -13,7 +13,7 @@ A step samples one token in each row that has a running request. With x' for the
 The same function runs eagerly, compiled and replayed as a CUDA graph, and the host reads nothing
 here. A block is several steps that are started together. A ring is a tensor with a line for each step
 of a block, to which the step writes its results. The host copies the lines of a whole block, and
-waits for the copy only when it reads them (`monograph.decode.request.Outbox`).
+waits for the copy only when it reads them (`monograph.decode.outbox.Outbox`).
 
 A chain is the list of the sampler's stages that some requests need (`monograph.decode.knobs`). If
 requests need different chains, `Steps` has a step for each chain, and all steps of a block use the

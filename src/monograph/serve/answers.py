@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from starlette.types import Send
 
-from monograph.decode.completion import Transcript
 from monograph.decode.request import Event, LogProbability
+from monograph.decode.transcript import Transcript
 from monograph.evaluation.choices import TokenScore
 from monograph.serve import shapes
 from monograph.serve.owner import Generation

@@ -1,4 +1,4 @@
-"""Run: pytest tests/decode/test_waiting.py (which request gets the next row)."""
+"""Run: pytest tests/decode/test_request_queue.py (which request gets the next row)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 
 from monograph.decode.knobs import Chain
 from monograph.decode.request import Request
+from monograph.decode.request_queue import Entry, RequestQueue
 from monograph.decode.sampling import Sampling
-from monograph.decode.waiting import Entry, Waiting
 
 
-def queue(owners: str) -> Waiting:
+def queue(owners: str) -> RequestQueue:
     """Requests 0, 1, ... of these owners, a letter each."""
-    waiting = Waiting()
+    waiting = RequestQueue()
     for number, owner in enumerate(owners):
         waiting.add(entry(number, owner))
     return waiting
@@ -22,7 +22,7 @@ def entry(number: int, owner: str) -> Entry:
     return Entry(number, Request((1,), Sampling(), 1, owner=owner), Chain(), {})
 
 
-def numbers(waiting: Waiting) -> list[int]:
+def numbers(waiting: RequestQueue) -> list[int]:
     return [each.number for each in waiting]
 
 
