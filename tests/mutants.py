@@ -85,7 +85,7 @@ ROOMS = {
          "laws/test_sample_is_reference.py", "laws/test_written_is_reference.py", "laws/test_a_row_is_alone.py"),
     ),
     "cache": Room(
-        ("decode/cache.py",),
+        ("decode/cache.py", "decode/prompt_reader.py"),
         ("decode/test_cache.py", "decode/test_generator.py", "laws/test_cached_is_full.py",
          "laws/test_cached_over_blocks.py", "laws/test_schedule_changes_nothing.py"),
     ),

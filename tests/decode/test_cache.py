@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from batches import tiny_llama
-from monograph.decode.cache import MAX_KNOWN_RECURRENCES, Ids, KVCache, Reader, Slots
+from monograph.decode.cache import KVCache, Slots
+from monograph.decode.prompt_reader import MAX_KNOWN_RECURRENCES, Ids, PromptReader
 from monograph.model.config import LlamaConfig
 from monograph.model.scaling import FULL, LINEAR
 
@@ -121,10 +122,12 @@ def test_recurrences_begin_again_with_limits_of_the_first_rows() -> None:
     )
 
 
-def reader_of(rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: object) -> Reader:
+def reader_of(
+    rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: object
+) -> PromptReader:
     model = tiny_llama(max_position_embeddings=slots, **sizes).eval()
     form = Slots(slots, 16, prompts_at_once=rows, is_filled=whole)
-    return Reader(model, form, 8, lambda function: function)
+    return PromptReader(model, form, 8, lambda function: function)
 
 
 def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:

@@ -3,7 +3,7 @@ sampled ids.
 
 A step samples one token in every row (`monograph.decode.step`). A block is several steps that are
 started together, without a wait for the device. A chunk is a part of a prompt that is read in one
-pass (`monograph.decode.cache.Reader`).
+pass (`monograph.decode.prompt_reader.PromptReader`).
 
 A row gets its next request as soon as the host has read that the previous one ended. A request's
 tokens do not depend on its row, the other rows, the time at which the request came or the number of
@@ -22,11 +22,12 @@ from typing import Any, Literal
 from monograph import compat
 from monograph.automata import Automaton
 from monograph.decode.automaton_tables import AutomatonTables
-from monograph.decode.cache import KVCache, Reader, Slots, Wrap
+from monograph.decode.cache import KVCache, Slots
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.outbox import Outbox, read_codes, read_log_probabilities
+from monograph.decode.prompt_reader import PromptReader, Wrap
 from monograph.decode.request import (
     FINISHES,
     Block,
@@ -141,12 +142,12 @@ class Generator:
         needed_rounded_up = 1 << (needed - 1).bit_length()
         chunk = min(max_chunk_rounded_down, needed_rounded_up)
         recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
-        self.reader = Reader(model, sizes, chunk, wrap, recorder)
+        self.reader = PromptReader(model, sizes, chunk, wrap, recorder)
         self.cache = KVCache.allocate(
             model.config, rows, sizes.per_row, weight.dtype, weight.device, sizes.block
         )
         self.cache.is_filled = sizes.is_filled
-        # The final hidden state of the last token of each row's prompt, copied from `Reader.last_RD`.
+        # The final hidden state of the last token of each row's prompt, copied from `PromptReader.last_RD`.
         self._last_BD = weight.new_zeros(rows, model.config.hidden_size)
         # The rings have two halves: the host reads one while the device writes the other.
         self.state = State.allocate(
