@@ -9,8 +9,8 @@ as well, checks that. The same code gives the same counts at each run.
 Triton's bytes are Inductor's: each of a kernel's arguments counts once. What a loop over a row
 reads a second or third time is listed apart (a cache may have it), and so are attention's kernels,
 whose time is taken from their FLOPs. Times are of datasheets: 65 % of the peak for products, 42 %
-for attention, 80 % of the bandwidth; a kernel without a loop takes no less time than its
-instructions, branches that are hardly taken among them.
+for attention, 80 % of the bandwidth; a kernel takes no less time than its instructions (those of
+loops as often as they run, and branches that are hardly taken among them).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batches import tiny_llama
-from monograph.decode.cache import KVCache, Slots
+from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.prompt_reader import MAX_KNOWN_RECURRENCES, Ids, PromptReader
 from monograph.model.config import LlamaConfig
 from monograph.model.scaling import FULL, LINEAR
@@ -126,7 +126,7 @@ def reader_of(
     rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: object
 ) -> PromptReader:
     model = tiny_llama(max_position_embeddings=slots, **sizes).eval()
-    form = Slots(slots, 16, prompts_at_once=rows, is_filled=whole)
+    form = CacheSizes(slots, 16, prompts_at_once=rows, is_filled=whole)
     return PromptReader(model, form, 8, lambda function: function)
 
 

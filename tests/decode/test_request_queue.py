@@ -6,7 +6,7 @@ import random
 
 from monograph.decode.knobs import Chain
 from monograph.decode.request import Request
-from monograph.decode.request_queue import Entry, RequestQueue
+from monograph.decode.request_queue import RequestQueue, WaitingRequest
 from monograph.decode.sampling import Sampling
 
 
@@ -18,8 +18,8 @@ def queue(owners: str) -> RequestQueue:
     return waiting
 
 
-def entry(number: int, owner: str) -> Entry:
-    return Entry(number, Request((1,), Sampling(), 1, owner=owner), Chain(), {})
+def entry(number: int, owner: str) -> WaitingRequest:
+    return WaitingRequest(number, Request((1,), Sampling(), 1, owner=owner), Chain(), {})
 
 
 def numbers(waiting: RequestQueue) -> list[int]:

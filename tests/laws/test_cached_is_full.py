@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batches import tiny_llama
 from monograph.decode import Sampling, generate
-from monograph.decode.cache import KVCache, Slots
+from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.prompt_reader import PromptReader
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
@@ -74,7 +74,7 @@ def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> 
     cache = KVCache.allocate(
         model.config, ROWS, slots, model.lm_head.weight.dtype, torch.device("cpu")
     )
-    reader = PromptReader(model, Slots(slots), 4, lambda function: function)
+    reader = PromptReader(model, CacheSizes(slots), 4, lambda function: function)
     for row, first in enumerate(firsts):
         prompt = [tuple(tokens_BT[row, :first].tolist())]
         reader.choose_prompts(prompt)

@@ -258,7 +258,7 @@ def _empty_recurrence(
     )
 
 
-class Slots(NamedTuple):
+class CacheSizes(NamedTuple):
     """The sizes of a cache. The bits of attention to it may depend on them.
 
     Attributes:

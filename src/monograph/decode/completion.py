@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from monograph.automata import Automaton, stop_strings
-from monograph.decode.cache import KVCache, Slots
+from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.chain import breakers
 from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of
@@ -61,7 +61,7 @@ class Completion:
         return self.text
 
 
-class Piece(NamedTuple):
+class CompletionDelta(NamedTuple):
     """New text of a completion.
 
     Attributes:
@@ -131,7 +131,7 @@ class Generation:
         """Yield the n completions of each prompt, prompt by prompt."""
         return (piece.completion for piece in self.stream() if piece.completion is not None)
 
-    def stream(self) -> Iterator[Piece]:
+    def stream(self) -> Iterator[CompletionDelta]:
         """Yield new text, completion by completion, although several are written at the same time."""
         # The number of the completion, by the decoder's number of its request.
         completion_numbers: dict[int, int] = {}
@@ -172,13 +172,13 @@ class Generation:
                 completion.pending = ""
                 if completion.finish is None:
                     if text:
-                        yield Piece(current, text, None)
+                        yield CompletionDelta(current, text, None)
                     break
                 transcript = completion.transcript
                 finished = Completion(
                     transcript.text, transcript.token_ids, completion.finish, completion.logprobs
                 )
-                yield Piece(current, text, finished)
+                yield CompletionDelta(current, text, finished)
                 del unfinished[current]
                 current += 1
 
@@ -303,7 +303,9 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
     # the number of positions, and the automata of one request are those of all.
     longest = max(requests, key=lambda request: len(request.prompt_ids))
     slots = min(len(longest.prompt_ids) + longest.max_tokens, config.max_position_embeddings)
-    rows = rows_that_fit(model, Slots(slots), min(count, MAX_ROWS[device]), "ask for fewer tokens")
+    rows = rows_that_fit(
+        model, CacheSizes(slots), min(count, MAX_ROWS[device]), "ask for fewer tokens"
+    )
     steps = math.ceil(count / rows) * min(longest.max_tokens, slots - 1)
     return Generator(
         model,
@@ -332,7 +334,7 @@ def mode_for(steps: int, device: str, is_autocast: bool) -> Mode:
     return "eager" if is_autocast else "captured"
 
 
-def rows_that_fit(model: Llama, slots: Slots, max_rows: int, advice: str) -> int:
+def rows_that_fit(model: Llama, slots: CacheSizes, max_rows: int, advice: str) -> int:
     """Return the number of rows of a cache that fit into half of the free memory.
 
     Args:

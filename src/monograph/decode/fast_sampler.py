@@ -29,7 +29,14 @@ from torch import Tensor
 
 from monograph.decode import reproducible
 from monograph.decode.candidates import Truncation
-from monograph.decode.chain import NOT_FINITE, NOTHING_ALLOWED, OK, UNDECIDED, Rows, SampledTokens
+from monograph.decode.chain import (
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    OK,
+    UNDECIDED,
+    SampledTokens,
+    SamplerRows,
+)
 from monograph.decode.filters import MIN_TEMPERATURE
 from monograph.decode.knobs import EDITS, Chain
 
@@ -315,7 +322,7 @@ class FastSampler:
         return set(stages[: stages.index("top_k")]) <= {"temperature"}
 
     def sample(
-        self, edited_BV: Tensor, rows: Rows, last_position_B: Tensor, chain: Chain
+        self, edited_BV: Tensor, rows: SamplerRows, last_position_B: Tensor, chain: Chain
     ) -> SampledTokens:
         """Return one token per row; see `monograph.decode.chain.sample`.
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from monograph import compat
 from monograph.automata import Automaton
 from monograph.decode.automaton_tables import AutomatonTables
-from monograph.decode.cache import KVCache, Slots
+from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
@@ -30,16 +30,16 @@ from monograph.decode.outbox import Outbox, read_codes, read_log_probabilities
 from monograph.decode.prompt_reader import PromptReader, Wrap
 from monograph.decode.request import (
     FINISHES,
-    Block,
     Event,
     LogProbability,
     Pace,
     Request,
     RowRecord,
+    StepBlock,
 )
-from monograph.decode.request_queue import Entry, RequestQueue
+from monograph.decode.request_queue import RequestQueue, WaitingRequest
 from monograph.decode.sampling import Sampling
-from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, Step, Steps
+from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, StepFunction, Steps
 from monograph.device import clock, sent
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
@@ -87,7 +87,7 @@ class Generator:
         chain: Chain | Sequence[Chain],
         *,
         rows: int,
-        slots: int | Slots,
+        slots: int | CacheSizes,
         vocabulary: int,
         automata: Collection[Automaton] | AutomatonTables = (),
         pace: int | Pace | None = None,
@@ -102,7 +102,7 @@ class Generator:
                 last of which covers every request. A block then runs a chain that covers its
                 requests (`Steps`). The tokens have the same bits with any chain.
             rows: the maximum number of requests that run at the same time.
-            slots: the number of positions of each row, at most the model's context; or a `Slots`.
+            slots: the number of positions of each row, at most the model's context; or a `CacheSizes`.
             vocabulary: V, the size of the tokenizer's vocabulary.
             automata: all constraints and stop strings of future requests, or empty tables with room
                 for them.
@@ -114,7 +114,7 @@ class Generator:
                 kernels compute it where they can (`monograph.decode.fast_forward.obstacle`).
         """
         weight = model.eval().lm_head.weight
-        sizes = slots if isinstance(slots, Slots) else Slots(slots)
+        sizes = slots if isinstance(slots, CacheSizes) else CacheSizes(slots)
         self.rows = rows
         self.slots = sizes.per_row
         self.compiled = mode == "compiled"
@@ -176,7 +176,7 @@ class Generator:
             if not sizes.is_filled:
                 fast = fast_forward(model, rows)
 
-        def make_step(chain: Chain) -> Step:
+        def make_step(chain: Chain) -> StepFunction:
             step = DecodeStep(
                 model=model,
                 state=self.state.for_chain(chain),
@@ -214,7 +214,7 @@ class Generator:
         # The rows without a request; the row that has been free longest comes first.
         self._free_rows: list[int] = list(range(rows))
         # A block that was launched and has not been read yet.
-        self._unread: Block | None = None
+        self._unread: StepBlock | None = None
         self._submitted = 0
         # The options and stop ids of the last request, its smallest chain and its knobs' values.
         self._last_options: tuple[Sampling, tuple[int, ...]] | None = None
@@ -245,7 +245,7 @@ class Generator:
             )
         number = self._submitted
         self._submitted += 1
-        self._queue.add(Entry(number, request, smallest_chain, knobs))
+        self._queue.add(WaitingRequest(number, request, smallest_chain, knobs))
         return number
 
     def cancel(self, number: int) -> None:
@@ -444,7 +444,7 @@ class Generator:
         write_rows(vars(self.state) | self.knobs, rows, values)
 
     def _begin_request(
-        self, row: int, entry: Entry, automaton_states: tuple[int, int]
+        self, row: int, entry: WaitingRequest, automaton_states: tuple[int, int]
     ) -> dict[str, Any]:
         """Begin a request in a row.
 
@@ -526,7 +526,7 @@ class Generator:
 
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
-    def _launch_block(self) -> Block | None:
+    def _launch_block(self) -> StepBlock | None:
         """Start a block of steps and return it; None if no row needs a step."""
         running = [record for record in self._records if record is not None]
         # A request waits for a row, or for its first token.
@@ -563,9 +563,9 @@ class Generator:
         for record in running:
             record.launched = min(record.launched + steps, record.limit)
         # The list of records is copied, since rows may have other requests when the block is read.
-        return Block(steps, self.outbox.send(steps), list(self._records))
+        return StepBlock(steps, self.outbox.send(steps), list(self._records))
 
-    def _read_block(self, block: Block) -> list[Event]:
+    def _read_block(self, block: StepBlock) -> list[Event]:
         """Read a block and return its events.
 
         The codes of a row after the end of its request are skipped.

@@ -5,7 +5,7 @@ default). So the keys and values of a prompt do not depend on other prompts.
 
 If two prompts begin with the same whole chunks, these chunks are read only once. For layers without
 attention, this needs the recurrence after these chunks. A prompt's last token is read by the first
-decode step, or by the reader if `Slots.is_filled`.
+decode step, or by the reader if `CacheSizes.is_filled`.
 
 Shapes: R rows of the reader's cache, T positions of a chunk, D hidden size.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monograph.decode.cache import KVCache, Slots
+from monograph.decode.cache import CacheSizes, KVCache
 from monograph.device import sent
 from monograph.graph.replay import WARM_UP, Recorder, Replays
 from monograph.model.llama import Llama
@@ -42,7 +42,12 @@ class PromptReader:
     """
 
     def __init__(
-        self, model: Llama, slots: Slots, chunk: int, wrap: Wrap, recorder: Recorder | None = None
+        self,
+        model: Llama,
+        slots: CacheSizes,
+        chunk: int,
+        wrap: Wrap,
+        recorder: Recorder | None = None,
     ) -> None:
         """Allocate a cache with a row for each prompt that is read at the same time.
 

@@ -116,7 +116,7 @@ class RowRecord:
     needs_search: bool = False
 
 
-class Block(NamedTuple):
+class StepBlock(NamedTuple):
     """Steps that were started together.
 
     Attributes:

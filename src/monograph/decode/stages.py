@@ -9,7 +9,7 @@ from monograph.decode.sampling import RANGES, Sampling
 
 
 @dataclass(frozen=True)
-class Knob:
+class SamplerKnob:
     """A number that a stage reads for each row.
 
     Attributes:
@@ -21,9 +21,9 @@ class Knob:
     is_whole: bool = False
 
 
-def options(*names: str) -> dict[str, Knob]:
+def options(*names: str) -> dict[str, SamplerKnob]:
     """Return knobs whose values are the options of these names."""
-    return {name: Knob(attrgetter(name), RANGES[name].whole) for name in names}
+    return {name: SamplerKnob(attrgetter(name), RANGES[name].whole) for name in names}
 
 
 @dataclass(frozen=True)
@@ -41,5 +41,5 @@ class SamplerStage:
 
     name: str
     is_needed: Callable[[Sampling], bool]
-    knobs: Mapping[str, Knob]
+    knobs: Mapping[str, SamplerKnob]
     example: Mapping[str, Any]

@@ -44,8 +44,8 @@ from monograph.decode.chain import (
     OK,
     LogProbabilities,
     Past,
-    Rows,
     SampledTokens,
+    SamplerRows,
     add_to_counts,
     edit_logits_or_nan,
     log_probabilities,
@@ -111,8 +111,8 @@ class State:
         stop_ids_BM: the ids that end the text, padded with -1.
         constraint_state_B: the state of the automaton of allowed texts, with its counters.
         stop_state_B: the state of the automaton of stop strings.
-        counts_BV: int32, see `Rows`.
-        prompt_BV: bool or int32, see `Rows`.
+        counts_BV: int32, see `SamplerRows`.
+        prompt_BV: bool or int32, see `SamplerRows`.
         past: the ids of prompt and output, and their repetitions.
         mu_B: fp32, the surprise in bits that mirostat allows.
         line_1: the line of the rings that the next step writes, [1].
@@ -350,7 +350,7 @@ class DecodeStep:
         """
         state = self.state
         logits_BV = self._logits(blocks, hidden_BD)[:, : self.vocabulary]
-        rows = Rows(
+        rows = SamplerRows(
             seed_B=state.seed_B,
             # The position of the token to be sampled, which follows the token that is read.
             position_B=state.position_B + 1,
@@ -374,7 +374,11 @@ class DecodeStep:
         self._update_state(sampled, follow_automata)
 
     def _sample(
-        self, logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, truncation: Truncation
+        self,
+        logits_BV: Tensor,
+        rows: SamplerRows,
+        allowed_BV: Tensor | None,
+        truncation: Truncation,
     ) -> SampledTokens:
         sampler = self.fast_sampler
         if sampler is None or not sampler.supports(self.chain, truncation, self.vocabulary):
@@ -436,7 +440,7 @@ class DecodeStep:
 
 
 # `DecodeStep.__call__`, or the compiled form of it.
-Step = Callable[..., None]
+StepFunction = Callable[..., None]
 
 
 class Steps:
@@ -453,7 +457,7 @@ class Steps:
     def __init__(
         self,
         chains: Sequence[Chain],
-        make_step: Callable[[Chain], Step],
+        make_step: Callable[[Chain], StepFunction],
         recorder: Recorder | None,
         only_given_chains: bool,
     ) -> None:

@@ -1,6 +1,6 @@
 """Give each member an optimizer, and merge the members' kinds of updates.
 
-A `Kind` says how a parameter is updated, with numbers such as its learning rate. In a merged one, a
+A `ParameterKind` says how a parameter is updated, with numbers such as its learning rate. In a merged one, a
 number in which members differ is a tensor [N]. The others stay numbers, which keeps the graph simple.
 
 Shapes: N members.
@@ -14,10 +14,10 @@ import torch
 
 from monograph.ensemble.knobs import Knobs
 from monograph.errors import UsageError
-from monograph.optim import Kind, Optimizer
+from monograph.optim import Optimizer, ParameterKind
 from monograph.optim.optimizer import Knob
 
-# Fields of a `Kind` in which members may differ. They may also differ in each of its betas.
+# Fields of a `ParameterKind` in which members may differ. They may also differ in each of its betas.
 _MEMBER_FIELDS_OF_KIND = ("lr", "weight_decay", "eps")
 
 
@@ -112,8 +112,8 @@ def dropout_seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> t
 
 
 def merge_kinds(
-    member_kinds: Sequence[Mapping[str, Kind]], device: torch.device
-) -> dict[str, Kind]:
+    member_kinds: Sequence[Mapping[str, ParameterKind]], device: torch.device
+) -> dict[str, ParameterKind]:
     """Return each parameter's merged kind by the parameter's name.
 
     Parameters that have the same kind as each other in every member get the same merged kind, so that
@@ -123,7 +123,7 @@ def merge_kinds(
         member_kinds: for each member, its parameters' kinds by name.
         device: the device of the tensors.
     """
-    merged: dict[tuple[Kind, ...], Kind] = {}  # by the members' kinds
+    merged: dict[tuple[ParameterKind, ...], ParameterKind] = {}  # by the members' kinds
     merged_by_name = {}
     for name in member_kinds[0]:
         kinds = tuple(kinds_by_name[name] for kinds_by_name in member_kinds)

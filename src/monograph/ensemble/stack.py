@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from monograph.ensemble.agreement import DROPOUTS, hook_attributes, require_stackable
 from monograph.errors import UsageError
-from monograph.step.guard import Memory, memory
+from monograph.step.guard import MemoryRegion, memory
 
 CHECKED_PER_UPDATE = 8  # the number of members that `require_views` checks before each update
 
@@ -192,7 +192,7 @@ class _DropoutWithRates(nn.Module):
         return dropped
 
 
-def _view_memory(stacked: Tensor, number: int) -> Memory:
+def _view_memory(stacked: Tensor, number: int) -> MemoryRegion:
     """Return `memory(stacked[number])`, without making this view: it takes time, and this runs for
     many tensors in each update.
     """

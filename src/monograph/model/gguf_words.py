@@ -300,7 +300,7 @@ def _add_stops(
             )
 
 
-Chat = Sequence[dict[str, str]]
+ChatMessages = Sequence[dict[str, str]]
 # Contents of messages with which the translation of a chat template is tested.
 _CONTENTS = (
     "Why?",
@@ -427,12 +427,12 @@ def _probe(template: ChatTemplate, bos: str) -> tuple[dict[str, tuple[str, str]]
     return around, answer_prompt
 
 
-def held_out_chats() -> list[Chat]:
+def held_out_chats() -> list[ChatMessages]:
     """Return 20 chats of 1 to 5 questions, with and without a system message.
 
     `_probe` does not use them. No message begins or ends with a space, which some templates strip.
     """
-    chats: list[Chat] = []
+    chats: list[ChatMessages] = []
     contents = cycle(_CONTENTS)
     for number in range(20):
         roles = ["user", *["assistant", "user"] * (number % 5)]

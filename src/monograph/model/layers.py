@@ -20,7 +20,7 @@ from monograph.graph.grouped import permute_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Family
 from monograph.model.rope import CosSin, rotate
-from monograph.ops.attention import Heads, Impl, Kernel, Mask, attention
+from monograph.ops.attention import AttentionKernel, Heads, Impl, Mask, attention
 from monograph.ops.rms_norm import rms_norm
 
 
@@ -174,7 +174,7 @@ class Attention(nn.Module):
         self.scale = scale(config.query_scale)
         self.head_dim = config.head_dim
         self.impl = impl
-        self.kernel: Kernel = "torch"
+        self.kernel: AttentionKernel = "torch"
         self.device_type = ""
 
     def forward(
@@ -289,7 +289,7 @@ class MLP(nn.Module):
         return self.down_proj(self.combine(self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)))
 
 
-Way = Literal["dense", "grouped"]
+ExpertsWay = Literal["dense", "grouped"]
 SHARED = "shared_expert_intermediate_size"
 
 
@@ -371,7 +371,7 @@ class Mixture(nn.Module):
         if self.has_shared_expert:
             self.shared_expert = MLP(config, SHARED)
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
-        self.way: Way = "grouped"
+        self.way: ExpertsWay = "grouped"
 
     def forward(self, hidden_BTD: Tensor, balance: Balance | None = None) -> Tensor:
         """Map [B, T, D] to [B, T, D].

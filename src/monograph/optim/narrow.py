@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from monograph.ops.philox import LOW32, philox
-from monograph.optim.state_format import Packing, Part, StateFormat
+from monograph.optim.state_format import MomentBuffer, PackingContext, StateFormat
 
 BLOCK = 256
 # A code is a root of the ratio of a value to its block's largest value, in this many steps: the
@@ -114,18 +114,18 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
     return ((hi.view(torch.int16).to(torch.int32) << 16) + lo).view(torch.float32)
 
 
-def rounded(values_N: Tensor, packing: Packing) -> tuple[Tensor]:
+def rounded(values_N: Tensor, packing: PackingContext) -> tuple[Tensor]:
     """Return values rounded stochastically to bf16."""
     assert packing.word_N is not None
     return (stochastic(values_N, packing.word_N),)
 
 
-def widened(tensors: Sequence[Tensor], packing: Packing) -> Tensor:
+def widened(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
     """Return the values [N] of the only buffer, which any wider dtype holds."""
     return tensors[0]
 
 
-def quantised(values_N: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+def quantised(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor]:
     """Return 8-bit codes of values in blocks of 256, an idea of Dettmers et al., arXiv 2110.02861.
 
         a = max |x| of the block
@@ -158,7 +158,7 @@ def quantised(values_N: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     return codes.view(-1)[packing.before : packing.before + len(values_N)], scale_K1.squeeze(-1)
 
 
-def dequantised(tensors: Sequence[Tensor], packing: Packing) -> Tensor:
+def dequantised(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
     """Return the values [N], fp32, that codes [N] and scales [K] stand for; see `quantised`."""
     codes_N, scale_K = tensors
     codes_K256 = _blocks(codes_N, packing.before).to(torch.float32)
@@ -175,7 +175,7 @@ def _blocks(values_N: Tensor, before: int) -> Tensor:
 
 # Right on average.
 BF16 = StateFormat(
-    (Part("", torch.bfloat16),),
+    (MomentBuffer("", torch.bfloat16),),
     eager_update_bytes=116,  # this many because random words are 8-byte integers
     pack=rounded,
     unpack=widened,
@@ -184,8 +184,8 @@ BF16 = StateFormat(
 # Codes, and the largest number of each block.
 EIGHT_BIT = StateFormat(
     (
-        Part("", torch.int8, of_squares=torch.uint8),
-        Part("_scale", torch.float32, numbers_per_element=BLOCK),
+        MomentBuffer("", torch.int8, of_squares=torch.uint8),
+        MomentBuffer("_scale", torch.float32, numbers_per_element=BLOCK),
     ),
     eager_update_bytes=36,
     pack=quantised,

@@ -18,7 +18,7 @@ from torch import Tensor
 Buffers = dict[str, Tensor]
 
 
-class Packing(NamedTuple):
+class PackingContext(NamedTuple):
     """What a form's functions get beside the numbers.
 
     Attributes:
@@ -50,7 +50,7 @@ class Moment(NamedTuple):
     never_negative: bool = False
 
 
-class Part(NamedTuple):
+class MomentBuffer(NamedTuple):
     """One of the buffers that hold a moment.
 
     A rank with some rows of a parameter has the elements for the numbers of these rows. If an
@@ -99,10 +99,10 @@ class StateFormat:
         stochastic: whether `pack` rounds stochastically, for which it gets random words.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[MomentBuffer, ...]
     eager_update_bytes: int
-    pack: Callable[[Tensor, Packing], Sequence[Tensor]] | None = None
-    unpack: Callable[[Sequence[Tensor], Packing], Tensor] | None = None
+    pack: Callable[[Tensor, PackingContext], Sequence[Tensor]] | None = None
+    unpack: Callable[[Sequence[Tensor], PackingContext], Tensor] | None = None
     stochastic: bool = False
 
     @property
@@ -174,7 +174,7 @@ class StateFormat:
         tensors = [buffers[part.buffer_name(moment)] for part in self.parts]
         if self.unpack is None:
             return tensors[0].to(like_N.dtype)
-        packing = Packing(like_N.shape[-1], not moment.never_negative, before)
+        packing = PackingContext(like_N.shape[-1], not moment.never_negative, before)
         return self.unpack(tensors, packing).to(like_N.dtype)
 
     def write_(
@@ -202,11 +202,11 @@ class StateFormat:
         """
         if self.pack is None:
             return
-        packing = Packing(len(values_N), not moment.never_negative, before, ends_2, word_N)
+        packing = PackingContext(len(values_N), not moment.never_negative, before, ends_2, word_N)
         for part, new in zip(self.parts, self.pack(values_N, packing), strict=True):
             buffer = buffers[part.buffer_name(moment)]
             buffer.copy_(torch.where(accepted, new, buffer))
 
 
 # The gradient's dtype, which is fp32 for all but fp64 models.
-EXACT = StateFormat((Part("", None),), eager_update_bytes=28)
+EXACT = StateFormat((MomentBuffer("", None),), eager_update_bytes=28)

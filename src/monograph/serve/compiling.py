@@ -82,7 +82,7 @@ class Busy(Exception):
     """Too many constraints wait to be compiled."""
 
 
-class Compiler:
+class ConstraintCompiler:
     """Compiles stop strings and constraints in processes of their own, under limits.
 
     The results that were used last are cached. So equal requests get the same object, and the decoder

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from monograph.device import clock
-from monograph.serve.owner import Generation, Owner
+from monograph.serve.owner import Owner, ServedText
 from monograph.serve.refused import Refused
 
 # The maximum number of texts that wait, for each row of the decoder.
@@ -47,7 +47,7 @@ class Gate:
         self._owner = owner
         self.set_sizes(rows, context)
         # The texts that run and wait.
-        self._entrances: dict[Generation, _Entrance] = {}
+        self._entrances: dict[ServedText, _Entrance] = {}
         self._prompt_tokens = 0  # the tokens of all their prompts
         self._mean_text_s = 1.0  # a running mean of the time that a text takes in its row
         self.refused = 0
@@ -70,7 +70,7 @@ class Gate:
         """The maximum number of texts that run and wait, and so of the texts of one request."""
         return self._rows + self.max_waiting
 
-    def enter(self, texts: Sequence[Generation]) -> None:
+    def enter(self, texts: Sequence[ServedText]) -> None:
         """Let the texts of a request in: the owner begins to write them.
 
         Raises:
@@ -114,7 +114,7 @@ class Gate:
         finally:
             self._reserved_logprobs -= count
 
-    def leave(self, text: Generation, *, cancelled: bool = False) -> None:
+    def leave(self, text: ServedText, *, cancelled: bool = False) -> None:
         """Forget a text that has ended, or cancel one. If it has left already, nothing happens."""
         entrance = self._entrances.pop(text, None)
         if entrance is None:
