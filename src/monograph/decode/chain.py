@@ -362,22 +362,23 @@ def sample(
     is_reported = chain.logprobs is not None and chain.reports_processed
     logprobs = None
     if is_reported or "mirostat" in chain.stages:
+        # Those of rows that take the likeliest token.
         logprobs = _log_probabilities_without_chance(token_B, chain.logprobs or 0)
     if chain.samples_at_random:
-        greedy_B = rows.knobs["temperature"] <= 0
+        is_greedy_B = rows.knobs["temperature"] <= 0
         candidates = apply_filters(edited_BV, rows, chain, truncation)
-        token_B = torch.where(greedy_B, token_B, _sampled_from(candidates, rows))
+        token_B = torch.where(is_greedy_B, token_B, _sampled_from(candidates, rows))
         # A greedy row ignores the filters, so it does not matter whether their window sufficed.
-        sufficed_B = candidates.sufficed_B1[:, 0] | greedy_B
+        sufficed_B = candidates.sufficed_B1[:, 0] | is_greedy_B
         if logprobs is not None:
             greedy = logprobs
             random = _log_probabilities_after_filters(candidates, token_B, chain.logprobs or 0)
             # Both are computed for all rows, since the host does not know which rows are greedy.
-            greedy_B1 = greedy_B[:, None]
+            is_greedy_B1 = is_greedy_B[:, None]
             logprobs = LogProbabilities(
-                chosen_B=torch.where(greedy_B, greedy.chosen_B, random.chosen_B),
-                ids_BN=torch.where(greedy_B1, greedy.ids_BN, random.ids_BN),
-                values_BN=torch.where(greedy_B1, greedy.values_BN, random.values_BN),
+                chosen_B=torch.where(is_greedy_B, greedy.chosen_B, random.chosen_B),
+                ids_BN=torch.where(is_greedy_B1, greedy.ids_BN, random.ids_BN),
+                values_BN=torch.where(is_greedy_B1, greedy.values_BN, random.values_BN),
             )
     largest_B = largest_B1[:, 0]
     # NOT_FINITE is set last, since the other statuses mean nothing in a row with a NaN. The comparison

@@ -334,12 +334,12 @@ def mode_for(steps: int, device: str, is_autocast: bool) -> Mode:
     return "eager" if is_autocast else "captured"
 
 
-def rows_that_fit(model: Llama, slots: CacheSizes, max_rows: int, advice: str) -> int:
+def rows_that_fit(model: Llama, sizes: CacheSizes, max_rows: int, advice: str) -> int:
     """Return the number of rows of a cache that fit into half of the free memory.
 
     Args:
         model: the language model.
-        slots: the sizes of the cache.
+        sizes: the sizes of the cache.
         max_rows: the maximum number that is returned.
         advice: what the user can do if no row fits, for the error.
 
@@ -349,11 +349,11 @@ def rows_that_fit(model: Llama, slots: CacheSizes, max_rows: int, advice: str) -
     # The other half is for logits, the sampler and the caller.
     half_bytes = describe().free_memory_bytes // 2
     row_bytes = KVCache.bytes_per_row(
-        model.config, slots.per_row, model.lm_head.weight.dtype, slots.block
+        model.config, sizes.per_row, model.lm_head.weight.dtype, sizes.block
     )
     if row_bytes > half_bytes:
         raise OutOfDeviceMemory(
-            f"keys and values of {slots.per_row:,} positions take {row_bytes / 2**30:.3g} GiB, more than half of the "
+            f"keys and values of {sizes.per_row:,} positions take {row_bytes / 2**30:.3g} GiB, more than half of the "
             f"free memory ({half_bytes / 2**30:.3g} GiB): {advice}"
         )
     return min(max_rows, half_bytes // row_bytes)

@@ -44,7 +44,7 @@ class PromptReader:
     def __init__(
         self,
         model: Llama,
-        slots: CacheSizes,
+        sizes: CacheSizes,
         chunk: int,
         wrap: Wrap,
         recorder: Recorder | None = None,
@@ -53,7 +53,7 @@ class PromptReader:
 
         Args:
             model: the language model, in evaluation mode.
-            slots: the sizes of the cache; a prompt is not longer than a row.
+            sizes: the sizes of the cache; a prompt is not longer than a row.
             chunk: the number of tokens of a pass, a power of two up to the cache's block.
             wrap: returns a function compiled, or unchanged.
             recorder: captures the pass over a chunk; None: it is not captured.
@@ -61,13 +61,13 @@ class PromptReader:
         weight = model.lm_head.weight
         self.model = model
         self.chunk = chunk
-        self.rows = slots.prompts_at_once
+        self.rows = sizes.prompts_at_once
         self.device = weight.device
         self.cache = KVCache.allocate(
-            model.config, self.rows, slots.per_row, weight.dtype, weight.device, slots.block
+            model.config, self.rows, sizes.per_row, weight.dtype, weight.device, sizes.block
         )
-        self.cache.is_filled = slots.is_filled
-        self.reads_last_token = slots.is_filled
+        self.cache.is_filled = sizes.is_filled
+        self.reads_last_token = sizes.is_filled
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
         # The tensors that a pass reads and writes; a captured pass needs fixed addresses.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
