@@ -191,11 +191,11 @@ class _Parser:
         """Return the next character, which stays unread; "" at the end."""
         return self.pattern[self.position : self.position + 1]
 
-    def take(self, wanted: str) -> bool:
-        """Read `wanted`, if the pattern continues with it, and return whether it does."""
-        if not self.pattern.startswith(wanted, self.position):
+    def take(self, text: str) -> bool:
+        """Read a text if the pattern continues with it, and return whether it does."""
+        if not self.pattern.startswith(text, self.position):
             return False
-        self.position += len(wanted)
+        self.position += len(text)
         return True
 
     def branch(self) -> Branch:

@@ -38,7 +38,7 @@ class Transcript:
         # The decoder is incremental, because several tokens may share the bytes of one character.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         # The bytes after `text` that are not certain yet.
-        self._held = b""
+        self._pending_bytes = b""
         self.token_ids: list[int] = []
         self.text = ""
         self.size = 0
@@ -47,33 +47,33 @@ class Transcript:
         """Add ids, and return the text that has become certain."""
         ids = list(ids)
         self.token_ids += ids
-        self._held += b"".join([self._tokenizer.pieces[index] for index in ids])
-        return self._append_held(self._count_certain_bytes())
+        self._pending_bytes += b"".join([self._tokenizer.pieces[index] for index in ids])
+        return self._append(self._count_certain_bytes())
 
     def finish(self) -> str:
         """End the text, and return its rest up to the first stop string."""
-        begins = [self._held.find(stop) for stop in self._stop]
-        end = min((begin for begin in begins if begin >= 0), default=len(self._held))
-        return self._append_held(end, final=True)
+        begins = [self._pending_bytes.find(stop) for stop in self._stop]
+        end = min((begin for begin in begins if begin >= 0), default=len(self._pending_bytes))
+        return self._append(end, final=True)
 
     def _count_certain_bytes(self) -> int:
-        """Return how many of the held bytes are before anything that is or may become a stop string.
+        """Return how many of the pending bytes precede whatever is or may become a stop string.
 
-        What may become one is at the end of the held bytes: they end with its beginning.
+        What may become one is at their end: the bytes end with the beginning of a stop string.
         """
         if not self._stop:
-            return len(self._held)
-        for begin in range(len(self._held)):
+            return len(self._pending_bytes)
+        for begin in range(len(self._pending_bytes)):
             for stop in self._stop:
-                is_stop = self._held.startswith(stop, begin)
-                if is_stop or stop.startswith(self._held[begin:]):
+                is_stop = self._pending_bytes.startswith(stop, begin)
+                if is_stop or stop.startswith(self._pending_bytes[begin:]):
                     return begin
-        return len(self._held)
+        return len(self._pending_bytes)
 
-    def _append_held(self, size: int, *, final: bool = False) -> str:
-        """Move the first `size` held bytes to the text, and return the new text."""
-        certain = self._held[:size]
-        self._held = self._held[size:]
+    def _append(self, size: int, *, final: bool = False) -> str:
+        """Move the first `size` pending bytes to the text, and return the new text."""
+        certain = self._pending_bytes[:size]
+        self._pending_bytes = self._pending_bytes[size:]
         self.size += size
         if certain:
             certain = certain.removeprefix(self._lead)

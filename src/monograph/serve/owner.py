@@ -108,20 +108,21 @@ class ServedText:
         self.index = index
         self.inbox = inbox
         self.streams = streams
-        self._held_event: Event | None = None
+        # What was sampled and not delivered yet.
+        self._undelivered: Event | None = None
 
     def merge_event(self, event: Event) -> Event | None:
-        """Add an event to those that were held back; return the event to deliver now, if any."""
-        held = self._held_event
-        if held is not None:
-            # In place, because texts are long.
-            held.token_ids.extend(event.token_ids)
-            held.logprobs.extend(event.logprobs)
-            event = held._replace(finish=event.finish)
+        """Add an event to those that were not delivered yet; return what is to be delivered now."""
+        earlier = self._undelivered
+        if earlier is not None:
+            # The lists are extended in place, because texts are long.
+            earlier.token_ids.extend(event.token_ids)
+            earlier.logprobs.extend(event.logprobs)
+            event = earlier._replace(finish=event.finish)
         if self.streams or event.finish is not None:
-            self._held_event = None
+            self._undelivered = None
             return event
-        self._held_event = event
+        self._undelivered = event
         return None
 
 
