@@ -125,22 +125,12 @@ class Generator:
             self.pace = Pace(steps, steps_while_waiting=steps, max_chunks=None)
         chains = (chain,) if isinstance(chain, Chain) else tuple(chain)
         self.chain = chains[-1]
-        # Each number of visible blocks and each truncation has its own graph. By default torch allows
-        # eight graphs of a function.
+        # There is a graph for each number of blocks that attention reads, and for each truncation. By
+        # default torch allows eight graphs of a function.
         if self.compiled:
             compat.allow_variants()
         wrap: Wrap = compile_function if self.compiled else lambda function: function
-        # A pass computes all tokens of a chunk, however few are used. So a chunk is not longer than the
-        # longest prompt needs. Its length is a power of two.
-        max_chunk = min(
-            sizes.per_row, CHUNKS[weight.device.type], model.config.max_position_embeddings
-        )
-        needed = sizes.longest_prompt
-        if sizes.is_filled:
-            needed = padded_count(needed)
-        max_chunk_rounded_down = 1 << (max_chunk.bit_length() - 1)
-        needed_rounded_up = 1 << (needed - 1).bit_length()
-        chunk = min(max_chunk_rounded_down, needed_rounded_up)
+        chunk = _chunk_length(model, sizes)
         recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
         self.reader = PromptReader(model, sizes, chunk, wrap, recorder)
         self.cache = KVCache.allocate(
@@ -149,7 +139,7 @@ class Generator:
         self.cache.is_filled = sizes.is_filled
         # The final hidden state of the last token of each row's prompt, copied from `PromptReader.last_RD`.
         self._last_BD = weight.new_zeros(rows, model.config.hidden_size)
-        # The rings have two halves: the host reads one while the device writes the other.
+        # A ring has lines for two blocks of steps (`Outbox`).
         self.state = State.allocate(
             rows, self.slots, vocabulary, 2 * self.pace.steps, self.chain, weight.device
         )
@@ -190,8 +180,8 @@ class Generator:
             )
             return wrap(step.__call__)
 
-        # A step that is compiled or captured takes long to make, so there is none for a chain that was not
-        # given. Nor is there if one chain was given, which is meant for all requests.
+        # A step that is compiled or captured takes long to make, so no steps are made for chains other than
+        # the given ones. Neither are they if a single chain was given, which is meant for all requests.
         only_given_chains = self.compiled or recorder is not None or len(chains) == 1
         self.steps = Steps(chains, make_step, recorder, only_given_chains)
         rings = (self.state.codes_RB, self.state.values_RBN, self.state.ids_RBN)
@@ -215,6 +205,7 @@ class Generator:
         self._free_rows: list[int] = list(range(rows))
         # A block that was launched and has not been read yet.
         self._unread: StepBlock | None = None
+        # The number of requests so far, and so the number of the next one.
         self._submitted = 0
         # The options and stop ids of the last request, its smallest chain and its knobs' values.
         self._last_options: tuple[Sampling, tuple[int, ...]] | None = None
@@ -610,3 +601,19 @@ class Generator:
         if ended:
             self._end_requests(ended)
         return events
+
+
+def _chunk_length(model: Llama, sizes: CacheSizes) -> int:
+    """Return the number of tokens of a chunk, a power of two.
+
+    A pass computes all tokens of a chunk, however few are used. So a chunk is not longer than the
+    longest prompt needs.
+    """
+    device = model.lm_head.weight.device.type
+    max_chunk = min(sizes.per_row, CHUNKS[device], model.config.max_position_embeddings)
+    needed = sizes.longest_prompt
+    if sizes.is_filled:
+        needed = padded_count(needed)
+    max_chunk_rounded_down = 1 << (max_chunk.bit_length() - 1)
+    needed_rounded_up = 1 << (needed - 1).bit_length()
+    return min(max_chunk_rounded_down, needed_rounded_up)
