@@ -12,7 +12,7 @@ from torch import nn
 
 from monograph import compat
 from monograph.ensemble import Ensemble
-from monograph.ensemble.layers import Dropout
+from monograph.ensemble.dropout import Dropout
 from monograph.loop import train
 from monograph.optim import AdamW
 from zoo import of_classes

@@ -17,15 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from monograph import compat
 from monograph.ensemble.agreement import hook_attributes
-from monograph.ensemble.layers import (
-    KERNELS,
-    CannotBatch,
-    Dropout,
-    DropoutCounter,
-    Layers,
-    PassObserver,
-    refusal,
-)
+from monograph.ensemble.dropout import Dropout, DropoutCounter
+from monograph.ensemble.layers import CannotBatch, Layers, PassObserver, refusal
+from monograph.ensemble.recurrent import KERNELS
 from monograph.ensemble.stack import Stack
 from monograph.errors import InputRefused
 from monograph.graph.inspect import buffers_kept

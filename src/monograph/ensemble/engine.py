@@ -55,7 +55,7 @@ class Ensemble(Engine):
 
     Members are refused if they differ in more than the numbers in their tensors, or if they decide by
     a tensor's value or use torch's random numbers, which one graph of all members cannot do. Dropout
-    is supported and exact, see `monograph.ensemble.layers`.
+    is supported and exact, see `monograph.ensemble.dropout`.
 
     Attributes:
         members: the modules.
