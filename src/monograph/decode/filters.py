@@ -1,7 +1,7 @@
 """The temperature and the filters, which are the stages after the penalties.
 
 Each filter drops candidates, and the temperature scales their scores. The decorator of each function
-declares which request needs the stage, and which numbers of a row, its knobs, the stage reads.
+declares which requests need the stage, and which numbers of a row, its knobs, the stage reads.
 
 In the equations x is a score, m is the score of the likeliest token, S is the sum of exp(x - m), and
 p = exp(x - m) / S is the probability of a token among those that are left.
@@ -22,7 +22,7 @@ from monograph.decode.reproducible import UNIT, log
 from monograph.decode.sampling import Sampling
 from monograph.decode.stages import SamplerKnob, SamplerStage, options
 
-Apply = Callable[[Candidates, dict[str, Tensor]], Candidates]
+ApplyStage = Callable[[Candidates, dict[str, Tensor]], Candidates]
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class Filter(SamplerStage):
         is_temperature: whether the stage scales scores; otherwise it drops candidates.
     """
 
-    apply: Apply
+    apply: ApplyStage
     is_temperature: bool = False
 
 
-# All filters by name; `declared` adds them.
+# All filters by name; `sampler_stage` adds them.
 FILTERS: dict[str, Filter] = {}
 
 
-def declared(
+def sampler_stage(
     is_on: Callable[[Sampling], bool],
     knobs: Mapping[str, SamplerKnob],
     example: Mapping[str, Any],
     is_temperature: bool = False,
-) -> Callable[[Apply], Apply]:
+) -> Callable[[ApplyStage], ApplyStage]:
     """Return a decorator that adds a function to FILTERS, as the stage of the function's name.
 
     Args:
@@ -59,7 +59,7 @@ def declared(
         is_temperature: see `Filter`.
     """
 
-    def declare(function: Apply) -> Apply:
+    def register(function: ApplyStage) -> ApplyStage:
         name = function.__name__
 
         def is_needed(sampling: Sampling) -> bool:
@@ -68,7 +68,7 @@ def declared(
         FILTERS[name] = Filter(name, is_needed, knobs, example, function, is_temperature)
         return function
 
-    return declare
+    return register
 
 
 def top_k_of(sampling: Sampling) -> int:
@@ -92,10 +92,10 @@ def _log_of(option: str) -> SamplerKnob:
     return SamplerKnob(value)
 
 
-def mean_surprise(candidates: Candidates) -> tuple[Tensor, Tensor]:
+def mean_relative_surprise(candidates: Candidates) -> tuple[Tensor, Tensor]:
     """Return the mean of y = m - x, and the sum of the weights.
 
-    y is a token's surprise -ln p less that of the likeliest token. The mean over the tokens that are
+    y is a token's surprise -ln p minus the likeliest token's surprise ln S. The mean over the tokens that are
     left is sum(w y) / sum(w), with the weights w = exp(-y). Both sums are of integers in the fixed
     point of the weights, so their bits do not depend on the order. The products w y fit, since
     w y <= 1/e.
@@ -117,7 +117,8 @@ def normalised_entropy(candidates: Candidates) -> Tensor:
 
     It is in [0, 1], and 0 for a single token.
     """
-    mean_B1, total_B1 = mean_surprise(candidates)
+    mean_B1, total_B1 = mean_relative_surprise(candidates)
+    # H is the mean of -ln p = y + ln S.
     entropy_B1 = mean_B1.double() + (total_B1.double() / UNIT).log()
     left_B1 = candidates.count_left()
     normalised_B1 = entropy_B1 / left_B1.clamp(min=2).double().log()
@@ -139,13 +140,13 @@ def _weight_of_share(share_B1: Tensor, total_B1: Tensor) -> Tensor:
 MIN_TEMPERATURE = 2.0**-100
 
 
-@declared(lambda s: True, options("temperature"), {"temperature": 1.0}, is_temperature=True)
+@sampler_stage(lambda s: True, options("temperature"), {"temperature": 1.0}, is_temperature=True)
 def temperature(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Divide the scores by T after subtracting the largest, so that the largest is 0."""
     return _divided(candidates, knobs["temperature"])
 
 
-@declared(
+@sampler_stage(
     lambda s: s.temperature_range > 0,
     options("temperature", "temperature_range", "temperature_exponent"),
     {"temperature_range": 0.1},
@@ -179,7 +180,9 @@ def _divided(candidates: Candidates, temperature_B1: Tensor) -> Candidates:
 # Top-k (Fan et al. 2018, Hierarchical Neural Story Generation).
 
 
-@declared(lambda s: s.top_k > 0, {"top_k": SamplerKnob(top_k_of, is_whole=True)}, {"top_k": 40})
+@sampler_stage(
+    lambda s: s.top_k > 0, {"top_k": SamplerKnob(top_k_of, is_whole=True)}, {"top_k": 40}
+)
 def top_k(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep the tokens with the k largest logits, and others that equal the k-th.
 
@@ -197,7 +200,7 @@ def top_k(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 # Top-p, or nucleus (Holtzman et al. 2020, The Curious Case of Neural Text Degeneration).
 
 
-@declared(lambda s: s.top_p < 1, options("top_p"), {"top_p": 0.9})
+@sampler_stage(lambda s: s.top_p < 1, options("top_p"), {"top_p": 0.9})
 def top_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep a token if all likelier tokens together have less than the probability p.
 
@@ -212,7 +215,7 @@ def top_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 # Outputs).
 
 
-@declared(lambda s: s.min_p > 0, {"log_min_p": _log_of("min_p")}, {"min_p": 0.1})
+@sampler_stage(lambda s: s.min_p > 0, {"log_min_p": _log_of("min_p")}, {"min_p": 0.1})
 def min_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep x >= m + ln p, the tokens with at least p times the likeliest token's probability.
 
@@ -227,7 +230,7 @@ def min_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 # Top-n-sigma (Tang et al. 2024, Top-nσ: Not All Logits Are You Need; maths as in llama.cpp).
 
 
-@declared(lambda s: s.top_n_sigma > 0, options("top_n_sigma"), {"top_n_sigma": 1.0})
+@sampler_stage(lambda s: s.top_n_sigma > 0, options("top_n_sigma"), {"top_n_sigma": 1.0})
 def top_n_sigma(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep x >= m - n s, where s is the population standard deviation of the scores left.
 
@@ -249,7 +252,7 @@ def top_n_sigma(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 # Locally typical sampling (Meister et al. 2023).
 
 
-@declared(lambda s: s.typical_p < 1, options("typical_p"), {"typical_p": 0.9})
+@sampler_stage(lambda s: s.typical_p < 1, options("typical_p"), {"typical_p": 0.9})
 def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep the tokens with the smallest |-ln p - H| until they have the probability `typical_p`.
 
@@ -261,7 +264,7 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     p_B1 = knobs["typical_p"]
     max_score_B1 = candidates.max_score_B1
     is_used_B1 = p_B1 < 1
-    mean_B1, total_B1 = mean_surprise(candidates)
+    mean_B1, total_B1 = mean_relative_surprise(candidates)
 
     def distance(scores_BN: Tensor) -> Tensor:
         return ((max_score_B1 - scores_BN) - mean_B1).abs()
@@ -289,7 +292,7 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 # that Directly Controls Perplexity; maths as in llama.cpp).
 
 
-@declared(lambda s: s.top_a > 0, {"log_top_a": _log_of("top_a")}, {"top_a": 0.1})
+@sampler_stage(lambda s: s.top_a > 0, {"log_top_a": _log_of("top_a")}, {"top_a": 0.1})
 def top_a(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep p >= a q^2, where q is the likeliest token's probability; a = 0 is off (ln a = -inf)."""
     log_a_B1 = knobs["log_top_a"]
@@ -298,7 +301,7 @@ def top_a(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     return _keep_at_least(candidates, log_min_B1, log_total_B1, log_a_B1 > -torch.inf)
 
 
-@declared(
+@sampler_stage(
     lambda s: s.epsilon_cutoff > 0,
     {"log_epsilon": _log_of("epsilon_cutoff")},
     {"epsilon_cutoff": 0.1},
@@ -310,18 +313,18 @@ def epsilon(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     return _keep_at_least(candidates, log_epsilon_B1, log_total(candidates), is_used_B1)
 
 
-@declared(lambda s: s.eta_cutoff > 0, {"log_eta": _log_of("eta_cutoff")}, {"eta_cutoff": 0.1})
+@sampler_stage(lambda s: s.eta_cutoff > 0, {"log_eta": _log_of("eta_cutoff")}, {"eta_cutoff": 0.1})
 def eta(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep p >= min(epsilon, sqrt(epsilon) exp(-H)), where H is the entropy; epsilon = 0 is off."""
     log_epsilon_B1 = knobs["log_eta"]
     log_total_B1 = log_total(candidates)
-    mean_B1, _ = mean_surprise(candidates)
+    mean_B1, _ = mean_relative_surprise(candidates)
     entropy_B1 = mean_B1 + log_total_B1
     log_min_B1 = torch.minimum(log_epsilon_B1, 0.5 * log_epsilon_B1 - entropy_B1)
     return _keep_at_least(candidates, log_min_B1, log_total_B1, log_epsilon_B1 > -torch.inf)
 
 
-@declared(
+@sampler_stage(
     lambda s: s.mirostat_tau > 0, options("mirostat_tau", "mirostat_eta"), {"mirostat_tau": 1.0}
 )
 def mirostat(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
@@ -347,7 +350,7 @@ def _keep_at_least(
 # llama.cpp).
 
 
-@declared(
+@sampler_stage(
     lambda s: s.xtc_probability > 0 and s.xtc_threshold <= 0.5,
     options("xtc_probability", "xtc_threshold"),
     {"xtc_probability": 0.5},

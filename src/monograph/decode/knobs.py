@@ -267,7 +267,9 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
             )
         if name == "min_tokens":
             values["stop_ids"] = _padded(list(stop_ids)[: chain.stop_length], chain.stop_length, -1)
-        values |= {knob: declared.value(sampling) for knob, declared in STAGES[name].knobs.items()}
+        values |= {
+            knob_name: knob.value(sampling) for knob_name, knob in STAGES[name].knobs.items()
+        }
     return values
 
 
