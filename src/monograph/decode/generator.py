@@ -150,7 +150,7 @@ class Generator:
             self.tables = AutomatonTables.with_room_for(automata, vocabulary, weight.device)
         self.vocabulary = vocabulary
 
-        fast = None
+        forward_kernels = None
         fast_sampler = None
         if weight.is_cuda and impl == "auto":
             # These import Triton, which is only where torch computes on a GPU.
@@ -164,7 +164,7 @@ class Generator:
                 cache.kernels = FastAttention(cache_rows, key_heads, weight.device)
             # Texts that are scored exactly have the bits of the model's own forward pass.
             if not sizes.is_filled:
-                fast = fast_forward(model, rows)
+                forward_kernels = fast_forward(model, rows)
 
         def make_step(chain: Chain) -> StepFunction:
             step = DecodeStep(
@@ -175,7 +175,7 @@ class Generator:
                 knobs=self.knobs,
                 tables=self.tables,
                 vocabulary=vocabulary,
-                fast=fast,
+                forward_kernels=forward_kernels,
                 fast_sampler=fast_sampler,
             )
             return wrap(step.__call__)

@@ -315,7 +315,7 @@ class DecodeStep:
         tables: the automata of all rows.
         vocabulary: V, the size of the tokenizer's vocabulary. The model's may be larger; the
             additional ids are never sampled.
-        fast: computes the logits by kernels; None: the model's forward pass does.
+        forward_kernels: computes the logits by kernels; None: the model's forward pass does.
         fast_sampler: samples by a kernel, with the same bits as `sample`; None: `sample` does.
     """
 
@@ -326,7 +326,7 @@ class DecodeStep:
     knobs: dict[str, Tensor]
     tables: AutomatonTables
     vocabulary: int
-    fast: FastForward | None = None
+    forward_kernels: FastForward | None = None
     fast_sampler: FastSampler | None = None
 
     @torch.no_grad()
@@ -390,8 +390,8 @@ class DecodeStep:
         state = self.state
         # Autocast computes in another dtype than that of the weights, which the kernels read.
         is_cast = torch.is_autocast_enabled("cuda")
-        if hidden_BD is None and self.fast is not None and not is_cast:
-            return self.fast.logits(state.token_B, state.position_B, self.cache, blocks)
+        if hidden_BD is None and self.forward_kernels is not None and not is_cast:
+            return self.forward_kernels.logits(state.token_B, state.position_B, self.cache, blocks)
         if hidden_BD is None:
             tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
             hidden_BD = self.model(

@@ -1,6 +1,6 @@
 """Compiles the stop strings and constraints of requests in processes of their own, under limits.
 
-The compiler limits its own work, but a hostile schema may still take it much time or memory. So this
+The compiler limits its own work, but a hostile schema may still need much time or memory. So this
 module is also a program, the compiling process. It imports what compiling needs, gets the vocabulary
 once, and forks a child for each job. The kernel ends a child that uses too much. The server checks
 every number that a child sends, and unpickles nothing.

@@ -310,7 +310,7 @@ class TextEndpoint:
         async def batches() -> AsyncIterator[EventBatch]:
             is_first = True
             while running:
-                batch = await _next_batch(texts[0].inbox)
+                batch = await _next_batch(texts[0].inbox)  # all texts have the same inbox
                 if batch and is_first:
                     self._service.first_token_s.add(clock() - began_s)
                     is_first = False
