@@ -19,9 +19,10 @@ from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
 from monograph.model.parameters import keys_of, shapes
-from monograph.model.scaling import FULL, LINEAR, LONG, SLIDING, LongScaling
+from monograph.model.scaling import LONGROPE, LongScaling
 from numerics import relative_error
 from reference import llama as reference
 
@@ -40,14 +41,16 @@ MULTIPLIERS = {
 
 @st.composite
 def configs(draw, family, least=2):
-    keys, layers = FAMILIES[family].keys, draw(st.integers(1, 3))
+    keys, layers = FAMILIES[family].optional_keys, draw(st.integers(1, 3))
     key_value, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
     windowed, linear = (
         "sliding_window" in keys and draw(st.booleans()),
         "linear_num_key_heads" in keys,
     )
     kinds = st.lists(
-        st.sampled_from([FULL, LINEAR if linear else SLIDING]), min_size=layers, max_size=layers
+        st.sampled_from([FULL_ATTENTION, LINEAR_ATTENTION if linear else SLIDING_ATTENTION]),
+        min_size=layers,
+        max_size=layers,
     )
     sizes = {
         "linear_conv_kernel_dim": draw(st.integers(1, 5)),
@@ -56,9 +59,9 @@ def configs(draw, family, least=2):
     sizes |= {"linear_num_key_heads": key_value, "linear_num_value_heads": key_value * group}
     experts, longs = (
         draw(st.integers(1, 6)) if "num_experts" in keys else 0,
-        LONG in FAMILIES[family].scalings,
+        LONGROPE in FAMILIES[family].rope_types,
     )
-    whole = longs or FAMILIES[family].whole_heads
+    whole = longs or FAMILIES[family].head_dim_is_derived
     mixed = {
         "num_experts": st.just(experts), "num_experts_per_tok": st.integers(1, max(experts, 1)),
         "norm_topk_prob": st.booleans(), "moe_intermediate_size": st.integers(1, 20),
@@ -273,7 +276,10 @@ def test_a_folder_goes_out_and_comes_back_as_its_family(tmp_path, family, shard)
 
 
 def test_a_small_model_of_each_family_has_each_key_of_its_row():
-    assert {key for its in FAMILIES.values() for key in its.keys} == {*OPTIONAL, *NOT_IN_SMALL}
+    assert {key for its in FAMILIES.values() for key in its.optional_keys} == {
+        *OPTIONAL,
+        *NOT_IN_SMALL,
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)

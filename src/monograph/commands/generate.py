@@ -326,7 +326,7 @@ def open_model(run: str, options: Options) -> Model:
     network, tokenizer = load_with_tokenizer(run, warn)
     ends = [tokenizer.eos_id]
     if options.chat:
-        ends = list(stop_ids(tokenizer, network.config.ends))
+        ends = list(stop_ids(tokenizer, network.config.eos_token_ids))
     network.to(default_device())
     return Model(network, tokenizer, sampling, [*options.stop, *ends], None, options)
 

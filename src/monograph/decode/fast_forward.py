@@ -65,7 +65,7 @@ def obstacle(model: Llama) -> str | None:
     if config.family.norms != Norms():
         return "this family normalises what its layers add, which the kernels do not"
     dense = [layer for layer in range(config.num_hidden_layers) if not config.is_mixture(layer)]
-    if config.family.activation[1] not in _ACTIVATIONS or (config.family.clamped and dense):
+    if config.family.activation[1] not in _ACTIVATIONS or (config.family.clamped_gating and dense):
         return "the kernels do not have this family's activation"
     if not isinstance(model.scale_last, nn.Identity):
         return "this family scales its logits"
@@ -160,7 +160,7 @@ class FastForward:
         )
         family = model.config.family
         self._activation = _ACTIVATIONS[family.activation[1]]
-        self._combination: Combination = "clamped" if family.clamped else self._activation
+        self._combination: Combination = "clamped" if family.clamped_gating else self._activation
         # The kernels read a weight once for every tile of ROWS rows, and an expert's weight once for
         # each token. So they are fast only for the rows of one tile.
         is_one_tile = rows <= ROWS
@@ -195,13 +195,15 @@ class FastForward:
         """Return each layer's cosines and sines, [B, F]; (None, None) if it does not rotate."""
         config = self.model.config
         layers = range(config.num_hidden_layers)
-        kinds = dict.fromkeys(config.is_local(layer) for layer in layers if config.rotates(layer))
+        kinds = dict.fromkeys(
+            config.has_local_theta(layer) for layer in layers if config.rotates(layer)
+        )
         tables = {}
         for kind in kinds:
             cos_B11F, sin_B11F = cos_sin(position_B[:, None], config, torch.float32, kind)
             tables[kind] = cos_B11F[:, 0, 0], sin_B11F[:, 0, 0]
         return [
-            tables[config.is_local(layer)] if config.rotates(layer) else (None, None)
+            tables[config.has_local_theta(layer)] if config.rotates(layer) else (None, None)
             for layer in layers
         ]
 

@@ -35,9 +35,9 @@ from monograph.graph.precision import Precision
 from monograph.graph.token_rows import ROWS, tables
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
-from monograph.model.gguf import import_gguf, named, reader_of, write_tensors
+from monograph.model.gguf import import_gguf, llama_cpp_support, llama_cpp_tensors, write_tensors
+from monograph.model.layer_types import LINEAR_ATTENTION
 from monograph.model.llama import Llama
-from monograph.model.scaling import LINEAR
 from monograph.model.vocabulary import (
     KEY,
     PREFIX,
@@ -145,8 +145,8 @@ def config_digest(config: LlamaConfig) -> str:
     del values["attention_dropout"]
     del values["pad_token_id"]
     # One id may be written as a number or as a list of one.
-    if len(config.ends) == 1:
-        values["eos_token_id"] = config.ends[0]
+    if len(config.eos_token_ids) == 1:
+        values["eos_token_id"] = config.eos_token_ids[0]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -355,7 +355,7 @@ def pack_adapters(
             f"{experts[0]} has an adapter for each expert, for which PEFT has no form"
         )
     if config is not None:
-        joined_layers = tuple(itertools.chain.from_iterable(config.family.joined.values()))
+        joined_layers = tuple(itertools.chain.from_iterable(config.family.joined_layers.values()))
         if names := [name for name in adapted if name.endswith(joined_layers)]:
             raise InputRefused(
                 f"{names[0]} has an adapter, and PEFT has one layer for it and others in a {config.model_type}"
@@ -497,7 +497,7 @@ def require_gguf_form(stored: PeftAdapters, config: LlamaConfig) -> None:
         obstacle = "magnitudes (lora.dora)"
     elif KEY in stored.values:
         obstacle = "rows of tokens"
-    elif config.family.experts or config.family.others == LINEAR:
+    elif config.family.expert_width_key or config.family.other_layer_type == LINEAR_ATTENTION:
         obstacle = f"layers of the family {config.model_type}"
     if obstacle:
         raise InputRefused(f"a GGUF file of adapters has no form for {obstacle}")
@@ -510,7 +510,7 @@ def write_gguf_adapter(stored: PeftAdapters, config: LlamaConfig, new: Path) -> 
     lora = Lora(values["r"], values["lora_alpha"], rslora="use_rslora" in values)
     matrices = {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items()}
     tensors = list(_gguf_tensors(matrices, config))
-    writer = gguf.GGUFWriter(new / GGUF_FILE, reader_of(config).name)
+    writer = gguf.GGUFWriter(new / GGUF_FILE, llama_cpp_support(config).name)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     # llama.cpp divides alpha by the rank. Writing scale * rank as alpha makes it use the right scale
@@ -531,9 +531,9 @@ def _gguf_tensors(matrices: Mapping[str, Tensor], config: LlamaConfig) -> Iterat
     layers = [name.removesuffix(a_end) for name in matrices if name.endswith(a_end)]
     first = [_plain(f"{layer}.weight", matrices[layer + a_end]) for layer in layers]
     second = [_plain(f"{layer}.weight", matrices[layer + b_end]) for layer in layers]
-    # B has as many rows as the weight, so `named` treats it like the weight: it renames B, and
+    # B has as many rows as the weight, so `llama_cpp_tensors` treats it like the weight: it renames B, and
     # reorders B's rows if the file has the weight's rows in another order. A only gets the name.
-    for a_matrix, b_matrix in zip(first, named(second, config), strict=True):
+    for a_matrix, b_matrix in zip(first, llama_cpp_tensors(second, config), strict=True):
         yield a_matrix._replace(name=f"{b_matrix.name}.lora_a")
         yield b_matrix._replace(name=f"{b_matrix.name}.lora_b")
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.model.config import LlamaConfig
-from monograph.model.layer_kinds import LENGTH_EPS
+from monograph.model.layer_keys import L2_NORM_EPS
 from monograph.model.layers import LayerCache, Linear, RMSNorm
 from monograph.model.rope import CosSin
 from monograph.ops import delta_rule
@@ -39,7 +39,7 @@ class GatedDeltaNet(nn.Module):
         self.sizes = key_width, key_width, value_width
         self.groups = config.linear_num_value_heads // config.linear_num_key_heads
         # Modules are added in the order of the computation, so that parameters have this order, too.
-        self.by_key_head = config.family.by_key_head
+        self.by_key_head = config.family.projections_by_key_head
         if self.by_key_head:
             self.siblings: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
             self.in_proj_qkvz = Linear(
@@ -137,7 +137,7 @@ class GatedDeltaNet(nn.Module):
         for channels_BTX in (query_BTX, key_BTX):
             heads_BGTE = _t(channels_BTX.unflatten(-1, (-1, self.key_dim)))
             unit_BGTE = (
-                heads_BGTE * (heads_BGTE.square().sum(dim=-1, keepdim=True) + LENGTH_EPS).rsqrt()
+                heads_BGTE * (heads_BGTE.square().sum(dim=-1, keepdim=True) + L2_NORM_EPS).rsqrt()
             )
             repeated.append(unit_BGTE.repeat_interleave(self.groups, dim=1))
         query_BHTE, key_BHTE = repeated

@@ -257,7 +257,7 @@ def _search_symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
 
 
 # The type that most matrices of a file have, by the file's dtype.
-MIXTURES = {"q4_k_m": "Q4_K", "q5_k_m": "Q5_K", "q6_k": "Q6_K"}
+K_QUANTS = {"q4_k_m": "Q4_K", "q5_k_m": "Q5_K", "q6_k": "Q6_K"}
 # The types for matrices whose rows are not a multiple of 256.
 _TYPES_OF_OTHER_ROWS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _VALUE_NAMES = (".attn_v.weight", ".attn_qkv.weight")
@@ -270,7 +270,7 @@ def choose_types(columns: dict[str, int], dtype: str, config: LlamaConfig) -> di
 
     Args:
         columns: {llama.cpp's name: length of a row} of each matrix, in the order of the layers.
-        dtype: the file's dtype, a key of `MIXTURES`.
+        dtype: the file's dtype, a key of `K_QUANTS`.
         config: the model's configuration.
     """
     value_names = [name for name in columns if name.endswith(_VALUE_NAMES)]
@@ -279,7 +279,7 @@ def choose_types(columns: dict[str, int], dtype: str, config: LlamaConfig) -> di
     is_mixtral = config.num_experts == _MIXTRAL_EXPERTS
     types = {}
     for name, width in columns.items():
-        kind = MIXTURES[dtype]
+        kind = K_QUANTS[dtype]
         if name == head:
             kind = "Q6_K"
         elif name in value_names:
@@ -317,7 +317,7 @@ def _of_values(kind: str, index: int, count: int, config: LlamaConfig) -> str:
     its = config.family.llama_cpp
     is_grouped = config.num_key_value_heads < config.num_attention_heads
     taken = ("grouped", "all") if is_grouped else ("all",)
-    of_70b = its is not None and its.of_70b in taken and config.num_hidden_layers == 80
+    of_70b = its is not None and its.treated_as_70b in taken and config.num_hidden_layers == 80
     return "Q5_K" if of_70b and kind == "Q4_K" else kind
 
 

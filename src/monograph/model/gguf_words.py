@@ -121,7 +121,7 @@ def add_tokenizer(
     if tokenizer.pad_id != tokenizer.eos_id:
         writer.add_pad_token_id(tokenizer.pad_id)
     writer.add_add_bos_token(_begins_with_bos(tokenizer, content, tokens[tokenizer.bos_id], warn))
-    stops = stop_ids(tokenizer, config.ends)
+    stops = stop_ids(tokenizer, config.eos_token_ids)
     _add_stops(writer, tokenizer, stops, tokens, warn)
     if template := tokenizer.config.template:
         writer.add_chat_template(template.source)

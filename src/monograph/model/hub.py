@@ -125,7 +125,7 @@ def _text_tensors(
     wrapped = _WRAPPED.get(str(model_type), _Wrapped("", {}, ()))
     other_prefixes = wrapped.other_prefixes
     its = FAMILIES.get(wrapped.text or str(model_type))
-    if its is not None and its.predicts_ahead:
+    if its is not None and its.may_have_mtp_layers:
         other_prefixes = (*other_prefixes, _PREDICTION)
     found = dict[str, Stored]()
     left_out = set[str]()
@@ -328,7 +328,7 @@ def save_model(
             config["eos_token_id"] = tokenizer.eos_id
     with new_folder(Path(folder)) as new:
         write_json(new / "config.json", config)
-        ends = _generation_config(config, model.config.ends, tokenizer)
+        ends = _generation_config(config, model.config.eos_token_ids, tokenizer)
         if model.sampling:
             # With this key, transformers may read all values from config.json instead.
             ends.pop("_from_model_config", None)

@@ -131,7 +131,7 @@ class CentredRMSNorm(RMSNorm):
 
 def norm_of(config: LlamaConfig, size: int) -> RMSNorm:
     """Return a norm over `size` channels, as the model's family has it."""
-    norm_class = CentredRMSNorm if config.family.centred else RMSNorm
+    norm_class = CentredRMSNorm if config.family.centred_norms else RMSNorm
     return norm_class(size, config.rms_norm_eps)
 
 
@@ -149,7 +149,7 @@ class Attention(nn.Module):
         query_width = config.num_attention_heads * config.head_dim
         key_value_width = config.num_key_value_heads * config.head_dim
         qkv_bias = config.attention_bias or config.family.qkv_bias
-        self.gated = config.family.gated
+        self.gated = config.family.gated_attention
         self.q_proj = Linear(config.hidden_size, query_width * (1 + self.gated), bias=qkv_bias)
         self.k_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
         self.v_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
@@ -168,7 +168,9 @@ class Attention(nn.Module):
             self.q_norm = nn.Identity()
             self.k_norm = nn.Identity()
         self.sinks = (
-            nn.Parameter(torch.empty(config.num_attention_heads)) if config.family.sinks else None
+            nn.Parameter(torch.empty(config.num_attention_heads))
+            if config.family.attention_sinks
+            else None
         )
         self.clip = config.clip_qkv
         self.scale = scale(config.query_scale)
@@ -247,7 +249,7 @@ def gating(family: Family) -> Callable[[Tensor, Tensor], Tensor]:
 
     It is act(gate) * up, except in gpt-oss (`_clamped_gating`).
     """
-    if family.clamped:
+    if family.clamped_gating:
         return _clamped_gating
     _, activation = family.activation
     return functools.partial(_activation_gating, ACTIVATIONS[activation])
@@ -303,7 +305,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        width = getattr(config, config.family.experts)
+        width = getattr(config, config.family.expert_width_key)
         experts = config.num_experts
         bias = config.family.expert_bias
         self.gate_proj = ExpertLinear(experts, config.hidden_size, width, bias)
@@ -367,7 +369,7 @@ class Mixture(nn.Module):
         sizes = config.num_experts, config.hidden_size, config.num_experts_per_tok
         self.gate = Router(*sizes, config.norm_topk_prob, config.family.expert_bias)
         self.experts = Experts(config)
-        self.has_shared_expert = SHARED in config.family.keys
+        self.has_shared_expert = SHARED in config.family.optional_keys
         if self.has_shared_expert:
             self.shared_expert = MLP(config, SHARED)
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)

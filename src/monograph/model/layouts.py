@@ -54,11 +54,11 @@ def rules_of(config: LlamaConfig) -> list[FileRule]:
     """Return the rules of a family's files. Both directions apply them in this order."""
     family = config.family
     rules: list[FileRule] = []
-    if family.joined:
+    if family.joined_layers:
         rules.append(JoinedRule(config))
     if family.fused_experts:
         rules.append(FusedRule(columns=family.fused_experts == "columns"))
-    if family.experts:
+    if family.expert_width_key:
         # Also after `FusedRule`: for models that also see images, transformers 5 reads and writes
         # a tensor for each expert, too.
         rules.append(ApartRule(config))
@@ -98,7 +98,7 @@ class JoinedRule(FileRule):
         """
         joined_and_parts = {
             part: (joined, parts)
-            for joined, parts in self.config.family.joined.items()
+            for joined, parts in self.config.family.joined_layers.items()
             for part in parts
         }
         waiting: dict[str, Plain] = {}
@@ -129,7 +129,7 @@ class JoinedRule(FileRule):
         found = dict[str, Stored]()
         for name, tensor in stored.items():
             block, module, suffix = _split_name(name)
-            parts = self.config.family.joined.get(module, ())
+            parts = self.config.family.joined_layers.get(module, ())
             row_counts = [
                 shapes[f"{part}{suffix}"][0] for part in parts if f"{part}{suffix}" in shapes
             ]
@@ -369,7 +369,7 @@ class ApartRule(FileRule):
         # By the name of the decoder's tensor: each expert's tensor with its name in the file.
         stacks = dict[str, dict[int, tuple[str, Stored]]]()
         for name, tensor in stored.items():
-            match = _EXPERT.fullmatch(name) if self.config.family.experts else None
+            match = _EXPERT.fullmatch(name) if self.config.family.expert_width_key else None
             if match is None:
                 found[name] = tensor
             else:

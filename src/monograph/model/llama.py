@@ -171,8 +171,8 @@ class Block(nn.Module):
         self.norms = config.family.norms
         # Modules are added in the order of the computation, so that parameters have this order, too.
         self._add_norms(config, self.norms[:1])
-        self.mixer_name = "linear_attn" if config.is_linear(layer) else "self_attn"
-        mixer_class = GatedDeltaNet if config.is_linear(layer) else Attention
+        self.mixer_name = "linear_attn" if config.is_delta_net(layer) else "self_attn"
+        mixer_class = GatedDeltaNet if config.is_delta_net(layer) else Attention
         self.add_module(self.mixer_name, mixer_class(config, impl))
         self._add_norms(config, self.norms[1:3])
         self.mlp = Mixture(config) if config.is_mixture(layer) else MLP(config)
@@ -395,7 +395,7 @@ class Llama(nn.Module):
         mask_by_window: dict[int, Mask] = {}
         for layer in range(self.config.num_hidden_layers):
             window = self._window_in(length, layer)
-            if not self.config.is_linear(layer) and window not in mask_by_window:
+            if not self.config.is_delta_net(layer) and window not in mask_by_window:
                 mask_by_window[window] = attention_mask(
                     segments, tokens_BT, impl, window, self.blocks_captured
                 )
@@ -404,12 +404,12 @@ class Llama(nn.Module):
         for layer in range(self.config.num_hidden_layers):
             layer_cos_sin = None
             if self.config.rotates(layer):
-                is_local = self.config.is_local(layer)
+                is_local = self.config.has_local_theta(layer)
                 if is_local not in cos_sin_by_locality:
                     cos_sin_by_locality[is_local] = cos_sin(positions, self.config, dtype, is_local)
                 layer_cos_sin = cos_sin_by_locality[is_local]
             mask: Mask = segments
-            if not self.config.is_linear(layer):
+            if not self.config.is_delta_net(layer):
                 mask = mask_by_window[self._window_in(length, layer)]
             layer_inputs.append((layer_cos_sin, mask))
         return layer_inputs
@@ -466,7 +466,7 @@ class Llama(nn.Module):
             elif name.endswith((".bias", ".sinks")):
                 parameter.zero_()
             elif parameter.ndim == 1:
-                parameter.fill_(0.0 if self.config.family.centred else 1.0)
+                parameter.fill_(0.0 if self.config.family.centred_norms else 1.0)
             else:
                 noise = torch.randn(
                     parameter.shape, generator=generator, dtype=torch.float32, device="cpu"

@@ -37,7 +37,7 @@ def layer_shapes(config: LlamaConfig, layer: int) -> Shapes:
 
 def _kind(config: LlamaConfig, layer: int) -> tuple[bool, bool]:
     """Return whether a layer is a delta net, and whether it has a mixture."""
-    return config.is_linear(layer), config.is_mixture(layer)
+    return config.is_delta_net(layer), config.is_mixture(layer)
 
 
 @functools.lru_cache(maxsize=256)

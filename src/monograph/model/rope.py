@@ -53,7 +53,7 @@ def inverse_frequencies(
     # The order of operations is that of transformers, because another order rounds otherwise. At
     # position 2,000, one rounding of a frequency changes the angle by 1e-4 radians.
     exponents_F = torch.arange(0, config.rotary_dim, 2, device=device).to(dtype) / config.rotary_dim
-    theta, scaling = config.rope(local)
+    theta, scaling = config.theta_and_scaling(local)
     powers_F = theta**exponents_F
     frequencies_F = 1.0 / powers_F
     if scaling is None:
@@ -125,7 +125,7 @@ def cos_sin(
     angles_B1TF = positions_BT[:, None, :, None].to(dtype) * frequencies_F
     cos_B1TF = angles_B1TF.cos()
     sin_B1TF = angles_B1TF.sin()
-    _, scaling = config.rope(local)
+    _, scaling = config.theta_and_scaling(local)
     if isinstance(scaling, YarnScaling | LongScaling):
         cos_B1TF = cos_B1TF * scaling.attention_factor
         sin_B1TF = sin_B1TF * scaling.attention_factor

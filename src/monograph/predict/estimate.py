@@ -112,7 +112,7 @@ def stored_numbers(work: Work, remat: str | float) -> float:
         remat: the recomputation, as in `Work.remat`.
     """
     layers = work.config.num_hidden_layers
-    delta_nets = sum(map(work.config.is_linear, range(layers)))
+    delta_nets = sum(map(work.config.is_delta_net, range(layers)))
     numbers = _attention_block_numbers(work, remat)
     if not delta_nets or remat in ("full", "offload"):
         return numbers

@@ -215,7 +215,7 @@ class Prompts:
     def ends(self, config: LlamaConfig) -> tuple[int, ...]:
         """Return the tokens that end an answer of the model with this configuration."""
         if self.chats:
-            return stop_ids(self.tokenizer, config.ends)
+            return stop_ids(self.tokenizer, config.eos_token_ids)
         return (self.tokenizer.eos_id,)
 
     @property

@@ -26,8 +26,8 @@ from monograph.graph.trial import OTHERS
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub
 from monograph.model.adapter import BASE, Adapter
-from monograph.model.config import WEIGHT_FILES, LlamaConfig
-from monograph.model.families import FIRST_FAMILY
+from monograph.model.config import TORCH_FILE_SUFFIXES, LlamaConfig
+from monograph.model.families import DEFAULT_FAMILY
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
 from monograph.run.folder import Run, names_mixture
@@ -79,7 +79,7 @@ class Recipe(NamedTuple):
     adapter: str | None = None
     base_sha256: str | None = None
     vocabulary: list[int] | None = None
-    family: str = FIRST_FAMILY
+    family: str = DEFAULT_FAMILY
     norm_eps: float | None = None
     vouched: Mapping[str, str] = MappingProxyType({})
 
@@ -177,7 +177,7 @@ def is_weight_file(name: str | Path) -> bool:
 
     The file need not exist.
     """
-    return str(name).endswith(WEIGHT_FILES) and not is_folder(name)
+    return str(name).endswith(TORCH_FILE_SUFFIXES) and not is_folder(name)
 
 
 class _LoaderOfBytes(importlib.machinery.SourceFileLoader):

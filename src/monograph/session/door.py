@@ -13,7 +13,7 @@ from monograph.config import DEFAULT_MINUTES, Settings
 from monograph.data.options import ReadingOptions
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
-from monograph.model.families import FIRST_FAMILY
+from monograph.model.families import DEFAULT_FAMILY
 from monograph.model.files import has_weights
 from monograph.optim import OPTIMIZERS
 from monograph.planner import defaults
@@ -210,7 +210,7 @@ def _look_up(settings: Settings, transfer: AskedTransfer | None, shape_alone: bo
     chosen |= fixed_lora(settings, source)
     objective, values = opened(settings, length)
     chosen |= values
-    family = model.family or FIRST_FAMILY
+    family = model.family or DEFAULT_FAMILY
     recipe = Recipe(
         model.init,
         preset,

@@ -75,7 +75,7 @@ def opening_of(corpus: Corpus, config: LlamaConfig | None, is_chat: bool) -> Ope
             # The first word may be cut, so it is left out.
             last_words = prompt[-_SHOWN_CHARS:].split(maxsplit=1) or [""]
             shown = f"… {last_words[-1]}"
-        stop = stop_ids(corpus.tokenizer, config.ends if config else ())
+        stop = stop_ids(corpus.tokenizer, config.eos_token_ids if config else ())
         return Opening(f"{shown} ", ids, stop, (), "chat")
     first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
     if corpus.name == "stdlib":
