@@ -78,7 +78,7 @@ def _places(own, config):
     def norm(name):
         return lambda x: _norm(x, own[f"{name}.weight"], config)
 
-    return [norm(name) if name else lambda x: x for name in config.family.norms]
+    return [norm(name) if name else lambda x: x for name in config.family.norm_names]
 
 
 def _norm(x, weight, config):

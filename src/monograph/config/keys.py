@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
 from monograph.errors import join_with_or
-from monograph.model.families import FAMILIES, DEFAULT_FAMILY, PRESETS
+from monograph.model.families import DEFAULT_FAMILY, FAMILIES, PRESETS
 from monograph.optim_table import FORMATS, OPTIMIZERS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE, Range
 from monograph.rl.advantages import ADVANTAGES

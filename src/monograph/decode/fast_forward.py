@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from monograph.graph.experts import ExpertLinear
 from monograph.graph.fused_linears import Sibling
 from monograph.graph.siblings import fuse_known
-from monograph.model.families import Norms
+from monograph.model.families import NormNames
 from monograph.model.layers import MLP, Attention, CentredRMSNorm, Linear, Mixture, RMSNorm
 from monograph.model.llama import Block, Llama
 from monograph.model.rope import cos_sin
@@ -62,7 +62,7 @@ def obstacle(model: Llama) -> str | None:
         return f"this card's shared memory is too small for heads of {config.head_dim} channels"
     if config.rotary_dim != config.head_dim:
         return "the kernels rotate all channels of a head, and this family only some"
-    if config.family.norms != Norms():
+    if config.family.norm_names != NormNames():
         return "this family normalises what its layers add, which the kernels do not"
     dense = [layer for layer in range(config.num_hidden_layers) if not config.is_mixture(layer)]
     if config.family.activation[1] not in _ACTIVATIONS or (config.family.clamped_gating and dense):
@@ -88,9 +88,11 @@ def _obstacle_of_block(block: Block) -> str | None:
     if block.mixer_name != "self_attn":
         return "the kernels compute attention, and some layers have none"
     attention, mlp, *_ = _parts(block)
-    if attention.gated or attention.norms_all or attention.clip is not None:
+    if attention.is_gated or attention.norms_over_all_heads or attention.clip is not None:
         return "this family changes queries and keys in a way that the kernels do not"
-    if not isinstance(attention.scale, nn.Identity) or not isinstance(block.scale, nn.Identity):
+    if not isinstance(attention.scale_query, nn.Identity) or not isinstance(
+        block.scale_branch, nn.Identity
+    ):
         return "this family scales its heads or what its layers add"
     if not _are_one_family([attention.q_proj, attention.k_proj, attention.v_proj]):
         return _NOT_SIDE_BY_SIDE
@@ -128,7 +130,7 @@ def _has_kernels(mixture: nn.Module) -> bool:
     modules = [mixture, mixture.gate, experts, *projections]
     has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in modules)
     are_plain = all(type(each) is ExpertLinear for each in projections)
-    is_grouped = not mixture.has_shared_expert and mixture.way == "grouped"
+    is_grouped = not mixture.has_shared_expert and mixture.impl == "grouped"
     return are_plain and is_grouped and not has_hooks and step_of(experts.up_proj.out_features) > 0
 
 

@@ -14,7 +14,7 @@ from monograph.model.layer_types import LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.scaling import LONGROPE, Llama3Scaling
 
 
-class Norms(NamedTuple):
+class NormNames(NamedTuple):
     """The names of a block's norms, by their places; None: the block has no norm there."""
 
     before_attention: str | None = "input_layernorm"
@@ -71,7 +71,7 @@ class Family(NamedTuple):
         qkv_bias: whether the query, key and value projections always have biases.
         qk_norm: the RMS norm of queries and keys before the rotation: over each head ("heads") or
             over all heads together ("all"); "": none.
-        norms: the norms before and after attention and the feed-forward layer.
+        norm_names: the names of the norms before and after attention and the feed-forward layer.
         joined_layers: layers of a block that are one layer in the files, as {name in the files: names
             in the decoder}.
         rope_types: the supported scalings of rotary positions, by transformers' names.
@@ -118,7 +118,7 @@ class Family(NamedTuple):
     defaults: Mapping[str, Any]
     qkv_bias: bool = False
     qk_norm: Literal["", "heads", "all"] = ""
-    norms: Norms = Norms()
+    norm_names: NormNames = NormNames()
     joined_layers: Mapping[str, tuple[str, ...]] = {}
     rope_types: tuple[str, ...] = ("linear", "llama3", "yarn")
     other_layer_type: str = SLIDING_ATTENTION
@@ -189,7 +189,9 @@ NON_NULL_KEYS = (
     "rope_local_base_freq",
 )
 _LLAMA_BOS_AND_EOS = {"bos_token_id": 1, "eos_token_id": 2}
-_NORMS_AFTER_BRANCHES = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_NORMS_AFTER_BRANCHES = NormNames(
+    None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+)
 # The attributes, and the defaults of keys, that all families with gated delta nets share.
 _HYBRID: dict[str, Any] = {
     "qk_norm": "heads",
@@ -266,7 +268,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 50_279,
         },
         qk_norm="all",
-        norms=_NORMS_AFTER_BRANCHES,
+        norm_names=_NORMS_AFTER_BRANCHES,
         llama_cpp=_OLMO_2_IN_LLAMA_CPP,
     ),
     "smollm3": Family(
@@ -296,7 +298,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 50_279,
         },
         qk_norm="all",
-        norms=_NORMS_AFTER_BRANCHES,
+        norm_names=_NORMS_AFTER_BRANCHES,
         full_attention_every=4,
         default_local_theta=500_000.0,  # also if the file's rope_theta is another number
         llama_cpp=_OLMO_2_IN_LLAMA_CPP,
@@ -325,7 +327,7 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 1,
         },
         qk_norm="heads",
-        norms=Norms(
+        norm_names=NormNames(
             "input_layernorm",
             "post_attention_layernorm",
             "pre_feedforward_layernorm",

@@ -27,7 +27,7 @@ from monograph.graph.lora import Plain, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
 from monograph.model import gguf_layers, sampling_defaults
 from monograph.model.config import LlamaConfig
-from monograph.model.families import LlamaCppSupport, Norms
+from monograph.model.families import LlamaCppSupport, NormNames
 from monograph.model.files import new_folder, write_no_extras
 from monograph.model.gguf_blocks import K_QUANTS, choose_types, quantize
 from monograph.model.gguf_layers import USE_HF
@@ -87,7 +87,7 @@ _BLOCK_NAMES = {
     **gguf_layers.EXPERT_NAMES,
 }
 # llama.cpp's names of a block's norms. Some families have another `mlp_norm_name`.
-_NORM_NAMES = Norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+_NORM_NAMES = NormNames("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
 
 
 def save_gguf(
@@ -368,7 +368,7 @@ def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Itera
     norm_names = _NORM_NAMES._replace(before_mlp=llama_cpp.mlp_norm_name)
     block_names = _BLOCK_NAMES | {
         own_name: name
-        for own_name, name in zip(config.family.norms, norm_names, strict=True)
+        for own_name, name in zip(config.family.norm_names, norm_names, strict=True)
         if own_name is not None
     }
     # Some families' files join layers, and llama.cpp reads them joined, too.
