@@ -33,7 +33,7 @@ from monograph.graph.lora import Plain
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
-from monograph.model.layouts import FusedRule, JoinedRule
+from monograph.model.layouts import FusedExpertsRule, JoinedLayersRule
 from monograph.model.rope import cos_sin
 from monograph.model.scaling import (
     LONGROPE,
@@ -225,8 +225,8 @@ def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, fl
     named, their_named = dict(model.named_parameters()), dict(theirs.named_parameters())
     found = dict(zip(named, gradients_of(logits, list(named.values())), strict=True))
     plain = (Plain(name, gradient.to("meta"), gradient.clone) for name, gradient in found.items())
-    in_memory = FusedRule(model.config.family.fused_experts == "columns").written(
-        JoinedRule(model.config).written(plain)
+    in_memory = FusedExpertsRule(model.config.family.fused_experts == "columns").to_files(
+        JoinedLayersRule(model.config).to_files(plain)
     )
     mine = {tensor.name: tensor.read() for tensor in in_memory}
     gradients, expected = (

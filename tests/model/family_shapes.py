@@ -9,7 +9,7 @@ from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
 from monograph.model.families import FAMILIES
 from monograph.model.layer_types import FULL_ATTENTION
-from monograph.model.layouts import FusedRule, JoinedRule
+from monograph.model.layouts import FusedExpertsRule, JoinedLayersRule
 from monograph.model.scaling import (
     LONGROPE,
     LinearScaling,
@@ -24,8 +24,8 @@ def in_files(named, config):
     plain = (
         Plain(name, tensor.detach().to("meta"), tensor.detach) for name, tensor in named.items()
     )
-    tensors = FusedRule(config.family.fused_experts == "columns").written(
-        JoinedRule(config).written(plain)
+    tensors = FusedExpertsRule(config.family.fused_experts == "columns").to_files(
+        JoinedLayersRule(config).to_files(plain)
     )
     return {tensor.name: tensor.read() for tensor in tensors}
 

@@ -460,7 +460,7 @@ def test_a_read_only_place_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.M
     def refused(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(ours, "_stored", refused)
+    monkeypatch.setattr(ours, "_encode", refused)
     with pytest.raises(InputRefused, match="cannot be written"):
         save_gguf(Llama(SMALL), tmp_path / "out", Tokenizer.bytes(), None, refuse)
     assert not list(tmp_path.iterdir())

@@ -33,7 +33,7 @@ from monograph.model.gguf_blocks import K_QUANTS, choose_types, quantize
 from monograph.model.gguf_layers import USE_HF
 from monograph.model.gguf_words import add_tokenizer, modelfile
 from monograph.model.layer_types import LINEAR_ATTENTION
-from monograph.model.layouts import JoinedRule
+from monograph.model.layouts import JoinedLayersRule
 from monograph.model.llama import Llama
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import (
@@ -372,7 +372,7 @@ def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Itera
         if own_name is not None
     }
     # Some families' files join layers, and llama.cpp reads them joined, too.
-    for name, like, read in JoinedRule(config).written(parameters):
+    for name, like, read in JoinedLayersRule(config).to_files(parameters):
         module, _, suffix = name.rpartition(".")
         if suffix == "sinks":
             module = name

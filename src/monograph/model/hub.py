@@ -22,7 +22,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.files import (
     DTYPES,
-    Stored,
+    StoredTensor,
     mapped_weights,
     new_folder,
     read_headers,
@@ -30,7 +30,7 @@ from monograph.model.files import (
     write_no_extras,
     write_tensors,
 )
-from monograph.model.layouts import in_decoder, in_files
+from monograph.model.layouts import to_decoder_tensors, to_file_tensors
 from monograph.model.llama import Llama
 from monograph.storage.reading import exists, inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
@@ -114,8 +114,8 @@ def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text_tensors(
-    stored: Mapping[str, Stored], model_type: object
-) -> tuple[dict[str, Stored], list[str]]:
+    stored: Mapping[str, StoredTensor], model_type: object
+) -> tuple[dict[str, StoredTensor], list[str]]:
     """Split a folder's tensors into those of the text model and the others.
 
     Returns:
@@ -127,7 +127,7 @@ def _text_tensors(
     its = FAMILIES.get(wrapped.text or str(model_type))
     if its is not None and its.may_have_mtp_layers:
         other_prefixes = (*other_prefixes, _PREDICTION)
-    found = dict[str, Stored]()
+    found = dict[str, StoredTensor]()
     left_out = set[str]()
     for name, tensor in stored.items():
         other_prefix = next((each for each in other_prefixes if name.startswith(each)), None)
@@ -138,9 +138,9 @@ def _text_tensors(
         text_name = wrapped.prefixes.get(prefix, "") + name.removeprefix(prefix)
         if text_name in found:
             raise InputRefused(
-                f"{tensor.path}: {name} and {found[text_name].known_as} are one tensor of the text model"
+                f"{tensor.path}: {name} and {found[text_name].name_in_file} are one tensor of the text model"
             )
-        found[text_name] = tensor._replace(known_as=name)
+        found[text_name] = tensor._replace(name_in_file=name)
     return found, sorted(left_out)
 
 
@@ -195,7 +195,7 @@ def left_out(folder: str | Path) -> list[str]:
 
 def read_headers_of(
     folder: str | Path, config: LlamaConfig | None = None
-) -> tuple[LlamaConfig, dict[str, Stored]]:
+) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
     """Return a folder's configuration and the descriptions of its tensors.
 
     The names, shapes and dtypes of the tensors are checked.
@@ -212,7 +212,7 @@ def read_headers_of(
     _, values = _config_json(Path(folder))
     stored, _ = _text_tensors(headers, values.get("model_type"))
     stored = {name: tensor for name, tensor in stored.items() if not _DERIVED.fullmatch(name)}
-    stored = in_decoder(stored, config)
+    stored = to_decoder_tensors(stored, config)
     check_headers(stored, config, Path(folder))
     return config, stored
 
@@ -343,7 +343,7 @@ def save_model(
             for name, source in tokenizer.config.named_files().items():
                 (new / name).parent.mkdir(exist_ok=True)
                 (new / name).write_text(source, encoding="utf-8")
-        write_tensors(new, in_files(plain_parameters(model), model.config), max_shard_bytes)
+        write_tensors(new, to_file_tensors(plain_parameters(model), model.config), max_shard_bytes)
         write_extras(new)
 
 
@@ -397,14 +397,14 @@ def check_tensors(
     """Compare tensors with those that a configuration requires, as `check_headers` does."""
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
     stored = {
-        name: Stored(path, tuple(t.shape), dtype_names.get(t.dtype, str(t.dtype)))
+        name: StoredTensor(path, tuple(t.shape), dtype_names.get(t.dtype, str(t.dtype)))
         for name, t in tensors.items()
     }
     check_headers(stored, config, path, said_by)
 
 
 def check_headers(
-    stored: dict[str, Stored], config: LlamaConfig, origin: Path, said_by: str = "config.json"
+    stored: dict[str, StoredTensor], config: LlamaConfig, origin: Path, said_by: str = "config.json"
 ) -> None:
     """Compare descriptions of tensors with those that a configuration requires.
 

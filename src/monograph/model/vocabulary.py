@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from monograph.errors import InputRefused
 from monograph.graph.mmap_weights import MappedWeight, kept_dtype, replace_data
 from monograph.graph.token_rows import ROWS, TableWithRows, tables
-from monograph.model.files import DTYPES, Stored, read_tensors
+from monograph.model.files import DTYPES, StoredTensor, read_tensors
 from monograph.model.llama import Llama
 from monograph.text.tokenizer_file import MAX_VOCABULARY
 
@@ -81,7 +81,9 @@ def peft_name(name: str) -> str:
     return PREFIX + name
 
 
-def own_tensors(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dict[str, Stored]:
+def own_tensors(
+    stored: Mapping[str, StoredTensor], module: nn.Module, path: Path
+) -> dict[str, StoredTensor]:
     """Return the tensors of PEFT's file by Monograph's names.
 
     Left out are whole tables, and the rows of a tied head, which repeat those of the embedding.
@@ -99,7 +101,7 @@ def own_tensors(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> 
     layers = {
         name: layer for name, layer in module.named_modules() if isinstance(layer, TableWithRows)
     }
-    renamed = dict[str, Stored]()
+    renamed = dict[str, StoredTensor]()
     for stored_name, tensor in stored.items():
         name = stored_name.removeprefix(PREFIX)
         layer_name = name.removesuffix(_PEFT_ROWS).removesuffix(_WHOLE_TABLE)
@@ -133,7 +135,7 @@ def unlisted_rows(value: object, module: nn.Module) -> set[str]:
     }
 
 
-def _require_base_table(name: str, stored: Stored, layer: TableWithRows, path: Path) -> None:
+def _require_base_table(name: str, stored: StoredTensor, layer: TableWithRows, path: Path) -> None:
     """Require that a stored whole table is the base's, but for the trained rows."""
     shape = list(layer.weight.shape)
     if list(stored.shape) != shape:
