@@ -35,7 +35,7 @@ from torch import nn
 from monograph.errors import UsageError
 from monograph.graph.inspect import unwrapped
 from monograph.model.config import LlamaConfig
-from monograph.model.parameters import layer_shapes, outer_shapes
+from monograph.model.parameters import block_shapes, outer_shapes
 from monograph.optim import AdamW, Group, Optimizer
 
 # Tensor Programs V, appendix: narrower models begin to differ from the limit in which the rule is
@@ -143,11 +143,11 @@ class WidthTransfer:
             UsageError: the table has no row for a tensor.
         """
         wide, narrow = self.config, self.base
-        narrow_shapes = layer_shapes(narrow, 0)
+        narrow_shapes = block_shapes(narrow, 0)
         optim = optim or AdamW()
         block_factors = {
             f"model.layers.*.{name}": self._block_factors(name, shape, narrow_shapes[name], optim)
-            for name, shape in layer_shapes(wide, 0).items()
+            for name, shape in block_shapes(wide, 0).items()
         }
         return {name: self._outer_factors(name) for name in outer_shapes(wide)} | block_factors
 

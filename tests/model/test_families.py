@@ -21,7 +21,7 @@ from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
-from monograph.model.parameters import keys_of, shapes
+from monograph.model.parameters import axis_keys, parameter_shapes
 from monograph.model.scaling import LONGROPE, LongScaling
 from numerics import relative_error
 from reference import llama as reference
@@ -293,7 +293,7 @@ def test_parameters_are_counted_and_shaped_as_the_configuration_says(family):
         assert torch.equal(torch.get_rng_state(), drawn)  # drawing 8b would take minutes
         assert all(parameter.is_meta for parameter in model.parameters())
         built = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
-        assert built == shapes(config)
+        assert built == parameter_shapes(config)
         assert (
             sum(parameter.numel() for parameter in model.parameters()) == config.parameter_count()
         )
@@ -315,7 +315,7 @@ def test_parameters_are_counted_and_shaped_as_the_configuration_says(family):
     ],
 )  # fmt: skip
 def test_the_keys_that_say_how_large_a_parameter_is_are_found_by_changing_them(family, name, keys):
-    assert keys_of(LlamaConfig.preset("1b", family=family), name) == keys
+    assert axis_keys(LlamaConfig.preset("1b", family=family), name) == keys
 
 
 def test_sizes_of_which_no_tensor_can_be_made_are_refused():

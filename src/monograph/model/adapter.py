@@ -39,12 +39,12 @@ from monograph.model.gguf import import_gguf, llama_cpp_support, llama_cpp_tenso
 from monograph.model.layer_types import LINEAR_ATTENTION
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import (
-    KEY,
-    PREFIX,
-    own_tensors,
+    PEFT_PREFIX,
+    TRAINABLE_TOKENS_KEY,
     peft_name,
-    read_tokens,
-    tokens_value,
+    read_trainable_tokens,
+    tensors_by_own_names,
+    trainable_tokens_value,
     unlisted_rows,
 )
 from monograph.storage.code import code_named, folder_named
@@ -57,7 +57,14 @@ WEIGHTS = "adapter_model.safetensors"
 BASE = "monograph_base.json"
 # The keys of adapter_config.json. `_READ` are read. `_IGNORED` do not change the meaning of the
 # tensors. `_ALLOWED` are accepted with these values only. All other keys must be unset.
-_READ = {"r", "lora_alpha", "target_modules", "lora_dropout", "base_model_name_or_path", KEY}
+_READ = {
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "lora_dropout",
+    "base_model_name_or_path",
+    TRAINABLE_TOKENS_KEY,
+}
 _IGNORED = {
     "peft_type",
     "task_type",
@@ -197,7 +204,7 @@ def read_adapter(folder: str | Path) -> Adapter:
         alpha,
         tuple(sorted(targets)) if isinstance(targets, list) else str(targets),
         float(dropout),
-        tokens=read_tokens(values.get(KEY), path),
+        tokens=read_trainable_tokens(values.get(TRAINABLE_TOKENS_KEY), path),
         rslora=bool(values.get("use_rslora")),
         dora=bool(values.get("use_dora")),
     )
@@ -206,7 +213,7 @@ def read_adapter(folder: str | Path) -> Adapter:
         folder=Path(folder),
         lora=lora,
         base=base if isinstance(base, str) else "",
-        tokens=values.get(KEY),
+        tokens=values.get(TRAINABLE_TOKENS_KEY),
     )
 
 
@@ -233,7 +240,7 @@ def read_weights(adapter: Adapter, module: nn.Module) -> None:
     path = inside(adapter.folder, WEIGHTS)
     state = adapter_state(module)
     targets = {name: state[name] for name in state.keys() - unlisted_rows(adapter.tokens, module)}
-    stored = own_tensors(read_header(path), module, path)
+    stored = tensors_by_own_names(read_header(path), module, path)
     missing = targets.keys() - stored.keys()
     unexpected = stored.keys() - targets.keys()
     for kind, names in (("missing", missing), ("unexpected", unexpected)):
@@ -377,8 +384,8 @@ def pack_adapters(
         values["use_rslora"] = True
     if lora.dora:
         values["use_dora"] = True
-    if tokens := tokens_value(module):
-        values[KEY] = tokens
+    if tokens := trainable_tokens_value(module):
+        values[TRAINABLE_TOKENS_KEY] = tokens
     tensors = {
         peft_name(name): tensor.contiguous().clone()
         for name, tensor in adapter_state(module).items()
@@ -495,7 +502,7 @@ def require_gguf_form(stored: PeftAdapters, config: LlamaConfig) -> None:
     obstacle = ""
     if "use_dora" in stored.values:
         obstacle = "magnitudes (lora.dora)"
-    elif KEY in stored.values:
+    elif TRAINABLE_TOKENS_KEY in stored.values:
         obstacle = "rows of tokens"
     elif config.family.expert_width_key or config.family.other_layer_type == LINEAR_ATTENTION:
         obstacle = f"layers of the family {config.model_type}"
@@ -508,7 +515,7 @@ def write_gguf_adapter(stored: PeftAdapters, config: LlamaConfig, new: Path) -> 
     gguf = import_gguf()
     values = stored.values
     lora = Lora(values["r"], values["lora_alpha"], rslora="use_rslora" in values)
-    matrices = {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items()}
+    matrices = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in stored.tensors.items()}
     tensors = list(_gguf_tensors(matrices, config))
     writer = gguf.GGUFWriter(new / GGUF_FILE, llama_cpp_support(config).name)
     writer.add_type(gguf.GGUFType.ADAPTER)

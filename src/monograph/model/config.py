@@ -565,7 +565,7 @@ class LlamaConfig:
         # Imported here, because `parameters` builds modules and so imports torch.
         from monograph.model import parameters
 
-        return sum(map(math.prod, parameters.shapes(self).values()))
+        return sum(map(math.prod, parameters.parameter_shapes(self).values()))
 
 
 def _fields_of_others(family: Family) -> set[str]:

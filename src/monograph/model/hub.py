@@ -425,7 +425,7 @@ def check_headers(
         raise InputRefused(
             f"{origin}: num_hidden_layers = {config.num_hidden_layers} in {said_by}, the weights have {layers} layers"
         )
-    shapes = dict(parameters.shapes(config))
+    shapes = dict(parameters.parameter_shapes(config))
     tied = config.tie_word_embeddings and _HEAD in stored
     if tied:
         shapes[_HEAD] = shapes[_EMBEDDING]
@@ -440,7 +440,7 @@ def check_headers(
         expected = shapes[name]
         if tensor.shape != expected:
             shaped_as = _EMBEDDING if tied and name == _HEAD else name
-            keys = ", ".join(parameters.keys_of(config, shaped_as))
+            keys = ", ".join(parameters.axis_keys(config, shaped_as))
             raise InputRefused(
                 f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(expected)} by {said_by} ({keys})"
             )

@@ -27,7 +27,7 @@ from monograph.errors import InputRefused
 from monograph.graph.lora import Plain
 from monograph.model.config import LlamaConfig
 from monograph.model.files import AxisSlice, StoredTensor
-from monograph.model.parameters import layer_shapes
+from monograph.model.parameters import block_shapes
 
 # A matrix of one expert in files. The groups are the layer's experts, the expert, and the matrix.
 _ONE_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(0|[1-9]\d{0,8})\.(\w+_proj\.weight)")
@@ -134,7 +134,7 @@ class JoinedLayersRule(FileRule):
                 has both a joined tensor and one of its parts.
         """
         # All layers have the same shapes in a family that joins tensors.
-        shapes = layer_shapes(self.config, 0)
+        shapes = block_shapes(self.config, 0)
         converted = dict[str, StoredTensor]()
         for name, tensor in stored.items():
             block, module, suffix = _split_name(name)

@@ -43,7 +43,12 @@ from monograph.graph.remat import Choice, Product, Recording, within
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.model.parameters import block_matrices, block_multiplied, layer_shapes, matrices
+from monograph.model.parameters import (
+    block_active_matrix_shapes,
+    block_matrix_shapes,
+    block_shapes,
+    matrix_shapes,
+)
 from monograph.ops.attention import MAX_KEYS_IN_BLOCKS, QUERIES
 from monograph.ops.cross_entropy import chunk_count
 from monograph.ops.delta_rule import CHUNK
@@ -308,7 +313,7 @@ def _rounded_numbers(work: Work) -> int:
     if work.compile == "none" or has_compute_dtype or work.lora or work.fused:
         return 0
     layers = range(work.config.num_hidden_layers)
-    return max(_count_numbers(block_matrices(work.config, layer)) for layer in layers)
+    return max(_count_numbers(block_matrix_shapes(work.config, layer)) for layer in layers)
 
 
 class _AdaptedSizes(NamedTuple):
@@ -392,7 +397,7 @@ def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, halved:
     elif halved:
         layers = range(config.num_hidden_layers)
         narrow = _count_numbers(
-            [shape for layer in layers for shape in layer_shapes(config, layer).values()]
+            [shape for layer in layers for shape in block_shapes(config, layer).values()]
         )
     else:
         narrow = _matrix_numbers(config)
@@ -448,7 +453,7 @@ def estimate_bytes(work: Work) -> int:
     # stored
     adapter_inner = 0
     if lora and work.remat not in ("full", "offload"):
-        shapes = block_multiplied(config, config.num_hidden_layers - 1)
+        shapes = block_active_matrix_shapes(config, config.num_hidden_layers - 1)
         adapter_inner = sum(lora.rank + lora.dora * shape[0] for shape in shapes)
     kept = (stored_numbers(work, work.remat) + adapter_inner) * tokens + _rounded_numbers(work) * (
         work.remat == "none"
@@ -503,13 +508,13 @@ def _largest_stack(config: LlamaConfig) -> int:
     """Return the numbers of the largest plane of block matrices of one shape, which Muon updates at
     once.
     """
-    return max(count * math.prod(shape) for shape, count in Counter(matrices(config)).items())
+    return max(count * math.prod(shape) for shape, count in Counter(matrix_shapes(config)).items())
 
 
 @functools.lru_cache(maxsize=64)
 def _matrix_numbers(config: LlamaConfig) -> int:
     """Return how many numbers the matrices of all blocks have."""
-    return _count_numbers(matrices(config))
+    return _count_numbers(matrix_shapes(config))
 
 
 @functools.lru_cache(maxsize=64)
@@ -519,7 +524,7 @@ def _largest_weight(config: LlamaConfig) -> int:
     """
     layers = range(config.num_hidden_layers)
     return max(
-        math.prod(shape) for layer in layers for shape in layer_shapes(config, layer).values()
+        math.prod(shape) for layer in layers for shape in block_shapes(config, layer).values()
     )
 
 

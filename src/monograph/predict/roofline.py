@@ -21,7 +21,7 @@ from monograph.device import Device, clock, default_device, measured_matmul_flop
 from monograph.errors import InputRefused, Unreadable
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
-from monograph.model.parameters import multiplied
+from monograph.model.parameters import active_matrix_shapes
 from monograph.predict import estimate
 from monograph.predict.fake_memory import TRANSIENT
 from monograph.predict.footprint import Work
@@ -39,7 +39,9 @@ def matmul_parameters(config: LlamaConfig) -> int:
     place of 3·d·d_ff. The input embedding is not counted, as it is a lookup. Norms and biases are
     not counted, as they are elementwise. Unit: parameters.
     """
-    return sum(map(math.prod, multiplied(config))) + config.vocab_size * config.hidden_size
+    return (
+        sum(map(math.prod, active_matrix_shapes(config))) + config.vocab_size * config.hidden_size
+    )
 
 
 def training_flops(
