@@ -25,7 +25,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.exports import find_export
 from monograph.model.families import FAMILIES
 from monograph.model.gguf import FILE, interleave_rotary_pairs, save_gguf
-from monograph.model.gguf_words import pre_tokenizer
+from monograph.model.gguf_words import split_pattern_name
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate
@@ -278,7 +278,7 @@ def test_only_split_patterns_that_are_known_to_be_right_have_a_name() -> None:
             split = {"type": "Split", "pattern": {"Regex": pattern}}
             part = {"type": "Sequence", "pretokenizers": [split, last]}
             try:
-                named[name, whole_words] = pre_tokenizer(
+                named[name, whole_words] = split_pattern_name(
                     {"pre_tokenizer": part, "model": {"ignore_merges": whole_words}}
                 )
             except InputRefused as error:
@@ -289,13 +289,16 @@ def test_only_split_patterns_that_are_known_to_be_right_have_a_name() -> None:
         {**last, "use_regex": True},
         {"type": "Sequence", "pretokenizers": [{**last, "use_regex": True}]},
     ):
-        assert pre_tokenizer({"pre_tokenizer": part, "model": {"ignore_merges": False}}) == "gpt-2"
+        assert (
+            split_pattern_name({"pre_tokenizer": part, "model": {"ignore_merges": False}})
+            == "gpt-2"
+        )
     digits = {
         "type": "Sequence",
         "pretokenizers": [{"type": "Digits"}, {**last, "use_regex": True}],
     }
     with pytest.raises(InputRefused, match="Digits, ByteLevel"):
-        pre_tokenizer({"pre_tokenizer": digits, "model": {"ignore_merges": False}})
+        split_pattern_name({"pre_tokenizer": digits, "model": {"ignore_merges": False}})
 
 
 def test_stop_tokens_beyond_three_are_refused_and_those_with_a_known_name_need_no_place(

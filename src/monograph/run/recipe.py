@@ -25,7 +25,7 @@ from monograph.graph.lora import Lora
 from monograph.graph.trial import OTHERS
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub
-from monograph.model.adapter import BASE, Adapter
+from monograph.model.adapter import BASE_FILE, Adapter
 from monograph.model.config import TORCH_FILE_SUFFIXES, LlamaConfig
 from monograph.model.families import DEFAULT_FAMILY
 from monograph.model.llama import Llama
@@ -445,7 +445,8 @@ def require_base_of(adapter: Adapter, base_sha256: str) -> None:
     if adapter.weights_sha256 not in (None, base_sha256):
         raise InputRefused(
             f"{adapter.folder}: this adapter was trained on other weights than those of {adapter.base}: write the "
-            f"folder of its base into adapter_config.json, or, to use it with these weights all the same, remove {BASE}"
+            f"folder of its base into adapter_config.json, or, to use it with these weights all the same, remove "
+            f"{BASE_FILE}"
         )
 
 
