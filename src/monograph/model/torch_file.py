@@ -78,8 +78,8 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # The unpickler may raise anything for a damaged file.
         first_line = (str(error).splitlines() or [""])[0][:100]
         raise InputRefused(
-            f"{path}: not weights that torch.save wrote ({type(error).__name__}: {first_line}); save model.state_dict() "
-            "alone"
+            f"{path}: not weights that torch.save wrote ({type(error).__name__}: {first_line}); "
+            "save model.state_dict() alone"
         ) from None
     if isinstance(loaded, dict):
         loaded = next((loaded[key] for key in _WEIGHTS_KEYS if key in loaded), loaded)
