@@ -147,7 +147,7 @@ class Shards(ByRank):
         """Update a plane by its summed gradient, by the captured function unless its blocks are
         cut.
         """
-        if plane.ends:
+        if plane.edge_maxima:
             self.step.update_plane(plane, total, scale, accepted)
         else:
             self.update_uncut(plane, total, scale, accepted)
@@ -170,11 +170,11 @@ class Shards(ByRank):
         form = FORMATS[step.optim.state]
         of_kind: dict[Kind, list[tuple[Plane, Tensor]]] = {}
         for plane, total in zip(step.planes, grads, strict=True):
-            if plane.kind.matrix is not None:
+            if plane.kind.matrix_shape is not None:
                 of_kind.setdefault(plane.kind, []).append((plane, total))
         first = 0
         for kind, members in of_kind.items():
-            assert kind.matrix is not None and kind.rule.orthogonalise is not None
+            assert kind.matrix_shape is not None and kind.rule.orthogonalise is not None
             orthogonalise = kind.rule.orthogonalise
             hyper = self._hyperparameters(kind, members[0][1])
             directions = [
@@ -182,9 +182,9 @@ class Shards(ByRank):
                 for plane, total in members
             ]
             compute = hyper.compute
-            if len(kind.matrix) == 2:
+            if len(kind.matrix_shape) == 2:
                 found = orthogonalised(
-                    self.sharing, directions, kind.matrix[0], first, compute, orthogonalise
+                    self.sharing, directions, kind.matrix_shape[0], first, compute, orthogonalise
                 )
                 first += len(members)
             else:  # a rank has whole matrices of a stack
@@ -294,7 +294,7 @@ def _direction(plane: Plane, grad: Tensor, form: StateFormat, hyper: Hyperparame
     local = cast(DTensor, plane.slots[0].parameter)
     rule = plane.kind.rule
     assert rule.direction is not None
-    moments = [form.read(plane.state, moment, grad, plane.before) for moment in rule.moments]
+    moments = [form.read(plane.state, moment, grad, plane.block_offset) for moment in rule.moments]
     return rule.direction(grad, moments, hyper).view(local.to_local().shape)
 
 
@@ -432,7 +432,7 @@ def rows_planes(model: nn.Module, kinds: Mapping[str, Kind], form: StateFormat) 
             number,
             (local.numel(),),
             start,
-            before=begin % block if local.numel() else 0,
+            block_offset=begin % block if local.numel() else 0,
             begin=begin,
             cut=ends(bounds, rank, block) if any(end % block for _, end in bounds) else None,
             numbers_per_element=form.numbers_per_element(kind.rule.moments),

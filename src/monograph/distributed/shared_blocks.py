@@ -85,7 +85,7 @@ def agree(
         ends_MPE = torch.where(same_PEWE, each_MPWE.unsqueeze(2), 0.0).amax((-1, -2))
         names = [moment.name for moment in kind.rule.moments]
         for number, member in enumerate(alike):
-            member.plane.ends = dict(zip(names, ends_MPE[:, number], strict=True))
+            member.plane.edge_maxima = dict(zip(names, ends_MPE[:, number], strict=True))
 
 
 def _largest(
@@ -105,11 +105,11 @@ def _largest(
         for part in form.parts:
             name = part.buffer_name(moment)
             rows = [
-                member.plane.state[name][_elements(part, place, member.plane.before)]
+                member.plane.state[name][_elements(part, place, member.plane.block_offset)]
                 for member, place in slices
             ]
             buffers[name] = _stacked(rows, block // part.numbers_per_element).view(-1)
-        old.append(form.read(buffers, moment, grads.view(-1), before=0).view_as(grads))
+        old.append(form.read(buffers, moment, grads.view(-1), block_offset=0).view_as(grads))
     new = rule.next_moments(grads, old, hyper)
     return torch.stack(
         [each.to(torch.float32).abs().amax(-1).view(len(members), 2) for each in new]

@@ -19,7 +19,7 @@ from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loss import SHARES, Batch, constant, counted, counts, pair
-from monograph.optim import Optimizer, Plane, checked, planes, trainable
+from monograph.optim import Optimizer, Plane, planes, require_optimizer, trainable
 from monograph.optim.formats import FORMATS
 from monograph.schedule import Schedule, factor_at
 from monograph.step import OnDevice, Step, Update, finish_update
@@ -63,7 +63,7 @@ class Stacked(OnDevice):
         """
         super().__init__()
         self.members = members
-        self.optims = [checked(optim) for optim in optims]
+        self.optims = [require_optimizer(optim) for optim in optims]
         self.schedules = schedules
         self.each = each
         if precision is not None and precision.name == "fp8":

@@ -174,7 +174,7 @@ def _plane_shapes(stage: Stage) -> tuple[PlaneShape, ...]:
             for name, buffer in entry.buffers.items()
         }
         # A plane of matrices holds matrices of one size, one in each of `plane.slots`.
-        whole = numbers // len(plane.slots) if plane.kind.matrix else 1
+        whole = numbers // len(plane.slots) if plane.kind.matrix_shape else 1
         shapes.append(PlaneShape(plane.number, numbers, whole, buffers))
     return tuple(shapes)
 

@@ -440,10 +440,10 @@ def estimate_bytes(work: Work) -> int:
     moments: float
     if lora:
         trained, frozen_bytes, _ = _adapted_sizes(config, lora, work.precision)
-        moments = optim.moments_of_matrices
+        moments = optim.moments_per_block_matrix
     else:
         trained, frozen_bytes = config.parameter_count(), 0
-        moments = optim.moments_each
+        moments = optim.moments_per_parameter
     rounded = 2 if work.fused and work.remat == "none" and weight == 4 else 0
     average = 0 if optim.ema is None else weight
     static = frozen_bytes + trained * (

@@ -39,7 +39,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.ops.filled import padded_count, unpadded_count
-from monograph.optim import holding
+from monograph.optim import temporary_params
 from monograph.rl.advantages import ADVANTAGES, ROUNDING, Weight, rewards_are_equal
 from monograph.rl.arrange import (
     Group,
@@ -331,7 +331,7 @@ class Drawer:
             return made
         if not self.options.kl.needs_reference:
             return [rollout._replace(reference=[0.0] * len(rollout.token_ids)) for rollout in made]
-        with holding(self.engine.step.planes, self.reference or ()):
+        with temporary_params(self.engine.step.planes, self.reference or ()):
             self._gather()
             references = self.scored(made, self.model)
         return [

@@ -59,7 +59,9 @@ class OnDevice(Parameters):
             # rounding them ahead into `plane.rounded` needs no more memory.
             may_round_ahead = isinstance(step.remat, Remat.Off)
             for plane in new_planes:
-                needs_rounding = not plane.kind.vector and plane.param.dtype != step.precision.dtype
+                needs_rounding = (
+                    not plane.kind.is_vector and plane.param.dtype != step.precision.dtype
+                )
                 if may_round_ahead and needs_rounding:
                     plane.rounded = torch.empty_like(plane.param, dtype=step.precision.dtype)
                 plane.fuse()

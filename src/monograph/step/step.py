@@ -27,10 +27,10 @@ from monograph.optim import (
     AdamW,
     Optimizer,
     Plane,
-    checked,
     hidden_matrices,
-    holding,
     initialise,
+    require_optimizer,
+    temporary_params,
     unlinked,
 )
 from monograph.schedule import Schedule, constant
@@ -132,7 +132,7 @@ class Step:
         self.loss = loss
         self.clip = Clip.of(clip)
         self.parameters = parameters or OnDevice()
-        self.optim = checked(optim or AdamW())
+        self.optim = require_optimizer(optim or AdamW())
         self.sum_over_ranks = sum_over_ranks
         self.balances = balances(self.model, self.loss)
         self.schedule = schedule or constant()
@@ -244,7 +244,7 @@ class Step:
             yield
             return
         self.parameters.at_rest(written=True)
-        with holding(self.planes, [plane.state["ema"] for plane in self.planes]):
+        with temporary_params(self.planes, [plane.state["ema"] for plane in self.planes]):
             self.holds_average = True
             try:
                 yield
