@@ -50,7 +50,7 @@ from monograph.model.vocabulary import (
     unlisted_rows,
 )
 from monograph.storage.code import code_named, folder_named
-from monograph.storage.reading import exists, inside, is_file, read_json, without_links
+from monograph.storage.reading import exists, file_inside, is_file, read_json, without_links
 from monograph.text.tokenizer import Tokenizer
 
 CONFIG_FILE = "adapter_config.json"
@@ -114,7 +114,9 @@ class Adapter(NamedTuple):
         """
         if config is None or not exists(self.folder / BASE_FILE):
             return
-        if read_json(inside(self.folder, BASE_FILE)).get("config_sha256") != config_digest(config):
+        if read_json(file_inside(self.folder, BASE_FILE)).get("config_sha256") != config_digest(
+            config
+        ):
             raise InputRefused(
                 f"{self.folder}: this adapter was trained on another base: {BASE_FILE} does not have the digest of "
                 "this one's config.json"
@@ -128,7 +130,7 @@ class Adapter(NamedTuple):
         """
         if not exists(self.folder / BASE_FILE):
             return None
-        recorded = read_json(inside(self.folder, BASE_FILE)).get("weights_sha256")
+        recorded = read_json(file_inside(self.folder, BASE_FILE)).get("weights_sha256")
         if recorded is not None and not isinstance(recorded, str):
             raise InputRefused(
                 f"{self.folder / BASE_FILE}: weights_sha256 = {recorded!r}: expected a digest"
@@ -166,7 +168,7 @@ def read_adapter(folder: str | Path) -> Adapter:
         InputRefused: the adapter is not a LoRA, an unsupported key is set, or a value is wrong. The
             message names the key.
     """
-    path = inside(Path(folder), CONFIG_FILE)
+    path = file_inside(Path(folder), CONFIG_FILE)
     values = read_json(path)
     if values.get("peft_type") != "LORA":
         raise InputRefused(f"{path}: peft_type = {values.get('peft_type')!r}: only LORA is read")
@@ -244,7 +246,7 @@ def load_adapter_weights(adapter: Adapter, module: nn.Module) -> None:
     Raises:
         InputRefused: a tensor is missing, unexpected or of another shape, or the file is damaged.
     """
-    path = inside(adapter.folder, WEIGHTS_FILE)
+    path = file_inside(adapter.folder, WEIGHTS_FILE)
     state = adapter_state(module)
     expected_names = state.keys() - unlisted_rows(adapter.tokens, module)
     targets = {name: state[name] for name in expected_names}

@@ -25,14 +25,14 @@ from monograph.storage.reading import (
     entries,
     error_number,
     exists,
-    inside,
+    file_inside,
     is_folder,
     open_input,
     read_json,
     unreadable,
     without_links,
 )
-from monograph.storage.writing import FULL, held, sync, sync_below
+from monograph.storage.writing import FULL, lock_folder, sync, sync_below
 
 # torch's dtypes by safetensors' names, of all dtypes that weights may have.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -94,19 +94,21 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         InputRefused: there are no weights, a file is damaged, or the index does not fit the files.
     """
     if exists(folder / _SINGLE):
-        return read_header(inside(folder, _SINGLE))
+        return read_header(file_inside(folder, _SINGLE))
     if not exists(folder / _INDEX):
         raise InputRefused(
             f"{folder}: holds neither {_SINGLE} nor {_INDEX}; no other kind of weights is read"
         )
-    weight_map = read_json(inside(folder, _INDEX)).get("weight_map")
+    weight_map = read_json(file_inside(folder, _INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(file, str) for file in weight_map.values()
     ):
         raise InputRefused(
             f"{folder / _INDEX}: expected a table weight_map from tensor names to file names"
         )
-    headers = {file: read_header(inside(folder, file)) for file in sorted(set(weight_map.values()))}
+    headers = {
+        file: read_header(file_inside(folder, file)) for file in sorted(set(weight_map.values()))
+    }
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise InputRefused(
@@ -330,13 +332,13 @@ def _claimed(partial: Path) -> Iterator[None]:
 
     A folder with this name that a killed process left is removed first.
     """
-    # `held` takes the folder's lock. It raises OSError while another process writes to the folder,
+    # `lock_folder` takes the folder's lock. It raises OSError while another process writes to the folder,
     # and then `mkdir` below fails, too.
-    with suppress(OSError), held(partial):
+    with suppress(OSError), lock_folder(partial):
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     try:
-        with held(partial):
+        with lock_folder(partial):
             yield
     finally:
         shutil.rmtree(partial, ignore_errors=True)

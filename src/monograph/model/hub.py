@@ -32,7 +32,7 @@ from monograph.model.files import (
 )
 from monograph.model.layouts import to_decoder_tensors, to_file_tensors
 from monograph.model.llama import Llama
-from monograph.storage.reading import exists, inside, is_folder, read_json
+from monograph.storage.reading import exists, file_inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
 
 # Keys that are read from the top of a config.json if they are there, and otherwise from its `text_config`.
@@ -186,7 +186,7 @@ def _config_json(folder: Path) -> tuple[Path, dict[str, Any]]:
         raise InputRefused(
             f"{folder}: no such folder; expected a Hugging Face model folder with config.json"
         )
-    path = inside(folder, "config.json")
+    path = file_inside(folder, "config.json")
     return path, read_json(path)
 
 
@@ -292,7 +292,7 @@ def assemble(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Lla
 def tokenizer_file(folder: str | Path) -> Path | None:
     """Return the path of a folder's tokenizer.json, or None."""
     folder = Path(folder)
-    return inside(folder, "tokenizer.json") if exists(folder / "tokenizer.json") else None
+    return file_inside(folder, "tokenizer.json") if exists(folder / "tokenizer.json") else None
 
 
 def save_model(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monograph.errors import InputRefused
-from monograph.storage.reading import inside, read_json, status
+from monograph.storage.reading import file_inside, read_json, status
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -47,7 +47,7 @@ def read(folder: Path) -> dict[str, bool | int | float]:
     """
     if status(folder / FILE, follow=False) is None:
         return {}
-    return select_defaults(read_json(inside(folder, FILE)), str(folder / FILE))
+    return select_defaults(read_json(file_inside(folder, FILE)), str(folder / FILE))
 
 
 def select_defaults(values: Mapping[str, Any], where: str) -> dict[str, bool | int | float]:
