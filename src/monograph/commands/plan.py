@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from monograph.commands.plan_screen import AnswerSampling, Length, as_object, screen
 from monograph.config import Settings
-from monograph.device import Device, describe, named
+from monograph.device import Device, card_device, describe
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
 from monograph.planner import Limits, budget, streamed_or_resident
@@ -51,7 +51,7 @@ def run(
     settings = with_records(settings)
     require_one_device(settings, "plan")
     memory_bytes = None if device_memory is None else memory_size("--device-memory", device_memory)
-    target = describe() if device is None else named(device)
+    target = describe() if device is None else card_device(device)
     if memory_bytes is not None:
         if memory_bytes > target.memory_bytes:
             raise UsageError(

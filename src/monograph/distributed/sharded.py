@@ -32,7 +32,7 @@ from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.inspect import blocks
 from monograph.graph.lora import kept_state, narrow
 from monograph.graph.mmap_weights import kept_dtype, materialize_
-from monograph.loss import pair
+from monograph.loss import check_result
 from monograph.optim import Hyperparameters, Kind, Plane, trainable
 from monograph.optim.formats import FORMATS
 from monograph.optim.planes import Slot
@@ -346,7 +346,7 @@ class _Summed(nn.Module):
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         step: Step = self.__dict__["step"]
         # Capture replaces `step.loss`, so it is looked up here.
-        return pair(step.loss(self.model, batch))
+        return check_result(step.loss(self.model, batch))
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:

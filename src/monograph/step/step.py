@@ -22,7 +22,7 @@ from monograph.graph.inspect import buffers_kept, modes_kept, unwrap_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
-from monograph.loss import IGNORE, SHARES, Loss, counts, token_loss
+from monograph.loss import IGNORE, SHARES, Loss, has_count, token_loss
 from monograph.optim import (
     AdamW,
     Optimizer,
@@ -448,7 +448,7 @@ class Step:
 
     def gradient_scale(self) -> Tensor:
         """Return the factor that turns the planes' summed gradient into the mean loss's gradient."""
-        if counts(self.loss):
+        if has_count(self.loss):
             # `count_window` knew the number of targets, and `loss_factor` divided each loss by it.
             mean_factor = torch.ones_like(self.lr)
         else:
