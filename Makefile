@@ -13,7 +13,7 @@ WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))'
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-costs nightly test-all gpu-less mutants marks site lint format python setup setup-dev
+.PHONY: help train quick test suite test-costs nightly test-all gpu-less mutants marks site lint format python setup setup-dev
 
 help:
 	@echo 'make train       install what training needs, then train a small model (ARGS: see monograph train --help)'
@@ -31,8 +31,11 @@ help:
 train: setup
 	@$(RUN) monograph train $(ARGS)
 
-# Cheap first.
-test: lint
+# Style and types beside the tests: they keep one core busy for a minute. A fault of either ends it with an error.
+test: setup-dev
+	@$(MAKE) --no-print-directory -j2 lint suite
+
+suite: setup-dev
 	$(RUN) pytest -q -m 'not slow' $(WORKERS) --costs $(ARGS)
 
 quick: lint

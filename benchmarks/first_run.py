@@ -23,7 +23,7 @@ from monograph.loop import train
 from monograph.planner import defaults
 from monograph.run.progress import Progress
 from monograph.session.objectives.texts import TextTask, open_corpus
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.resolve import resolve
 from monograph.session.setup import build_run, make_engine
 
@@ -37,14 +37,14 @@ SMOKE = {
 }
 
 
-def plan_for(overrides: dict[str, str], updates: int, seed: int) -> Plan:
+def plan_for(overrides: dict[str, str], updates: int, seed: int) -> RunPlan:
     """Return the plan with which `monograph train` would train."""
     return resolve(
         load(None, overrides | {"train.updates": str(updates), "train.seed": str(seed)}), describe()
     )
 
 
-def run(plan: Plan, text: Corpus, points: int, rows: int, progress: Progress) -> dict[str, Any]:
+def run(plan: RunPlan, text: Corpus, points: int, rows: int, progress: Progress) -> dict[str, Any]:
     """Train once; return the curve on `rows` held-out rows, and the last point on all of them."""
     built = build_run(plan, TextTask(text), describe())
     updates, tokens = plan.updates, plan.training.tokens_per_update

@@ -8,9 +8,10 @@ as well, checks that. The same code gives the same counts at each run.
 
 Triton's bytes are Inductor's: each of a kernel's arguments counts once. What a loop over a row
 reads a second or third time is listed apart (a cache may have it), and so are attention's kernels,
-whose time is taken from their FLOPs. Times are of datasheets: 65 % of the peak for products, 42 %
-for attention, 80 % of the bandwidth; a kernel without a loop takes no less time than its
-instructions, branches that are hardly taken among them.
+whose time is taken from the FLOPs of the pairs of a query and a key of the same document. Times are
+of datasheets: 65 % of the peak for products, 42 % for attention, 80 % of the bandwidth; a kernel
+takes no less time than its instructions (those of loops as often as they run, and branches that are
+hardly taken among them).
 """
 
 from __future__ import annotations
@@ -102,6 +103,9 @@ def training(shape: Shape, packed: bool) -> dict[str, Numbers]:
     engine.accumulate(window)
     engine.update()
     batch = next(engine._micro_batches(window))
+    # A query sees the earlier positions of its document, and its own.
+    columns = torch.arange(shape.length).expand(len(window["tokens"]), -1)
+    pairs = (window.get("positions", columns) + 1).sum().item()
     with pretended.Counted() as replayed:
         step.micro_step(batch)
     if not replayed.graphs:
@@ -119,7 +123,7 @@ def training(shape: Shape, packed: bool) -> dict[str, Numbers]:
     peak = torch.cuda.max_memory_reserved()
     return {
         "micro-step called": called.numbers()
-        | {"flops": products.flops, "peak_bytes": peak}
+        | {"flops": products.flops, "pairs": pairs, "peak_bytes": peak}
         | next(times),
         "micro-step replayed": replayed.numbers(),
         "update": updated.numbers() | next(times),
@@ -222,9 +226,11 @@ def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float
     """Return by card the milliseconds of a micro-step and its update by cause, and the MFU."""
     shape, micro, update = shape_of(case), found["micro-step called"], found["update"]
     config, tokens = shape.config, case.rows * case.length
-    per_token = flops_per_token(config, case.length)
     width = config.num_attention_heads * config.head_dim
-    attended = 6 * config.num_hidden_layers * width * case.length * tokens
+    # Forward and backward, a pair of a query and a key takes 12 FLOPs for each channel.
+    attended = 12 * config.num_hidden_layers * width * micro["pairs"]
+    causal = 6 * config.num_hidden_layers * width * case.length * tokens
+    model_flops = flops_per_token(config, case.length) * tokens - causal + attended
     times = {}
     for name in CARDS:
         peak = card_device(name).peak_flops["bf16"]
@@ -235,7 +241,7 @@ def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float
             "update": update[f"triton_s {name}"],
         }
         times[name] = {part: 1e3 * seconds for part, seconds in parts.items()}
-        times[name]["mfu"] = per_token * tokens / sum(parts.values()) / peak
+        times[name]["mfu"] = model_flops / sum(parts.values()) / peak
     return times
 
 

@@ -201,7 +201,7 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
     from monograph.run.folder import Run
     from monograph.run.models import build
     from monograph.run.progress import silent
-    from monograph.run.recipe import Recipe
+    from monograph.run.recipe import ModelRecipe
     from monograph.session.objectives.texts import TextTask
     from monograph.session.resolve import resolve
     from monograph.session.setup import BuiltRun, make_engine, open_session
@@ -225,7 +225,7 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
 
     def masters() -> Any:
         # Without the plan, which would refuse an update that is too large for a small machine.
-        recipe = Recipe(str(folder / "base"), "auto", {}, 0)
+        recipe = ModelRecipe(str(folder / "base"), "auto", {}, 0)
         model, loss = build(recipe)
         if case.startswith("train"):
             return make_engine(BuiltRun(plan, recipe, model, loss), torch.device("cpu"))

@@ -44,7 +44,7 @@ from monograph.loss import Batch
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import Kernel, attention
+from monograph.ops.attention import AttentionKernel, attention
 from monograph.ops.attention_kernels import time_kernels
 from monograph.optim import AdamW, Muon, Optimizer
 from monograph.resident import Resident
@@ -246,7 +246,7 @@ def kernels_of_attention() -> Found:
 
 
 def attending(
-    kernel: Kernel, size: int, dtype: torch.dtype, device: torch.device
+    kernel: AttentionKernel, size: int, dtype: torch.dtype, device: torch.device
 ) -> pretended.Counted:
     """Capture a kernel for grouped heads, then count what it launches."""
     query, key, value = (

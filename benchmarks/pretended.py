@@ -11,7 +11,6 @@ import functools
 import math
 import os
 import re
-import struct
 import sys
 import warnings
 from collections import Counter
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from issued import issued
 from torch._inductor import config
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.profiler import ProfilerActivity, profile
@@ -53,7 +53,7 @@ class Kernel:
         once_bytes: what it reads and writes, each argument once.
         again_bytes: what a second and third loop over a row read again.
         warp_instructions: instructions of all warps, branches that are not taken among them; 0 if
-            it has a loop.
+            it is not known how often its loops run.
         registers: of a thread.
         stack_bytes: of a thread: registers that were spilled, and arrays.
     """
@@ -201,6 +201,8 @@ def _kernel(tuner: Any, arguments: tuple[Any, ...]) -> Kernel:
     estimate = tuner.inductor_meta.get("kernel_num_gb")
     once = sum(sizes.values()) if estimate is None else estimate * 1e9
     launcher = tuner.launchers[0]
+    trips = _trips(tuner, tensors)
+    instructions = issued(_cubin(launcher.cache_hash), trips) if trips else 0
     return Kernel(
         tuner.fn.__name__,
         once,
@@ -209,7 +211,7 @@ def _kernel(tuner: Any, arguments: tuple[Any, ...]) -> Kernel:
             min(sizes.get(name, 0), once) * (times - 1)
             for name, times in _passes(tuner.fn.src).items()
         ),
-        0 if " in tl.range(" in tuner.fn.src else _instructions(launcher.cache_hash),
+        instructions,
         launcher.n_regs,
         launcher.n_spills * 4 if launcher.n_spills else 0,
     )
@@ -230,32 +232,36 @@ def _own_kernel(
         for name in ("keys", "values"):
             cache = tensors[name]
             sizes[cache.data_ptr()] = cache[: keywords["BLOCKS"]].nbytes
+    again, instructions = 0, 0.0
+    if function.fn.__name__ == "_replace_row":  # reads the logits twice, and writes over them
+        logits = tensors["logits"]
+        again = logits.nbytes
+        sizes[-1] = logits.nbytes
+        trips = logits.shape[-1] // keywords["T"]
+        instructions = issued(compiled.asm["cubin"], trips)
     return Kernel(
         function.fn.__name__,
         sum(sizes.values()),
-        0,
-        0,  # it has loops
+        again,
+        instructions,
         compiled.n_regs,
         compiled.n_spills * 4,
     )
 
 
+def _trips(tuner: Any, arguments: dict[str, Any]) -> int:
+    """Return how often each loop of a kernel of Inductor's runs: 1 without a loop, 0 if unknown."""
+    if " in tl.range(" not in tuner.fn.src:
+        return 1
+    at_once = tuner.launchers[0].config.kwargs.get("R0_BLOCK")
+    return -(-arguments["r0_numel"] // at_once) if at_once and "r0_numel" in arguments else 0
+
+
 @functools.cache
-def _instructions(folder: str) -> int:
-    """Return the number of instructions in a kernel's machine code, 16 bytes each."""
+def _cubin(folder: str) -> bytes:
+    """Return a kernel's machine code."""
     (file,) = Path(os.environ["TRITON_CACHE_DIR"], folder).glob("*.cubin")
-    code = file.read_bytes()
-    (sections,), (size, count, names) = (
-        struct.unpack_from("<Q", code, 40),
-        struct.unpack_from("<HHH", code, 58),
-    )
-    entries = [
-        struct.unpack_from("<IIQQQQ", code, sections + place * size) for place in range(count)
-    ]
-    texts = entries[names][4]
-    return (
-        sum(entry[5] for entry in entries if code[texts + entry[0] :].startswith(b".text.")) // 16
-    )
+    return file.read_bytes()
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
-from monograph.planner import Plan, Request
+from monograph.planner import Plan, PlanRequest
 from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Work
 from monograph.predict.roofline import update_time
@@ -57,7 +57,7 @@ CASES = (
 )
 
 
-def request_of(case: Case) -> Request:
+def request_of(case: Case) -> PlanRequest:
     """Return the question for the planner."""
     training = Work(
         case.config,
@@ -67,7 +67,7 @@ def request_of(case: Case) -> Request:
         window_rows=case.rows,
         packed=False,
     )
-    return Request(
+    return PlanRequest(
         training, precisions=(case.precision,), scopes=("whole", "blocks"), remats=REMATS
     )
 

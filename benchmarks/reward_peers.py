@@ -40,8 +40,8 @@ from torch import Tensor
 from monograph.device import clock
 from monograph.model.hub import load_model
 from monograph.model.llama import Llama
-from monograph.rl.advantages import Weight
-from monograph.rl.arrange import Options, Rollout, arrange_window
+from monograph.rl.advantages import AnswerWeight
+from monograph.rl.arrange import Rollout, RolloutOptions, arrange_window
 from monograph.rl.loss import PolicyLoss
 
 TASK, GROUP, PROMPTS, LENGTH = TASKS["makes"], 8, 32, 32
@@ -165,7 +165,7 @@ def gradient_errors(home: Path) -> dict[str, float]:
             for part in ("prompt", "completion")
         )
         rollouts.append(Rollout(prompt, answer, [0.0] * len(answer)))
-        weighed.append(Weight(advantage, TASK.most_tokens))
+        weighed.append(AnswerWeight(advantage, TASK.most_tokens))
     expected = exact(load_model(home / "hf").double(), rollouts, weighed)
     model = load_model(home / "hf")
     # As an eager run on a CPU does (monograph.session.objectives.rewards).
@@ -183,7 +183,7 @@ def gradient_errors(home: Path) -> dict[str, float]:
     }
 
 
-def exact(model: Llama, rollouts: list[Rollout], weighed: list[Weight]) -> dict[str, Tensor]:
+def exact(model: Llama, rollouts: list[Rollout], weighed: list[AnswerWeight]) -> dict[str, Tensor]:
     """Return the gradient of dr_grpo's loss in the model's dtype, each answer alone, from dense
     logits.
     """
@@ -202,8 +202,8 @@ def _gradients(model: Llama) -> dict[str, Tensor]:
     return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _options() -> Options:
-    return Options(
+def _options() -> RolloutOptions:
+    return RolloutOptions(
         PROMPTS,
         GROUP,
         TASK.most_tokens,

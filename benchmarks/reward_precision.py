@@ -36,13 +36,13 @@ from monograph.graph import capture
 from monograph.graph.inspect import modes_kept
 from monograph.graph.precision import Precision
 from monograph.loss import IGNORE
-from monograph.rl.advantages import NO_RATIO, Ratio
+from monograph.rl.advantages import NO_RATIO, RatioUse
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.rollouts import Drawer
 from monograph.step.clip import Clip
 from monograph.text.tokenizer import Tokenizer
 
-TRUNCATED = Ratio("truncate", 0.0, 2.0)
+TRUNCATED = RatioUse("truncate", 0.0, 2.0)
 RATE, PROMPTS, GROUP, MOST_TOKENS, LENGTH = 3e-4, 16, 8, 4, 32
 UNSEEN = 60  # problems that are never trained on
 WARMUP = 10  # updates
@@ -57,7 +57,7 @@ class Way(NamedTuple):
     precision: str
     same: bool
     drawn_in_fp32: bool
-    ratio: Ratio
+    ratio: RatioUse
 
 
 WAYS = {

@@ -17,7 +17,7 @@ import harness
 import torch
 from systems import drawn_on
 
-from monograph.decode.chain import COUNT_DTYPE, OK, Rows, sample
+from monograph.decode.chain import COUNT_DTYPE, OK, SamplerRows, sample
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.request import Request
@@ -56,14 +56,14 @@ PROMPT = tuple(range(5, 20))
 
 def rows_of(
     sampling: Sampling, chain: Chain, count: int, vocabulary: int, device: torch.device
-) -> Rows:
+) -> SamplerRows:
     """Return the same request in every row, each with its own seed."""
     knobs = new_knobs(chain, count, device)
     for row in range(count):
         write_rows(knobs, [row], [knobs_of(sampling, chain)])
     ids_B = torch.arange(count, device=device)
     counts_BV = torch.zeros(count, vocabulary, dtype=COUNT_DTYPE, device=device)
-    return Rows(ids_B, ids_B + 100, ids_B * 0, knobs, counts_BV, counts_BV > 0)
+    return SamplerRows(ids_B, ids_B + 100, ids_B * 0, knobs, counts_BV, counts_BV > 0)
 
 
 class Draw:
@@ -78,7 +78,7 @@ class Draw:
         # All graphs come from this one function.
         torch._dynamo.config.recompile_limit = 64
 
-        def draw(logits_BV: torch.Tensor, rows: Rows) -> Any:
+        def draw(logits_BV: torch.Tensor, rows: SamplerRows) -> Any:
             return sample(logits_BV, rows, None, chain, truncation)  # type: ignore[arg-type]
 
         self.graph, self.eager, self.arguments = compiled(draw), draw, (logits_BV, rows)

@@ -17,7 +17,7 @@ from monograph.device import card_device
 from monograph.errors import OutOfDeviceMemory
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
-from monograph.planner import Limits, Plan, Request, defaults, plan
+from monograph.planner import Limits, Plan, PlanRequest, defaults, plan
 from monograph.planner.streaming import DISK_BYTES_PER_S, HOST_SHARE, stream_candidates
 from monograph.predict.fake_memory import ORIGINS
 from monograph.predict.footprint import Work
@@ -49,7 +49,7 @@ def plans() -> list[Plan]:
     """
     shape = LlamaConfig.preset("8b")
     training = Work(shape, rows=128, length=4096, optim=AdamW(), window_rows=128)
-    request = Request(
+    request = PlanRequest(
         training,
         precisions=("bf16",),
         scopes=defaults.scopes(shape.num_hidden_layers),
@@ -89,7 +89,7 @@ def streamed_table() -> str:
     for (name, shape), card, host in itertools.product(SHAPES.items(), STREAMED_ON, HOSTS):
         device = card_device(card)
         training = Work(shape, rows=32, length=4096, optim=AdamW(), window_rows=32)
-        request = Request(training, precisions=("bf16",), scopes=("blocks",), remats=("none",))
+        request = PlanRequest(training, precisions=("bf16",), scopes=("blocks",), remats=("none",))
         rate = LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
         link = Link(rate, rate, DISK_BYTES_PER_S)
         limits = Limits(planner.budget(device), int(HOST_SHARE * host * 2**30), 2 * 2**40, link)

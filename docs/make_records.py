@@ -20,16 +20,16 @@ from monograph.data.forms import (
     PROMPT_FORM,
     SHAREGPT_FORM,
     Form,
-    Kind,
+    RecordKind,
 )
 
 DOCS = Path(__file__).resolve().parent
 BEGIN, END = "<!-- made by docs/make_records.py -->", "<!-- end -->"
 LEARNED_ON = {
-    Kind.CONVERSATIONS: "[conversations](finetune.md)",
-    Kind.PAIRS: "[pairs of answers](preferences.md)",
-    Kind.LABELLED: "[labelled answers](preferences.md)",
-    Kind.PROMPTS: "[prompts to reward](rewards.md)",
+    RecordKind.CONVERSATIONS: "[conversations](finetune.md)",
+    RecordKind.PAIRS: "[pairs of answers](preferences.md)",
+    RecordKind.LABELLED: "[labelled answers](preferences.md)",
+    RecordKind.PROMPTS: "[prompts to reward](rewards.md)",
 }
 
 

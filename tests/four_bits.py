@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from monograph.optim.state_format import Packing, Part, StateFormat
+from monograph.optim.state_format import MomentBuffer, PackingContext, StateFormat
 
 BLOCK = 64
 
 
-def packed(values_N: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+def packed(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor]:
     """Return two codes to a byte, and the largest number of each block.
 
     Of signed numbers a code is the rounded root of a number's share of the largest, in 7 steps; of
@@ -38,7 +38,7 @@ def packed(values_N: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     ], largest_K1.squeeze(-1)
 
 
-def unpacked(tensors: Sequence[Tensor], packing: Packing) -> Tensor:
+def unpacked(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
     pairs, largest_K = tensors
     codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).view(-1)[: packing.size].to(torch.int32)
     if packing.signed:
@@ -54,8 +54,8 @@ def unpacked(tensors: Sequence[Tensor], packing: Packing) -> Tensor:
 
 FOUR_BITS = StateFormat(
     (
-        Part("", torch.uint8, numbers_per_element=2),
-        Part("_scale", torch.float32, numbers_per_element=BLOCK),
+        MomentBuffer("", torch.uint8, numbers_per_element=2),
+        MomentBuffer("_scale", torch.float32, numbers_per_element=BLOCK),
     ),
     eager_update_bytes=40,
     pack=packed,

@@ -13,14 +13,14 @@ from batches import tiny_llama
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from monograph.rl.arrange import Options
+from monograph.rl.arrange import RolloutOptions
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import Answer
 from monograph.rl.rollouts import Drawer, Rollouts
 from monograph.text.tokenizer import Tokenizer
 
-OPTIONS = Options(
+OPTIONS = RolloutOptions(
     prompts=3,
     group=4,
     max_new_tokens=7,
@@ -76,7 +76,7 @@ def spaces(text: str) -> float:
 
 
 def drawer(
-    options: Options = OPTIONS,
+    options: RolloutOptions = OPTIONS,
     dtype: torch.dtype = torch.float32,
     reward: Callable[[str], float] = spaces,
     device: str = "cpu",
@@ -99,7 +99,7 @@ def drawer(
     return Drawer(made, prompts(*texts), Scored(reward), options, lambda: 0)  # type: ignore[arg-type]
 
 
-def windows(options: Options = OPTIONS, **more: Any) -> Rollouts:
+def windows(options: RolloutOptions = OPTIONS, **more: Any) -> Rollouts:
     return Rollouts(drawer(options, **more))
 
 

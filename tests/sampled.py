@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from monograph.decode.candidates import Candidates
-from monograph.decode.chain import COUNT_DTYPE, Past, Rows, apply_filters
+from monograph.decode.chain import COUNT_DTYPE, Past, SamplerRows, apply_filters
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.sampling import Sampling
 
@@ -19,7 +19,7 @@ TRUNCATIONS = ("window", "search", "sort")
 
 def rows_of(
     samplings: Sequence[Sampling], vocabulary: int, chain: Chain | None = None, position: int = 7
-) -> Rows:
+) -> SamplerRows:
     """One row per request, nothing drawn yet; the prompt holds every third id."""
     chain, count = chain or chain_of(samplings), len(samplings)
     knobs = new_knobs(chain, count, torch.device("cpu"))
@@ -36,14 +36,16 @@ def rows_of(
         past = Past(empty_BT, empty_BT.clone(), torch.zeros_like(prompt_BV).contiguous())
         for row in range(count):
             past.begin(row, ([0, 3, 6] * position)[:position], None)
-    return Rows(seed_B, zero_B + position, zero_B, knobs, counts_BV, prompt_BV, past, mu_B)
+    return SamplerRows(seed_B, zero_B + position, zero_B, knobs, counts_BV, prompt_BV, past, mu_B)
 
 
-def many_rows(sampling: Sampling, vocabulary: int, seed_B: Tensor, position_B: Tensor) -> Rows:
+def many_rows(
+    sampling: Sampling, vocabulary: int, seed_B: Tensor, position_B: Tensor
+) -> SamplerRows:
     """One request's numbers in many rows of these seeds and positions."""
     one, count = rows_of([sampling], vocabulary), len(seed_B)
     knobs = {name: value.expand(count, *value.shape[1:]) for name, value in one.knobs.items()}
-    return Rows(seed_B, position_B, torch.zeros_like(seed_B), knobs)
+    return SamplerRows(seed_B, position_B, torch.zeros_like(seed_B), knobs)
 
 
 def some_logits(seed: int, rows: int, vocabulary: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from batches import captured_to_train, packed, tiny_llama
 from monograph.graph.precision import Precision
-from monograph.loop import Engine, EngineState
+from monograph.loop import AnyEngine, EngineState
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
@@ -198,7 +198,7 @@ def flat(state: EngineState) -> dict[str, Tensor]:
     }
 
 
-def trained(engine: Engine, batches: Iterable[Any]) -> dict[str, Tensor]:
+def trained(engine: AnyEngine, batches: Iterable[Any]) -> dict[str, Tensor]:
     """What every update returned, and the state in the end."""
     seen: dict[str, Tensor] = {}
     for batch in batches:

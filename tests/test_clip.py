@@ -21,7 +21,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.graph.precision import Precision
 from monograph.loop import EngineState
 from monograph.loss import token_loss
-from monograph.optim import AdamW, Kind
+from monograph.optim import AdamW, ParameterKind
 from monograph.optim.adamw import ADAMW
 from monograph.resident import Resident
 from monograph.session.requirements import require_together
@@ -152,11 +152,13 @@ def test_weights_are_made_splittable_in_bf16(
 def test_the_largest_rate_has_no_product_above_the_bound() -> None:
     """bound / max(1, factor max(1, decay) of each kind), for each member."""
     largest, factors, decays = 1e19, [0.25, 3.0, 10.0], [0.5, 7.0, 0.0]
-    kinds = [Kind(ADAMW, factor, decay) for factor, decay in zip(factors, decays, strict=True)]
+    kinds = [
+        ParameterKind(ADAMW, factor, decay) for factor, decay in zip(factors, decays, strict=True)
+    ]
     expected = [1e19, 1e19 / 21, 1e19 / 10]
     assert [float(largest_rate([kind], largest)) for kind in kinds] == expected
     assert float(largest_rate(kinds, largest)) == 1e19 / 21
-    members = Kind(ADAMW, torch.tensor(factors), torch.tensor(decays))
+    members = ParameterKind(ADAMW, torch.tensor(factors), torch.tensor(decays))
     assert largest_rate([members, kinds[0]], largest).tolist() == expected
 
 

@@ -36,7 +36,7 @@ from monograph.optim.narrow import (
     splittable,
     unpack_8bit,
 )
-from monograph.optim.state_format import Moment, Packing
+from monograph.optim.state_format import Moment, PackingContext
 from monograph.resident import Resident
 from monograph.session.resolve import resolve
 from monograph.step import Step
@@ -110,7 +110,7 @@ def test_codes_are_the_nearest_and_stand_for_what_they_say(seed, decades, signed
     values[1] = 0
     values[2, ::3] = 0
     values = values.flatten() if signed else values.flatten().square()
-    packing = Packing(len(values), signed)
+    packing = PackingContext(len(values), signed)
     codes, scale = pack_8bit(values, packing)
     exact = reference.steps(values, signed)
     exact = exact if signed else torch.where(values > 0, exact.clamp_min(1), 0)

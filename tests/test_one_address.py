@@ -137,8 +137,8 @@ def test_a_new_form_of_the_state_trains_with_every_optimizer(optim):
 RUN_COMMANDS = """
 import contextlib, io, json, sys
 from monograph import optim_table
-optim_table.OPTIMIZERS["lion"] = optim_table.Row("Lion for all weights", "lion:Lion")
-optim_table.FORMATS["4bit"] = optim_table.Row("about 1 byte a parameter", "four_bits:FOUR_BITS")
+optim_table.OPTIMIZERS["lion"] = optim_table.TableRow("Lion for all weights", "lion:Lion")
+optim_table.FORMATS["4bit"] = optim_table.TableRow("about 1 byte a parameter", "four_bits:FOUR_BITS")
 from monograph import cli
 results = []
 for command in json.loads(sys.argv[1]):
@@ -401,7 +401,7 @@ from monograph.config import load
 from monograph.config.axes import axes_of
 from monograph.config.keys import key_declaration
 from monograph.errors import UsageError
-from monograph.rl.preferences import Answers, losses
+from monograph.rl.preferences import PreferenceInputs, losses
 from monograph.rl.rewards import Answer, reward_of
 from monograph.session.door import job_of
 from monograph.session.objectives.preferences import preference_of
@@ -425,7 +425,7 @@ def worth(**keys):
 
 def loss(**keys):
     chosen, rejected = torch.tensor([-1.0]), torch.tensor([-1.5])
-    pairs = Answers(chosen, rejected, None, None, None, None, None, None)
+    pairs = PreferenceInputs(chosen, rejected, None, None, None, None, None, None)
     return losses(preference_of(read(**keys)), pairs).item()
 """
 

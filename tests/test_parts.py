@@ -15,7 +15,7 @@ from batches import ragged, tiny_llama
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.metrics_log import MetricsLog, rows_of
-from monograph.step.parts import Parts, seconds
+from monograph.step.parts import PartTimer, seconds
 from monograph.stream.engine import Streamed
 
 
@@ -81,7 +81,7 @@ def test_on_a_gpu_a_launch_of_both_passes_is_one_part(monkeypatch: pytest.Monkey
     capturing = [False]
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    parts = Parts(torch.device("cuda"))
+    parts = PartTimer(torch.device("cuda"))
 
     def update(at: float, *marks: tuple[str, float]) -> dict[str, float]:
         Event.clock = at

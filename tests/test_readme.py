@@ -100,7 +100,7 @@ def test_commands_are_ones_that_the_program_takes(
         "check",
     ):
         module = types.ModuleType(f"monograph.commands.{name}")
-        module.Options = dict  # type: ignore[attr-defined]  # of `generate`
+        module.GenerateOptions = dict  # type: ignore[attr-defined]  # of `generate`
         module.run = module.run_ladder = module.show = module.build = record  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, "monograph.serve.command", module)

@@ -100,7 +100,7 @@ class EngineState:
         )
 
 
-class Engine(Protocol):
+class AnyEngine(Protocol):
     """An object that trains: with weights on the device, on the host, or of many models at once."""
 
     @property
@@ -124,7 +124,9 @@ class Engine(Protocol):
         """Continue from a state."""
 
 
-def train(engine: Engine, batches: Iterable[Batch], updates: int | None = None) -> Iterator[Update]:
+def train(
+    engine: AnyEngine, batches: Iterable[Batch], updates: int | None = None
+) -> Iterator[Update]:
     """Do one update per window, and yield after each update.
 
     Args:
@@ -163,7 +165,7 @@ class Windows(Protocol):
         """Return its position, JSON-serialisable."""
 
 
-def save_checkpoint(engine: Engine, batches: Windows, folder: str | Path, keep: int = 2) -> Path:
+def save_checkpoint(engine: AnyEngine, batches: Windows, folder: str | Path, keep: int = 2) -> Path:
     """Save an engine's whole state and the data's position; return the checkpoint's folder.
 
     A kill at any moment leaves the earlier checkpoints intact. See `monograph.checkpointing.save` for the protocol.
@@ -186,7 +188,7 @@ def save_checkpoint(engine: Engine, batches: Windows, folder: str | Path, keep: 
 
 
 def load_checkpoint(
-    engine: Engine, folder: str | Path, warn: Callable[[str], None] = print
+    engine: AnyEngine, folder: str | Path, warn: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Continue from the newest checkpoint in `folder` that passes verification.
 

@@ -12,7 +12,7 @@ import importlib
 from typing import Any, NamedTuple
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """An entry of a table.
 
     Attributes:
@@ -31,12 +31,16 @@ class Row(NamedTuple):
 
 # By the values of the key `optim.name`.
 OPTIMIZERS = {
-    "adamw": Row("AdamW for all weights", "monograph.optim.adamw:AdamW"),
-    "muon": Row("Muon for the matrices of blocks, AdamW for the rest", "monograph.optim.muon:Muon"),
+    "adamw": TableRow("AdamW for all weights", "monograph.optim.adamw:AdamW"),
+    "muon": TableRow(
+        "Muon for the matrices of blocks, AdamW for the rest", "monograph.optim.muon:Muon"
+    ),
 }
 # By the values of the key `optim.state`. The exact format comes first.
 FORMATS = {
-    "fp32": Row("8 bytes a parameter", "monograph.optim.state_format:EXACT"),
-    "bf16": Row("4 bytes a parameter, stochastically rounded", "monograph.optim.narrow:BF16"),
-    "8bit": Row("2 bytes a parameter, in blocks with a scale", "monograph.optim.narrow:EIGHT_BIT"),
+    "fp32": TableRow("8 bytes a parameter", "monograph.optim.state_format:EXACT"),
+    "bf16": TableRow("4 bytes a parameter, stochastically rounded", "monograph.optim.narrow:BF16"),
+    "8bit": TableRow(
+        "2 bytes a parameter, in blocks with a scale", "monograph.optim.narrow:EIGHT_BIT"
+    ),
 }

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
-from monograph.rl.advantages import Weight
+from monograph.rl.advantages import AnswerWeight
 from monograph.rl.arrange import Rollout
 from scripts import smoke
 
@@ -47,7 +47,7 @@ def test_gradients_of_the_same_answers(peers, tmp_path):
         "advantages": torch.tensor(advantages),
     }
     rollouts = [Rollout(*each, [0.0] * len(each[1])) for each in zip(prompts, answers, strict=True)]
-    weighed = [Weight(advantage, peers.TASK.most_tokens) for advantage in advantages]
+    weighed = [AnswerWeight(advantage, peers.TASK.most_tokens) for advantage in advantages]
     theirs = peers.exact(load_model(tmp_path / "hf"), rollouts, weighed)
     for factor, least, most in ((1.0, 1e-9, 1e-6), (1.01, 0.0099, 0.0101)):
         gradient = {f"gradient.{name}": value.float() * factor for name, value in theirs.items()}

@@ -20,7 +20,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
         module = types.ModuleType(f"monograph.commands.{name}")
         for function in ("run", "show", "build"):
             setattr(module, function, calls)
-        module.Options = dict  # type: ignore[attr-defined]  # of `generate`: what was typed, by its name
+        module.GenerateOptions = dict  # type: ignore[attr-defined]  # of `generate`: what was typed, by its name
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.chdir(tmp_path)
     return calls

@@ -17,7 +17,7 @@ import pytest
 
 from cli.called import ENVIRONMENT, monograph_
 from monograph.commands import follow
-from monograph.report.trackers import LIBRARIES, Point, Settings, Tracker
+from monograph.report.trackers import LIBRARIES, SettingsByKey, TrackedPoint, Tracker
 from monograph.run.folder import Run
 
 CONFIG = '[optim]\nlr = 0.001\nbetas = [0.9, 0.95]\n\n[train]\ncompile = "none"\n'
@@ -41,7 +41,7 @@ ROWS = [
     {"update": 2, "share": 0.5, "sample": "text"},
     {"update": 2, "summary": {"eval_loss": 3.25, "device": "CPU", "mfu": None}},
 ]
-POINTS: list[Point] = [
+POINTS: list[TrackedPoint] = [
     (1, {"tokens": 32, "train_loss": 3.5, "skipped": 0, "wall_s": 1}),
     (2, {"memory/planned/weights": 64}),
     (2, {"tokens": 64, "skipped": 0, "wall_s": 1}),
@@ -61,11 +61,11 @@ class Fake:
     """Stands in for a tracker: what was opened there with which points, and which were closed."""
 
     def __init__(self) -> None:
-        self.opened: list[tuple[str, str, Settings, list[Point]]] = []
+        self.opened: list[tuple[str, str, SettingsByKey, list[TrackedPoint]]] = []
         self.closed: list[int] = []
 
-    def __call__(self, name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
-        index, points = len(self.opened), list[Point]()
+    def __call__(self, name: str, key: str, settings: SettingsByKey, out: Path | None) -> Tracker:
+        index, points = len(self.opened), list[TrackedPoint]()
         self.opened.append((name, key, settings, points))
         return Tracker(points.extend, lambda: self.closed.append(index), "look")
 

@@ -20,7 +20,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
-from monograph.planner import Limits, Request
+from monograph.planner import Limits, PlanRequest
 from monograph.predict.footprint import Work
 from monograph.predict.roofline import Calibration
 
@@ -271,7 +271,7 @@ def test_a_plan_for_a_machine_that_is_larger_than_this_one_is_made(capsys):
 
 
 def test_an_update_of_many_rows_has_its_micro_batches_counted_at_once():
-    asked = Request(
+    asked = PlanRequest(
         Work(LlamaConfig.preset("nano"), rows=1, length=1, optim=AdamW(), window_rows=2**32)
     )
     assert asked.micro_batches == [2**power for power in range(33)]

@@ -16,8 +16,8 @@ from daily import pairwise
 from dialogues import CHATS, TOOLS, call, said, speaking, write_chats
 from monograph.data.conversations import Conversation, conversation_records, conversation_text
 from monograph.data.corpus import Corpus, answer_ends, corpus, render_row
-from monograph.data.forms import DEFAULT_SETTINGS, Kind, RecordKeys
-from monograph.data.loss_mask import Answering, Answers
+from monograph.data.forms import DEFAULT_SETTINGS, RecordKeys, RecordKind
+from monograph.data.loss_mask import Answering, ConversationConverter
 from monograph.data.rows import IGNORE, Rows
 from monograph.data.sources import find
 from monograph.errors import InputRefused, UsageError
@@ -104,7 +104,7 @@ def test_a_bad_record_is_named_with_its_field(record: dict[str, Any], detail: st
 def test_numbers_stay_as_they_are(tmp_path: Path) -> None:
     chat = [USER, call(a=1, b=2.0, c=10**30)]
     [file] = find(write_chats(tmp_path / "a.jsonl", [chat]), tmp_path).files
-    keys = RecordKeys(Kind.CONVERSATIONS, DEFAULT_SETTINGS, is_kind_set=False)
+    keys = RecordKeys(RecordKind.CONVERSATIONS, DEFAULT_SETTINGS, is_kind_set=False)
     [(_, text)] = conversation_records(file, keys)
     assert isinstance(text, str) and Conversation.of_text(text).messages == chat
     (tmp_path / "a.jsonl").write_text('{"messages": ' + "9" * 5000 + "}")
@@ -137,7 +137,7 @@ def opened(tmp_path: Path) -> Any:
 
 def expected_rows(text: Corpus, chats: Any, **how: Any) -> list[tuple[list[int], list[int]]]:
     """(ids, targets) of every row, straight from the rule."""
-    answers = Answers(
+    answers = ConversationConverter(
         text.tokenizer, Answering(**({"every": True, "truncate": True, "longest": 128} | how))
     )
     found = []

@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from daily import nightly
 from dialogues import CHATS, TAGGED, TEMPLATES, TOOLS, call, said, speaking
 from monograph.data.conversations import Conversation
-from monograph.data.loss_mask import TEMPLATE_DATE, Answering, Answers, Row, _Encoder
+from monograph.data.loss_mask import (
+    TEMPLATE_DATE,
+    Answering,
+    ConversationConverter,
+    MaskedRow,
+    _Encoder,
+)
 from monograph.data.records import Unusable
 from monograph.errors import InputRefused
 from monograph.text.chat import chat_ids
@@ -45,11 +51,11 @@ def conversation(chat: str) -> Conversation:
     return Conversation(CHATS[chat], TOOLS if "tools" in chat else None, 0)
 
 
-def rows_of(tokenizer: Tokenizer, said: Conversation, how: Answering = EVERY) -> list[Row]:
-    return Answers(tokenizer, how).rows(said)
+def rows_of(tokenizer: Tokenizer, said: Conversation, how: Answering = EVERY) -> list[MaskedRow]:
+    return ConversationConverter(tokenizer, how).rows(said)
 
 
-def trained(row: Row) -> list[list[int]]:
+def trained(row: MaskedRow) -> list[list[int]]:
     return [row.ids[begin:end] for begin, end in row.spans]
 
 
@@ -228,7 +234,7 @@ def test_a_planted_fault_is_seen(tmp_path: Path, fault: str) -> None:
     tokenizer = (merging if merged != name else speaking)(tmp_path, merged)
     right = [stretch for row in rows_of(tokenizer, said) for stretch in trained(row)]
     assert len(right) == len(said.answers) and all(
-        stretch[-1] in Answers(tokenizer, EVERY).stops for stretch in right
+        stretch[-1] in ConversationConverter(tokenizer, EVERY).stops for stretch in right
     )
     assert wrong(tokenizer, said) != right
 
@@ -238,7 +244,7 @@ def test_a_token_that_reaches_over_the_border(tmp_path: Path) -> None:
     whole text.
     """
     tokenizer = merging(tmp_path, "llama-3")
-    answers = Answers(tokenizer, EVERY)
+    answers = ConversationConverter(tokenizer, EVERY)
     said = conversation("three turns")
     rows = answers.rows(said)
     template = answers._plain
@@ -269,7 +275,7 @@ def test_prompt_and_what_is_trained_are_the_row(name: str, tmp_path: Path) -> No
     template = tokenizer.config.template
     assert template is not None
     tokenizer.config = tokenizer.config._replace(template=template.on(TEMPLATE_DATE))
-    answers = Answers(tokenizer, EVERY)
+    answers = ConversationConverter(tokenizer, EVERY)
 
     @settings(
         max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -329,7 +335,7 @@ def test_turns_at_the_front_are_left_out_until_a_row_fits(tmp_path: Path, name: 
     system = [{"role": "system", "content": "Be brief."}]
     chat = [*system, *said(*[f"{'what ' * (turn % 3 + 1)}{turn}" for turn in range(12)])]
     longest = 100
-    answers = Answers(tokenizer, EVERY._replace(longest=longest))
+    answers = ConversationConverter(tokenizer, EVERY._replace(longest=longest))
     rows = answers.rows(Conversation(chat, None, 0))
     assert sum(len(row.spans) for row in rows) == 6 and all(
         len(row.ids) - 1 <= longest for row in rows
@@ -366,7 +372,7 @@ def test_a_greeting_before_the_first_question_is_left_out_as_any_turn_is(tmp_pat
     tokenizer = speaking(tmp_path, "chatml")
     chat = [{"role": "assistant", "content": "Ask me. "}, *said("why", "so", "when", "then")]
     least = chat_ids(tokenizer, chat[1:])[:-1]  # without the line feed after the last answer
-    answers = Answers(tokenizer, EVERY._replace(longest=len(least) - 1))
+    answers = ConversationConverter(tokenizer, EVERY._replace(longest=len(least) - 1))
     first, last = answers.rows(Conversation(chat, None, 0))
     assert first.ids == chat_ids(tokenizer, chat[:3])[:-1] and last.ids == least
     assert [len(row.spans) for row in (first, last)] == [2, 1] and answers.counts["truncated"] == 1
@@ -414,7 +420,7 @@ def test_a_template_that_does_not_answer_is_refused(
 
 def test_without_a_template_there_is_no_answer() -> None:
     with pytest.raises(InputRefused, match="the model has no chat template"):
-        Answers(Tokenizer.bytes(), EVERY)
+        ConversationConverter(Tokenizer.bytes(), EVERY)
 
 
 def test_the_templates_own_tags_are_compared(tmp_path: Path) -> None:
@@ -423,13 +429,13 @@ def test_the_templates_own_tags_are_compared(tmp_path: Path) -> None:
         ("qwen3", "thoughts"),
         ("zephyr", "spaces outside"),
     ):
-        answers = Answers(speaking(tmp_path / name, name, tagged=True), EVERY)
+        answers = ConversationConverter(speaking(tmp_path / name, name, tagged=True), EVERY)
         answers.rows(conversation(chat))
         assert answers.counts["untagged"] == 0 and answers.notes({}, "") == ()
     (tmp_path / "chatml" / "chat_template.jinja").write_text(
         TAGGED["chatml"].replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
     )
-    answers = Answers(Tokenizer.from_file(tmp_path / "chatml"), EVERY)
+    answers = ConversationConverter(Tokenizer.from_file(tmp_path / "chatml"), EVERY)
     answers.rows(conversation("a system's"))
     assert (
         answers.counts["untagged"] == 2
@@ -441,7 +447,7 @@ def test_the_templates_own_tags_are_compared(tmp_path: Path) -> None:
 
 
 def test_the_day_is_always_the_same(tmp_path: Path) -> None:
-    answers = Answers(speaking(tmp_path, "llama-3"), EVERY)
+    answers = ConversationConverter(speaking(tmp_path, "llama-3"), EVERY)
     [row] = answers.rows(conversation("one turn"))
     assert "Today Date: 26 Jul 2024" in answers._decode(row.ids)
     assert answers.notes({}, "") == (

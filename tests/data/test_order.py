@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clocks import least_s
-from monograph.data.rows import Share, rows_at, share, shares_at
+from monograph.data.rows import RowShare, rows_at, share, shares_at
 
 SEEDS = st.integers(-(2**70), 2**70)
 
@@ -132,7 +132,8 @@ def test_the_order_is_part_of_the_checkpoint_format():
     assert rows_at(5, 8, 7, seed=42).tolist() == GOLDEN
     assert rows_at(10**12, 2, 10**9, seed=-1).tolist() == GOLDEN_LARGE
     assert (
-        shares_at(30, 8, [Share(7, 3), Share(4, 8), Share(5, 5)], seed=42).tolist() == GOLDEN_SHARES
+        shares_at(30, 8, [RowShare(7, 3), RowShare(4, 8), RowShare(5, 5)], seed=42).tolist()
+        == GOLDEN_SHARES
     )
 
 

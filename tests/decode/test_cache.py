@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batches import tiny_llama
-from monograph.decode.cache import MAX_KNOWN_RECURRENCES, Ids, KVCache, Reader, Slots
+from monograph.decode.cache import MAX_KNOWN_RECURRENCES, CacheSizes, Ids, KVCache, Reader
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 
@@ -121,7 +121,7 @@ def test_recurrences_begin_again_with_limits_of_the_first_rows() -> None:
 
 def reader_of(rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: object) -> Reader:
     model = tiny_llama(max_position_embeddings=slots, **sizes).eval()
-    form = Slots(slots, 16, prompts=rows, is_filled=whole)
+    form = CacheSizes(slots, 16, prompts=rows, is_filled=whole)
     return Reader(model, form, 8, lambda function: function)
 
 

@@ -16,7 +16,7 @@ from monograph.decode.chain import (
     NAN,
     OK,
     OVERFLOW,
-    Rows,
+    SamplerRows,
     _log_probabilities_after_filters,
     add_to_counts,
     apply_filters,
@@ -328,7 +328,7 @@ def test_a_graph_that_needs_the_edited_logits_whole_has_them_with_their_penaltie
     logits_BV = torch.randn(8, 11, generator=torch.Generator().manual_seed(0))
     rows, chain = rows_of([options] * 8, 11), chain_of([options])
 
-    def largest_edited(logits_BV: Tensor, rows: Rows) -> Tensor:
+    def largest_edited(logits_BV: Tensor, rows: SamplerRows) -> Tensor:
         return edit_logits(logits_BV, rows, None, chain).topk(11).values
 
     expected_BV = largest_edited(logits_BV, rows)

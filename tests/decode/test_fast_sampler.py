@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, Rows, edit_logits_or_nan, sample
+from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, SamplerRows, edit_logits_or_nan, sample
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.sampling import Sampling
 
@@ -37,7 +37,7 @@ CHAINS = {
 }
 
 
-def fast(chain: Chain, rows: Rows, edited_BV: Tensor) -> Any:
+def fast(chain: Chain, rows: SamplerRows, edited_BV: Tensor) -> Any:
     """Return what the kernel samples, whose counters must be zeros again."""
     from monograph.decode.fast_sampler import FastSampler  # imports Triton
 
@@ -48,13 +48,13 @@ def fast(chain: Chain, rows: Rows, edited_BV: Tensor) -> Any:
     return drawn
 
 
-def rows_on(device: str, chain: Chain, options: list[Sampling], position: int) -> Rows:
+def rows_on(device: str, chain: Chain, options: list[Sampling], position: int) -> SamplerRows:
     """Return the rows of some requests, each with another seed of more than 32 bits."""
     knobs = new_knobs(chain, len(options), torch.device(device))
     for row, each in enumerate(options):
         write_rows(knobs, [row], [knobs_of(each, chain)])
     row_B = torch.arange(len(options), device=device)
-    return Rows(row_B * 12345678901234567 + 5, row_B + position, row_B * 0, knobs)
+    return SamplerRows(row_B * 12345678901234567 + 5, row_B + position, row_B * 0, knobs)
 
 
 def logits(kind: str) -> Tensor:
@@ -103,7 +103,7 @@ def test_a_row_has_the_same_token_alone_and_among_others() -> None:
     alone = [
         fast(
             chain,
-            Rows(
+            SamplerRows(
                 rows.seed_B[row : row + 1],
                 rows.position_B[row : row + 1],
                 rows.generated_B[row : row + 1],

@@ -15,7 +15,7 @@ from batches import tiny_llama
 from far_sighted import BOUND, decoded, far_sighted, largest_error, seen_at
 from monograph.automata import constraint, stop_strings
 from monograph.decode.arena import Arena
-from monograph.decode.cache import Slots
+from monograph.decode.cache import CacheSizes
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Pace, Request
@@ -122,7 +122,7 @@ def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilit
         max_position_embeddings=longest, **(window if "window" in shape else {})
     ).cuda()
     machine = Generator(
-        model, chain_of([sampling]), rows=3, slots=Slots(longest, MIN_BLOCK, longest=8), vocabulary=61,
+        model, chain_of([sampling]), rows=3, slots=CacheSizes(longest, MIN_BLOCK, longest=8), vocabulary=61,
         block=Pace(4, 2, 1), mode="captured",
     )  # fmt: skip
     text = tuple((7 * at + at // 5) % 61 for at in range(longest))

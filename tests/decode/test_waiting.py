@@ -7,7 +7,7 @@ import random
 from monograph.decode.knobs import Chain
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
-from monograph.decode.waiting import Entry, Waiting
+from monograph.decode.waiting import Waiting, WaitingRequest
 
 
 def queue(owners: str) -> Waiting:
@@ -18,8 +18,8 @@ def queue(owners: str) -> Waiting:
     return waiting
 
 
-def entry(number: int, owner: str) -> Entry:
-    return Entry(number, Request((1,), Sampling(), 1, owner=owner), Chain(), {})
+def entry(number: int, owner: str) -> WaitingRequest:
+    return WaitingRequest(number, Request((1,), Sampling(), 1, owner=owner), Chain(), {})
 
 
 def numbers(waiting: Waiting) -> list[int]:

@@ -47,7 +47,7 @@ from monograph.model.llama import Llama
 from monograph.run.folder import TEACHERS, Run
 from monograph.run.models import save
 from monograph.run.progress import Progress
-from monograph.run.recipe import Recipe, digest, lora_record
+from monograph.run.recipe import ModelRecipe, digest, lora_record
 from monograph.run.run_index import serial_number
 from monograph.run.writing import discard, record_parent, write_tokenizer
 from monograph.session import reporting
@@ -284,7 +284,7 @@ def begin_adapted(folder: Path) -> None:
     base = mapped_model(folder / "model")
     sha256 = digest(base)
     install_adapters(base, SMALL)
-    recipe = Recipe(
+    recipe = ModelRecipe(
         str(folder / "model"), "auto", {}, 0, lora=lora_record(SMALL), base_sha256=sha256
     )
     state = recorded(recipe.entries(), base.config.to_hf(), 2) | {

@@ -66,7 +66,7 @@ from monograph.model.adapter import (
 from monograph.model.hub import mapped_model, save_model
 from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
-from monograph.run.recipe import Recipe
+from monograph.run.recipe import ModelRecipe
 from monograph.run.run_index import lock_record, serial_number
 from monograph.run.source import ModelSource, checked_recipe
 from monograph.run.writing import recorded_parent
@@ -466,7 +466,7 @@ def given(path: Path) -> dict[str, Callable[[], object]]:
     sources = [".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.zst", ".parquet", ".arrow"]
     return {
         ".toml": lambda: load(classify([str(path)]).toml, {}, {}), ".pth": lambda: torch_file.read(path, {}),
-        ".py": lambda: checked_recipe(Recipe(None, "nano", {}, 0), ModelSource.open(f"{path}:build")),
+        ".py": lambda: checked_recipe(ModelRecipe(None, "nano", {}, 0), ModelSource.open(f"{path}:build")),
         ".json": lambda: Tokenizer.from_file(path),
         ".prompts": lambda: list(prompts_of(path, chat=False)), ".ndjson": lambda: read_questions([str(path)]),
         ".schema": lambda: _read_text(path, "", LARGEST_SCHEMA_BYTES),

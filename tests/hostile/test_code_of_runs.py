@@ -21,7 +21,7 @@ from daily import nightly
 from monograph import checkpointing
 from monograph.config import load
 from monograph.run.folder import Run
-from monograph.run.recipe import Recipe, build_from_file
+from monograph.run.recipe import ModelRecipe, build_from_file
 from monograph.run.source import ModelSource, checked_recipe
 from monograph.run.trust import OPTION
 from monograph.session.recorded import strange_text
@@ -225,7 +225,7 @@ def test_the_program_that_was_read_is_the_one_that_runs(tmp_path: Path) -> None:
     shadow.parent.mkdir()
     evil = compile(f"open({str(canary)!r}, 'w')\n" + file.read_text(), str(file), "exec")
     shadow.write_bytes(importlib._bootstrap_external._code_to_hash_pyc(evil, bytes(8), False))  # type: ignore[attr-defined]
-    recipe = Recipe(init=f"{file}:build", preset="auto", sizes={}, seed=0)
+    recipe = ModelRecipe(init=f"{file}:build", preset="auto", sizes={}, seed=0)
     recipe = checked_recipe(recipe, ModelSource.open(f"{file}:build"))
     recipe = recipe._replace(vouched={str(recipe.init): str(recipe.sha256)})
     assert recipe.code and build_from_file(recipe, recipe.code)[0].in_features == 1

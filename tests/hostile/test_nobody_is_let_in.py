@@ -15,7 +15,7 @@ from types import CodeType
 import pytest
 
 import monograph
-from monograph.run.recipe import Recipe
+from monograph.run.recipe import ModelRecipe
 
 PACKAGE = Path(monograph.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -141,7 +141,7 @@ def test_what_runs_a_file_knows_who_named_it(nodes: dict[str, list[ast.AST]]) ->
     for file in ("cli/typed.py", "sweeps/spec.py"):
         assert "settings_given" in compiled(PACKAGE / file)
     vouched = {"evil.py:build": "digest"}
-    recipe = Recipe.recorded(
+    recipe = ModelRecipe.recorded(
         {"init": "evil.py:build", "preset": "auto", "sizes": {}, "seed": 0, "vouched": vouched}
     )
     assert not recipe.vouched, "a checkpoint vouches for nothing"

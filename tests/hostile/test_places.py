@@ -24,7 +24,7 @@ from monograph.checkpointing import Checkpoint
 from monograph.config import load
 from monograph.graph.inspect import unique_state
 from monograph.run.folder import Run
-from monograph.run.recipe import Recipe
+from monograph.run.recipe import ModelRecipe
 from monograph.serve.versions import Source
 from monograph.text.tokenizer import Tokenizer
 from recorded import recorded
@@ -291,7 +291,7 @@ def test_everything_in_every_place(
 
 def saved(run: Run, update: int) -> None:
     model = tiny_llama(vocab_size=259)
-    state = recorded(Recipe(None, "auto", {}, 0).entries(), model.config.to_hf(), update)
+    state = recorded(ModelRecipe(None, "auto", {}, 0).entries(), model.config.to_hf(), update)
     state |= {
         "tokenizer": Tokenizer.bytes().digest,
         "settings": load(run.config, {}, {}).fingerprint,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batches import tiny_llama
 from monograph.decode import Sampling, generate
-from monograph.decode.cache import KVCache, Reader, Slots
+from monograph.decode.cache import CacheSizes, KVCache, Reader
 from monograph.model.hub import save_model
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
@@ -77,7 +77,7 @@ def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> 
     cache = KVCache.allocate(
         model.config, ROWS, slots, model.lm_head.weight.dtype, torch.device("cpu")
     )
-    reader = Reader(model, Slots(slots), 4, lambda function: function)
+    reader = Reader(model, CacheSizes(slots), 4, lambda function: function)
     for row, first in enumerate(firsts):
         prompt = [tuple(tokens_BT[row, :first].tolist())]
         reader.begin(prompt)

@@ -19,7 +19,7 @@ import torch
 
 from batches import VOCABULARY
 from far_sighted import BOUND, decoded, far_sighted, largest_error, seen_at
-from monograph.decode.cache import KVCache, Slots
+from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Pace, Request
@@ -33,7 +33,7 @@ EVERY = Sampling(1.0, logprobs=VOCABULARY)
 SMALL, CHUNK, BLOCKS = 16, 8, 5
 SLOTS = SMALL * BLOCKS
 LADDER = [1, 2, 4, 5]
-FORM = Slots(SLOTS, SMALL, longest=CHUNK)
+FORM = CacheSizes(SLOTS, SMALL, longest=CHUNK)
 WINDOW = 21  # more than a block, and not a whole number of them
 SHAPES: dict[str, dict[str, Any]] = {
     "attention": {},
@@ -73,7 +73,7 @@ def model_of(shape: str, blocks: int = BLOCKS, block: int = SMALL, layers: int =
     return model
 
 
-def machine_of(model: Llama, form: Slots = FORM, rows: int = 3, **options: Any) -> Generator:
+def machine_of(model: Llama, form: CacheSizes = FORM, rows: int = 3, **options: Any) -> Generator:
     return Generator(
         model, chain_of([EVERY]), rows=rows, slots=form, vocabulary=VOCABULARY, **options
     )
@@ -209,7 +209,7 @@ def test_prompts_that_begin_alike_read_between_the_blocks_of_others(
 def test_blocks_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `generate` and the endpoint have them, over five of them."""
     machine = machine_of(
-        model_of("attention", block=BLOCK), Slots(BLOCKS * BLOCK), block=Pace(8, 2, 2)
+        model_of("attention", block=BLOCK), CacheSizes(BLOCKS * BLOCK), block=Pace(8, 2, 2)
     )
     assert machine.reader.chunk == BLOCK // 2
     sizes = [sizes_of(cache, monkeypatch) for cache in (machine.cache, machine.reader.cache)]

@@ -22,7 +22,7 @@ from daily import pairwise
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.rl import rollouts as room
-from monograph.rl.advantages import ADVANTAGES, Weight, centred_rewards, ratio_of
+from monograph.rl.advantages import ADVANTAGES, AnswerWeight, centred_rewards, ratio_of
 from monograph.rl.arrange import Rollout, answer_weights, arrange_window
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import PolicyLoss
@@ -320,7 +320,7 @@ def test_an_update_of_answers_that_are_all_left_out_changes_nothing_by_itself() 
     assert float(update.grad_norm) == 0 and float(update.count) == 1
 
 
-def ragged_answers(count: int, seed: int = 0) -> tuple[list[Rollout], list[Weight]]:
+def ragged_answers(count: int, seed: int = 0) -> tuple[list[Rollout], list[AnswerWeight]]:
     draws = random.Random(seed)
     made = [
         Rollout([draws.randrange(61) for _ in range(draws.randint(1, 9))], ids, [0.0] * len(ids))
@@ -329,7 +329,7 @@ def ragged_answers(count: int, seed: int = 0) -> tuple[list[Rollout], list[Weigh
         )
     ]
     scores = [draws.choice([0.0, 0.0, 1.0]) for _ in made]
-    weighed: list[Weight] = []
+    weighed: list[AnswerWeight] = []
     for first in range(0, count, 4):
         lengths = [len(one.token_ids) for one in made[first : first + 4]]
         weighed += ADVANTAGES["dapo"].weights(scores[first : first + 4], lengths, 14)
@@ -339,7 +339,7 @@ def ragged_answers(count: int, seed: int = 0) -> tuple[list[Rollout], list[Weigh
     return made, weighed
 
 
-def reference(net: Llama, made: Sequence[Rollout], weighed: Sequence[Weight]) -> Tensor:
+def reference(net: Llama, made: Sequence[Rollout], weighed: Sequence[AnswerWeight]) -> Tensor:
     """One answer after the other, those that weigh nothing included, and one division."""
     total = torch.zeros((), dtype=torch.float64)
     for rollout, weight in zip(made, weighed, strict=True):
@@ -364,8 +364,8 @@ def test_a_window_groups_answers_by_their_prompts() -> None:
 
 
 def orders(
-    made: list[Rollout], weighed: list[Weight]
-) -> Iterator[tuple[list[Rollout], list[Weight]]]:
+    made: list[Rollout], weighed: list[AnswerWeight]
+) -> Iterator[tuple[list[Rollout], list[AnswerWeight]]]:
     yield made, weighed
     places = random.Random(1).sample(range(len(made)), len(made))
     yield [made[place] for place in places], [weighed[place] for place in places]
@@ -396,25 +396,26 @@ def test_a_group_of_equal_rewards_weighs_exactly_nothing() -> None:
 
 def test_no_answer_that_teaches_still_is_a_window() -> None:
     made, _ = ragged_answers(16)
-    window = arrange_window(made[:4], [Weight(0.0, 14.0)] * 4, FORM)
+    window = arrange_window(made[:4], [AnswerWeight(0.0, 14.0)] * 4, FORM)
     engine = Resident(tiny_llama(torch.float64), loss=PolicyLoss())
     engine.accumulate(window)
     assert float(engine.update().grad_norm) == 0
     assert float(window["shares"].sum()) == 56
 
 
-FAULTS: dict[str, Callable[[Sequence[float], Sequence[int], int], list[Weight]]] = {
+FAULTS: dict[str, Callable[[Sequence[float], Sequence[int], int], list[AnswerWeight]]] = {
     "the mean of means": lambda r, n, longest: [
-        Weight(2 * value / length, 1) for value, length in zip(centred_rewards(r), n, strict=True)
+        AnswerWeight(2 * value / length, 1)
+        for value, length in zip(centred_rewards(r), n, strict=True)
     ],
     "a baseline that holds the answer itself": lambda r, n, longest: [
-        Weight(v, 1) for v in centred_rewards(r)
+        AnswerWeight(v, 1) for v in centred_rewards(r)
     ],
     "the other answer's advantage": lambda r, n, longest: [
-        Weight(2 * v, 1) for v in centred_rewards(r)[::-1]
+        AnswerWeight(2 * v, 1) for v in centred_rewards(r)[::-1]
     ],
     "its own length as the share": lambda r, n, longest: [
-        Weight(2 * v, length) for v, length in zip(centred_rewards(r), n, strict=True)
+        AnswerWeight(2 * v, length) for v, length in zip(centred_rewards(r), n, strict=True)
     ],
 }
 
@@ -465,7 +466,7 @@ def test_groups_over_the_wrong_axis_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Drawer, "score", scored)
     monkeypatch.setattr(
-        room, "answer_weights", lambda *group: [Weight(given.pop(0), 7) for _ in range(4)]
+        room, "answer_weights", lambda *group: [AnswerWeight(given.pop(0), 7) for _ in range(4)]
     )
     with pytest.raises(AssertionError):
         test_a_window_groups_answers_by_their_prompts()

@@ -26,16 +26,20 @@ from laws.test_estimator_is_gradient import (
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.rl import loss as room
-from monograph.rl.advantages import ADVANTAGES, Ratio, Weight, ratio_of
+from monograph.rl.advantages import ADVANTAGES, AnswerWeight, RatioUse, ratio_of
 from monograph.rl.arrange import Rollout, answer_weights, arrange_window, split_by_answer
 from monograph.rl.loss import Kl, PolicyLoss
 from rewarded import OPTIONS, windows
 
-RATIOS = [Ratio("clip", 0.2, 0.28), Ratio("truncate", 0.0, 1.1), Ratio("sequence", 0.02, 0.03)]
+RATIOS = [
+    RatioUse("clip", 0.2, 0.28),
+    RatioUse("truncate", 0.0, 1.1),
+    RatioUse("sequence", 0.02, 0.03),
+]
 KLS = [None, Kl("k2", 0.3), Kl("k3", 0.3)]
 
 
-def drawn(count: int = 9) -> tuple[list[Rollout], list[Weight]]:
+def drawn(count: int = 9) -> tuple[list[Rollout], list[AnswerWeight]]:
     """Answers of weights that have moved since, and of a reference that is somewhere else."""
     draws, net, made = random.Random(2), tiny_llama(torch.float64), list[Rollout]()
     for _ in range(count):
@@ -44,7 +48,9 @@ def drawn(count: int = 9) -> tuple[list[Rollout], list[Weight]]:
         logs = [log + draws.gauss(0, 0.2) for log in logs_of(net, prompt, ids).tolist()]
         made.append(Rollout(prompt, ids, logs, [log + draws.gauss(0, 0.5) for log in logs]))
     weighed = [
-        Weight(draws.choice([-1.0, 0.0, 0.7]) / len(one.token_ids), 1, 0.3 / len(one.token_ids))
+        AnswerWeight(
+            draws.choice([-1.0, 0.0, 0.7]) / len(one.token_ids), 1, 0.3 / len(one.token_ids)
+        )
         for one in made
     ]
     return made, weighed
@@ -56,7 +62,7 @@ def logs_of(net: Llama, prompt: Sequence[int], ids: Sequence[int]) -> Tensor:
     return log_TV[len(prompt) - 1 :].gather(-1, every[len(prompt) :, None])[:, 0]
 
 
-def slow(net: Llama, ratio: Ratio, kl: Kl | None) -> Tensor:
+def slow(net: Llama, ratio: RatioUse, kl: Kl | None) -> Tensor:
     """One answer and one token after the other."""
     total, shares = torch.zeros((), dtype=torch.float64), 0.0
     for rollout, weight in zip(*drawn(), strict=True):
@@ -79,7 +85,7 @@ def slow(net: Llama, ratio: Ratio, kl: Kl | None) -> Tensor:
     return total / shares
 
 
-def apart(ratio: Ratio, kl: Kl | None, packed: bool, micro_batch: int | None) -> float:
+def apart(ratio: RatioUse, kl: Kl | None, packed: bool, micro_batch: int | None) -> float:
     made, weighed = drawn()
     if kl is None:
         made, weighed = (
@@ -109,7 +115,7 @@ def apart(ratio: Ratio, kl: Kl | None, packed: bool, micro_batch: int | None) ->
     ids=str,
 )
 def test_the_gradient_is_that_of_one_token_after_the_other(
-    ratio: Ratio, kl: Kl | None, packed: bool, micro_batch: int | None
+    ratio: RatioUse, kl: Kl | None, packed: bool, micro_batch: int | None
 ) -> None:
     assert apart(ratio, kl, packed, micro_batch) < 1e-12
 
@@ -151,7 +157,7 @@ def _of_rows(
     ids=["unclipped", "without the minimum", "means over rows", "k2 for k3"],
 )
 def test_a_planted_fault_is_caught(
-    name: str, fault: object, ratio: Ratio, kl: Kl | None, monkeypatch: pytest.MonkeyPatch
+    name: str, fault: object, ratio: RatioUse, kl: Kl | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name:
         monkeypatch.setattr(PolicyLoss, name, fault)
@@ -260,7 +266,9 @@ def test_k2_k3_and_entropy_follow_the_gradients_of_what_they_estimate_of_next_to
         reference = (
             [0.0] * len(logs) if estimator == "entropy" else logs_of(near, PROMPT, a).tolist()
         )
-        batch = arrange_window([Rollout(PROMPT, a, logs, reference)], [Weight(0.0, 1, 1.0)], FORM)
+        batch = arrange_window(
+            [Rollout(PROMPT, a, logs, reference)], [AnswerWeight(0.0, 1, 1.0)], FORM
+        )
         mean = mean + math.exp(sum(logs)) * gradient_of(net, lambda b=batch: loss(net, b)[0])  # type: ignore[misc]
     assert (mean - exact).norm() / exact.norm() < 1e-12 and LONGEST == 3
 
@@ -287,13 +295,13 @@ def test_the_reference_is_the_weights_of_the_beginning_and_the_model_keeps_its_o
 
 
 def test_the_limits_of_each_objective_are_those_of_its_paper() -> None:
-    clip = Ratio("clip", 0.2, 0.2)
-    expected = {"dapo": Ratio("clip", 0.2, 0.28), "cispo": Ratio("truncate", 0.0, 5.0)}
-    expected |= {"gspo": Ratio("sequence", 3e-4, 4e-4)}
+    clip = RatioUse("clip", 0.2, 0.2)
+    expected = {"dapo": RatioUse("clip", 0.2, 0.28), "cispo": RatioUse("truncate", 0.0, 5.0)}
+    expected |= {"gspo": RatioUse("sequence", 3e-4, 4e-4)}
     for advantage in ADVANTAGES:
         assert ratio_of(advantage, 2) == expected.get(advantage, clip)
         assert ratio_of(advantage, 1) == (
-            expected["cispo"] if advantage == "cispo" else Ratio("none")
+            expected["cispo"] if advantage == "cispo" else RatioUse("none")
         )
 
 

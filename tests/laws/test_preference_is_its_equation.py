@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 
 from batches import flat_gradient, tiny_llama
 from daily import pairwise
-from monograph.data.loss_mask import Row
+from monograph.data.loss_mask import MaskedRow
 from monograph.evaluation import evaluate
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
@@ -57,7 +57,9 @@ def pairs(count: int = 7, labelled: bool = False) -> list[Pair]:
     made = []
     for _ in range(count):
         prompt, answers = ids(5), (ids(7), ids(7))
-        rows = [Row(prompt + answer, ((len(prompt), len(prompt + answer)),)) for answer in answers]
+        rows = [
+            MaskedRow(prompt + answer, ((len(prompt), len(prompt + answer)),)) for answer in answers
+        ]
         made.append(Pair("", rows[0], rows[1], 0, False, draws.choice([-1, 1]) if labelled else 0))
     return made
 
@@ -78,7 +80,7 @@ def window(rows: PairRows) -> Batch:
     }
 
 
-def log_probability(model: Llama, row: Row) -> tuple[Tensor, int]:
+def log_probability(model: Llama, row: MaskedRow) -> tuple[Tensor, int]:
     """Of one answer, alone in a batch, and its number of tokens."""
     ids, [(begin, end)] = torch.tensor(row.ids), row.spans
     log_TV = (model(ids[None, :-1])[0] @ model.lm_head.weight.T).log_softmax(-1)
@@ -183,21 +185,23 @@ def test_the_gradient_of_packed_pairs_is_that_of_each_answer_alone(
     assert apart(name, micro_batch) <= 1e-12
 
 
-def _of_sums(pairs: room.Answers, beta: float) -> Tensor:
+def _of_sums(pairs: room.PreferenceInputs, beta: float) -> Tensor:
     chosen, rejected = pairs.gains
     return (chosen - rejected - 1 / (2 * beta)).square()
 
 
-def _swapped(pairs: room.Answers, beta: float) -> Tensor:
-    return room._dpo(room.Answers(*(pairs[index] for index in (1, 0, 3, 2, 5, 4, 6, 7))), beta=beta)
+def _swapped(pairs: room.PreferenceInputs, beta: float) -> Tensor:
+    return room._dpo(
+        room.PreferenceInputs(*(pairs[index] for index in (1, 0, 3, 2, 5, 4, 6, 7))), beta=beta
+    )
 
 
-def _attached(pairs: room.Answers, **parameters: float) -> Tensor:
+def _attached(pairs: room.PreferenceInputs, **parameters: float) -> Tensor:
     """The gradient goes through z, taken from a micro-batch."""
     return room._kto(pairs._replace(expected=pairs.gains[1].mean().clamp_min(0)), **parameters)
 
 
-def _all_good(pairs: room.Answers, **parameters: float) -> Tensor:
+def _all_good(pairs: room.PreferenceInputs, **parameters: float) -> Tensor:
     return room._kto(pairs._replace(labels=pairs.labels.abs()), **parameters)
 
 
@@ -221,11 +225,11 @@ class _OneMore(PairRows):
         )
 
 
-def _without_end(pairs: room.Answers) -> tuple[Tensor, Tensor]:
+def _without_end(pairs: room.PreferenceInputs) -> tuple[Tensor, Tensor]:
     return pairs.chosen / (pairs.chosen_tokens + 1), pairs.rejected / (pairs.rejected_tokens + 1)
 
 
-def _misplaced(self: PreferenceLoss, pairs: room.Answers, there_P: Tensor) -> None:
+def _misplaced(self: PreferenceLoss, pairs: room.PreferenceInputs, there_P: Tensor) -> None:
     self.reference.copy_(self.reference.roll(1))
 
 
@@ -236,7 +240,7 @@ def _misplaced(self: PreferenceLoss, pairs: room.Answers, there_P: Tensor) -> No
         ("dpo", room.LOSSES, "dpo", _swapped),
         ("dpo", None, "PreferenceLoss", _MeanOfMeans),
         ("simpo", None, "PairRows", _OneMore),
-        ("orpo", room.Answers, "means", property(_without_end)),
+        ("orpo", room.PreferenceInputs, "means", property(_without_end)),
         ("dpo", PreferenceLoss, "_add_to_totals", _misplaced),
         ("kto", room.LOSSES, "kto", _attached),
         ("kto", room.LOSSES, "kto", _all_good),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from monograph.decode.chain import OK, Rows, apply_filters, edit_logits, sample
+from monograph.decode.chain import OK, SamplerRows, apply_filters, edit_logits, sample
 from monograph.decode.knobs import Chain, chain_of
 from monograph.decode.reproducible import row_uniform
 from monograph.decode.sampling import ORDERS, Sampling
@@ -268,7 +268,7 @@ def unexplained(settings: int, rows: int) -> tuple[int, int]:
     return wrong, close
 
 
-def kept_after_edits(logits_BV: Tensor, rows: Rows, chain: Chain) -> Tensor:
+def kept_after_edits(logits_BV: Tensor, rows: SamplerRows, chain: Chain) -> Tensor:
     """What the chain keeps: by the window, and by the search where a row says that the window did
     not hold it all.
     """

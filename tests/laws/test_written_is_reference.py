@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batches import tiny_llama
 from monograph.decode import Sampling, generate, step
-from monograph.decode.chain import Drawn, Rows, edit_logits
+from monograph.decode.chain import Drawn, SamplerRows, edit_logits
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import row_uniform
@@ -75,7 +75,12 @@ class Watched:
         self.sample = step.sample
 
     def __call__(
-        self, logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Any, truncation: Any
+        self,
+        logits_BV: Tensor,
+        rows: SamplerRows,
+        allowed_BV: Tensor | None,
+        chain: Any,
+        truncation: Any,
     ) -> Drawn:
         edited_BV = edit_logits(logits_BV.float(), rows, allowed_BV, chain)
         mu_B = torch.zeros(len(logits_BV)) if rows.mu_B is None else rows.mu_B.clone()

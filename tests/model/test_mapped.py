@@ -32,7 +32,7 @@ from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
 from monograph.run.models import build, load, load_to_export
-from monograph.run.recipe import Recipe, digest
+from monograph.run.recipe import ModelRecipe, digest
 from monograph.stream import Placement, Streamed
 from monograph.text.tokenizer import Tokenizer
 
@@ -138,7 +138,7 @@ def test_a_frozen_base_in_every_form(
     tmp_path: Path, stored: str, base: str, precision: str
 ) -> None:
     folder, lora = write(tmp_path / "base", stored), Lora(4, base=base)
-    found, _ = build(Recipe(str(folder), "auto", {}, 0))
+    found, _ = build(ModelRecipe(str(folder), "auto", {}, 0))
     expected = read_whole(folder, torch.float32)
     for model in (found, expected):
         install_adapters(
@@ -161,7 +161,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(("name", "stored"), thinned(OPTIMIZERS, STORED))
 def test_masters_in_planes(tmp_path: Path, name: str, stored: str) -> None:
     folder = write(tmp_path / "base", stored)
-    found, _ = build(Recipe(str(folder), "auto", {}, 0))
+    found, _ = build(ModelRecipe(str(folder), "auto", {}, 0))
     models = materialize_(found, trained=False), read_whole(folder, torch.float32)
     one, other = (Resident(m, optim=OPTIMIZERS[name], precision=Precision("bf16")) for m in models)
     for mine, theirs in zip(one.step.planes, other.step.planes, strict=True):
@@ -180,7 +180,7 @@ ON_DISK = frozenset({"weights", "rest", "exp_avg", "ema"})
 )
 def test_masters_in_stages(tmp_path: Path, stored: str, placement: Placement) -> None:
     folder = write(tmp_path / "base", stored, tied=True)
-    found, _ = build(Recipe(str(folder), "auto", {}, 0))
+    found, _ = build(ModelRecipe(str(folder), "auto", {}, 0))
     one, other = (
         Streamed(m, optim=AdamW(ema=0.9), precision=Precision("bf16"), placement=placement)
         for m in (found, read_whole(folder, torch.float32))
@@ -201,7 +201,7 @@ def test_the_digest_is_of_the_numbers_in_fp32(tmp_path: Path, stored: str) -> No
     folder, expected = write(tmp_path / "base", stored, tied=True), hashlib.sha256()
     for name, tensor in sorted(unique_state(read_whole(folder, torch.float32)).items()):
         expected.update(f"{name} {list(tensor.shape)} ".encode() + tensor.numpy().tobytes())
-    model, _ = build(Recipe(str(folder), "auto", {}, 0))
+    model, _ = build(ModelRecipe(str(folder), "auto", {}, 0))
     assert digest(model) == expected.hexdigest() == digest(materialize_(model))
 
 
@@ -295,7 +295,7 @@ def test_experts_of_all_shards_become_one_tensor(
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"no masters"}))
 def test_experts_in_planes_and_stages(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path / "base", "bf16", **MIXTURE)
-    masters = [build(Recipe(str(folder), "auto", {}, 0))[0] for _ in range(2)]
+    masters = [build(ModelRecipe(str(folder), "auto", {}, 0))[0] for _ in range(2)]
     whole, options = (
         read_whole(folder, torch.float32),
         {"optim": OPTIMIZERS[name], "precision": Precision("bf16")},

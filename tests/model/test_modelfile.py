@@ -13,14 +13,14 @@ import pytest
 
 from chats import speaking
 from monograph.model import gguf_words as room
-from monograph.model.gguf_words import Chat, held_out_chats, modelfile
+from monograph.model.gguf_words import ChatMessages, held_out_chats, modelfile
 from monograph.text.chat import stop_ids
 from monograph.text.tokenizer import Tokenizer
 
 LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
-def evaluate(go: str, chat: Chat) -> str:
+def evaluate(go: str, chat: ChatMessages) -> str:
     """Evaluate a Go template of the few forms written here: range .Messages, if eq .Role, .Content,
     else, end.
 

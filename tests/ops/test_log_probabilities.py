@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from monograph.ops.cross_entropy import token_log_probabilities
-from monograph.ops.token_rows import Rows
+from monograph.ops.token_rows import ReplacementRows
 from monograph.profiling.memory import LiveBytes
 from numerics import error_within
 
@@ -68,7 +68,9 @@ def test_trained_rows_of_a_frozen_weight_get_the_gradient() -> None:
     values = torch.randn(2, D, dtype=torch.float64, requires_grad=True)
     index, slots = torch.tensor([3, 40]), torch.full((V,), -1)
     slots[index] = torch.arange(2)
-    ours = token_log_probabilities(hidden, weight.detach(), tokens, rows=Rows(values, index, slots))
+    ours = token_log_probabilities(
+        hidden, weight.detach(), tokens, rows=ReplacementRows(values, index, slots)
+    )
     whole = weight.detach().index_put((index,), values)
     exact = reference(hidden, whole, tokens, 1.0)
     assert (gradients(ours, hidden, values) - gradients(exact, hidden, values)).norm() < 1e-11

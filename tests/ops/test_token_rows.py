@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from monograph.ops.cross_entropy import linear_cross_entropy
-from monograph.ops.token_rows import Rows, embedding, linear, replaced
+from monograph.ops.token_rows import ReplacementRows, embedding, linear, replaced
 from monograph.profiling.memory import LiveBytes
 from numerics import error_within
 
@@ -23,7 +23,7 @@ CAPTURES = [
 CAPTURES_OF_THE_LOSS = [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
-def rows_of(weight: Tensor, spread: float) -> Rows:
+def rows_of(weight: Tensor, spread: float) -> ReplacementRows:
     """Rows that are the table's own, and `spread` away from them."""
     index = torch.tensor(INDEX)
     noise = (
@@ -33,10 +33,10 @@ def rows_of(weight: Tensor, spread: float) -> Rows:
     wide = torch.promote_types(weight.dtype, torch.float32)
     values = (weight[index].double() + noise).to(wide).requires_grad_()
     slots = torch.full((V,), -1).index_copy(0, index, torch.arange(len(INDEX)))
-    return Rows(values, index, slots)
+    return ReplacementRows(values, index, slots)
 
 
-def inputs(dtype=torch.float32, spread=0.5) -> tuple[Tensor, Tensor, Tensor, Rows]:
+def inputs(dtype=torch.float32, spread=0.5) -> tuple[Tensor, Tensor, Tensor, ReplacementRows]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype)
     weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype)
@@ -175,7 +175,7 @@ def test_no_second_table_and_no_gradient_of_its_size():
     weight, hidden = torch.randn(size, width), torch.randn(8, width, requires_grad=True)
     index = torch.tensor([1, size - 1])
     slots = torch.full((size,), -1).index_copy(0, index, torch.arange(2))
-    rows = Rows(weight[index].clone().requires_grad_(), index, slots)
+    rows = ReplacementRows(weight[index].clone().requires_grad_(), index, slots)
     targets = torch.tensor([0, 1, 2, 3, 4, 5, 6, size - 1])
     with LiveBytes() as live:
         loss, _ = loss_of(hidden, weight, targets, rows, chunks=1)

@@ -17,14 +17,14 @@ from monograph.errors import UsageError
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
-from monograph.planner import Request, budget, candidates, defaults, plan
+from monograph.planner import PlanRequest, budget, candidates, defaults, plan
 from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Footprint, Work
 from monograph.predict.roofline import update_time
 
 H200 = card_device("H200")
 BOTH = ("whole", "blocks")
-LLAMA_3_8B = Request(
+LLAMA_3_8B = PlanRequest(
     Work(LlamaConfig.preset("8b"), rows=128, length=4096, optim=AdamW(), window_rows=128),
     precisions=("bf16",),
 )
@@ -54,7 +54,7 @@ def test_a_way_keeps_every_fact_of_the_training_that_it_does_not_choose():
 
 
 def tiny(**more):
-    return Request(
+    return PlanRequest(
         Work(tiny_llama().config, rows=12, length=32, optim=AdamW(), window_rows=12),
         precisions=("bf16",),
         **more,

@@ -16,7 +16,7 @@ from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
-from monograph.planner import Limits, Request, streamed_or_resident
+from monograph.planner import Limits, PlanRequest, streamed_or_resident
 from monograph.planner.placement_bytes import META, StreamWay, stages_of
 from monograph.planner.stream_time import clock_timing, closed_form_seconds
 from monograph.planner.streaming import stream_candidates, stream_ways
@@ -35,7 +35,7 @@ SHAPE = LlamaConfig(
     num_key_value_heads=2,
 )  # fmt: skip
 TRAINING = Work(SHAPE, rows=16, length=512, optim=AdamW(), window_rows=16)
-ASKED = Request(TRAINING, precisions=("bf16",), scopes=("blocks",), remats=("none",))
+ASKED = PlanRequest(TRAINING, precisions=("bf16",), scopes=("blocks",), remats=("none",))
 GIB = 2**30
 SMALL = 11 * GIB // 8  # what slots, staging buffers and passes need, and some more
 LINK = Link(25e9, 25e9, 1e9)

@@ -16,7 +16,7 @@ import torch
 from batches import tiny_llama
 from monograph.device import card_device
 from monograph.optim import AdamW
-from monograph.planner import Request, defaults, plan
+from monograph.planner import PlanRequest, defaults, plan
 from monograph.predict import roofline
 from monograph.predict.footprint import Footprint, Work
 from monograph.predict.roofline import MAX_MEASUREMENTS, Calibration, peak_flops, update_time
@@ -84,7 +84,7 @@ def test_what_cannot_be_written_is_forgotten(tmp_path):
 
 
 def test_a_plan_is_slower_by_the_ratio_and_otherwise_the_same(tmp_path):
-    asked = Request(STEP, precisions=("bf16",))
+    asked = PlanRequest(STEP, precisions=("bf16",))
     plain, slow = (
         plan(asked, CARD, CARD.peak_flops, known)
         for known in (None, noted(tmp_path / "c.json", 2.0))
@@ -205,7 +205,7 @@ def test_after_one_run_the_plan_of_the_same_step_is_what_was_measured(tmp_path, 
         tmp_path / "c.json",
     )
     monkeypatch.setattr(defaults, "DOUBT", 1e9)
-    asked = Request(STEP, precisions=("bf16",), scopes=("blocks",), remats=("none",))
+    asked = PlanRequest(STEP, precisions=("bf16",), scopes=("blocks",), remats=("none",))
     for measured in (1131 * MIB, 1131 * MIB, 1131 * MIB):
         found = plan(asked, tight, tight.peak_flops, Calibration(file)).chosen
         assert found.traced == TRACED
@@ -227,7 +227,7 @@ def test_what_earlier_runs_took_beyond_the_trace_can_make_a_plan_smaller(tmp_pat
     card = replace(
         CARD, free_memory_bytes=int(1645 * MIB / defaults.CARD_SHARE) + defaults.CONTEXT_BYTES
     )
-    asked = Request(STEP, precisions=("bf16",), scopes=("blocks",), remats=("none",))
+    asked = PlanRequest(STEP, precisions=("bf16",), scopes=("blocks",), remats=("none",))
     before = plan(asked, card, card.peak_flops).chosen
     assert before.work.rows == 64
     known = remembered(

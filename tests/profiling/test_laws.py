@@ -16,7 +16,7 @@ from monograph.decode.filters import FILTERS
 from monograph.decode.generator import Generator
 from monograph.device import default_device
 from monograph.profiling import laws as module
-from monograph.profiling.laws import Comparison, Law, laws
+from monograph.profiling.laws import Law, LawComparison, laws
 from monograph.resident import Resident
 
 CPU = torch.device("cpu")
@@ -25,12 +25,15 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("law", "said"),
     [
-        (Comparison(1e-7, 2e-7), ("1.0e-07", "2.0e-07", "holds")),
-        (Comparison(3e-7, 2e-7), ("3.0e-07", "2.0e-07", "BROKEN")),
-        (Comparison(math.nan, 2e-7), ("nan", "2.0e-07", "BROKEN")),
-        (Comparison(0, 0), ("0 differ", "0", "holds")),
-        (Comparison(2, 0), ("2 differ", "0", "BROKEN")),
-        (Comparison(0, 0, "nothing is replayed"), ("0 differ", "0", "BROKEN: nothing is replayed")),
+        (LawComparison(1e-7, 2e-7), ("1.0e-07", "2.0e-07", "holds")),
+        (LawComparison(3e-7, 2e-7), ("3.0e-07", "2.0e-07", "BROKEN")),
+        (LawComparison(math.nan, 2e-7), ("nan", "2.0e-07", "BROKEN")),
+        (LawComparison(0, 0), ("0 differ", "0", "holds")),
+        (LawComparison(2, 0), ("2 differ", "0", "BROKEN")),
+        (
+            LawComparison(0, 0, "nothing is replayed"),
+            ("0 differ", "0", "BROKEN: nothing is replayed"),
+        ),
     ],
 )
 def test_a_law_says_how_far_off_it_is(law, said):
@@ -44,8 +47,8 @@ def test_a_broken_law_is_an_error_and_the_others_are_compared_all_the_same(monke
     def says_nothing():
         raise AssertionError
 
-    found = [(1, "a", lambda: Comparison(math.nan, 2e-7)), (2, "b", fails), (3, "s", says_nothing),
-             (10, "c", lambda: Comparison(0, 0))]  # fmt: skip
+    found = [(1, "a", lambda: LawComparison(math.nan, 2e-7)), (2, "b", fails), (3, "s", says_nothing),
+             (10, "c", lambda: LawComparison(0, 0))]  # fmt: skip
     monkeypatch.setattr(module, "laws", lambda device: [Law(*law) for law in found])
     assert monograph_("check", "--laws", "--json") == 1
     out, error = capsys.readouterr()

@@ -18,7 +18,7 @@ from monograph.model.exports import EXPORTS
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.run.models import build, load, load_trained, load_weights, save
-from monograph.run.recipe import Recipe, require_tokenizer
+from monograph.run.recipe import ModelRecipe, require_tokenizer
 from monograph.run.source import ModelSource, checked_recipe
 from monograph.run.trust import marked
 from monograph.storage.code import digests
@@ -55,12 +55,12 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def built(recipe: Recipe) -> tuple[torch.nn.Module, Loss]:
+def built(recipe: ModelRecipe) -> tuple[torch.nn.Module, Loss]:
     """What a recipe builds whose program may run as it is."""
     return build(recipe._replace(vouched=digests([recipe.init])))
 
 
-def saved_run(folder: Path, recipe: Recipe, model: torch.nn.Module) -> Run:
+def saved_run(folder: Path, recipe: ModelRecipe, model: torch.nn.Module) -> Run:
     run = Run.create(folder)
     config = model.config.to_hf() if isinstance(model, Llama) else None
     state = recorded(recipe.entries(), config, 3) | {"tokenizer": Tokenizer.bytes().digest}
@@ -71,7 +71,7 @@ def saved_run(folder: Path, recipe: Recipe, model: torch.nn.Module) -> Run:
 
 
 def test_a_preset_with_sizes_over_it() -> None:
-    model, loss = build(Recipe(None, "nano", {"vocab_size": 300, "num_hidden_layers": 3}, 0))
+    model, loss = build(ModelRecipe(None, "nano", {"vocab_size": 300, "num_hidden_layers": 3}, 0))
     assert isinstance(model, Llama) and loss is token_loss
     assert (model.config.vocab_size, model.config.num_hidden_layers, model.config.hidden_size) == (
         300,
@@ -81,16 +81,16 @@ def test_a_preset_with_sizes_over_it() -> None:
 
 
 def test_a_shape_by_its_sizes_alone() -> None:
-    shape = Recipe(None, "auto", SIZES | {"vocab_size": 300}, 0).shape()
+    shape = ModelRecipe(None, "auto", SIZES | {"vocab_size": 300}, 0).shape()
     assert (shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads) == (24, 64, 3)
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_one_seed_one_model(number: int, file: Path) -> None:
     for recipe in (
-        Recipe(None, "nano", {"vocab_size": 300}, number),
-        Recipe(f"{file}:build", "auto", {"vocab_size": 9}, number),
-        Recipe(f"{file}:unseeded", "auto", {}, number),
+        ModelRecipe(None, "nano", {"vocab_size": 300}, number),
+        ModelRecipe(f"{file}:build", "auto", {"vocab_size": 9}, number),
+        ModelRecipe(f"{file}:unseeded", "auto", {}, number),
     ):
         models = []
         for _ in range(2):
@@ -102,7 +102,7 @@ def test_one_seed_one_model(number: int, file: Path) -> None:
 
 
 def test_a_file_brings_its_loss_and_its_dataclasses(file: Path) -> None:
-    model, loss = built(Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))
+    model, loss = built(ModelRecipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))
     assert model.weight.shape == (9, 4) and loss.__name__ == "loss"
     assert "own" not in sys.modules, "its name stays free for others"
 
@@ -114,10 +114,10 @@ def test_a_file_may_return_a_compiled_module_and_its_loss_knows_rows_without_tar
         "return nn.Embedding(vocab_size, Sizes().width)", "return torch.compile(nn.Embedding(9, 4))"
     )
     file.write_text(text)
-    model, loss = built(Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))
+    model, loss = built(ModelRecipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))
     assert list(model.state_dict()) == ["weight"] and loss.fill == token_loss.fill
     file.write_text(text + "loss.fill = None\n")
-    assert built(Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))[1].fill is None
+    assert built(ModelRecipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))[1].fill is None
 
 
 def test_two_files_of_one_name(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_two_files_of_one_name(tmp_path: Path) -> None:
             f"from torch import nn\nloss = print\ndef build():\n    return nn.{made}\n"
         )
         kinds.append(
-            type(built(Recipe(f"{tmp_path / folder}/own.py:build", "auto", {}, 0))[0]).__name__
+            type(built(ModelRecipe(f"{tmp_path / folder}/own.py:build", "auto", {}, 0))[0]).__name__
         )
     assert kinds == ["Linear", "Identity"]
 
@@ -139,16 +139,16 @@ def test_a_file_finds_its_neighbours(tmp_path: Path) -> None:
         "from monograph_test_neighbour import WIDTH\nfrom torch import nn\nloss = print\n\ndef build():\n"
         "    return nn.Linear(WIDTH, 1)\n"
     )
-    assert built(Recipe(f"{tmp_path}/own.py:build", "auto", {}, 0))[0].in_features == 5
+    assert built(ModelRecipe(f"{tmp_path}/own.py:build", "auto", {}, 0))[0].in_features == 5
 
 
 def test_a_recipe_knows_its_file_by_its_bytes(file: Path) -> None:
-    recipe = Recipe(f"{file}:build", "auto", {}, 0)
+    recipe = ModelRecipe(f"{file}:build", "auto", {}, 0)
     source = ModelSource.open(f"{file}:build")
     first = checked_recipe(recipe, source)
     assert (
         first == checked_recipe(recipe, source)
-        and Recipe.recorded(first._asdict()).entries() == first.entries()
+        and ModelRecipe.recorded(first._asdict()).entries() == first.entries()
     )
     file.write_text(MODULE + "\n")
     assert checked_recipe(recipe, source) != first
@@ -156,12 +156,13 @@ def test_a_recipe_knows_its_file_by_its_bytes(file: Path) -> None:
 
 @pytest.mark.parametrize("text", ["folder", "last", "a:b", "own.pyc:x"])
 def test_what_is_no_file(text: str) -> None:
-    assert Recipe(text, "auto", {}, 0).code is None
+    assert ModelRecipe(text, "auto", {}, 0).code is None
 
 
 def test_a_run_of_an_own_module(file: Path, tmp_path: Path) -> None:
     recipe = checked_recipe(
-        Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0), ModelSource.open(f"{file}:build")
+        ModelRecipe(f"{file}:build", "auto", {"vocab_size": 9}, 0),
+        ModelSource.open(f"{file}:build"),
     )
     model, _ = built(recipe)
     with torch.no_grad():
@@ -180,7 +181,7 @@ def test_a_run_of_an_own_module(file: Path, tmp_path: Path) -> None:
 
 def test_a_run_of_a_llama_and_its_export(tmp_path: Path) -> None:
     model = tiny_llama(vocab_size=259, tie_word_embeddings=True)
-    run = saved_run(tmp_path / "run", Recipe(None, "auto", {}, 0), model)
+    run = saved_run(tmp_path / "run", ModelRecipe(None, "auto", {}, 0), model)
     mine, tokenizer = load(run.folder)
     save(mine, tmp_path / "hf", tokenizer)
     theirs, _ = load(tmp_path / "hf")
@@ -192,7 +193,7 @@ def test_a_run_of_a_llama_and_its_export(tmp_path: Path) -> None:
     assert require_tokenizer(tmp_path / "hf") == tmp_path / "hf/tokenizer.json"
     with pytest.raises(UsageError, match=f"--format onnx: expected {join_with_or(EXPORTS)}"):
         save(mine, tmp_path / "b", tokenizer, format="onnx")
-    model_from_folder, _ = build(Recipe(str(tmp_path / "hf"), "auto", {}, 0))
+    model_from_folder, _ = build(ModelRecipe(str(tmp_path / "hf"), "auto", {}, 0))
     assert torch.equal(model_from_folder.lm_head.weight, model.lm_head.weight)
 
 
@@ -247,9 +248,9 @@ def test_a_file_that_builds_nothing_to_train_is_refused(
 ) -> None:
     (tmp_path / "own.py").write_text(text)
     with pytest.raises(InputRefused, match=said):
-        built(Recipe(f"{tmp_path}/own.py:build", "auto", {}, 0))
+        built(ModelRecipe(f"{tmp_path}/own.py:build", "auto", {}, 0))
 
 
 def test_a_file_without_its_function_is_told_to_name_one() -> None:
     with pytest.raises(InputRefused, match="name the function .* own.py:NAME"):
-        build(Recipe("own.py", "auto", {}, 0))
+        build(ModelRecipe("own.py", "auto", {}, 0))

@@ -19,7 +19,7 @@ from monograph.config.keys import ModelSection
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
-from monograph.run.recipe import Recipe
+from monograph.run.recipe import ModelRecipe
 from monograph.run.recorded_state import MOST, newest, recorded_files, require
 from recorded import recorded
 
@@ -45,7 +45,7 @@ MAY_BE_NULL = {"micro_batch", "cooled", "metrics_sha256", "attention", "tokenize
 
 
 def whole() -> dict[str, Any]:
-    state = recorded(Recipe(None, "nano", SIZES, 7).entries(), SHAPE.to_hf(), UPDATE)
+    state = recorded(ModelRecipe(None, "nano", SIZES, 7).entries(), SHAPE.to_hf(), UPDATE)
     state["engine"] |= {"loss_scale": 1024.0, "good": 3, "recent": [[2.5, 0.0], [0.5, 0.0]]}
     state["data"]["skip"] = [[2, 4]]
     return state | {

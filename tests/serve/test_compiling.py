@@ -27,7 +27,7 @@ from monograph.automata.counting import COUNTERS, Effect
 from monograph.errors import InputRefused
 from monograph.serve import compiling
 from monograph.serve.body import parse_body
-from monograph.serve.compiling import Compiler, _read_automaton, _result_chunks
+from monograph.serve.compiling import ConstraintCompiler, _read_automaton, _result_chunks
 from monograph.serve.refused import Refused
 from monograph.serve.requests import CompletionRequest, read
 
@@ -52,8 +52,8 @@ class Served:
 
         self.compiler._ask_process = asked  # type: ignore[method-assign]
 
-    async def _made(self) -> Compiler:
-        return Compiler(PIECES, [END])
+    async def _made(self) -> ConstraintCompiler:
+        return ConstraintCompiler(PIECES, [END])
 
     def __call__(self, kind: str, value: Any, lead: bytes = b"") -> Automaton:
         return self.runner.run(self.compiler.constraint(kind, value, lead))
@@ -289,7 +289,7 @@ def test_refusals_of_the_compiler_are_passed_on(
 )
 def test_what_is_too_long_is_never_sent(kind: str, value: Any, words: str) -> None:
     async def go() -> None:
-        await Compiler(PIECES, [END]).constraint(kind, value)
+        await ConstraintCompiler(PIECES, [END]).constraint(kind, value)
 
     with pytest.raises(InputRefused, match=words):
         asyncio.run(go())
@@ -334,7 +334,7 @@ def answered(value: str) -> bytearray:
 @pytest.mark.parametrize("limit", ["MAX_CACHED", "MAX_CACHED_BYTES"])
 def test_the_last_used_automata_are_kept(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
-        compiler, asked = Compiler(PIECES, [END]), []
+        compiler, asked = ConstraintCompiler(PIECES, [END]), []
 
         async def ask(line: bytes) -> tuple[int, bytearray]:
             asked.append(json.loads(line)[0][1])
@@ -398,7 +398,7 @@ def test_effects_that_would_leave_the_counters_are_not_believed() -> None:
 
 def test_an_answer_that_is_none_refuses_the_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     async def go() -> None:
-        compiler = Compiler(PIECES, [END])
+        compiler = ConstraintCompiler(PIECES, [END])
         for code, written in ((0, b""), (0, b"x" * 100), (1, b""), (-11, b"")):
 
             async def ask(

@@ -23,7 +23,13 @@ from monograph.serve.app import OPEN, Guard, application
 from monograph.serve.document import OPERATIONS as DECLARED
 from monograph.serve.document import document
 from monograph.serve.refused import Refused
-from monograph.serve.requests import ChatRequest, CompletionRequest, Message, TokenizeRequest, read
+from monograph.serve.requests import (
+    ChatRequest,
+    CompletionRequest,
+    RequestMessage,
+    TokenizeRequest,
+    read,
+)
 from monograph.serve.service import Service
 from monograph.serve.versions import Source
 from monograph.text.messages import CALLS, THOUGHTS
@@ -183,7 +189,7 @@ def test_it_is_whole() -> None:
         assert all(resolved(answer)["description"] for answer in each["responses"].values())
     for name, schema in SCHEMAS.items():
         # What a call of a tool says further is for the template, and an event has a kind and an id.
-        is_open = name in ("Call", "Function") or name.endswith("Event")
+        is_open = name in ("ToolCall", "CalledFunction") or name.endswith("Event")
         assert "properties" not in schema or is_open or schema["additionalProperties"] is False, (
             name
         )
@@ -292,7 +298,7 @@ def test_what_has_no_type_of_its_own_is_as_it_is_read() -> None:
         set(KINDS) == {"choices", "regex", "json_schema"}
         and {"choice", "regex", "response_format"} < texts.keys()
     )
-    assert Message.model_fields.keys() >= {
+    assert RequestMessage.model_fields.keys() >= {
         "role",
         "content",
         "name",

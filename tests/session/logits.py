@@ -16,7 +16,7 @@ from monograph.loss import hidden_of
 from monograph.model.config import LlamaConfig
 from monograph.session.objective import HeldOutScore, Task
 from monograph.session.opening import Opening
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.text.tokenizer import Tokenizer
 
 ROWS = 12
@@ -78,7 +78,7 @@ class LogitTask(Task):
         self.data = data
         self.temperature = temperature
 
-    def loss(self, plan: Plan, model: nn.Module) -> LogitLoss:
+    def loss(self, plan: RunPlan, model: nn.Module) -> LogitLoss:
         return LogitLoss(self.temperature)
 
     @property

@@ -16,7 +16,7 @@ from commands.forked import CommandServer
 from laws.resumed import LORA, MATCHED, OWN, PREFERRED, REWARDED, SETTINGS, write_inputs
 from monograph.config import load
 from monograph.device import describe
-from monograph.rl.processes import Function
+from monograph.rl.processes import FunctionProcess
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import eager_start
@@ -117,7 +117,9 @@ def test_the_other_process_opens_a_run_whose_settings_are_all_that_is_written(
     monkeypatch.setattr(
         eager_start, "compile_step", lambda session, window, progress: compiled.append(window)
     )
-    monkeypatch.setattr(Function, "start", lambda _: pytest.fail("the user's program was started"))
+    monkeypatch.setattr(
+        FunctionProcess, "start", lambda _: pytest.fail("the user's program was started")
+    )
     compile_run("run", "window.safetensors")
     assert sorted(Path("run").iterdir()) == before
     assert set(compiled[0]) >= {"tokens", "targets"}

@@ -34,7 +34,7 @@ from monograph.session import objectives, reporting
 from monograph.session.objective import Objective, held_out_said
 from monograph.session.objectives.teachers import taught
 from monograph.session.objectives.texts import TextTask
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.text.tokenizer import Tokenizer
 from session.logits import ROWS, Logits, LogitTask
 
@@ -55,7 +55,7 @@ class LogitObjective(Objective):
     def is_chosen(self, settings: Settings) -> bool:
         return str(settings.data.source).endswith(".logits")
 
-    def open(self, plan: Plan, progress: Progress) -> LogitTask:
+    def open(self, plan: RunPlan, progress: Progress) -> LogitTask:
         return LogitTask(Logits(Path(str(plan.job.reading.source))))
 
 
@@ -114,7 +114,7 @@ from monograph.config import Settings
 from monograph.config.keys import LOGITS_WAY, LogitsSection
 from monograph.run.progress import Progress
 from monograph.session.objective import Objective, Opened, Task
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from session.logits import Logits, LogitTask
 
 
@@ -130,7 +130,7 @@ class LogitObjective(Objective):
         decided = LogitObjective(str(asked.file), temperature)
         return Opened(decided, {"logits.temperature": temperature})
 
-    def open(self, plan: Plan, progress: Progress) -> Task:
+    def open(self, plan: RunPlan, progress: Progress) -> Task:
         return LogitTask(Logits(Path(self.file)), self.temperature)
 
 
@@ -149,7 +149,7 @@ class LogitsSection(Section):
 
 
 LOGITS_WAY = WayToLearn(
-    Kind("logits", (Measure("eval_kl", "nats from the teacher"),), "logits.file", ("logits.file",)),
+    RunKind("logits", (Measure("eval_kl", "nats from the teacher"),), "logits.file", ("logits.file",)),
     LogitsSection,
 )
 WAYS_TO_LEARN = (LOGITS_WAY, REWARDS_WAY, PREFERENCES_WAY, TEXTS_WAY)

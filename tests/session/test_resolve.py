@@ -27,7 +27,7 @@ from monograph.run.source import ModelSource
 from monograph.session import setup
 from monograph.session.objectives.rewards import Rewards
 from monograph.session.objectives.texts import TextTask
-from monograph.session.plan import Plan, Shape
+from monograph.session.plan import RunPlan, Shape
 from monograph.session.requirements import notes_on, require_together
 from monograph.session.resolve import REMATS, request_of, resolve, shape_of
 from monograph.text.tokenizer import Tokenizer
@@ -39,11 +39,11 @@ def settings(**keys):
     return load(None, {key.replace("__", "."): value for key, value in keys.items()}, {})
 
 
-def sized(**keys) -> Plan:
+def sized(**keys) -> RunPlan:
     return resolve(settings(**keys), CARD)
 
 
-def shape(plan: Plan) -> Shape:
+def shape(plan: RunPlan) -> Shape:
     return Shape(shape_of(plan))
 
 

@@ -15,7 +15,7 @@ from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start, write_i
 from monograph.device import clock
 from monograph.errors import UsageError
 from monograph.planner.defaults import END_S, end_s
-from monograph.run.progress import Stage, silent
+from monograph.run.progress import RunningStage, silent
 from monograph.session import deadline, eager_start, reporting, warmup
 from monograph.session.brief import why_uncompiled
 from monograph.session.deadline import Deadline
@@ -236,8 +236,10 @@ def test_reading_ends_with_the_time_in_one_line_and_leaves_nothing(
     monkeypatch.setattr(
         "monograph.session.start.clock", lambda: asked_s + (spent_s if reading else 4.0)
     )
-    report = Stage.report
-    monkeypatch.setattr(Stage, "report", lambda *given: reading.append(1.0) or report(*given))
+    report = RunningStage.report
+    monkeypatch.setattr(
+        RunningStage, "report", lambda *given: reading.append(1.0) or report(*given)
+    )
     limited = SETTINGS | {"train.wall_minutes": 0.1, "train.updates": 1}
     if not ends:
         start("run", limited, asked_s=asked_s)

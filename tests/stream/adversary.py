@@ -8,7 +8,7 @@ import random
 from collections import deque
 from typing import Any
 
-from monograph.stream.lanes import LANES, Lane, LaneWork, Mark
+from monograph.stream.lanes import LANES, Lane, LaneMark, LaneWork
 from stream.races import Dropped
 
 
@@ -46,7 +46,7 @@ class Late:
         self.done[work.mark.lane] = work.mark.number
         return result
 
-    def _reach(self, mark: Mark) -> None:
+    def _reach(self, mark: LaneMark) -> None:
         while self.done[mark.lane] < mark.number:
             self._next(mark.lane)
 

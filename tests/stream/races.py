@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from monograph.stream.lanes import Immediately, Lane, LaneWork, Mark, Space
+from monograph.stream.lanes import Immediately, Lane, LaneMark, LaneWork, Space
 from tape import memory, tensors
 
 
@@ -50,12 +50,12 @@ def _forgotten() -> None:
     raise AssertionError("written down, and not to be done again")
 
 
-Dropped = tuple[Mark, Mark]  # (who waits, for what)
+Dropped = tuple[LaneMark, LaneMark]  # (who waits, for what)
 
 
 def before(recorder: Recorder, dropped: Dropped | None = None) -> list[int]:
     """For each work the set of works that happen before it, as bits."""
-    place: dict[Mark, int] = {}
+    place: dict[LaneMark, int] = {}
     newest: dict[Lane, int] = {}
     barriers, done, found = set(recorder.barriers), 0, list[int]()
     for at, work in enumerate(recorder.works):

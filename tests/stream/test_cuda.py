@@ -26,9 +26,9 @@ from monograph.stream.lanes import (
     Home,
     HostThread,
     Immediately,
+    LaneMark,
     Lanes,
     LaneWork,
-    Mark,
     Space,
     Streams,
     executor,
@@ -95,7 +95,7 @@ def test_what_failed_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch)
         on_device, on_host = torch.zeros(2), torch.ones(2)
         with pytest.raises(torch.OutOfMemoryError):
             lanes.compute(fails, [slot])
-        assert streams._event(Mark("compute", 1)).recorded == 1  # type: ignore[attr-defined]
+        assert streams._event(LaneMark("compute", 1)).recorded == 1  # type: ignore[attr-defined]
         lanes.copy(on_device, on_host, slot, home)
         assert on_device.sum() == 0 and gpu.deferred == 1
         lanes.compute(lambda: on_device.mul_(2), [slot])

@@ -14,7 +14,7 @@ from daily import nightly
 from monograph.optim import AdamW
 from monograph.stream import lanes, updates, walk
 from monograph.stream import parameters as in_stages
-from monograph.stream.lanes import Home, Lanes, Mark, Space
+from monograph.stream.lanes import Home, LaneMark, Lanes, Space
 from stream.adversary import AnyOrder, Late
 from stream.races import Race, Recorder, before, poison_, races, touched, waits
 from streamed import EVERY, of_twin, other_bits, streamed, trained, unclipped, windows
@@ -86,10 +86,10 @@ def test_readers_wait_for_the_writer_and_a_writer_for_all() -> None:
     lane.copy(tensor, torch.ones(2), space, home)
     assert [work.waits for work in recorder.works] == [
         (),
-        (Mark("in", 1),),
+        (LaneMark("in", 1),),
         (),  # the same lane knows
-        (Mark("in", 1),),  # of the space, and as the reader of its home
-        (Mark("compute", 2), Mark("out", 1)),
+        (LaneMark("in", 1),),  # of the space, and as the reader of its home
+        (LaneMark("compute", 2), LaneMark("out", 1)),
     ]
     assert lane.moved_bytes == {(Home.HOST, Home.DEVICE): 16, (Home.DEVICE, Home.HOST): 8}
     lane.finish()
@@ -138,7 +138,7 @@ def test_a_lane_without_work_keeps_no_marks_and_still_waits_when_it_has_some(
         lane.copy(tensor, tensor, home, slot)
         assert len(lane._clock_at) < 60
     lane.host(lambda: None, [home])
-    assert recorder.works[-1].waits == (Mark("out", 500),)
+    assert recorder.works[-1].waits == (LaneMark("out", 500),)
     lane.copy(tensor, tensor, home, slot)
     assert not list(races(recorder))
 

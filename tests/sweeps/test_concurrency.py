@@ -18,12 +18,12 @@ from monograph.errors import InputRefused, OutOfDeviceMemory
 from monograph.run.progress import Progress
 from monograph.session.resolve import resolve
 from monograph.sweeps.concurrency import Timing, WidthTime, choose_updates
-from monograph.sweeps.spec import Group, groups_of, members_of
+from monograph.sweeps.spec import MemberGroup, groups_of, members_of
 
 TEXT = SimpleNamespace(train=SimpleNamespace(per_epoch=10_000), held_out=range(100))
 
 
-def groups(updates: int | None, lr: int, **axes: list[Any]) -> list[Group]:
+def groups(updates: int | None, lr: int, **axes: list[Any]) -> list[MemberGroup]:
     settings = load(None, {"train.updates": updates} if updates else {"train.minutes": 2.0}, {})
     settings = settings.resolve({"train.tokens_per_update": 1024}, "test")
     points: list[dict[str, Any]] = [{"optim.lr": 1e-3 * (i + 1)} for i in range(lr)]
@@ -36,7 +36,7 @@ def groups(updates: int | None, lr: int, **axes: list[Any]) -> list[Group]:
 
 
 def timing(
-    group: Group, seconds: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
+    group: MemberGroup, seconds: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
 ) -> Timing:
     """One whose times are made up: `seconds(width)` an update, 20 s to compile."""
     made: Any = Timing(group, TEXT, torch.device("cpu"), describe())  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import pytest
 from commands.forked import CommandServer
 from commands.inputs import TINY, newest, over, with_texts
 from distributed.launched import Torchrun
-from monograph.sweeps.spec import Group, spread_rounds
+from monograph.sweeps.spec import MemberGroup, spread_rounds
 
 SETTINGS = over(
     TINY, "optim.name=adamw", "model.hidden_size=16,32", "train.seed=0,1", "train.updates=40"
@@ -57,6 +57,6 @@ def test_ranks_train_the_members_that_one_process_trains(tmp_path: Path) -> None
 def test_rounds_are_cut_until_every_rank_has_one(
     rounds: list[list[int]], ranks: int, found: list[list[int]]
 ) -> None:
-    groups = [Group([], {}, rounds=[*each]) for each in rounds]
+    groups = [MemberGroup([], {}, rounds=[*each]) for each in rounds]
     spread_rounds(groups, ranks)
     assert [group.rounds for group in groups] == found

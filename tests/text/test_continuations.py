@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 
 from daily import nightly
 from monograph.data.conversations import Conversation
-from monograph.data.loss_mask import Answering, Answers
+from monograph.data.loss_mask import Answering, ConversationConverter
 from monograph.data.options import ReadingOptions
 from monograph.evaluation.choices import encode_pair
 from monograph.rl.pairs import PairRows, read_pairs
@@ -155,7 +155,7 @@ def test_an_answer_of_a_chat_follows_its_prompt_as_it_is(kind: str, tmp_path: Pa
         "chat_template": TEMPLATE,
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    answers = Answers(
+    answers = ConversationConverter(
         Tokenizer.from_file(tmp_path), Answering(every=True, truncate=True, longest=10_000)
     )
     for answer in [answer for _, answer in CASES if answer.strip()][: len(ANSWERS)]:

@@ -33,7 +33,7 @@ _NEVER = MAX_COUNT + 1  # more repetitions than a counter allows
 Counts: TypeAlias = tuple[int, ...]  # a number for each counter
 
 
-class Operation(NamedTuple):
+class CounterOperation(NamedTuple):
     """An operation on one counter.
 
     Attributes:
@@ -68,7 +68,7 @@ class Effect(NamedTuple):
 ALWAYS = Effect((0,) * COUNTERS, (MAX_COUNT,) * COUNTERS, (1,) * COUNTERS, (0,) * COUNTERS)
 
 
-def effect_of(operation: Operation) -> Effect:
+def effect_of(operation: CounterOperation) -> Effect:
     """Return the effect of one operation."""
     low, high, keep, add = (list(numbers) for numbers in ALWAYS)
     if operation.kind == "count":
@@ -140,15 +140,15 @@ class Ambiguous(Exception):
     """A byte may have two effects on the counters, and only later bytes decide which one."""
 
 
-Row: TypeAlias = Mapping[int, int]  # {symbol class: next state}
+StateTransitions: TypeAlias = Mapping[int, int]  # {symbol class: next state}
 Transitions: TypeAlias = dict[int, tuple[int, Effect]]  # {byte class: (next state, effect)}
 
 
 def remove_operations(
-    rows: Sequence[Row],
+    rows: Sequence[StateTransitions],
     accepting: Sequence[bool],
     byte_classes: Collection[int],
-    operations: Mapping[int, Operation],
+    operations: Mapping[int, CounterOperation],
 ) -> list[Transitions]:
     """Return each state's transitions by bytes, with their effects; states keep their numbers.
 
@@ -195,7 +195,7 @@ def remove_operations(
 
 def _byte_transitions(
     state: int,
-    rows: Sequence[Row],
+    rows: Sequence[StateTransitions],
     byte_classes: set[int],
     effects: Mapping[int, Effect],
     guards: Sequence[Effect],
@@ -241,7 +241,9 @@ def _guard(needs: Sequence[int]) -> Effect:
     return ALWAYS._replace(low=tuple(need if need < _NEVER else 0 for need in needs))
 
 
-def _cannot_end(operation: Operation | None, needs: Sequence[Sequence[int]], state: int) -> bool:
+def _cannot_end(
+    operation: CounterOperation | None, needs: Sequence[Sequence[int]], state: int
+) -> bool:
     """Return whether an operation that leads to `state` begins a part with too low a bound."""
     if operation is None or operation.kind != "begin":
         return False
@@ -249,7 +251,7 @@ def _cannot_end(operation: Operation | None, needs: Sequence[Sequence[int]], sta
 
 
 def _needed_repetitions(
-    rows: Sequence[Row], operations: Mapping[int, Operation], counter: int
+    rows: Sequence[StateTransitions], operations: Mapping[int, CounterOperation], counter: int
 ) -> list[int]:
     """Return for each state the smallest number of repetitions that must still follow in a counted
     part.
@@ -294,7 +296,7 @@ def _needed_repetitions(
     return needs
 
 
-def live_states(rows: Sequence[Row], accepting: Sequence[bool]) -> list[bool]:
+def live_states(rows: Sequence[StateTransitions], accepting: Sequence[bool]) -> list[bool]:
     """Return for each state whether an accepting state can be reached from it."""
     predecessors: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):

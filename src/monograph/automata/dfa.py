@@ -21,8 +21,8 @@ from monograph.automata.counting import (
     ALWAYS,
     STATE_BITS,
     Ambiguous,
+    CounterOperation,
     Effect,
-    Operation,
     Transitions,
     apply_effect,
     live_states,
@@ -32,9 +32,9 @@ from monograph.automata.expression import (
     Alternation,
     ByteSet,
     Concatenation,
+    CounterMark,
     Expression,
     Intersection,
-    Mark,
     Repetition,
     WithSource,
 )
@@ -51,8 +51,10 @@ PositionSet: TypeAlias = frozenset[int]  # any of these positions may take the n
 EMPTY: PositionSet = frozenset()
 END = 0  # the number of the position that takes no symbol; the text may end there
 BYTES = 256
-State = TypeVar("State")
-Rows: TypeAlias = Sequence[Mapping[int, int]]  # for each state {class of symbols: next state}
+StateT = TypeVar("StateT")
+StateTransitionTable: TypeAlias = Sequence[
+    Mapping[int, int]
+]  # for each state {class of symbols: next state}
 
 
 class Budget:
@@ -71,7 +73,7 @@ class Budget:
         self.schema_path = ""
         self.source = ""
         self.positions_by_source: Counter[str] = Counter()
-        self.symbols: dict[Operation, int] = {}
+        self.symbols: dict[CounterOperation, int] = {}
         self._spent = 0
 
     def spend(self, steps: int) -> None:
@@ -187,7 +189,7 @@ class Positions:
             return self.union(self.first_positions(option, after) for option in expression.options)
         if isinstance(expression, Intersection):
             return _intersection_positions(expression, self, after)
-        if isinstance(expression, Mark):
+        if isinstance(expression, CounterMark):
             symbols = self.budget.symbols
             symbol = symbols.setdefault(expression.operation, BYTES + len(symbols))
             return self.make_position(1 << symbol, after)
@@ -229,7 +231,7 @@ class Positions:
 
     def add_automaton(
         self,
-        rows: Rows,
+        rows: StateTransitionTable,
         accepting: Sequence[bool],
         symbols_of: Mapping[int, int],
         after: PositionSet,
@@ -408,7 +410,7 @@ class _SymbolAutomaton:
             without transitions.
     """
 
-    rows: Rows
+    rows: StateTransitionTable
     accepting: list[bool]
     classes: list[int]
 
@@ -443,8 +445,8 @@ def _symbol_automaton(expression: Expression, budget: Budget) -> _SymbolAutomato
 
 
 def _explore(
-    start: State, transitions: Callable[[State], Iterable[tuple[int, State]]], budget: Budget
-) -> tuple[Rows, list[State]]:
+    start: StateT, transitions: Callable[[StateT], Iterable[tuple[int, StateT]]], budget: Budget
+) -> tuple[StateTransitionTable, list[StateT]]:
     """Number all states that can be reached from a start state, and return (their rows, the states).
 
     Args:
@@ -490,7 +492,9 @@ def _symbol_classes(
     return classes, classes_of
 
 
-def _minimize(rows: Rows, accepting: Sequence[bool], classes: list[int]) -> _SymbolAutomaton:
+def _minimize(
+    rows: StateTransitionTable, accepting: Sequence[bool], classes: list[int]
+) -> _SymbolAutomaton:
     """Return the automaton with equivalent states merged, numbered breadth first."""
     block_of = _equivalence_blocks(rows, accepting)
     number_of_block = {block_of[0]: 0}
@@ -511,7 +515,7 @@ def _minimize(rows: Rows, accepting: Sequence[bool], classes: list[int]) -> _Sym
     return _SymbolAutomaton(merged_rows, merged_accepting, classes)
 
 
-def _equivalence_blocks(rows: Rows, accepting: Sequence[bool]) -> list[int]:
+def _equivalence_blocks(rows: StateTransitionTable, accepting: Sequence[bool]) -> list[int]:
     """Return the block of each state; the states of a block accept the same texts (Hopcroft 1971).
 
     A missing transition leads to a dead state. The dead state needs no block, because each other
@@ -600,7 +604,7 @@ def _intersection_positions(
 
 def _product(
     left: _SymbolAutomaton, right: _SymbolAutomaton, budget: Budget
-) -> tuple[Rows, list[bool], dict[int, int]]:
+) -> tuple[StateTransitionTable, list[bool], dict[int, int]]:
     """Return the product of two automata, which accepts the texts that both accept.
 
     Returns:

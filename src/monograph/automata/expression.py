@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-from monograph.automata.counting import Operation
+from monograph.automata.counting import CounterOperation
 
 
 # Expressions are equal only if they are the same object (eq=False), so that large expressions are
@@ -59,10 +59,10 @@ class Intersection:
 
 
 @dataclass(frozen=True, eq=False)
-class Mark:
+class CounterMark:
     """Matches the empty text, and operates on a counter there (`monograph.automata.counting`)."""
 
-    operation: Operation
+    operation: CounterOperation
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class WithSource:
 
 
 Expression: TypeAlias = (
-    ByteSet | Concatenation | Alternation | Repetition | Intersection | Mark | WithSource
+    ByteSet | Concatenation | Alternation | Repetition | Intersection | CounterMark | WithSource
 )
 
 

@@ -20,16 +20,16 @@ from typing import Any, NoReturn
 from urllib.parse import unquote_to_bytes
 
 from monograph.automata import values
-from monograph.automata.counting import COUNTERS, MAX_COUNT, Ambiguous, Operation
+from monograph.automata.counting import COUNTERS, MAX_COUNT, Ambiguous, CounterOperation
 from monograph.automata.dfa import Budget, byte_automaton
 from monograph.automata.expression import (
     ANY,
     Alternation,
     CodePoints,
+    CounterMark,
     Encoding,
     Expression,
     Intersection,
-    Mark,
     Repetition,
     WithSource,
     concatenation,
@@ -374,7 +374,7 @@ class _SchemaReader:
                 characters = Intersection(self._pattern(schema, path, in_json), characters)
         elif "pattern" in schema:
             source = "pattern"
-            character = _counting_encoding(Operation("count", self.counters), in_json)
+            character = _counting_encoding(CounterOperation("count", self.counters), in_json)
             characters = self._pattern(schema, path, character)
             # The counter limits only the maximum. The minimum is written out, because compiling
             # then removes beginnings of texts that the pattern cannot make long enough.
@@ -383,7 +383,7 @@ class _SchemaReader:
             characters = self._bound_repetitions(characters, 0, max_length)
         else:
             source = "maxLength"
-            character = _counting_encoding(Operation("count", self.counters), in_json)
+            character = _counting_encoding(CounterOperation("count", self.counters), in_json)
             characters = Repetition(character(ANY), 0, None)
             characters = self._bound_repetitions(characters, min_length, max_length)
         return concatenation(
@@ -408,11 +408,11 @@ class _SchemaReader:
             minimum: the smallest number of repetitions.
             maximum: the largest number of repetitions.
         """
-        begin = Operation("begin", self.counters, maximum)
+        begin = CounterOperation("begin", self.counters, maximum)
         # The counter counts down from `maximum`. Without a minimum, any value may be left at the end.
         max_left = maximum - minimum if minimum else MAX_COUNT
-        end = Operation("end", self.counters, max_left)
-        return concatenation(Mark(begin), counted, Mark(end))
+        end = CounterOperation("end", self.counters, max_left)
+        return concatenation(CounterMark(begin), counted, CounterMark(end))
 
     def _number(self, name: str, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
         """Return an expression for the numbers of a schema; `name` is "integer" or "number"."""
@@ -516,7 +516,7 @@ class _SchemaReader:
             item = concatenation(literal(b","), self.read(items, (*path, "items")))
             repetition = Repetition(item, minimum, maximum)
             return first_items, WithSource(repetition, f"'maxItems' at {pointer(path)}")
-        count = Mark(Operation("count", self.counters))
+        count = CounterMark(CounterOperation("count", self.counters))
         self.counters += 1
         item = concatenation(count, literal(b","), self.read(items, (*path, "items")))
         self.counters -= 1
@@ -572,14 +572,14 @@ def escape_for_pointer(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _counting_encoding(operation: Operation, encoding: Encoding) -> Encoding:
+def _counting_encoding(operation: CounterOperation, encoding: Encoding) -> Encoding:
     """Return an encoding that puts an operation before each character."""
     # Expressions are stored here, so that equal sets of characters share one expression.
     expressions: dict[CodePoints, Expression] = {}
 
     def encode(points: CodePoints) -> Expression:
         if points not in expressions:
-            expressions[points] = concatenation(Mark(operation), encoding(points))
+            expressions[points] = concatenation(CounterMark(operation), encoding(points))
         return expressions[points]
 
     return encode

@@ -49,7 +49,7 @@ class LargeFile(Mapping[str, Tensor]):
     def __init__(
         self,
         descriptor: int,
-        entries: list[tensor_layout.Entry],
+        entries: list[tensor_layout.TensorEntry],
         start: int,
         read: Callable[[int, int], bytes],
     ):

@@ -597,10 +597,10 @@ def generate(
     json: Json = False,
 ) -> None:
     """Continue a text, or answer a prompt, with a trained model."""
-    from monograph.commands.generate import Options
+    from monograph.commands.generate import GenerateOptions
     from monograph.commands.generate import run as command
 
-    options = Options(
+    options = GenerateOptions(
         numbers={
             "temperature": temperature,
             "top_k": top_k,
@@ -651,9 +651,9 @@ def chat(
     From a pipe it answers each line as a message of one chat.
     """
     from monograph.commands.chat import run as command
-    from monograph.commands.generate import Options
+    from monograph.commands.generate import GenerateOptions
 
-    options = Options(
+    options = GenerateOptions(
         numbers={
             "temperature": temperature,
             "top_k": top_k,

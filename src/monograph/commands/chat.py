@@ -7,7 +7,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Protocol
 
-from monograph.commands.generate import Asked, Message, Model, Options, constrained, open_model
+from monograph.commands.generate import (
+    GenerateOptions,
+    Message,
+    PromptRequest,
+    ReadyModel,
+    constrained,
+    open_model,
+)
 from monograph.decode import Sampling
 from monograph.errors import InputRefused, UsageError, did_you_mean
 from monograph.terminal import is_terminal, shell_words
@@ -35,7 +42,7 @@ _END_NOTES = {
 }
 
 
-class Answers(Protocol):
+class AnswerWriter(Protocol):
     """A function that writes answers: `answers_of` a model, or a substitute in tests."""
 
     def __call__(
@@ -57,7 +64,7 @@ class Chat:
     """
 
     def __init__(
-        self, answers: Answers, sampling: Sampling, system: str | None, live: bool
+        self, answers: AnswerWriter, sampling: Sampling, system: str | None, live: bool
     ) -> None:
         """Begin a chat.
 
@@ -151,7 +158,7 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
 
-def run(run: str, *, system: str | None, options: Options) -> None:
+def run(run: str, *, system: str | None, options: GenerateOptions) -> None:
     """Answer each line of standard input; see the command line's help."""
     model = open_model(run, options)
     if model.tokenizer.config.template is None:
@@ -161,7 +168,7 @@ def run(run: str, *, system: str | None, options: Options) -> None:
             "chat_template.jinja next to its tokenizer.json"
         )
     # Any message will do, since the tokens right before an answer are the same for all messages.
-    model = constrained(model, [Asked(".", model.sampling)])
+    model = constrained(model, [PromptRequest(".", model.sampling)])
     live = is_terminal(sys.stdin)
     chat = Chat(answers_of(model), model.sampling, system, live)
     if live:
@@ -172,7 +179,7 @@ def run(run: str, *, system: str | None, options: Options) -> None:
         line = read_line()
 
 
-def answers_of(model: Model) -> Answers:
+def answers_of(model: ReadyModel) -> AnswerWriter:
     """Return a function that writes answers with a model."""
 
     def answers(messages: list[Message], sampling: Sampling) -> Iterator[tuple[str, str | None]]:

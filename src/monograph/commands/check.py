@@ -81,7 +81,7 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> None:
 
 def _check_laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
     """Compare fast computations with slow ones (`monograph.profiling.laws`)."""
-    from monograph.profiling.laws import Comparison, laws
+    from monograph.profiling.laws import LawComparison, laws
 
     keep_compiled()
     device = default_device()
@@ -100,7 +100,7 @@ def _check_laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None
             found = compare()
         except Exception as error:  # torch and drivers may raise anything; the other laws go on
             first_line = str(error).partition("\n")[0][:200]
-            found = Comparison(float("inf"), 0, f"{type(error).__name__}: {first_line}")
+            found = LawComparison(float("inf"), 0, f"{type(error).__name__}: {first_line}")
         spent_s = clock() - start
         difference, bound, verdict = found.said
         print(f"{difference:>10}{bound:>9}{spent_s:>9.1f}  {verdict}")

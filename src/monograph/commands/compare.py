@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from monograph.data.corpus import corpus
-from monograph.data.progress import Progress as Report
+from monograph.data.progress import ProgressCallback
 from monograph.data.rows import Rows
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError
@@ -235,7 +235,7 @@ def _page_sides(sides: Sequence[_Side], result: _Result) -> list[Compared]:
 
 
 def _compare_texts(
-    sides: Sequence[_Side], data: list[str], reading: dict[str, Any], report: Report
+    sides: Sequence[_Side], data: list[str], reading: dict[str, Any], report: ProgressCallback
 ) -> _Result:
     """Measure each side's bits per byte on the same text.
 
@@ -294,7 +294,7 @@ def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any
 
 
 def _compare_answers_to_questions(
-    sides: Sequence[_Side], data: list[str], chat: bool, report: Report
+    sides: Sequence[_Side], data: list[str], chat: bool, report: ProgressCallback
 ) -> _Result:
     """Measure the share of questions that each side answers correctly."""
     questions = read_questions(data)

@@ -5,7 +5,7 @@ questions answered.
 import json as jsonlib
 
 from monograph.data.corpus import corpus as open_corpus
-from monograph.data.progress import Progress as Report
+from monograph.data.progress import ProgressCallback
 from monograph.device import default_device
 from monograph.errors import UsageError
 from monograph.evaluation import Evaluation, evaluate
@@ -65,7 +65,9 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
         )
 
 
-def _text(subject: EvaluatedModel, data: list[str], report: Report) -> tuple[Evaluation, str]:
+def _text(
+    subject: EvaluatedModel, data: list[str], report: ProgressCallback
+) -> tuple[Evaluation, str]:
     if subject.strange and not data:
         warn(subject.strange)
     where = {"source": data, "held_out": 0.0} if data else subject.own_text
@@ -83,7 +85,7 @@ def _text(subject: EvaluatedModel, data: list[str], report: Report) -> tuple[Eva
 
 
 def _questions(
-    subject: EvaluatedModel, data: list[str], chat: bool, report: Report
+    subject: EvaluatedModel, data: list[str], chat: bool, report: ProgressCallback
 ) -> tuple[Accuracy, str]:
     result = answered(subject, read_questions(data), chat, report, warn)[1]
     shares = [f"{name} {_share(result, name)}" for name in ("acc", "acc_norm", "acc_bytes")]

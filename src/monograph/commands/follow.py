@@ -22,7 +22,7 @@ from typing import Any
 from monograph.errors import DiskFull, InputRefused, MonographError, RunInUse
 from monograph.interrupts import taken_back
 from monograph.report.quantities import counted
-from monograph.report.trackers import Opener, Point, Settings, Tracker, tracker_named
+from monograph.report.trackers import Opener, SettingsByKey, TrackedPoint, Tracker, tracker_named
 from monograph.run.folder import Run, write_errors_explained
 from monograph.run.run_index import SWEEP, parsed, runs_in, wait_until_free
 from monograph.storage.reading import contents, is_file, open_input, refusing, without_links
@@ -158,7 +158,7 @@ class _Followed:
                 file.seek(offset)
                 return file.read()
 
-    def _point(self, number: int, line: bytes) -> Point:
+    def _point(self, number: int, line: bytes) -> TrackedPoint:
         """Return the update and the numbers of a row; `number` is its line, for the message."""
         row = parsed(line)
         update = row.pop("update", None)
@@ -166,7 +166,7 @@ class _Followed:
             raise InputRefused(f"{self._run.metrics}:{number}: not a row of metrics; put it back")
         return update, dict(_finite_numbers(row))
 
-    def _settings(self) -> Settings:
+    def _settings(self) -> SettingsByKey:
         """Return {SECTION.KEY: value} of the run's config.toml; raises InputRefused."""
         try:
             sections = tomllib.loads(self._config.decode("utf-8-sig"))

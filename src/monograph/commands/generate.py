@@ -29,7 +29,7 @@ from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
-Prompt = str | list[Message]
+PromptContent = str | list[Message]
 # Flags of the command that are not options of `Sampling`.
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
@@ -84,7 +84,7 @@ def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
     return _replace_options(Sampling(), values)
 
 
-class Asked(NamedTuple):
+class PromptRequest(NamedTuple):
     """A prompt to continue or answer.
 
     Attributes:
@@ -93,12 +93,14 @@ class Asked(NamedTuple):
         where: its file and line, for messages; "" for a prompt from the command line.
     """
 
-    prompt: Prompt
+    prompt: PromptContent
     sampling: Sampling
     where: str = ""
 
 
-def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> Iterator[Asked]:
+def prompts_of(
+    path: Path, chat: bool, sampling: Sampling, vocabulary: int
+) -> Iterator[PromptRequest]:
     """Yield each prompt of a file.
 
     In a file of JSON lines, each line is an object with the key `prompt` or, in a chat, `messages`.
@@ -132,7 +134,7 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
         if not line.strip():
             continue
         if not has_records:
-            yield Asked(line, sampling, where)
+            yield PromptRequest(line, sampling, where)
             continue
         try:
             record = parse_json(line)
@@ -143,7 +145,7 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
         messages = options.pop("messages", None) if chat else None
         if text is not None and messages is not None:
             raise InputRefused(f"{where}: has prompt and messages: give one of them")
-        prompt: Prompt = ""
+        prompt: PromptContent = ""
         if isinstance(messages, list):
             prompt = _messages(messages, where)
         if isinstance(text, str):
@@ -159,7 +161,7 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
             own_sampling.check_vocabulary(vocabulary)
         except UsageError as error:
             raise InputRefused(f"{where}: {error}") from None
-        yield Asked(prompt, own_sampling, where)
+        yield PromptRequest(prompt, own_sampling, where)
 
 
 def _replace_options(sampling: Sampling, values: dict[str, Any]) -> Sampling:
@@ -242,7 +244,7 @@ def _read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
     return b"".join(itertools.islice(pieces, math.ceil(most_bytes / _PIECE_BYTES)))
 
 
-class Options(NamedTuple):
+class GenerateOptions(NamedTuple):
     """The command line's options, without the model and the prompts.
 
     Attributes:
@@ -267,7 +269,7 @@ class Options(NamedTuple):
     json: bool
 
 
-class Model(NamedTuple):
+class ReadyModel(NamedTuple):
     """A model that is ready to write completions.
 
     Attributes:
@@ -284,7 +286,7 @@ class Model(NamedTuple):
     sampling: Sampling
     stop: list[str | int]
     constraint: Automaton | None
-    options: Options
+    options: GenerateOptions
 
     def write(
         self, prompts: Sequence[str | Sequence[int]], samplings: Sequence[Sampling] | None = None
@@ -311,7 +313,7 @@ class Model(NamedTuple):
         return chat_ids(self.tokenizer, messages, add_generation_prompt=True)
 
 
-def open_model(run: str, options: Options) -> Model:
+def open_model(run: str, options: GenerateOptions) -> ReadyModel:
     """Load a model with its tokenizer. `constrained` adds the constraint, which needs the prompts.
 
     Raises:
@@ -328,10 +330,10 @@ def open_model(run: str, options: Options) -> Model:
     if options.chat:
         ends = list(stop_ids(tokenizer, network.config.eos_token_ids))
     network.to(default_device())
-    return Model(network, tokenizer, sampling, [*options.stop, *ends], None, options)
+    return ReadyModel(network, tokenizer, sampling, [*options.stop, *ends], None, options)
 
 
-def constrained(model: Model, given: Sequence[Asked]) -> Model:
+def constrained(model: ReadyModel, given: Sequence[PromptRequest]) -> ReadyModel:
     """Return the model with the constraint that its options ask for, if there is one.
 
     Args:
@@ -359,15 +361,15 @@ def constrained(model: Model, given: Sequence[Asked]) -> Model:
     return model
 
 
-def run(run: str, prompts: list[str], *, file: Path | None, options: Options) -> None:
+def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOptions) -> None:
     """Print each prompt with its completions while they are written; see the command line's help."""
     model = open_model(run, options)
     sampling = model.sampling
     records = prompts_of(file, options.chat, sampling, model.tokenizer.vocab_size) if file else ()
-    given = [*(Asked(prompt, sampling) for prompt in prompts), *records]
+    given = [*(PromptRequest(prompt, sampling) for prompt in prompts), *records]
     if file is not None and not given:
         raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
-    given = given or [Asked("", sampling)]  # without any prompt, texts from the beginning
+    given = given or [PromptRequest("", sampling)]  # without any prompt, texts from the beginning
     model = constrained(model, given)
     encoded = [_prompt_or_ids(model, asked) for asked in given]
     written = model.write(encoded, [asked.sampling for asked in given])
@@ -391,7 +393,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: Options) ->
     )
 
 
-def _lead_bytes(model: Model, given: Sequence[Asked]) -> bytes:
+def _lead_bytes(model: ReadyModel, given: Sequence[PromptRequest]) -> bytes:
     """Return the bytes that the tokenizer puts before a text that follows the prompts.
 
     Some tokenizers put a space before the first text, which decoding removes (`strips`).
@@ -413,7 +415,7 @@ def _lead_bytes(model: Model, given: Sequence[Asked]) -> bytes:
     return leads.pop() if leads else b""
 
 
-def _prompt_or_ids(model: Model, asked: Asked) -> str | list[int]:
+def _prompt_or_ids(model: ReadyModel, asked: PromptRequest) -> str | list[int]:
     """Return a prompt's text or, in a chat, the ids of its messages.
 
     Raises:

@@ -7,13 +7,12 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from monograph.commands.plan_screen import AnswerSampling, Length, as_object, screen
+from monograph.commands.plan_screen import AnswerSampling, ShownLength, as_object, screen
 from monograph.config import Settings
 from monograph.device import Device, card_device, describe
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
-from monograph.planner import Limits, budget, streamed_or_resident
-from monograph.planner import Plan as Answer
+from monograph.planner import Limits, Plan, budget, streamed_or_resident
 from monograph.planner.defaults import LEARNING_RATES, TOKENS_PER_PARAMETER, updates_of
 from monograph.planner.remedies import Choices, remedies_worth_showing
 from monograph.planner.streaming import HOST_SHARE
@@ -22,7 +21,7 @@ from monograph.report.quantities import gibibytes
 from monograph.session.job import Job
 from monograph.session.new_tokens import token_notes
 from monograph.session.objectives import with_records
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.requirements import (
     notes_on,
     require_one_device,
@@ -68,10 +67,12 @@ def run(
     shape = shape_named(settings)
     with standing_in(settings) as standing:
         settings = usual(standing) if device else standing
-        _plan(Asked(settings, named_model(asked), shape, device is not None), target, limits, json)
+        _plan(
+            RunToPlan(settings, named_model(asked), shape, device is not None), target, limits, json
+        )
 
 
-class Asked(NamedTuple):
+class RunToPlan(NamedTuple):
     """What is planned.
 
     Attributes:
@@ -87,7 +88,7 @@ class Asked(NamedTuple):
     elsewhere: bool
 
 
-def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
+def _plan(asked: RunToPlan, target: Device, limits: Limits, json: bool) -> None:
     plan = resolve(asked.settings, target, built=False)
     job = plan.job
     new = job.tokens.planned()
@@ -120,27 +121,27 @@ def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
         print(jsonlib.dumps(as_object(answer, length, drawing, changes)))
 
 
-def _length(plan: Plan, answer: Answer, config: LlamaConfig, open_end: bool) -> Length:
+def _length(plan: RunPlan, answer: Plan, config: LlamaConfig, open_end: bool) -> ShownLength:
     """Return how long the run is: as given, or for a new model on another machine as many tokens as
     such ones get.
     """
     per_update = plan.training.tokens_per_update
     if plan.updates:
-        return Length(plan.updates, plan.updates * per_update)
+        return ShownLength(plan.updates, plan.updates * per_update)
     is_timed = plan.job.span.is_timed
     if open_end and not plan.job.span.epochs and not is_timed:
         parameters = config.parameter_count()
         updates = updates_of(TOKENS_PER_PARAMETER * parameters, per_update)
-        return Length(
+        return ShownLength(
             updates, updates * per_update, f"{TOKENS_PER_PARAMETER} a parameter; or train.tokens=N"
         )
     if answer.candidates and is_timed:
         updates = max(1, int(60 * plan.job.span.minutes / answer.nearest.update_s))
-        return Length(updates, updates * per_update, "what the time allows")
-    return Length()
+        return ShownLength(updates, updates * per_update, "what the time allows")
+    return ShownLength()
 
 
-def _choices(asked: Asked, job: Job, target: Device) -> Choices:
+def _choices(asked: RunToPlan, job: Job, target: Device) -> Choices:
     """Return what may be changed in what is planned."""
     smaller: tuple[tuple[str, LlamaConfig], ...] = ()
     if asked.shape is not None:

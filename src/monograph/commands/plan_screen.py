@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from monograph.planner import Candidate, Plan, Request, StreamCandidate
+from monograph.planner import Candidate, Plan, PlanRequest, StreamCandidate
 from monograph.planner.candidates import describe_work
 from monograph.planner.remedies import Remedy
 from monograph.planner.streaming import describe_tiers, describe_way
@@ -48,7 +48,7 @@ _SHADES = {
 _FROZEN = {"auto": "in 16 bits", "int8": "in 8 bits", "nf4": "in 4 bits"}
 
 
-class Length(NamedTuple):
+class ShownLength(NamedTuple):
     """The length of a run.
 
     Attributes:
@@ -79,8 +79,8 @@ class AnswerSampling(NamedTuple):
 def screen(
     plan: Plan,
     model: str,
-    request: Request,
-    length: Length,
+    request: PlanRequest,
+    length: ShownLength,
     drawing: AnswerSampling | None,
     changes: Sequence[Remedy],
     supposed: Sequence[str],
@@ -136,7 +136,7 @@ def _source_of_times(plan: Plan) -> str:
     return "" if known else "; speed by datasheet"
 
 
-def _model_text(model: str, plan: Plan, request: Request) -> str:
+def _model_text(model: str, plan: Plan, request: PlanRequest) -> str:
     """Return the model's name, its vocabulary and its numbers of parameters."""
     config = request.training.config
     lora = request.training.lora
@@ -151,7 +151,7 @@ def _model_text(model: str, plan: Plan, request: Request) -> str:
     return f"{model}, vocabulary {config.vocab_size:,}: {size} frozen {frozen}; adapters {adapters}"
 
 
-def _choice_lines(plan: Plan, length: Length) -> Iterator[str]:
+def _choice_lines(plan: Plan, length: ShownLength) -> Iterator[str]:
     """Yield the lines on the chosen way, or on the nearest way if none fits."""
     if not plan.candidates:
         yield f"plan     {plan.refusal}"
@@ -189,7 +189,7 @@ def _choice_lines(plan: Plan, length: Length) -> Iterator[str]:
                 yield f"         {rest}"
 
 
-def _run_time(best: Candidate, length: Length) -> str:
+def _run_time(best: Candidate, length: ShownLength) -> str:
     """Return the time of the whole run or, if its length is unknown, of SAMPLE_TOKENS."""
     if length.updates and length.tokens:
         why = f" ({length.why})" if length.why else ""
@@ -297,7 +297,7 @@ def _bar(by_origin: Mapping[str, int], limit: int) -> str:
 
 
 def as_object(
-    plan: Plan, length: Length, drawing: AnswerSampling | None, changes: Sequence[Remedy]
+    plan: Plan, length: ShownLength, drawing: AnswerSampling | None, changes: Sequence[Remedy]
 ) -> dict[str, Any]:
     """Return the plan as the object that --json prints; the arguments are those of `screen`."""
     updates = length.updates

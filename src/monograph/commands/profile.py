@@ -39,7 +39,7 @@ from monograph.run.progress import Progress
 from monograph.run.writing import results_folder, write_whole
 from monograph.session.ladder import RUNGS, Climbed, Ladder, Rung, RungWay
 from monograph.session.objectives.texts import Texts
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.requirements import (
     notes_on,
     require_one_device,
@@ -100,7 +100,7 @@ def warn_if_busy(progress: Progress) -> None:
         )
 
 
-def _plan_run(settings: Settings, progress: Progress) -> Plan:
+def _plan_run(settings: Settings, progress: Progress) -> RunPlan:
     """Decide the settings that were left at "auto", and return the plan.
 
     Raises:
@@ -126,7 +126,7 @@ def _plan_run(settings: Settings, progress: Progress) -> Plan:
     return plan
 
 
-def _open_and_prepare(plan: Plan, folder: Path, progress: Progress) -> Session:
+def _open_and_prepare(plan: RunPlan, folder: Path, progress: Progress) -> Session:
     """Open the session of a run in `folder`, and compile its step; raises UsageError."""
     text = Texts().open(plan, progress)
     session = open_session(Run(folder), plan, text, default_device(), progress)

@@ -24,7 +24,7 @@ from monograph.session.setup import repeatable
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
 from monograph.sweeps import results, spec
-from monograph.sweeps.after_update import AfterUpdate
+from monograph.sweeps.after_update import AfterUpdateOfRound
 from monograph.sweeps.batch import MemberBatch, resume_batch
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.progress import SweepProgress
@@ -175,15 +175,15 @@ def _round(
             )
         batch.save()
     block.resume(state.count_resumed(batch))
-    after = AfterUpdate(batch, updates, state, block, stop)
+    after = AfterUpdateOfRound(batch, updates, state, block, stop)
     for update in train(batch.engine, batch.windows, updates):
-        moment = after.note(update)
+        round_state = after.note(update)
         with after.paused():
-            after.evaluate(moment)
-            after.save(moment)
-        after.stop(moment)
-        if moment.all_lost:
-            after.drop_work(moment)
+            after.evaluate(round_state)
+            after.save(round_state)
+        after.stop(round_state)
+        if round_state.all_lost:
+            after.drop_work(round_state)
             break
     state.write_summaries(batch)
     batch.close()

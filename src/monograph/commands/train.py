@@ -113,16 +113,16 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     ):
         after = AfterUpdate(session, report, block, stop, progress)
         for update in train(session.engine, windows(session), session.updates):
-            moment = after.note(update)
-            if moment.goes_back:
+            due = after.note(update)
+            if due.goes_back:
                 after.go_back()
                 continue
             with after.paused():
-                after.evaluate(moment)
-                after.keep_time(moment)
-                after.sample(moment)
-                after.save(moment)
-            after.stop(moment)
-            if moment.is_last:  # earlier than planned if a cool-down was begun
+                after.evaluate(due)
+                after.keep_time(due)
+                after.sample(due)
+                after.save(due)
+            after.stop(due)
+            if due.is_last:  # earlier than planned if a cool-down was begun
                 break
         after.end()

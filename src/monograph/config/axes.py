@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from monograph.config.given import COMMAND_LINE, Given, raise_all
 from monograph.config.keys import KEYS, key_declaration
-from monograph.config.renamed import Texts, joined, translated, translated_each
+from monograph.config.renamed import TextsByKey, joined, translated, translated_each
 from monograph.config.settings import a_run_each, as_typed, check
 from monograph.config.toml_file import from_toml
 from monograph.ensemble.knobs import log_range, require_ends
@@ -303,7 +303,7 @@ def _suggest_range(key: str, text: str) -> str:
     return f"{scale}:{first}..{last}" + (f":{count}" if count else "")
 
 
-def _new_axis_advice(key: str, translations: Sequence[Texts]) -> str:
+def _new_axis_advice(key: str, translations: Sequence[TextsByKey]) -> str:
     """Return what to type for an axis whose values are old spellings.
 
     Args:

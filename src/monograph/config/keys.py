@@ -23,7 +23,7 @@ from monograph.rl.parameters import Parameter
 from monograph.rl.preferences import LOSSES
 from monograph.rl.rewards import OWN_FUNCTION, REWARDS
 from monograph.run import listing
-from monograph.run.listing import Kind, Measure
+from monograph.run.listing import Measure, RunKind
 from monograph.schedule import SCHEDULES
 
 Auto = Literal["auto"]
@@ -92,7 +92,9 @@ def _without_nul(value: str) -> str:
 
 
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
-Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_parse_texts)]
+TextList = Annotated[
+    Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_parse_texts)
+]
 # Larger numbers are refused at once. No model needs them, and building such a model, or only
 # counting its parameters, would take hours before it could be refused for want of memory.
 MOST_LAYERS = 2**12
@@ -417,7 +419,7 @@ class ModelSection(Section):
 class DataSection(Section):
     """The text, and how it becomes rows of tokens."""
 
-    source: Texts = _key(
+    source: TextList = _key(
         "stdlib",
         "a path, a glob, or a list of them",
         "Text to train on. stdlib: Python's own sources. -: stdin. hf://OWNER/NAME: a dataset of the Hugging Face Hub.",
@@ -479,7 +481,7 @@ class DataSection(Section):
         example="text",
         fixed=_SAME_TEXT,
     )
-    ignore_keys: Texts | None = _key(
+    ignore_keys: TextList | None = _key(
         None,
         "a name, or a list of them",
         "Keys of records to leave out. A record with an unknown key is refused otherwise.",
@@ -833,7 +835,7 @@ class LoraSection(Section):
         implied=1.0,
         varies="between graphs",
     )
-    targets: Texts | None = _key(
+    targets: TextList | None = _key(
         None,
         "all-linear, a list of module names or a regular expression for whole names",
         "Linear layers that get an adapter. all-linear: all but the head.",
@@ -856,7 +858,7 @@ class LoraSection(Section):
         example="nf4",
         varies="between graphs",
     )
-    tokens: Texts | None = _key(
+    tokens: TextList | None = _key(
         None,
         'auto or a list of tokens, ["<|im_start|>"]',
         "Tokens whose rows of embedding and head are trained, besides those new to the base.",
@@ -1012,7 +1014,7 @@ class WayToLearn(NamedTuple):
         exclusive: groups of keys; at most one key of each group counts.
     """
 
-    kind: Kind
+    kind: RunKind
     keys: type[Section] | None = None
     names_code: tuple[str, ...] = ()
     exclusive: tuple[tuple[str, ...], ...] = ()
@@ -1034,7 +1036,7 @@ class WayToLearn(NamedTuple):
 
 
 REWARDS_WAY = WayToLearn(
-    Kind(
+    RunKind(
         "rewards",
         (Measure("eval_reward", "reward held out", True), Measure("reward", "reward", True)),
         "rl.reward",
@@ -1045,7 +1047,7 @@ REWARDS_WAY = WayToLearn(
     exclusive=(("rl.answer_regex", "rl.answer_schema"),),
 )
 PREFERENCES_WAY = WayToLearn(
-    Kind(
+    RunKind(
         "preferences",
         (
             Measure("eval_accuracy", "share right", True, is_share=True),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from monograph.storage.reading import exists
 
 # By key, the value as a person types it; a list for a key that takes a list.
-Texts = dict[str, str | list[str]]
+TextsByKey = dict[str, str | list[str]]
 
 
 class OldSpelling(NamedTuple):
@@ -209,7 +209,7 @@ OLD_SPELLINGS = (
 )
 
 
-def _sources_and_weights(sources: object) -> Texts | None:
+def _sources_and_weights(sources: object) -> TextsByKey | None:
     """Return data.source and data.weights for sources such as "books/@2"; None without a weight."""
     if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
         return None
@@ -229,7 +229,7 @@ def _sources_and_weights(sources: object) -> Texts | None:
     return {"data.source": paths, "data.weights": weights} if has_weight else None
 
 
-def translated(key: str, value: object) -> Texts | None:
+def translated(key: str, value: object) -> TextsByKey | None:
     """Return the new keys and values for an old spelling of a key's value.
 
     Returns:
@@ -259,7 +259,7 @@ def _in_small_letters(key: str, text: str) -> str:
     return text if is_kept else text.lower()
 
 
-def translated_each(key: str, value: object) -> list[Texts]:
+def translated_each(key: str, value: object) -> list[TextsByKey]:
     """Return the translation of each of several values, as an axis or a list has them.
 
     Args:
@@ -284,7 +284,7 @@ def translated_each(key: str, value: object) -> list[Texts]:
     ]
 
 
-def joined(texts_of_each: Sequence[Texts]) -> dict[str, list[str]]:
+def joined(texts_of_each: Sequence[TextsByKey]) -> dict[str, list[str]]:
     """Return the distinct values of each key in several translations, in order of appearance."""
     values: dict[str, list[str]] = {}
     for texts in texts_of_each:

@@ -24,7 +24,7 @@ from monograph.config.keys import (
     Section,
     key_declaration,
 )
-from monograph.config.renamed import Texts, translated, translated_each
+from monograph.config.renamed import TextsByKey, translated, translated_each
 from monograph.config.slips import meant_value
 from monograph.errors import UsageError
 from monograph.model.config import TORCH_FILE_SUFFIXES
@@ -323,7 +323,7 @@ def _new_spelling_advice(key: str, value: object, from_text: bool) -> str:
     return a_run_each(new_texts_of_each) if new_texts_of_each else ""
 
 
-def a_run_each(texts_of_each: Sequence[Texts]) -> str:
+def a_run_each(texts_of_each: Sequence[TextsByKey]) -> str:
     """Return the advice to start several runs, each with its own keys and values."""
     return f"start a run for each: {', and '.join(map(as_typed, texts_of_each))}"
 

@@ -14,13 +14,13 @@ from monograph.data.conversations import (
     keyed_records,
 )
 from monograph.data.forms import COMPLETION, PROMPT, RecordKeys
-from monograph.data.loss_mask import Answering, Row
+from monograph.data.loss_mask import Answering, MaskedRow
 from monograph.data.records import Fault, Record, Unusable, quote
 from monograph.data.sources import SourceFile
 from monograph.text.tokenizer import Tokenizer
 
 
-def completed_row(tokenizer: Tokenizer, prompt: str, completion: str) -> Row:
+def completed_row(tokenizer: Tokenizer, prompt: str, completion: str) -> MaskedRow:
     """Return the tokens of a prompt and its completion, with the completion and the end as targets.
 
     The texts are encoded separately, because at inference the prompt is encoded alone.
@@ -29,7 +29,7 @@ def completed_row(tokenizer: Tokenizer, prompt: str, completion: str) -> Row:
     # Some tokenizers put a space before a text, but only at the beginning of a document.
     completion_ids = tokenizer.encode(completion, inside=bool(prompt))
     ids = [*prompt_ids, *completion_ids, tokenizer.eos_id]
-    return Row(ids, ((len(prompt_ids), len(ids)),))
+    return MaskedRow(ids, ((len(prompt_ids), len(ids)),))
 
 
 def are_texts(record: Mapping[str, Any]) -> bool:
@@ -72,13 +72,13 @@ def prompt_and_completion(text: str) -> tuple[str, str]:
 
 
 class Completions:
-    """A converter of records to rows. `monograph.data.loss_mask.Answers` is the one for chats."""
+    """A converter of records to rows; chats have `monograph.data.loss_mask.ConversationConverter`."""
 
     def __init__(self, tokenizer: Tokenizer, answering: Answering) -> None:
         self._tokenizer = tokenizer
         self._longest = answering.longest
 
-    def row(self, text: str) -> Row:
+    def row(self, text: str) -> MaskedRow:
         """Return the row of a record's text.
 
         Raises:

@@ -21,13 +21,13 @@ from monograph.data.forms import (
     LABELLED_FORM,
     PAIR_FORM,
     TEXT,
-    Kind,
+    RecordKind,
     RecordSettings,
     needed_keys,
 )
 from monograph.data.kinds import are_completions, kind_of_records
 from monograph.data.loss_mask import Answering
-from monograph.data.progress import Progress
+from monograph.data.progress import ProgressCallback
 from monograph.data.rows import IGNORE, Rows
 from monograph.data.sources import Sources, find
 from monograph.data.store import CorpusRequest, StoredCorpus, open_or_build
@@ -48,7 +48,7 @@ class Stats:
     Attributes:
         files: number of files.
         documents: number of texts and records; with conversations, number of
-            `monograph.data.loss_mask.Row`s. A text that the split cuts in two counts twice.
+            `monograph.data.loss_mask.MaskedRow`s. A text that the split cuts in two counts twice.
         conversations: number of conversations in the training part, 0 for texts.
         bytes: bytes of all text; with conversations, of the text that is trained on.
         tokens: number of training targets in one pass over all rows.
@@ -154,7 +154,7 @@ def corpus(
     answers: str = "every",
     too_long: str = "truncate",
     cache: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Corpus:
     """Prepare text for training.
 
@@ -312,7 +312,7 @@ def _reading_of(
                 f"{sources.name}: its records are {form.kind.value} by {needed_keys(form)}, which `monograph train` "
                 f"learns from with {form.setting}; for their texts name a key as data.text_key"
             )
-    if kind is not Kind.CONVERSATIONS:
+    if kind is not RecordKind.CONVERSATIONS:
         return reading._replace(answering=None)
     if isinstance(tokenizer, Tokenizer) and tokenizer.config.template is not None:
         return reading

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from monograph.data import LARGEST_SHARE
 from monograph.data.completions import completion_records, prompt_and_completion
 from monograph.data.conversations import conversation_records
-from monograph.data.forms import Kind, RecordKeys, RecordSettings
+from monograph.data.forms import RecordKeys, RecordKind, RecordSettings
 from monograph.data.loss_mask import Answering
-from monograph.data.progress import Meter, Progress
+from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.reading import Damaged, cut_position, parts_of, read_text
 from monograph.data.records import Fault, Record, json_lines
 from monograph.data.sources import LINES, SourceFile, place_of
@@ -239,7 +239,7 @@ class Reading(NamedTuple):
 
         It counts the keys that it ignores, so each pass over the records needs its own.
         """
-        return RecordKeys(Kind.CONVERSATIONS, self.record_settings, self.is_kind_set)
+        return RecordKeys(RecordKind.CONVERSATIONS, self.record_settings, self.is_kind_set)
 
 
 class Survey(NamedTuple):
@@ -356,7 +356,7 @@ class Documents:
         files: Sequence[SourceFile],
         reading: Reading,
         held_out: float,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self.files = files
         self.reading = reading

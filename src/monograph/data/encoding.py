@@ -20,8 +20,8 @@ import numpy as np
 from monograph.data.completions import Completions, prompt_and_completion
 from monograph.data.conversations import Conversation
 from monograph.data.documents import Document, Documents, bad_record_error
-from monograph.data.loss_mask import Answers, Row, skipped_notes
-from monograph.data.progress import Meter, Progress
+from monograph.data.loss_mask import ConversationConverter, MaskedRow, skipped_notes
+from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.reading import read_text
 from monograph.data.records import Unusable
 from monograph.data.shards import INDEX, ShardWriter, token_dtype
@@ -67,7 +67,7 @@ _ENCODERS = 2
 _FED_PARTS = 256  # parts of text that the tokenizers library takes at a time while it counts words
 
 
-class Part(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of a document's text.
 
     Attributes:
@@ -81,7 +81,7 @@ class Part(NamedTuple):
     inside: bool
 
 
-class Batch(NamedTuple):
+class StretchBatch(NamedTuple):
     """Consecutive parts, which are encoded together.
 
     Attributes:
@@ -89,12 +89,12 @@ class Batch(NamedTuple):
         read_bytes: bytes of text that have been read for this batch and all earlier batches.
     """
 
-    parts: list[Part]
+    parts: list[Stretch]
     read_bytes: int
 
 
 def train_tokenizer(
-    documents: Documents, vocab_size: int, progress: Progress | None
+    documents: Documents, vocab_size: int, progress: ProgressCallback | None
 ) -> tuple[Tokenizer, tuple[str, ...]]:
     """Train a byte-level BPE on the training documents, or on a sample of 128 MiB of them.
 
@@ -150,9 +150,9 @@ class SideWriter:
     of each document's first token, and at last the number of tokens. STEM.records has D entries: the
     line or row of each document in its file, 0 for a text file.
 
-    With conversations, each `Row` counts as a document. STEM.tokens then has only the ids of the
-    rows, because the chat template writes the beginning and the end. STEM.answers has the begin and
-    the end of each trained stretch of tokens.
+    With conversations, each `MaskedRow` counts as a document. STEM.tokens then has only the ids of
+    the rows, because the chat template writes the beginning and the end. STEM.answers has the begin
+    and the end of each trained stretch of tokens.
 
     Attributes:
         tokens: the writer of STEM.tokens.
@@ -207,7 +207,7 @@ class SideWriter:
             self.counts[document.file] += 1
         self._pending_tokens.extend(ids)
 
-    def add_row(self, document: Document, row: Row) -> None:
+    def add_row(self, document: Document, row: MaskedRow) -> None:
         """Write a row of a conversation, and which of its tokens are trained on."""
         assert self._answers is not None
         begin = self.tokens.count
@@ -278,7 +278,7 @@ def encode_documents(
         pool = stack.enter_context(
             ThreadPoolExecutor(_ENCODERS, thread_name_prefix="monograph-tokens")
         )
-        encoding: deque[tuple[Batch, Future[list[list[int]]]]] = deque()
+        encoding: deque[tuple[StretchBatch, Future[list[list[int]]]]] = deque()
         for batch in batches:
             _count_spellings(spellings, batch.parts, files)
             encoding.append((batch, pool.submit(_encode_parts, tokenizer, batch.parts, files)))
@@ -293,7 +293,7 @@ def encode_documents(
 
 
 def _count_spellings(
-    spellings: SpecialTokenSpellings, parts: Sequence[Part], files: Sequence[SourceFile]
+    spellings: SpecialTokenSpellings, parts: Sequence[Stretch], files: Sequence[SourceFile]
 ) -> None:
     for part in parts:
         where = str(files[part.document.file].path)
@@ -323,7 +323,7 @@ def encode_conversations(
     assert reading.answering is not None
     if reading.plain:
         return _encode_completions(documents, files, tokenizer, folder, meter)
-    answers = Answers(tokenizer, reading.answering)
+    answers = ConversationConverter(tokenizer, reading.answering)
     skipped = Counter[str]()
     first_bad = ""
     with ExitStack() as stack:
@@ -400,7 +400,7 @@ def _encode_completions(
 
 
 def _encode_parts(
-    tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[SourceFile]
+    tokenizer: Tokenizer, parts: Sequence[Stretch], files: Sequence[SourceFile]
 ) -> list[list[int]]:
     """Return the ids of each part.
 
@@ -452,7 +452,10 @@ def _first_lost_line(tokenizer: Tokenizer, file: SourceFile) -> int:
 
 
 def _write_batch(
-    sides: dict[str, SideWriter], batch: Batch, encoding: Future[list[list[int]]], meter: Meter
+    sides: dict[str, SideWriter],
+    batch: StretchBatch,
+    encoding: Future[list[list[int]]],
+    meter: Meter,
 ) -> None:
     for part, ids in zip(batch.parts, encoding.result(), strict=True):
         sides["held_out" if part.document.held_out else "train"].add(part.document, ids)
@@ -461,22 +464,22 @@ def _write_batch(
     meter.add(batch.read_bytes - meter.done)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[Batch]:
+def _batches(documents: Iterable[Document]) -> Iterator[StretchBatch]:
     """Yield batches of parts.
 
     Batches are large enough to keep all cores busy, and small enough for bounded memory.
     """
-    parts: list[Part] = []
+    parts: list[Stretch] = []
     chars = 0
     document_begin = 0  # in bytes of the text of all documents
     for document in documents:
         for number, (text, read_bytes) in enumerate(document.parts):
-            parts.append(Part(document, text, inside=number > 0))
+            parts.append(Stretch(document, text, inside=number > 0))
             chars += len(text)
             if chars >= _BATCH_CHARS:
-                yield Batch(parts, document_begin + read_bytes)
+                yield StretchBatch(parts, document_begin + read_bytes)
                 parts = []
                 chars = 0
         document_begin += document.bytes
     if parts:
-        yield Batch(parts, document_begin)
+        yield StretchBatch(parts, document_begin)

@@ -1,8 +1,8 @@
 """Declare the forms of training records: the keys that each form needs and may have, and what they
 do.
 
-A *kind* says what a record is trained as (`Kind`). A *form* is one way to write a record of a kind;
-it is recognised by its keys (`Form`).
+A *kind* says what a record is trained as (`RecordKind`). A *form* is one way to write a record of a
+kind; it is recognised by its keys (`Form`).
 
 No key is dropped silently. Each key of a record has one of these fates:
 
@@ -38,15 +38,15 @@ TOOLS = "tools"
 DOCUMENTS = "documents"
 TEMPLATE_VARIABLES = "chat_template_kwargs"
 FUNCTIONS = "functions"
-# The key belongs to records of `Kind.PROMPTS`. If the reward comes from a teacher model, the teacher
-# reads this text instead of the prompt.
+# The key belongs to records of `RecordKind.PROMPTS`. If the reward comes from a teacher model, the
+# teacher reads this text instead of the prompt.
 TEACHER_PROMPT = "teacher_prompt"
 # If the setting data.text_key is one of these, the value under that key is a conversation. With any
 # other setting, the value is a plain text.
 CONVERSATION_TEXT_KEYS = (MESSAGES, CONVERSATIONS, PROMPT)
 
 
-class Kind(Enum):
+class RecordKind(Enum):
     """What a record is trained as. Each value is the noun phrase that error messages use."""
 
     TEXTS = "texts"
@@ -67,7 +67,7 @@ class Form:
         setting: the setting that chooses this form for records that could also have another form.
     """
 
-    kind: Kind
+    kind: RecordKind
     needs: Mapping[str, str]
     optional: Mapping[str, str]
     setting: str
@@ -95,19 +95,19 @@ _PROMPT_OF_ANSWERS = {
     "a copy of one of the user's messages"
 }
 MESSAGES_FORM = Form(
-    Kind.CONVERSATIONS,
+    RecordKind.CONVERSATIONS,
     {MESSAGES: 'a list of `{"role", "content"}`: the messages of the assistant are trained on'},
     CHAT_KEYS | _PROMPT_COPY,
     "data.text_key=messages",
 )
 SHAREGPT_FORM = Form(
-    Kind.CONVERSATIONS,
+    RecordKind.CONVERSATIONS,
     {CONVERSATIONS: 'a list of `{"role", "content"}` or of `{"from", "value"}`'},
     CHAT_KEYS | _PROMPT_COPY,
     "data.text_key=conversations",
 )
 COMPLETED_FORM = Form(
-    Kind.CONVERSATIONS,
+    RecordKind.CONVERSATIONS,
     {
         PROMPT: "a text or a list of messages",
         COMPLETION: "a text or a list of messages, which is trained on",
@@ -116,7 +116,7 @@ COMPLETED_FORM = Form(
     "data.text_key=prompt",
 )
 PAIR_FORM = Form(
-    Kind.PAIRS,
+    RecordKind.PAIRS,
     {
         CHOSEN: "the better answer: a text, a list of messages, or a whole chat",
         REJECTED: "the worse answer, in the same form",
@@ -125,7 +125,7 @@ PAIR_FORM = Form(
     "prefer.loss=dpo",
 )
 LABELLED_FORM = Form(
-    Kind.LABELLED,
+    RecordKind.LABELLED,
     {
         COMPLETION: "the answer: a text, a list of messages, or a whole chat",
         LABEL: 'true, 1 or "true" of a good answer, false, 0 or "false" of a bad one',
@@ -134,7 +134,7 @@ LABELLED_FORM = Form(
     "prefer.loss=kto",
 )
 PROMPT_FORM = Form(
-    Kind.PROMPTS,
+    RecordKind.PROMPTS,
     {PROMPT: "a text, or a list of messages; `data.text_key` names another key"},
     CHAT_KEYS
     | {
@@ -232,7 +232,7 @@ def _forms_of(keys: frozenset[str], record_settings: RecordSettings) -> list[For
     # with nothing but a "prompt".
     if text_key not in keys:
         return forms
-    text_form = Form(Kind.TEXTS, {text_key: "the text"}, {}, setting)
+    text_form = Form(RecordKind.TEXTS, {text_key: "the text"}, {}, setting)
     # A key that the user gave selects the text. The default key does not, because a record with
     # "text" and "messages", for example, could be meant as either.
     return [text_form] if record_settings.text_key is not None else [text_form, *forms]
@@ -251,7 +251,9 @@ class RecordKeys:
         counts: {key: number of records in which it was ignored}.
     """
 
-    def __init__(self, kind: Kind, record_settings: RecordSettings, is_kind_set: bool) -> None:
+    def __init__(
+        self, kind: RecordKind, record_settings: RecordSettings, is_kind_set: bool
+    ) -> None:
         """Make a reader that has counted nothing.
 
         Args:

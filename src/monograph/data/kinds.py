@@ -19,7 +19,7 @@ from monograph.data.forms import (
     LABELLED_FORM,
     TEXT,
     Form,
-    Kind,
+    RecordKind,
     RecordSettings,
     describe_choices,
     forms_of,
@@ -59,7 +59,7 @@ def _form_columns(path: Path, record_settings: RecordSettings) -> list[str]:
 
 def kind_of_records(
     paths: Sequence[Path], record_settings: RecordSettings, skip_bad: bool
-) -> Kind | None:
+) -> RecordKind | None:
     """Return what the records of these files are trained as.
 
     Text files count as records of texts. The result is None if no record of the samples has a form.
@@ -74,12 +74,12 @@ def kind_of_records(
             damaged, or the text files have records.
         UsageError: two files have records of different kinds.
     """
-    first_kind: Kind | None = None
+    first_kind: RecordKind | None = None
     first_path: Path | None = None
     text_files = [path for path in paths if suffix_of(path) not in LINES | TABLES]
     _refuse_hidden_records(text_files, record_settings)
     for path in paths:
-        kind = Kind.TEXTS if path in text_files else _kind_in(path, record_settings, skip_bad)
+        kind = RecordKind.TEXTS if path in text_files else _kind_in(path, record_settings, skip_bad)
         if kind is None:
             continue
         if first_kind is None:
@@ -117,7 +117,7 @@ def are_completions(paths: Sequence[Path], record_settings: RecordSettings, skip
     return has_completion
 
 
-def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> Kind | None:
+def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> RecordKind | None:
     """Return the kind of a file's records, or None if no record of the sample has a form."""
     places: dict[Form, str] = {}  # the first record of each form
     try:
@@ -141,7 +141,7 @@ def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> Kin
     if LABELLED_FORM in places:
         # Among labelled answers, an answer without its label is a bad record, not a conversation.
         places.pop(COMPLETED_FORM, None)
-    kinds: dict[Kind, str] = {}  # the first record of each kind
+    kinds: dict[RecordKind, str] = {}  # the first record of each kind
     for form, place in places.items():
         kinds.setdefault(form.kind, place)
     if len(kinds) > 1:

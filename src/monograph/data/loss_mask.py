@@ -36,7 +36,7 @@ _OPEN = "\ue000"
 _CLOSE = "\ue001"
 
 
-class Row(NamedTuple):
+class MaskedRow(NamedTuple):
     """A stretch of a conversation to train on.
 
     Attributes:
@@ -63,7 +63,7 @@ class Answering(NamedTuple):
     longest: int
 
 
-class Answers:
+class ConversationConverter:
     """A converter of conversations to rows, for one tokenizer and its template.
 
     Attributes:
@@ -93,7 +93,7 @@ class Answers:
         self._names = {index: name for name, index in tokenizer.special.items()}
         self._encoder = _Encoder(tokenizer)
 
-    def rows(self, conversation: Conversation) -> list[Row]:
+    def rows(self, conversation: Conversation) -> list[MaskedRow]:
         """Return the rows of a conversation. Each answer is trained on in exactly one row.
 
         An answer's row is its prompt and the answer. If the next answer's row begins with all of
@@ -116,7 +116,7 @@ class Answers:
             raise _unusable(error) from None
         conversation = conversation._replace(messages=messages)
         marker = marker_for(self._tokenizer, template, conversation)
-        rows: list[Row] = []
+        rows: list[MaskedRow] = []
         begin = _system_count(conversation.messages)
         # There are two renderings per answer: without and with the answer.
         answers_at_once = AT_ONCE // 2
@@ -132,7 +132,7 @@ class Answers:
                 answer_begin = row.spans[0][0]
                 last_ids = rows[-1].ids
                 if row.ids[:answer_begin][: len(last_ids)] == last_ids:
-                    row = Row(row.ids, rows.pop().spans + row.spans)
+                    row = MaskedRow(row.ids, rows.pop().spans + row.spans)
             rows.append(row)
         return rows
 
@@ -180,7 +180,7 @@ class Answers:
 
     def _fit_row(
         self, conversation: Conversation, answer: int, begin: int, marker: str
-    ) -> tuple[Row, int]:
+    ) -> tuple[MaskedRow, int]:
         """Return (the row of an answer with as many earlier turns as fit, index of its first message).
 
         Args:
@@ -220,7 +220,7 @@ class Answers:
             f"more than data.sequence_length = {self._answering.longest}; raise it{remedy}",
         )
 
-    def _last_row(self, conversation: Conversation, marker: str) -> Row:
+    def _last_row(self, conversation: Conversation, marker: str) -> MaskedRow:
         """Return the row of the last message of a conversation, which is an answer.
 
         Raises:
@@ -262,7 +262,7 @@ class Answers:
             tagged = template.tagged(messages, (_OPEN, _CLOSE), **variables)
             self._compare_tags(tagged, prompt, trained_ids)
         ids = prompt_ids + trained_ids
-        return Row(ids, ((len(prompt_ids), len(ids)),))
+        return MaskedRow(ids, ((len(prompt_ids), len(ids)),))
 
     def _no_stop_fault(self, ending: str) -> str:
         """Return the reason to refuse an answer without a stop token.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 # The caller's function. Its arguments are the stage, the units that are done, and the units in all,
 # or None if their number is not known.
-Progress = Callable[[str, int, int | None], None]
+ProgressCallback = Callable[[str, int, int | None], None]
 
 INTERVAL_S = 0.1  # the shortest time between two reports
 
@@ -20,7 +20,7 @@ class Meter:
         done: the units so far. In `monograph.data` they are bytes.
     """
 
-    def __init__(self, progress: Progress | None, stage: str, total: int | None) -> None:
+    def __init__(self, progress: ProgressCallback | None, stage: str, total: int | None) -> None:
         self.progress = progress
         self.stage = stage
         self.total = total

@@ -26,7 +26,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: the increment of
 UInt64 = NDArray[np.uint64]
 
 
-class Share(NamedTuple):
+class RowShare(NamedTuple):
     """Consecutive rows with the same weight.
 
     Attributes:
@@ -38,17 +38,17 @@ class Share(NamedTuple):
     visits: int
 
 
-def share(rows: int, weight: float) -> Share:
+def share(rows: int, weight: float) -> RowShare:
     """Return a share with round(rows · weight) visits, but at least one if there are rows.
 
     With the weight 1/2, epochs alternate between two halves of the rows.
     """
     if rows == 0:
-        return Share(0, 0)
-    return Share(rows, max(1, round(rows * weight)))
+        return RowShare(0, 0)
+    return RowShare(rows, max(1, round(rows * weight)))
 
 
-def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDArray[np.int64]:
+def shares_at(start: int, count: int, shares: Sequence[RowShare], seed: int) -> NDArray[np.int64]:
     """Return the row at each of the positions start .. start + count - 1 of an endless sequence of
     epochs.
 
@@ -176,7 +176,7 @@ IGNORE = -100
 Int64 = NDArray[np.int64]
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Consecutive tokens of a document in a row.
 
     Attributes:
@@ -201,7 +201,7 @@ class Rows:
             `positions`.
         shares: the shares of rows with the same weight.
         documents: number of documents; with conversations, number of
-            `monograph.data.loss_mask.Row`s.
+            `monograph.data.loss_mask.MaskedRow`s.
         conversations: number of conversations, 0 for texts.
         inputs: number of inputs: all tokens except each document's last.
         tokens: number of targets: all tokens except each document's first; with conversations, the
@@ -323,7 +323,7 @@ class Rows:
             for key, value in padding.items()
         }
 
-    def pieces(self, index: int) -> list[Piece]:
+    def pieces(self, index: int) -> list[DocumentPiece]:
         """Return the pieces of one row, in order."""
         of_row = slice(self._plan.offsets[index], self._plan.offsets[index + 1])
         pieces = []
@@ -332,7 +332,7 @@ class Rows:
         ):
             document = int(np.searchsorted(self._side.starts, start, side="right")) - 1
             document_begin, document_end = self._side.starts[document : document + 2].tolist()
-            piece = Piece(
+            piece = DocumentPiece(
                 document=self._side.name(document),
                 begin=int(start) - document_begin,
                 length=int(length),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monograph.data import HEAVIEST, LIGHTEST
-from monograph.data.progress import Meter, Progress
+from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.reading import BLOCK_BYTES, COMPRESSIONS, raw_blocks, read_blocks, status_of
 from monograph.data.tables import hub_tables, saved_tables
 from monograph.errors import InputRefused, UsageError
@@ -85,7 +85,7 @@ BINARY = "has NUL bytes, so it is binary or UTF-16; give UTF-8 text"
 Skipped = list[tuple[str, str]]
 
 
-class Candidate(NamedTuple):
+class UnreadFile(NamedTuple):
     """A file of a source before it is read. `SourceFile` has the same attributes.
 
     `chosen` says whether the user named this file. A fault of such a file is an error. A file with a
@@ -100,19 +100,21 @@ class Candidate(NamedTuple):
     weight: float = 1.0
 
 
-def _locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None) -> list[Candidate]:
+def _locate(
+    item: str, spool: Path, skipped: Skipped, progress: ProgressCallback | None
+) -> list[UnreadFile]:
     """Return the files of one item of a source, and append skipped files to `skipped`."""
     if item == "stdlib":
         return _standard_library()
     if item == "-":
-        return [Candidate(STDIN, spooled_stdin(spool, progress), chosen=True)]
+        return [UnreadFile(STDIN, spooled_stdin(spool, progress), chosen=True)]
     if item.startswith(HUB):
-        return [Candidate(f"{item}/{path.name}", path, chosen=True) for path in hub_tables(item)]
+        return [UnreadFile(f"{item}/{path.name}", path, chosen=True) for path in hub_tables(item)]
     path = Path(os.path.expanduser(item))
     if is_folder(path):
         return _folder(path, skipped)
     if is_file(path):
-        return [Candidate(path.name, path, chosen=True)]
+        return [UnreadFile(path.name, path, chosen=True)]
     if exists(path):
         raise InputRefused(f"{path}: not a regular file; for a pipe give '-' and standard input")
     if any(mark in item for mark in "*?["):
@@ -120,7 +122,7 @@ def _locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None)
     raise InputRefused(f"{path}: no such file or folder (looked from {Path.cwd()})")
 
 
-def _standard_library() -> list[Candidate]:
+def _standard_library() -> list[UnreadFile]:
     root = Path(sysconfig.get_path("stdlib"))
     packages: dict[str, list[tuple[str, Path]]] = {}
     for name, path in _walk(root, [], leave_out=_NOT_LIBRARY):
@@ -137,14 +139,14 @@ def _standard_library() -> list[Candidate]:
         (name, path, package) for package, files in packages.items() for name, path in files
     )
     return [
-        Candidate(
+        UnreadFile(
             name, path, chosen=False, group=package, has_near_copies=package in with_near_copies
         )
         for name, path, package in in_order
     ]
 
 
-def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
+def spooled_stdin(spool: Path, progress: ProgressCallback | None) -> Path:
     """Write standard input to the file `stdin` in a folder, and return its path.
 
     Raises:
@@ -181,20 +183,20 @@ def _looks_binary(begin: bytes) -> bool:
     return b"\0" in begin[:8192]
 
 
-def _folder(folder: Path, skipped: Skipped) -> list[Candidate]:
+def _folder(folder: Path, skipped: Skipped) -> list[UnreadFile]:
     name = resolved(folder).name
     return [
-        Candidate(f"{name}/{relative}", path, chosen=False)
+        UnreadFile(f"{name}/{relative}", path, chosen=False)
         for relative, path in _walk(folder, skipped)
     ]
 
 
-def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
+def _pattern(pattern: Path, skipped: Skipped) -> list[UnreadFile]:
     # The base is the innermost folder of the pattern whose path has no wildcards.
     base = next(
         parent for parent in pattern.parents if not any(mark in str(parent) for mark in "*?[")
     )
-    candidates: list[Candidate] = []
+    candidates: list[UnreadFile] = []
     for path in matching(pattern):
         if is_folder(path):
             # If a pattern such as "texts/*" matches a folder, the folder's files are meant. A pattern
@@ -202,7 +204,7 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
             if "**" not in str(pattern):
                 candidates.extend(_folder(path, skipped))
         elif is_file(path):
-            candidates.append(Candidate(path.relative_to(base).as_posix(), path, chosen=False))
+            candidates.append(UnreadFile(path.relative_to(base).as_posix(), path, chosen=False))
         else:
             skipped.append((str(path), "not a regular file"))
     if not candidates:
@@ -342,7 +344,7 @@ class Sources(NamedTuple):
 def find(
     source: str | Path | Sequence[str | Path],
     spool: Path,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     weights: Sequence[float] | None = None,
 ) -> Sources:
     """Find and hash the files of `source`.
@@ -410,9 +412,9 @@ def located(source: str | Sequence[str]) -> list[Path]:
     return paths
 
 
-def _deduplicated(candidates: Iterable[Candidate], skipped: Skipped) -> list[Candidate]:
+def _deduplicated(candidates: Iterable[UnreadFile], skipped: Skipped) -> list[UnreadFile]:
     """Return each file once, because a file that the source has twice would get twice its weight."""
-    unique: dict[Path, Candidate] = {}
+    unique: dict[Path, UnreadFile] = {}
     for candidate in candidates:
         first = unique.setdefault(resolved(candidate.path), candidate)
         if first is candidate:
@@ -439,7 +441,7 @@ def place_of(path: Path, record: int) -> str:
 
 
 def _read_files(
-    candidates: list[Candidate], skipped: Skipped, progress: Progress | None
+    candidates: list[UnreadFile], skipped: Skipped, progress: ProgressCallback | None
 ) -> list[SourceFile]:
     """Read and hash files, and append those with a fault to `skipped`.
 
@@ -470,7 +472,7 @@ def _read_files(
     return files
 
 
-def _read_file(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
+def _read_file(candidate: UnreadFile, meter: Meter) -> tuple[SourceFile, str]:
     """Read and hash a file.
 
     Returns:

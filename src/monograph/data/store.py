@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from monograph.data import encoding
 from monograph.data.documents import Documents, Reading, check_fraction
 from monograph.data.loss_mask import TEMPLATE_DATE, Answering, stops_of
-from monograph.data.progress import Meter, Progress
+from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.reading import status_of
 from monograph.data.shards import INDEX, open_shard, seal, token_dtype
 from monograph.data.sources import Sources
@@ -114,7 +114,7 @@ class Side(NamedTuple):
 
     Attributes:
         tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document. With
-            conversations each `Row` counts as a document, and has the ids of the row alone.
+            conversations each `MaskedRow` counts as a document, and has the ids of the row alone.
         starts: int64 [D + 1], memory-mapped: index of each document's first token, and the number
             of tokens.
         records: int64 [D], memory-mapped: the line or row of each document in its file, 0 for a
@@ -177,7 +177,9 @@ class StoredCorpus(NamedTuple):
 
 
 def open_or_build(
-    request: CorpusRequest, cache: str | Path | None = None, progress: Progress | None = None
+    request: CorpusRequest,
+    cache: str | Path | None = None,
+    progress: ProgressCallback | None = None,
 ) -> StoredCorpus:
     """Return the tokenised corpus from the cache. Build it first if it is missing or damaged there.
 
@@ -239,7 +241,7 @@ def _writable_root(root: Path, is_chosen: bool) -> tuple[Path, tuple[str, ...]]:
 
 
 @contextmanager
-def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
+def _locked(path: Path, progress: ProgressCallback | None) -> Iterator[None]:
     """Hold a lock on a file during the block. The kernel frees it however the process ends."""
     with open(path, "w") as file:
         meter: Meter | None = None
@@ -256,7 +258,9 @@ def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
         yield
 
 
-def _build(folder: Path, request: CorpusRequest, progress: Progress | None) -> tuple[str, ...]:
+def _build(
+    folder: Path, request: CorpusRequest, progress: ProgressCallback | None
+) -> tuple[str, ...]:
     """Build a corpus in its folder, and return the notes of `_write`."""
     building = folder.with_suffix(".building")
     # A killed process may have left this folder behind. No other process can be using it now, because
@@ -274,7 +278,9 @@ def _build(folder: Path, request: CorpusRequest, progress: Progress | None) -> t
     return notes
 
 
-def _write(building: Path, request: CorpusRequest, progress: Progress | None) -> tuple[str, ...]:
+def _write(
+    building: Path, request: CorpusRequest, progress: ProgressCallback | None
+) -> tuple[str, ...]:
     """Write all files of a corpus.
 
     Returns:
@@ -343,7 +349,10 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _open(
-    folder: Path, request: CorpusRequest, progress: Progress | None, notes: tuple[str, ...] = ()
+    folder: Path,
+    request: CorpusRequest,
+    progress: ProgressCallback | None,
+    notes: tuple[str, ...] = (),
 ) -> StoredCorpus:
     """Read and verify every file of a corpus folder.
 

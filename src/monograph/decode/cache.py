@@ -10,7 +10,7 @@ the keys and values of a prompt do not depend on other prompts.
 
 If two prompts begin with the same whole chunks, these chunks do not have to be read again. For
 layers without attention, the recurrence after these chunks must be known, too. The first decode step
-reads a prompt's last token, unless the reader has read it (`Slots.is_filled`).
+reads a prompt's last token, unless the reader has read it (`CacheSizes.is_filled`).
 
 Shapes: N blocks, B rows, R rows of the reader's cache, K key-value heads, H query heads, C slots of
 a block, E head dimension, T positions of a chunk, D hidden size, 1 broadcasts.
@@ -264,7 +264,7 @@ def _empty_recurrence(
     )
 
 
-class Slots(NamedTuple):
+class CacheSizes(NamedTuple):
     """The sizes of a cache, on which the bits of what is read from it may depend.
 
     Attributes:
@@ -302,7 +302,12 @@ class Reader:
     """
 
     def __init__(
-        self, model: Llama, slots: Slots, chunk: int, wrap: Wrap, recorder: Recorder | None = None
+        self,
+        model: Llama,
+        slots: CacheSizes,
+        chunk: int,
+        wrap: Wrap,
+        recorder: Recorder | None = None,
     ) -> None:
         """Allocate a cache with a row for each prompt that is read at the same time.
 

@@ -241,7 +241,7 @@ DEAD = 2
 OVERFLOW = 3
 
 
-class Rows(NamedTuple):
+class SamplerRows(NamedTuple):
     """The options and the state of each row, which the sampler reads in addition to the logits.
 
     A tensor that no stage of the chain reads may be None.
@@ -301,7 +301,7 @@ class Drawn(NamedTuple):
 
 def sample(
     logits_BV: Tensor,
-    rows: Rows,
+    rows: SamplerRows,
     allowed_BV: Tensor | None,
     chain: Chain,
     truncation: Truncation = "window",
@@ -356,7 +356,7 @@ def sample(
     return Drawn(torch.where(status_B == OK, token_B, 0), status_B, logprobs)
 
 
-def _sampled_from(candidates: Candidates, rows: Rows) -> Tensor:
+def _sampled_from(candidates: Candidates, rows: SamplerRows) -> Tensor:
     """Return the tokens with the largest score plus noise, the lowest id of equal ones; [B]."""
     scores_BN = candidates.scores_BN
     ids_BN = candidates.ids_BN
@@ -366,7 +366,7 @@ def _sampled_from(candidates: Candidates, rows: Rows) -> Tensor:
 
 
 def apply_filters(
-    edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation
+    edited_BV: Tensor, rows: SamplerRows, chain: Chain, truncation: Truncation
 ) -> Candidates:
     """Apply the chain's temperature and filters, in its order, to edited logits."""
     # Filters read only the knobs with one number for each row, not the lists of ids.
@@ -406,7 +406,7 @@ def _with_at_least(min_keep_B1: Tensor, before: Candidates, after: Candidates) -
 
 
 def edit_logits_or_nan(
-    logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chain
+    logits_BV: Tensor, rows: SamplerRows, allowed_BV: Tensor | None, chain: Chain
 ) -> Tensor:
     """Return the edited logits, and NaN where a logit is NaN or +inf; fp32.
 
@@ -417,7 +417,9 @@ def edit_logits_or_nan(
     return torch.where(raw_BV < torch.inf, edit_logits(raw_BV, rows, allowed_BV, chain), torch.nan)
 
 
-def edit_logits(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chain) -> Tensor:
+def edit_logits(
+    logits_BV: Tensor, rows: SamplerRows, allowed_BV: Tensor | None, chain: Chain
+) -> Tensor:
     """Return logits after bias, minimum number of tokens, the constraint's mask and penalties; fp32."""
     knobs = rows.knobs
     if "bias" in chain.stages:

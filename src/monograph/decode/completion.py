@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from monograph.automata import Automaton, stop_strings
-from monograph.decode.cache import KVCache, Slots
+from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.chain import breakers
 from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of
@@ -136,7 +136,7 @@ class Completion:
         return self.text
 
 
-class Piece(NamedTuple):
+class CompletionDelta(NamedTuple):
     """New text of a completion.
 
     Attributes:
@@ -206,7 +206,7 @@ class Generation:
         """Yield the n completions of each prompt, prompt by prompt."""
         return (piece.completion for piece in self.stream() if piece.completion is not None)
 
-    def stream(self) -> Iterator[Piece]:
+    def stream(self) -> Iterator[CompletionDelta]:
         """Yield new text, completion by completion, although several are written at the same time."""
         # The index of the completion of each submitted request.
         indices: dict[int, int] = {}
@@ -248,13 +248,13 @@ class Generation:
                 writing.pending = ""
                 if writing.finish is None:
                     if text:
-                        yield Piece(current, text, None)
+                        yield CompletionDelta(current, text, None)
                     break
                 transcript = writing.transcript
                 completion = Completion(
                     transcript.text, transcript.token_ids, writing.finish, writing.logprobs
                 )
-                yield Piece(current, text, completion)
+                yield CompletionDelta(current, text, completion)
                 del writings[current]
                 current += 1
 
@@ -375,7 +375,9 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
     count = n * len(requests)
     longest = max(requests, key=lambda request: len(request.prompt_ids))
     slots = min(len(longest.prompt_ids) + longest.max_tokens, config.max_position_embeddings)
-    rows = rows_that_fit(model, Slots(slots), min(count, MOST_ROWS[device]), "ask for fewer tokens")
+    rows = rows_that_fit(
+        model, CacheSizes(slots), min(count, MOST_ROWS[device]), "ask for fewer tokens"
+    )
     steps = math.ceil(count / rows) * min(longest.max_tokens, slots - 1)
     # `generate` gives all requests the same constraint and stop strings, so the automata of one request
     # are those of all.
@@ -404,7 +406,7 @@ def mode_for(steps: int, device: str, casts: bool) -> Mode:
     return "eager" if casts else "captured"
 
 
-def rows_that_fit(model: Llama, form: Slots, most: int, advice: str) -> int:
+def rows_that_fit(model: Llama, form: CacheSizes, most: int, advice: str) -> int:
     """Return the number of rows of a cache that fit into half of the free memory, at most `most`.
 
     Raises:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from monograph.decode import reproducible
 from monograph.decode.candidates import Truncation
-from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, Drawn, Rows
+from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, Drawn, SamplerRows
 from monograph.decode.filters import SMALLEST
 from monograph.decode.knobs import EDITS, Chain
 
@@ -297,7 +297,9 @@ class FastSampler:
         # itself.
         return set(stages[: stages.index("top_k")]) <= {"temperature"}
 
-    def sample(self, edited_BV: Tensor, rows: Rows, last_position_B: Tensor, chain: Chain) -> Drawn:
+    def sample(
+        self, edited_BV: Tensor, rows: SamplerRows, last_position_B: Tensor, chain: Chain
+    ) -> Drawn:
         """Return one token per row; see `monograph.decode.chain.sample`.
 
         Args:

@@ -20,7 +20,7 @@ from torch import Tensor
 from monograph.decode.candidates import Candidates, one_each, reach
 from monograph.decode.reproducible import UNIT, log
 from monograph.decode.sampling import Sampling
-from monograph.decode.stages import Knob, SamplerStage, options
+from monograph.decode.stages import SamplerKnob, SamplerStage, options
 
 Apply = Callable[[Candidates, dict[str, Tensor]], Candidates]
 
@@ -45,7 +45,7 @@ FILTERS: dict[str, Filter] = {}
 
 def declared(
     is_on: Callable[[Sampling], bool],
-    knobs: Mapping[str, Knob],
+    knobs: Mapping[str, SamplerKnob],
     example: Mapping[str, Any],
     is_temperature: bool = False,
 ) -> Callable[[Apply], Apply]:
@@ -80,13 +80,13 @@ def kept_at_most(sampling: Sampling) -> int:
     return max(sampling.top_k, sampling.min_keep)
 
 
-def _log_of(option: str) -> Knob:
+def _log_of(option: str) -> SamplerKnob:
     def value(sampling: Sampling) -> float:
         # A filter with the minimum log-probability -inf drops no token.
         probability = getattr(sampling, option)
         return math.log(probability) if probability else -math.inf
 
-    return Knob(value)
+    return SamplerKnob(value)
 
 
 def mean_surprise(candidates: Candidates) -> tuple[Tensor, Tensor]:
@@ -164,7 +164,7 @@ def _divided(candidates: Candidates, temperature_B1: Tensor) -> Candidates:
 # Top-k (Fan et al. 2018, Hierarchical Neural Story Generation).
 
 
-@declared(lambda s: s.top_k > 0, {"top_k": Knob(kept_at_most, is_whole=True)}, {"top_k": 40})
+@declared(lambda s: s.top_k > 0, {"top_k": SamplerKnob(kept_at_most, is_whole=True)}, {"top_k": 40})
 def top_k(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep the tokens with the k largest logits, and others that equal the k-th.
 

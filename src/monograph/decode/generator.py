@@ -19,25 +19,25 @@ from typing import Any, Literal
 from monograph import compat
 from monograph.automata import Automaton
 from monograph.decode.arena import Arena
-from monograph.decode.cache import KVCache, Reader, Slots, Wrap
+from monograph.decode.cache import CacheSizes, KVCache, Reader, Wrap
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.request import (
     FINISHES,
-    Block,
     Event,
     LogProbability,
     Outbox,
     Pace,
-    Record,
     Request,
+    RowRecord,
+    StepBlock,
     drawn,
     reported,
 )
 from monograph.decode.sampling import Sampling
-from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, Step, Steps
-from monograph.decode.waiting import Entry, Waiting
+from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, StepFunction, Steps
+from monograph.decode.waiting import Waiting, WaitingRequest
 from monograph.device import clock, sent
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
@@ -84,7 +84,7 @@ class Generator:
         chain: Chain | Sequence[Chain],
         *,
         rows: int,
-        slots: int | Slots,
+        slots: int | CacheSizes,
         vocabulary: int,
         automata: Collection[Automaton] | Arena = (),
         block: int | Pace | None = None,
@@ -99,7 +99,7 @@ class Generator:
                 which covers every request (`Steps`). The tokens have the same bits whichever chain a
                 block uses.
             rows: the maximum number of requests that run at the same time.
-            slots: positions of each row, at most the model's context; or a `Slots`.
+            slots: positions of each row, at most the model's context; or a `CacheSizes`.
             vocabulary: V, the size of the tokenizer's vocabulary.
             automata: all constraints and stop strings of future requests, or tables for them.
             block: steps between two reads of the host, or a pace; None: 16 on a GPU and 1 on a CPU.
@@ -109,7 +109,7 @@ class Generator:
                 kernels compute it where they can (`monograph.decode.fast_forward.obstacle`).
         """
         weight = model.eval().lm_head.weight
-        form = slots if isinstance(slots, Slots) else Slots(slots)
+        form = slots if isinstance(slots, CacheSizes) else CacheSizes(slots)
         self.rows = rows
         self.slots = form.most
         self.compiled = mode == "compiled"
@@ -162,7 +162,7 @@ class Generator:
             if not form.is_filled:
                 fast = fast_forward(model, rows)
 
-        def make_step(chain: Chain) -> Step:
+        def make_step(chain: Chain) -> StepFunction:
             step = DecodeStep(
                 model=model,
                 state=self.state.for_chain(chain),
@@ -196,13 +196,13 @@ class Generator:
     def _begin_empty(self, rows: int) -> None:
         """Begin without requests."""
         self._waiting = Waiting()
-        self._records: list[Record | None] = [None] * rows
+        self._records: list[RowRecord | None] = [None] * rows
         # The owner and the tokens of the prompt whose keys and values each row has.
         self._prompts = [_NO_PROMPT] * rows
         # The rows without a request; the row that has been free longest comes first.
         self._free_rows: list[int] = list(range(rows))
         # A block that was launched and is not read yet.
-        self._unread: Block | None = None
+        self._unread: StepBlock | None = None
         self._submitted = 0
         # The options and stop ids of the request before, its smallest chain and its knobs' values.
         self._last_options: tuple[Sampling, tuple[int, ...]] | None = None
@@ -233,7 +233,7 @@ class Generator:
             )
         number = self._submitted
         self._submitted += 1
-        self._waiting.add(Entry(number, request, smallest_chain, knobs))
+        self._waiting.add(WaitingRequest(number, request, smallest_chain, knobs))
         return number
 
     def cancel(self, number: int) -> None:
@@ -421,7 +421,7 @@ class Generator:
             sampling = request.sampling
             stop_ids = request.stop_ids
             limit = min(request.max_tokens, self.slots - len(prompt))
-            self._records[row] = Record(number, request, limit, smallest_chain)
+            self._records[row] = RowRecord(number, request, limit, smallest_chain)
             self._prompts[row] = request.owner, self.reader.tokens_to_read(prompt)
             row_values = {
                 "token_B": prompt[-1],
@@ -483,7 +483,7 @@ class Generator:
 
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
-    def _launch_block(self) -> Block | None:
+    def _launch_block(self) -> StepBlock | None:
         """Start a block of steps and return it; None if no row needs a step.
 
         It has the steps of the pace, or fewer if all rows need fewer.
@@ -516,9 +516,9 @@ class Generator:
         for record in running:
             record.launched = min(record.launched + steps, record.limit)
         # The list of records is copied, since rows may have other requests when the block is read.
-        return Block(steps, self.outbox.send(steps), list(self._records))
+        return StepBlock(steps, self.outbox.send(steps), list(self._records))
 
-    def _read_block(self, block: Block) -> list[Event]:
+    def _read_block(self, block: StepBlock) -> list[Event]:
         """Read a block and return its events.
 
         The codes of a row after the end of its request are skipped.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from monograph.decode.filters import FILTERS, kept_at_most
 from monograph.decode.sampling import ORDERS, Sampling
-from monograph.decode.stages import Knob, SamplerStage, options
+from monograph.decode.stages import SamplerKnob, SamplerStage, options
 from monograph.device import sent
 from monograph.errors import UsageError
 
@@ -53,28 +53,36 @@ _EDITS = (
         "last_n",
         lambda s: s.penalty_last_n > 0 and (_penalises_repetition(s) or _penalises_counts(s)),
         options("penalty_last_n")
-        | {"counts_prompt": Knob(lambda s: s.penalty_scope == "all", is_whole=True)},
+        | {"counts_prompt": SamplerKnob(lambda s: s.penalty_scope == "all", is_whole=True)},
         {"penalty_last_n": 8, "repetition_penalty": 1.1},
     ),
     SamplerStage(
         "repetition",
         _penalises_repetition,
-        {"repetition_penalty": Knob(lambda s: s.repetition_penalty if _has_window(s) else 1.0)},
+        {
+            "repetition_penalty": SamplerKnob(
+                lambda s: s.repetition_penalty if _has_window(s) else 1.0
+            )
+        },
         {"repetition_penalty": 1.1},
     ),
     SamplerStage(
         "counted",
         _penalises_counts,
         {
-            "frequency_penalty": Knob(lambda s: s.frequency_penalty if _has_window(s) else 0.0),
-            "presence_penalty": Knob(lambda s: s.presence_penalty if _has_window(s) else 0.0),
+            "frequency_penalty": SamplerKnob(
+                lambda s: s.frequency_penalty if _has_window(s) else 0.0
+            ),
+            "presence_penalty": SamplerKnob(
+                lambda s: s.presence_penalty if _has_window(s) else 0.0
+            ),
         },
         {"frequency_penalty": 0.1, "presence_penalty": 0.1},
     ),
     SamplerStage(
         "dry",
         lambda s: s.dry_multiplier > 0 and s.dry_penalty_last_n != 0,
-        {"dry_multiplier": Knob(lambda s: s.dry_multiplier if s.dry_penalty_last_n else 0.0)}
+        {"dry_multiplier": SamplerKnob(lambda s: s.dry_multiplier if s.dry_penalty_last_n else 0.0)}
         | options("dry_base", "dry_allowed_length", "dry_penalty_last_n"),
         {"dry_multiplier": 0.1},
     ),

@@ -91,7 +91,7 @@ FINISHES: dict[Status, Finish] = {
 
 
 @dataclass
-class Record:
+class RowRecord:
     """The host's record of a request in a row.
 
     Attributes:
@@ -116,7 +116,7 @@ class Record:
     exact: bool = False
 
 
-class Block(NamedTuple):
+class StepBlock(NamedTuple):
     """Steps that were started together.
 
     Attributes:
@@ -127,7 +127,7 @@ class Block(NamedTuple):
 
     steps: int
     half: int
-    records: list[Record | None]
+    records: list[RowRecord | None]
 
 
 class Pace(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Literal, Self, get_args
 from monograph.errors import UsageError
 from monograph.ranges import Range, between, whole
 
-Scope = Literal["output", "all"]
+PenaltyScope = Literal["output", "all"]
 
 # The orders of the temperature and the filters. transformers has the temperature first, llama.cpp
 # last. A stage that one of them lacks is placed next to a similar stage.
@@ -143,7 +143,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    penalty_scope: Scope = "output"
+    penalty_scope: PenaltyScope = "output"
     penalty_last_n: int = -1
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
@@ -170,9 +170,9 @@ class Sampling:
             if allowed.whole:
                 # This turns an integer of numpy into one of Python.
                 object.__setattr__(self, name, int(value))
-        if self.penalty_scope not in get_args(Scope):
+        if self.penalty_scope not in get_args(PenaltyScope):
             raise UsageError(
-                f"penalty_scope = {self.penalty_scope!r}: expected one of {', '.join(get_args(Scope))}"
+                f"penalty_scope = {self.penalty_scope!r}: expected one of {', '.join(get_args(PenaltyScope))}"
             )
         breakers = self.dry_sequence_breakers
         # A plain string is refused, since it would be read as a sequence of its letters.

@@ -8,7 +8,7 @@ from monograph.decode.sampling import RANGES, Sampling
 
 
 @dataclass(frozen=True)
-class Knob:
+class SamplerKnob:
     """A number that a stage reads for each row.
 
     Attributes:
@@ -20,9 +20,9 @@ class Knob:
     is_whole: bool = False
 
 
-def options(*names: str) -> dict[str, Knob]:
+def options(*names: str) -> dict[str, SamplerKnob]:
     """Return knobs whose values are the options of these names."""
-    return {name: Knob(_Option(name), RANGES[name].whole) for name in names}
+    return {name: SamplerKnob(_Option(name), RANGES[name].whole) for name in names}
 
 
 @dataclass(frozen=True)
@@ -47,5 +47,5 @@ class SamplerStage:
 
     name: str
     is_needed: Callable[[Sampling], bool]
-    knobs: Mapping[str, Knob]
+    knobs: Mapping[str, SamplerKnob]
     example: Mapping[str, Any]

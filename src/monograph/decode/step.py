@@ -46,7 +46,7 @@ from monograph.decode.chain import (
     Drawn,
     LogProbabilities,
     Past,
-    Rows,
+    SamplerRows,
     add_to_counts,
     edit_logits_or_nan,
     log_probabilities,
@@ -110,8 +110,8 @@ class State:
         stop_ids_BM: the ids that end the text, padded with -1.
         constraint_B: the state of the automaton of allowed texts, with its counters.
         stopping_B: the state of the automaton of stop strings.
-        counts_BV: int32, see `Rows`.
-        prompt_BV: bool or int32, see `Rows`.
+        counts_BV: int32, see `SamplerRows`.
+        prompt_BV: bool or int32, see `SamplerRows`.
         past: the ids of prompt and output.
         mu_B: fp32, the surprise in bits that mirostat allows.
         line_1: the next line of the rings.
@@ -340,7 +340,7 @@ class DecodeStep:
         """
         state = self.state
         logits_BV = self._logits(blocks, hidden_BD)[:, : self.vocabulary]
-        rows = Rows(
+        rows = SamplerRows(
             seed_B=state.seed_B,
             # The position of the token to be sampled, which follows the token that is read.
             position_B=state.position_B + 1,
@@ -362,7 +362,11 @@ class DecodeStep:
         self._advance(drawn, follows)
 
     def _sample(
-        self, logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, truncation: Truncation
+        self,
+        logits_BV: Tensor,
+        rows: SamplerRows,
+        allowed_BV: Tensor | None,
+        truncation: Truncation,
     ) -> Drawn:
         sampler = self.fast_sampler
         if sampler is None or not sampler.serves(self.chain, truncation, self.vocabulary):
@@ -421,7 +425,7 @@ class DecodeStep:
             state.mu_B.copy_(torch.where(moved_B, state.mu_B - change_B, state.mu_B))
 
 
-Step = Callable[..., None]
+StepFunction = Callable[..., None]
 
 
 class Steps:
@@ -438,7 +442,7 @@ class Steps:
     def __init__(
         self,
         chains: Sequence[Chain],
-        make_step: Callable[[Chain], Step],
+        make_step: Callable[[Chain], StepFunction],
         recorder: Recorder | None,
         only_given_chains: bool,
     ) -> None:

@@ -8,7 +8,7 @@ from monograph.decode.knobs import Chain
 from monograph.decode.request import Request
 
 
-class Entry(NamedTuple):
+class WaitingRequest(NamedTuple):
     """A waiting request.
 
     Attributes:
@@ -32,7 +32,7 @@ class Waiting:
 
     def __init__(self) -> None:
         # The owner whose turn is next comes first.
-        self._by_owner: dict[str, deque[Entry]] = {}
+        self._by_owner: dict[str, deque[WaitingRequest]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._by_owner.values()))
@@ -40,7 +40,7 @@ class Waiting:
     def __bool__(self) -> bool:
         return bool(self._by_owner)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[WaitingRequest]:
         turns = deque(map(iter, self._by_owner.values()))
         while turns:
             entries = turns.popleft()
@@ -50,15 +50,15 @@ class Waiting:
                 turns.append(entries)
 
     @property
-    def first(self) -> Entry:
+    def first(self) -> WaitingRequest:
         """Return the next request."""
         return next(iter(self))
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: WaitingRequest) -> None:
         """Add a request after those of its owner."""
         self._by_owner.setdefault(entry.request.owner, deque()).append(entry)
 
-    def take(self) -> Entry:
+    def take(self) -> WaitingRequest:
         """Remove and return the next request; its owner's next turn follows those of all others."""
         owner = next(iter(self._by_owner))
         entries = self._by_owner.pop(owner)
@@ -67,7 +67,7 @@ class Waiting:
             self._by_owner[owner] = entries
         return entry
 
-    def prefer(self, entry: Entry) -> None:
+    def prefer(self, entry: WaitingRequest) -> None:
         """Make a waiting request the next one."""
         entries = self._by_owner.pop(entry.request.owner)
         entries.remove(entry)
@@ -82,7 +82,7 @@ class Waiting:
                     self._drop(owner, entry)
                     return
 
-    def _drop(self, owner: str, entry: Entry) -> None:
+    def _drop(self, owner: str, entry: WaitingRequest) -> None:
         self._by_owner[owner].remove(entry)
         if not self._by_owner[owner]:
             del self._by_owner[owner]

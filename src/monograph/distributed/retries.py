@@ -10,7 +10,7 @@ from monograph.distributed.replicated import Replicas
 from monograph.distributed.world import World
 from monograph.errors import InputRefused, OutOfDeviceMemory
 from monograph.step import Step
-from monograph.step.retries import Retries, Share, empty_cache, out_of_memory
+from monograph.step.retries import RankShare, Retries, empty_cache, out_of_memory
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ class BeginAgain(Retries):
 
     def __init__(self, micro_batch: int | None, world: World):
         """Store the rows of a micro-batch and the ranks."""
-        super().__init__(micro_batch, share=Share(world.size, world.rank))
+        super().__init__(micro_batch, share=RankShare(world.size, world.rank))
         self.world = world
 
     def fitting(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:
@@ -56,7 +56,7 @@ class Together(Retries):
 
     def __init__(self, micro_batch: int | None, replicas: Replicas):
         """Store the rows of a micro-batch and the parameters."""
-        super().__init__(micro_batch, share=Share(replicas.world.size, replicas.world.rank))
+        super().__init__(micro_batch, share=RankShare(replicas.world.size, replicas.world.rank))
         self.replicas = replicas
 
     def fitting(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:

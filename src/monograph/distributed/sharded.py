@@ -33,9 +33,9 @@ from monograph.graph.inspect import blocks
 from monograph.graph.lora import kept_state, narrow
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.loss import check_result
-from monograph.optim import Hyperparameters, Kind, Plane, trainable
+from monograph.optim import Hyperparameters, ParameterKind, Plane, trainable
 from monograph.optim.formats import FORMATS
-from monograph.optim.planes import Slot
+from monograph.optim.planes import PlacedParameter
 from monograph.optim.state_format import StateFormat
 from monograph.step import Step
 from monograph.step.parameters import Sums
@@ -168,7 +168,7 @@ class Shards(ByRank):
         """
         step = self.step
         form = FORMATS[step.optim.state]
-        of_kind: dict[Kind, list[tuple[Plane, Tensor]]] = {}
+        of_kind: dict[ParameterKind, list[tuple[Plane, Tensor]]] = {}
         for plane, total in zip(step.planes, grads, strict=True):
             if plane.kind.matrix_shape is not None:
                 of_kind.setdefault(plane.kind, []).append((plane, total))
@@ -198,7 +198,7 @@ class Shards(ByRank):
         for plane in step.planes:
             plane.orthogonal = None
 
-    def _hyperparameters(self, kind: Kind, total: Tensor) -> Hyperparameters:
+    def _hyperparameters(self, kind: ParameterKind, total: Tensor) -> Hyperparameters:
         """Return the numbers of the update that was decided, as if it were made, for a kind's summed
         gradient.
         """
@@ -396,7 +396,9 @@ class RowsPlane(Plane):
             yield name, of_rows(flat.view(local.to_local().shape), local.device_mesh, parameter)
 
 
-def rows_planes(model: nn.Module, kinds: Mapping[str, Kind], form: StateFormat) -> list[RowsPlane]:
+def rows_planes(
+    model: nn.Module, kinds: Mapping[str, ParameterKind], form: StateFormat
+) -> list[RowsPlane]:
     """Make a plane for each trainable parameter of a sharded module.
 
     Its `number` and `start` say which plane of a single process holds these elements, and where
@@ -407,8 +409,8 @@ def rows_planes(model: nn.Module, kinds: Mapping[str, Kind], form: StateFormat) 
             packs in one element.
     """
     block = form.block
-    numbers: dict[Kind, int] = {}
-    reached = Counter[Kind]()  # elements so far of each kind
+    numbers: dict[ParameterKind, int] = {}
+    reached = Counter[ParameterKind]()  # elements so far of each kind
     made = []
     for name, parameter in trainable(model).items():
         sharded = parameter
@@ -426,7 +428,7 @@ def rows_planes(model: nn.Module, kinds: Mapping[str, Kind], form: StateFormat) 
         number = numbers.setdefault(kind, len(numbers))
         plane = RowsPlane(
             kind,
-            [Slot(name, parameter, 0)],
+            [PlacedParameter(name, parameter, 0)],
             local,
             torch.zeros_like(local),
             number,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from monograph.distributed.world import World
-from monograph.optim import Hyperparameters, Kind, Plane
-from monograph.optim.state_format import Part, StateFormat
+from monograph.optim import Hyperparameters, ParameterKind, Plane
+from monograph.optim.state_format import MomentBuffer, StateFormat
 
 
 class Ends(NamedTuple):
@@ -57,7 +57,7 @@ def agree(
     members: Sequence[Cut],
     scale: Tensor,
     form: StateFormat,
-    hyperparameters: Callable[[Kind, Tensor], Hyperparameters],
+    hyperparameters: Callable[[ParameterKind, Tensor], Hyperparameters],
 ) -> None:
     """Tell planes the largest numbers that their first and last blocks will have after the update;
     a collective.
@@ -116,7 +116,7 @@ def _largest(
     )
 
 
-def _elements(part: Part, place: slice, before: int) -> slice:
+def _elements(part: MomentBuffer, place: slice, before: int) -> slice:
     """Return the elements of a buffer that hold the numbers of a rank's `place`."""
     if place.stop == place.start:
         return slice(0, 0)

@@ -161,19 +161,19 @@ def refusal(failure: BaseException, running: list[str]) -> InputRefused:
 
 
 F = torch.nn.functional
-State = tuple[Tensor, ...]  # the hidden state [B, H], and an LSTM's cell state [B, H]
+RecurrentState = tuple[Tensor, ...]  # the hidden state [B, H], and an LSTM's cell state [B, H]
 # A recurrent layer's step in time: (the input's share of the gates [B, G], the state, weight_hh,
 # bias_hh, an LSTM's projection) -> the next state.
-Step = Callable[..., State]
+RecurrentStep = Callable[..., RecurrentState]
 
 
 def _lstm(
     input_gates: Tensor,
-    state: State,
+    state: RecurrentState,
     weight: Tensor,
     bias: Tensor | None,
     projection: Tensor | None = None,
-) -> State:
+) -> RecurrentState:
     hidden, cell = state
     into, forget, new, out = (input_gates + F.linear(hidden, weight, bias)).chunk(4, -1)
     cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
@@ -181,7 +181,9 @@ def _lstm(
     return hidden if projection is None else F.linear(hidden, projection), cell
 
 
-def _gru(input_gates: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
+def _gru(
+    input_gates: Tensor, state: RecurrentState, weight: Tensor, bias: Tensor | None
+) -> RecurrentState:
     (hidden,) = state
     input_reset, input_keep, input_new = input_gates.chunk(3, -1)
     hidden_reset, hidden_keep, hidden_new = F.linear(hidden, weight, bias).chunk(3, -1)
@@ -194,22 +196,22 @@ def _gru(input_gates: Tensor, state: State, weight: Tensor, bias: Tensor | None)
 def _rnn(
     act: Callable[[Tensor], Tensor],
     input_gates: Tensor,
-    state: State,
+    state: RecurrentState,
     weight: Tensor,
     bias: Tensor | None,
-) -> State:
+) -> RecurrentState:
     return (act(input_gates + F.linear(state[0], weight, bias)),)
 
 
 def _run_cell(
-    step: Step,
+    step: RecurrentStep,
     x: Tensor,
-    state: Tensor | State,
+    state: Tensor | RecurrentState,
     weight_ih: Tensor,
     weight_hh: Tensor | None = None,
     bias_ih: Tensor | None = None,
     bias_hh: Tensor | None = None,
-) -> Tensor | State:
+) -> Tensor | RecurrentState:
     """Run one step in time. The arguments after `step` are those of torch's cell kernels."""
     input_gates = F.linear(x, weight_ih, bias_ih)
     if isinstance(state, tuple):
@@ -218,17 +220,17 @@ def _run_cell(
 
 
 def _run_layers(
-    step: Step,
+    step: RecurrentStep,
     x: Tensor,
-    state: Tensor | State,
-    weights: list[Tensor] | Tensor | State,
+    state: Tensor | RecurrentState,
+    weights: list[Tensor] | Tensor | RecurrentState,
     bias: bool,
     layers: int,
     dropout: float,
     training: bool,
     bidirectional: bool,
     batch_first: bool = False,
-) -> State:
+) -> RecurrentState:
     """Run a recurrent layer over x [T, B, I]. The arguments after `step` are those of torch's
     kernels.
 
@@ -247,7 +249,7 @@ def _run_layers(
     first_states = state if isinstance(state, tuple) else (state,)
     # The weights are listed layer by layer, in each layer direction by direction.
     weights_each = len(weights) // (layers * directions)
-    last_states: list[State] = []
+    last_states: list[RecurrentState] = []
     for layer in range(layers):
         outputs = []
         for direction in range(directions):
@@ -278,7 +280,7 @@ def _run_layers(
 
 
 # torch's names of the kernels of recurrent layers and cells, and their replacements.
-_STEPS: dict[str, Step] = {
+_STEPS: dict[str, RecurrentStep] = {
     "lstm": _lstm,
     "gru": _gru,
     "rnn_tanh": functools.partial(_rnn, torch.tanh),

@@ -1,7 +1,7 @@
 """Give each member an optimizer, and merge the members' kinds of updates.
 
-A number of a merged `Kind`, which says how a parameter is updated, is a tensor [N] if the members'
-values differ. Otherwise it stays a number, which keeps the graph simple.
+A number of a merged `ParameterKind`, which says how a parameter is updated, is a tensor [N] if the
+members' values differ. Otherwise it stays a number, which keeps the graph simple.
 
 Shapes: N members.
 """
@@ -14,10 +14,10 @@ import torch
 
 from monograph.ensemble.knobs import Knobs
 from monograph.errors import UsageError
-from monograph.optim import Kind, Optimizer
+from monograph.optim import Optimizer, ParameterKind
 from monograph.optim.optimizer import Knob
 
-# Fields of a `Kind` in which members may differ. They may also differ in each of its betas.
+# Fields of a `ParameterKind` in which members may differ. They may also differ in each beta.
 _MEMBER_FIELDS_OF_KIND = ("lr", "weight_decay", "eps")
 
 
@@ -110,8 +110,8 @@ def dropout_seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> t
 
 
 def merge_kinds(
-    member_kinds: Sequence[Mapping[str, Kind]], device: torch.device
-) -> dict[str, Kind]:
+    member_kinds: Sequence[Mapping[str, ParameterKind]], device: torch.device
+) -> dict[str, ParameterKind]:
     """Return by name how each parameter is updated. Numbers are tensors [N] where the members'
     values differ.
 
@@ -122,7 +122,7 @@ def merge_kinds(
         member_kinds: for each member, its parameters' kinds by name.
         device: the device of the tensors.
     """
-    merged: dict[tuple[Kind, ...], Kind] = {}  # by the members' kinds
+    merged: dict[tuple[ParameterKind, ...], ParameterKind] = {}  # by the members' kinds
     names = list(member_kinds[0])
     merged_by_name = {}
     for name in names:

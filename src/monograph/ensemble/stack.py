@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from monograph.ensemble.agreement import DROPOUTS, hook_attributes, require_stackable
 from monograph.errors import UsageError
-from monograph.step.guard import Memory, memory
+from monograph.step.guard import MemoryRegion, memory
 
 CHECKED_PER_UPDATE = 8  # the members that `require_views` checks before each update
 
-Owner = tuple[nn.Module, str]  # a module, and the name under which it holds a tensor
+TensorOwner = tuple[nn.Module, str]  # a module, and the name under which it holds a tensor
 
 
 class _StackedTensor(NamedTuple):
@@ -29,7 +29,7 @@ class _StackedTensor(NamedTuple):
     """
 
     stacked: Tensor
-    owners: list[Owner]
+    owners: list[TensorOwner]
 
 
 class Stack:
@@ -183,7 +183,7 @@ class _DropoutWithRates(nn.Module):
         return dropped
 
 
-def _view_memory(stacked: Tensor, number: int) -> Memory:
+def _view_memory(stacked: Tensor, number: int) -> MemoryRegion:
     """Return `memory(stacked[number])`. It is computed without making the view, as this runs for
     many tensors in each update.
     """
@@ -205,7 +205,7 @@ def _stack(tensors: list[Tensor]) -> Tensor:
     return stacked
 
 
-def _tensor_owners(members: Sequence[nn.Module]) -> Iterator[list[Owner]]:
+def _tensor_owners(members: Sequence[nn.Module]) -> Iterator[list[TensorOwner]]:
     """Yield for each parameter and buffer where each member holds it. A tied tensor is yielded
     once.
     """

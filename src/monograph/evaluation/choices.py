@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from monograph.data.forms import TEXT, RecordSettings
 from monograph.data.kinds import sample
-from monograph.data.progress import Meter, Progress
+from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.records import Fault, Unusable, checked_text, json_objects
 from monograph.data.sources import LINES, suffix_of
 from monograph.errors import InputRefused, UsageError
@@ -67,7 +67,7 @@ def score(
     precision: Precision,
     *,
     batch_tokens: int = BATCH_TOKENS,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> list[Score]:
     """Score continuations, and return the scores in the same order.
 
@@ -413,7 +413,7 @@ def choose(
     tokenizer: Tokenizer,
     questions: Sequence[Question],
     precision: Precision,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     chat: bool = False,
 ) -> tuple[list[ChoiceMarks], Accuracy]:
     """Answer questions by the log-probability of " " + choice after the question.

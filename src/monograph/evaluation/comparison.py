@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 import numpy as np
 from torch import nn
 
-from monograph.data.progress import Progress
+from monograph.data.progress import ProgressCallback
 from monograph.data.rows import Rows
 from monograph.errors import UsageError
 from monograph.evaluation.choices import ChoiceMarks
@@ -73,11 +73,16 @@ def percent(one: float, other: float) -> str:
 
 @overload
 def compare(
-    a: Evaluates, b: Evaluates, held_out: Rows, *, over: str = ..., progress: Progress | None = ...
+    a: Evaluates,
+    b: Evaluates,
+    held_out: Rows,
+    *,
+    over: str = ...,
+    progress: ProgressCallback | None = ...,
 ) -> Comparison: ...
 @overload
 def compare(
-    a: Evaluates, b: Rows, *, over: str = ..., progress: Progress | None = ...
+    a: Evaluates, b: Rows, *, over: str = ..., progress: ProgressCallback | None = ...
 ) -> Table: ...
 def compare(
     a: Evaluates,
@@ -85,7 +90,7 @@ def compare(
     held_out: Rows | None = None,
     *,
     over: str = "seed",
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Comparison | Table:
     """Compare two engines, or the settings of one ensemble, in bits per byte of the same text.
 
@@ -127,7 +132,7 @@ def compare_on(
     b: Evaluates,
     rows_b: Rows,
     over: str = "seed",
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Comparison:
     """Compare two engines as `compare(a, b, held_out)` does, but each reads the documents in the
     rows of its own tokenizer.
@@ -206,7 +211,9 @@ def _right_share(answers: Sequence[ChoiceMarks]) -> float:
     return float(np.mean([answer.acc for answer in answers]))
 
 
-def bits_per_byte(engine: Evaluates, rows: Rows, progress: Progress | None = None) -> list[float]:
+def bits_per_byte(
+    engine: Evaluates, rows: Rows, progress: ProgressCallback | None = None
+) -> list[float]:
     """Return the bits per byte of each member.
 
     Raises:

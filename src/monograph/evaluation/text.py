@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monograph.data.progress import Meter, Progress
+from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.rows import IGNORE, Rows
 from monograph.errors import UsageError
 from monograph.evaluation.significance import Mean
@@ -57,7 +57,7 @@ def evaluate(
     *,
     batch_rows: int = 16,
     limit: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Evaluation:
     """Score rows.
 
@@ -91,7 +91,7 @@ def evaluate_members(
     *,
     batch_rows: int = 16,
     limit: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> list[Evaluation]:
     """Score rows by every member of an engine, see `evaluate`. A single model counts as one member.
 
@@ -166,7 +166,7 @@ class Scores(NamedTuple):
         return per_byte_N
 
 
-def by_document(engine: Evaluates, rows: Rows, progress: Progress | None = None) -> Scores:
+def by_document(engine: Evaluates, rows: Rows, progress: ProgressCallback | None = None) -> Scores:
     """Score each document separately.
 
     A unit is one document or, if there are more than 256 documents, several consecutive documents,

@@ -18,13 +18,13 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from monograph.data.progress import Progress
+from monograph.data.progress import ProgressCallback
 
 Grams = NDArray[np.uint64]
 
 
 def yardsticks(
-    train_bytes: bytes, held_out_bytes: bytes, progress: Progress | None = None
+    train_bytes: bytes, held_out_bytes: bytes, progress: ProgressCallback | None = None
 ) -> dict[str, float]:
     """Return the held-out text's bits per byte by four methods, by name, usually the worst first.
 

@@ -39,7 +39,7 @@ from monograph.ops.row_norms import row_norms, sum_row_norms
 from monograph.ops.token_rows import replaced
 from monograph.ranges import ABOVE_0, COUNT, DECAY
 
-Place = torch.device | None  # None: the device of the weights
+OptionalDevice = torch.device | None  # None: the device of the weights
 Base = Literal["auto", "int8", "nf4"]
 BASES: dict[str, tuple[type[FrozenWeight], type[FrozenWeight]]] = {
     "int8": (Int8Linear, Int8Experts),
@@ -226,7 +226,7 @@ def adapt(
     *,
     seed: int = 0,
     dtype: torch.dtype | None = None,
-    device: Place = None,
+    device: OptionalDevice = None,
 ) -> dict[str, AnyAdapted]:
     """Freeze a module and give its linear layers adapters.
 
@@ -331,7 +331,11 @@ def adapters(module: nn.Module) -> dict[str, AnyAdapted]:
 
 @torch.no_grad()
 def _adapt(
-    layer: nn.Linear | ExpertLinear, lora: Lora, key: str, device: Place, dtype: torch.dtype | None
+    layer: nn.Linear | ExpertLinear,
+    lora: Lora,
+    key: str,
+    device: OptionalDevice,
+    dtype: torch.dtype | None,
 ) -> None:
     """Give a layer an adapter.
 
@@ -513,7 +517,10 @@ def _read(
 
 
 def narrow(
-    module: nn.Module, dtype: torch.dtype, more: Iterable[nn.Module] = (), device: Place = None
+    module: nn.Module,
+    dtype: torch.dtype,
+    more: Iterable[nn.Module] = (),
+    device: OptionalDevice = None,
 ) -> None:
     """Round the frozen fp32 weights and biases of linear layers, including the head, in place.
 

@@ -40,9 +40,9 @@ from monograph.graph.inspect import blocks
 from monograph.graph.remat import OfBlock, Policy, Recording, Remat, record, within
 from monograph.graph.siblings import split_families_at_blocks
 
-Context = AbstractContextManager[object]
+ContextManager = AbstractContextManager[object]
 # Makes the contexts in which a forward pass and its recomputation run.
-Contexts = Callable[[], tuple[Context, Context]]
+Contexts = Callable[[], tuple[ContextManager, ContextManager]]
 
 # ---- inputs in the host's memory -----------------------------------------------------------------
 
@@ -312,7 +312,7 @@ def _contexts_keeping(names: frozenset[tuple[str, int]]) -> Contexts:
     A name is an operator's name and the number of the call among the block's calls of it, from 0.
     """
 
-    def contexts() -> tuple[Context, Context]:
+    def contexts() -> tuple[ContextManager, ContextManager]:
         # torch passes only the operator, so its calls are counted here: in the forward pass, and
         # separately in the recomputation.
         call_counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
@@ -331,7 +331,9 @@ def _contexts_keeping(names: frozenset[tuple[str, int]]) -> Contexts:
     return contexts
 
 
-def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Context, Context]:
+def _eager_contexts(
+    block: nn.Module, contexts: Contexts | None
+) -> tuple[ContextManager, ContextManager]:
     """Return the contexts of the forward pass and of its recomputation.
 
     The recomputation reads the buffers as they were before the forward pass. After the recomputation
@@ -353,7 +355,9 @@ class _BufferCopy(NamedTuple):
 
 
 @contextmanager
-def _with_buffers(block: nn.Module, buffers: list[_BufferCopy], context: Context) -> Iterator[None]:
+def _with_buffers(
+    block: nn.Module, buffers: list[_BufferCopy], context: ContextManager
+) -> Iterator[None]:
     """Enter the context with these values in a block's buffers; restore the present ones after it."""
     present = _copy_buffers(block)
     _restore_buffers(buffers)

@@ -22,7 +22,7 @@ from monograph import compat
 # Calls before a capture: the first one compiles, and after the second one libraries have allocated
 # all the memory that they need.
 WARM_UP = 2
-Work = Callable[[], None]
+GraphWork = Callable[[], None]
 
 
 class Graph(Protocol):
@@ -35,14 +35,14 @@ class Graph(Protocol):
 class Recorder(Protocol):
     """A device that can capture work."""
 
-    def warm_up(self, work: Work) -> str | None:
+    def warm_up(self, work: GraphWork) -> str | None:
         """Do the work under the conditions of a capture.
 
         Returns:
             The reason why it cannot be captured, or None.
         """
 
-    def record(self, work: Work) -> Graph:
+    def record(self, work: GraphWork) -> Graph:
         """Capture the device work that `work` launches, without running it.
 
         Raises:
@@ -66,7 +66,7 @@ class CudaGraphs:
         # Graphs may share a pool, because no result in it is read after a replay.
         self._pool = torch.cuda.graph_pool_handle()
 
-    def warm_up(self, work: Work) -> str | None:
+    def warm_up(self, work: GraphWork) -> str | None:
         """Call the work on the captures' stream, and watch the host; see `Recorder.warm_up`."""
         current = torch.cuda.current_stream(self.device)
         generator_state = torch.get_rng_state()
@@ -84,7 +84,7 @@ class CudaGraphs:
             return "it draws random numbers on the host (torch)"
         return None
 
-    def record(self, work: Work) -> Graph:
+    def record(self, work: GraphWork) -> Graph:
         """Capture the work; other threads, such as one that fills pinned memory, may run meanwhile."""
         graph = torch.cuda.CUDAGraph()
         begun = False
@@ -194,7 +194,7 @@ class Replays:
                 self._graphs[variant] = _call_and_capture(work, self._recorder)
 
 
-def _call_and_capture(work: Work, recorder: Recorder) -> Graph:
+def _call_and_capture(work: GraphWork, recorder: Recorder) -> Graph:
     """Call the work a last time, then capture it.
 
     Raises:

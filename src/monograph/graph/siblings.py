@@ -23,7 +23,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 Example = Tensor | Mapping[str, object] | Sequence[object] | Callable[[], object]
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of a layer; it keeps the tensors alive, so that no other tensor gets the same id."""
 
     name: str
@@ -34,13 +34,13 @@ class Call(NamedTuple):
     output_version: int
 
 
-def record_calls(module: nn.Module, run: Callable[[], object]) -> list[Call]:
+def record_calls(module: nn.Module, run: Callable[[], object]) -> list[LayerCall]:
     """Run a module in its own mode and in evaluation mode.
 
     Returns:
         All calls of linear layers whose only argument is a tensor.
     """
-    calls: list[Call] = []
+    calls: list[LayerCall] = []
 
     def record(
         name: str,
@@ -54,7 +54,7 @@ def record_calls(module: nn.Module, run: Callable[[], object]) -> list[Call]:
             return
         input = values[0]
         calls.append(
-            Call(name, input, version_of(input), mode_of(input), output, version_of(output))
+            LayerCall(name, input, version_of(input), mode_of(input), output, version_of(output))
         )
 
     linear_layers = [
@@ -78,7 +78,9 @@ def record_calls(module: nn.Module, run: Callable[[], object]) -> list[Call]:
     return calls
 
 
-def groups_to_fuse(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]], dict[str, str]]:
+def groups_to_fuse(
+    module: nn.Module, calls: list[LayerCall]
+) -> tuple[list[list[str]], dict[str, str]]:
     """Find the layers that can be fused.
 
     Returns:

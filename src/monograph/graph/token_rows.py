@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.graph.inspect import head_of
 from monograph.graph.mmap_weights import kept_dtype, replace_data
-from monograph.ops.token_rows import Rows, embedding, linear, replaced
+from monograph.ops.token_rows import ReplacementRows, embedding, linear, replaced
 
 ROWS = "token_rows"  # the parameter's name, next to `weight`
 
@@ -36,9 +36,9 @@ class TableWithRows(nn.Module):
     token_slots: Tensor
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> ReplacementRows:
         """Return the trained rows and their positions in the table."""
-        return Rows(self.token_rows, self.token_index, self.token_slots)
+        return ReplacementRows(self.token_rows, self.token_index, self.token_slots)
 
 
 class TokenEmbedding(TableWithRows, nn.Embedding):
@@ -144,7 +144,7 @@ def tables(module: nn.Module) -> dict[str, TableWithRows]:
     return dict(first_by_rows.values())
 
 
-def rows_of(layer: nn.Module) -> Rows | None:
+def rows_of(layer: nn.Module) -> ReplacementRows | None:
     """Return the trained rows of a layer, or None."""
     return layer.rows if isinstance(layer, TableWithRows) else None
 

@@ -304,7 +304,7 @@ def _add_stops(
             )
 
 
-Chat = Sequence[dict[str, str]]
+ChatMessages = Sequence[dict[str, str]]
 # Contents of messages with which the translation of a chat template is tested.
 _CONTENTS = (
     "Why?",
@@ -432,13 +432,13 @@ def _probe(template: ChatTemplate, bos: str) -> tuple[dict[str, tuple[str, str]]
     return around, answer_prompt
 
 
-def held_out_chats() -> list[Chat]:
+def held_out_chats() -> list[ChatMessages]:
     """Return 20 chats of 1 to 5 questions, with and without a system message.
 
     They are other chats than those of `_probe`. No message begins or ends with a space, because some
     templates strip spaces.
     """
-    chats: list[Chat] = []
+    chats: list[ChatMessages] = []
     contents = cycle(_CONTENTS)
     for number in range(20):
         roles = ["user", *["assistant", "user"] * (number % 5)]

@@ -21,7 +21,7 @@ from monograph.graph.grouped import permute_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Family
 from monograph.model.rope import CosSin, rotate
-from monograph.ops.attention import Heads, Impl, Kernel, Mask, attention
+from monograph.ops.attention import AttentionKernel, Heads, Impl, Mask, attention
 from monograph.ops.rms_norm import rms_norm
 
 
@@ -180,7 +180,7 @@ class Attention(nn.Module):
         self.scale_query = make_scale(config.query_scale)
         self.head_dim = config.head_dim
         self.impl = impl
-        self.kernel: Kernel = "torch"
+        self.kernel: AttentionKernel = "torch"
         # The type of the device whose operators `rotate` uses; "": that of the input.
         self.device_type = ""
 

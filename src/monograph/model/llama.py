@@ -38,7 +38,7 @@ from monograph.model.layers import (
 )
 from monograph.model.rope import CosSin, cos_sin
 from monograph.model.sampling_defaults import Defaults
-from monograph.ops.attention import Impl, Kernel, Mask
+from monograph.ops.attention import AttentionKernel, Impl, Mask
 
 # Positions per side of a block of a block mask. This is flex attention's own default.
 BLOCK = 128
@@ -432,7 +432,9 @@ class Llama(nn.Module):
         """Return the logits over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
         return self.lm_head(hidden_BTD)
 
-    def use_attention(self, impl: Impl, kernel: Kernel = "torch", device_type: str = "") -> None:
+    def use_attention(
+        self, impl: Impl, kernel: AttentionKernel = "torch", device_type: str = ""
+    ) -> None:
         """Set how attention is computed.
 
         Args:

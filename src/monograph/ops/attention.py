@@ -140,7 +140,7 @@ def _halved(parts_N: Tensor) -> Tensor:
 
 
 Impl = Literal["auto", "reference", "sdpa", "flex", "blocks", "cached"]
-Kernel = Literal["torch", "repeated", "cudnn", "flash", "efficient"]
+AttentionKernel = Literal["torch", "repeated", "cudnn", "flash", "efficient"]
 Mask = Tensor | BlockMask | None
 
 _BACKENDS = {
@@ -161,7 +161,7 @@ def attention(
     value_BKSD: Tensor,
     mask: Mask,
     impl: Impl = "auto",
-    kernel: Kernel = "torch",
+    kernel: AttentionKernel = "torch",
     sink_H: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax attention in which H / K neighbouring query heads share one key-value head.
@@ -276,7 +276,9 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     return _over_blocks((query_BHTD, keys_NBKCD, values_NBKCD), seen_NB1MC, sink_H)
 
 
-def _sdpa(heads: Heads, mask: Tensor | None, kernel: Kernel, sink_H: Tensor | None) -> Tensor:
+def _sdpa(
+    heads: Heads, mask: Tensor | None, kernel: AttentionKernel, sink_H: Tensor | None
+) -> Tensor:
     if sink_H is None:
         return _by_torch(heads, mask, kernel)
     # torch's kernels have no sinks. So a first key is added, whose score is the sink and whose value is
@@ -296,7 +298,7 @@ def _sdpa(heads: Heads, mask: Tensor | None, kernel: Kernel, sink_H: Tensor | No
 
 
 def _by_torch(
-    heads: Heads, mask: Tensor | None, kernel: Kernel, scale: float | None = None
+    heads: Heads, mask: Tensor | None, kernel: AttentionKernel, scale: float | None = None
 ) -> Tensor:
     query_BHTD, key_BKSD, value_BKSD = heads
     needs_efficient = query_BHTD.is_cuda and (mask is not None or not _flash_reads(query_BHTD))

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from monograph.device import clock, synchronize
-from monograph.ops.attention import Kernel, attention
+from monograph.ops.attention import AttentionKernel, attention
 
 # torch's unfused kernel is not among them. It keeps the scores of all pairs of a query and a key, for
 # which no memory plan has room.
-KERNELS: tuple[Kernel, ...] = ("torch", "cudnn", "flash", "efficient")
+KERNELS: tuple[AttentionKernel, ...] = ("torch", "cudnn", "flash", "efficient")
 # Each kernel is timed ROUNDS times, over CALLS calls.
 ROUNDS = 5
 CALLS = 4
@@ -21,10 +21,10 @@ MARGIN = 1.05
 
 
 def timed(
-    attempt: Callable[[Kernel], object],
+    attempt: Callable[[AttentionKernel], object],
     finish: Callable[[], object],
     now: Callable[[], float] = clock,
-) -> dict[Kernel, float]:
+) -> dict[AttentionKernel, float]:
     """Return the shortest time of a call of each kernel in seconds, without kernels that fail.
 
     Args:
@@ -32,7 +32,7 @@ def timed(
         finish: waits until the work that `attempt` launched is done.
         now: the clock.
     """
-    able: list[Kernel] = []
+    able: list[AttentionKernel] = []
     for kernel in KERNELS:
         try:
             attempt(kernel)
@@ -52,7 +52,7 @@ def timed(
     return times
 
 
-def fastest(times: Mapping[Kernel, float]) -> Kernel:
+def fastest(times: Mapping[AttentionKernel, float]) -> AttentionKernel:
     """Return the fastest kernel; "torch" unless another one is faster by MARGIN."""
     if not times:
         return "torch"
@@ -60,7 +60,7 @@ def fastest(times: Mapping[Kernel, float]) -> Kernel:
     return best if MARGIN * times[best] <= times.get("torch", float("inf")) else "torch"
 
 
-def compared(times: Mapping[Kernel, float], kernel: Kernel) -> str:
+def compared(times: Mapping[AttentionKernel, float], kernel: AttentionKernel) -> str:
     """Return a text with the chosen kernel, and each kernel's speed relative to torch's choice."""
     if "torch" not in times:
         return f"{kernel}, as torch's choice cannot run here"
@@ -77,7 +77,7 @@ def time_kernels(
     size: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> dict[Kernel, float]:
+) -> dict[AttentionKernel, float]:
     """Return the seconds of causal attention, forward and backward, by kernel.
 
     The dict is empty if there is no memory for the inputs.
@@ -106,7 +106,7 @@ def time_kernels(
     except torch.OutOfMemoryError:
         return {}
 
-    def attempt(kernel: Kernel) -> None:
+    def attempt(kernel: AttentionKernel) -> None:
         out_BHTD = attention(query_BHTD, key_BKTD, value_BKTD, None, "sdpa", kernel)
         torch.autograd.grad(out_BHTD, (query_BHTD, key_BKTD, value_BKTD), cotangent_BHTD)
 

@@ -2,9 +2,9 @@
 
 The tokens are cut into chunks. Only the logits of one chunk are in memory at a time.
 
-A frozen weight may have trained rows (`Rows`), which replace some of its own rows. A fused weight
-(`monograph.ops.fused_gradients.Fused`) has a buffer `total`, to which the backward pass adds the
-weight's gradient instead of returning it.
+A frozen weight may have trained rows (`ReplacementRows`), which replace some of its own rows. A
+fused weight (`monograph.ops.fused_gradients.Fused`) has a buffer `total`, to which the backward
+pass adds the weight's gradient instead of returning it.
 
 Shapes: N tokens, C tokens of a chunk, R tokens of a block (the part of a chunk whose softmax is
 computed at once), D hidden size, V vocabulary, K trained rows of a frozen weight.
@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from monograph import compat
 from monograph.ops.fused_gradients import add_product_, block_rows, fused_of
-from monograph.ops.token_rows import Rows, change, replaced
+from monograph.ops.logits_gradient import replace_logits_, replaces_logits
+from monograph.ops.token_rows import ReplacementRows, change, replaced
 
 # The maximum size of a chunk's fp32 logits, if MAX_CHUNKS chunks are enough for it. It is small
 # enough for a CPU's cache, and large enough for matrix products that keep a GPU busy.
@@ -30,7 +31,7 @@ CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 # of the memory of dense logits (benchmarks/loss.py).
 MAX_CHUNKS = 8
 # A chunk's hidden states [C, D], targets [C] and mask [C], 1 for a target and 0 for an ignored one.
-Piece = tuple[Tensor, Tensor, Tensor]
+TokenChunk = tuple[Tensor, Tensor, Tensor]
 
 
 def linear_cross_entropy(
@@ -40,7 +41,7 @@ def linear_cross_entropy(
     *,
     chunks: int | None = None,
     impl: Literal["chunked", "reference"] = "chunked",
-    rows: Rows | None = None,
+    rows: ReplacementRows | None = None,
     device_type: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropies of a linear classifier and the number of targets.
@@ -115,12 +116,12 @@ def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
     return max(1, min(MAX_CHUNKS, tokens, -(-tokens * vocabulary * 4 // limit)))
 
 
-def _added(weight_VD: Tensor, rows: Rows | None) -> Rows | None:
+def _added(weight_VD: Tensor, rows: ReplacementRows | None) -> ReplacementRows | None:
     """Return `rows` with their differences to the weight's own rows as values."""
     return None if rows is None else rows._replace(values_KD=change(weight_VD, rows))
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, added: Rows | None) -> Tensor:
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, added: ReplacementRows | None) -> Tensor:
     """Return the logits, [C, V]; `added` has the differences of trained rows (`_added`)."""
     logits_CV = hidden_CD @ weight_VD.T
     if added is None:
@@ -128,7 +129,7 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, added: Rows | None) -> Tensor:
     return logits_CV.index_add_(-1, added.index_K, hidden_CD @ added.values_KD.T)
 
 
-def _chunk_loss(piece: Piece, weight_VD: Tensor, added: Rows | None) -> Tensor:
+def _chunk_loss(piece: TokenChunk, weight_VD: Tensor, added: ReplacementRows | None) -> Tensor:
     hidden_CD, targets_C, mask_C = piece
     logits_CV = _logits(hidden_CD, weight_VD, added).to(mask_C.dtype)
     target_logit_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
@@ -141,7 +142,7 @@ def _loss_only(
     targets_N: Tensor,
     mask_N: Tensor,
     chunks: int,
-    rows: Rows | None,
+    rows: ReplacementRows | None,
 ) -> Tensor:
     weight_VD = weight_VD.to(hidden_ND.dtype)
     added = _added(weight_VD, rows)
@@ -149,14 +150,16 @@ def _loss_only(
     return torch.stack([_chunk_loss(piece, weight_VD, added) for piece in pieces]).sum()
 
 
-def _pieces(hidden_ND: Tensor, targets_N: Tensor, mask_N: Tensor, chunks: int) -> Iterator[Piece]:
+def _pieces(
+    hidden_ND: Tensor, targets_N: Tensor, mask_N: Tensor, chunks: int
+) -> Iterator[TokenChunk]:
     return zip(
         *(tensor.tensor_split(chunks) for tensor in (hidden_ND, targets_N, mask_N)), strict=True
     )
 
 
 def _chunk_gradients(
-    piece: Piece, weight_VD: Tensor, device_type: str, added: Rows | None
+    piece: TokenChunk, weight_VD: Tensor, device_type: str, added: ReplacementRows | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return a chunk's loss and gradients.
 
@@ -194,7 +197,11 @@ def _chunk_gradients(
 
 
 def _traced_gradients(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype, added: Rows | None
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    targets_C: Tensor,
+    dtype: torch.dtype,
+    added: ReplacementRows | None,
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V] in the dtype of `hidden_CD`.
 
@@ -218,10 +225,14 @@ def _traced_gradients_on_cuda(
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], both zero for ignored tokens.
 
-    In this form Inductor needs only two passes over the logits. On a CPU this form would not be
-    faster, because it computes the exponentials twice.
+    In the form for fp64 and for transforms of torch.func, Inductor needs only two passes over the
+    logits. On a CPU this form would not be faster, because it computes the exponentials twice.
     """
-    logits_CV = (hidden_CD @ weight_VD.T).to(mask_C.dtype)
+    logits_CV = hidden_CD @ weight_VD.T
+    if replaces_logits(logits_CV) and not compat.in_transform():
+        losses_C = replace_logits_(logits_CV, targets_C, mask_C)
+        return losses_C, logits_CV
+    logits_CV = logits_CV.to(mask_C.dtype)
     largest_C1 = logits_CV.amax(-1, keepdim=True)
     exp_CV = (logits_CV - largest_C1).exp()
     sum_C1 = exp_CV.sum(-1, keepdim=True)
@@ -242,7 +253,7 @@ def _eager_gradients(
     weight_VD: Tensor,
     targets_C: Tensor,
     dtype: torch.dtype,
-    added: Rows | None,
+    added: ReplacementRows | None,
     block: int,
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], as `_traced_gradients` does.
@@ -294,7 +305,11 @@ class _ChunkedLoss(torch.autograd.Function):
         # If the weight were cast outside of this Function, autograd would round its gradient to the
         # dtype of the hidden states.
         weight_VD = (weight_VD if fused_VD is None else fused_VD).to(hidden_ND.dtype)
-        added = None if values_KD is None else _added(weight_VD, Rows(values_KD, index_K, slot_V))
+        added = (
+            None
+            if values_KD is None
+            else _added(weight_VD, ReplacementRows(values_KD, index_K, slot_V))
+        )
         # A buffer for the gradient of a fused weight or of trained rows; None for any other weight.
         like = total_VD if added is None else added.values_KD
         grad = None if like is None else torch.zeros_like(like, dtype=mask_N.dtype)
@@ -349,7 +364,7 @@ def token_log_probabilities(
     tokens_N: Tensor,
     temperature: float = 1.0,
     *,
-    rows: Rows | None = None,
+    rows: ReplacementRows | None = None,
     among: tuple[Callable[[Tensor], Tensor], Tensor] | None = None,
     chunks: int | None = None,
 ) -> Tensor:

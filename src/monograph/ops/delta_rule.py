@@ -24,7 +24,7 @@ from torch import Tensor
 from monograph.ops.autograd import Batched, Context
 
 CHUNK = 64  # positions of a chunk; fewer for short rows
-Pair = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 
 
 def recurrent(
@@ -35,7 +35,7 @@ def recurrent(
     beta_BHT: Tensor,
     starts_BT: Tensor | None = None,
     state_BHEV: Tensor | None = None,
-) -> Pair:
+) -> TensorPair:
     """Return the outputs [B, H, T, V] and the last state [B, H, E, V], token by token.
 
     Args:
@@ -82,7 +82,7 @@ def chunked(
     beta_BHT: Tensor,
     starts_BT: Tensor | None = None,
     state_BHEV: Tensor | None = None,
-) -> Pair:
+) -> TensorPair:
     """Return what `recurrent` returns, up to rounding."""
     rows, heads, length, _ = key_BHTE.shape
     size = min(CHUNK, 1 << (length - 1).bit_length())
@@ -181,7 +181,7 @@ _unit_inverse.register_autograd(_unit_inverse_backward, setup_context=_keep_inve
 
 
 @torch.library.custom_op("monograph::carry", mutates_args=())
-def _carry(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> Pair:
+def _carry(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> TensorPair:
     states = state.new_empty(len(key) + 1, *state.shape)
     corrections = value.contiguous().clone()
     states[0] = state
@@ -193,14 +193,14 @@ def _carry(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Ten
 
 
 @_carry.register_fake
-def _(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> Pair:
+def _(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> TensorPair:
     return state.new_empty(len(key) + 1, *state.shape), value.new_empty(value.shape)
 
 
 @torch.library.custom_op("monograph::carry_back", mutates_args=())
 def _carry_back(
     grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor
-) -> Pair:
+) -> TensorPair:
     """Return the total gradients of the states and of the corrections.
 
     The given gradients come from the readers of the outputs of `_carry`. The total gradients also
@@ -217,13 +217,13 @@ def _carry_back(
 @_carry_back.register_fake
 def _(
     grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor
-) -> Pair:
+) -> TensorPair:
     return grad_states.new_empty(grad_states.shape), grad_corrections.new_empty(
         grad_corrections.shape
     )
 
 
-def _keep_carried(ctx: Context, inputs: tuple[Tensor, ...], output: Pair) -> None:
+def _keep_carried(ctx: Context, inputs: tuple[Tensor, ...], output: TensorPair) -> None:
     _, reading, key, kept, _ = inputs
     ctx.save_for_backward(reading, key, kept, *output)
 

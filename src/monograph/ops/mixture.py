@@ -12,7 +12,7 @@ from torch import Tensor
 from monograph.ops.autograd import Context
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
 from monograph.ops.fused_gradients import add_product_
-from monograph.ops.token_rows import Rows, replaced
+from monograph.ops.token_rows import ReplacementRows, replaced
 
 
 def mixture_cross_entropy(
@@ -23,7 +23,7 @@ def mixture_cross_entropy(
     teachers: Sequence[tuple[Tensor, Tensor]] = (),
     share: float = 1.0,
     impl: Literal["chunked", "reference"] = "chunked",
-    rows: Rows | None = None,
+    rows: ReplacementRows | None = None,
     chunks: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return a mixture of the cross-entropy with targets and the divergence from the teachers.

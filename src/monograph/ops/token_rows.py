@@ -14,7 +14,7 @@ from torch import Tensor
 from monograph.ops.autograd import Context
 
 
-class Rows(NamedTuple):
+class ReplacementRows(NamedTuple):
     """Rows that replace some rows of a table.
 
     Attributes:
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     slot_V: Tensor
 
 
-def replaced(weight_VD: Tensor, rows: Rows) -> Tensor:
+def replaced(weight_VD: Tensor, rows: ReplacementRows) -> Tensor:
     """Return a copy of the table, in its dtype, in which the rows replace the table's own.
 
     This is the reference for all other functions here.
@@ -36,7 +36,7 @@ def replaced(weight_VD: Tensor, rows: Rows) -> Tensor:
     return weight_VD.index_copy(0, rows.index_K, rows.values_KD.to(weight_VD.dtype))
 
 
-def change(weight_VD: Tensor, rows: Rows) -> Tensor:
+def change(weight_VD: Tensor, rows: ReplacementRows) -> Tensor:
     """Return the rows minus the table's own rows, [K, D] in the table's dtype.
 
     The difference is exactly zero while both are equal.
@@ -44,7 +44,7 @@ def change(weight_VD: Tensor, rows: Rows) -> Tensor:
     return rows.values_KD.to(weight_VD.dtype) - weight_VD[rows.index_K]
 
 
-def embedding(tokens: Tensor, weight_VD: Tensor, rows: Rows) -> Tensor:
+def embedding(tokens: Tensor, weight_VD: Tensor, rows: ReplacementRows) -> Tensor:
     """Look tokens up in the table with the rows in it, as `F.embedding` does.
 
     Args:
@@ -58,7 +58,9 @@ def embedding(tokens: Tensor, weight_VD: Tensor, rows: Rows) -> Tensor:
     return _Lookup.apply(F.embedding(tokens, weight_VD), rows.slot_V[tokens], rows.values_KD)
 
 
-def linear(hidden: Tensor, weight_VD: Tensor, rows: Rows, bias_V: Tensor | None = None) -> Tensor:
+def linear(
+    hidden: Tensor, weight_VD: Tensor, rows: ReplacementRows, bias_V: Tensor | None = None
+) -> Tensor:
     """Apply `F.linear` with the rows in the table: [..., D] to [..., V].
 
         y = x W^T,   y[..., index] += x (rows - W[index])^T

@@ -5,7 +5,7 @@ choose formulas.
 from monograph.optim.adamw import AdamW, adamw_
 from monograph.optim.muon import Muon, hidden_matrices, muon_, newton_schulz
 from monograph.optim.narrow import join, split, split_, splittable
-from monograph.optim.optimizer import Group, Hyperparameters, Kind, Knob, Optimizer, Rule
+from monograph.optim.optimizer import Group, Hyperparameters, Knob, Optimizer, ParameterKind, Rule
 from monograph.optim.optimizers import OPTIMIZERS, name_of, require_optimizer
 from monograph.optim.planes import (
     Plane,
@@ -22,7 +22,7 @@ __all__ = [
     "AdamW",
     "Group",
     "Hyperparameters",
-    "Kind",
+    "ParameterKind",
     "Knob",
     "Muon",
     "Optimizer",

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.ops.materialize import materialize
-from monograph.optim.optimizer import Group, Kind, Knob, Optimizer, Rule
+from monograph.optim.optimizer import Group, Knob, Optimizer, ParameterKind, Rule
 from monograph.optim.planes import trainable
 
 
 class Elementwise(Optimizer):
     """Base class of optimizers with one rule, which updates each element of all parameters separately."""
 
-    def kinds(self, module: nn.Module) -> dict[str, Kind]:
+    def kinds(self, module: nn.Module) -> dict[str, ParameterKind]:
         """Return how each trainable parameter is updated, by name.
 
         Raises:
@@ -37,7 +37,7 @@ class Elementwise(Optimizer):
 
 def kinds_of(
     parameters: Mapping[str, nn.Parameter], rule: Rule, optim: Optimizer
-) -> dict[str, Kind]:
+) -> dict[str, ParameterKind]:
     """Return the kind of each parameter, by name.
 
     Args:
@@ -50,7 +50,7 @@ def kinds_of(
     """
     groups = optim.groups
     unmatched = {group.pattern for group in groups}
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, ParameterKind] = {}
     for name, parameter in parameters.items():
         # The first match counts, so that a user can write an exception before a general pattern.
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
@@ -64,7 +64,7 @@ def kinds_of(
             # and regularise nothing.
             decay = 0.0 if is_vector else optim.weight_decay
         eps = optim.eps * group.eps
-        kinds[name] = Kind(rule, group.lr, decay, optim.betas, eps, is_vector=is_vector)
+        kinds[name] = ParameterKind(rule, group.lr, decay, optim.betas, eps, is_vector=is_vector)
     if unmatched:
         raise UsageError(no_match_message("the optimizer's group", min(unmatched), parameters))
     return kinds

@@ -15,7 +15,7 @@ from monograph.graph.inspect import blocks
 from monograph.ops.materialize import materialize
 from monograph.optim.adamw import ADAMW
 from monograph.optim.kinds import cast_like, kinds_of, no_match_message
-from monograph.optim.optimizer import Hyperparameters, Kind, Optimizer, Rule, require_list
+from monograph.optim.optimizer import Hyperparameters, Optimizer, ParameterKind, Rule, require_list
 from monograph.optim.planes import trainable
 from monograph.optim.state_format import Moment
 from monograph.ranges import DECAY, NOT_NEGATIVE
@@ -158,7 +158,7 @@ class Muon(Optimizer):
             "matrices", self.matrices or (), str, "patterns of names, such as ['*.weight']"
         )
 
-    def kinds(self, module: nn.Module) -> dict[str, Kind]:
+    def kinds(self, module: nn.Module) -> dict[str, ParameterKind]:
         """Return how each trainable parameter is updated, by name.
 
         Raises:

@@ -1,7 +1,7 @@
 """Numbers in fewer bits: stochastic rounding to bf16, halves of fp32, and blocks of 8-bit codes.
 
 At the end are the formats of the optimizer's state that use them. If ranks share out the rows of a
-parameter, a rank's first block may begin with elements of another rank (`Packing.block_offset` is how
+parameter, a rank's first block may begin with elements of another rank (`PackingContext.block_offset` is how
 many), and its last block may end with elements of another rank.
 
 Shapes: N elements of a plane, K blocks of 256.
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from monograph.ops.philox import LOW32, philox
-from monograph.optim.state_format import Packing, Part, StateFormat
+from monograph.optim.state_format import MomentBuffer, PackingContext, StateFormat
 
 BLOCK = 256
 # An 8-bit code is a root of the ratio of a value to its block's largest value, in this many steps. It is
@@ -115,18 +115,18 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
     return ((hi.view(torch.int16).to(torch.int32) << 16) + lo).view(torch.float32)
 
 
-def pack_bf16(values_N: Tensor, packing: Packing) -> tuple[Tensor]:
+def pack_bf16(values_N: Tensor, packing: PackingContext) -> tuple[Tensor]:
     """Return a moment's values rounded stochastically to bf16."""
     assert packing.word_N is not None
     return (round_stochastically(values_N, packing.word_N),)
 
 
-def unpack_bf16(tensors: Sequence[Tensor], packing: Packing) -> Tensor:
+def unpack_bf16(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
     """Return a moment's values [N], which the only buffer has, in bf16."""
     return tensors[0]
 
 
-def pack_8bit(values_N: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+def pack_8bit(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor]:
     """Return 8-bit codes of a moment's values, and a scale for each block of 256.
 
         a = max |x| of the block
@@ -162,7 +162,7 @@ def pack_8bit(values_N: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
     ], scale_K1.squeeze(-1)
 
 
-def unpack_8bit(tensors: Sequence[Tensor], packing: Packing) -> Tensor:
+def unpack_8bit(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
     """Return the values [N], fp32, that codes [N] and scales [K] stand for; see `pack_8bit`."""
     codes_N, scale_K = tensors
     codes_K256 = _blocks(codes_N, packing.block_offset).to(torch.float32)
@@ -186,7 +186,7 @@ def _blocks(values_N: Tensor, block_offset: int) -> Tensor:
 
 # The mean of the rounded numbers is right.
 BF16 = StateFormat(
-    (Part("", torch.bfloat16),),
+    (MomentBuffer("", torch.bfloat16),),
     eager_update_bytes=116,  # so many because random words are integers of 8 bytes
     pack=pack_bf16,
     unpack=unpack_bf16,
@@ -195,8 +195,8 @@ BF16 = StateFormat(
 # Codes, and the largest magnitude in each block.
 EIGHT_BIT = StateFormat(
     (
-        Part("", torch.int8, nonnegative_dtype=torch.uint8),
-        Part("_scale", torch.float32, numbers_per_element=BLOCK),
+        MomentBuffer("", torch.int8, nonnegative_dtype=torch.uint8),
+        MomentBuffer("_scale", torch.float32, numbers_per_element=BLOCK),
     ),
     eager_update_bytes=36,
     pack=pack_8bit,

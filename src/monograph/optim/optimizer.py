@@ -81,7 +81,7 @@ class Rule(NamedTuple):
     orthogonalise: Callable[[Tensor, torch.dtype], Tensor] | None = None
 
 
-class Kind(NamedTuple):
+class ParameterKind(NamedTuple):
     """A rule and the hyperparameters of some parameters. Parameters of one kind share a plane.
 
     Attributes:
@@ -216,7 +216,7 @@ class Optimizer(ABC):
         _require_ranges(self)
 
     @abstractmethod
-    def kinds(self, module: nn.Module) -> dict[str, Kind]:
+    def kinds(self, module: nn.Module) -> dict[str, ParameterKind]:
         """Return how each trainable parameter is updated, by name.
 
         Raises:

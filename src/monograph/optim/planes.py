@@ -27,10 +27,10 @@ from monograph.graph.inspect import loadable_state, overlapping_tensors
 from monograph.graph.mmap_weights import kept_dtype, replace_data
 from monograph.ops.fused_gradients import Fused
 from monograph.optim.formats import FORMATS
-from monograph.optim.optimizer import Kind
+from monograph.optim.optimizer import ParameterKind
 
 
-class Slot(NamedTuple):
+class PlacedParameter(NamedTuple):
     """The place of one parameter in its plane.
 
     Attributes:
@@ -74,8 +74,8 @@ class Plane:
             in the last block after this update, if other ranks have parts of these blocks.
     """
 
-    kind: Kind
-    slots: list[Slot]
+    kind: ParameterKind
+    slots: list[PlacedParameter]
     param: Tensor
     grad: Tensor
     number: int
@@ -264,7 +264,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def planes(
     parameters: Mapping[str, nn.Parameter],
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, ParameterKind],
     state: str = "fp32",
     lead: int = 0,
     master_weights: bool = True,
@@ -289,7 +289,7 @@ def planes(
     """
     # Parameters of a kind are in the module's order, so that all ranks and engines have the same
     # planes.
-    members_by_kind: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
+    members_by_kind: dict[ParameterKind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         members_by_kind.setdefault(kinds[name], []).append((name, parameter))
     new_planes = [
@@ -317,7 +317,7 @@ def _part_sizes(plane: Plane, parts: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _plane(
     number: int,
-    kind: Kind,
+    kind: ParameterKind,
     members: list[tuple[str, nn.Parameter]],
     state: str,
     lead: int,
@@ -345,7 +345,7 @@ def _plane(
     param_dtype = grad_dtype if master_weights else torch.bfloat16
     param = allocate(plane_shape, dtype=param_dtype, device=first.device)
     slots = [
-        Slot(name, parameter, offset)
+        PlacedParameter(name, parameter, offset)
         for (name, parameter), offset in zip(members, offsets, strict=False)
     ]
     for (_, parameter, offset), size in zip(slots, sizes, strict=True):

@@ -19,7 +19,7 @@ from torch import Tensor
 Buffers = dict[str, Tensor]
 
 
-class Packing(NamedTuple):
+class PackingContext(NamedTuple):
     """What the functions of a format get beside the numbers or the buffers.
 
     Attributes:
@@ -51,7 +51,7 @@ class Moment(NamedTuple):
     never_negative: bool = False
 
 
-class Part(NamedTuple):
+class MomentBuffer(NamedTuple):
     """One of the buffers in which a moment is stored, such as its codes or its scales.
 
     A rank that has some rows of a parameter has the buffer's elements for the numbers of these rows.
@@ -104,10 +104,10 @@ class StateFormat:
         stochastic: whether `pack` rounds stochastically, for which it gets random words.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[MomentBuffer, ...]
     eager_update_bytes: int
-    pack: Callable[[Tensor, Packing], Sequence[Tensor]] | None = None
-    unpack: Callable[[Sequence[Tensor], Packing], Tensor] | None = None
+    pack: Callable[[Tensor, PackingContext], Sequence[Tensor]] | None = None
+    unpack: Callable[[Sequence[Tensor], PackingContext], Tensor] | None = None
     stochastic: bool = False
 
     @property
@@ -181,7 +181,7 @@ class StateFormat:
         tensors = [buffers[part.buffer_name(moment)] for part in self.parts]
         if self.unpack is None:
             return tensors[0].to(like_N.dtype)
-        packing = Packing(like_N.shape[-1], not moment.never_negative, block_offset)
+        packing = PackingContext(like_N.shape[-1], not moment.never_negative, block_offset)
         return self.unpack(tensors, packing).to(like_N.dtype)
 
     def write_(
@@ -209,7 +209,7 @@ class StateFormat:
         """
         if self.pack is None:
             return
-        packing = Packing(
+        packing = PackingContext(
             len(values_N), not moment.never_negative, block_offset, edge_maxima_2, word_N
         )
         for part, new in zip(self.parts, self.pack(values_N, packing), strict=True):
@@ -218,4 +218,4 @@ class StateFormat:
 
 
 # The gradient's dtype, which is fp32 for all but fp64 models.
-EXACT = StateFormat((Part("", None),), eager_update_bytes=28)
+EXACT = StateFormat((MomentBuffer("", None),), eager_update_bytes=28)

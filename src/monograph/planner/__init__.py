@@ -2,7 +2,7 @@
 and say why.
 """
 
-from monograph.planner.candidates import Candidate, Request
+from monograph.planner.candidates import Candidate, PlanRequest
 from monograph.planner.defaults import Plan, budget, plan, streamed_or_resident
 from monograph.planner.streaming import Limits, StreamCandidate
 
@@ -10,7 +10,7 @@ __all__ = [
     "Candidate",
     "Limits",
     "Plan",
-    "Request",
+    "PlanRequest",
     "StreamCandidate",
     "budget",
     "plan",

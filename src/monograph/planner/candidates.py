@@ -34,7 +34,7 @@ class Way(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """A request for a plan: the training, and the choices that are open.
 
     Attributes:
@@ -74,11 +74,11 @@ class Request:
         ]
         return sorted({*small_divisors, *(self.rows // size for size in small_divisors)})
 
-    def with_training(self, training: Work) -> "Request":
+    def with_training(self, training: Work) -> "PlanRequest":
         """Return the request for another training, with the same choices open."""
         return replace(self, training=training)
 
-    def with_tokens(self, tokens_per_update: int, length: int) -> "Request":
+    def with_tokens(self, tokens_per_update: int, length: int) -> "PlanRequest":
         """Return the request for updates of other sizes.
 
         Args:
@@ -147,7 +147,7 @@ class Candidate:
         )
 
 
-def resident_ways(request: Request) -> list[Way]:
+def resident_ways(request: PlanRequest) -> list[Way]:
     """Return the ways to train with the weights on the device.
 
     These are all combinations, with exceptions for one graph of the whole step. If there is a
@@ -188,7 +188,7 @@ def describe_work(work: Work) -> str:
 
 
 def way_candidates(
-    request: Request,
+    request: PlanRequest,
     way: Way,
     device: Device,
     limit: int,

@@ -22,7 +22,7 @@ from monograph.optim import OPTIMIZERS
 from monograph.planner.candidates import (
     ByDtype,
     Candidate,
-    Request,
+    PlanRequest,
     Way,
     describe_work,
     resident_ways,
@@ -361,7 +361,10 @@ def budget(device: Device) -> int:
 
 
 def plan(
-    request: Request, device: Device, peak_flops: ByDtype, calibration: Calibration | None = None
+    request: PlanRequest,
+    device: Device,
+    peak_flops: ByDtype,
+    calibration: Calibration | None = None,
 ) -> Plan:
     """Return a plan with the fastest combination that fits and has the requested numerics.
 
@@ -466,7 +469,7 @@ def _too_large(candidate: Candidate, limit: int) -> str:
 
 
 def streamed_or_resident(
-    request: Request,
+    request: PlanRequest,
     device: Device,
     peak_flops: ByDtype,
     calibration: Calibration | None = None,

@@ -20,7 +20,7 @@ from monograph.optim.formats import FORMATS, narrower
 from monograph.planner.candidates import (
     ByDtype,
     Candidate,
-    Request,
+    PlanRequest,
     resident_ways,
     way_candidates,
 )
@@ -51,7 +51,7 @@ class Remedy(NamedTuple):
     best: Candidate
 
 
-class Change(NamedTuple):
+class TrainingChange(NamedTuple):
     """A change of a training.
 
     Attributes:
@@ -62,7 +62,7 @@ class Change(NamedTuple):
 
     typed: str
     cost: str
-    request: Request
+    request: PlanRequest
 
 
 class Choices(NamedTuple):
@@ -89,7 +89,7 @@ MIN_SPEEDUP, MAX_MEMORY_SHARE = 1.05, 0.75
 
 
 def remedies_worth_showing(
-    plan: Plan, request: Request, peaks: ByDtype, choices: Choices, limits: Limits
+    plan: Plan, request: PlanRequest, peaks: ByDtype, choices: Choices, limits: Limits
 ) -> list[Remedy]:
     """Return the changes that are worth a line in a plan.
 
@@ -119,7 +119,7 @@ def remedies_worth_showing(
 
 
 def fitting_remedies(
-    request: Request, device: Device, peaks: ByDtype, choices: Choices, limits: Limits
+    request: PlanRequest, device: Device, peaks: ByDtype, choices: Choices, limits: Limits
 ) -> Iterator[Remedy]:
     """Yield the changes with which the training fits: all narrower numbers, then the least change
     of each other kind.
@@ -133,7 +133,7 @@ def fitting_remedies(
     if choices.may_stream:
         yield from itertools.islice(_streaming(request, device, peaks, limits), 1)
     smaller = (
-        Change(
+        TrainingChange(
             typed,
             "a smaller model",
             request.with_training(replace(request.training, config=shape)),
@@ -149,10 +149,12 @@ def fitting_remedies(
             for change in narrower
             if change.typed not in fitting_here and change.request.training.lora is not None
         ]
-        yield from _larger_cards([Change("", "", request), *adapters], device)
+        yield from _larger_cards([TrainingChange("", "", request), *adapters], device)
 
 
-def _that_fit(changes: Iterable[Change], device: Device, peaks: ByDtype) -> Iterator[Remedy]:
+def _that_fit(
+    changes: Iterable[TrainingChange], device: Device, peaks: ByDtype
+) -> Iterator[Remedy]:
     """Yield the changes with which the training fits the device."""
     for change in changes:
         best = fastest_fitting(change.request, device, peaks)
@@ -160,7 +162,7 @@ def _that_fit(changes: Iterable[Change], device: Device, peaks: ByDtype) -> Iter
             yield Remedy(change.typed, change.cost, best)
 
 
-def fastest_fitting(request: Request, device: Device, peaks: ByDtype) -> Candidate | None:
+def fastest_fitting(request: PlanRequest, device: Device, peaks: ByDtype) -> Candidate | None:
     """Return the fastest way that fits a device by the closed form; None if none does.
 
     Only ways with compiled graphs count.
@@ -176,11 +178,11 @@ def fastest_fitting(request: Request, device: Device, peaks: ByDtype) -> Candida
     return min(fitting, key=lambda candidate: candidate.update_s, default=None)
 
 
-def _narrower(request: Request, choices: Choices) -> Iterator[Change]:
+def _narrower(request: PlanRequest, choices: Choices) -> Iterator[TrainingChange]:
     """Yield changes to narrower numbers, and to adapters in place of all weights."""
     training = request.training
     if request.precisions == ("fp32",) and choices.halves:
-        yield Change(
+        yield TrainingChange(
             f"train.precision={choices.halves}",
             "products in 16 bits",
             replace(request, precisions=(choices.halves,)),
@@ -190,10 +192,10 @@ def _narrower(request: Request, choices: Choices) -> Iterator[Change]:
         if lora.base == "auto":
             int8 = replace(training, lora=replace(lora, base="int8"))
             nf4 = replace(training, lora=replace(lora, base="nf4"))
-            yield Change(
+            yield TrainingChange(
                 "lora.base=int8", "frozen weights rounded to 8 bits", request.with_training(int8)
             )
-            yield Change(
+            yield TrainingChange(
                 "lora.base=nf4", "frozen weights rounded to 4 bits", request.with_training(nf4)
             )
         return
@@ -205,14 +207,14 @@ def _narrower(request: Request, choices: Choices) -> Iterator[Change]:
                 continue
             bits = round(8 * FORMATS[state].bytes_each)
             narrow = replace(training, optim=replace(optim, state=state))
-            yield Change(
+            yield TrainingChange(
                 f"optim.state={state}",
                 f"moments rounded to {bits} bits",
                 request.with_training(narrow),
             )
         if request.precisions == ("bf16",):
             bits_16 = replace(training, optim=replace(optim, state="bf16", master_weights=False))
-            yield Change(
+            yield TrainingChange(
                 "optim.state=bf16 optim.master_weights=false",
                 "weights, moments in 16 bits",
                 request.with_training(bits_16),
@@ -220,22 +222,22 @@ def _narrower(request: Request, choices: Choices) -> Iterator[Change]:
     if choices.existing:
         rank = Lora().rank
         adapted = replace(training, optim=AdamW(), lora=Lora())
-        yield Change(
+        yield TrainingChange(
             f"lora.rank={rank}", "adapters in place of all weights", request.with_training(adapted)
         )
         adapted_nf4 = replace(adapted, lora=Lora(base="nf4"))
-        yield Change(
+        yield TrainingChange(
             f"lora.rank={rank} lora.base=nf4",
             "adapters on weights of 4 bits",
             request.with_training(adapted_nf4),
         )
 
 
-def _shorter(request: Request) -> Iterator[Change]:
+def _shorter(request: PlanRequest) -> Iterator[TrainingChange]:
     """Yield rows of half of the length, of a quarter of it and so on."""
     length = request.training.length // 2
     while length >= MIN_LENGTH:
-        yield Change(
+        yield TrainingChange(
             f"data.sequence_length={length}",
             "longer texts are cut",
             request.with_tokens(request.tokens_per_update, length),
@@ -244,7 +246,7 @@ def _shorter(request: Request) -> Iterator[Change]:
 
 
 def _streaming(
-    request: Request, device: Device, peaks: ByDtype, given_limits: Limits
+    request: PlanRequest, device: Device, peaks: ByDtype, given_limits: Limits
 ) -> Iterator[Remedy]:
     """Yield streaming from each usual host that has room, the smallest first; then the same with
     smaller updates.
@@ -268,7 +270,7 @@ def _streaming(
                 yield Remedy(typed, f"a host of {gibibytes} GiB{further_cost}", best)
 
 
-def _larger_cards(changes: Iterable[Change], device: Device) -> Iterator[Remedy]:
+def _larger_cards(changes: Iterable[TrainingChange], device: Device) -> Iterator[Remedy]:
     """Yield for each change the smallest card that the training fits, of those with more memory
     than the device.
     """

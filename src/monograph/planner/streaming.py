@@ -18,7 +18,7 @@ import torch
 from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
 from monograph.optim import formats
-from monograph.planner.candidates import ByDtype, Candidate, Request, Way, slower_text, speed
+from monograph.planner.candidates import ByDtype, Candidate, PlanRequest, Way, slower_text, speed
 from monograph.planner.placement_bytes import BufferNames, Stages, StreamWay, Tiers, stages_of
 from monograph.planner.stream_time import clock_timing, closed_form_seconds
 from monograph.predict import roofline
@@ -134,7 +134,7 @@ _PLANE_ORIGINS = ("weights", "gradients", "moments")
 
 
 def stream_candidates(
-    request: Request, device: Device, limits: Limits, peak_flops: ByDtype
+    request: PlanRequest, device: Device, limits: Limits, peak_flops: ByDtype
 ) -> list[StreamCandidate]:
     """Return the ways to stream that fit, best first. All but the first say why they were not
     chosen.
@@ -176,7 +176,7 @@ def stream_candidates(
 FittingWays = list[tuple[StreamWay, list[BufferNames]]]
 
 
-def _fitting_ways(request: Request, device: Device, limits: Limits) -> FittingWays:
+def _fitting_ways(request: PlanRequest, device: Device, limits: Limits) -> FittingWays:
     """Return all ways that fit. Moments lie in files only if nothing fits otherwise."""
     every = list(stream_ways(request, device))
     fitting = _select_fitting(every, limits)
@@ -203,7 +203,7 @@ def _select_fitting(ways: Sequence[StreamWay], limits: Limits) -> FittingWays:
     return fitting
 
 
-def stream_ways(request: Request, device: Device) -> Iterator[StreamWay]:
+def stream_ways(request: PlanRequest, device: Device) -> Iterator[StreamWay]:
     """Yield all ways to stream. Weights are updated in the backward pass only without clipping, as
     the norm is not known before all gradients are.
     """
@@ -329,7 +329,7 @@ def _why(candidate: StreamCandidate, best: StreamCandidate) -> str:
     return slower_text(ratio)
 
 
-def _refusal(request: Request, device: Device, limits: Limits) -> str:
+def _refusal(request: PlanRequest, device: Device, limits: Limits) -> str:
     """Return one line that says which memory is too small for every way, by how much, and what
     would fit.
     """
@@ -357,7 +357,7 @@ def _device_refusal(by_origin: Mapping[str, int], device: Device, limits: Limits
     )
 
 
-def _host_refusal(tiers: Tiers, request: Request, device: Device, limits: Limits) -> str:
+def _host_refusal(tiers: Tiers, request: PlanRequest, device: Device, limits: Limits) -> str:
     host_bytes = dict(tiers["host"])
     device_bytes = sum(tiers["device"].values())
     beside = ""
@@ -387,7 +387,7 @@ def _amounts(by_origin: Mapping[str, int]) -> str:
     return ", ".join(f"{origin} {gibibytes(size)}" for origin, size in by_origin.items() if size)
 
 
-def _remedy(request: Request, device: Device, limits: Limits) -> str:
+def _remedy(request: PlanRequest, device: Device, limits: Limits) -> str:
     """Return a sentence on what would fit without files: an optimizer state of fewer bytes, fewer
     tokens in an update, or both.
     """

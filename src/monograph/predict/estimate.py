@@ -14,12 +14,13 @@ stored      What the backward pass reads: numbers per token and layer (`stored_n
             its weights, rounded.
 head        The gradient of the hidden states, and one of these cases:
             - products add gradients: the larger of a chunk's logits with their gradient, and one of
-              these two with the head's gradient;
+              these two with the head's gradient; in a captured step the latter, since the gradient
+              replaces the logits;
             - a captured loss of a frozen head on a CPU: a chunk's logits in fp32, over which their
               gradient is written;
             - otherwise: the larger of the head's gradient twice, and the sum of a chunk's logits,
               their gradient, the head's gradient and the head's rounded weights (in fp32 a chunk's
-              product instead of these).
+              product instead of these). A captured step on a GPU has the logits or their gradient.
 block       What one block recomputes, which is all that it does not store, and the gradients of its
             numbers.
 returned gradients
@@ -477,10 +478,12 @@ def estimate_bytes(work: Work) -> int:
     logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size
     if work.fused:
         # Eagerly, a chunk's logits are in fp32 twice while they become their gradient.
-        logits_bytes = 2 * number if captured else 8 + number
+        logits_bytes = number if captured else 8 + number
         loss = max(logits * logits_bytes, logits * number + 4 * head)
     elif not head and captured and work.device_type == "cpu":
         loss = 4 * logits
+    elif captured and work.device_type == "cuda":
+        loss = max(logits * number + head * (4 + number), 8 * head)
     else:
         loss = max((logits + head) * (4 + number), 8 * head)
     loss += 2 * work.input_bytes

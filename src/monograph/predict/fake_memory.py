@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from monograph import compat
 from monograph.predict.kernels import inner_bytes, kernels
-from monograph.predict.lifetimes import Name, PlannedKernel
+from monograph.predict.lifetimes import BufferName, PlannedKernel
 
 ORIGINS = ("weights", "gradients", "moments", "activations", "loss head", "workspace")
 TRANSIENT = ORIGINS[3:]  # the origins whose memory a micro-step allocates and frees again
-Sample = tuple[int, ...]  # bytes alive, in the order of ORIGINS
+MemorySample = tuple[int, ...]  # bytes alive, in the order of ORIGINS
 Counted = tuple[str, int]  # the origin of a storage or buffer, and its bytes
 UNIT_BYTES = {"cpu": 64, "cuda": 512}  # allocations are rounded up to a multiple of this
 
@@ -98,7 +98,7 @@ class FakeMemory:
         self.device_type = device_type
         self._graphs = graphs or Graphs()
         self.origin = "weights"
-        self.curve: list[Sample] = []
+        self.curve: list[MemorySample] = []
         self.graph_ends: list[int] = []
         self._alive_bytes = dict.fromkeys(ORIGINS, 0)  # in the order of ORIGINS
         self._storages: dict[int, Counted] = {}  # by id
@@ -229,7 +229,7 @@ class FakeMemory:
 
     def _freeable_arguments(
         self, planned: list[PlannedKernel], arguments: list[Any]
-    ) -> dict[Name, Counted]:
+    ) -> dict[BufferName, Counted]:
         """Return the arguments that the graph may free, by index.
 
         Of arguments that share a storage, only the one that is read last is listed.

@@ -31,7 +31,7 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy, token_log_probabilities
 from monograph.optim import Optimizer
-from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, Sample
+from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, MemorySample
 from monograph.step import Clip, OnDevice, Step, accumulate, update
 
 Compile = Scope | Literal["none"]
@@ -213,7 +213,7 @@ class Curve(NamedTuple):
     """
 
     stage: str
-    samples: list[Sample]
+    samples: list[MemorySample]
 
 
 @functools.lru_cache(maxsize=64)  # plans for several cards or hosts ask for the same work
@@ -357,7 +357,7 @@ def _without_offloaded(curves: list[Curve], work: Work) -> list[Curve]:
     on_host_bytes = max(0, work.config.num_hidden_layers - ON_THEIR_WAY) * work.input_bytes
     place = ORIGINS.index("activations")
 
-    def subtract(sample: Sample) -> Sample:
+    def subtract(sample: MemorySample) -> MemorySample:
         activations = max(0, sample[place] - on_host_bytes)
         return (*sample[:place], activations, *sample[place + 1 :])
 
@@ -378,8 +378,8 @@ def footprint_of(curves: list[Curve]) -> Footprint:
 
 
 def extend_samples(
-    low: list[Sample], high: list[Sample], further_blocks: int
-) -> list[Sample] | None:
+    low: list[MemorySample], high: list[MemorySample], further_blocks: int
+) -> list[MemorySample] | None:
     """Extend the samples of a shallow model to a deeper one.
 
     The difference between two corresponding samples is what each further block adds. Curves of the
@@ -409,7 +409,7 @@ def extend_samples(
     return beginning + _extrapolate(backward_low[:from_end], backward_high, further_blocks)
 
 
-def corners(samples: list[Sample]) -> list[Sample]:
+def corners(samples: list[MemorySample]) -> list[MemorySample]:
     """Return the samples without those inside a run of equal steps, whose values lie between the
     run's ends.
 
@@ -424,7 +424,7 @@ def corners(samples: list[Sample]) -> list[Sample]:
     return [*itertools.compress(samples, [True, *changes, True])]
 
 
-def _count_alike(one: list[Sample], other: list[Sample]) -> int:
+def _count_alike(one: list[MemorySample], other: list[MemorySample]) -> int:
     """Count the samples up to which two curves differ from their own first samples by the same
     bytes.
     """
@@ -438,7 +438,9 @@ def _count_alike(one: list[Sample], other: list[Sample]) -> int:
     return count
 
 
-def _extrapolate(low: list[Sample], high: list[Sample], further_blocks: int) -> list[Sample]:
+def _extrapolate(
+    low: list[MemorySample], high: list[MemorySample], further_blocks: int
+) -> list[MemorySample]:
     return [
         tuple(a + further_blocks * (b - a) for a, b in zip(low_sample, high_sample, strict=True))
         for low_sample, high_sample in zip(low, high, strict=False)

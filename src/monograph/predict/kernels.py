@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from monograph.graph.matmul import workspace_bytes
 from monograph.ops.fused_gradients import block_rows
-from monograph.predict.lifetimes import Name, PlannedKernel, order_kernels
+from monograph.predict.lifetimes import BufferName, PlannedKernel, order_kernels
 
 # The compiler treats these as elementwise although torch does not tag them so: reads at computed
 # places, casts, constants.
@@ -80,12 +80,12 @@ class _Sources(NamedTuple):
             a way without a dear value.
     """
 
-    buffers: frozenset[Name]
-    loads: frozenset[tuple[Name, ...]]
-    dear_sizes: dict[Name, set[int]]
+    buffers: frozenset[BufferName]
+    loads: frozenset[tuple[BufferName, ...]]
+    dear_sizes: dict[BufferName, set[int]]
 
     @classmethod
-    def of_buffer(cls, name: Name) -> "_Sources":
+    def of_buffer(cls, name: BufferName) -> "_Sources":
         """Return the sources of a reader of one buffer."""
         return cls(frozenset([name]), frozenset([(name,)]), {name: {0}})
 
@@ -99,7 +99,7 @@ def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[Planne
         device_type: "cpu" or "cuda".
         backward: whether it is the backward graph, which may free its arguments.
     """
-    arguments: dict[Name, int] = {}
+    arguments: dict[BufferName, int] = {}
     if backward:
         for index, node in enumerate(graph.graph.find_nodes(op="placeholder")):
             arguments[index] = sum(tensor.nbytes for tensor in _tensors(node))
@@ -107,11 +107,13 @@ def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[Planne
     return order_kernels(written, returned, arguments)
 
 
-def _written_kernels(graph: GraphModule, device_type: str) -> tuple[list[PlannedKernel], set[Name]]:
+def _written_kernels(
+    graph: GraphModule, device_type: str
+) -> tuple[list[PlannedKernel], set[BufferName]]:
     """Return the kernels in the order of the graph's nodes, and the names that the caller keeps."""
     sources: dict[Node, _Sources] = {}
     kernels: list[PlannedKernel] = []
-    returned: frozenset[Name] = frozenset()
+    returned: frozenset[BufferName] = frozenset()
     arguments = 0
     on_cpu = device_type == "cpu"
     for node in graph.graph.nodes:
@@ -120,8 +122,8 @@ def _written_kernels(graph: GraphModule, device_type: str) -> tuple[list[Planned
             arguments += 1
             continue
         inputs = [sources[source] for source in node.all_input_nodes]
-        buffers = frozenset[Name]().union(*(each.buffers for each in inputs))
-        loads = frozenset[tuple[Name, ...]]().union(*(each.loads for each in inputs))
+        buffers = frozenset[BufferName]().union(*(each.buffers for each in inputs))
+        loads = frozenset[tuple[BufferName, ...]]().union(*(each.loads for each in inputs))
         if _is_view(node):
             loads = frozenset((*load, node.name) for load in loads)
         changed = _changed(node)
@@ -150,9 +152,16 @@ def _written_kernels(graph: GraphModule, device_type: str) -> tuple[list[Planned
 
 
 def _in_place_kernels(
-    node: Node, changed: list[Node], buffers: frozenset[Name], in_place: Name, device_type: str
+    node: Node,
+    changed: list[Node],
+    buffers: frozenset[BufferName],
+    in_place: BufferName,
+    device_type: str,
 ) -> list[PlannedKernel]:
-    """Return the kernels of `add_product_`: the product in its workspace, and the addition.
+    """Return the kernels of an operator that changes a tensor.
+
+    Those of `add_product_` are the product in its workspace, and the addition. `replace_logits_`
+    has one kernel, and its other result, a number for each token, is not counted.
 
     Args:
         node: the call.
@@ -161,6 +170,18 @@ def _in_place_kernels(
         in_place: the buffer that it changes.
         device_type: "cpu" or "cuda".
     """
+    if "left" not in node.kwargs:
+        logits = changed[0].meta["val"]
+        replacement = PlannedKernel(
+            node.name,
+            logits,
+            logits.numel(),
+            logits.nbytes,
+            buffers,
+            fused=False,
+            changes=in_place,
+        )
+        return [replacement]
     operands: list[Any] = [*changed, node.kwargs["left"], node.kwargs["right"]]
     total, left, right = (operand.meta["val"] for operand in operands)
     workspace = inner_bytes(total, left, right, device_type)
@@ -188,8 +209,8 @@ def _in_place_kernels(
 def _node_kernels(
     node: Node,
     sources: dict[Node, _Sources],
-    buffers: frozenset[Name],
-    dear_sizes: dict[Name, set[int]],
+    buffers: frozenset[BufferName],
+    dear_sizes: dict[BufferName, set[int]],
     device_type: str,
 ) -> list[PlannedKernel]:
     """Return the kernel of a node that is written, after that of its workspace if it needs one.
@@ -261,12 +282,14 @@ def _row_numbers(node: Node) -> int:
     return read.numel() if reduces_rows else 0
 
 
-def _only_name(names: frozenset[Name], node: Node) -> Name:
+def _only_name(names: frozenset[BufferName], node: Node) -> BufferName:
     """Return the only one of these names, or the node's own name if there are several."""
     return next(iter(names)) if len(names) == 1 else node.name
 
 
-def _dear_sizes(node: Node, sources: dict[Node, _Sources], on_cpu: bool) -> dict[Name, set[int]]:
+def _dear_sizes(
+    node: Node, sources: dict[Node, _Sources], on_cpu: bool
+) -> dict[BufferName, set[int]]:
     """Return for each buffer that a node reads the bytes of the dear values on the ways from it,
     see `_Sources`.
 
@@ -278,7 +301,7 @@ def _dear_sizes(node: Node, sources: dict[Node, _Sources], on_cpu: bool) -> dict
     if on_cpu and len(node.users) > 1 and _name(node) in _DEAR and _tensors(node):
         [value] = _tensors(node)
         return {name: {value.nbytes} for source in inputs for name in sources[source].dear_sizes}
-    sizes_of: dict[Name, set[int]] = {}
+    sizes_of: dict[BufferName, set[int]] = {}
     for source in inputs:
         for name, sizes in sources[source].dear_sizes.items():
             sizes_of[name] = sizes_of.get(name, set()) | sizes
@@ -341,8 +364,7 @@ def _is_store(node: Node) -> bool:
 
 
 def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type: str) -> int:
-    """Return the bytes of workspace of `add_product_` of `monograph.ops.fused_gradients`, the only
-    in-place operator.
+    """Return the bytes of workspace of `add_product_` of `monograph.ops.fused_gradients`.
 
     A GPU needs none. On a CPU the workspace holds some rows of the product and, if the total has
     another dtype, a copy of these rows in that dtype.
@@ -363,7 +385,8 @@ def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type
 
 
 def _changed(node: Node) -> list[Node]:
-    """Return the tensors that a node writes in place: for a call of `add_product_`, its total.
+    """Return the tensors that a node writes in place: the total of `add_product_`, and the logits of
+    `replace_logits_`.
 
     A traced graph wraps the call in one of another name.
     """

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-Name = int | str  # the name of a buffer: an argument's index or a node's name
+BufferName = int | str  # the name of a buffer: an argument's index or a node's name
 
 # Two loops are not fused if more than this many nodes lie between them (`are_long_distant_nodes` in
 # torch._inductor).
@@ -55,18 +55,18 @@ class PlannedKernel:
     output: Tensor
     numbers: int
     size_bytes: int
-    reads: frozenset[Name]
+    reads: frozenset[BufferName]
     fused: bool
-    changes: Name | None = None
-    not_over: frozenset[Name] = frozenset()
+    changes: BufferName | None = None
+    not_over: frozenset[BufferName] = frozenset()
     intermediate_bytes: int = 0
     is_workspace: bool = False
-    written_over: Name | None = None
-    freed_after: list[Name] = field(default_factory=list)
+    written_over: BufferName | None = None
+    freed_after: list[BufferName] = field(default_factory=list)
 
 
 def order_kernels(
-    written: list[PlannedKernel], returned: set[Name], arguments: Mapping[Name, int]
+    written: list[PlannedKernel], returned: set[BufferName], arguments: Mapping[BufferName, int]
 ) -> list[PlannedKernel]:
     """Set the kernels' `written_over` and `freed_after`, and return them in the compiler's order.
 
@@ -77,14 +77,19 @@ def order_kernels(
     """
     ordered = _run_order(written, returned, arguments)
     loop_ends = _loop_ends(ordered)
-    last_use: dict[Name, int] = {}  # the index of the last kernel that reads or writes a value
-    readers = Counter[tuple[int, Name]]()  # of a value, among the kernels of a loop
+    last_use: dict[
+        BufferName, int
+    ] = {}  # the index of the last kernel that reads or writes a value
+    readers = Counter[tuple[int, BufferName]]()  # of a value, among the kernels of a loop
     for index, kernel in enumerate(ordered):
         last_use[kernel.name] = index
         for name in kernel.reads:
             last_use[name] = index
             readers[loop_ends[index], name] += 1
-    sizes: dict[Name, int] = {**arguments, **{kernel.name: kernel.size_bytes for kernel in ordered}}
+    sizes: dict[BufferName, int] = {
+        **arguments,
+        **{kernel.name: kernel.size_bytes for kernel in ordered},
+    }
     changed_in_place = {kernel.name for kernel in ordered if kernel.changes is not None}
     for name in sizes:  # in a fixed order, so that equal blocks choose alike
         if name not in last_use or name in returned:
@@ -116,14 +121,14 @@ def _reuse_buffers(ordered: list[PlannedKernel], expected_bytes: list[int]) -> N
     """
     peak_bytes = max(expected_bytes, default=0)
     # By dtype and bytes, the freed buffers as (index of the kernel after which it is freed, name).
-    freed = dict[tuple[object, int], list[tuple[int, Name]]]()
-    kinds: dict[Name, tuple[object, int]] = {
+    freed = dict[tuple[object, int], list[tuple[int, BufferName]]]()
+    kinds: dict[BufferName, tuple[object, int]] = {
         kernel.name: (kernel.output.dtype, kernel.size_bytes)
         for kernel in ordered
         if not kernel.is_workspace
     }
     for index, kernel in enumerate(ordered):
-        candidates: list[tuple[int, Name]] = []
+        candidates: list[tuple[int, BufferName]] = []
         if kernel.written_over is None and kernel.name in kinds:
             candidates = freed.get(kinds[kernel.name], [])
         if candidates:
@@ -142,7 +147,9 @@ def _reuse_buffers(ordered: list[PlannedKernel], expected_bytes: list[int]) -> N
 
 
 def _expected_bytes(
-    ordered: list[PlannedKernel], freed_at: Mapping[Name, int], arguments: Mapping[Name, int]
+    ordered: list[PlannedKernel],
+    freed_at: Mapping[BufferName, int],
+    arguments: Mapping[BufferName, int],
 ) -> list[int]:
     """Return the bytes that the compiler expects to be alive at each kernel.
 
@@ -154,12 +161,15 @@ def _expected_bytes(
             is never freed.
         arguments: bytes of each argument that the graph may free.
     """
-    made_at: dict[Name, int] = dict.fromkeys(arguments, 0)
+    made_at: dict[BufferName, int] = dict.fromkeys(arguments, 0)
     for index, kernel in enumerate(ordered):
         if not kernel.is_workspace:
             # The value that a kernel changes in place has its memory until the kernel has run.
             made_at[kernel.name] = index + 1 if kernel.changes is not None else index
-    sizes: dict[Name, int] = {**arguments, **{kernel.name: kernel.size_bytes for kernel in ordered}}
+    sizes: dict[BufferName, int] = {
+        **arguments,
+        **{kernel.name: kernel.size_bytes for kernel in ordered},
+    }
     differences = [0] * (len(ordered) + 1)
     for name, index in made_at.items():
         differences[index] += sizes[name]
@@ -172,7 +182,7 @@ def _expected_bytes(
 
 
 def _run_order(
-    written: list[PlannedKernel], returned: set[Name], arguments: Mapping[Name, int]
+    written: list[PlannedKernel], returned: set[BufferName], arguments: Mapping[BufferName, int]
 ) -> list[PlannedKernel]:
     """Return the kernels in the order in which a compiler runs them.
 
@@ -184,8 +194,8 @@ def _run_order(
     """
     written = _delay_sources(written)
     last_reader = {name: index for index, kernel in enumerate(written) for name in kernel.reads}
-    written_bytes: dict[Name, int] = {kernel.name: kernel.size_bytes for kernel in written}
-    known_bytes: dict[Name, int] = {**arguments, **written_bytes}
+    written_bytes: dict[BufferName, int] = {kernel.name: kernel.size_bytes for kernel in written}
+    known_bytes: dict[BufferName, int] = {**arguments, **written_bytes}
     position = {kernel.name: index for index, kernel in enumerate(written)}
     users = Counter(name for kernel in written for name in kernel.reads) + Counter(returned)
     ordered: list[PlannedKernel] = []

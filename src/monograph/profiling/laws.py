@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from monograph.decode.cache import KVCache
-from monograph.decode.chain import Rows, apply_filters, sample
+from monograph.decode.chain import SamplerRows, apply_filters, sample
 from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.request import Request
@@ -64,7 +64,7 @@ DRAWN = Sampling(1.0, logprobs=0, seed=1)
 LIKELIEST = Sampling(0.0, logprobs=0, seed=1)
 
 
-class Comparison(NamedTuple):
+class LawComparison(NamedTuple):
     """The result of a comparison.
 
     Attributes:
@@ -105,7 +105,7 @@ class Law(NamedTuple):
 
     number: int
     name: str
-    compare: Callable[[], Comparison]
+    compare: Callable[[], LawComparison]
 
 
 def laws(device: torch.device) -> list[Law]:
@@ -119,7 +119,7 @@ def laws(device: torch.device) -> list[Law]:
     all_precisions = [fp64, *trained]
     # Graphs are replayed on CUDA only.
     replayed = trained if device.type == "cuda" else []
-    table: list[tuple[int, str, Callable[[_Small], Comparison], list[_Small]]] = [
+    table: list[tuple[int, str, Callable[[_Small], LawComparison], list[_Small]]] = [
         (1, "compiled = eager", _Small.compiled, trained),
         (1, "replayed = called", _Small.replayed, replayed),
         (2, "accumulated = large batch", _Small.accumulated, all_precisions),
@@ -185,21 +185,21 @@ class _Small:
             raise MonographError(f"the step of a small model cannot be compiled here: {obstacle}")
         return engine
 
-    def compare_with_exact(self, engine: Engine) -> Comparison:
+    def compare_with_exact(self, engine: Engine) -> LawComparison:
         """Compare an engine's gradient and loss of packed rows with the exact ones."""
         found = _gradient_and_loss(engine, self.rows)
-        return Comparison(_relative_error(found, _exact_gradient_and_loss()), self.bound)
+        return LawComparison(_relative_error(found, _exact_gradient_and_loss()), self.bound)
 
-    def compiled(self) -> Comparison:
+    def compiled(self) -> LawComparison:
         return self.compare_with_exact(self.captured(self.engine()))
 
-    def accumulated(self) -> Comparison:
+    def accumulated(self) -> LawComparison:
         return self.compare_with_exact(self.engine(micro_batch=1))
 
-    def packed(self) -> Comparison:
+    def packed(self) -> LawComparison:
         return self.compare_with_exact(self.engine())
 
-    def replayed(self) -> Comparison:
+    def replayed(self) -> LawComparison:
         replayed = self.engine()
         called = self.engine()
         notes = list[str]()
@@ -211,23 +211,23 @@ class _Small:
         why = ""
         if not is_replayed(replayed.step):
             why = "; ".join(["nothing is replayed", *notes])
-        return Comparison(differing, 0, why)
+        return LawComparison(differing, 0, why)
 
-    def recomputed(self) -> Comparison:
+    def recomputed(self) -> LawComparison:
         with _deterministic_sums():
             recomputing = self.engine(remat=Remat.Full())
-            return Comparison(_count_differing(recomputing, self.engine(), self.rows), 0)
+            return LawComparison(_count_differing(recomputing, self.engine(), self.rows), 0)
 
-    def streamed(self) -> Comparison:
+    def streamed(self) -> LawComparison:
         placement = Placement(self.device)
         model = copy.deepcopy(self.model).cpu()
         with _deterministic_sums():
             streamed = Streamed(
                 model, optim=AdamW(lr=0.01), precision=self.precision, placement=placement
             )
-            return Comparison(_count_differing(streamed, self.engine(), self.rows), 0)
+            return LawComparison(_count_differing(streamed, self.engine(), self.rows), 0)
 
-    def member(self) -> Comparison:
+    def member(self) -> LawComparison:
         """Compare the second of two members with the same model trained alone.
 
         Losses, norms, weights and moments are compared.
@@ -248,17 +248,17 @@ class _Small:
             values += [
                 part[name] for part in (state.model, state.optimizer) for name in sorted(part)
             ]
-        return Comparison(_relative_error(tuple(found), tuple(expected)), 1e-10)
+        return LawComparison(_relative_error(tuple(found), tuple(expected)), 1e-10)
 
-    def fused(self) -> Comparison:
+    def fused(self) -> LawComparison:
         engine = self.engine()
         fusion = fuse_siblings(engine.model, self.rows["tokens"].to(self.device))
         if not fusion.families:
-            return Comparison(0, 0, str(fusion))
+            return LawComparison(0, 0, str(fusion))
         return self.compare_with_exact(engine)
 
     @torch.no_grad()
-    def sampled(self) -> Comparison:
+    def sampled(self) -> LawComparison:
         """Count wrong tokens of the filters, and draws of tokens that the filters removed.
 
         A token is wrong if the filters keep or remove it against their definitions in float64.
@@ -275,7 +275,7 @@ class _Small:
         seed_B = torch.arange(len(logits_BV), device=self.device)
         knobs = new_knobs(chain, len(seed_B), self.device)
         write_rows(knobs, range(len(seed_B)), [knobs_of(options, chain)] * len(seed_B))
-        rows = Rows(seed_B, torch.full_like(seed_B, PROMPT), torch.zeros_like(seed_B), knobs)
+        rows = SamplerRows(seed_B, torch.full_like(seed_B, PROMPT), torch.zeros_like(seed_B), knobs)
         candidates = apply_filters(logits_BV, rows, chain, "window")
         assert candidates.ids_BN is not None
         kept_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter(
@@ -286,10 +286,10 @@ class _Small:
         wrong = int((wrongly_kept_BV | wrongly_removed_BV).sum())
         token_B = sample(logits_BV, rows, None, chain).token_B
         drawn_though_removed = int((~kept_BV[seed_B, token_B]).sum())
-        return Comparison(wrong + drawn_though_removed, 0)
+        return LawComparison(wrong + drawn_though_removed, 0)
 
     @torch.no_grad()
-    def cached(self) -> Comparison:
+    def cached(self) -> LawComparison:
         """Compare the logits of a prompt that is read in parts with those of one forward pass.
 
         The first part is WRITTEN tokens long, and every other part is one token.
@@ -304,10 +304,10 @@ class _Small:
         ]
         found = model.logits(torch.cat(hidden_of_parts, 1))
         expected = model.logits(model(ids_BT))
-        return Comparison(_relative_error((found,), (expected,)), self.bound)
+        return LawComparison(_relative_error((found,), (expected,)), self.bound)
 
     @torch.no_grad()
-    def generated(self) -> Comparison:
+    def generated(self) -> LawComparison:
         """Count likeliest tokens that the decode graph writes and whole forward passes do not."""
         generated = self._generate(self._generator(LIKELIEST, "compiled"), LIKELIEST)
         ids = self._prompt
@@ -315,9 +315,9 @@ class _Small:
             logits = self.model.logits(self.model(ids[None])[0, -1])
             ids = torch.cat([ids, logits.argmax()[None]])
         found = [token for token, _ in generated]
-        return Comparison(sum(map(ne, found, ids[PROMPT:].tolist())), 0)
+        return LawComparison(sum(map(ne, found, ids[PROMPT:].tolist())), 0)
 
-    def resumed(self) -> Comparison:
+    def resumed(self) -> LawComparison:
         uninterrupted = self.engine()
         resumed = self.engine()
         no_data = SimpleNamespace(state=dict)
@@ -325,9 +325,9 @@ class _Small:
             list(train(uninterrupted, [self.rows] * 2))
             save_checkpoint(uninterrupted, no_data, folder)
             load_checkpoint(resumed, folder)
-            return Comparison(_count_differing(resumed, uninterrupted, self.rows), 0)
+            return LawComparison(_count_differing(resumed, uninterrupted, self.rows), 0)
 
-    def scored(self) -> Comparison:
+    def scored(self) -> LawComparison:
         """Compare log-probabilities of sampled tokens with those that a training pass computes."""
         sampled = self._generate(self._generator(DRAWN), DRAWN)
         tokens, log_probabilities = zip(*sampled, strict=True)
@@ -337,9 +337,9 @@ class _Small:
             model(ids[None])[0, PROMPT - 1 : -1], model.lm_head.weight, ids[PROMPT:]
         )
         difference = scored.detach().cpu() - torch.tensor(log_probabilities)
-        return Comparison(float(difference.abs().max()), 1e-5)
+        return LawComparison(float(difference.abs().max()), 1e-5)
 
-    def adapted(self) -> Comparison:
+    def adapted(self) -> LawComparison:
         """Count numbers in hidden states that differ from the base's after adapters are off.
 
         The adapters are trained first.
@@ -356,9 +356,9 @@ class _Small:
             found = model(window["tokens"], **inputs)
             expected = self.model(window["tokens"], **inputs)
         why = "" if trained else "the adapters learned nothing"
-        return Comparison(int((found != expected).sum()), 0, why)
+        return LawComparison(int((found != expected).sum()), 0, why)
 
-    def stale(self) -> Comparison:
+    def stale(self) -> LawComparison:
         """Count tokens that a used generator writes after an update and a new generator does not.
 
         Their log-probabilities are compared as well.
@@ -372,7 +372,7 @@ class _Small:
         after = self._generate(used, DRAWN)
         expected = self._generate(self._generator(DRAWN, model=model), DRAWN)
         why = "" if after != before else "the update changed nothing"
-        return Comparison(sum(map(ne, after, expected)), 0, why)
+        return LawComparison(sum(map(ne, after, expected)), 0, why)
 
     @property
     def _prompt(self) -> Tensor:

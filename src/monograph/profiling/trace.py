@@ -33,7 +33,7 @@ UPDATE = "monograph.update"
 # An operator that adds a product to a gradient. It counts as part of the loss's head, which calls it
 # in one graph of the step, where the head has no span.
 ADDED = "monograph::add_product_"
-Event = Mapping[str, Any]
+TraceEvent = Mapping[str, Any]
 # Returns whether the operator with a name computes something itself.
 HasKernel = Callable[[str], bool]
 
@@ -155,7 +155,7 @@ def _seconds(microseconds: float) -> float:
     return microseconds * 1e-6
 
 
-def _sequence_numbers(events: Sequence[Event]) -> set[int]:
+def _sequence_numbers(events: Sequence[TraceEvent]) -> set[int]:
     """Return the sequence numbers of the operators in a head's span.
 
     The nodes of their backward pass have the same numbers.
@@ -169,7 +169,7 @@ def _sequence_numbers(events: Sequence[Event]) -> set[int]:
     }
 
 
-def _is_inside(event: Event, outer: Event) -> bool:
+def _is_inside(event: TraceEvent, outer: TraceEvent) -> bool:
     return bool(
         outer["ts"] <= event["ts"] and event["ts"] + event["dur"] <= outer["ts"] + outer["dur"]
     )
@@ -206,13 +206,13 @@ class _Reader:
         self.updates: list[tuple[float, float]] = []
         self.events = Counter[Part]()
         self.update_events = Counter[Part]()
-        self.launches: dict[int, tuple[float, _Place, Event | None]] = {}
+        self.launches: dict[int, tuple[float, _Place, TraceEvent | None]] = {}
 
-    def read_thread(self, events: Sequence[Event], is_main: bool) -> None:
+    def read_thread(self, events: Sequence[TraceEvent], is_main: bool) -> None:
         """Read the events of a thread, in order of time, each before the events inside it."""
         # The events around the current one: their ends, places, and the operators in which other
         # events are launched.
-        stack: list[tuple[float, _Place, Event | None]] = []
+        stack: list[tuple[float, _Place, TraceEvent | None]] = []
         for event in events:
             while stack and event["ts"] >= stack[-1][0]:
                 stack.pop()
@@ -235,10 +235,10 @@ class _Reader:
                 operator = event
             stack.append((event["ts"] + event["dur"], place, operator))
 
-    def _begin_s(self, event: Event) -> float:
+    def _begin_s(self, event: TraceEvent) -> float:
         return _seconds(event["ts"]) - self.begin_s
 
-    def _add(self, event: Event, place: _Place) -> None:
+    def _add(self, event: TraceEvent, place: _Place) -> None:
         """Add an event of the main thread to the waits, updates or kernels."""
         begin = self._begin_s(event)
         end = begin + _seconds(event["dur"])
@@ -262,7 +262,7 @@ class _Reader:
             )
             self.kernels.append(kernel)
 
-    def _place(self, event: Event, outer: _Place) -> _Place:
+    def _place(self, event: TraceEvent, outer: _Place) -> _Place:
         """Return the place of an event, given the place of the event around it."""
         name = event["name"]
         span_part = outer.span_part
@@ -280,7 +280,7 @@ class _Reader:
                 kernel_part = self._part(event, span_part)
         return _Place(span_part, kernel_part)
 
-    def _part(self, event: Event, span_part: Part | None) -> Part:
+    def _part(self, event: TraceEvent, span_part: Part | None) -> Part:
         """Return the part of an operator that computes; the module has the rules."""
         name = event["name"].rpartition("::")[2]
         if span_part is not None:
@@ -298,7 +298,7 @@ class _Reader:
             return "elementwise"
         return "other"
 
-    def device_kernels(self, events: Sequence[Event]) -> Iterator[Kernel]:
+    def device_kernels(self, events: Sequence[TraceEvent]) -> Iterator[Kernel]:
         """Yield the kernels of a device, each with the work of the operator that launched it."""
         # The operators whose work was given to a kernel. It is given to their first kernel only.
         given: set[int] = set()
@@ -331,7 +331,7 @@ class _Reader:
             yield Kernel(part, begin, end, flops, moved_bytes, launched, event["name"], operands)
 
 
-def _shapes(event: Event) -> list[list[int]]:
+def _shapes(event: TraceEvent) -> list[list[int]]:
     """Return the shapes of the tensors among an operator's inputs."""
     # Other inputs have [] or, for a list of tensors, a list of shapes.
     return [
@@ -341,7 +341,7 @@ def _shapes(event: Event) -> list[list[int]]:
     ]
 
 
-def _operands(event: Event) -> Operands | None:
+def _operands(event: TraceEvent) -> Operands | None:
     """Return the operands of a product of two matrices, or of two batches of them.
 
     None: the event is not such a product.
@@ -358,7 +358,7 @@ def _operands(event: Event) -> Operands | None:
     return operands if len(operands) == 2 else None
 
 
-def work(event: Event) -> tuple[float | None, float | None]:
+def work(event: TraceEvent) -> tuple[float | None, float | None]:
     """Return (FLOPs, bytes) of an operator's call, from the shapes of its inputs.
 
         product of [N, K] and [K, M]                      2 N K M FLOPs

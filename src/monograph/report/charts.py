@@ -20,7 +20,8 @@ from monograph.report.markup import escaped
 from monograph.report.metrics import Metric
 from monograph.report.quantities import count
 
-Row = Mapping[str, Any]
+MetricsRow = Mapping[str, Any]
+Yardsticks = Mapping[str, float]  # bits per byte to compare a run with, by name, such as "gzip -9"
 Columns = dict[str, list[float | None]]
 Floats = NDArray[np.float64]
 
@@ -62,7 +63,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Mark:
+class ChartMark:
     """A moment of a run: a vertical line with words, or a short tick in the colour of a warning.
 
     Attributes:
@@ -75,7 +76,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """A chart's own horizontal axis, for a chart that does not show a run's progress.
 
     Attributes:
@@ -114,15 +115,15 @@ class Chart:
     lines: Sequence[Line]
     limits: tuple[float, float]
     levels: Mapping[str, float] = field(default_factory=dict)
-    marks: Sequence[Mark] = ()
+    marks: Sequence[ChartMark] = ()
     note: str = ""
     is_count: bool = False
     is_wide: bool = False
-    axis: Axis | None = None
+    axis: ChartAxis | None = None
     band: tuple[str, str] | None = None
 
 
-def last_memory_ledger(rows: Sequence[Row]) -> Mapping[str, Mapping[str, int]] | None:
+def last_memory_ledger(rows: Sequence[MetricsRow]) -> Mapping[str, Mapping[str, int]] | None:
     """Return the last ledger of peak memory that has a measurement, or None.
 
     A ledger has bytes by part, under "planned" and "measured".
@@ -134,7 +135,7 @@ def last_memory_ledger(rows: Sequence[Row]) -> Mapping[str, Mapping[str, int]] |
     return None
 
 
-def columns(rows: Sequence[Row], keys: Sequence[str]) -> Columns:
+def columns(rows: Sequence[MetricsRow], keys: Sequence[str]) -> Columns:
     """Return the rows of a run's metrics as columns, with one row for each update.
 
     A run of more than `POINTS` updates keeps every n-th update, and each update that was evaluated,
@@ -180,7 +181,7 @@ def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _is_event(row: Row) -> bool:
+def _is_event(row: MetricsRow) -> bool:
     """Return whether the update was skipped, slow or evaluated."""
     is_evaluated = any(key.startswith("eval_") for key in row)
     return bool(row.get("skipped")) or "slower" in row or is_evaluated
@@ -207,7 +208,7 @@ def limits(
     """Return the lower and the upper end of a metric's vertical axis.
 
     Args:
-        metric: its `limits` choose how (`monograph.report.metrics.Limits`).
+        metric: its `limits` choose how (`monograph.report.metrics.AxisLimits`).
         lines: the values of each line, with at least one value in all.
         levels: values to compare the lines with, which must be visible, too.
         room: the axis's upper end as a multiple of the highest value, if the axis begins at 0.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from monograph.report.charts import Chart, Line, Row, columns, limits, lines_of, present
+from monograph.report.charts import Chart, Line, MetricsRow, columns, limits, lines_of, present
 from monograph.report.metrics import metric_keys, shown_metrics
 from monograph.report.page import Cell, Drawings, number, page, section, table
 from monograph.report.quantities import count
@@ -40,7 +40,7 @@ class Compared:
     params: int
     score: float
     tokens_per_s: float | None
-    curves: Sequence[Sequence[Row]] = ()
+    curves: Sequence[Sequence[MetricsRow]] = ()
     config: str = ""
     difference: float | None = None
     standard_error: float | None = None

@@ -26,10 +26,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from monograph.report import quantities
-from monograph.report.charts import last_memory_ledger, limits, moving_median
+from monograph.report.charts import (
+    Floats,
+    MetricsRow,
+    Yardsticks,
+    last_memory_ledger,
+    limits,
+    moving_median,
+)
 from monograph.report.metrics import BITS_PER_BYTE, SPEED, Metric, shown_metrics
 
 if TYPE_CHECKING:
@@ -139,10 +145,7 @@ def themed(svg: str) -> str:
     return svg[:after_svg_tag] + style_tag + svg[after_svg_tag:]
 
 
-Row = Mapping[str, Any]
-Yardsticks = Mapping[str, float]  # bits per byte to compare a run with, by name, such as "gzip -9"
 MemoryLedger = Mapping[str, Mapping[str, int]]  # bytes by part, under "planned" and "measured"
-Floats = NDArray[np.float64]
 Panel = Callable[["Axes"], None]
 
 # Width and height of a metric's figure in inches, by `Metric.place`.
@@ -164,7 +167,7 @@ class Picture(NamedTuple):
 
 
 def draw(
-    metrics: Sequence[Row], yardsticks: Yardsticks, title: str, subtitle: str
+    metrics: Sequence[MetricsRow], yardsticks: Yardsticks, title: str, subtitle: str
 ) -> tuple[bytes, list[Picture]]:
     """Draw all figures of a run.
 
@@ -205,7 +208,7 @@ def single_picture(name: str, panel: Panel, size: tuple[float, float]) -> Pictur
     return Picture(name, png(figure, dpi=200))
 
 
-def held_out_svg(metrics: Sequence[Row], yardsticks: Yardsticks) -> str:
+def held_out_svg(metrics: Sequence[MetricsRow], yardsticks: Yardsticks) -> str:
     """Return the figure of held-out bits per byte as an SVG element."""
     from matplotlib.figure import Figure
 
@@ -246,7 +249,7 @@ def _sheet_png(
 
 
 def _draw_metric(
-    axes: Axes, metrics: Sequence[Row], metric: Metric, yardsticks: Yardsticks
+    axes: Axes, metrics: Sequence[MetricsRow], metric: Metric, yardsticks: Yardsticks
 ) -> None:
     """Draw a metric over tokens: its training values as a line, its held-out values as points.
 
@@ -305,7 +308,7 @@ def _draw_curve(axes: Axes, tokens: Floats, values: Floats) -> None:
     )
 
 
-def _mark_slow_updates(axes: Axes, metrics: Sequence[Row]) -> None:
+def _mark_slow_updates(axes: Axes, metrics: Sequence[MetricsRow]) -> None:
     """Mark the updates that were skipped, and the updates at which the run became slower."""
     skipped = [row["tokens"] for row in metrics if row.get("skipped")]
     axes.plot(
@@ -358,7 +361,7 @@ def _draw_memory(axes: Axes, ledger: MemoryLedger) -> None:
     axes.set_xlabel(", ".join(ledger["planned"]), fontsize=7, color=MUTED, loc="left")
 
 
-def _series(metrics: Sequence[Row], key: str) -> tuple[Floats, Floats]:
+def _series(metrics: Sequence[MetricsRow], key: str) -> tuple[Floats, Floats]:
     """Return the tokens and the values of the rows that have a value of a key."""
     points = [(row["tokens"], row[key]) for row in metrics if row.get(key) is not None]
     # The reshape gives an array of no points its two columns.

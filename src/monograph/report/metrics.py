@@ -19,7 +19,7 @@ from typing import Literal
 #            values would be one flat line
 #   zero:    from 0 to the highest value
 #   spikes:  from 0 to the 99.5 % quantile, since a spike would flatten the other values
-Limits = Literal["around", "late", "zero", "spikes"]
+AxisLimits = Literal["around", "late", "zero", "spikes"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Metric:
     label: str = "training"
     held_out: str = ""
     head: str = ""
-    limits: Limits = "around"
+    limits: AxisLimits = "around"
     is_line: bool = False
     is_count: bool = False
     place: Literal["first", "second", "lower", ""] = ""

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from monograph.report.charts import (
     Chart,
+    ChartMark,
     Columns,
-    Mark,
-    Row,
+    MetricsRow,
+    Yardsticks,
     columns,
     last_memory_ledger,
     limits,
@@ -26,10 +27,11 @@ from monograph.report.page import Bar, Drawings, bars
 from monograph.report.quantities import counted, memory
 
 Moments = Sequence[tuple[int, str]]  # (update, what happened then)
-Yardsticks = Mapping[str, float]  # bits per byte to compare a run with, by name, such as "gzip -9"
 
 
-def drawings_of(metrics: Sequence[Row], yardsticks: Yardsticks, moments: Moments) -> Drawings:
+def drawings_of(
+    metrics: Sequence[MetricsRow], yardsticks: Yardsticks, moments: Moments
+) -> Drawings:
     """Return the charts of the metrics that a run's rows have values of, and its peak memory.
 
     Args:
@@ -46,10 +48,14 @@ def drawings_of(metrics: Sequence[Row], yardsticks: Yardsticks, moments: Moments
 
 
 def _chart(
-    metric: Metric, table: Columns, metrics: Sequence[Row], yardsticks: Yardsticks, moments: Moments
+    metric: Metric,
+    table: Columns,
+    metrics: Sequence[MetricsRow],
+    yardsticks: Yardsticks,
+    moments: Moments,
 ) -> Chart:
     levels = yardsticks if metric is BITS_PER_BYTE else {}
-    marks: list[Mark] = []
+    marks: list[ChartMark] = []
     note = ""
     if metric is LEARNING_RATE:
         marks = _marks(table, sorted(moments))
@@ -78,16 +84,16 @@ def _chart(
     )
 
 
-def _marks(table: Columns, moments: Moments) -> list[Mark]:
+def _marks(table: Columns, moments: Moments) -> list[ChartMark]:
     """Return a mark at the first row at or after each moment's update.
 
     A moment after the table's last row has no mark, since the run has not come to it yet.
     """
-    marks = list[Mark]()
+    marks = list[ChartMark]()
     for update, words in moments:
         for row, row_update in enumerate(table["update"]):
             if row_update is not None and row_update >= update:
-                marks.append(Mark(row, words))
+                marks.append(ChartMark(row, words))
                 break
     return marks
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from monograph.errors import DiskFull
 from monograph.report import quantities
-from monograph.report.figures import Picture, Row, Yardsticks, draw
+from monograph.report.charts import MetricsRow, Yardsticks
+from monograph.report.figures import Picture, draw
 from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
 from monograph.report.metrics import LOSS, held_out_metrics, shown_metrics
@@ -17,7 +18,7 @@ from monograph.report.page import column, config_of, number, page, pairs, sectio
 from monograph.report.run_charts import drawings_of
 
 Summary = Mapping[str, Any]
-Sample = tuple[float, str]  # (share of the run, 0 to 1; text that the model generated then)
+TextSample = tuple[float, str]  # (share of the run, 0 to 1; text that the model generated then)
 
 # The keys of a summary that a person reads first: (key, name, function that formats the value).
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -67,13 +68,15 @@ class About:
     """
 
     yardsticks: Yardsticks = field(default_factory=dict)
-    samples: Sequence[Sample] = ()
+    samples: Sequence[TextSample] = ()
     moments: Sequence[tuple[int, str]] = ()
     origin: Sequence[tuple[str, str]] = ()
     doubt: str = ""
 
 
-def write_report(run_folder: Path, summary: Summary, metrics: Sequence[Row], about: About) -> None:
+def write_report(
+    run_folder: Path, summary: Summary, metrics: Sequence[MetricsRow], about: About
+) -> None:
     """Write `run_folder`/figures/*.png and `run_folder`/report.html.
 
     Each file is written completely or not at all. sheet.png shows the most important figures
@@ -97,7 +100,7 @@ def write_report(run_folder: Path, summary: Summary, metrics: Sequence[Row], abo
 
 
 def write_run_page(
-    folder: Path, summary: Summary, metrics: Sequence[Row], about: About, state: str
+    folder: Path, summary: Summary, metrics: Sequence[MetricsRow], about: About, state: str
 ) -> None:
     """Write the page of a run that has not ended, without figures.
 
@@ -111,7 +114,7 @@ def write_run_page(
 
 
 def run_page(
-    run_folder: Path, summary: Summary, metrics: Sequence[Row], about: About, state: str = ""
+    run_folder: Path, summary: Summary, metrics: Sequence[MetricsRow], about: About, state: str = ""
 ) -> str:
     """Return a run's page as HTML; see `write_report` and `write_run_page`."""
     known_keys = {key for key, value in summary.items() if value is not None}
@@ -249,7 +252,7 @@ def _score_columns() -> dict[str, tuple[str, str]]:
     }
 
 
-def _evaluations(rows: Sequence[Row]) -> str:
+def _evaluations(rows: Sequence[MetricsRow]) -> str:
     """Return a table of the held-out curve's points, for readers who want the numbers."""
     scores = [metric.held_out for metric in held_out_metrics()]
     scored = [row for row in rows if any(row.get(key) is not None for key in scores)]
@@ -262,7 +265,7 @@ def _evaluations(rows: Sequence[Row]) -> str:
     return table("Scores on held-out text", [head for head, _ in columns.values()], cells)
 
 
-def _slowdowns(metrics: Sequence[Row]) -> str:
+def _slowdowns(metrics: Sequence[MetricsRow]) -> str:
     """Return a table of the updates at which the run became slower."""
     heads = ["update", "tokens/s", "before", "likely cause"]
     rows = []
@@ -281,7 +284,7 @@ def _slowdowns(metrics: Sequence[Row]) -> str:
     return table("Moments at which the run became slower", heads, rows)
 
 
-def _samples(samples: Sequence[Sample]) -> str:
+def _samples(samples: Sequence[TextSample]) -> str:
     blocks = "\n".join(
         f"<figure><figcaption>at {100 * share:.0f} % of training</figcaption>"
         f'<pre tabindex="0">{escaped(text)}</pre></figure>'

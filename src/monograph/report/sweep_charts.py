@@ -10,24 +10,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from monograph.report.charts import (
-    Axis,
     Chart,
+    ChartAxis,
     Columns,
     Line,
-    Row,
+    MetricsRow,
     columns,
     rounded,
     without_empty_columns,
 )
 from monograph.report.page import Drawings
 
-Setting = Mapping[str, Any]
-Curve = tuple[Mapping[str, Any], Sequence[Row]]  # a member's knobs, and its rows of metrics
+SettingSummary = Mapping[str, Any]
+MemberCurve = tuple[
+    Mapping[str, Any], Sequence[MetricsRow]
+]  # a member's knobs, and its rows of metrics
 SHADES = 4  # the page has this many colours that can be told apart
 
 
 def drawings_of(
-    settings: Sequence[Setting], curves: Sequence[Curve], key: str, unit: str
+    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], key: str, unit: str
 ) -> Drawings:
     """Return a chart for each knob that varies, and a chart with the curves of all members.
 
@@ -44,7 +46,7 @@ def drawings_of(
     return Drawings(tables, charts, halves=True)
 
 
-def varied_in(settings: Sequence[Setting]) -> list[str]:
+def varied_in(settings: Sequence[SettingSummary]) -> list[str]:
     """Return the names of the knobs that have several values."""
     names = list(dict.fromkeys(name for setting in settings for name in setting["knobs"]))
     varied = []
@@ -56,7 +58,7 @@ def varied_in(settings: Sequence[Setting]) -> list[str]:
 
 
 def _chart_against_knob(
-    settings: Sequence[Setting], name: str, unit: str, tables: list[Columns]
+    settings: Sequence[SettingSummary], name: str, unit: str, tables: list[Columns]
 ) -> Chart:
     """Return a chart of the settings' means over the values of one knob, and append its tables.
 
@@ -70,7 +72,7 @@ def _chart_against_knob(
         tables: the page's tables; each line's table is appended.
     """
     axis = axis_of([setting["knobs"].get(name) for setting in settings])
-    groups: dict[str, list[tuple[float, Setting]]] = {}  # by the values of the other knobs
+    groups: dict[str, list[tuple[float, SettingSummary]]] = {}  # by the values of the other knobs
     for place, setting in zip(axis.places, settings, strict=True):
         other_knobs = {key: value for key, value in setting["knobs"].items() if key != name}
         groups.setdefault(knobs_text(other_knobs), []).append((place, setting))
@@ -106,12 +108,12 @@ def _chart_against_knob(
         lines,
         limits_of(scores),
         note=note,
-        axis=Axis("place", name, axis.ticks, axis.is_log),
+        axis=ChartAxis("place", name, axis.ticks, axis.is_log),
         band=("low", "high") if has_band else None,
     )
 
 
-def _table(group: Sequence[tuple[float, Setting]]) -> Columns:
+def _table(group: Sequence[tuple[float, SettingSummary]]) -> Columns:
     """Return (place on the axis, setting) pairs, sorted by place, as columns."""
     seeds = max(len(setting["values"]) for _, setting in group)
     seed_keys = [f"seed{seed}" for seed in range(seeds)]
@@ -179,7 +181,7 @@ def limits_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _chart_of_curves(
-    curves: Sequence[Curve], key: str, unit: str, tables: list[Columns]
+    curves: Sequence[MemberCurve], key: str, unit: str, tables: list[Columns]
 ) -> Chart | None:
     """Return a chart of each member's held-out scores over training, and append its tables.
 
@@ -204,7 +206,7 @@ def _chart_of_curves(
     return Chart("curves", f"Held-out {unit}, all members", lines, (low, low + 1.6 * (high - low)))
 
 
-def comparable_scores(rows: Sequence[Row], key: str) -> list[Row]:
+def comparable_scores(rows: Sequence[MetricsRow], key: str) -> list[MetricsRow]:
     """Return the rows with a score that was evaluated on the smallest number of held-out rows.
 
     The last evaluation of a member may use more held-out rows than the earlier ones. Its score

@@ -32,8 +32,8 @@ from monograph.report.markup import escaped
 from monograph.report.page import Cell, Drawings, config_of, number, page, pairs, section, table
 from monograph.report.run_report import write_pages
 from monograph.report.sweep_charts import (
-    Curve,
-    Setting,
+    MemberCurve,
+    SettingSummary,
     axis_of,
     comparable_scores,
     drawings_of,
@@ -46,12 +46,12 @@ from monograph.report.sweep_charts import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Rows = Sequence[Mapping[str, Any]]
+JsonObjects = Sequence[Mapping[str, Any]]
 MAX_TICK_LABELS = 10
 
 
 def draw_sweep(
-    settings: Sequence[Setting], curves: Sequence[Curve], key: str, unit: str
+    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], key: str, unit: str
 ) -> list[Picture]:
     """Return a figure for each knob that varies, and a figure with the curves of all members.
 
@@ -74,7 +74,9 @@ def draw_sweep(
         return [single_picture(name, panel, (7.3, 3.4)) for name, panel in panels.items()]
 
 
-def _draw_against_knob(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> None:
+def _draw_against_knob(
+    axes: Axes, settings: Sequence[SettingSummary], name: str, unit: str
+) -> None:
     """Draw the scores against one knob.
 
     Each member is a dot, and each setting a mean with its standard error. A cross at the top marks
@@ -111,7 +113,7 @@ def _draw_against_knob(axes: Axes, settings: Sequence[Setting], name: str, unit:
     axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=7.5, color=MUTED)
 
 
-def _draw_setting(axes: Axes, setting: Setting, place: float) -> None:
+def _draw_setting(axes: Axes, setting: SettingSummary, place: float) -> None:
     """Draw a setting's members as pale dots, and its mean with an error bar."""
     is_best = setting["standing"] == "best"
     colour = ACCENT if setting["standing"] in ("best", "tied") else MUTED
@@ -141,7 +143,7 @@ def _draw_setting(axes: Axes, setting: Setting, place: float) -> None:
 
 
 def _draw_curves(
-    axes: Axes, curves: Sequence[Curve], key: str, unit: str, varied: Sequence[str]
+    axes: Axes, curves: Sequence[MemberCurve], key: str, unit: str, varied: Sequence[str]
 ) -> None:
     """Draw each member's held-out scores over training, each setting in a shade of its own."""
     axes.set_title(f"Held out, {unit}, all members")
@@ -187,8 +189,8 @@ def _varied_knobs_text(knobs: Mapping[str, Any], varied: Sequence[str]) -> str:
 def write_sweep_report(
     folder: Path,
     results: Mapping[str, Any],
-    settings: Sequence[Setting],
-    curves: Sequence[Curve],
+    settings: Sequence[SettingSummary],
+    curves: Sequence[MemberCurve],
     origin: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write `folder`/figures/*.png and `folder`/report.html.
@@ -213,8 +215,8 @@ def write_sweep_report(
 def write_page_so_far(
     folder: Path,
     results: Mapping[str, Any],
-    settings: Sequence[Setting],
-    curves: Sequence[Curve],
+    settings: Sequence[SettingSummary],
+    curves: Sequence[MemberCurve],
     origin: Sequence[tuple[str, str]],
     state: str,
 ) -> None:
@@ -241,7 +243,7 @@ def _score_key_and_unit(results: Mapping[str, Any]) -> tuple[str, str]:
 def sweep_page(
     folder: Path,
     results: Mapping[str, Any],
-    settings: Sequence[Setting],
+    settings: Sequence[SettingSummary],
     drawings: Drawings,
     origin: Sequence[tuple[str, str]] = (),
     state: str = "",
@@ -298,7 +300,7 @@ def _key_figures(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     return figures
 
 
-def _settings(settings: Sequence[Setting], unit: str) -> str:
+def _settings(settings: Sequence[SettingSummary], unit: str) -> str:
     """Return a table of the settings' means over seeds, and how each compares with the best."""
     rows: list[list[Cell]] = []
     for setting in settings:
@@ -316,7 +318,7 @@ def _settings(settings: Sequence[Setting], unit: str) -> str:
     return _table_with_knobs("Settings of the sweep", knobs, heads, rows)
 
 
-def _members(members: Rows) -> str:
+def _members(members: JsonObjects) -> str:
     rows: list[list[Cell]] = []
     for member in members:
         rows.append(
@@ -334,7 +336,7 @@ def _members(members: Rows) -> str:
 
 
 def _table_with_knobs(
-    name: str, knobs: Rows, heads: Sequence[str], rows: Sequence[Sequence[Cell]]
+    name: str, knobs: JsonObjects, heads: Sequence[str], rows: Sequence[Sequence[Cell]]
 ) -> str:
     """Return a table whose first columns are the knobs, and whose other columns are `rows`."""
     keys = list(dict.fromkeys(key for values_by_key in knobs for key in values_by_key))

@@ -23,8 +23,8 @@ from monograph.storage.reading import entries
 from monograph.terminal import shell_words
 
 PROJECT = "monograph"
-Point = tuple[int, dict[str, float]]  # (update, the numbers of its row by name)
-Settings = Mapping[str, Any]  # a run's settings by key, such as "optim.lr"
+TrackedPoint = tuple[int, dict[str, float]]  # (update, the numbers of its row by name)
+SettingsByKey = Mapping[str, Any]  # a run's settings by key, such as "optim.lr"
 _MLFLOW_BATCH = 1000  # MLflow accepts at most this many numbers in one call
 
 
@@ -37,12 +37,12 @@ class Tracker(NamedTuple):
         view: a command or a URL with which a person looks at the run.
     """
 
-    write: Callable[[list[Point]], None]
+    write: Callable[[list[TrackedPoint]], None]
     close: Callable[[], object]
     view: str
 
 
-def _tensorboard(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
+def _tensorboard(name: str, key: str, settings: SettingsByKey, out: Path | None) -> Tracker:
     """Open a run in TensorBoard: write event files to OUT/NAME, by default to tensorboard/NAME."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
@@ -71,7 +71,7 @@ def _tensorboard(name: str, key: str, settings: Settings, out: Path | None) -> T
     def add_event(update: int, **content: object) -> None:
         writer.write(Event(step=update, wall_time=time.time(), **content).SerializeToString())
 
-    def write(points: list[Point]) -> None:
+    def write(points: list[TrackedPoint]) -> None:
         for update, numbers in points:
             values = [{"tag": tag, "simple_value": number} for tag, number in numbers.items()]
             add_event(update, summary={"value": values})
@@ -88,7 +88,7 @@ def _tensorboard(name: str, key: str, settings: Settings, out: Path | None) -> T
     return Tracker(write, writer.close, f"tensorboard --logdir {shell_words(out)}")
 
 
-def _wandb(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
+def _wandb(name: str, key: str, settings: SettingsByKey, out: Path | None) -> Tracker:
     """Open a run in wandb, offline unless WANDB_MODE says otherwise."""
     # wandb sends reports of its own errors, even offline.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -123,7 +123,7 @@ def _wandb(name: str, key: str, settings: Settings, out: Path | None) -> Tracker
     return _checked_tracker(run, require_disk_space, view)
 
 
-def _trackio(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
+def _trackio(name: str, key: str, settings: SettingsByKey, out: Path | None) -> Tracker:
     """Open a run in trackio, on this machine unless trackio's variables name another."""
     if out:
         # trackio reads the variable when it is imported.
@@ -173,7 +173,7 @@ def _checked_tracker(run: _OpenRun, check: Callable[[], None], view: str) -> Tra
         view: see `Tracker`.
     """
 
-    def write(points: list[Point]) -> None:
+    def write(points: list[TrackedPoint]) -> None:
         for update, numbers in points:
             run.log(numbers, step=update)
         check()
@@ -185,7 +185,7 @@ def _checked_tracker(run: _OpenRun, check: Callable[[], None], view: str) -> Tra
     return Tracker(write, close, view)
 
 
-def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
+def _mlflow(name: str, key: str, settings: SettingsByKey, out: Path | None) -> Tracker:
     """Open a run in MLflow, in OUT/mlflow.db unless MLFLOW_TRACKING_URI names another place."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow.entities import Metric, Param
@@ -209,7 +209,7 @@ def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracke
     params = [Param(setting, str(value)) for setting, value in settings.items()]
     client.log_batch(run_id, params=params)
 
-    def write(points: list[Point]) -> None:
+    def write(points: list[TrackedPoint]) -> None:
         now_ms = int(1000 * time.time())
         metrics = [
             Metric(metric_name, number, now_ms, update)
@@ -230,7 +230,7 @@ def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracke
 #   a key that is different for a run of the same name in another folder;
 #   the run's settings;
 #   the folder for the tracker's files, or None for the tracker's default.
-Opener = Callable[[str, str, Settings, Path | None], Tracker]
+Opener = Callable[[str, str, SettingsByKey, Path | None], Tracker]
 
 
 class Library(NamedTuple):

@@ -48,7 +48,7 @@ _DEVIATION_EPSILON = 1e-4
 ROUNDING = 2.0**-40
 
 
-class Ratio(NamedTuple):
+class RatioUse(NamedTuple):
     """How a loss uses rho.
 
     Attributes:
@@ -62,10 +62,10 @@ class Ratio(NamedTuple):
     high: float = 0.0
 
 
-NO_RATIO = Ratio("none")
+NO_RATIO = RatioUse("none")
 
 
-class Weight(NamedTuple):
+class AnswerWeight(NamedTuple):
     """An answer's part in an update.
 
     Attributes:
@@ -112,30 +112,38 @@ def standardised_rewards(rewards: Sequence[float]) -> list[float]:
     return [value / deviation for value in centred_rewards(rewards)]
 
 
-def _reinforce(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> list[Weight]:
-    return [Weight(reward, 1) for reward in rewards]
+def _reinforce(
+    rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
+) -> list[AnswerWeight]:
+    return [AnswerWeight(reward, 1) for reward in rewards]
 
 
-def _dr_grpo(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> list[Weight]:
-    return [Weight(value, max_tokens) for value in centred_rewards(rewards)]
+def _dr_grpo(
+    rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
+) -> list[AnswerWeight]:
+    return [AnswerWeight(value, max_tokens) for value in centred_rewards(rewards)]
 
 
-def _rloo(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> list[Weight]:
+def _rloo(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> list[AnswerWeight]:
     # r[i] - (S - r[i]) / (G - 1) = G / (G - 1) (r[i] - S / G), where S is the sum of all G rewards
     size = len(rewards)
-    return [Weight(value * size / (size - 1), 1) for value in centred_rewards(rewards)]
+    return [AnswerWeight(value * size / (size - 1), 1) for value in centred_rewards(rewards)]
 
 
-def _per_answer(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> list[Weight]:
+def _per_answer(
+    rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
+) -> list[AnswerWeight]:
     return [
-        Weight(value / length, 1)
+        AnswerWeight(value / length, 1)
         for value, length in zip(standardised_rewards(rewards), lengths, strict=True)
     ]
 
 
-def _per_token(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> list[Weight]:
+def _per_token(
+    rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
+) -> list[AnswerWeight]:
     return [
-        Weight(value, length)
+        AnswerWeight(value, length)
         for value, length in zip(standardised_rewards(rewards), lengths, strict=True)
     ]
 
@@ -159,8 +167,8 @@ class Advantage:
     """
 
     meaning: str
-    weights: Callable[[Sequence[float], Sequence[int], int], list[Weight]]
-    ratio: Ratio = Ratio("clip", 0.2, 0.2)
+    weights: Callable[[Sequence[float], Sequence[int], int], list[AnswerWeight]]
+    ratio: RatioUse = RatioUse("clip", 0.2, 0.2)
     k1_refused: str = ""
     divides_by_length: bool = False
     compares_answers: bool = True
@@ -181,27 +189,27 @@ ADVANTAGES = {
     "dapo": Advantage(
         "dr_grpo's, divided by the group's deviation, with a higher upper limit",
         _per_token,
-        Ratio("clip", 0.2, 0.28),
+        RatioUse("clip", 0.2, 0.28),
         k1_refused=_BY_DEVIATION,
     ),
     "reinforce": Advantage("its reward", _reinforce, compares_answers=False),
     "cispo": Advantage(
         "dapo's, with truncated importance sampling",
         _per_token,
-        Ratio("truncate", 0.0, 5.0),
+        RatioUse("truncate", 0.0, 5.0),
         k1_refused=_BY_DEVIATION,
     ),
     "gspo": Advantage(
         "grpo's, with one ratio for the whole answer",
         _per_answer,
-        Ratio("sequence", 3e-4, 4e-4),
+        RatioUse("sequence", 3e-4, 4e-4),
         k1_refused=_BY_DEVIATION,
         divides_by_length=True,
     ),
 }
 
 
-def ratio_of(advantage: str, updates: int) -> Ratio:
+def ratio_of(advantage: str, updates: int) -> RatioUse:
     """Return how an advantage uses rho if each sample is used for this number of updates."""
     ratio = ADVANTAGES[advantage].ratio
     if updates == 1 and ratio.kind != "truncate":

@@ -16,13 +16,13 @@ from torch import Tensor
 from monograph.data.pack import best_fit_decreasing
 from monograph.decode.completion import Completion
 from monograph.loss import IGNORE, Batch
-from monograph.rl.advantages import ADVANTAGES, Weight
+from monograph.rl.advantages import ADVANTAGES, AnswerWeight
 from monograph.rl.loss import Kl
 from monograph.rl.prompts import Prompt
 
 
 @dataclass(frozen=True)
-class Options:
+class RolloutOptions:
     """How answers are sampled and weighed.
 
     Attributes:
@@ -86,7 +86,9 @@ class Rollout(NamedTuple):
 Rollouts = Sequence[Rollout]
 
 
-def arrange_window(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) -> Batch:
+def arrange_window(
+    rollouts: Rollouts, weighed: Sequence[AnswerWeight], options: RolloutOptions
+) -> Batch:
     """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
 
     An answer that does not change the gradient counts only in the denominator. It gets no place in a
@@ -150,7 +152,7 @@ def arrange_window(rollouts: Rollouts, weighed: Sequence[Weight], options: Optio
 
 
 def keep_and_penalise(
-    rollouts: Rollouts, rewards: Sequence[float], options: Options
+    rollouts: Rollouts, rewards: Sequence[float], options: RolloutOptions
 ) -> tuple[list[Rollout], list[float]]:
     """Return the answers of a group that are not left out, and their rewards minus penalties."""
     kept = list[Rollout]()
@@ -163,23 +165,25 @@ def keep_and_penalise(
     return kept, lowered
 
 
-def answer_weights(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> list[Weight]:
+def answer_weights(
+    rollouts: Rollouts, rewards: Sequence[float], options: RolloutOptions
+) -> list[AnswerWeight]:
     """Return the weights of one group's answers, with the KL term.
 
     The weight of an answer that is left out is 0.
     """
     kept, rewards = keep_and_penalise(rollouts, rewards, options)
     weights_of_kept = iter(_weights_of_kept(kept, rewards, options) if kept else ())
-    weights = list[Weight]()
+    weights = list[AnswerWeight]()
     for rollout in rollouts:
         is_left_out = rollout.is_cut and options.masks_truncated
-        weights.append(Weight(0.0, 0.0) if is_left_out else next(weights_of_kept))
+        weights.append(AnswerWeight(0.0, 0.0) if is_left_out else next(weights_of_kept))
     return weights
 
 
 def _weights_of_kept(
-    rollouts: Rollouts, rewards: Sequence[float], options: Options
-) -> list[Weight]:
+    rollouts: Rollouts, rewards: Sequence[float], options: RolloutOptions
+) -> list[AnswerWeight]:
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     kl = options.kl
     if kl is not None and kl.estimator == "k1":
@@ -204,7 +208,7 @@ def _weights_of_kept(
 
 
 def split_by_answer(
-    compute: Callable[[Batch], Tensor], rollouts: Rollouts, options: Options, rows: int
+    compute: Callable[[Batch], Tensor], rollouts: Rollouts, options: RolloutOptions, rows: int
 ) -> list[list[float]]:
     """Return the values that `compute` returns at the positions of each answer's tokens.
 
@@ -216,7 +220,7 @@ def split_by_answer(
     """
     # Each answer's factor is its number, from 1. All other positions have the factor 0, so a stable
     # sort by the factor puts them first, and then the positions of one answer after the other.
-    numbers = [Weight(number, 1) for number in range(1, len(rollouts) + 1)]
+    numbers = [AnswerWeight(number, 1) for number in range(1, len(rollouts) + 1)]
     window = arrange_window(rollouts, numbers, options)
     values = list[Tensor]()
     for first in range(0, len(window["tokens"]), rows):
@@ -228,7 +232,7 @@ def split_by_answer(
     return [part.tolist() for part in of_answers.split(lengths)]
 
 
-class Group(NamedTuple):
+class AnswerGroup(NamedTuple):
     """The answers to one prompt.
 
     Attributes:
@@ -244,11 +248,11 @@ class Group(NamedTuple):
     completions: Sequence[Completion]
     rollouts: Sequence[Rollout]
     rewards: Sequence[float]
-    weights: Sequence[Weight]
+    weights: Sequence[AnswerWeight]
     teaches: bool
 
 
-def group_figures(groups: Sequence[Group]) -> dict[str, float]:
+def group_figures(groups: Sequence[AnswerGroup]) -> dict[str, float]:
     """Return figures on the answers of an update.
 
     Returns:

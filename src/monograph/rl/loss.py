@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.loss import IGNORE, Batch, target_log_probabilities
-from monograph.rl.advantages import ADVANTAGES, NO_RATIO, Ratio
+from monograph.rl.advantages import ADVANTAGES, NO_RATIO, RatioUse
 from monograph.rl.form import AnswerForm
 
 Estimator = Literal["k1", "k2", "k3", "entropy"]
@@ -106,7 +106,7 @@ def kl_term(
     return Kl(kl, kl_coef)
 
 
-class Totals(NamedTuple):
+class PolicyTotals(NamedTuple):
     """Sums over targets, in the order of `PolicyLoss.totals`: 0-d fp64 tensors, or floats.
 
     Attributes:
@@ -138,15 +138,16 @@ class PolicyLoss(nn.Module):
     The batch holds, [B, T] each:
         tokens, targets: int64.
         segments, positions: int64, of packed rows. A row without segments has one answer.
-        factors, shares: fp64, see `Weight`; 0 where nothing is sampled.
+        factors, shares: fp64, see `AnswerWeight`; 0 where nothing is sampled.
         drawn: fp64, the log-probability with which each target was sampled.
-        penalties, reference: fp64, with a KL term: see `Weight`, and the reference's
+        penalties, reference: fp64, with a KL term: see `AnswerWeight`, and the reference's
             log-probability of each target.
         states: int64, with a form: the state of its automaton. The softmax is then over the tokens
             that the form allows there.
 
     Attributes:
-        totals: [6] fp64, `Totals` over all micro-batches since `take_figures` was last called.
+        totals: [6] fp64, `PolicyTotals` over all micro-batches since `take_figures` was last
+            called.
         fill: what pads each entry of a batch; 0 if it is not named.
     """
 
@@ -156,7 +157,7 @@ class PolicyLoss(nn.Module):
     def __init__(
         self,
         temperature: float = 1.0,
-        ratio: Ratio = NO_RATIO,
+        ratio: RatioUse = NO_RATIO,
         kl: Kl | None = None,
         advantage: str = "dr_grpo",
         updates: int = 1,
@@ -179,7 +180,7 @@ class PolicyLoss(nn.Module):
         self.kl = kl
         self.advantage = advantage
         self.updates = updates
-        self.register_buffer("totals", torch.zeros(len(Totals._fields), dtype=torch.float64))
+        self.register_buffer("totals", torch.zeros(len(PolicyTotals._fields), dtype=torch.float64))
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sum and count; see the class."""
@@ -252,12 +253,12 @@ class PolicyLoss(nn.Module):
         clipped_N: Tensor,
         kl_log_ratio_N: Tensor,
     ) -> None:
-        before = Totals(*self.totals.unbind())
+        before = PolicyTotals(*self.totals.unbind())
         ratio, clipped, kl = (
             torch.where(kept_N, each_N, 0.0).double().sum()
             for each_N in (rho_N, clipped_N, kl_log_ratio_N)
         )
-        after = Totals(
+        after = PolicyTotals(
             gap_sum=before.gap_sum + gap_N.sum(),
             gap_max=torch.maximum(before.gap_max, gap_N.amax()),
             targets=before.targets + kept_N.sum(),
@@ -286,7 +287,7 @@ class PolicyLoss(nn.Module):
             clipped: the share of targets whose rho is clipped.
             kl: nats a token from the reference; 0 without one.
         """
-        ranks = [Totals(*values) for values in gathered(self.totals.tolist())]
+        ranks = [PolicyTotals(*values) for values in gathered(self.totals.tolist())]
         self.totals.zero_()
         targets = max(1.0, sum(rank.targets for rank in ranks))
         return {

@@ -36,22 +36,22 @@ from monograph.data.forms import (
     MESSAGES,
     PROMPT,
     REJECTED,
-    Kind,
     RecordKeys,
+    RecordKind,
     RecordSettings,
 )
 from monograph.data.kinds import kind_of_records
-from monograph.data.loss_mask import Answering, Answers, Row
+from monograph.data.loss_mask import Answering, ConversationConverter, MaskedRow
 from monograph.data.messages import is_trained_on
 from monograph.data.options import ReadingOptions
-from monograph.data.progress import Progress
+from monograph.data.progress import ProgressCallback
 from monograph.data.records import JSON_TYPES, Fault, Unusable, checked_text, list_names, quote
 from monograph.data.rows import IGNORE, Int64, Rows
 from monograph.data.sources import located
 from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.store import Side
 from monograph.errors import InputRefused
-from monograph.rl.prompts import Record, own_tokenizer, read_parts
+from monograph.rl.prompts import JsonRecord, own_tokenizer, read_parts
 from monograph.text.chat import require_read
 from monograph.text.tokenizer import Tokenizer
 
@@ -73,8 +73,8 @@ class Pair(NamedTuple):
     """
 
     text: str
-    chosen: Row
-    rejected: Row
+    chosen: MaskedRow
+    rejected: MaskedRow
     bytes: int
     chat: bool
     label: int = 0
@@ -191,13 +191,13 @@ def loss_for(
         InputRefused, UsageError: see `kind_of_records`; or there is no source.
     """
     kind = kind_of_records(located(source), asked, skip_bad)
-    if kind is Kind.PAIRS:
+    if kind is RecordKind.PAIRS:
         return "dpo"
-    return "kto" if kind is Kind.LABELLED else None
+    return "kto" if kind is RecordKind.LABELLED else None
 
 
 def read_pairs(
-    reading: ReadingOptions, *, labelled: bool = False, progress: Progress | None = None
+    reading: ReadingOptions, *, labelled: bool = False, progress: ProgressCallback | None = None
 ) -> Corpus:
     """Read, tokenise and pack pairs, from JSON lines or tables.
 
@@ -222,23 +222,27 @@ def read_pairs(
     tokenizer = own_tokenizer(reading, "prefer.loss")
     length = int(reading.sequence_length)
     # The template, once the first chat has been read; texts need no template.
-    template: list[Answers] = []
+    template: list[ConversationConverter] = []
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
     ignored = RecordSettings.of(None, reading.ignore_keys)
-    record_keys = RecordKeys(Kind.LABELLED if labelled else Kind.PAIRS, ignored, is_kind_set=True)
+    record_keys = RecordKeys(
+        RecordKind.LABELLED if labelled else RecordKind.PAIRS, ignored, is_kind_set=True
+    )
     spellings = SpecialTokenSpellings(tokenizer)
     # The places of records whose answers begin with the prompt.
     repeating = list[str]()
 
-    def rendered(conversation: Conversation) -> Row:
+    def rendered(conversation: Conversation) -> MaskedRow:
         if not template:
             template.append(
-                Answers(tokenizer, Answering(every=False, truncate=False, longest=length))
+                ConversationConverter(
+                    tokenizer, Answering(every=False, truncate=False, longest=length)
+                )
             )
         require_read(tokenizer, conversation.template_variables)
         return template[0].rows(conversation)[0]
 
-    def read(where: str, record: Record) -> Pair | Fault:
+    def read(where: str, record: JsonRecord) -> Pair | Fault:
         try:
             chat = _are_chats(record, keys)
             read_answer: _ReadAnswer = functools.partial(_answer_of_text, tokenizer)
@@ -318,7 +322,7 @@ def _repeating_note(places: Sequence[str]) -> tuple[str, ...]:
     return (f"{found}; the prompt is then trained on a second time: leave it out of the answers",)
 
 
-def _are_chats(record: Record, keys: Sequence[str]) -> bool:
+def _are_chats(record: JsonRecord, keys: Sequence[str]) -> bool:
     """Return whether the answers under these keys are lists of messages, and not texts.
 
     Raises:
@@ -358,15 +362,15 @@ class _Answer(NamedTuple):
     """
 
     prompt: str
-    row: Row
+    row: MaskedRow
     bytes: int
 
 
 # Reads the answer under a key of a record.
-_ReadAnswer = Callable[[Record, str], _Answer]
+_ReadAnswer = Callable[[JsonRecord, str], _Answer]
 
 
-def _answer_of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
+def _answer_of_text(tokenizer: Tokenizer, record: JsonRecord, key: str) -> _Answer:
     given_prompt = record.get(PROMPT, "")
     if isinstance(given_prompt, list):
         message = f"{quote(PROMPT)} is a list of messages, but the answers are texts: give lists of messages"
@@ -383,7 +387,9 @@ def _answer_of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
     return _Answer(prompt, completed_row(tokenizer, prompt, answer), len(answer.encode()))
 
 
-def _answer_of_chat(rendered: Callable[[Conversation], Row], record: Record, key: str) -> _Answer:
+def _answer_of_chat(
+    rendered: Callable[[Conversation], MaskedRow], record: JsonRecord, key: str
+) -> _Answer:
     prompt = record.get(PROMPT)
     # If the prompt is a text or missing, the answers are whole chats.
     before = prompt if isinstance(prompt, list) else []
@@ -405,7 +411,7 @@ def _answer_of_chat(rendered: Callable[[Conversation], Row], record: Record, key
     return _Answer(json.dumps(prompt_messages, ensure_ascii=False), rendered(conversation), size)
 
 
-def _pair(record: Record, read_answer: _ReadAnswer, chat: bool) -> Pair:
+def _pair(record: JsonRecord, read_answer: _ReadAnswer, chat: bool) -> Pair:
     chosen = read_answer(record, CHOSEN)
     rejected = read_answer(record, REJECTED)
     chosen_prompt_ids, rejected_prompt_ids = (
@@ -426,7 +432,7 @@ def _pair(record: Record, read_answer: _ReadAnswer, chat: bool) -> Pair:
     return Pair(chosen.prompt, chosen.row, rejected.row, chosen.bytes + rejected.bytes, chat)
 
 
-def _labelled(record: Record, read_answer: _ReadAnswer, chat: bool) -> Pair:
+def _labelled(record: JsonRecord, read_answer: _ReadAnswer, chat: bool) -> Pair:
     """Return an answer with its label. It has no other answer yet; see `_with_others`."""
     label = record.get(LABEL)
     if not isinstance(label, bool | int | float | str) or label not in _LABELS:
@@ -441,7 +447,7 @@ def _labelled(record: Record, read_answer: _ReadAnswer, chat: bool) -> Pair:
         raise Unusable("no label", f"expected true or false under {quote(LABEL)}, which {problem}")
     prompt, row, size = read_answer(record, COMPLETION)
     # The prompt and one token: the least room that another answer takes in the row.
-    prompt_and_token = Row(row.ids[: row.spans[0][0] + 1], ())
+    prompt_and_token = MaskedRow(row.ids[: row.spans[0][0] + 1], ())
     return Pair(prompt, row, prompt_and_token, size, chat, _LABELS[label])
 
 
@@ -502,7 +508,7 @@ def _with_others(
         ids = pair.chosen.ids[:prompt_length] + other.ids[prompt_lengths[index] :]
         shift = prompt_length - prompt_lengths[index]
         spans = tuple((begin + shift, end + shift) for begin, end in other.spans)
-        paired.append(pair._replace(rejected=Row(ids, spans)))
+        paired.append(pair._replace(rejected=MaskedRow(ids, spans)))
     return paired
 
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from monograph.data.progress import Meter, Progress
+from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.rows import Rows
 from monograph.errors import UsageError
 from monograph.loss import IGNORE, Batch, target_log_probabilities
-from monograph.rl.preferences import Answers, Preference, losses
+from monograph.rl.preferences import Preference, PreferenceInputs, losses
 
 
-class Totals(NamedTuple):
+class PreferenceTotals(NamedTuple):
     """Sums over pairs, in the order of `PreferenceLoss.totals`: 0-d fp64 tensors, or floats.
 
     The gain of an answer is h, or its mean log-probability for a loss without a reference. The
@@ -65,7 +65,7 @@ class PreferenceLoss(nn.Module):
         labels: [A + 1] int64, each answer's label, by its number.
         apart: [2] fp64, of the present update: the sum of h(o') and the number of o'.
         expected: 0-d fp64, z during an update, else 0.
-        totals: [6] fp64, `Totals` over all pairs since `take_figures` was last called.
+        totals: [6] fp64, `PreferenceTotals` over all pairs since `take_figures` was last called.
         fill: what pads each entry of a batch; 0 if it is not named.
     """
 
@@ -96,14 +96,16 @@ class PreferenceLoss(nn.Module):
         self.register_buffer("labels", torch.zeros(answers + 1, dtype=torch.int64))
         self.register_buffer("apart", torch.zeros(2, dtype=torch.float64))
         self.register_buffer("expected", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("totals", torch.zeros(len(Totals._fields), dtype=torch.float64))
+        self.register_buffer(
+            "totals", torch.zeros(len(PreferenceTotals._fields), dtype=torch.float64)
+        )
 
     def remember(
         self,
         sides: Sequence[Rows],
         score: Callable[[Batch], object],
         rows: int,
-        progress: Progress | None,
+        progress: ProgressCallback | None,
     ) -> None:
         """Write the log-probabilities of the present weights into `reference`.
 
@@ -189,7 +191,7 @@ class PreferenceLoss(nn.Module):
         )
         exists_P = number_S[::2] > 0
         # The even places of a row have chosen answers, and the odd ones the rejected answers.
-        pairs = Answers(
+        pairs = PreferenceInputs(
             chosen=log_S[::2],
             rejected=log_S[1::2],
             chosen_reference=reference_S[::2],
@@ -202,7 +204,7 @@ class PreferenceLoss(nn.Module):
         self._add_to_totals(pairs, exists_P)
         return torch.where(exists_P, losses(self.preference, pairs), 0.0).sum(), self.count(batch)
 
-    def _add_to_totals(self, pairs: Answers, exists_P: Tensor) -> None:
+    def _add_to_totals(self, pairs: PreferenceInputs, exists_P: Tensor) -> None:
         gains = pairs.gains if self.preference.needs_reference else pairs.means
         chosen_P, rejected_P = (each.detach() for each in gains)
         margin_P = chosen_P - rejected_P
@@ -217,7 +219,7 @@ class PreferenceLoss(nn.Module):
             counts_as_chosen_P = pairs.labels > 0
         # 1 if ahead, 0 if behind, and half for a margin of 0, which all pairs have at first.
         ahead_P = (margin_P.sign() + 1) / 2
-        of_pairs = Totals(
+        of_pairs = PreferenceTotals(
             pairs=torch.ones_like(margin_P),
             ahead=ahead_P,
             margin=margin_P,
@@ -246,7 +248,7 @@ class PreferenceLoss(nn.Module):
             chosen_gain: the mean gain of the chosen answers.
             answer_tokens: the number of tokens of all answers.
         """
-        totals = Totals(*map(sum, zip(*gathered(self.totals.tolist()), strict=True)))
+        totals = PreferenceTotals(*map(sum, zip(*gathered(self.totals.tolist()), strict=True)))
         self.totals.zero_()
         pairs = max(1.0, totals.pairs)
         return {

@@ -91,7 +91,7 @@ def preference(name: str, **given: float | None) -> Preference:
     return Preference(name, values_of(parameters, given, f"prefer.loss = {name}"))
 
 
-class Answers(NamedTuple):
+class PreferenceInputs(NamedTuple):
     """What a loss reads of P pairs, fp64 [P] each except `labels` and `expected`.
 
     Attributes:
@@ -129,12 +129,12 @@ def _log_sigmoid(value: Tensor) -> Tensor:
     return logsigmoid(value)
 
 
-def _dpo(pairs: Answers, *, beta: float) -> Tensor:
+def _dpo(pairs: PreferenceInputs, *, beta: float) -> Tensor:
     chosen, rejected = pairs.gains
     return -_log_sigmoid(beta * (chosen - rejected))
 
 
-def _robust(pairs: Answers, *, beta: float, label_smoothing: float) -> Tensor:
+def _robust(pairs: PreferenceInputs, *, beta: float, label_smoothing: float) -> Tensor:
     chosen, rejected = pairs.gains
     margin = beta * (chosen - rejected)
     right = 1 - label_smoothing
@@ -143,18 +143,18 @@ def _robust(pairs: Answers, *, beta: float, label_smoothing: float) -> Tensor:
     )
 
 
-def _ipo(pairs: Answers, *, beta: float) -> Tensor:
+def _ipo(pairs: PreferenceInputs, *, beta: float) -> Tensor:
     chosen, rejected = pairs.gains
     difference = chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens
     return (difference - 1 / (2 * beta)).square()
 
 
-def _simpo(pairs: Answers, *, beta: float, gamma: float) -> Tensor:
+def _simpo(pairs: PreferenceInputs, *, beta: float, gamma: float) -> Tensor:
     chosen, rejected = pairs.means
     return -_log_sigmoid(beta * (chosen - rejected) - gamma)
 
 
-def _orpo(pairs: Answers, *, beta: float) -> Tensor:
+def _orpo(pairs: PreferenceInputs, *, beta: float) -> Tensor:
     # log(1 - e^m) of a mean m that rounds to 0 would be -inf.
     chosen, rejected = (mean.clamp_max(-1e-12) for mean in pairs.means)
     chosen_odds = chosen - (-chosen.expm1()).log()
@@ -163,7 +163,7 @@ def _orpo(pairs: Answers, *, beta: float) -> Tensor:
 
 
 def _kto(
-    pairs: Answers, *, beta: float, desirable_weight: float, undesirable_weight: float
+    pairs: PreferenceInputs, *, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> Tensor:
     gain, _ = pairs.gains
     loss = (pairs.labels * (pairs.expected - gain) * beta).sigmoid()
@@ -247,6 +247,6 @@ LOSSES = {
 }
 
 
-def losses(preference: Preference, pairs: Answers) -> Tensor:
+def losses(preference: Preference, pairs: PreferenceInputs) -> Tensor:
     """Return the loss of each pair, [P]; see the module."""
     return LOSSES[preference.name].formula(pairs, **preference.parameters)

@@ -147,7 +147,7 @@ LARGEST = 1e6
 ANSWER_SECONDS = 60.0
 
 
-class Function:
+class FunctionProcess:
     """A function `score(prompt, completion, record)` of a Python file, run in a separate process.
 
     It returns a number, or {name: number} of parts, whose sum is the score. Its output goes to

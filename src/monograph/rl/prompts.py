@@ -29,7 +29,7 @@ from monograph.data.forms import (
 from monograph.data.loss_mask import TEMPLATE_DATE
 from monograph.data.messages import read_messages
 from monograph.data.options import ReadingOptions
-from monograph.data.progress import Progress
+from monograph.data.progress import ProgressCallback
 from monograph.data.records import (
     EMPTY_VALUES,
     JSON_TYPES,
@@ -53,12 +53,12 @@ from monograph.text.template import Unspeakable
 from monograph.text.tokenizer import Tokenizer, parse
 
 # A record as it was read.
-Record = Mapping[str, Any]
+JsonRecord = Mapping[str, Any]
 # The end of a message about a key that cannot be read.
 _OR_IGNORE_IT = "name it in data.ignore_keys, if only the reward reads it"
 
 
-class Parts(NamedTuple):
+class SplitItems(NamedTuple):
     """The items of all records, in two parts.
 
     An item is what the caller of `read_parts` makes of a record, such as a `Prompt`. It has the
@@ -97,17 +97,17 @@ def own_tokenizer(reading: ReadingOptions, key: str) -> Tokenizer:
 
 def read_parts(
     reading: ReadingOptions,
-    item: Callable[[str, Record], Any | Fault],
+    item: Callable[[str, JsonRecord], Any | Fault],
     needs: str,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     keys: RecordKeys | None = None,
-) -> Parts:
+) -> SplitItems:
     """Read records from JSON lines or tables.
 
     Args:
         reading: how records are read.
-        item: makes an item (see `Parts`) of a record's file and line and the record; or returns the
-            fault of a record that can be skipped.
+        item: makes an item (see `SplitItems`) of a record's file and line and the record; or
+            returns the fault of a record that can be skipped.
         needs: says what a record must have, for messages.
         progress: see `monograph.data.progress`.
         keys: the keys that a record may have; None: any.
@@ -135,7 +135,7 @@ def read_parts(
         raise InputRefused(
             f"{sources.name}: no record is left to train on; give more records, or lower data.held_out"
         )
-    return Parts(sources, train, held_out, dict(skipped))
+    return SplitItems(sources, train, held_out, dict(skipped))
 
 
 def _records(
@@ -181,7 +181,7 @@ class Prompt(NamedTuple):
 
     text: str
     ids: tuple[int, ...]
-    record: Record
+    record: JsonRecord
     where: str
     teacher_ids: tuple[int, ...] = ()
 
@@ -225,7 +225,7 @@ class Prompts:
 
 
 def read_prompts(
-    reading: ReadingOptions, *, room: int, reward: Reward, progress: Progress | None = None
+    reading: ReadingOptions, *, room: int, reward: Reward, progress: ProgressCallback | None = None
 ) -> Prompts:
     """Read and tokenise prompts, from JSON lines or tables.
 
@@ -259,7 +259,7 @@ def read_prompts(
     )
     spellings = SpecialTokenSpellings(tokenizer)
 
-    def read(where: str, record: Record) -> Prompt | Fault:
+    def read(where: str, record: JsonRecord) -> Prompt | Fault:
         try:
             prompt = _prompt(record, where, reader)
         except Unusable as unusable:  # only this record is bad, and it may be skipped
@@ -304,7 +304,7 @@ def read_prompts(
 
 
 def prompts_of(
-    records: Iterable[Record], tokenizer: Tokenizer, reward: Reward, room: int
+    records: Iterable[JsonRecord], tokenizer: Tokenizer, reward: Reward, room: int
 ) -> Prompts:
     """Return the prompts of records; none is held out.
 
@@ -383,7 +383,7 @@ class _Reader(NamedTuple):
     record_settings: RecordSettings
 
 
-def _prompt(record: Record, where: str, reader: _Reader) -> Prompt:
+def _prompt(record: JsonRecord, where: str, reader: _Reader) -> Prompt:
     """Return the prompt of a record.
 
     Raises:
@@ -399,7 +399,7 @@ def _prompt(record: Record, where: str, reader: _Reader) -> Prompt:
     return Prompt(text, ids, record, where, teacher_ids)
 
 
-def _text_and_ids(record: Record, key: str, reader: _Reader) -> tuple[str, tuple[int, ...]]:
+def _text_and_ids(record: JsonRecord, key: str, reader: _Reader) -> tuple[str, tuple[int, ...]]:
     """Return the text and the tokens of the prompt under a key; the errors are those of `_prompt`."""
     tokenizer = reader.tokenizer
     if key not in record:
@@ -437,7 +437,7 @@ def _text_and_ids(record: Record, key: str, reader: _Reader) -> tuple[str, tuple
     return text, tuple(ids)
 
 
-def _require_followable(record: Record, is_chat: bool) -> None:
+def _require_followable(record: JsonRecord, is_chat: bool) -> None:
     """Refuse keys that ask for something this run cannot do.
 
     These are the functions that a model may call, and a chat's settings beside a prompt that is a

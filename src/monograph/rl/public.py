@@ -19,13 +19,13 @@ import torch
 
 from monograph.data.corpus import Corpus
 from monograph.data.options import ReadingOptions
-from monograph.data.progress import Progress
+from monograph.data.progress import ProgressCallback
 from monograph.errors import UsageError
 from monograph.model.llama import Llama
 from monograph.ranges import COUNT
 from monograph.resident import Resident
 from monograph.rl.advantages import ADVANTAGES, ratio_of
-from monograph.rl.arrange import Options
+from monograph.rl.arrange import RolloutOptions
 from monograph.rl.loss import PolicyLoss, kl_term
 from monograph.rl.pairs import PairRows, read_pairs
 from monograph.rl.preference_loss import PreferenceLoss
@@ -35,7 +35,7 @@ from monograph.rl.rewards import Called, Reward, Taught, reward_of
 from monograph.rl.rollouts import Drawer, Rollouts
 from monograph.text.tokenizer import Tokenizer
 
-Scores = str | Reward | Callable[[str, str, Mapping[str, Any]], float | Mapping[str, float]]
+RewardLike = str | Reward | Callable[[str, str, Mapping[str, Any]], float | Mapping[str, float]]
 
 
 def policy_loss(
@@ -74,7 +74,7 @@ def rollouts(
     engine: Resident,
     tokenizer: Tokenizer,
     records: Iterable[Mapping[str, Any]],
-    reward: Scores,
+    reward: RewardLike,
     *,
     prompts: int = 16,
     group: int = 8,
@@ -147,7 +147,7 @@ def rollouts(
     read = prompts_of(records, tokenizer, scorer, max_prompt_tokens)
     # Only these compute an answer's log-probabilities with the same bits in sampling and in the loss.
     exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
-    options = Options(
+    options = RolloutOptions(
         prompts=prompts,
         group=group,
         max_new_tokens=max_new_tokens,
@@ -236,7 +236,7 @@ def pairs(
     held_out: float = 0.05,
     ignore_keys: str | Sequence[str] | None = None,
     bad_records: str = "refuse",
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Corpus:
     """Read pairs of answers, or labelled answers, and arrange them in rows.
 

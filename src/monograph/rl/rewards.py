@@ -31,7 +31,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.rl import worker
 from monograph.rl.numbers import last_number, whole_number
 from monograph.rl.parameters import Parameter, values_of
-from monograph.rl.processes import Function, Solutions, parts_of, refused
+from monograph.rl.processes import FunctionProcess, Solutions, parts_of, refused
 from monograph.storage.code import Code, code_named
 from monograph.storage.reading import read_json
 from monograph.terminal import warn
@@ -326,7 +326,7 @@ class _CalledFromFile(_InParts):
 
     def __init__(self, code: Code, sha256: str) -> None:
         super().__init__()
-        self._function = Function(code, sha256)
+        self._function = FunctionProcess(code, sha256)
         self.digest = sha256
 
     def require(self, record: Mapping[str, Any], where: str) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from monograph.data.rows import rows_at
-from monograph.decode.cache import Slots
+from monograph.decode.cache import CacheSizes
 from monograph.decode.completion import Completion, Generation, mode_for, rows_that_fit
 from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of
@@ -40,11 +40,11 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.ops.filled import padded_count, unpadded_count
 from monograph.optim import temporary_params
-from monograph.rl.advantages import ADVANTAGES, ROUNDING, Weight, rewards_are_equal
+from monograph.rl.advantages import ADVANTAGES, ROUNDING, AnswerWeight, rewards_are_equal
 from monograph.rl.arrange import (
-    Group,
-    Options,
+    AnswerGroup,
     Rollout,
+    RolloutOptions,
     answer_weights,
     arrange_window,
     group_figures,
@@ -74,7 +74,7 @@ def decoded_rows(answers: int) -> int:
     return min(padded_count(answers), MOST_ROWS)
 
 
-def slots_of(options: Options, config: LlamaConfig, tokens: int) -> int:
+def slots_of(options: RolloutOptions, config: LlamaConfig, tokens: int) -> int:
     """Return the positions of a row for a prompt and its answer of `tokens` tokens together.
 
     For exact scoring it is padded as `monograph.ops.filled` says. The number of positions of several
@@ -123,7 +123,7 @@ class Drawer:
         engine: Engine,
         prompts: Prompts,
         reward: Reward,
-        options: Options,
+        options: RolloutOptions,
         updates: Callable[[], int],
         sharing: Sharing | None = None,
     ):
@@ -139,7 +139,7 @@ class Drawer:
         self.reference: list[Tensor] | None = None
         self._made: tuple[Mode, Generator] | None = None
 
-    def take(self, options: Options) -> None:
+    def take(self, options: RolloutOptions) -> None:
         """Sample and weigh by other options from now on."""
         self.options = options
         # The rows of the present generator have the shape of the former options.
@@ -185,7 +185,7 @@ class Drawer:
         if self._made and self._made[0] == mode:
             return self._made[1]
         prompts_at_once = min(options.prompts, MOST_PROMPTS)
-        slots = Slots(
+        slots = CacheSizes(
             self.slots, block_of(self.slots), prompts_at_once, options.exact, prompts.longest
         )
         answers_of_rank = math.ceil(answers / self.sharing.ranks)
@@ -293,7 +293,7 @@ class Drawer:
         return held
 
     @property
-    def arrangement(self) -> Options:
+    def arrangement(self) -> RolloutOptions:
         """Return the options, with the rows in which answers are scored."""
         if not self.options.exact:
             return self.options
@@ -484,7 +484,7 @@ class Rollouts(Iterator[Batch]):
             self.is_fresh = False
             return self._window
         wanted = self.rows_per_window
-        groups = list[Group]()
+        groups = list[AnswerGroup]()
         drawn_s = 0.0
         scored_s = 0.0
         for _ in range(self.drawer.options.draws):
@@ -540,7 +540,9 @@ class Rollouts(Iterator[Batch]):
         seeds = rollout_seeds(options.seed, positions, options.group)
         return prompts, self.drawer.draw(prompts, seeds)
 
-    def _weighed(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Group]:
+    def _weighed(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[AnswerGroup]:
         """Score and weigh the answers; return their groups."""
         drawer = self.drawer
         options = drawer.options
@@ -555,7 +557,9 @@ class Rollouts(Iterator[Batch]):
             members = slice(first, first + options.group)
             if teacher_advantages:
                 teaches = True
-                weights = [Weight(factors, len(factors)) for factors in teacher_advantages[members]]
+                weights = [
+                    AnswerWeight(factors, len(factors)) for factors in teacher_advantages[members]
+                ]
             else:
                 weights = answer_weights(rollouts[members], rewards[members], options)
                 _, compared = keep_and_penalise(rollouts[members], rewards[members], options)
@@ -564,7 +568,7 @@ class Rollouts(Iterator[Batch]):
                     compared = [*compared, 0.0]
                 teaches = not rewards_are_equal(compared)
             groups.append(
-                Group(
+                AnswerGroup(
                     prompts[first],
                     completions[members],
                     rollouts[members],

@@ -39,7 +39,7 @@ class Measure(NamedTuple):
     is_share: bool = False
 
 
-class Kind(NamedTuple):
+class RunKind(NamedTuple):
     """A kind of run.
 
     Attributes:
@@ -56,10 +56,10 @@ class Kind(NamedTuple):
     alike: tuple[str, ...] = ()
 
 
-TEXTS = Kind(
+TEXTS = RunKind(
     "texts", (Measure("eval_bits_per_byte", "bits/byte"), Measure("eval_loss", "nats/token"))
 )
-CONVERSATIONS = Kind("conversations", (Measure("eval_loss", "nats/token"),))
+CONVERSATIONS = RunKind("conversations", (Measure("eval_loss", "nats/token"),))
 
 
 class Listed(NamedTuple):
@@ -100,7 +100,7 @@ class _Damaged(Exception):
     """A file of a run cannot be read; the text says which and why."""
 
 
-def listed(root: Path, kinds: Sequence[Kind]) -> list[Listed]:
+def listed(root: Path, kinds: Sequence[RunKind]) -> list[Listed]:
     """Return the runs and sweeps of a folder, or the members of a sweep, newest first.
 
     Args:
@@ -133,7 +133,7 @@ def _best(runs: Sequence[Listed]) -> Listed:
     return min(runs, key=lambda run: sign * (run.value or 0.0))
 
 
-def _listed(folder: Path, kinds: Sequence[Kind]) -> Listed:
+def _listed(folder: Path, kinds: Sequence[RunKind]) -> Listed:
     size = _size_bytes(folder)
     try:
         found = _sweep(folder) if is_file(folder / SWEEP) else _run(folder, kinds)
@@ -144,7 +144,7 @@ def _listed(folder: Path, kinds: Sequence[Kind]) -> Listed:
         return Listed(folder, size_bytes=size, fault=str(error))
 
 
-def _run(folder: Path, kinds: Sequence[Kind]) -> Listed:
+def _run(folder: Path, kinds: Sequence[RunKind]) -> Listed:
     config = _config(folder)
     first, lines = _metrics(folder)
     kind = _kind(config, first, kinds)
@@ -240,8 +240,8 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def _kind(
-    config: Mapping[str, Mapping[str, Any]], first: Mapping[str, Any], kinds: Sequence[Kind]
-) -> Kind:
+    config: Mapping[str, Mapping[str, Any]], first: Mapping[str, Any], kinds: Sequence[RunKind]
+) -> RunKind:
     for kind in kinds:
         if kind.key and _value(config, kind.key) is not None:
             return kind
@@ -255,7 +255,7 @@ def _value(config: Mapping[str, Mapping[str, Any]], key: str) -> object:
     return config.get(section, {}).get(name)
 
 
-def _result(kind: Kind, lines: Sequence[bytes]) -> tuple[float | None, Measure | None]:
+def _result(kind: RunKind, lines: Sequence[bytes]) -> tuple[float | None, Measure | None]:
     """Return the newest result in lines of metrics, and what it is; only lines that may have one
     are parsed.
     """
@@ -264,7 +264,9 @@ def _result(kind: Kind, lines: Sequence[bytes]) -> tuple[float | None, Measure |
     return _newest(kind, rows)
 
 
-def _newest(kind: Kind, rows: Iterable[Mapping[str, Any]]) -> tuple[float | None, Measure | None]:
+def _newest(
+    kind: RunKind, rows: Iterable[Mapping[str, Any]]
+) -> tuple[float | None, Measure | None]:
     """Return the first result in rows, the newest of which comes first, of the measure that says
     most.
     """
@@ -305,7 +307,7 @@ def _data(config: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _compared_on(
-    kind: Kind, config: Mapping[str, Mapping[str, Any]], measure: Measure | None
+    kind: RunKind, config: Mapping[str, Mapping[str, Any]], measure: Measure | None
 ) -> tuple[str, ...]:
     """Return what results of this kind depend on besides the model: the text, and for tokens the
     tokenizer.

@@ -30,7 +30,7 @@ from monograph.model.vocabulary import extend
 from monograph.run import recorded_state
 from monograph.run.folder import Run, no_folder
 from monograph.run.recipe import (
-    Recipe,
+    ModelRecipe,
     add_missing_rows,
     build_from_file,
     compare_tokenizers,
@@ -73,7 +73,7 @@ class Trained(NamedTuple):
     averaged: bool
 
 
-def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
+def build(recipe: ModelRecipe) -> tuple[nn.Module, Loss]:
     """Build the module that a run starts from, and return it with its loss.
 
     Weights that come from a folder or a file stay there and count as fp32
@@ -189,7 +189,7 @@ def load_to_export(
         )
     checkpoint = recorded_state.newest(run, warn)
     model, base = _load_run_unmerged(run, checkpoint, None)
-    recipe = Recipe.recorded(checkpoint.state["recipe"])
+    recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
     tokenizer = own_tokenizer(run, checkpoint.state)
     stored = None
     if recipe.lora:
@@ -229,7 +229,7 @@ def _load_run_unmerged(
             f"{run.folder} holds a module of its own ({init}), not a Llama: "
             "`monograph evaluate` scores it, and Python loads it"
         )
-    recipe = Recipe.recorded(checkpoint.state["recipe"])
+    recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
     if recipe.lora is None or recipe.code:
         model = _restore_llama(run, checkpoint)
         model.sampling = checkpoint.state.get("sampling") or {}
@@ -342,7 +342,7 @@ def load_trained(
         NoValidCheckpoint: the run has no valid checkpoint.
     """
     checkpoint = recorded_state.newest(run, warn)
-    recipe = Recipe.recorded(checkpoint.state["recipe"])
+    recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
     loss: Loss = token_loss
     if recipe.code or recipe.lora:
         vouched = require_trusted(run.config, named, [recipe.init], recipe.sha256)

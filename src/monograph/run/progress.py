@@ -99,7 +99,7 @@ class Progress:
 
     @contextmanager
     def watched(self, watch: Callable[[str], None]) -> Iterator[None]:
-        """Call a function at each `Stage.report` of the stages that begin in the `with` block.
+        """Call a function at each `RunningStage.report` of stages that begin in the `with` block.
 
         Args:
             watch: gets the stage's text and what was reported. It may raise an error, which then
@@ -113,14 +113,14 @@ class Progress:
             self._watch = former_watch
 
     @contextmanager
-    def stage(self, label: str, text: str) -> Iterator[Stage]:
+    def stage(self, label: str, text: str) -> Iterator[RunningStage]:
         """Show a stage with its elapsed time during the `with` block, and print its final line.
 
         Args:
             label: the word in the column at the left.
             text: what the stage does.
         """
-        stage = Stage(label, text, self._watch)
+        stage = RunningStage(label, text, self._watch)
         try:
             with self.screen.live(lambda: [stage.running()], stage.running, stage.state):
                 yield stage
@@ -139,7 +139,7 @@ def silent() -> Progress:
     return Progress(io.StringIO())
 
 
-class Stage:
+class RunningStage:
     """A stage that runs now; see `Progress.stage`.
 
     Attributes:
@@ -164,7 +164,7 @@ class Stage:
     def report(self, what: str, done: int, total: int | None = None) -> None:
         """Show how much of the work is done, as in "file 3 of 10".
 
-        Its type is that of `monograph.data.progress.Progress`.
+        Its type is that of `monograph.data.progress.ProgressCallback`.
 
         Args:
             what: a noun in the singular for a unit of work.

@@ -1,4 +1,4 @@
-"""Describe what a run's module is built from (`Recipe`), and check that a base model fits.
+"""Describe what a run's module is built from (`ModelRecipe`), and check that a base model fits.
 
 Each checkpoint records its run's recipe. The base is the model that a run begins from. Its weights
 must be those that adapters were trained on, and its tokenizer must agree with the run's tokenizer.
@@ -44,7 +44,7 @@ _ADDED = ("lora", "adapter", "base_sha256", "vocabulary", "family", "norm_eps")
 SHAPE_OF_SIZES = "micro"
 
 
-class Recipe(NamedTuple):
+class ModelRecipe(NamedTuple):
     """The inputs from which a module is built, as a checkpoint records them.
 
     Attributes:
@@ -134,7 +134,7 @@ class Recipe(NamedTuple):
 
 
 def recorded_lora(saved: Mapping[str, Any]) -> Lora:
-    """Return the options of adapters from `Recipe.lora`; the inverse of `lora_record`."""
+    """Return the options of adapters from `ModelRecipe.lora`; the inverse of `lora_record`."""
     targets = saved["targets"]
     if not isinstance(targets, str):
         targets = tuple(targets)
@@ -142,7 +142,7 @@ def recorded_lora(saved: Mapping[str, Any]) -> Lora:
     return Lora(**{**saved, "targets": targets, "tokens": tokens})
 
 
-def require_same_file(recipe: Recipe, run: Run) -> None:
+def require_same_file(recipe: ModelRecipe, run: Run) -> None:
     """Require that the Python file that built a run's module is unchanged, if there is one.
 
     Raises:
@@ -193,14 +193,14 @@ class _LoaderOfBytes(importlib.machinery.SourceFileLoader):
         return self.source_to_code(self.source, self.path)
 
 
-def build_from_file(recipe: Recipe, code: Code) -> tuple[nn.Module, Loss]:
+def build_from_file(recipe: ModelRecipe, code: Code) -> tuple[nn.Module, Loss]:
     """Run a Python file, and return the module that its function builds, and the module's loss.
 
     The loss is the function `loss` of the file, or `token_loss` if the file has none.
 
     Args:
-        recipe: what is passed to the function, and which files may run (`Recipe.vouched`).
-        code: the file and the function, as `Recipe.init` names them.
+        recipe: what is passed to the function, and which files may run (`ModelRecipe.vouched`).
+        code: the file and the function, as `ModelRecipe.init` names them.
 
     Raises:
         InputRefused: the file may not run or cannot be used, or its function returns no usable
@@ -403,7 +403,7 @@ def _shown(text: str) -> str:
 
 
 def lora_record(lora: Lora) -> dict[str, Any]:
-    """Return the options of adapters as JSON values for `Recipe.lora`; see `recorded_lora`."""
+    """Return the options of adapters as JSON values for `ModelRecipe.lora`; see `recorded_lora`."""
     values = dict(vars(lora))
     if not isinstance(lora.targets, str):
         values["targets"] = list(lora.targets)

@@ -34,19 +34,19 @@ MOST = 10**15
 _MAX_SHOWN_CHARACTERS = 60  # of a value in a message
 
 Natural = Annotated[int, Field(ge=0, le=MOST)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+RecordedSeed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[FiniteFloat, Field(ge=0)]
-Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+RecordedText = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern="^[a-z][a-z_]*[.][a-z]+$")]  # in the run's own folder
-Pair = Annotated[list[Natural], Field(min_length=2, max_length=2)]
+NaturalPair = Annotated[list[Natural], Field(min_length=2, max_length=2)]
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True)]
 # NumPy's generator MT19937 has a state of 624 words of 32 bits, and the position of the next word.
-Words = Annotated[
+GeneratorWords = Annotated[
     list[Annotated[Int, Field(ge=0, lt=2**32)]], Field(min_length=624, max_length=624)
 ]
-Place = Annotated[Int, Field(ge=0, le=624)]
+GeneratorPosition = Annotated[Int, Field(ge=0, le=624)]
 # Takes a list for a tuple, since JSON has no tuples. The types of the items are strict, see `Int`.
 _FROM_LIST = Field(strict=False)
 
@@ -68,30 +68,32 @@ class _Counters(Strict):
 
 
 class _Position(Strict):
-    seed: Seed
+    seed: RecordedSeed
     rows: Natural
-    skip: list[Pair] = []
+    skip: list[NaturalPair] = []
 
 
 class _Generators(Strict):
     python: Annotated[tuple[Int, list[Int], Float | None], _FROM_LIST]
-    # NumPy's set_state does not check the position, so `Place` does.
-    numpy: Annotated[tuple[Literal["MT19937"], Words, Place, Int, Float], _FROM_LIST]
+    # NumPy's set_state does not check the position, so `GeneratorPosition` does.
+    numpy: Annotated[
+        tuple[Literal["MT19937"], GeneratorWords, GeneratorPosition, Int, Float], _FROM_LIST
+    ]
     torch: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
     cuda: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None
 
 
 class _Recipe(Strict):
-    init: Text | None
-    preset: Text
+    init: RecordedText | None
+    preset: RecordedText
     sizes: dict[str, bool | Natural]
-    seed: Seed
+    seed: RecordedSeed
     sha256: Digest | None = None
     lora: dict[str, Any] | None = None
-    adapter: Text | None = None
+    adapter: RecordedText | None = None
     base_sha256: Digest | None = None
-    vocabulary: Pair | None = None
-    family: Text | None = None
+    vocabulary: NaturalPair | None = None
+    family: RecordedText | None = None
 
 
 class _Versions(Strict):
@@ -106,14 +108,14 @@ class _State(Strict):
     random: _Generators
     micro_batch: Annotated[int, Field(gt=0, le=MOST)] | None
     length: Annotated[Natural, Field(ge=1)]
-    cooled: Pair | None
+    cooled: NaturalPair | None
     budget_s: Seconds | None
     elapsed_s: Seconds
     metrics_offset: Natural
     metrics_sha256: Digest | None = None
     fingerprint: str
     tokenizer: Digest
-    tokenizer_files: dict[Text, Digest] | None = None
+    tokenizer_files: dict[RecordedText, Digest] | None = None
     settings: Digest
     recipe: _Recipe
     attention: str | None = None

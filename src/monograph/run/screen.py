@@ -25,7 +25,7 @@ from monograph.report import quantities
 from monograph.terminal import is_terminal, own, takes_colour, takes_escapes, visible
 
 Dot = tuple[int, int]  # (column, row)
-Piece = tuple[str, str]  # (role, text)
+StyledText = tuple[str, str]  # (role, text)
 
 SCALE_WIDTH = 6  # characters before the plot, such as "4.0 "
 YARDSTICK_WIDTH = 18  # characters after it, such as "  order 6 1.87"
@@ -77,7 +77,7 @@ def curve_pieces(
     yardsticks: Mapping[str, float],
     x_end: float | None = None,
     cells: Cells = BRAILLE,
-) -> list[list[Piece]]:
+) -> list[list[StyledText]]:
     """Draw a curve, and return its rows, the last of which is the x axis.
 
     Args:
@@ -111,9 +111,9 @@ def curve_pieces(
     levels = grid.by_cell(dot for level in yardsticks.values() for dot in grid.dotted(level))
     scale = grid.scale_labels()
     names = _spread_names(yardsticks, grid)
-    rows: list[list[Piece]] = []
+    rows: list[list[StyledText]] = []
     for row in range(height):
-        pieces: list[Piece] = [("scale", f"{scale.get(row, ''):>{SCALE_WIDTH - 1}} ")]
+        pieces: list[StyledText] = [("scale", f"{scale.get(row, ''):>{SCALE_WIDTH - 1}} ")]
         for column in range(columns):
             cell = (column, row)
             # The curve hides a level, since two lines in a cell are illegible.

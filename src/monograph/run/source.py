@@ -18,7 +18,7 @@ from monograph.model.files import has_weights
 from monograph.run import recorded_state
 from monograph.run.folder import Run, no_folder
 from monograph.run.recipe import (
-    Recipe,
+    ModelRecipe,
     is_weight_file,
     require_tokenizer,
     run_named,
@@ -179,7 +179,7 @@ class ModelSource:
         return str(tokenizer_path(self.name))
 
 
-def checked_recipe(recipe: Recipe, source: ModelSource | None) -> Recipe:
+def checked_recipe(recipe: ModelRecipe, source: ModelSource | None) -> ModelRecipe:
     """Check a recipe as far as the headers of files show, and return it.
 
     If a Python function builds the module, the returned recipe has the digest of its file.

@@ -13,7 +13,7 @@ from monograph.decode.completion import Transcript
 from monograph.decode.request import Event, LogProbability
 from monograph.evaluation.choices import TokenScore
 from monograph.serve import shapes
-from monograph.serve.owner import Generation
+from monograph.serve.owner import ServedText
 from monograph.serve.refused import Refused, error_body
 from monograph.serve.versions import Version
 from monograph.text.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def as_json(value: object) -> bytes:
 _MIN_LOGPROB = -9999.0  # stands for ln 0, as JSON has no infinity
 
 
-class Entry(NamedTuple):
+class ScoredToken(NamedTuple):
     """A token with its log-probabilities.
 
     Attributes:
@@ -99,7 +99,7 @@ class Entry(NamedTuple):
     likeliest: Sequence[tuple[int, float]]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A new piece of a text.
 
     Attributes:
@@ -111,8 +111,8 @@ class Piece(NamedTuple):
 
     text_index: int
     text: str
-    entries: list[Entry]
-    finish: shapes.Finish | None
+    entries: list[ScoredToken]
+    finish: shapes.ServedFinish | None
 
 
 class TextBuilder:
@@ -124,7 +124,7 @@ class TextBuilder:
 
     def __init__(
         self,
-        text: Generation,
+        text: ServedText,
         stop: Sequence[str],
         likeliest_count: int | None,
         *,
@@ -148,12 +148,12 @@ class TextBuilder:
         self._index = text.index
         self._likeliest_count = likeliest_count
         # Entries of tokens whose text is not certain yet, and the number of bytes before each token.
-        self._held: list[tuple[int, Entry]] = []
+        self._held: list[tuple[int, ScoredToken]] = []
         self._byte_count = 0
         self._offsets = CharacterOffsets(self._tokenizer.lead(prompt_ids), len(echo))
         self.token_count = 0
 
-    def add(self, event: Event) -> Piece:
+    def add(self, event: Event) -> TextPiece:
         """Take an event; return what became certain by it."""
         self.token_count += len(event.token_ids)
         new_text = self._transcript.add(event.token_ids)
@@ -161,22 +161,22 @@ class TextBuilder:
             for token, logprobs in zip(event.token_ids, event.logprobs, strict=True):
                 self._hold_entry(token, logprobs, self._likeliest_count)
         if event.finish is None:
-            return Piece(self._index, new_text, self._take_certain(), None)
+            return TextPiece(self._index, new_text, self._take_certain(), None)
         new_text += self._transcript.finish()
         # The other ways to fail are refused before the event comes here.
-        finish: shapes.Finish = "stop" if event.finish == "stop" else "length"
+        finish: shapes.ServedFinish = "stop" if event.finish == "stop" else "length"
         if finish == "stop" and self._held and self._held[-1][1].token in self._unreported_ids:
             self._held.pop()
-        return Piece(self._index, new_text, self._take_certain(), finish)
+        return TextPiece(self._index, new_text, self._take_certain(), finish)
 
     def _hold_entry(self, token: int, logprobs: LogProbability, likeliest_count: int) -> None:
         piece = self._tokenizer.pieces[token]
         offset = self._offsets.add(piece)
-        entry = Entry(token, offset, logprobs.drawn, logprobs.likeliest[:likeliest_count])
+        entry = ScoredToken(token, offset, logprobs.drawn, logprobs.likeliest[:likeliest_count])
         self._held.append((self._byte_count, entry))
         self._byte_count += len(piece)
 
-    def _take_certain(self) -> list[Entry]:
+    def _take_certain(self) -> list[ScoredToken]:
         """Remove and return the entries of tokens that begin in the certain part of the text.
 
         A token without bytes at the end of that part is among them.
@@ -227,12 +227,12 @@ class CharacterOffsets:
 
 def prompt_entries(
     tokenizer: Tokenizer, ids: Sequence[int], scores: Sequence[TokenScore]
-) -> list[Entry]:
+) -> list[ScoredToken]:
     """Return the entries of a prompt's tokens; the first token has no score."""
     offsets = CharacterOffsets(tokenizer.lead(ids[:1]))
     entries = []
     for token, (logprob, likeliest) in zip(ids, [(None, ()), *scores], strict=True):
-        entries.append(Entry(token, offsets.add(tokenizer.pieces[token]), logprob, likeliest))
+        entries.append(ScoredToken(token, offsets.add(tokenizer.pieces[token]), logprob, likeliest))
     return entries
 
 
@@ -253,7 +253,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-class Answer:
+class AnswerBuilder:
     """Makes the JSON of the answer to one request for completions."""
 
     # The protocol's names of a whole answer and of an event, and the prefix of the answer's id.
@@ -283,14 +283,14 @@ class Answer:
             "seed": seed,
         }
 
-    def whole_json(self, pieces: Sequence[Piece], usage: shapes.Usage) -> bytes:
+    def whole_json(self, pieces: Sequence[TextPiece], usage: shapes.Usage) -> bytes:
         """Return the whole answer; each piece is a whole text."""
         # One by one, because `json` lets no other thread run during a call.
         choices = b",".join([as_json(self._choice(piece)) for piece in pieces])
         head = as_json(self._fields)[:-1]
         return head + b',"choices":[' + choices + b'],"usage":' + as_json(usage) + b"}"
 
-    def piece_json(self, piece: Piece, *, has_usage: bool) -> bytes:
+    def piece_json(self, piece: TextPiece, *, has_usage: bool) -> bytes:
         """Return the event of a piece; if `has_usage`, it has a usage, which is null."""
         usage = b',"usage":null' if has_usage else b""
         return self._event_json(as_json([self._event_choice(piece)]), usage)
@@ -299,7 +299,7 @@ class Answer:
         """Return the event that ends a stream with its usage, and has no choices."""
         return self._event_json(b"[]", b',"usage":' + as_json(usage))
 
-    def first_pieces(self, index: int) -> list[Piece]:
+    def first_pieces(self, index: int) -> list[TextPiece]:
         """Return the pieces with which text number `index` begins in a stream."""
         return []
 
@@ -309,13 +309,13 @@ class Answer:
             self._event_head = as_json(fields)[:-1] + b',"choices":'
         return self._event_head + choices + usage + b"}"
 
-    def _choice(self, piece: Piece) -> Mapping[str, Any]:
+    def _choice(self, piece: TextPiece) -> Mapping[str, Any]:
         return self._completion_choice(piece)
 
-    def _event_choice(self, piece: Piece) -> Mapping[str, Any]:
+    def _event_choice(self, piece: TextPiece) -> Mapping[str, Any]:
         return self._completion_choice(piece)
 
-    def _completion_choice(self, piece: Piece) -> shapes.CompletionPieceChoice:
+    def _completion_choice(self, piece: TextPiece) -> shapes.CompletionPieceChoice:
         logprobs = None if self._likeliest_count is None else self._logprobs(piece.entries)
         return {
             "index": piece.text_index,
@@ -324,7 +324,7 @@ class Answer:
             "finish_reason": piece.finish,
         }
 
-    def _logprobs(self, entries: Sequence[Entry]) -> shapes.CompletionLogprobs:
+    def _logprobs(self, entries: Sequence[ScoredToken]) -> shapes.CompletionLogprobs:
         token_logprobs: list[float | None] = []
         top_logprobs: list[dict[str, float] | None] = []
         for entry in entries:
@@ -341,7 +341,7 @@ class Answer:
             "text_offset": [entry.offset for entry in entries],
         }
 
-    def _likeliest_by_text(self, entry: Entry) -> dict[str, float]:
+    def _likeliest_by_text(self, entry: ScoredToken) -> dict[str, float]:
         """Return ln p of the likeliest tokens and of the sampled one, by their texts."""
         by_token = dict([*entry.likeliest, (entry.token, entry.logprob or 0.0)])
         by_text: dict[str, float] = {}
@@ -356,22 +356,22 @@ class Answer:
         return token_text(self._tokenizer, token)
 
 
-class ChatAnswer(Answer):
+class ChatAnswerBuilder(AnswerBuilder):
     """Makes the JSON of the answer to one request of a chat."""
 
     whole_name = "chat.completion"
     event_name = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def first_pieces(self, index: int) -> list[Piece]:
+    def first_pieces(self, index: int) -> list[TextPiece]:
         """Return one empty piece, which `_event_choice` gives the role."""
-        return [Piece(index, "", [], None)]
+        return [TextPiece(index, "", [], None)]
 
-    def _choice(self, piece: Piece) -> Mapping[str, Any]:
+    def _choice(self, piece: TextPiece) -> Mapping[str, Any]:
         message: shapes.ChatMessage = {"role": "assistant", "content": piece.text, "refusal": None}
         return {"index": piece.text_index, "message": message} | self._logprobs_and_finish(piece)
 
-    def _event_choice(self, piece: Piece) -> Mapping[str, Any]:
+    def _event_choice(self, piece: TextPiece) -> Mapping[str, Any]:
         delta: shapes.ChatDelta = {}
         if piece.text:
             delta = {"content": piece.text}
@@ -379,14 +379,14 @@ class ChatAnswer(Answer):
             delta = {"role": "assistant", "content": ""}
         return {"index": piece.text_index, "delta": delta} | self._logprobs_and_finish(piece)
 
-    def _logprobs_and_finish(self, piece: Piece) -> dict[str, Any]:
+    def _logprobs_and_finish(self, piece: TextPiece) -> dict[str, Any]:
         logprobs: shapes.ChatLogprobs | None = None
         if self._likeliest_count is not None:
             content = [self._sampled_token(entry) for entry in piece.entries]
             logprobs = {"content": content, "refusal": None}
         return {"logprobs": logprobs, "finish_reason": piece.finish}
 
-    def _sampled_token(self, entry: Entry) -> shapes.ChatDrawnToken:
+    def _sampled_token(self, entry: ScoredToken) -> shapes.ChatDrawnToken:
         likeliest = [self._chat_token(token, logprob) for token, logprob in entry.likeliest]
         # Only a prompt's first token has no log-probability, and a chat repeats no prompt.
         sampled = self._chat_token(entry.token, entry.logprob or 0.0)

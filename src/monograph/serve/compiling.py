@@ -79,7 +79,7 @@ class Busy(Exception):
     """Too many constraints wait to be compiled."""
 
 
-class Compiler:
+class ConstraintCompiler:
     """Compiles stop strings and constraints in processes of their own, under limits.
 
     Results are cached, those that were used last. So equal requests get the same object, by which

@@ -83,7 +83,7 @@ OPERATIONS = (
         tag="texts",
         summary="Continue texts",
         answer=_TEXT_ANSWER,
-        answer_types={_JSON: shapes.Completion, _EVENTS: shapes.CompletionEvent},
+        answer_types={_JSON: shapes.CompletionAnswer, _EVENTS: shapes.CompletionEvent},
         request_type=CompletionRequest,
         examples={
             "a text": {"model": "last", "prompt": "Once upon a time", "max_tokens": 20, "seed": 1},
@@ -106,7 +106,7 @@ OPERATIONS = (
         tag="texts",
         summary="Answer in a dialogue",
         answer=_TEXT_ANSWER,
-        answer_types={_JSON: shapes.Chat, _EVENTS: shapes.ChatEvent},
+        answer_types={_JSON: shapes.ChatAnswer, _EVENTS: shapes.ChatEvent},
         request_type=ChatRequest,
         examples={
             "an answer": {
@@ -201,7 +201,7 @@ OPERATIONS = (
         tag="server",
         summary="Read this document",
         answer="This document.",
-        answer_types={_JSON: shapes.Document},
+        answer_types={_JSON: shapes.OpenApiDocument},
         is_open=True,
     ),
     Operation(

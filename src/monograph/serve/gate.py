@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from monograph.device import clock
-from monograph.serve.owner import Generation, Owner
+from monograph.serve.owner import Owner, ServedText
 from monograph.serve.refused import Refused
 
 WAITING_TEXTS = 4  # texts that may wait, per row
@@ -39,7 +39,7 @@ class Gate:
         """Make the gate of an owner whose decoder has `rows` rows of `context` tokens each."""
         self._owner = owner
         self.set_sizes(rows, context)
-        self._entries: dict[Generation, _Entry] = {}
+        self._entries: dict[ServedText, _Entry] = {}
         self._prompt_tokens = 0  # of the prompts of all entries
         self._text_s = 1.0  # a running mean of the time that a text takes in its row
         self.refused = 0
@@ -62,7 +62,7 @@ class Gate:
         """The maximum number of texts that run and wait, and so of the texts of one request."""
         return self._rows + self.max_waiting
 
-    def enter(self, texts: Sequence[Generation]) -> None:
+    def enter(self, texts: Sequence[ServedText]) -> None:
         """Have a client's texts written.
 
         Raises:
@@ -104,7 +104,7 @@ class Gate:
         finally:
             self._reserved_logprobs -= count
 
-    def leave(self, text: Generation, *, cancelled: bool = False) -> None:
+    def leave(self, text: ServedText, *, cancelled: bool = False) -> None:
         """Forget a text that has ended, or cancel one; a text that has left already is ignored."""
         entry = self._entries.pop(text, None)
         if entry is None:

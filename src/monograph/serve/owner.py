@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from monograph.decode.arena import Arena
-from monograph.decode.cache import KVCache, Slots
+from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.completion import rows_that_fit
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import STAGES, Chain, chain_of
@@ -85,7 +85,7 @@ def positions_per_row(model: Llama, rows: int) -> int:
     return positions
 
 
-class Generation:
+class ServedText:
     """One text to be written for a client.
 
     Attributes:
@@ -121,7 +121,7 @@ class Generation:
         return None
 
 
-Inbox = asyncio.Queue[tuple[Generation, Event | MonographError]]
+Inbox = asyncio.Queue[tuple[ServedText, Event | MonographError]]
 
 
 class Gone(Exception):
@@ -169,9 +169,9 @@ class _Decoder:
         device = model.lm_head.weight.device
         block_steps = BLOCK_STEPS[device.type]
         version.context = positions_per_row(model, rows)
-        slots = Slots(version.context)
+        slots = CacheSizes(version.context)
         version.rows = rows_that_fit(model, slots, rows, "serve a model with fewer positions")
-        self.texts = dict[int, Generation]()
+        self.texts = dict[int, ServedText]()
         self.sampled_tokens = 0
         self.generator = Generator(
             model,
@@ -184,7 +184,7 @@ class _Decoder:
             block=Pace(block_steps, min(HURRIED_STEPS, block_steps), PROMPT_CHUNKS),
         )
 
-    def advance(self) -> list[tuple[Generation, Event]]:
+    def advance(self) -> list[tuple[ServedText, Event]]:
         """Run a block of steps; return the events to deliver, each with its text."""
         deliveries = []
         for event in self.generator.advance():
@@ -197,7 +197,7 @@ class _Decoder:
                 deliveries.append((text, merged))
         return deliveries
 
-    def cancel(self, text: Generation) -> None:
+    def cancel(self, text: ServedText) -> None:
         """Forget a text, if it has not ended yet."""
         for number, other in self.texts.items():
             if other is text:
@@ -267,7 +267,7 @@ class Owner:
 
         self._ask(free_decoder)
 
-    def write(self, text: Generation) -> None:
+    def write(self, text: ServedText) -> None:
         """Start to write a text.
 
         Its inbox gets events until one that has a finish, or until `cancel`.
@@ -284,7 +284,7 @@ class Owner:
 
         self._ask(submit_text)
 
-    def cancel(self, text: Generation) -> None:
+    def cancel(self, text: ServedText) -> None:
         """Forget a text; its row is free before the next block."""
 
         def cancel_text() -> None:
@@ -389,7 +389,7 @@ class Owner:
             self._loop.call_soon_threadsafe(call, *arguments)
 
 
-def _deliver(deliveries: Sequence[tuple[Generation, Event]]) -> None:
+def _deliver(deliveries: Sequence[tuple[ServedText, Event]]) -> None:
     for text, event in deliveries:
         text.inbox.put_nowait((text, event))
 

@@ -35,7 +35,7 @@ from monograph.automata.pattern import MAX_LENGTH
 from monograph.data.messages import message_of
 from monograph.data.records import Unusable
 from monograph.decode import Sampling
-from monograph.decode.sampling import BIAS, RANGES, Scope
+from monograph.decode.sampling import BIAS, RANGES, PenaltyScope
 from monograph.errors import did_you_mean
 from monograph.ranges import Range, whole
 from monograph.serve.compiling import MAX_CHOICES, MAX_CONSTRAINT_BYTES
@@ -162,7 +162,7 @@ def _are_ids(value: object) -> bool:
 
 
 _Several = Field(min_length=1, max_length=MAX_PROMPTS)
-Prompts = Annotated[
+PromptsField = Annotated[
     list[str | list[int]],
     PlainValidator(
         _check_prompts,
@@ -219,8 +219,8 @@ def _read_message(name: str, value: Any) -> dict[str, Any]:
     except Unusable as unusable:
         raise Refused(400, str(unusable), "messages") from None
     assert isinstance(value, Mapping)  # `message_of` refuses anything else
-    for key in value.keys() - Message.model_fields:
-        hint = did_you_mean(key, Message.model_fields)
+    for key in value.keys() - RequestMessage.model_fields:
+        hint = did_you_mean(key, RequestMessage.model_fields)
         raise Refused(400, f"{name}: there is no field {key!r:.80}{hint}", "messages")
     return message
 
@@ -280,7 +280,7 @@ class TextPart(Body):
     text: str
 
 
-class Function(BaseModel):
+class CalledFunction(BaseModel):
     """The tool that is called."""
 
     name: str
@@ -289,10 +289,10 @@ class Function(BaseModel):
     )
 
 
-class Call(BaseModel):
+class ToolCall(BaseModel):
     """A call of a tool."""
 
-    function: Function
+    function: CalledFunction
     id: str | None = None
     type: str | None = None
 
@@ -300,7 +300,7 @@ class Call(BaseModel):
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-class Message(Body):
+class RequestMessage(Body):
     """A part of the dialogue."""
 
     role: Role = Field(
@@ -311,7 +311,7 @@ class Message(Body):
         description="What is said. Only a message with tool_calls may be without it.",
     )
     name: str | None = Field(None, description="The speaker's name, for templates that show it.")
-    tool_calls: list[Call] | None = Field(
+    tool_calls: list[ToolCall] | None = Field(
         None, description="Calls of tools that an assistant made, for templates that write them."
     )
     tool_call_id: str | None = Field(
@@ -372,7 +372,7 @@ class JsonSchemaFormat(Body):
     json_schema: JsonSchema
 
 
-class Request(Body):
+class BaseRequest(Body):
     """The fields of all requests: those of the protocol that change nothing here."""
 
     user: Ignored = None
@@ -385,7 +385,7 @@ class Request(Body):
     parallel_tool_calls: Ignored = None
 
 
-class TokenizeRequest(Request):
+class TokenizeRequest(BaseRequest):
     """A text to be encoded."""
 
     prompt: str
@@ -404,7 +404,7 @@ def _check_tokens(value: object, info: ValidationInfo) -> list[int]:
     return value
 
 
-class DetokenizeRequest(Request):
+class DetokenizeRequest(BaseRequest):
     """Tokens to be decoded."""
 
     tokens: Annotated[
@@ -434,7 +434,7 @@ def _check_n(value: Any, info: ValidationInfo) -> int:
     return value
 
 
-class TextRequest(Request):
+class TextRequest(BaseRequest):
     """The fields that requests for texts have in common."""
 
     model: Annotated[
@@ -563,7 +563,7 @@ OPTIONS = frozenset(_OPTIONS)
 # The types of the options that are not a number in a range.
 _TYPES: dict[str, Any] = {
     "penalty_scope": Annotated[
-        Scope, Expected(f"one of {', '.join(get_args(Scope))}", shows_value=True)
+        PenaltyScope, Expected(f"one of {', '.join(get_args(PenaltyScope))}", shows_value=True)
     ],
     "dry_sequence_breakers": Annotated[
         list[ShortText],
@@ -621,7 +621,7 @@ def _attribute_sentences(described: type) -> dict[str, str]:
 class CompletionRequest(TextRequest):
     """Texts to be continued."""
 
-    prompt: Prompts = Field(
+    prompt: PromptsField = Field(
         description="What the text continues. A prompt that is a text is encoded, after the token that begins a "
         "text. A prompt of ids is used unchanged."
     )
@@ -675,7 +675,7 @@ class ChatRequest(TextRequest):
         PlainValidator(
             _check_messages,
             json_schema_input_type=Annotated[
-                list[Message], Field(min_length=1, max_length=MAX_MESSAGES)
+                list[RequestMessage], Field(min_length=1, max_length=MAX_MESSAGES)
             ],
         ),
     ] = Field(

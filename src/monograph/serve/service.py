@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from monograph.errors import MonographError, OutOfDeviceMemory
-from monograph.serve.compiling import Compiler
+from monograph.serve.compiling import ConstraintCompiler
 from monograph.serve.gate import Gate
 from monograph.serve.metrics import Histogram, RequestCounts
 from monograph.serve.owner import Gone, Owner
@@ -68,7 +68,7 @@ class Service:
         self._has_owner = False
         self._users: Counter[Version] = Counter()  # requests that use each version
         # By the digest of the tokenizer and the ids that end a text.
-        self._compilers: dict[tuple[str, tuple[int, ...]], Compiler] = {}
+        self._compilers: dict[tuple[str, tuple[int, ...]], ConstraintCompiler] = {}
 
     async def begin(self, on_crash: Callable[[], None]) -> Version:
         """Load the model and make all that a request needs.
@@ -194,11 +194,11 @@ class Service:
             if version is not self._newest and not self._users[version]:
                 self._drop(version)
 
-    def compiler_for(self, version: Version, stop_ids: Sequence[int]) -> Compiler:
+    def compiler_for(self, version: Version, stop_ids: Sequence[int]) -> ConstraintCompiler:
         """Return the compiler of automata for a version's tokenizer."""
         key = version.tokenizer.digest, tuple(stop_ids)
         if key not in self._compilers:
-            self._compilers[key] = Compiler(version.tokenizer.pieces, stop_ids)
+            self._compilers[key] = ConstraintCompiler(version.tokenizer.pieces, stop_ids)
         return self._compilers[key]
 
     def metrics_text(self) -> str:

@@ -12,31 +12,31 @@ from typing_extensions import TypedDict
 from monograph.decode.sampling import RANGES
 from monograph.serve.requests import MAX_LOGPROBS, TokenId
 
-Finish = Literal["stop", "length"]
-Count = Annotated[int, Field(ge=0)]
-Length = Annotated[int, Field(ge=1)]
+ServedFinish = Literal["stop", "length"]
+NaturalCount = Annotated[int, Field(ge=0)]
+PositiveCount = Annotated[int, Field(ge=1)]
 Time = Annotated[int, Field(ge=0, description="Seconds since 1970.")]
-LogProbability = Annotated[float, Field(le=0, description="ln p, and -9999 where p is 0.")]
+JsonLogProbability = Annotated[float, Field(le=0, description="ln p, and -9999 where p is 0.")]
 Index = Annotated[
     int, Field(ge=0, description="The text's number: text i of prompt p has p * n + i.")
 ]
-Ended = Annotated[
-    Finish,
+FinishReason = Annotated[
+    ServedFinish,
     Field(
         description="stop: the text ended, or a stop text came. length: it has the maximum of tokens."
     ),
 ]
-MaybeEnded = Annotated[
-    Finish | None, Field(description="Is null, except in the last piece of a text.")
+MaybeFinishReason = Annotated[
+    ServedFinish | None, Field(description="Is null, except in the last piece of a text.")
 ]
 
 
 class Usage(TypedDict):
     """The tokens of a request. A token that ends a text counts."""
 
-    prompt_tokens: Count
-    completion_tokens: Count
-    total_tokens: Count
+    prompt_tokens: NaturalCount
+    completion_tokens: NaturalCount
+    total_tokens: NaturalCount
 
 
 class _Head(TypedDict):
@@ -74,18 +74,18 @@ class CompletionLogprobs(TypedDict):
         list[str], Field(description=r"Each token's text. Bytes that are not UTF-8 are bytes:\xf0.")
     ]
     token_logprobs: Annotated[
-        list[LogProbability | None],
+        list[JsonLogProbability | None],
         Field(description="Null for the first token of an echoed prompt."),
     ]
     top_logprobs: Annotated[
-        list[dict[str, LogProbability] | None],
+        list[dict[str, JsonLogProbability] | None],
         Field(
             description="ln p of the likeliest tokens and of the sampled one, by their texts. A second token with an "
             "equal text is token_id:17."
         ),
     ]
     text_offset: Annotated[
-        list[Count], Field(description="The number of characters before each token.")
+        list[NaturalCount], Field(description="The number of characters before each token.")
     ]
 
 
@@ -95,7 +95,7 @@ class CompletionChoice(TypedDict):
     index: Index
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Ended
+    finish_reason: FinishReason
 
 
 class CompletionPieceChoice(TypedDict):
@@ -104,10 +104,10 @@ class CompletionPieceChoice(TypedDict):
     index: Index
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: MaybeEnded
+    finish_reason: MaybeFinishReason
 
 
-class Completion(_Head):
+class CompletionAnswer(_Head):
     """Whole texts."""
 
     object: Literal["text_completion"]
@@ -130,7 +130,7 @@ class ChatToken(TypedDict):
     """A token with its log-probability."""
 
     token: str
-    logprob: LogProbability
+    logprob: JsonLogProbability
     bytes: Annotated[
         list[Annotated[int, Field(ge=0, le=255)]], Field(description="The token's own bytes.")
     ]
@@ -170,7 +170,7 @@ class ChatChoice(TypedDict):
     index: Index
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Ended
+    finish_reason: FinishReason
 
 
 class ChatPieceChoice(TypedDict):
@@ -179,10 +179,10 @@ class ChatPieceChoice(TypedDict):
     index: Index
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: MaybeEnded
+    finish_reason: MaybeFinishReason
 
 
-class Chat(_Head):
+class ChatAnswer(_Head):
     """Whole answers."""
 
     object: Literal["chat.completion"]
@@ -291,8 +291,8 @@ class Tokens(TypedDict):
     """An encoded text."""
 
     tokens: list[TokenId]
-    count: Count
-    max_model_len: Length
+    count: NaturalCount
+    max_model_len: PositiveCount
 
 
 class Decoded(TypedDict):
@@ -310,4 +310,4 @@ class TokenizerInfo(TypedDict):
     chat_template: Annotated[str | None, Field(description="A Jinja template.")]
 
 
-Document = dict[str, Any]
+OpenApiDocument = dict[str, Any]

@@ -21,11 +21,11 @@ from monograph.device import clock
 from monograph.errors import MonographError
 from monograph.serve import shapes
 from monograph.serve.answers import (
-    Answer,
-    ChatAnswer,
+    AnswerBuilder,
+    ChatAnswerBuilder,
     EventStream,
-    Piece,
     TextBuilder,
+    TextPiece,
     as_json,
     prompt_entries,
     send_body,
@@ -35,15 +35,15 @@ from monograph.serve.answers import (
 from monograph.serve.body import ClientGone, parse_body, read_body, wait_until_gone
 from monograph.serve.compiling import Busy
 from monograph.serve.gate import MAX_REQUEST_LOGPROBS
-from monograph.serve.owner import Generation, Gone, Inbox
+from monograph.serve.owner import Gone, Inbox, ServedText
 from monograph.serve.refused import Refused, error_body
 from monograph.serve.requests import AnyTextRequest, ChatRequest, CompletionRequest, read
 from monograph.serve.service import Service
 from monograph.serve.versions import Version
 from monograph.text.chat import chat_ids
 
-Prompts = Sequence[Sequence[int]]  # the ids of each prompt
-Batch = list[tuple[Generation, Event]]  # events that came together, each with its text
+PromptIds = Sequence[Sequence[int]]  # the ids of each prompt
+EventBatch = list[tuple[ServedText, Event]]  # events that came together, each with its text
 REQUEST_TIMEOUT_S = 600.0
 PING_INTERVAL_S = 15.0  # a stream without new text sends a comment this often
 _FAILED_FINISHES = {
@@ -121,10 +121,10 @@ class TextEndpoint:
         inbox: Inbox = asyncio.Queue()
         decoder_requests = await self._decoder_requests(request, version, prompts, client)
         texts = [
-            Generation(decoder_request, version, index, inbox, request.stream)
+            ServedText(decoder_request, version, index, inbox, request.stream)
             for index, decoder_request in enumerate(decoder_requests)
         ]
-        answer_class = ChatAnswer if self._is_chat else Answer
+        answer_class = ChatAnswerBuilder if self._is_chat else AnswerBuilder
         answer = answer_class(version, request.sampling.seed, request.likeliest_count)
         async with self._write(texts, began_s) as batches:
             if request.stream:
@@ -199,7 +199,7 @@ class TextEndpoint:
         return prompt
 
     async def _decoder_requests(
-        self, request: AnyTextRequest, version: Version, prompts: Prompts, client: str
+        self, request: AnyTextRequest, version: Version, prompts: PromptIds, client: str
     ) -> list[DecoderRequest]:
         """Return the decoder's requests, n for each prompt.
 
@@ -283,8 +283,8 @@ class TextEndpoint:
 
     @asynccontextmanager
     async def _write(
-        self, texts: Sequence[Generation], began_s: float
-    ) -> AsyncIterator[AsyncIterator[Batch]]:
+        self, texts: Sequence[ServedText], began_s: float
+    ) -> AsyncIterator[AsyncIterator[EventBatch]]:
         """Have texts written; yield an iterator over batches of their events.
 
         At the end of the block, texts that have not ended are cancelled.
@@ -292,7 +292,7 @@ class TextEndpoint:
         gate = self._service.gate
         running = set(texts)
 
-        async def batches() -> AsyncIterator[Batch]:
+        async def batches() -> AsyncIterator[EventBatch]:
             is_first = True
             while running:
                 batch = await _next_batch(texts[0].inbox)
@@ -319,10 +319,10 @@ class TextEndpoint:
     async def _send_stream(
         self,
         request: AnyTextRequest,
-        texts: Sequence[Generation],
-        answer: Answer,
-        batches: AsyncIterator[Batch],
-        prompts: Prompts,
+        texts: Sequence[ServedText],
+        answer: AnswerBuilder,
+        batches: AsyncIterator[EventBatch],
+        prompts: PromptIds,
         send: Send,
     ) -> None:
         builders = {text: self._builder(text, request) for text in texts}
@@ -352,13 +352,13 @@ class TextEndpoint:
     async def _send_whole(
         self,
         request: AnyTextRequest,
-        texts: Sequence[Generation],
-        answer: Answer,
-        batches: AsyncIterator[Batch],
-        prompts: Prompts,
+        texts: Sequence[ServedText],
+        answer: AnswerBuilder,
+        batches: AsyncIterator[EventBatch],
+        prompts: PromptIds,
         send: Send,
     ) -> None:
-        echoes = [Piece(0, "", [], None)] * len(prompts)
+        echoes = [TextPiece(0, "", [], None)] * len(prompts)
         if isinstance(request, CompletionRequest) and request.echo:
             echoes = await self._echoes(request, texts[0].version, prompts)
         builders = []
@@ -366,18 +366,18 @@ class TextEndpoint:
         for text in texts:
             echo = echoes[text.index // request.n]
             builders.append(self._builder(text, request, echo.text))
-            pieces.append(Piece(text.index, echo.text, [*echo.entries], None))
+            pieces.append(TextPiece(text.index, echo.text, [*echo.entries], None))
         async for batch in batches:
             for text, event in batch:
                 new = builders[text.index].add(event)
                 old = pieces[text.index]
-                pieces[text.index] = Piece(
+                pieces[text.index] = TextPiece(
                     new.text_index, old.text + new.text, old.entries + new.entries, new.finish
                 )
         sampled = sum(builder.token_count for builder in builders)
         await _send_answer(answer, pieces, token_usage(sum(map(len, prompts)), sampled), send)
 
-    def _builder(self, text: Generation, request: AnyTextRequest, echo: str = "") -> TextBuilder:
+    def _builder(self, text: ServedText, request: AnyTextRequest, echo: str = "") -> TextBuilder:
         # lm-evaluation-harness counts on an entry for each token, including the one that ends the
         # text. In a chat the protocol has no entry for that one.
         return TextBuilder(
@@ -389,7 +389,7 @@ class TextEndpoint:
         )
 
     async def _send_scored(
-        self, request: CompletionRequest, version: Version, prompts: Prompts, send: Send
+        self, request: CompletionRequest, version: Version, prompts: PromptIds, send: Send
     ) -> None:
         """Answer with each prompt n times, and no new text."""
         echoes = await self._echoes(request, version, prompts)
@@ -397,12 +397,12 @@ class TextEndpoint:
         pieces = [
             echo._replace(text_index=index, finish="length") for index, echo in enumerate(repeated)
         ]
-        answer = Answer(version, request.sampling.seed, request.likeliest_count)
+        answer = AnswerBuilder(version, request.sampling.seed, request.likeliest_count)
         await _send_answer(answer, pieces, token_usage(sum(map(len, prompts)), 0), send)
 
     async def _echoes(
-        self, request: CompletionRequest, version: Version, prompts: Prompts
-    ) -> list[Piece]:
+        self, request: CompletionRequest, version: Version, prompts: PromptIds
+    ) -> list[TextPiece]:
         """Return each prompt as a piece, scored if the request asks for log-probabilities."""
         echoes = []
         for prompt, ids in zip(request.prompt, prompts, strict=True):
@@ -414,12 +414,12 @@ class TextEndpoint:
                     count = min(request.likeliest_count, version.tokenizer.vocab_size)
                     scores = await self._service.owner.score(version, ids, count)
                 entries = prompt_entries(version.tokenizer, ids, scores)
-            echoes.append(Piece(0, text, entries, None))
+            echoes.append(TextPiece(0, text, entries, None))
         return echoes
 
 
 async def _send_answer(
-    answer: Answer, pieces: Sequence[Piece], usage: shapes.Usage, send: Send
+    answer: AnswerBuilder, pieces: Sequence[TextPiece], usage: shapes.Usage, send: Send
 ) -> None:
     if any(piece.entries for piece in pieces):
         # In a worker thread, because log-probabilities are thousands of numbers to serialise.
@@ -448,7 +448,7 @@ def joined_messages(request: ChatRequest) -> str:
     return "".join(message["content"] for message in request.messages)
 
 
-def _count_logprobs(request: AnyTextRequest, version: Version, prompts: Prompts) -> int:
+def _count_logprobs(request: AnyTextRequest, version: Version, prompts: PromptIds) -> int:
     """Return the maximum number of log-probabilities of a request's answer.
 
     Raises:
@@ -469,7 +469,7 @@ def _count_logprobs(request: AnyTextRequest, version: Version, prompts: Prompts)
     return count
 
 
-async def _next_batch(inbox: Inbox) -> Batch:
+async def _next_batch(inbox: Inbox) -> EventBatch:
     """Wait for events; return all that have come, or none after PING_INTERVAL_S.
 
     Raises:

@@ -25,11 +25,11 @@ from monograph.step import Update
 SHOW_EVERY_S = 1.0
 
 
-class Moment(NamedTuple):
+class DueWork(NamedTuple):
     """What is due after an update; the same on all ranks.
 
     Attributes:
-        done: the number of updates so far.
+        updates_done: the number of updates so far.
         is_last: whether the run ends with this update.
         goes_back: whether the run returns to an earlier checkpoint, because too many updates were
             skipped or a weight is not finite.
@@ -37,7 +37,7 @@ class Moment(NamedTuple):
         stops: whether the run ends before its last update, because the user asked for it.
     """
 
-    done: int
+    updates_done: int
     is_last: bool
     goes_back: bool
     saves: bool
@@ -49,7 +49,7 @@ class AfterUpdate:
 
     after = AfterUpdate(...)
     for update in train(...):
-        moment = after.note(update)
+        due = after.note(update)
         ...
     """
 
@@ -86,7 +86,7 @@ class AfterUpdate:
         self._save_is_overdue = False
         self._score_text = ""
 
-    def note(self, update: Update) -> Moment:
+    def note(self, update: Update) -> DueWork:
         """Log an update, show its numbers now and then, and return what is due.
 
         A collective: all ranks call it after each update.
@@ -118,7 +118,7 @@ class AfterUpdate:
         self._save_is_overdue = is_due and not session.can_save
         goes_back = is_lost or (saves and bool(session.non_finite()))
         stops = stop_requested and saves and not is_last
-        return Moment(done, is_last, goes_back, saves, stops)
+        return DueWork(done, is_last, goes_back, saves, stops)
 
     def _warn_if_useless(self) -> None:
         """Print a warning if the updates so far taught the model nothing."""
@@ -156,50 +156,50 @@ class AfterUpdate:
         yield
         self._shown_at_s += clock() - began
 
-    def evaluate(self, moment: Moment) -> None:
+    def evaluate(self, due: DueWork) -> None:
         """Score held-out records, if that is due; the last evaluation comes after the loop."""
-        if moment.done % self.session.plan.intervals.eval_every == 0 and not moment.is_last:
+        if due.updates_done % self.session.plan.intervals.eval_every == 0 and not due.is_last:
             self.log.flush()
-            self.report.evaluate(self.block, moment.done, limit=defaults.CURVE_ROWS)
+            self.report.evaluate(self.block, due.updates_done, limit=defaults.CURVE_ROWS)
 
-    def keep_time(self, moment: Moment) -> None:
+    def keep_time(self, due: DueWork) -> None:
         """Begin the cool-down early, if the time will not suffice."""
         check_every = min(self.session.plan.intervals.eval_every, self._check_every)
         # A run with train.wall_minutes checks after each update, since it must not end late.
         is_limited = self.session.ends_s is not None
-        is_due = is_limited or moment.done % check_every == 0
-        if is_due and not moment.is_last:
-            self.report.keep_time(moment.done)
+        is_due = is_limited or due.updates_done % check_every == 0
+        if is_due and not due.is_last:
+            self.report.keep_time(due.updates_done)
             self.block.set_end(self.session.updates)
 
-    def sample(self, moment: Moment) -> None:
+    def sample(self, due: DueWork) -> None:
         """Show what the model writes, if that is due; the last sample comes after the loop."""
-        is_due = moment.done in self.report.sample_updates() and not moment.is_last
+        is_due = due.updates_done in self.report.sample_updates() and not due.is_last
         if is_due and self.session.world.agreed(self.report.deadline.can_sample_midway):
             self.log.flush()
-            self.report.sample(self.block, moment.done)
+            self.report.sample(self.block, due.updates_done)
 
-    def save(self, moment: Moment) -> None:
+    def save(self, due: DueWork) -> None:
         """Write a checkpoint if one is due, and refresh the page of the run."""
-        if moment.saves:
+        if due.saves:
             self.log.flush()
             self.stop_signal.save_requested = False
             self.session.save()
         if self.session.world.leads:
             self.report.page.refresh()
 
-    def stop(self, moment: Moment) -> None:
-        """End the run if `moment.stops`.
+    def stop(self, due: DueWork) -> None:
+        """End the run if `due.stops`.
 
         Raises:
             Stopped: the message has the command that continues the run.
         """
-        if not moment.stops:
+        if not due.stops:
             return
         if self.session.world.leads:
             self.report.page.write("stopped")
         again = ranks.again(self.session.world, self.session.run, self.session.plan.job.parallel)
-        raise Stopped(f"saved at update {moment.done}; continue: {again}")
+        raise Stopped(f"saved at update {due.updates_done}; continue: {again}")
 
     def end(self) -> None:
         """Score and sample a last time; see `Reporter.end`.

@@ -18,7 +18,7 @@ from monograph.model.files import has_weights
 from monograph.optim import OPTIMIZERS
 from monograph.planner import defaults
 from monograph.predict.footprint import Training
-from monograph.run.recipe import Recipe, tokenizer_named
+from monograph.run.recipe import ModelRecipe, tokenizer_named
 from monograph.run.source import ModelSource, checked_recipe
 from monograph.session.adapting import fixed_lora, lora_of, rates
 from monograph.session.by_key import by_field
@@ -170,7 +170,7 @@ class _Found(NamedTuple):
 
     settings: Settings
     objective: Objective
-    recipe: Recipe
+    recipe: ModelRecipe
     source: ModelSource | None
     optimizer: str
 
@@ -211,7 +211,7 @@ def _look_up(settings: Settings, transfer: AskedTransfer | None, shape_alone: bo
     objective, values = opened(settings, length)
     chosen |= values
     family = model.family or DEFAULT_FAMILY
-    recipe = Recipe(
+    recipe = ModelRecipe(
         model.init,
         preset,
         model.sizes(),
@@ -291,7 +291,7 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
     return asked.of(config) if asked else None
 
 
-def fresh_fields(recipe: Recipe, rule: str, epochs: int = 1) -> dict[str, Any]:
+def fresh_fields(recipe: ModelRecipe, rule: str, epochs: int = 1) -> dict[str, Any]:
     """Return the optimizer's fields with other defaults for a new model than its class has.
 
     Args:
@@ -302,7 +302,9 @@ def fresh_fields(recipe: Recipe, rule: str, epochs: int = 1) -> dict[str, Any]:
     return {} if recipe.init else defaults.tuned_fields(recipe.preset, recipe.family, rule, epochs)
 
 
-def _usual_rate(recipe: Recipe, source: ModelSource | None, rule: str, is_adapted: bool) -> float:
+def _usual_rate(
+    recipe: ModelRecipe, source: ModelSource | None, rule: str, is_adapted: bool
+) -> float:
     """Return the default peak learning rate of an optimizer."""
     if not is_adapted and recipe.init is None and recipe.preset != "auto":
         return defaults.known_learning_rate(recipe.preset, rule)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from monograph.data.progress import Progress
+from monograph.data.progress import ProgressCallback
 from monograph.device import default_device
 from monograph.errors import InputRefused, Warn
 from monograph.evaluation.choices import Accuracy, ChoiceMarks, Question, choose
@@ -168,7 +168,11 @@ def mixed(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
 
 
 def answered(
-    subject: EvaluatedModel, questions: list[Question], chat: bool, report: Progress, warn: Warn
+    subject: EvaluatedModel,
+    questions: list[Question],
+    chat: bool,
+    report: ProgressCallback,
+    warn: Warn,
 ) -> tuple[list[ChoiceMarks], Accuracy]:
     """Return a model's answers to multiple-choice questions, and its accuracy.
 

@@ -17,7 +17,7 @@ from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.planner import defaults
 from monograph.predict.footprint import Training
-from monograph.run.recipe import Recipe
+from monograph.run.recipe import ModelRecipe
 from monograph.run.source import ModelSource
 from monograph.session.by_key import of_key
 from monograph.session.new_tokens import TokenSource
@@ -119,8 +119,8 @@ class AskedIntervals(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What a run is to do, by its settings alone. A `monograph.session.plan.Plan` holds the job and
-    the decisions on what is open in it.
+    """What a run is to do, by its settings alone. A `monograph.session.plan.RunPlan` holds the job
+    and the decisions on what is open in it.
 
     Attributes:
         record: the content of config.toml.
@@ -154,7 +154,7 @@ class Job:
     record: ConfigRecord
     objective: Objective
     source: ModelSource | None
-    recipe: Recipe
+    recipe: ModelRecipe
     sizes_said: str
     reading: ReadingOptions
     tokens: TokenSource

@@ -33,7 +33,7 @@ from monograph.profiling.memory import reset_peak_memory
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.objectives.texts import TextTask, open_corpus
-from monograph.session.plan import Length, Plan
+from monograph.session.plan import Length, RunPlan
 from monograph.session.requirements import require_together
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
@@ -253,7 +253,7 @@ class Ladder:
         machine: the device.
     """
 
-    plan: Plan
+    plan: RunPlan
     texts: Mapping[str, Corpus]
     params: int
     folder: Path
@@ -262,7 +262,7 @@ class Ladder:
     machine: Device = field(default_factory=describe)
 
     @classmethod
-    def of(cls, plan: Plan, folder: Path, progress: Progress) -> Self:
+    def of(cls, plan: RunPlan, folder: Path, progress: Progress) -> Self:
         """Read the text in both forms, build the model once, and return the ladder for it.
 
         Args:
@@ -311,7 +311,7 @@ class Ladder:
             machine=machine,
         )
 
-    def plan_of(self, way: RungWay) -> Plan:
+    def plan_of(self, way: RungWay) -> RunPlan:
         """Return the plan of a way.
 
         Updates of padded rows have more rows, so that they have as many tokens as packed ones.

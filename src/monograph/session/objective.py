@@ -35,7 +35,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.choices import STREAMED, Condition
 from monograph.session.opening import Opening
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.text.tokenizer import Tokenizer
 
 
@@ -63,7 +63,7 @@ class Records(Protocol):
         """Return {reason: count} of the records that were skipped."""
 
 
-class Windows(Protocol):
+class RunWindows(Protocol):
     """An iterator over the windows of a run.
 
     Attributes:
@@ -237,12 +237,12 @@ class Objective(ABC):
         """
         return Opened(self, {})
 
-    def judged(self, plan: Plan) -> Judged:
+    def judged(self, plan: RunPlan) -> Judged:
         """Return how answers are judged, as the planner needs to know it; "" without answers."""
         return ""
 
     def bytes_beside(
-        self, plan: Plan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
+        self, plan: RunPlan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
     ) -> dict[str, int]:
         """Return the bytes that a run holds in addition to its step, by origin.
 
@@ -256,7 +256,7 @@ class Objective(ABC):
         """
         return {}
 
-    def largest_window(self, plan: Plan, config: LlamaConfig, slots: int) -> tuple[int, int]:
+    def largest_window(self, plan: RunPlan, config: LlamaConfig, slots: int) -> tuple[int, int]:
         """Return the maximum number of rows of an update, and of tokens of a row, as far as the
         records are known to need less than the settings allow.
 
@@ -268,7 +268,7 @@ class Objective(ABC):
         return plan.training.window_rows, plan.training.length
 
     def seconds_beside(
-        self, plan: Plan, config: LlamaConfig, machine: Device, known: Calibration
+        self, plan: RunPlan, config: LlamaConfig, machine: Device, known: Calibration
     ) -> tuple[float, bool] | None:
         """Return the seconds that an update takes in addition to its step, e.g. to sample answers.
 
@@ -284,14 +284,14 @@ class Objective(ABC):
         return None
 
     @abstractmethod
-    def open(self, plan: Plan, progress: Progress) -> "Task":
+    def open(self, plan: RunPlan, progress: Progress) -> "Task":
         """Read the records of a run, and print how many there are; the caller closes the task.
 
         Raises:
             InputRefused: the records cannot be used.
         """
 
-    def open_unjudged(self, plan: Plan, progress: Progress) -> "Task":
+    def open_unjudged(self, plan: RunPlan, progress: Progress) -> "Task":
         """Read the records as `open` does, for a process that judges no answers: it starts no
         process that judges them.
         """
@@ -334,7 +334,7 @@ class Task(ABC):
     run: Run
     engine: Engine
     world: World
-    plan: Callable[[], Plan]
+    plan: Callable[[], RunPlan]
     answer_tokens: int
 
     # ── before there is an engine ───────────────────────────────────────────────────────────────
@@ -342,7 +342,7 @@ class Task(ABC):
     def close(self) -> None:
         """Close files and end processes that the task has opened."""
 
-    def loss(self, plan: Plan, model: nn.Module) -> Loss | None:
+    def loss(self, plan: RunPlan, model: nn.Module) -> Loss | None:
         """Return the loss of these records; None means the model's own.
 
         Raises:
@@ -350,7 +350,7 @@ class Task(ABC):
         """
         return None
 
-    def slots(self, plan: Plan) -> int:
+    def slots(self, plan: RunPlan) -> int:
         """Return the maximum number of tokens of a prompt and its answer; 0 without answers."""
         return 0
 
@@ -383,7 +383,7 @@ class Task(ABC):
 
     # ── while a session trains ──────────────────────────────────────────────────────────────────
 
-    def begin(self, run: Run, engine: Engine, world: World, plan: Callable[[], Plan]) -> None:
+    def begin(self, run: Run, engine: Engine, world: World, plan: Callable[[], RunPlan]) -> None:
         """Store the parts of the session in this object; see the class."""
         self.run = run
         self.engine = engine
@@ -396,7 +396,7 @@ class Task(ABC):
         self.answer_tokens = next((row["tokens"] for row in reversed(rows) if "tokens" in row), 0)
 
     @abstractmethod
-    def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> Windows:
+    def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> RunWindows:
         """Return the windows from a position on.
 
         Args:
@@ -410,7 +410,7 @@ class Task(ABC):
         """Return the number of updates that are made of one window."""
         return 1
 
-    def can_save(self, windows: Windows) -> bool:
+    def can_save(self, windows: RunWindows) -> bool:
         """Return whether a checkpoint of the present state could be resumed."""
         return True
 
@@ -465,10 +465,10 @@ class Task(ABC):
         """Return the maximum number of tokens of `updates` updates, the width of the curve."""
 
     @abstractmethod
-    def tokens_of(self, windows: Windows) -> float:
+    def tokens_of(self, windows: RunWindows) -> float:
         """Return the tokens of the last update, without padding."""
 
-    def figures(self, windows: Windows) -> dict[str, Any]:
+    def figures(self, windows: RunWindows) -> dict[str, Any]:
         """Return figures on the answers of the last update, for its row of the metrics; {} for
         texts.
         """

@@ -21,7 +21,7 @@ from monograph.transfer import WidthTransfer
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A job with the decisions on it. `monograph.session.resolve.resolve` decides; other code only
     reads.
 
@@ -79,11 +79,11 @@ class Plan:
         """Return what the planner is asked for: where weights live, or "auto" if it chooses."""
         return "auto" if "memory" in self.open else self.memory
 
-    def having(self, training: Training) -> "Plan":
+    def having(self, training: Training) -> "RunPlan":
         """Return the plan with another `training`."""
         return replace(self, training=training)
 
-    def noting(self, values: Mapping[str, Any]) -> "Plan":
+    def noting(self, values: Mapping[str, Any]) -> "RunPlan":
         """Return the plan with `values`, by their keys, added to `noted`."""
         return replace(self, noted={**self.noted, **values})
 
@@ -145,7 +145,7 @@ class Shape(NamedTuple):
     config: LlamaConfig | None
     tokens: tuple[int, ...] = ()
     ranks: int = 1
-    like: Plan | None = None
+    like: RunPlan | None = None
     slots: int = 0
     per_epoch: int = 0
     minutes: float = 0

@@ -16,7 +16,7 @@ ORIGIN = "plan"  # the origin of a value that is decided here
 class ConfigRecord:
     """The content of a run's config.toml.
 
-    Decided values are only added to it. Code that needs one reads it from the `Plan`.
+    Decided values are only added to it. Code that needs one reads it from the `RunPlan`.
 
     Attributes:
         settings: the settings as they will be written.

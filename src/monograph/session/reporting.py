@@ -36,7 +36,7 @@ from monograph.run.started import told
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import MARK
 from monograph.session.gauges import Alarm, Gauges
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.ranks import show
 from monograph.session.session import Session
 from monograph.storage.reading import contents, exists, is_folder, parse_json
@@ -533,7 +533,7 @@ class Reporter:
         return values
 
 
-def _planned_memory(plan: Plan, slots: int) -> str:
+def _planned_memory(plan: RunPlan, slots: int) -> str:
     """Return the planned memory, to be printed after the measured one; "" if none was planned.
 
     As in the table of `monograph plan`, ~ marks an estimate by a formula. The planner makes one

@@ -44,7 +44,7 @@ from monograph.session.objectives import (
     objective_of,
     with_records,
 )
-from monograph.session.plan import Plan, is_sharded
+from monograph.session.plan import RunPlan, is_sharded
 from monograph.storage.code import code_named
 
 LEAST_BYTES = 2  # the least bytes of a parameter, its weight in 16 bits
@@ -320,7 +320,7 @@ def require_room(job: Job, config: LlamaConfig, machine: Device, limits: Limits)
         )
 
 
-def notes_on(plan: Plan, machine: Device) -> Iterator[str]:
+def notes_on(plan: RunPlan, machine: Device) -> Iterator[str]:
     """Yield a line for each setting whose effect may differ from what the user expects."""
     if plan.training.precision == "fp32" and machine.type == "cuda" and machine.has_bf16:
         yield "train.precision = fp32: products keep all digits, without tensor cores (no TF32); bf16 is much faster"

@@ -22,14 +22,14 @@ from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
 from monograph.optim import name_of
-from monograph.planner import Candidate, Limits, Request, StreamCandidate, defaults
+from monograph.planner import Candidate, Limits, PlanRequest, StreamCandidate, defaults
 from monograph.predict.estimate import spared_bytes
 from monograph.predict.footprint import Compile
 from monograph.predict.roofline import Calibration
 from monograph.session.door import fresh_fields, job_of
 from monograph.session.job import Job
 from monograph.session.new_tokens import NewTokens
-from monograph.session.plan import Length, Plan, Shape, is_sharded, sharing
+from monograph.session.plan import Length, RunPlan, Shape, is_sharded, sharing
 from monograph.session.record import ConfigRecord
 from monograph.session.requirements import require_room
 from monograph.storage.cache_dir import cache_root, calibration_file
@@ -44,11 +44,11 @@ RANKING_FLOPS = 1e12
 
 
 def resolve(
-    given: Settings | ConfigRecord | Plan,
+    given: Settings | ConfigRecord | RunPlan,
     machine: Device,
     *known: Shape | Length,
     built: bool = True,
-) -> Plan:
+) -> RunPlan:
     """Return the plan of a run, with every value decided whose inputs are known.
 
     Args:
@@ -64,7 +64,7 @@ def resolve(
         OutOfDeviceMemory: nothing fits according to the planner.
         UsageError: choices exclude one another.
     """
-    if isinstance(given, Plan):
+    if isinstance(given, RunPlan):
         plan = given
     else:
         settings = given.settings if isinstance(given, ConfigRecord) else given
@@ -80,11 +80,11 @@ def resolve(
 # ── from the job alone ──────────────────────────────────────────────────────────────────────────
 
 
-def _plan_from_job(job: Job, machine: Device) -> Plan:
+def _plan_from_job(job: Job, machine: Device) -> RunPlan:
     training = job.training
     if "precision" in job.open:
         training = replace(training, precision=defaults.precision(machine))
-    plan = Plan(
+    plan = RunPlan(
         job=job,
         training=training,
         memory=job.memory,
@@ -100,7 +100,7 @@ def _plan_from_job(job: Job, machine: Device) -> Plan:
 # ── from the model's shape ──────────────────────────────────────────────────────────────────────
 
 
-def _with_shape(plan: Plan, machine: Device, shape: Shape) -> Plan:
+def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
     """Return the plan with micro-batch, recomputation, graph scope and memory decided.
 
     What the settings give stays. The planner chooses the rest for a `Llama`. Any other module, of
@@ -172,7 +172,7 @@ def _with_shape(plan: Plan, machine: Device, shape: Shape) -> Plan:
     )
 
 
-def _epochs(plan: Plan, expected: Candidate | None, shape: Shape) -> int:
+def _epochs(plan: RunPlan, expected: Candidate | None, shape: Shape) -> int:
     """Return the number of times that the text will be read; an estimate for a run by the clock,
     and 1 if the text's length is unknown.
     """
@@ -188,8 +188,8 @@ def _epochs(plan: Plan, expected: Candidate | None, shape: Shape) -> int:
 
 
 def request_of(
-    plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()
-) -> Request:
+    plan: RunPlan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()
+) -> PlanRequest:
     """Return the planner's input: how a model of this shape is trained, and the choices that are
     open.
 
@@ -208,7 +208,7 @@ def request_of(
     optim = transfer.optimizer(given.optim) if transfer else given.optim
     training = replace(given, rows=given.window_rows, optim=optim, lora=job.adapters(tokens))
     remats = REMATS if machine.type == "cuda" else REMATS[:-1]
-    return Request(
+    return PlanRequest(
         training.of(config, machine.type),
         micro_batch=None if "micro_batch" in plan.open else given.rows,
         precisions=(given.precision,),
@@ -231,7 +231,9 @@ def with_less_memory(machine: Device, taken_bytes: int) -> Device:
     )
 
 
-def _chosen_candidate(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> Candidate:
+def _chosen_candidate(
+    plan: RunPlan, config: LlamaConfig, machine: Device, shape: Shape
+) -> Candidate:
     """Return the candidate that `monograph plan` would choose for one rank on this machine.
 
     The bytes that a run with rewards holds beside its step are subtracted from the device's memory.
@@ -296,7 +298,7 @@ def _chosen_candidate(plan: Plan, config: LlamaConfig, machine: Device, shape: S
 # ── from the number of updates ──────────────────────────────────────────────────────────────────
 
 
-def _with_length(plan: Plan, length: Length) -> Plan:
+def _with_length(plan: RunPlan, length: Length) -> RunPlan:
     intervals = plan.job.intervals.of(length.updates, length.evaluations)
     decided = {
         "optim.warmup_updates": intervals.warmup_updates,
@@ -312,7 +314,7 @@ def _with_length(plan: Plan, length: Length) -> Plan:
 # ── for a plan alone ────────────────────────────────────────────────────────────────────────────
 
 
-def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
+def shape_of(plan: RunPlan, tokens: NewTokens | None = None) -> LlamaConfig:
     """Return the shape that a run's model will have, without reading text.
 
     A BPE tokenizer that is still to be trained is assumed to reach its full size.

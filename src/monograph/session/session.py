@@ -27,17 +27,17 @@ from monograph.graph.remat import named
 from monograph.loop import EngineState
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import Kernel
+from monograph.ops.attention import AttentionKernel
 from monograph.planner import defaults
 from monograph.predict.roofline import Calibration
 from monograph.profiling.memory import ledger, peak_memory_bytes
 from monograph.run import recorded_state
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.run.recipe import Recipe, require_base, require_same_file
+from monograph.run.recipe import ModelRecipe, require_base, require_same_file
 from monograph.schedule import Schedule, cool_down
-from monograph.session.objective import Records, Task, Windows
-from monograph.session.plan import Plan
+from monograph.session.objective import Records, RunWindows, Task
+from monograph.session.plan import RunPlan
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
 
@@ -75,8 +75,8 @@ class Session:
     """
 
     run: Run
-    plan: Plan
-    recipe: Recipe
+    plan: RunPlan
+    recipe: ModelRecipe
     task: Task
     engine: Engine
     compile_s: float = 0.0
@@ -87,12 +87,12 @@ class Session:
     cooled: list[int] | None = None
     begun_with: str | None = None
     eager_reason: str | None = None
-    kernel: Kernel | None = None
+    kernel: AttentionKernel | None = None
     peak_bytes: int | None = None
     world: World = field(default_factory=World)
     started_s: float = field(default_factory=clock)
     training_since_s: float = field(default_factory=clock)
-    batches: Windows = field(init=False)
+    batches: RunWindows = field(init=False)
 
     def __post_init__(self) -> None:
         """Open the windows at the run's beginning."""
@@ -281,7 +281,7 @@ class Session:
                 raise InputRefused(
                     f"{self.run.folder / file}: not what the run was begun with: {instead}"
                 )
-        saved = Recipe.recorded(state["recipe"])
+        saved = ModelRecipe.recorded(state["recipe"])
         require_same_file(saved, self.run)
         require_base(self.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
         # Shapes are compared rather than entries: an older checkpoint lacks keys that were added
@@ -327,7 +327,7 @@ class Session:
 
     def open_batches(
         self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()
-    ) -> Windows:
+    ) -> RunWindows:
         """Return an iterator over the run's windows.
 
         Args:
@@ -355,7 +355,7 @@ class Session:
         finally:
             restore_random(before, device)
 
-    def complete(self, plan: Plan) -> None:
+    def complete(self, plan: RunPlan) -> None:
         """Take a plan in which more is decided; set the schedule if the number of updates is known."""
         self.plan = plan
         if plan.updates:

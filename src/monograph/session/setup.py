@@ -14,7 +14,7 @@ from monograph.distributed.engine import Replicated, Sharded, StepOptions, strea
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.lora import Place
+from monograph.graph.lora import OptionalDevice
 from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
@@ -27,12 +27,12 @@ from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
-from monograph.run.recipe import Recipe, add_missing_rows, digest, lora_record, require_base_of
+from monograph.run.recipe import ModelRecipe, add_missing_rows, digest, lora_record, require_base_of
 from monograph.run.recorded_state import newest_state
 from monograph.run.writing import recorded_parent
 from monograph.session.new_tokens import token_notes
 from monograph.session.objective import Task
-from monograph.session.plan import Plan, Shape, is_sharded
+from monograph.session.plan import RunPlan, Shape, is_sharded
 from monograph.session.ranks import agreed
 from monograph.session.requirements import require_positions
 from monograph.session.resolve import resolve, with_rows
@@ -53,8 +53,8 @@ class BuiltRun(NamedTuple):
         notes: lines about the model's tokens that the user should read.
     """
 
-    plan: Plan
-    recipe: Recipe
+    plan: RunPlan
+    recipe: ModelRecipe
     model: nn.Module
     loss: Loss
     notes: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class BuiltRun(NamedTuple):
 
 def open_session(
     run: Run,
-    plan: Plan,
+    plan: RunPlan,
     task: Task,
     device: torch.device,
     progress: Progress,
@@ -114,7 +114,7 @@ def open_session(
     return Session(run, built.plan, built.recipe, task, engine, world=world)
 
 
-def agreed_plan(world: World, plan: Plan, machine: Device) -> Plan:
+def agreed_plan(world: World, plan: RunPlan, machine: Device) -> RunPlan:
     """Return a plan with rank 0's values on all ranks; all of them call this.
 
     Rank 0 sends what its config.toml would say, and the others make a plan of it for their own
@@ -124,7 +124,7 @@ def agreed_plan(world: World, plan: Plan, machine: Device) -> Plan:
     return plan if world.leads else resolve(record, machine)
 
 
-def _with_recorded_norm_eps(plan: Plan, run: Run) -> Plan:
+def _with_recorded_norm_eps(plan: RunPlan, run: Run) -> RunPlan:
     """Return the plan of a hybrid with the rms_norm_eps in a checkpoint of its run, or of the run's
     parent.
 
@@ -149,12 +149,12 @@ def _with_recorded_norm_eps(plan: Plan, run: Run) -> Plan:
 
 
 def build_run(
-    plan: Plan,
+    plan: RunPlan,
     task: Task,
     machine: Device,
-    device: Place = None,
+    device: OptionalDevice = None,
     ranks: int = 1,
-    like: Plan | None = None,
+    like: RunPlan | None = None,
     minutes: float = 0,
 ) -> BuiltRun:
     """Build the model and decide the values that depend on its shape.

@@ -26,7 +26,7 @@ from monograph.session import eager_start, ranks
 from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
 from monograph.session.objective import Task
 from monograph.session.objectives import open_task
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.record import ConfigRecord, write_config
 from monograph.session.reporting import Reporter
 from monograph.session.requirements import notes_on, require_possible
@@ -158,7 +158,7 @@ def _score_untrained(session: Session, progress: Progress) -> None:
         report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
 
 
-def _require_time(plan: Plan, started: Started, doing: str) -> None:
+def _require_time(plan: RunPlan, started: Started, doing: str) -> None:
     """Refuse to begin a run whose train.wall_minutes are over before its first update.
 
     Args:
@@ -212,7 +212,7 @@ def _times(session: Session, window: Batch, since_s: float) -> str:
 
 def _open_or_resume(
     folder: Run,
-    plan: Plan,
+    plan: RunPlan,
     task: Task,
     world: World,
     retry_rows: int,
@@ -282,7 +282,7 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     return False
 
 
-def _keep_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
+def _keep_stdin(run: Run, plan: RunPlan, progress: Progress) -> RunPlan:
     """Write the text of standard input to the run's folder, where resume, evaluation and branches
     read it again.
 

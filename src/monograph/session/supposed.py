@@ -17,7 +17,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.families import DEFAULT_FAMILY
 from monograph.planner import defaults
 from monograph.report.quantities import binary
-from monograph.run.recipe import Recipe
+from monograph.run.recipe import ModelRecipe
 from monograph.run.source import ModelSource
 from monograph.session.objectives import objective_of
 from monograph.storage.code import HUB
@@ -33,7 +33,7 @@ def shape_named(settings: Settings) -> LlamaConfig | None:
     model = settings.model
     if model.init is not None or (model.preset == "auto" and not model.hidden_size):
         return None
-    recipe = Recipe(
+    recipe = ModelRecipe(
         None,
         model.preset,
         model.sizes(),

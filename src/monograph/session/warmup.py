@@ -23,7 +23,7 @@ from monograph.graph.lora import may_start_without_gradient
 from monograph.graph.precision import Precision
 from monograph.loss import Batch
 from monograph.model.llama import Llama
-from monograph.ops.attention import Kernel
+from monograph.ops.attention import AttentionKernel
 from monograph.ops.attention_kernels import compared, fastest, time_kernels
 from monograph.planner import StreamCandidate, defaults
 from monograph.planner.streaming import describe_tiers
@@ -84,7 +84,9 @@ def is_causal(model: Llama, window: Batch) -> bool:
     return "segments" not in window and model.attention in ("auto", "sdpa") and unbounded
 
 
-def kept_or_fastest(times: dict[Kernel, float], before: Kernel | None) -> Kernel:
+def kept_or_fastest(
+    times: dict[AttentionKernel, float], before: AttentionKernel | None
+) -> AttentionKernel:
     """Return the kernel used before if it has a time, and so runs on this device; else the fastest.
 
     Args:
@@ -316,7 +318,7 @@ def _compile(session: Session, window: Batch, progress: Progress) -> None:
 
 
 def capture(
-    engine: Engine, window: Batch, scope: Scope, kernel: Kernel | None = None
+    engine: Engine, window: Batch, scope: Scope, kernel: AttentionKernel | None = None
 ) -> str | None:
     """Capture the step of an engine.
 

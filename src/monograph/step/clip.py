@@ -16,9 +16,9 @@ from torch import Tensor
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.ops.materialize import materialize
-from monograph.optim import Kind, Optimizer, Plane, splittable, update_
+from monograph.optim import Optimizer, ParameterKind, Plane, splittable, update_
 from monograph.ranges import ABOVE_0
-from monograph.step.parts import Marks
+from monograph.step.parts import PartMarks
 
 WINDOW = 128
 SIGMAS = 6.0
@@ -194,7 +194,7 @@ def largest(dtype: torch.dtype) -> float:
     return math.sqrt(torch.finfo(torch.promote_types(dtype, torch.float32)).max)
 
 
-def largest_rate(kinds: Iterable[Kind], largest: float) -> Tensor:
+def largest_rate(kinds: Iterable[ParameterKind], largest: float) -> Tensor:
     """Return the largest learning rate whose products with factors and decays are within `largest`.
 
     Args:
@@ -243,4 +243,4 @@ class Update:
     grad_norm: Tensor
     tokens: Tensor
     skipped: Tensor
-    marks: Marks = field(default=(), repr=False, compare=False)
+    marks: PartMarks = field(default=(), repr=False, compare=False)

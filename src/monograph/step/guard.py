@@ -8,7 +8,7 @@ from monograph.errors import UsageError
 from monograph.optim import Plane
 
 # A tensor's storage address, offset, shape and strides.
-Memory = tuple[int, int | SymInt, tuple[int, ...], tuple[int, ...]]
+MemoryRegion = tuple[int, int | SymInt, tuple[int, ...], tuple[int, ...]]
 
 
 class ParameterGuard:
@@ -61,7 +61,7 @@ class ParameterGuard:
         return f"{moved[0]} was moved, cast or given other memory (.to(), .float(), .data = ...)"
 
 
-def trained_memory(module: nn.Module) -> list[tuple[int, Memory]]:
+def trained_memory(module: nn.Module) -> list[tuple[int, MemoryRegion]]:
     """Return identity and memory of each trainable parameter, to compare with a later result."""
     parameters = []
     modules_left = [module]
@@ -77,7 +77,7 @@ def trained_memory(module: nn.Module) -> list[tuple[int, Memory]]:
     return parameters
 
 
-def memory(parameter: Tensor) -> Memory:
+def memory(parameter: Tensor) -> MemoryRegion:
     """Return where a parameter lies in memory; of a sharded parameter, where this rank's shard lies."""
     local = getattr(parameter, "_local_tensor", parameter)
     return local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from monograph.step.step import Step
 
 Sums = tuple[Tensor, Tensor]  # sum of losses, and number of targets
-Rates = float | tuple[float, ...]  # the learning rate, or each member's learning rate
+LearningRates = float | tuple[float, ...]  # the learning rate, or each member's learning rate
 
 
 class Parameters(ABC):
@@ -119,7 +119,7 @@ class Parameters(ABC):
 
     # ── apply ───────────────────────────────────────────────────────────────────────────────────
 
-    def rates(self) -> Rates:
+    def rates(self) -> LearningRates:
         """Return the learning rate of the current update, or each member's."""
         return float(self.step.optim.lr * factor_at(self.step.schedule, self.step.index))
 

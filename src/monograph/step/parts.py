@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 # The names of parts, each with the time (s, on a CPU) or the CUDA event at which the part begins.
-Marks = Sequence[tuple[str, Any]]
+PartMarks = Sequence[tuple[str, Any]]
 
 
-class Parts:
+class PartTimer:
     """Records when the parts of an update begin.
 
     On a GPU it records CUDA events, so neither the host nor the device waits.
@@ -35,7 +35,7 @@ class Parts:
             event.record()
             self._marks.append((part, event))
 
-    def end(self) -> Marks:
+    def end(self) -> PartMarks:
         """End the last part; return the update's marks, and start without marks again."""
         self.begin("")
         marks = self._marks
@@ -43,13 +43,13 @@ class Parts:
         return marks
 
 
-def seconds(marks: Marks) -> dict[str, float]:
+def seconds(marks: PartMarks) -> dict[str, float]:
     """Return the seconds of each part by `<part>_s`; the device must have finished the update.
 
     Forward and backward are one number, `passes_s`, if they were launched as one graph.
 
     Args:
-        marks: what `Parts.end` returned.
+        marks: what `PartTimer.end` returned.
 
     Returns:
         The seconds; empty if the engine does not record a forward pass.

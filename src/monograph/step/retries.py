@@ -22,7 +22,7 @@ from monograph.step.step import Step
 T = TypeVar("T")
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """The micro-batches of a window that one rank computes: `rank`, `rank + ranks`, and so on.
 
     Attributes:
@@ -34,7 +34,7 @@ class Share(NamedTuple):
     rank: int = 0
 
 
-WHOLE = Share()
+WHOLE = RankShare()
 
 
 class Retries:
@@ -47,7 +47,9 @@ class Retries:
         announce: called with one line when a pass is repeated in another way.
     """
 
-    def __init__(self, micro_batch: int | None, *, share: Share = WHOLE, recomputes: bool = True):
+    def __init__(
+        self, micro_batch: int | None, *, share: RankShare = WHOLE, recomputes: bool = True
+    ):
         """Set the size of micro-batches to begin with.
 
         Args:

@@ -49,8 +49,8 @@ from monograph.step.clip import (
 from monograph.step.guard import ParameterGuard
 from monograph.step.losses import balances, loss_update_context, move_loss_
 from monograph.step.on_device import OnDevice
-from monograph.step.parameters import Parameters, Rates
-from monograph.step.parts import Parts
+from monograph.step.parameters import LearningRates, Parameters
+from monograph.step.parts import PartTimer
 
 
 def sum_of_one_rank(total: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class Step:
             AttributeValue
         ] = []  # what a capture replaced, in order, for its undoing
         self.guard = ParameterGuard(self.model, self.planes)
-        self.parts = Parts(self.device)
+        self.parts = PartTimer(self.device)
 
     def __call__(self, window: Iterable[object]) -> Update:
         """Accumulate over the window's micro-batches, then update."""
@@ -229,7 +229,7 @@ class Step:
     def discard(self) -> None:
         """Reset the gradient, loss and count that were accumulated since the last update."""
         self.parameters.discard()
-        self.parts = Parts(self.device)
+        self.parts = PartTimer(self.device)
         self.loss_sum.zero_()
         self.count.zero_()
 
@@ -263,7 +263,7 @@ class Step:
         with self.parameters.context(), self.precision.context(self.device.type):
             yield
 
-    def set_lr(self) -> Rates:
+    def set_lr(self) -> LearningRates:
         """Write the current update's learning rate to `lr` on the device, and return it."""
         lr = self.parameters.rates()
         if isinstance(lr, tuple):
@@ -576,7 +576,7 @@ def discard_on_failure(step: Step) -> Iterator[None]:
         raise
 
 
-def finish_update(step: Step, lr: Rates, grad_norm: Tensor) -> Update:
+def finish_update(step: Step, lr: LearningRates, grad_norm: Tensor) -> Update:
     """Reset the window's sums and count the update; return the update's numbers."""
     # Stages are updated in turn, so the parts of a staged update overlap and are not timed.
     marks = () if step.parameters.staged else step.parts.end()

@@ -17,12 +17,12 @@ BLOCK_BYTES = 64 * 1024 * 1024
 HASH_THREADS = min(8, os.cpu_count() or 1)
 _MAX_PIECES = os.sysconf("SC_IOV_MAX")  # the most that one call of os.preadv or os.pwritev takes
 
-Block = list[memoryview]
+FileBlock = list[memoryview]
 
 
-def group_into_blocks(pieces: Iterable[memoryview]) -> Iterator[Block]:
+def group_into_blocks(pieces: Iterable[memoryview]) -> Iterator[FileBlock]:
     """Group pieces of any length into blocks. Pieces are cut where a block ends, but not copied."""
-    block: Block = []
+    block: FileBlock = []
     room = BLOCK_BYTES
     for piece in pieces:
         rest = piece
@@ -50,7 +50,7 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
     try:
         with open(path, "xb", buffering=0) as file:
 
-            def write_blocks() -> Iterator[Block]:
+            def write_blocks() -> Iterator[FileBlock]:
                 for index, block in enumerate(group_into_blocks(pieces)):
                     _transfer(os.pwritev, file.fileno(), block, index * BLOCK_BYTES)
                     yield block
@@ -72,7 +72,7 @@ def read_pieces(descriptor: int, pieces: Iterable[memoryview]) -> list[str]:
         The digest of each block, computed from the bytes in memory.
     """
 
-    def fill(index: int, block: Block) -> None:
+    def fill(index: int, block: FileBlock) -> None:
         _transfer(os.preadv, descriptor, block, index * BLOCK_BYTES)
 
     return _digests(group_into_blocks(pieces), fill)
@@ -107,7 +107,7 @@ def digest_at(descriptor: int, index: int, length: int) -> bytes:
 
 
 def _digests(
-    blocks: Iterable[Block], fill: Callable[[int, Block], None] | None = None
+    blocks: Iterable[FileBlock], fill: Callable[[int, FileBlock], None] | None = None
 ) -> list[str]:
     """Return the hex digest of each block.
 
@@ -117,7 +117,7 @@ def _digests(
             thread that then computes the digest. None: the blocks are already filled.
     """
 
-    def digest(index: int, block: Block) -> str:
+    def digest(index: int, block: FileBlock) -> str:
         if fill is not None:
             fill(index, block)
         sha256 = hashlib.sha256()
@@ -137,7 +137,10 @@ def _digests(
 
 
 def _transfer(
-    call: Callable[[int, Sequence[memoryview], int], int], descriptor: int, block: Block, start: int
+    call: Callable[[int, Sequence[memoryview], int], int],
+    descriptor: int,
+    block: FileBlock,
+    start: int,
 ) -> None:
     """Write or read a whole block.
 

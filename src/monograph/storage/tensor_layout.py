@@ -121,7 +121,7 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
     return length
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor in a file.
 
     Attributes:
@@ -150,7 +150,7 @@ def decode(prefix: bytes, file_bytes: int) -> dict[str, Tensor]:
     }
 
 
-def entries(prefix: bytes, file_bytes: int) -> list[Entry]:
+def entries(prefix: bytes, file_bytes: int) -> list[TensorEntry]:
     """Return the tensors that a header describes, in the order of their bytes.
 
     Args:
@@ -189,7 +189,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _entry(name: str, value: dict[str, Any]) -> Entry:
+def _entry(name: str, value: dict[str, Any]) -> TensorEntry:
     """Return the entry of a tensor in a header; raises ValueError and others for damage."""
     dtype = DTYPES[value["dtype"]]
     shape = value["shape"]
@@ -199,4 +199,4 @@ def _entry(name: str, value: dict[str, Any]) -> Entry:
     # A size of 0 counts as 1, because the strides of an empty tensor could overflow, too.
     if math.prod(number or 1 for number in shape) > MAX_ELEMENTS:
         raise ValueError(f"tensor {name} has an impossible shape")
-    return Entry(name, begin, end, dtype, shape)
+    return TensorEntry(name, begin, end, dtype, shape)

@@ -18,7 +18,7 @@ from torch import Tensor
 from monograph.optim import Plane
 from monograph.step import Step
 from monograph.stream.engine import Streamed
-from monograph.stream.lanes import LANES, Home, Lane, LaneWork, Mark
+from monograph.stream.lanes import LANES, Home, Lane, LaneMark, LaneWork
 from monograph.stream.slots import HostPiece, Passes, StageOnDevice
 from monograph.stream.store import Further, Stage
 
@@ -101,7 +101,7 @@ class Clock:
     link: Link
     now: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
     busy_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*LANES, DISK), 0.0))
-    done: dict[Mark, float] = field(default_factory=dict)
+    done: dict[LaneMark, float] = field(default_factory=dict)
     _disk_free: float = 0.0  # the time at which the disk is free, in s
     _spent: float = 0.0  # seconds of the current computation
 

@@ -61,7 +61,7 @@ class Home(StrEnum):
     DISK = "disk"
 
 
-class Mark(NamedTuple):
+class LaneMark(NamedTuple):
     """The moment at which piece `number` of a lane's work is finished, counted from 1."""
 
     lane: Lane
@@ -81,8 +81,8 @@ class Space:
 
     name: str
     home: Home
-    last_write: Mark | None = None
-    last_reads: dict[Lane, Mark] = field(default_factory=dict)
+    last_write: LaneMark | None = None
+    last_reads: dict[Lane, LaneMark] = field(default_factory=dict)
 
 
 Spaces = tuple[Space, ...]
@@ -101,8 +101,8 @@ class LaneWork(NamedTuple):
             in files; for a computation 0.
     """
 
-    mark: Mark
-    waits: tuple[Mark, ...]
+    mark: LaneMark
+    waits: tuple[LaneMark, ...]
     call: Callable[[], Any]
     reads: Spaces
     writes: Spaces
@@ -152,7 +152,7 @@ class Lanes:
             lane: dict.fromkeys(LANES, 0) for lane in LANES
         }
         # The vector clock of each mark's lane, as it was at the mark.
-        self._clock_at: dict[Mark, dict[Lane, int]] = {}
+        self._clock_at: dict[LaneMark, dict[Lane, int]] = {}
         # When this many marks are stored, `_drop_old_marks` looks again for marks to drop.
         self._next_cleanup = 0
 
@@ -242,7 +242,7 @@ class Lanes:
         # mark that an earlier wait implies.
         waits = [mark for mark in waits if not self._implied(mark, waits)]
         clock[lane] += 1
-        mark = Mark(lane, clock[lane])
+        mark = LaneMark(lane, clock[lane])
         self._clock_at[mark] = dict(clock)
         self._drop_old_marks()
         for space in reads:
@@ -273,7 +273,7 @@ class Lanes:
         # Clean up again when the number of marks has doubled.
         self._next_cleanup = 2 * len(self._clock_at)
 
-    def _clock(self, mark: Mark) -> dict[Lane, int]:
+    def _clock(self, mark: LaneMark) -> dict[Lane, int]:
         """Return the vector clock at a mark.
 
         A lane that is used for the first time may need a mark that was dropped. The clock returned
@@ -281,7 +281,7 @@ class Lanes:
         """
         return self._clock_at.get(mark, {mark.lane: mark.number})
 
-    def _implied(self, mark: Mark, waits: list[Mark]) -> bool:
+    def _implied(self, mark: LaneMark, waits: list[LaneMark]) -> bool:
         """Return whether one of the other waits implies the wait for a mark."""
         others = [other for other in waits if other != mark]
         return any(self._clock(other).get(mark.lane, 0) >= mark.number for other in others)
@@ -397,7 +397,7 @@ class Streams:
         self._host.until()
         torch.cuda.synchronize(self.device)
 
-    def _event(self, mark: Mark) -> torch.cuda.Event:
+    def _event(self, mark: LaneMark) -> torch.cuda.Event:
         return self._events[mark.lane][mark.number % EVENTS]
 
 

@@ -22,7 +22,7 @@ from monograph.step import Step
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.store import GRADIENT, WEIGHTS, Further, Stage, StoredPlane, staged
 
-Key = Hashable
+TensorKey = Hashable
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 # A function that updates a part of a plane on the host, called with (the part, the low halves of split
@@ -51,7 +51,7 @@ class DeviceBuffer:
             device: the device of the memory.
         """
         self.space = Space(name, Home.DEVICE)
-        sizes: dict[tuple[Key, torch.dtype], int] = {}
+        sizes: dict[tuple[TensorKey, torch.dtype], int] = {}
         for tensors in sets_of_tensors:
             for key, tensor in tensors.items():
                 # The dtype is a part of the key, because weights of one kind are bf16 if they are
@@ -76,7 +76,7 @@ class DeviceBuffer:
         }
 
 
-def tensors_to_fetch(stage: Stage, name: str) -> dict[Key, Tensor]:
+def tensors_to_fetch(stage: Stage, name: str) -> dict[TensorKey, Tensor]:
     """Return the stage's buffers of one name that must be copied to the device.
 
     Args:

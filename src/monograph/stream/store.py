@@ -22,8 +22,8 @@ from monograph.graph.fused_linears import FusedLinears
 from monograph.graph.inspect import blocks
 from monograph.graph.siblings import families
 from monograph.optim import (
-    Kind,
     Optimizer,
+    ParameterKind,
     Plane,
     initialise,
     join,
@@ -203,7 +203,7 @@ def staged(module: nn.Module) -> Staged:
 
 def store_in_stages(
     module: nn.Module,
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, ParameterKind],
     optim: Optimizer,
     *,
     rounds: bool,

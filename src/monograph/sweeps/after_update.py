@@ -19,23 +19,23 @@ from monograph.sweeps.progress import SweepProgress
 READ_EVERY = 10  # updates between two reads of losses from the device
 
 
-class Moment(NamedTuple):
+class RoundState(NamedTuple):
     """The state of a round after an update, by which the work after it is decided.
 
     Attributes:
-        done: the number of updates so far.
+        updates_done: the number of updates so far.
         is_last: whether it is the round's last update.
         all_lost: whether every member has diverged.
         stopping: whether the user asked the sweep to stop.
     """
 
-    done: int
+    updates_done: int
     is_last: bool
     all_lost: bool
     stopping: bool
 
 
-class AfterUpdate:
+class AfterUpdateOfRound:
     """The work between two updates of a round; see `monograph.session.after_update.AfterUpdate`."""
 
     def __init__(
@@ -66,7 +66,7 @@ class AfterUpdate:
         self._shown_updates = batch.engine.index
         self._shown_s = clock()
 
-    def note(self, update: Update) -> Moment:
+    def note(self, update: Update) -> RoundState:
         """Log an update, and return the state of the round after it.
 
         After some updates the members' numbers are shown, and members that diverged are frozen.
@@ -80,7 +80,7 @@ class AfterUpdate:
         if were_written or is_last or stopping:
             self._show(done, is_last)
         all_lost = len(batch.ended) == len(batch.members)
-        return Moment(done, is_last, all_lost, stopping)
+        return RoundState(done, is_last, all_lost, stopping)
 
     def _show(self, done: int, is_last: bool) -> None:
         """Write and show the members' numbers, and freeze members that diverged."""
@@ -100,41 +100,45 @@ class AfterUpdate:
         yield
         self._shown_s += clock() - began
 
-    def evaluate(self, moment: Moment) -> None:
+    def evaluate(self, round_state: RoundState) -> None:
         """Score held-out text, if it is time for that."""
-        if moment.done % self._intervals.eval_every == 0 or moment.is_last or moment.all_lost:
+        if (
+            round_state.updates_done % self._intervals.eval_every == 0
+            or round_state.is_last
+            or round_state.all_lost
+        ):
             self.logs.flush()
-            self.state.evaluate(self.batch, moment.done, last=moment.is_last)
+            self.state.evaluate(self.batch, round_state.updates_done, last=round_state.is_last)
             self.block.refresh_table()
 
-    def save(self, moment: Moment) -> None:
+    def save(self, round_state: RoundState) -> None:
         """Write a checkpoint of each member, if it is time for that or the user asked for it, and
         the page of the sweep so far.
         """
-        is_due = moment.done % self._intervals.save_every == 0 or moment.is_last
-        if is_due or moment.stopping or self.stop_signal.save_requested:
+        is_due = round_state.updates_done % self._intervals.save_every == 0 or round_state.is_last
+        if is_due or round_state.stopping or self.stop_signal.save_requested:
             self.logs.flush()
             self.stop_signal.save_requested = False
             self.batch.save()
         if self.state.world.leads:
             self.state.page.refresh()
 
-    def stop(self, moment: Moment) -> None:
+    def stop(self, round_state: RoundState) -> None:
         """End the sweep, if the user asked for that and the round does not end anyway.
 
         Raises:
             Stopped: the message has the command that continues the sweep.
         """
-        if not moment.stopping or moment.is_last or moment.all_lost:
+        if not round_state.stopping or round_state.is_last or round_state.all_lost:
             return
         if self.state.world.leads:
             self.state.page.write("stopped")
         continue_command = command("sweep", "--out", str(self.state.sweep.run.folder))
         raise Stopped(
-            f"saved at update {moment.done} of {self.updates}; continue: {continue_command}"
+            f"saved at update {round_state.updates_done} of {self.updates}; continue: {continue_command}"
         )
 
-    def drop_work(self, moment: Moment) -> None:
+    def drop_work(self, round_state: RoundState) -> None:
         """Subtract updates that the round will not make from the display's total."""
-        remaining = self.updates - moment.done
+        remaining = self.updates - round_state.updates_done
         self.block.drop_work(len(self.batch.members) * remaining)

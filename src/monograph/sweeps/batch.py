@@ -48,7 +48,7 @@ class MemberWindows(Iterator[Batch]):
 
     def __init__(self, sessions: Sequence[Session]):
         """Make members of the same seed share one reader of rows."""
-        by_seed: dict[int, objective.Windows] = {}
+        by_seed: dict[int, objective.RunWindows] = {}
         for session in sessions:
             shared = by_seed.setdefault(session.plan.job.seed, session.batches)
             if shared is not session.batches:

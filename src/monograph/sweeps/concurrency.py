@@ -44,7 +44,7 @@ from monograph.sweeps.batch import (
     stack_windows,
     with_length,
 )
-from monograph.sweeps.spec import Group, Member
+from monograph.sweeps.spec import Member, MemberGroup
 
 # The speed of a wider graph is unknown before it is compiled. So it is tried only if it could save
 # twice its compile time. If it then saves nothing, the sweep takes at most 1.5 times as long as
@@ -244,7 +244,7 @@ class Timing:
         engines: the first members' models and their captured engine, by width.
     """
 
-    def __init__(self, group: Group, text: Corpus, device: torch.device, machine: Device):
+    def __init__(self, group: MemberGroup, text: Corpus, device: torch.device, machine: Device):
         """Store the arguments, which are described by the class; nothing is built yet."""
         self.group = group
         self.text = text

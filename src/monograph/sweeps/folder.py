@@ -36,7 +36,7 @@ DEFAULT_TOKENS = 100_000
 
 
 class _Group(Strict):
-    """A group of members in sweep.json, see `monograph.sweeps.spec.Group`.
+    """A group of members in sweep.json, see `monograph.sweeps.spec.MemberGroup`.
 
     Attributes:
         rounds: for each round, how many members train at once.

@@ -17,7 +17,7 @@ from monograph.evaluation.text import evaluate_members
 from monograph.planner import defaults
 from monograph.report.in_progress import PageInProgress
 from monograph.report.quantities import count, counted, duration
-from monograph.report.sweep_charts import Curve
+from monograph.report.sweep_charts import MemberCurve
 from monograph.report.sweep_report import write_page_so_far, write_sweep_report
 from monograph.run.progress import Progress, SweepDisplay, silent
 from monograph.run.started import told
@@ -436,7 +436,7 @@ def compile_sweep(folder: str) -> None:
     choose_updates(state.timings, state.least_tokens, state.progress)
 
 
-def _curves(outcomes: Sequence[Outcome]) -> list[Curve]:
+def _curves(outcomes: Sequence[Outcome]) -> list[MemberCurve]:
     """Return each member's knobs, by their short names, and the rows of its metrics."""
     return [
         ({short_key(key): value for key, value in outcome.member.knobs.items()}, outcome.rows)

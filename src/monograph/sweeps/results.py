@@ -25,7 +25,7 @@ from monograph.run.recipe import names_run
 from monograph.schedule import Schedule, constant
 from monograph.session.objectives.teachers import write_teachers
 from monograph.session.objectives.texts import TextTask, open_corpus
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.record import write_config
 from monograph.session.recorded import run_settings
 from monograph.session.reporting import finished
@@ -443,7 +443,7 @@ def first_schedule(course: Schedule, updates: int, warmup: int) -> Schedule:
 
 
 def train_alone(
-    plan: Plan,
+    plan: RunPlan,
     text: Corpus,
     updates: int,
     progress: Progress,

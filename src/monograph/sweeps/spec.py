@@ -33,7 +33,7 @@ from monograph.report.quantities import counted
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.run_index import SWEEP, runs_in
 from monograph.session.door import WIDTH, transfer_of
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.recorded import require_text, run_settings, settings_given
 from monograph.session.requirements import require_one_device, require_texts
 from monograph.session.resolve import resolve
@@ -60,11 +60,11 @@ class Member:
     index: int
     knobs: Point
     settings: Settings
-    plan: Plan | None = None
+    plan: RunPlan | None = None
 
 
 @dataclass
-class Group:
+class MemberGroup:
     """Members that one graph can hold, since they have the same shapes and length.
 
     Attributes:
@@ -86,7 +86,7 @@ class Group:
     held_out_s: float = 0.0
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RunPlan:
         """Return the plan of the first member."""
         plan = self.members[0].plan
         assert plan is not None
@@ -124,18 +124,18 @@ def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
     return members
 
 
-def groups_of(members: Sequence[Member]) -> list[Group]:
+def groups_of(members: Sequence[Member]) -> list[MemberGroup]:
     """Return the members grouped by the values that cannot vary inside a graph, in the members'
     order.
     """
-    groups: dict[str, Group] = {}  # by their shared values, as text
+    groups: dict[str, MemberGroup] = {}  # by their shared values, as text
     for member in members:
         shared = {key: value for key, value in member.knobs.items() if key not in IN_ONE_GRAPH}
-        groups.setdefault(repr(shared), Group([], shared)).members.append(member)
+        groups.setdefault(repr(shared), MemberGroup([], shared)).members.append(member)
     return list(groups.values())
 
 
-def spread_rounds(groups: Sequence[Group], ranks: int) -> None:
+def spread_rounds(groups: Sequence[MemberGroup], ranks: int) -> None:
     """Halve rounds in place, the largest first, until there is one for every rank or every round
     has one member.
     """

@@ -15,7 +15,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.objective import Objective, Opened, Task
 from monograph.session.objectives.teachers import taught
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 
 BY_RECORDS = "data.source"  # the origin of a key that the records ask for
 
@@ -60,7 +60,7 @@ def with_records(settings: Settings) -> Settings:
     return settings
 
 
-def open_task(run: Run, plan: Plan, progress: Progress, ranks: int = 1) -> Task:
+def open_task(run: Run, plan: RunPlan, progress: Progress, ranks: int = 1) -> Task:
     """Read the records of a run, and print how many there are; the caller closes the task.
 
     Args:

@@ -28,9 +28,9 @@ from monograph.rl.preference_loss import PreferenceLoss
 from monograph.rl.preferences import Preference, preference
 from monograph.run.progress import Progress
 from monograph.session.choices import FP8, OF_CODE, STREAMED, Condition
-from monograph.session.objective import HeldOutScore, Objective, Opened, Windows, held_out_said
+from monograph.session.objective import HeldOutScore, Objective, Opened, RunWindows, held_out_said
 from monograph.session.objectives.texts import RowsTask
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.session.reference import read_reference, write_reference
 
 
@@ -106,11 +106,11 @@ class Preferences(Objective):
             {f"prefer.{name}": value for name, value in chosen.parameters.items()},
         )
 
-    def judged(self, plan: Plan) -> Judged:
+    def judged(self, plan: RunPlan) -> Judged:
         """Return that answers stand in rows."""
         return "rows"
 
-    def open(self, plan: Plan, progress: Progress) -> "PreferenceTask":
+    def open(self, plan: RunPlan, progress: Progress) -> "PreferenceTask":
         """Read the run's pairs, and print how many there are."""
         chosen = self.preference
         assert chosen is not None
@@ -139,7 +139,7 @@ class PreferenceTask(RowsTask):
         super().__init__(data)
         self.preference = chosen
 
-    def loss(self, plan: Plan, model: nn.Module) -> PreferenceLoss:
+    def loss(self, plan: RunPlan, model: nn.Module) -> PreferenceLoss:
         """Return the loss.
 
         Raises:
@@ -191,7 +191,7 @@ class PreferenceTask(RowsTask):
         """Return that there are gradients; the loss has no reference yet."""
         return "answers compared, gradients finite"
 
-    def figures(self, windows: Windows) -> dict[str, Any]:
+    def figures(self, windows: RunWindows) -> dict[str, Any]:
         """Return how well the answers of the last update are told apart."""
         figures = self._loss.take_figures(self.world.gathered)
         self.answer_tokens += int(figures["answer_tokens"])

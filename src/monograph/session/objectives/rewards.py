@@ -30,7 +30,7 @@ from monograph.predict.footprint import Judged
 from monograph.predict.roofline import Calibration, Drawing, drawing_s, peak_flops
 from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
-from monograph.rl.arrange import Options
+from monograph.rl.arrange import RolloutOptions
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import Kl, PolicyLoss, kl_term
 from monograph.rl.prompts import Prompts, read_prompts
@@ -55,12 +55,12 @@ from monograph.session.objective import (
     HeldOutScore,
     Objective,
     Opened,
+    RunWindows,
     Task,
-    Windows,
     held_out_said,
 )
 from monograph.session.opening import Opening, opening_of_prompt
-from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
+from monograph.session.plan import FP32_BYTES, RunPlan, is_sharded, sharing
 from monograph.session.reference import read_reference, write_reference
 from monograph.storage.cache_dir import calibration_file
 from monograph.storage.reading import without_links
@@ -240,12 +240,12 @@ class Rewards(Objective):
         )
         return Opened(decided, {**values, "rl.reward": rl.reward, key: tokens})
 
-    def judged(self, plan: Plan) -> Judged:
+    def judged(self, plan: RunPlan) -> Judged:
         """Return whether answers are scored by the arithmetic that drew them."""
         return "exact" if options_of(plan).exact else "rows"
 
     def bytes_beside(
-        self, plan: Plan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
+        self, plan: RunPlan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
     ) -> dict[str, int]:
         """Return the bytes of answers, reference and teacher; see `Objective.bytes_beside`.
 
@@ -279,7 +279,7 @@ class Rewards(Objective):
             beside["teacher"] = shape.parameter_count() * FP32_BYTES
         return beside
 
-    def largest_window(self, plan: Plan, config: LlamaConfig, slots: int) -> tuple[int, int]:
+    def largest_window(self, plan: RunPlan, config: LlamaConfig, slots: int) -> tuple[int, int]:
         """Return the rows of answers that are all as long as they may be; see
         `Objective.largest_window`.
         """
@@ -292,13 +292,13 @@ class Rewards(Objective):
         return -(-answers // max(1, options.length // (slots - 1))), options.length
 
     def seconds_beside(
-        self, plan: Plan, config: LlamaConfig, machine: Device, known: Calibration
+        self, plan: RunPlan, config: LlamaConfig, machine: Device, known: Calibration
     ) -> tuple[float, bool]:
         """Return the seconds of drawing an update's answers; see `Objective.seconds_beside`."""
         ratio = known.slowness(machine, drawing_kind(plan))
         return (ratio or 1.0) * drawing_time(plan, config, machine), ratio is not None
 
-    def open(self, plan: Plan, progress: Progress) -> "RewardTask":
+    def open(self, plan: RunPlan, progress: Progress) -> "RewardTask":
         """Read the run's prompts, and print how many there are; open the reward, which the task
         closes.
         """
@@ -310,13 +310,13 @@ class Rewards(Objective):
             reward.close()
             raise
 
-    def open_unjudged(self, plan: Plan, progress: Progress) -> "RewardTask":
+    def open_unjudged(self, plan: RunPlan, progress: Progress) -> "RewardTask":
         """Read the run's prompts alone; see `Objective.open_unjudged`."""
         return RewardTask(_prompts(plan, Reward(), None, progress), Reward())
 
 
 def _prompts(
-    plan: Plan, reward: Reward, teacher: ModelSource | None, progress: Progress
+    plan: RunPlan, reward: Reward, teacher: ModelSource | None, progress: Progress
 ) -> Prompts:
     """Read the run's prompts, load the reward's teacher, and print how many prompts there are."""
     objective = asked_of(plan)
@@ -375,7 +375,7 @@ def _model_named(name: str) -> ModelSource:
     return model.renamed(str(path))
 
 
-def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
+def _teacher(name: str, prompts: Prompts, options: RolloutOptions) -> Llama:
     """Return the model, ready to score answers.
 
     Raises:
@@ -392,17 +392,17 @@ def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
     return model.to(default_device()).requires_grad_(False).train(False)
 
 
-def asked_of(plan: Plan) -> Rewards:
+def asked_of(plan: RunPlan) -> Rewards:
     """Return the objective of a run that learns from rewards."""
     objective = plan.job.objective
     assert isinstance(objective, Rewards)
     return objective
 
 
-def options_of(plan: Plan) -> Options:
+def options_of(plan: RunPlan) -> RolloutOptions:
     """Return how a run's answers are drawn and weighed."""
     asked = asked_of(plan)
-    return Options(
+    return RolloutOptions(
         prompts=asked.prompts,
         group=asked.group,
         max_new_tokens=asked.max_new_tokens,
@@ -421,14 +421,14 @@ def options_of(plan: Plan) -> Options:
     )
 
 
-def _compute_as(options: Options, model: Llama) -> None:
+def _compute_as(options: RolloutOptions, model: Llama) -> None:
     """Let the model compute as decoding does where that gives its bits."""
     if options.exact:
         model.use_attention("cached")
 
 
 def drawing_time(
-    plan: Plan, config: LlamaConfig, machine: Device, prompt: int = 0, tokens: int = 0
+    plan: RunPlan, config: LlamaConfig, machine: Device, prompt: int = 0, tokens: int = 0
 ) -> float:
     """Return the seconds of drawing an update's answers once, by a closed form alone.
 
@@ -455,7 +455,7 @@ def drawing_time(
     )
 
 
-def drawing_kind(plan: Plan) -> str:
+def drawing_kind(plan: RunPlan) -> str:
     """Return the key of `Calibration` for how long drawing takes: adapters, and their base's bits,
     cost each step.
     """
@@ -482,7 +482,7 @@ class RewardTask(Task):
         """Close the reward, whose programs end."""
         self.reward.close()
 
-    def loss(self, plan: Plan, model: nn.Module) -> PolicyLoss:
+    def loss(self, plan: RunPlan, model: nn.Module) -> PolicyLoss:
         """Return the loss, and let the model compute as drawing asks of it.
 
         Raises:
@@ -507,7 +507,7 @@ class RewardTask(Task):
             options.temperature, ratio, options.kl, options.advantage, options.updates, form
         )
 
-    def slots(self, plan: Plan) -> int:
+    def slots(self, plan: RunPlan) -> int:
         """Return the most tokens of a prompt and its answer."""
         return self.data.longest + options_of(plan).max_new_tokens
 
@@ -521,7 +521,7 @@ class RewardTask(Task):
         """Return no: answers are new each time, so prompts may come up again without end."""
         return False
 
-    def begin(self, run: Run, engine: Engine, world: World, plan: Callable[[], Plan]) -> None:
+    def begin(self, run: Run, engine: Engine, world: World, plan: Callable[[], RunPlan]) -> None:
         """Take the parts of the session, and draw from its weights."""
         super().begin(run, engine, world, plan)
         sharing = Sharing(world.size, world.shared, world.once)
@@ -539,7 +539,7 @@ class RewardTask(Task):
         """Return the updates that are made of one draw."""
         return self.drawer.options.updates
 
-    def can_save(self, windows: Windows) -> bool:
+    def can_save(self, windows: RunWindows) -> bool:
         """Return whether the updates of a draw are over, as a draw is not stored."""
         assert isinstance(windows, Rollouts)
         return windows.is_between_draws
@@ -613,12 +613,12 @@ class RewardTask(Task):
         options = self.drawer.options
         return updates * options.prompts * options.group * options.max_new_tokens
 
-    def tokens_of(self, windows: Windows) -> float:
+    def tokens_of(self, windows: RunWindows) -> float:
         """Return the tokens of the answers that were drawn last."""
         assert isinstance(windows, Rollouts)
         return windows.numbers["drawn_tokens"]
 
-    def figures(self, windows: Windows) -> dict[str, Any]:
+    def figures(self, windows: RunWindows) -> dict[str, Any]:
         """Return rewards, lengths and the like of the answers of the last update."""
         loss = self.engine.step.loss
         assert isinstance(windows, Rollouts) and isinstance(loss, PolicyLoss)

@@ -24,7 +24,7 @@ from monograph.run.recorded_state import Digest, Natural, Strict
 from monograph.run.writing import write_whole
 from monograph.session.objective import Task
 from monograph.session.objectives.texts import TextTask
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 from monograph.storage.reading import contents, parse_json
 from monograph.terminal import shell_words
 
@@ -106,7 +106,7 @@ class TaughtTask(TextTask):
         """Return the digest of teachers.json, which has the teachers' own."""
         return {TEACHERS: hashlib.sha256(self.content).hexdigest()}
 
-    def loss(self, plan: Plan, model: nn.Module) -> MixtureLoss:
+    def loss(self, plan: RunPlan, model: nn.Module) -> MixtureLoss:
         """Return the loss with the teachers, which are loaded onto the device.
 
         Raises:

@@ -13,15 +13,15 @@ from monograph.graph.trial import Trial
 from monograph.model.config import LlamaConfig
 from monograph.report.quantities import count, counted, megabytes
 from monograph.run.progress import Progress
-from monograph.session.objective import HeldOutScore, Objective, Task, Windows
+from monograph.session.objective import HeldOutScore, Objective, RunWindows, Task
 from monograph.session.opening import Opening, opening_of
-from monograph.session.plan import Plan
+from monograph.session.plan import RunPlan
 
 
 class Texts(Objective):
     """Learn from texts and conversations; where no key chooses another objective, this is it."""
 
-    def open(self, plan: Plan, progress: Progress) -> "TextTask":
+    def open(self, plan: RunPlan, progress: Progress) -> "TextTask":
         """Read the run's text; see `open_corpus`."""
         return TextTask(open_corpus(plan.job.reading, progress))
 
@@ -132,7 +132,7 @@ class RowsTask(Task):
         """Return the tokens of all rows."""
         return updates * self.plan().training.tokens_per_update
 
-    def tokens_of(self, windows: Windows) -> float:
+    def tokens_of(self, windows: RunWindows) -> float:
         """Return the mean number of tokens of an update."""
         return self.data.stats.packed_share * self.plan().training.tokens_per_update
 

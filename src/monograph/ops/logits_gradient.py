@@ -1,0 +1,62 @@
+"""Replace a chunk's logits by the gradient of its loss, as an operator of compiled graphs on a GPU.
+
+The kernel itself is in `monograph.ops.logits_kernel`. It is imported where it runs, because a machine
+without a GPU may have no Triton, and yet traces this operator to plan for a GPU.
+
+Shapes: C tokens, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+# How many columns a program of the kernel reads at once.
+COLUMNS = 8192
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def replaces_logits(logits_CV: Tensor) -> bool:
+    """Return whether the kernel computes logits of this dtype."""
+    return logits_CV.dtype in _DTYPES
+
+
+# It has the tag `flexible_layout` because a compiler may pad rows; a contiguous layout would need a
+# copy.
+@torch.library.custom_op(
+    "monograph::replace_logits_", mutates_args=("logits_CV",), tags=[torch.Tag.flexible_layout]
+)
+def replace_logits_(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor) -> Tensor:
+    """Replace logits by the gradient of their cross-entropy, and return the cross-entropies.
+
+    loss[c] = mask[c] (logsumexp(z[c]) - z[c, target[c]])
+    z[c] becomes mask[c] (softmax(z[c]) - onehot(target[c]))
+
+    Args:
+        logits_CV: [C, V] bf16, fp16 or fp32. It is read as fp32, and a gradient has its dtype.
+        targets_C: [C] int64, in [0, V).
+        mask_C: [C] fp32, 0 for tokens without a target.
+
+    Returns:
+        [C] fp32, in nats.
+    """
+    if logits_CV.is_cuda:
+        from monograph.ops.logits_kernel import launch
+
+        losses_C = torch.empty_like(mask_C)
+        launch(logits_CV, targets_C, mask_C, losses_C)
+        return losses_C
+    return _replace_slowly(logits_CV, targets_C, mask_C)
+
+
+@replace_logits_.register_fake
+def _(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor) -> Tensor:
+    return torch.empty_like(mask_C)
+
+
+def _replace_slowly(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor) -> Tensor:
+    """Compute the same by PyTorch's operators."""
+    log_CV = logits_CV.to(mask_C.dtype).log_softmax(-1)
+    target_C1 = targets_C.unsqueeze(-1)
+    losses_C = -log_CV.gather(-1, target_C1).squeeze(-1) * mask_C
+    onehot_CV = torch.zeros_like(log_CV).scatter_(-1, target_C1, 1.0)
+    logits_CV.copy_((log_CV.exp() - onehot_CV) * mask_C.unsqueeze(-1))
+    return losses_C
