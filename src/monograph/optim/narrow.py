@@ -1,8 +1,8 @@
 """Numbers in fewer bits: stochastic rounding to bf16, halves of fp32, and blocks of 8-bit codes.
 
 At the end are the formats of the optimizer's state that use them. If ranks share out the rows of a
-parameter, a rank's first block may begin with elements of another rank (`PackingContext.block_offset` is how
-many), and its last block may end with elements of another rank.
+parameter, a rank's first block may begin with elements of another rank
+(`PackingContext.block_offset` is how many), and its last block may end with elements of another rank.
 
 Shapes: N elements of a plane, K blocks of 256.
 """
