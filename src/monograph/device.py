@@ -232,7 +232,8 @@ def cpu_model() -> tuple[str, frozenset[str]]:
     text = _read("/proc/cpuinfo")
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    return (model[1].strip() if model else "CPU"), frozenset(flags[1].split() if flags else ())
+    name = model[1].strip() if model else "CPU"
+    return name, frozenset(flags[1].split() if flags else ())
 
 
 def _nvidia_driver() -> str | None:

@@ -155,7 +155,8 @@ class Engine:
             rows: the number of rows to return.
             fill: the value of each tensor, by name; tensors that it does not name are zeros.
         """
-        dim, device = self._row_dim, self.step.device
+        dim = self._row_dim
+        device = self.step.device
         shapes = {
             name: (*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :])
             for name, tensor in like.items()
@@ -416,7 +417,8 @@ class Engine:
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
         """Return the batch padded to `rows` rows without targets, if the loss has a `fill`."""
-        dim, device = self._row_dim, self.step.device
+        dim = self._row_dim
+        device = self.step.device
         batch_rows = next(iter(batch.values())).shape[dim]
         if batch_rows == rows:
             return batch

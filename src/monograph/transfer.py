@@ -149,7 +149,8 @@ class WidthTransfer:
         Raises:
             UsageError: the table has no row for a tensor.
         """
-        wide, narrow = self.config, self.base
+        wide = self.config
+        narrow = self.base
         narrow_shapes = block_shapes(narrow, 0)
         optim = optim or AdamW()
         block_factors = {
@@ -251,7 +252,8 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
 
 def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
     """Yield every shape that keeps the ratios and is at most `widest` wide."""
-    width, key_values = config.hidden_size, config.num_key_value_heads
+    width = config.hidden_size
+    key_values = config.num_key_value_heads
     group = config.num_attention_heads // key_values
     multiple = FFN_MULTIPLE if config.intermediate_size % FFN_MULTIPLE == 0 else 1
     for heads in range(1, widest * key_values // width + 1):

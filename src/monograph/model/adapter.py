@@ -366,15 +366,18 @@ def pack_adapters(
     if config is None and isinstance(module, Llama):
         config = module.config
     adapted = adapters(module)
-    if experts := [name for name, layer in adapted.items() if isinstance(layer, AdaptedExperts)]:
+    experts = [name for name, layer in adapted.items() if isinstance(layer, AdaptedExperts)]
+    if experts:
         raise InputRefused(
             f"{experts[0]} has an adapter for each expert, for which PEFT has no form"
         )
     if config is not None:
         joined_layers = tuple(itertools.chain.from_iterable(config.family.joined_layers.values()))
-        if names := [name for name in adapted if name.endswith(joined_layers)]:
+        joined_in_files = [name for name in adapted if name.endswith(joined_layers)]
+        if joined_in_files:
             raise InputRefused(
-                f"{names[0]} has an adapter, and PEFT has one layer for it and others in a {config.model_type}"
+                f"{joined_in_files[0]} has an adapter, and PEFT has one layer for it and others in a "
+                f"{config.model_type}"
             )
     # A whole number is written without a decimal point.
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
@@ -393,8 +396,9 @@ def pack_adapters(
         values["use_rslora"] = True
     if lora.dora:
         values["use_dora"] = True
-    if tokens := trainable_tokens_value(module):
-        values[TRAINABLE_TOKENS_KEY] = tokens
+    trained_tokens = trainable_tokens_value(module)
+    if trained_tokens:
+        values[TRAINABLE_TOKENS_KEY] = trained_tokens
     tensors = {
         peft_name(name): tensor.contiguous().clone()
         for name, tensor in adapter_state(module).items()

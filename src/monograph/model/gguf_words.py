@@ -86,8 +86,8 @@ def add_tokenizer(
             or would read other tokens.
     """
     content = json.loads(tokenizer.to_json())
-    if notes := tokenizer.notes:
-        raise InputRefused(f"{notes[0]}{_WOULD_DIFFER}")
+    if tokenizer.notes:
+        raise InputRefused(f"{tokenizer.notes[0]}{_WOULD_DIFFER}")
     tokens, types = _tokens_and_types(content, config.vocab_size)
     if content["decoder"]["type"] == "ByteLevel":
         pattern_name = split_pattern_name(content)
@@ -172,11 +172,12 @@ def split_pattern_name(content: dict[str, Any]) -> str:
             for name, pattern in KNOWN_PATTERNS.items()
             if steps[0]["pattern"] == {"Regex": pattern}
         )
-        if llama_cpp_name := _LLAMA_CPP_PATTERNS.get((pattern_name, ignores_merges)):
+        llama_cpp_name = _LLAMA_CPP_PATTERNS.get((pattern_name, ignores_merges))
+        if llama_cpp_name is not None:
             return llama_cpp_name
-    shown = ", ".join([*types, "ignore_merges"] if ignores_merges else types)
+    description = ", ".join([*types, "ignore_merges"] if ignores_merges else types)
     raise InputRefused(
-        f"the tokenizer's way of splitting text ({shown}) is not known to be one of "
+        f"the tokenizer's way of splitting text ({description}) is not known to be one of "
         "llama.cpp's, which would then read other tokens without a word; export with --format hf"
     )
 
@@ -210,7 +211,8 @@ def _merge_scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
         if token not in vocab:
             continue
         for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
+            left = token[:cut]
+            right = token[cut:]
             if left in vocab and right in vocab and (left, right) not in merge_pairs:
                 raise InputRefused(
                     f"{left!r} and {right!r} are tokens, as their join is, but no merge{_WOULD_DIFFER}"

@@ -110,16 +110,17 @@ class JoinedLayersRule(FileRule):
             for joined, parts in self.config.family.joined_layers.items()
             for part in parts
         }
-        waiting: dict[str, Plain] = {}
+        # Parts of joined layers whose last part has not come yet.
+        pending: dict[str, Plain] = {}
         for tensor in tensors:
             block, module, suffix = _split_name(tensor.name)
             if module not in joined_and_parts:
                 yield tensor
                 continue
             joined, parts = joined_and_parts[module]
-            waiting[tensor.name] = tensor
+            pending[tensor.name] = tensor
             if module == parts[-1]:
-                part_tensors = [waiting.pop(f"{block}{part}{suffix}") for part in parts]
+                part_tensors = [pending.pop(f"{block}{part}{suffix}") for part in parts]
                 like = torch.cat([part.like for part in part_tensors])
                 read = functools.partial(_read_joined, part_tensors)
                 yield Plain(f"{block}{joined}{suffix}", like, read)

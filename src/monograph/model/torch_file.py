@@ -205,7 +205,8 @@ def _head_dim(
     Raises:
         InputRefused: the user gives no number, and the weights do not have the preset's shape.
     """
-    if heads := settings.get("num_attention_heads"):
+    heads = settings.get("num_attention_heads")
+    if heads:
         # At least 1, because the caller divides by the width. `hub.check_tensors` refuses a number
         # of heads that does not fit the tensors.
         return max(1, query_size // int(heads))
