@@ -373,8 +373,11 @@ def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Itera
     }
     # Some families' files join layers, and llama.cpp reads them joined, too.
     for name, like, read in JoinedLayersRule(config).to_files(parameters):
+        # The name model.layers.3.self_attn.q_proj.weight has the module model.layers.3.self_attn.q_proj,
+        # the suffix weight, the layer 3, and the name self_attn.q_proj of the module in its block.
         module, _, suffix = name.rpartition(".")
         if suffix == "sinks":
+            # Sinks are a parameter of attention itself, which llama.cpp names like a module's weight.
             module = name
             suffix = "weight"
         layer, _, inner = module.removeprefix("model.layers.").partition(".")
@@ -385,8 +388,8 @@ def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Itera
             continue
         is_norm = like.ndim == 1 and suffix == "weight"
         if config.family.centred_norms and is_norm:
-            # llama.cpp multiplies by the stored weight.
-            read = _then(read, lambda weight: 1 + weight)
+            # The norm multiplies by 1 + weight, and llama.cpp by the stored numbers.
+            read = _read_and_change(read, lambda weight: 1 + weight)
         if module in _OUTER_NAMES:
             yield Plain(f"{_OUTER_NAMES[module]}.{suffix}", like, read)
             is_embedding = module == "model.embed_tokens"
@@ -394,15 +397,19 @@ def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Itera
                 yield Plain("output.weight", like, read)
             continue
         if inner in ("self_attn.q_proj", "self_attn.k_proj") and llama_cpp.interleaved_rotary:
-            read = _then(read, functools.partial(interleave_rotary_pairs, head_dim=config.head_dim))
+            read = _read_and_change(
+                read, functools.partial(interleave_rotary_pairs, head_dim=config.head_dim)
+            )
         if block_names[inner] == gguf_layers.SHARED_GATE:
             # llama.cpp reads this matrix of one row as a vector.
             like = like[0]
-            read = _then(read, lambda weight: weight[0])
+            read = _read_and_change(read, lambda weight: weight[0])
         yield Plain(f"blk.{layer}.{block_names[inner]}.{suffix}", like, read)
 
 
-def _then(read: Callable[[], Tensor], change: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+def _read_and_change(
+    read: Callable[[], Tensor], change: Callable[[Tensor], Tensor]
+) -> Callable[[], Tensor]:
     """Return a function that reads a tensor and then changes it."""
     return lambda: change(read())
 
