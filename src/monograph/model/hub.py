@@ -402,7 +402,7 @@ def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor], config: LlamaConfig, path: Path, said_by: str
+    tensors: Mapping[str, Tensor], config: LlamaConfig, path: Path, source: str
 ) -> None:
     """Compare tensors with those that a configuration requires, as `check_headers` does."""
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
@@ -410,11 +410,14 @@ def check_tensors(
         name: StoredTensor(path, tuple(t.shape), dtype_names.get(t.dtype, str(t.dtype)))
         for name, t in tensors.items()
     }
-    check_headers(stored, config, path, said_by)
+    check_headers(stored, config, path, source)
 
 
 def check_headers(
-    stored: dict[str, StoredTensor], config: LlamaConfig, origin: Path, said_by: str = "config.json"
+    stored: dict[str, StoredTensor],
+    config: LlamaConfig,
+    origin: Path,
+    source: str = "config.json",
 ) -> None:
     """Compare descriptions of tensors with those that a configuration requires.
 
@@ -422,7 +425,7 @@ def check_headers(
         stored: the tensors.
         config: the configuration.
         origin: the file or folder of the tensors, for messages.
-        said_by: the name of the configuration, for messages.
+        source: where the sizes of the configuration are from, for messages.
 
     Raises:
         InputRefused: a missing or unexpected tensor, a wrong shape or an unsupported dtype. The
@@ -433,7 +436,7 @@ def check_headers(
     layers = len({match[1] for match in map(_LAYER.fullmatch, stored) if match})
     if layers != config.num_hidden_layers:
         raise InputRefused(
-            f"{origin}: num_hidden_layers = {config.num_hidden_layers} in {said_by}, the weights have {layers} layers"
+            f"{origin}: num_hidden_layers = {config.num_hidden_layers} in {source}, the weights have {layers} layers"
         )
     shapes = dict(parameters.parameter_shapes(config))
     tied = config.tie_word_embeddings and _HEAD in stored
@@ -452,7 +455,7 @@ def check_headers(
             shaped_as = _EMBEDDING if tied and name == _HEAD else name
             keys = ", ".join(parameters.axis_keys(config, shaped_as))
             raise InputRefused(
-                f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(expected)} by {said_by} ({keys})"
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(expected)} by {source} ({keys})"
             )
         if tensor.dtype not in DTYPES:
             raise InputRefused(

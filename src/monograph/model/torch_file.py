@@ -60,7 +60,7 @@ def read(path: Path, settings: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str
     weights = {name: tensor for name, tensor in state.items() if not _ROTARY.fullmatch(name)}
     config = _config(state, path, settings)
     # The configuration is made from some of the tensors, so errors call these "the other tensors".
-    hub.check_tensors(weights, config, path, said_by="the other tensors")
+    hub.check_tensors(weights, config, path, source="the other tensors")
     _check_rotary(state, config, path)
     return config, weights
 

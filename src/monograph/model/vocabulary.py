@@ -171,7 +171,7 @@ ROWS_AT_ONCE = 4096
 
 
 @torch.no_grad()
-def extend(model: Llama, known: int, tokens: int) -> None:
+def set_new_rows(model: Llama, known: int, tokens: int) -> None:
     """Give new tokens rows in the embedding and in the head, in place: the mean of all known rows.
 
         W[i] = mean of W[0] ... W[known - 1],   known <= i < tokens
@@ -195,15 +195,15 @@ def extend(model: Llama, known: int, tokens: int) -> None:
         # A mapped weight is copied into memory, because a mapped file must not be changed.
         in_memory = weight.detach().to(kept_dtype(weight), copy=isinstance(weight, MappedWeight))
         replace_data(weight, in_memory)
-        layer.weight = _extended(weight, known, tokens)
+        layer.weight = _with_new_rows(weight, known, tokens)
     model.config = replace(model.config, vocab_size=max(model.config.vocab_size, tokens))
     model.tie_weights()
     model.model.embed_tokens.num_embeddings = model.config.vocab_size
     model.lm_head.out_features = model.config.vocab_size
 
 
-def _extended(weight_VD: Tensor, known: int, tokens: int) -> Tensor:
-    """Return the weight with the rows that `extend` sets.
+def _with_new_rows(weight_VD: Tensor, known: int, tokens: int) -> Tensor:
+    """Return the weight with the rows that `set_new_rows` sets.
 
     If the weight has enough rows it is changed in place, otherwise the result is a new parameter.
     """

@@ -26,7 +26,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.exports import find_export
 from monograph.model.files import write_no_extras
 from monograph.model.llama import Llama
-from monograph.model.vocabulary import extend
+from monograph.model.vocabulary import set_new_rows
 from monograph.run import recorded_state
 from monograph.run.folder import Run, no_folder
 from monograph.run.recipe import (
@@ -242,7 +242,7 @@ def _load_run_unmerged(
     base = model.config
     require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
     if recipe.vocabulary:
-        extend(model, *recipe.vocabulary)
+        set_new_rows(model, *recipe.vocabulary)
     # "auto" keeps the base's weights unchanged, even if the run trained with them in 4 or 8 bits.
     adapt(model, recorded_lora(recipe.lora | {"base": "auto"}))
     load_weights(model, weights_of(checkpoint))
@@ -352,7 +352,7 @@ def load_trained(
         if recipe.lora:
             require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
             if recipe.vocabulary and isinstance(model, Llama):
-                extend(model, *recipe.vocabulary)
+                set_new_rows(model, *recipe.vocabulary)
             adapter.install_adapters(model, recorded_lora(recipe.lora), precision=precision)
         load_weights(model, weights_of(checkpoint))
         materialize_(model)

@@ -29,7 +29,7 @@ from monograph.model.adapter import BASE_FILE, Adapter
 from monograph.model.config import TORCH_FILE_SUFFIXES, LlamaConfig
 from monograph.model.families import DEFAULT_FAMILY
 from monograph.model.llama import Llama
-from monograph.model.vocabulary import extend
+from monograph.model.vocabulary import set_new_rows
 from monograph.run.folder import Run, names_mixture
 from monograph.run.run_index import checkpoint_named, resolve_checkpoint
 from monograph.storage.code import Code, code_named
@@ -60,7 +60,7 @@ class ModelRecipe(NamedTuple):
         adapter: the folder of a stored adapter to start from, whose base is `init`; None without.
         base_sha256: the `digest` of the base's weights as they are stored; None without adapters.
         vocabulary: (first new id, number of tokens) if the model got rows for new tokens
-            (`monograph.model.vocabulary.extend`); otherwise None. New ids are those that the
+            (`monograph.model.vocabulary.set_new_rows`); otherwise None. New ids are those that the
             weights of `init` were not trained with.
         family: the family of a new Llama.
         norm_eps: the rms_norm_eps of a new Llama, from a checkpoint of its run or of the run's
@@ -375,7 +375,7 @@ def add_missing_rows(model: Llama, vocabulary: Vocabulary, base: str) -> list[in
         base: where the model comes from, for the message.
 
     Returns:
-        The arguments for `monograph.model.vocabulary.extend`, to repeat it later; None if no token
+        The arguments for `monograph.model.vocabulary.set_new_rows`, to repeat it later; None if no token
         is new.
 
     Raises:
@@ -391,7 +391,7 @@ def add_missing_rows(model: Llama, vocabulary: Vocabulary, base: str) -> list[in
             f"model.vocab_size = {rows} of {base} is smaller than the tokenizer's {vocabulary.all}, and no "
             "tokenizer.json next to its weights says which tokens are new: put the model's own there"
         )
-    extend(model, new.start, new.stop)
+    set_new_rows(model, new.start, new.stop)
     return [new.start, new.stop]
 
 
