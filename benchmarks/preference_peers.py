@@ -79,7 +79,7 @@ def serve(path: str) -> None:
     seen: dict[str, Any] = {"reference": None, "updates": 0}
     first = FirstGradient(lambda: seen["model"])
     accumulate, update = Engine.accumulate, Engine.update
-    score = PreferenceTask.score_reference
+    score = PreferenceTask.prepare_reference_scores
 
     def ready() -> dict[str, Any]:
         save_file({name: value.float() for name, value in first.gradients.items()}, order["first"])
@@ -110,7 +110,7 @@ def serve(path: str) -> None:
     with ExitStack() as patches, first:
         patches.enter_context(mock.patch.object(Engine, "accumulate", accumulated))
         patches.enter_context(mock.patch.object(Engine, "update", updated))
-        patches.enter_context(mock.patch.object(PreferenceTask, "score_reference", scored))
+        patches.enter_context(mock.patch.object(PreferenceTask, "prepare_reference_scores", scored))
         command_line(order["arguments"])
 
 

@@ -62,7 +62,7 @@ def trained(source: str, changes: list[str], updates: int, seed: int) -> dict[st
     )
     progress = Progress()
     text = open_corpus(plan.job.reading, progress)
-    found = run(plan.having(replace(plan.training, optim=changed)), text, 1, 1, progress)
+    found = run(plan.with_training(replace(plan.training, optim=changed)), text, 1, 1, progress)
     return {"bits_per_byte": found["final"]["bits_per_byte"], "training_s": found["training_s"]}
 
 

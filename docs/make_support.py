@@ -21,7 +21,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import OPTIMIZERS, AdamW
 from monograph.optim.formats import FORMATS
-from monograph.session.adapting import fixed_lora
+from monograph.session.adapting import adapter_values
 from monograph.session.requirements import exclusions, require_possible
 from monograph.step import Step
 
@@ -89,7 +89,7 @@ def refusal(**keys: str) -> str | None:
         settings = load(None, asked, {})
         require_possible(settings, card_device("H100"))
         if settings.model.init is None:
-            fixed_lora(settings, None)
+            adapter_values(settings, None)
     except UsageError as error:
         return str(error)
     return None
@@ -98,10 +98,9 @@ def refusal(**keys: str) -> str | None:
 def excluded() -> str:
     """Return all pairs of choices that exclude one another, each with the line of its refusal."""
     lines = ["| choice | does not go with | what Monograph says |", "|---|---|---|"]
-    for one, other, line in (
-        (each.one.shown, each.other.shown, each.shown) for each in exclusions()
-    ):
-        lines.append(f"| `{one}` | `{other}` | {line} |")
+    for rule in exclusions():
+        one, other = rule.one.text_in_docs, rule.other.text_in_docs
+        lines.append(f"| `{one}` | `{other}` | {rule.refusal_in_docs} |")
     return "\n".join(lines)
 
 

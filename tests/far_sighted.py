@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from batches import tiny_llama
 from monograph.decode.generator import Generator
 from monograph.decode.request import Event, Request
+from monograph.laws.comparisons import LawComparison, log_probabilities_agree
 from monograph.model.llama import Llama
-
-# Of a log-probability, which a step reports in fp32 (law 8 compares hidden states more closely).
-BOUND = 1e-5
 
 
 def far_sighted(dtype: torch.dtype = torch.float64, factor: float = 4.0, **sizes: Any) -> Llama:
@@ -59,9 +57,9 @@ def decoded(machine: Generator, requests: Sequence[Request]) -> dict[int, list[E
     return dict(enumerate(found.values()))
 
 
-def largest_error(model: Llama, request: Request, events: Sequence[Event]) -> float:
-    """How far the log-probabilities of all ids at every step are from the full pass's over what was
-    written.
+def reported_is_full(model: Llama, request: Request, events: Sequence[Event]) -> LawComparison:
+    """Compare the log-probabilities of all ids at every step with the full pass's over what was
+    written (law 8 compares logits in float64 more closely).
     """
     ids = [token for event in events for token in event.token_ids]
     reports = [report for event in events for report in event.logprobs]
@@ -73,5 +71,4 @@ def largest_error(model: Llama, request: Request, events: Sequence[Event]) -> fl
     for step, report in enumerate(reports):
         tokens, values = zip(*report.likeliest, strict=True)
         found_TV[step, list(tokens)] = torch.tensor(values, dtype=torch.float64)
-    error = float((found_TV - full_TV).abs().max())
-    return error if error == error else float("inf")
+    return log_probabilities_agree(found_TV, full_TV)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from monograph.session.session import random_state
+from monograph.session.random_state import random_state
 
 
 def recorded(

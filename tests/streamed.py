@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from batches import captured_to_train, packed, tiny_llama
 from monograph.graph.precision import Precision
-from monograph.loop import AnyEngine, EngineState
+from monograph.laws.comparisons import differing, outcome
+from monograph.loop import AnyEngine
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
@@ -189,24 +189,13 @@ def windows(
     return [rows(ROWS, seed=seed) for seed in range(first, first + count)]
 
 
-def flat(state: EngineState) -> dict[str, Tensor]:
-    """Copies of a state's tensors and counters by name."""
-    named = {f"model {name}": tensor.detach().clone() for name, tensor in state.model.items()}
-    named |= {f"optimizer {name}": tensor.clone() for name, tensor in state.optimizer.items()}
-    return named | {
-        f"scalar {name}": torch.as_tensor(value) for name, value in state.scalars.items()
-    }
-
-
 def trained(engine: AnyEngine, batches: Iterable[Any]) -> dict[str, Tensor]:
     """What every update returned, and the state in the end."""
-    seen: dict[str, Tensor] = {}
+    updates = []
     for batch in batches:
         engine.accumulate(batch)
-        update = engine.update()
-        for name in ("loss", "count", "grad_norm", "tokens", "skipped"):
-            seen[f"update {update.index} {name}"] = getattr(update, name).clone()
-    return seen | flat(engine.state())
+        updates.append(engine.update())
+    return outcome(engine.state(), updates)
 
 
 # What resident engines left, by how they were made and what they were trained on: one resident run
@@ -252,17 +241,7 @@ def of_twin(follow: Callable[..., Any], *arguments: Any, **changes: Any) -> Any:
 
 def other_bits(mine: dict[str, Tensor], its: dict[str, Tensor]) -> list[str]:
     """Names of what is not the same in every bit; NaN is NaN."""
-    assert mine.keys() == its.keys()
-    return [name for name, tensor in mine.items() if not same_bits(tensor, its[name])]
-
-
-def same_bits(mine: Tensor, its: Tensor) -> bool:
-    if mine.dtype != its.dtype or mine.shape != its.shape:
-        return False
-    if not mine.is_floating_point():
-        return torch.equal(mine, its)
-    number = ~mine.isnan()
-    return torch.equal(mine.isnan(), its.isnan()) and torch.equal(mine[number], its[number])
+    return differing(mine, its, equal_nan=True)
 
 
 def files(folder: Path) -> dict[str, bytes]:

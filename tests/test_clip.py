@@ -24,7 +24,7 @@ from monograph.loss import token_loss
 from monograph.optim import AdamW, ParameterKind
 from monograph.optim.adamw import ADAMW
 from monograph.resident import Resident
-from monograph.session.requirements import require_together
+from monograph.session.requirements import require_compatible
 from monograph.session.resolve import resolve
 from monograph.step import Clip
 from monograph.step.clip import (
@@ -264,4 +264,4 @@ def test_what_the_key_says() -> None:
     with pytest.raises(
         UsageError, match="optim.skip_spikes = true is of gradients that are clipped"
     ):
-        require_together(load(None, {"optim.grad_clip": "none", "optim.skip_spikes": True}, {}))
+        require_compatible(load(None, {"optim.grad_clip": "none", "optim.skip_spikes": True}, {}))

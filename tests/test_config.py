@@ -430,7 +430,7 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     from monograph.session.objectives import rewards
 
     usual: dict[str, Any] = {
-        f"lora.{key}": value for key, value in dataclasses.asdict(adapting.USUAL).items()
+        f"lora.{key}": value for key, value in dataclasses.asdict(adapting.DEFAULT_LORA).items()
     }
     usual |= {
         "lora.lr_ratio": 1.0,
@@ -438,7 +438,7 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
         "optim.min_lr_ratio": door.FINAL,
     }
     usual |= {"model.family": door.DEFAULT_FAMILY, "data.vocab_size": defaults.DEFAULT.vocabulary}
-    usual |= rewards.USUAL | {"rl.truncated": "keep", "rl.truncation_penalty": 0.0}
+    usual |= rewards.DEFAULTS | {"rl.truncated": "keep", "rl.truncation_penalty": 0.0}
     usual |= {each.key: each.default for loss in LOSSES.values() for each in loss.parameters}
     usual |= {"train.minutes": Settings().train.minutes}
     fields = {

@@ -23,9 +23,9 @@ from batches import tiny_llama
 from dialogues import said, speaking
 from monograph.evaluation.choices import choose, read_questions
 from monograph.graph.precision import Precision
+from monograph.laws.comparisons import error_within
 from monograph.run.models import load, save
 from monograph.text.tokenizer import Tokenizer
-from numerics import error_within
 from served import Served
 
 pytest.importorskip(

@@ -14,6 +14,7 @@ from torch import nn
 from batches import tiny_llama
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.precision import Precision
+from monograph.laws.comparisons import error_within, relative_error
 from monograph.optim import (
     AdamW,
     Group,
@@ -25,7 +26,6 @@ from monograph.optim import (
 )
 from monograph.resident import Resident
 from monograph.step import Step
-from numerics import error_within, relative_error
 from reference import optimizers as reference
 
 # What rounding becomes at most: f's slope at 0, once for each of the iterations.

@@ -24,6 +24,7 @@ from monograph.device import describe
 from monograph.errors import InputRefused, UsageError, join_with_or
 from monograph.graph.capture import compiled
 from monograph.graph.precision import Precision
+from monograph.laws.comparisons import error_within, relative_error
 from monograph.ops.philox import philox
 from monograph.optim import AdamW, Group, Muon
 from monograph.optim.formats import FORMATS
@@ -41,7 +42,6 @@ from monograph.resident import Resident
 from monograph.session.resolve import resolve
 from monograph.step import Step
 from monograph.stream import chunked_update, updates
-from numerics import error_within, relative_error
 from reference import optimizers as reference
 
 EPS = torch.finfo(torch.float32).eps

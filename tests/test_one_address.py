@@ -51,7 +51,7 @@ from monograph.report.run_report import About, run_page
 from monograph.report.trackers import LIBRARIES, Library, Tracker, tracker_named
 from monograph.resident import Resident
 from monograph.schedule import SCHEDULES, NamedSchedule
-from monograph.session.requirements import require_together
+from monograph.session.requirements import require_compatible
 from monograph.session.resolve import resolve
 from monograph.step import Step
 from monograph.text.tokenizer import Tokenizer
@@ -255,10 +255,10 @@ def test_each_schedule_has_its_word_its_meaning_and_whether_a_floor_says_somethi
         ends = plan.schedule(100)(10**6)
         assert (ends < 1) == schedule.falls, name
         if schedule.falls:
-            require_together(given)
+            require_compatible(given)
         else:
             with pytest.raises(UsageError, match=f"optim.schedule = {name} never falls"):
-                require_together(given)
+                require_compatible(given)
 
 
 def test_every_number_that_is_drawn_is_described() -> None:
@@ -406,7 +406,7 @@ from monograph.rl.rewards import Answer, reward_of
 from monograph.session.door import job_of
 from monograph.session.objectives.preferences import preference_of
 from monograph.session.objectives.rewards import Rewards
-from monograph.session.requirements import require_together
+from monograph.session.requirements import require_compatible
 
 def read(**keys):
     return load(None, {key.replace("__", "."): value for key, value in keys.items()}, {})
@@ -418,7 +418,7 @@ def refusal(function, *arguments, **keys):
         return str(error)
 
 def worth(**keys):
-    opened = Rewards().opened(read(**keys), 64)
+    opened = Rewards().decide(read(**keys), 64)
     reward = reward_of(opened.objective.reward, {}, **opened.objective.parameters)
     [score] = reward.score([Answer("", "3", {"answer": 2.5}, "")])
     return score, opened.values.get("rl.reward_tolerance")
@@ -468,7 +468,7 @@ def test_a_new_reward_with_a_parameter_is_one_file(copy: Path) -> None:
         "(worth(rl__reward='close', rl__reward_tolerance='2'), worth(rl__reward='close'),"
         " key_declaration('rl.reward_tolerance')._asdict(), key_declaration('rl.reward').expected,"
         " refusal(read, rl__reward='close', rl__reward_tolerance='-1'),"
-        " refusal(require_together, read(rl__reward='exact', rl__reward_tolerance='2')),"
+        " refusal(require_compatible, read(rl__reward='exact', rl__reward_tolerance='2')),"
         " refusal(axes_of, {'rl.reward_tolerance': '1,2'}))",
     )
     assert given == [0.75, None], "the setting stays as it was given"

@@ -15,12 +15,12 @@ from torch import nn
 
 from batches import flat_gradient, ragged, tiny_llama
 from monograph.errors import UsageError
+from monograph.laws.comparisons import error_within, relative_error
 from monograph.optim import AdamW, Group, Hyperparameters, adamw_, ema_, planes
 from monograph.optim.planes import trainable
 from monograph.optim.updates import _broadcast
 from monograph.resident import Resident
 from monograph.step import Step
-from numerics import error_within, relative_error
 from reference import optimizers as reference
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import monograph as mono
+from monograph.laws.comparisons import relative_error
 from monograph.loop import load_checkpoint, save_checkpoint
 from monograph.optim import hidden_matrices
 from monograph.resident import Resident
 from monograph.step import Step, accumulate, update
-from numerics import relative_error
 
 
 class ViT(nn.Module):

@@ -17,10 +17,10 @@ from batches import (
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph.capture import capture
 from monograph.graph.remat import Remat
+from monograph.laws.comparisons import relative_error
 from monograph.loop import train
 from monograph.loss import TokenLoss
 from monograph.resident import Resident
-from numerics import relative_error
 
 
 def test_state_round_trip_continues_bit_for_bit():

@@ -12,11 +12,11 @@ from monograph.config import load
 from monograph.graph.remat import named
 from monograph.session.objectives import OBJECTIVES
 from monograph.session.requirements import (
-    OF_THE_OPTIMIZER,
-    OF_THE_STEP,
+    OPTIMIZER_EXCLUSIONS,
+    STEP_EXCLUSIONS,
     choices_of,
-    excluded_by,
     exclusions,
+    exclusions_of,
 )
 from scripts import script
 
@@ -51,8 +51,8 @@ GROUPS = (
 def test_no_rule_of_what_does_not_go_together_is_hidden_behind_another():
     usual = choices_of(load(None, {}, {}))
     tables = [
-        (*OF_THE_STEP, *OF_THE_OPTIMIZER),
-        *([*excluded_by(objective)] for objective in OBJECTIVES),
+        (*STEP_EXCLUSIONS, *OPTIMIZER_EXCLUSIONS),
+        *([*exclusions_of(objective)] for objective in OBJECTIVES),
     ]
     met = set()
     for group in GROUPS:
@@ -60,9 +60,7 @@ def test_no_rule_of_what_does_not_go_together_is_hidden_behind_another():
             choices = replace(usual, **dict(zip(group, values, strict=True)))
             for table in tables:
                 broken = (
-                    rule
-                    for rule in table
-                    if rule.one.is_made(choices) and rule.other.is_made(choices)
+                    rule for rule in table if rule.one.holds(choices) and rule.other.holds(choices)
                 )
                 met |= {rule.refusal for rule in itertools.islice(broken, 1)}
     assert met == {rule.refusal for rule in exclusions()}

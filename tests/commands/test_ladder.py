@@ -27,7 +27,7 @@ from monograph.commands.profile import (
 from monograph.config import classify, load
 from monograph.device import describe
 from monograph.run.progress import Progress
-from monograph.session.ladder import RUNGS, Climbed, Ladder
+from monograph.session.ladder import RUNGS, Ladder, RungMeasurement
 from monograph.session.resolve import resolve
 
 NO_COMPILER = {"CXX": "no-such-compiler"}
@@ -96,7 +96,7 @@ def test_a_busy_machine_changes_no_ratio() -> None:
     """Another program takes two thirds of the clock's time on one rung, and none of the process's
     own.
     """
-    quick = Climbed((0.1,) * 8, (0.1,) * 8, 1e3, 4, 1, 1 << 20, 5.0, None, 0.0, ())
+    quick = RungMeasurement((0.1,) * 8, (0.1,) * 8, 1e3, 4, 1, 1 << 20, 5.0, None, 0.0, ())
     disturbed = replace(quick, seconds=(0.3,) * 8)
     climbs = [Climb(RUNGS[0], "", quick), Climb(RUNGS[1], RUNGS[0].name, disturbed)]
     assert [

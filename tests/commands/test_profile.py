@@ -62,7 +62,7 @@ def test_where_the_time_goes_is_said_and_written_into_a_folder_of_its_own(
     assert {
         "monograph.step",
         "monograph.data",
-        "monograph.update",
+        "monograph.optimizer",
         "monograph.head",
         "aten::mm",
     } <= names

@@ -17,9 +17,9 @@ from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
+from monograph.laws.comparisons import error_within
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
-from numerics import error_within
 
 pytestmark = pytest.mark.gpu
 SHAPE = {

@@ -20,8 +20,8 @@ from monograph.decode.reproducible import (
     uniform,
     weight,
 )
+from monograph.laws.comparisons import error_within
 from monograph.ops.philox import philox
-from numerics import error_within
 
 ONES, PI = 0xFFFFFFFF, "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0"
 
@@ -112,7 +112,7 @@ def test_every_word_gives_finite_noise() -> None:
 
 def test_logarithms_and_weights_are_as_exact_as_the_library_s() -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.exp(200 * torch.rand(10_000, generator=generator) - 100)
+    x = torch.exp(175 * torch.rand(10_000, generator=generator) - 87)  # normal fp32 numbers
     assert error_within(log(x), x.log(), x.double().log())
     u = torch.cat([torch.rand(10_000, generator=generator) * scale for scale in (1.0, 1e-3, 1e-9)])
     u = u.clamp(max=1 - 2**-24)

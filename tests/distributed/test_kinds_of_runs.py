@@ -19,11 +19,12 @@ from commands.test_preferences import RUN as COMPARED
 from commands.test_rewards import RUN as REWARDED
 from distributed.launched import ranks
 from laws.resumed import write_inputs
+from monograph.laws.comparisons import relative_error
 from monograph.session.objectives.rewards import RewardTask
-from numerics import relative_error
+from monograph.step.parts import PARTS
 from rewarded import OPTIONS, prompts
 
-TIMES = {"tokens_per_s", "wall_s", "drawn_s", "scored_s", "forward_s", "backward_s", "optimizer_s"}
+TIMES = {"tokens_per_s", "wall_s", "drawn_s", "scored_s", *(f"{part}_s" for part in PARTS)}
 COUNTED = """
 def score(prompt, answer, record):
     print(end=".", file=open("calls", "a"))
@@ -148,4 +149,4 @@ def test_ranks_that_share_drawing_leave_the_calibration_of_one_process_alone() -
     """Each draws a part of the answers, so the seconds say nothing about one that draws all."""
     task: Any = SimpleNamespace(data=prompts("a"), drawer=SimpleNamespace(options=OPTIONS))
     task.world = SimpleNamespace(alone=False)
-    RewardTask.remember(task)  # which would ask for the run's rows, and there is no run
+    RewardTask.store_measurements(task)  # which would ask for the run's rows, and there is no run

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused
+from monograph.laws.comparisons import relative_error
 from monograph.loop import train
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from numerics import relative_error
 
 N, ROWS, BOUND = 3, 4, 1e-10
 

@@ -24,10 +24,10 @@ from daily import nightly
 from layers import PLANE, ROWS, VECTOR, Case, Scaled, drawn, layers, weighted
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, MonographError
+from monograph.laws.comparisons import relative_error
 from monograph.loop import train
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from numerics import relative_error
 
 N, BOUND = 2, 1e-10
 # Or a gradient of 0, which is a rounding error, would be a step of 1e-2.

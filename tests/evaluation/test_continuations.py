@@ -12,8 +12,8 @@ from monograph.errors import InputRefused
 from monograph.evaluation import choices
 from monograph.evaluation.choices import Continuation, score
 from monograph.graph.precision import Precision
+from monograph.laws.comparisons import error_within
 from monograph.model.llama import Llama
-from numerics import error_within
 
 FP32 = Precision("fp32")
 

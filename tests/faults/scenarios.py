@@ -40,6 +40,7 @@ from monograph.data.corpus import Corpus, corpus
 from monograph.device import describe
 from monograph.errors import MonographError
 from monograph.graph.lora import kept_state
+from monograph.laws.comparisons import outcome
 from monograph.loop import EngineState, train
 from monograph.model.adapter import install_adapters, pack_adapters, save_adapter
 from monograph.model.hub import mapped_model, save_model
@@ -61,7 +62,7 @@ from monograph.sweeps.folder import Sweep
 from monograph.sweeps.spec import members_of
 from monograph.text.tokenizer import Tokenizer
 from recorded import recorded
-from streamed import flat, other_bits, streamed, windows
+from streamed import other_bits, streamed, windows
 
 Rows = list[dict[str, Any]]
 
@@ -556,7 +557,7 @@ def expected_of_stream(scratch: Path) -> dict[int, dict[str, Tensor]]:
     engine, found = engine_in(scratch / "expected-stream"), {}
     for update in range(1, 4):
         stream(scratch / "expected-stream", engine, 1)
-        found[update] = flat(engine.state())
+        found[update] = outcome(engine.state())
     return found
 
 
@@ -564,7 +565,7 @@ def look_at_stream(folder: Path) -> str:
     found = checkpointing.newest(folder / "checkpoints", quiet)
     assert found.update in (2, 3)
     state = EngineState(found.model, found.optimizer, dict(found.state["engine"]))
-    assert not other_bits(flat(state), expected_of_stream(folder.parent)[found.update])
+    assert not other_bits(outcome(state), expected_of_stream(folder.parent)[found.update])
     return "new" if found.update == 3 else "former"
 
 

@@ -13,10 +13,10 @@ from monograph.graph.experts import ExpertLinear, Int8Experts, NF4Experts
 from monograph.graph.frozen import Int8Linear, NF4Linear, parameter_count
 from monograph.graph.lora import Lora, adapt, adapters, merge, merged
 from monograph.graph.precision import Precision
+from monograph.laws.comparisons import relative_error
 from monograph.model.adapter import install_adapters, pack_adapters
 from monograph.optim import AdamW, Muon, hidden_matrices
 from monograph.resident import Resident
-from numerics import relative_error
 
 MIXTURE = {
     "model_type": "qwen3_moe",

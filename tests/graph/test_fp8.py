@@ -19,10 +19,10 @@ from monograph.graph import fp8
 from monograph.graph.capture import compiled
 from monograph.graph.fp8 import BACKWARD, FORWARD, Float8Linear, linear, quantised
 from monograph.graph.precision import Precision
+from monograph.laws.comparisons import relative_error
 from monograph.optim import AdamW, hidden_matrices
 from monograph.resident import Resident
 from monograph.step import Step
-from numerics import relative_error
 
 # Relative, and the smallest number.
 ULP = {FORWARD: (2.0**-3, 2.0**-9), BACKWARD: (2.0**-2, 2.0**-16)}

@@ -17,8 +17,8 @@ from torch import nn
 
 from monograph.graph.capture import compiled
 from monograph.graph.frozen import NF4, Int8Linear, NF4Linear, parameter_count
+from monograph.laws.comparisons import error_within, relative_error
 from monograph.profiling.memory import LiveBytes
-from numerics import error_within, relative_error
 
 KINDS = (Int8Linear, NF4Linear)
 # Bytes of a number: codes and, of each block, row or group, the scale.

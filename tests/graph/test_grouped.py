@@ -13,8 +13,8 @@ from batches import tiny_llama
 from monograph import device
 from monograph.graph import grouped, grouped_batches, grouped_blocks
 from monograph.graph.grouped import grouped_linear
+from monograph.laws.comparisons import error_within
 from monograph.ops.fused_gradients import Fused, fusing
-from numerics import error_within
 
 SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=6)  # of groups, some of them empty
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from monograph import device
 from monograph.graph import matmul
 from monograph.graph.capture import compiled
-from numerics import error_within
+from monograph.laws.comparisons import error_within
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"

@@ -19,12 +19,12 @@ from monograph.config import load
 from monograph.device import describe
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.precision import Precision
+from monograph.laws.comparisons import relative_error
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.session.requirements import require_possible
 from monograph.step import Step
-from numerics import relative_error
 
 FP16 = Precision("fp16", loss_scale=2.0**10, grow_after=3)
 # A toy: on a CPU fp16 products are 30 times slower than fp32 ones.

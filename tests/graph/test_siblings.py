@@ -23,9 +23,9 @@ from monograph.graph.fused_linears import Sibling
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.siblings import families, fuse_siblings, unfuse_siblings
+from monograph.laws.comparisons import relative_error
 from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
-from numerics import relative_error
 
 FIRST = "model.layers.0.self_attn"
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))

@@ -24,7 +24,7 @@ from monograph.run.folder import Run
 from monograph.run.recipe import ModelRecipe, build_from_file
 from monograph.run.source import ModelSource, checked_recipe
 from monograph.run.trust import OPTION
-from monograph.session.recorded import strange_text
+from monograph.session.recorded import foreign_text_warning
 from monograph.sweeps.folder import Sweep
 
 CANARY = "canary"
@@ -398,6 +398,6 @@ def test_text_outside_of_a_strangers_run_is_said_before_it_is_read(
     for named in ("runs/llama/inside", "runs/llama/inside/**/*.txt"):
         config.write_text(re.sub("source = .*", f'source = "{named}"', config.read_text()))
         settings = load(config, {}, {})
-        assert f"which is read: {named}" in strange_text(
+        assert f"which is read: {named}" in foreign_text_warning(
             Run(here / "runs/llama"), settings.data.source, settings.programs
         )

@@ -139,7 +139,7 @@ def test_what_runs_a_file_knows_who_named_it(nodes: dict[str, list[ast.AST]]) ->
         "sweeps/folder.py",
     }
     for file in ("cli/typed.py", "sweeps/spec.py"):
-        assert "settings_given" in compiled(PACKAGE / file)
+        assert "command_line_settings" in compiled(PACKAGE / file)
     vouched = {"evil.py:build": "digest"}
     recipe = ModelRecipe.recorded(
         {"init": "evil.py:build", "preset": "auto", "sizes": {}, "seed": 0, "vouched": vouched}

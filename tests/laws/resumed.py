@@ -19,6 +19,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
+from monograph.step.parts import PARTS, PASSES
 from monograph.storage.code import digests
 from monograph.text.tokenizer import Tokenizer
 
@@ -93,7 +94,7 @@ def score(prompt, completion, record):
 """
 TIMES = {
     "tokens_per_s", "wall_s", "drawn_s", "scored_s", "gpu_utilization_percent", "gpu_memory_bytes", "gpu_power_w",
-    "gpu_temperature_c", "gpu_clock_hz", "forward_s", "backward_s", "passes_s", "optimizer_s",
+    "gpu_temperature_c", "gpu_clock_hz", *(f"{part}_s" for part in (*PARTS, PASSES)),
 }  # fmt: skip
 
 

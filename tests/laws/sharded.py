@@ -36,6 +36,7 @@ from monograph.errors import OutOfDeviceMemory
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
+from monograph.laws.comparisons import relative_error
 from monograph.loop import EngineState
 from monograph.optim import AdamW, Group, Muon, muon, newton_schulz
 from monograph.optim.formats import FORMATS
@@ -44,7 +45,6 @@ from monograph.resident import Resident
 from monograph.storage import blocks
 from monograph.stream.engine import Streamed
 from monograph.stream.placement import Placement
-from numerics import relative_error
 
 ENGINES = {"ddp": Replicated, "fsdp": Sharded}
 ROWS = 2  # of a micro-batch

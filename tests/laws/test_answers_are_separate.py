@@ -14,10 +14,10 @@ import torch
 from dialogues import said, speaking, write_chats
 from monograph.data.corpus import Corpus, corpus
 from monograph.data.rows import IGNORE, Rows
+from monograph.laws.comparisons import relative_error
 from monograph.loss import token_loss
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from numerics import relative_error
 
 
 @pytest.fixture(

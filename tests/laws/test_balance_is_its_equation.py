@@ -24,11 +24,11 @@ from monograph.graph.experts import Router
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
+from monograph.laws.comparisons import relative_error
 from monograph.loss import token_loss
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.step import Step, accumulate
-from numerics import relative_error
 
 EXPERTS, CHOICES, COEFFICIENT, ROWS = 5, 2, 0.3, 8
 ON = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}

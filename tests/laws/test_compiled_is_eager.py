@@ -16,11 +16,11 @@ from monograph import compat
 from monograph.graph.capture import compiled as in_graph
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
+from monograph.laws.comparisons import equal_in_float64, error_within, outcome, relative_error
 from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
 from monograph.step import Clip
-from numerics import error_within, relative_error
 
 NIGHTLY = [pytest.param(backend, marks=pytest.mark.slow) for backend in ("aot_eager", "inductor")]
 # Dynamo's graphs as they are; by day `compiled_step` goes through all of a compiler.
@@ -257,7 +257,7 @@ def test_warming_changes_nothing_and_captures_evaluation(updates):
         plain.update()
     warmed.load_state(plain.state())
     assert warmed.capture(ragged(4), backend="eager") is None
-    assert_same_bits(*((each.state(), []) for each in (warmed, plain)))
+    assert_same_bits(*(outcome(each.state()) for each in (warmed, plain)))
     graphs = compat.captured_graphs()
     for rows in (8, 3):
         warmed.evaluate(ragged(rows))
@@ -312,8 +312,8 @@ def test_mixtures_of_experts_are_captured_once(scope, remat, backend):
     for seed in range(3):
         for engine in (fast, eager):
             engine.accumulate(packed(4, seed=seed))
-        assert relative_error(flat_gradient(fast.model), flat_gradient(eager.model)) < 1e-12
-        assert relative_error(*(engine.update().loss for engine in (fast, eager))) < 1e-12
+        assert equal_in_float64(flat_gradient(fast.model), flat_gradient(eager.model))
+        assert equal_in_float64(*(engine.update().loss for engine in (fast, eager)))
     assert (compat.captured_graphs(), compat.graph_breaks()) == (graphs, breaks)
 
 
@@ -332,9 +332,9 @@ def test_bf16_is_as_close_as_eager_bf16(backend):
     compiled.step.forward.function = in_graph(compiled.step.forward.function, backend)
     for engine in (eager, compiled):
         engine.accumulate(batch)
-    naive = relative_error(flat_gradient(eager.model), truth)
-    assert 1e-4 < naive < 5e-2, "the eager path must really have computed in bf16"
-    assert relative_error(flat_gradient(compiled.model), truth) <= 2 * naive
+    naive = flat_gradient(eager.model)
+    assert 1e-4 < relative_error(naive, truth) < 5e-2, "eager must really have computed in bf16"
+    assert error_within(flat_gradient(compiled.model), naive, truth, rounding=0)
 
 
 def test_what_cannot_be_captured_trains_eagerly_and_says_why():

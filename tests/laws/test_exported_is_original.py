@@ -22,6 +22,7 @@ from llama_cpp import LlamaCpp
 from monograph.errors import InputRefused
 from monograph.graph.experts import ExpertLinear
 from monograph.graph.lora import Lora, adapt, adapters, merge
+from monograph.laws.comparisons import relative_error
 from monograph.model.adapter import pack_adapters, save_gguf_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import FILE, Q8_0_BLOCK, save_gguf
@@ -37,7 +38,6 @@ from monograph.model.scaling import (
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import BOS, EOS, PAD, Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
-from numerics import relative_error
 from probes import probes
 from reference import pieces
 
@@ -180,7 +180,7 @@ def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> Non
     """Greedily, wherever the best two of the original are further apart than both may be off.
 
     The original is asked after llama.cpp's own tokens, so one near tie does not end the comparison.
-    Each logit may be off by twice the naive path's own error (numerics.py): the naive path is this
+    Each logit may be off by twice the naive path's own error (laws/comparisons.py): the naive path is this
     model in fp32, and for q8_0 with the file's weights and what goes into each matrix rounded to
     Q8_0.
     """

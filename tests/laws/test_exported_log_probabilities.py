@@ -5,7 +5,7 @@ position of a text.
 Equal greedy texts do not say that. A pair of channels that is not rotated, or an epsilon that is
 another one, moves log-probabilities by 1e-4 to 1e-1, and the best token mostly stays the best one.
 
-The bound is derived as elsewhere (numerics.py): twice the error of the naive path in fp32, measured
+The bound is derived as elsewhere (laws/comparisons.py): twice the error of the naive path in fp32, measured
 against float64. The naive path here is the model with the two roundings that llama.cpp is known for
 (ggml/src/ggml-cpu/ops.cpp): it gets the angle of each rotary pair from that of the pair before by a
 product in fp32, and reads GELU from a table of fp16 numbers. With them its error is that of
@@ -31,6 +31,7 @@ from llama_cpp import Apart, LlamaCpp
 from model import config_draws
 from monograph.errors import InputRefused
 from monograph.graph.experts import Router
+from monograph.laws.comparisons import error_within
 from monograph.model import llama
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES, Family
@@ -45,7 +46,6 @@ from monograph.model.scaling import (
     YarnScaling,
 )
 from monograph.text.tokenizer import Tokenizer
-from numerics import error_within
 
 TOKENIZER = Tokenizer.bytes()
 # Tokens that are whole characters.

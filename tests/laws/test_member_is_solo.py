@@ -15,15 +15,15 @@ from batches import captured_to_train, copied, ragged, tiny_llama
 from monograph import compat
 from monograph.ensemble import Ensemble
 from monograph.ensemble.agreement import DROPOUTS
+from monograph.laws.comparisons import MEMBER_BOUND, member_is_alone, outcome, relative_error
 from monograph.loop import train
 from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
-from numerics import relative_error
 from zoo import ROWS, zoo
 
 ZOO = zoo()
-N, UPDATES, BOUND = 3, 3, 1e-10
+N, UPDATES = 3, 3
 KNOBS = [
     SimpleNamespace(
         seed=10 + i,
@@ -80,17 +80,12 @@ def compared(kind, each: bool, backend: str | None, micro_batch: int = ROWS // 2
             clip=clip,
             micro_batch=micro_batch,
         )
-        for step, update in enumerate(train(solo.engine, [batches[i] for batches in own])):
-            assert relative_error(seen[step].loss[i], update.loss) < BOUND
-            assert relative_error(seen[step].grad_norm[i], update.grad_norm) < BOUND
-            assert int(seen[step].count[i]) == int(update.count) and seen[step].lr[i] == update.lr
-        state, expected = engine.member_state(i), solo.engine.state()
-        assert state.model.keys() == expected.model.keys() and state.scalars == expected.scalars
-        for mine, theirs in ((state.model, expected.model), (state.optimizer, expected.optimizer)):
-            for name, tensor in mine.items():
-                assert (tensor - theirs[name]).abs().max() <= BOUND * max(
-                    1.0, float(theirs[name].abs().max())
-                ), name
+        updates = list(train(solo.engine, [batches[i] for batches in own]))
+        assert member_is_alone(
+            outcome(engine.member_state(i), seen, member=i),
+            outcome(solo.engine.state(), updates),
+            least=1.0,
+        )
 
 
 # By day rows that all members share are trained on by one kind for each kind of first layer, which
@@ -167,7 +162,8 @@ def test_it_says_what_it_says_alone(name, each):
         )
     )
     assert all(
-        relative_error(mine, theirs) < BOUND for mine, theirs in zip(out, expected, strict=True)
+        relative_error(mine, theirs) <= MEMBER_BOUND
+        for mine, theirs in zip(out, expected, strict=True)
     )
 
 
@@ -196,15 +192,15 @@ def test_muon_averages_and_schedules_of_their_own(sizes):
     schedules = [warmup_cosine(1 + i, 5 + i) for i in range(N)]
     optims = [muon_and_groups(i) for i in range(N)]
     engine = Ensemble(models, optim=optims, schedule=schedules, clip=0.5)
-    losses = torch.stack([update.loss for update in train(engine, windows)])
+    seen = list(train(engine, windows))
     scored = engine.evaluate(windows[0])[0]
     for i, model in enumerate(alone):
         solo = Resident(model, optim=optims[i], schedule=schedules[i], clip=0.5)
-        expected = torch.stack([update.loss for update in train(solo, windows)])
-        assert relative_error(losses[:, i], expected) < BOUND
-        assert relative_error(scored[i], solo.evaluate(windows[0])[0]) < BOUND
-        for name, tensor in engine.member_state(i).optimizer.items():
-            assert relative_error(tensor, solo.state().optimizer[name]) < BOUND, name
+        updates = list(train(solo, windows))
+        assert relative_error(scored[i], solo.evaluate(windows[0])[0]) <= MEMBER_BOUND
+        assert member_is_alone(
+            outcome(engine.member_state(i), seen, member=i), outcome(solo.state(), updates)
+        )
 
 
 def single(kind):
@@ -297,9 +293,11 @@ def test_nobody_feels_what_another_does(backend):
         )
         undisturbed.append([losses, *(state.model for state in sound)])
     (losses, *models), (others, *their) = undisturbed[0], undisturbed[-1]
-    assert relative_error(others, losses) < BOUND
+    assert relative_error(others, losses) <= MEMBER_BOUND
     for mine, theirs in zip(models, their, strict=True):
-        assert all((mine[name] - tensor).abs().max() <= BOUND for name, tensor in theirs.items())
+        assert all(
+            (mine[name] - tensor).abs().max() <= MEMBER_BOUND for name, tensor in theirs.items()
+        )
 
 
 def test_a_member_goes_on_alone_and_an_ensemble_from_its_state():
@@ -313,7 +311,7 @@ def test_a_member_goes_on_alone_and_an_ensemble_from_its_state():
     solo.load_state(engine.member_state(1))
     alone = torch.stack([update.loss for update in train(solo, windows[2:])])
     losses = torch.stack([update.loss for update in train(engine, windows[2:])])
-    assert relative_error(losses[:, 1], alone) < BOUND
+    assert relative_error(losses[:, 1], alone) <= MEMBER_BOUND
     again = Ensemble([tiny_llama(torch.float64) for _ in range(N)], optim=AdamW(lr=1e-2), clip=1.0)
     again.load_state(kept)
     assert torch.equal(torch.stack([update.loss for update in train(again, windows[2:])]), losses)

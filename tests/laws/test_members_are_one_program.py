@@ -15,11 +15,11 @@ from monograph.ensemble import Ensemble
 from monograph.graph.capture import capture
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
+from monograph.laws.comparisons import error_within
 from monograph.loop import train
 from monograph.optim import AdamW
 from monograph.profiling.memory import LiveBytes
 from monograph.resident import Resident
-from numerics import error_within
 from zoo import zoo
 
 ZOO, N = zoo(), 3

@@ -15,13 +15,13 @@ from monograph import compat
 from monograph.errors import InputRefused
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
+from monograph.laws.comparisons import error_within, relative_error
 from monograph.loss import Batch, MixtureLoss, token_loss
 from monograph.model.llama import Llama
 from monograph.ops import mixture
 from monograph.resident import Resident
-from monograph.session.evaluated_model import EvaluatedModel, mixed
+from monograph.session.evaluated_model import EvaluatedModel, mixture_of
 from monograph.text.tokenizer import Tokenizer
-from numerics import error_within, relative_error
 
 READING = {"sequence_length": 24}
 SHARE = 0.3  # not a half, so that the two terms cannot be taken for one another
@@ -55,7 +55,7 @@ def together(members: Sequence[Llama]) -> EvaluatedModel:
         EvaluatedModel(each, token_loss, Tokenizer.bytes(), Precision("fp32"), READING)
         for each in members
     ]
-    return mixed(subjects, "sweep/mixture")
+    return mixture_of(subjects, "sweep/mixture")
 
 
 @pytest.mark.parametrize("rows", [ragged, packed])

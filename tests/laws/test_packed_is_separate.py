@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from monograph.graph.capture import compiled, release
+from monograph.laws.comparisons import equal_in_float64, error_within, relative_error
 from monograph.model import delta_net
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops import delta_rule
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from numerics import error_within, relative_error
 
 CONFIG = LlamaConfig(
     vocab_size=40,
@@ -161,14 +161,11 @@ BY_DAY = ("llama", "mistral", "gpt_oss", "qwen3_next")
 def test_packed_is_separate_in_float64(impl, family, lengths, seed):
     documents, model = _documents(lengths, seed), Llama(FAMILIES[family], seed, impl).double()
     packed, alone = (_results(model, forward, documents) for forward in (_packed, _alone))
-    assert relative_error(packed[0], alone[0]) < 1e-12
+    assert equal_in_float64(packed[0], alone[0])
     # All gradients as one vector: those of queries and keys vanish when every document is one token
     # long.
-    assert (
-        relative_error(
-            *(torch.cat([g.flatten() for g in result[1:]]) for result in (packed, alone))
-        )
-        < 1e-12
+    assert equal_in_float64(
+        *(torch.cat([g.flatten() for g in result[1:]]) for result in (packed, alone))
     )
 
 
@@ -181,7 +178,7 @@ def test_a_recurrent_state_ends_with_its_document(monkeypatch):
     """Documents of one token, of a chunk and one more or less, and one that fills a row."""
     documents, model = _with_small_chunks(monkeypatch)
     packed, alone = _results(model, _packed, documents), _results(model, _alone, documents)
-    assert all(relative_error(*pair) < 1e-12 for pair in zip(packed, alone, strict=True))
+    assert all(equal_in_float64(*pair) for pair in zip(packed, alone, strict=True))
 
 
 @pytest.mark.parametrize("leak", ["state", "convolution"])
@@ -211,7 +208,7 @@ def test_packed_is_separate_with_flex_attention_forward(family):
     with torch.no_grad():
         alone = torch.cat(_alone(model, documents))
         model.use_attention("flex")
-        assert relative_error(torch.cat(_packed(model, documents)), alone) < 1e-12
+        assert equal_in_float64(torch.cat(_packed(model, documents)), alone)
 
 
 # By day every two of the three meet.

@@ -50,8 +50,8 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 def slower_machine(reporter: Reporter, update: int) -> None:
-    if update == 8 and not reporter.session.cooled:
-        reporter.session.shorten(14)
+    if update == 8 and not reporter.session.early_cool_down:
+        reporter.session.cool_down_until(14)
 
 
 CHANGES = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ from monograph.decode.chain import OK, SamplerRows, apply_filters, edit_logits, 
 from monograph.decode.knobs import Chain, chain_of
 from monograph.decode.reproducible import row_uniform
 from monograph.decode.sampling import ORDERS, Sampling
-from numerics import error_within
-from reference.sampler import probabilities
+from monograph.laws.comparisons import error_within
+from monograph.laws.reference_sampler import nudged, probabilities, support_of, wrong_tokens
 from sampled import TRUNCATIONS, chi_square_p, left, many_rows, rows_of, scattered, some_logits
 
 REJECTED = 1e-6
@@ -84,24 +83,6 @@ CHOICES = [
 # ── support and probabilities ─────────────────────────────────────────────────────────────────────
 
 
-def nudged(options: Sampling, by: float) -> Sampling:
-    """The same options, every threshold that is on moved a little: where this changes the support,
-    rounding may.
-    """
-    names = (
-        "top_p",
-        "min_p",
-        "typical_p",
-        "xtc_threshold",
-        "top_a",
-        "epsilon_cutoff",
-        "eta_cutoff",
-    )
-    values = {name: getattr(options, name) for name in names}
-    moved = {name: value * by for name, value in values.items() if 0 < value < 1}
-    return replace(options, **moved, mirostat_tau=options.mirostat_tau * by)
-
-
 # By day each stage is in one of the two orders, in turn.
 @pytest.mark.parametrize(
     "options",
@@ -115,18 +96,15 @@ def nudged(options: Sampling, by: float) -> Sampling:
 def test_support_and_probabilities(options: Sampling) -> None:
     logits_BV, compared = some_logits(1, 12, 40), 0
     ours_BV = torch.softmax(left(logits_BV, options)[0].double(), -1)
-    uniform_B = row_uniform(torch.tensor([options.seed]), torch.tensor([7]))
+    uniform = float(row_uniform(torch.tensor([options.seed]), torch.tensor([7])))
     for logits_V, ours_V in zip(logits_BV, ours_BV, strict=True):
-        exact_V = probabilities(logits_V.double(), options, float(uniform_B))
-        moved = [
-            probabilities(logits_V.double(), nudged(options, by), float(uniform_B))
-            for by in (1 - 1e-6, 1 + 1e-6)
-        ]
-        if any(not torch.equal(each > 0, exact_V > 0) for each in moved):
+        support = support_of(logits_V, options, uniform)
+        assert not wrong_tokens(ours_V > 0, support)
+        if not support.decided_V.all():
             continue
         compared += 1
-        assert torch.equal(ours_V > 0, exact_V > 0)
-        naive_V = probabilities(logits_V, options, float(uniform_B))
+        exact_V = probabilities(logits_V.double(), options, uniform)
+        naive_V = probabilities(logits_V, options, uniform)
         if torch.equal(naive_V > 0, exact_V > 0):
             assert error_within(ours_V.float(), naive_V, exact_V)
     assert compared >= 11

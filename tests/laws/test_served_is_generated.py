@@ -23,13 +23,14 @@ import torch
 from chats import speaking
 from clocks import HANG_S
 from daily import nightly, pairwise
-from far_sighted import BOUND, far_sighted, log_probabilities, seen_at
+from far_sighted import far_sighted, log_probabilities, seen_at
 from monograph.automata import constraint
 from monograph.decode import completion, generate
 from monograph.decode.completion import prompt_ids
 from monograph.decode.sampling import Sampling
 from monograph.evaluation.choices import Continuation, score
 from monograph.graph.precision import Precision
+from monograph.laws.comparisons import LOG_PROBABILITY_BOUND, log_probabilities_agree
 from monograph.ops.attention import BLOCK
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import Tokenizer
@@ -126,7 +127,7 @@ def test_texts_of_one_to_five_blocks_in_a_crowd_are_those_of_generate_and_of_ful
     tokenizer, longest = Tokenizer.bytes(), 5 * BLOCK
     model = far_sighted(vocab_size=tokenizer.vocab_size, max_position_embeddings=longest)
     whole = [at % tokenizer.vocab_size for at in range(longest)]
-    assert min(seen_at(model, whole, range(0, longest - 1, 71))) > 100 * BOUND
+    assert min(seen_at(model, whole, range(0, longest - 1, 71))) > 100 * LOG_PROBABILITY_BOUND
     draw = random.Random(0)
     shared = "".join(draw.choices("abcdefgh ", k=350))
     alike = [1, 100, 126, 127, 128, 250, 262, 350, 380, 505, 514, 610]
@@ -144,7 +145,7 @@ def test_texts_of_one_to_five_blocks_in_a_crowd_are_those_of_generate_and_of_ful
             1, torch.tensor(written.token_ids)[:, None]
         )
         reported_N1 = torch.tensor([[each.drawn] for each in written.logprobs])
-        torch.testing.assert_close(reported_N1.double(), full_N, rtol=0, atol=BOUND)
+        assert log_probabilities_agree(reported_N1, full_N)
 
     def answer(number: int) -> Any:
         body = {"prompt": asked[number], "seed": number, "max_tokens": 20} | options

@@ -18,11 +18,11 @@ from daily import nightly
 from monograph.graph.capture import compiled
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
+from monograph.laws.comparisons import error_within, outcome
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
 from monograph.stream import Placement, chunked_update, updates
-from numerics import error_within
 from streamed import (
     AT_ONCE,
     EVERY,
@@ -34,10 +34,8 @@ from streamed import (
     UPDATES,
     arguments,
     crossed,
-    flat,
     other_bits,
     resident,
-    same_bits,
     streamed,
     trained,
     twin,
@@ -250,9 +248,9 @@ def test_what_is_not_finite_changes_nothing(place, level):
     assert left["update 1 loss"].isinf() if level else left["update 1 grad_norm"].isnan()
     engine = streamed(**changes)
     trained(engine, batches[:1])
-    before = flat(engine.state())
+    before = outcome(engine.state())
     trained(engine, batches[1:2])
-    changed = other_bits(flat(engine.state()), before)
+    changed = other_bits(outcome(engine.state()), before)
     assert sorted(changed) == ["scalar index", "scalar skipped"]
 
 
@@ -313,7 +311,7 @@ def test_tied(place, precision):
     assert other_bits(mine, its) in ([], ["model.embed_tokens.weight"])
     for name, gradient in mine.items():
         assert error_within(gradient, its[name], truth[name]), name
-    assert same_bits(*(engine.step.loss_sum for engine in engines[1:]))
+    assert torch.equal(*(engine.step.loss_sum for engine in engines[1:]))
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from torch import nn
 from batches import packed, tiny_llama
 from daily import nightly
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.laws.comparisons import outcome
 from monograph.loop import load_checkpoint, save_checkpoint
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW, Muon
@@ -24,7 +25,6 @@ from streamed import (
     PRECISIONS,
     crossed,
     files,
-    flat,
     of_twin,
     other_bits,
     resident,
@@ -69,7 +69,7 @@ def scored(engine, between):
             found.append(engine.evaluate(packed(5, seed=77)))
         engine.update()
         found.append(engine.evaluate(packed(5, seed=77)))
-    return {f"score {number}": score for number, (score, _) in enumerate(found)} | flat(
+    return {f"score {number}": score for number, (score, _) in enumerate(found)} | outcome(
         engine.state()
     )
 
@@ -139,7 +139,7 @@ def test_an_update_right_after_another_leaves_the_first_its_learning_rate(place)
         engine.accumulate(windows(1)[0])
         engine.update()
         engine.update()
-        results.append(flat(engine.state()))
+        results.append(outcome(engine.state()))
     assert not other_bits(*results)
 
 

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 import monograph as mono
 from batches import copied, ragged
+from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon, Optimizer
 from monograph.resident import Resident
 from monograph.step import Step
 from monograph.transfer import WidthTransfer, narrowed
-from numerics import relative_error
 from reference import multipliers as reference
 from scripts import ROOT, script
 

@@ -21,9 +21,10 @@ from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import row_uniform
 from monograph.decode.request import LogProbability, Request
+from monograph.laws.comparisons import error_within
+from monograph.laws.reference_sampler import probabilities
 from monograph.text.tokenizer import Tokenizer
-from numerics import error_within
-from reference import sampler as reference
+from reference.sampler import edited
 
 VOCABULARY, BREAKERS = 11, (4, 7)
 DRY: dict[str, Any] = {"dry_multiplier": 0.7, "dry_base": 1.4, "dry_allowed_length": 1}
@@ -133,8 +134,8 @@ def test_every_step_is_the_reference_s(
             raw_V, ours_V, our_mu = watched.seen[options.seed, len(request.prompt_ids) + index]
             told = (options, request.prompt_ids, output[:index], BREAKERS)
             exact_V, naive_V = (
-                reference.edited(raw_V.double(), *told),
-                reference.edited(raw_V, *told),
+                edited(raw_V.double(), *told),
+                edited(raw_V, *told),
             )
             assert error_within(ours_V, naive_V, exact_V, k=4)
             penalised += bool((exact_V != raw_V.double()).any())
@@ -145,7 +146,7 @@ def test_every_step_is_the_reference_s(
                     torch.tensor([options.seed]), torch.tensor([len(request.prompt_ids) + index])
                 )
             )
-            p_V = reference.probabilities(ours_V.double(), options, uniform, our_mu)
+            p_V = probabilities(ours_V.double(), options, uniform, our_mu)
             assert_reported(report, raw_V.double().log_softmax(0), p_V.log(), token)
             mu -= options.mirostat_eta * (-math.log2(float(p_V[token])) - options.mirostat_tau)
     assert penalised > (150 if every else 75)

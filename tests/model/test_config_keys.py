@@ -21,12 +21,12 @@ import torch
 from model import config_draws
 from model.family_shapes import in_files, margin
 from monograph.errors import InputRefused
+from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.hub import read_config
 from monograph.model.layer_types import LINEAR_ATTENTION
 from monograph.model.llama import Llama
-from numerics import relative_error
 
 BOUND = 1e-5  # in fp32, what docs/model.md promises
 

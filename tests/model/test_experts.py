@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batches import tiny_llama
+from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
 from monograph.model.layers import Mixture
-from numerics import relative_error
 
 CONFIG = LlamaConfig(
     model_type="qwen3_moe", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1,

@@ -16,6 +16,7 @@ from torch import nn
 from daily import nightly
 from model.family_shapes import MIXED, NOT_IN_SMALL, OPTIONAL, SCALINGS, SMALL, in_files, margin
 from monograph.errors import InputRefused
+from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
@@ -23,7 +24,6 @@ from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDIN
 from monograph.model.llama import Llama
 from monograph.model.parameters import axis_keys, parameter_shapes
 from monograph.model.scaling import LONGROPE, LongScaling
-from numerics import relative_error
 from reference import llama as reference
 
 # By day those whose files differ most from the model in memory go through a folder.

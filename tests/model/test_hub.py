@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from batches import tiny_llama
 from monograph.errors import InputRefused
+from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import load_model, read_config, save_model, tokenizer_file
 from monograph.model.llama import Llama
 from monograph.model.scaling import Llama3Scaling
 from monograph.text.tokenizer import Tokenizer as OurTokenizer
 from monograph.text.tokenizer_config import TokenizerConfig
-from numerics import relative_error
 from reference import article
 
 TIED = LlamaConfig.preset("nano", vocab_size=64, hidden_size=32, intermediate_size=48, head_dim=16)

@@ -14,9 +14,9 @@ from torch._dynamo.testing import CompileCounter
 
 from monograph.decode.cache import KVCache
 from monograph.errors import InputRefused
+from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from numerics import relative_error
 
 SMALL = LlamaConfig(
     vocab_size=40,

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
 from monograph.model.rope import cos_sin, inverse_frequencies, rotate
 from monograph.model.scaling import LinearScaling, Llama3Scaling
-from numerics import relative_error
 from reference.llama import _frequency
 
 PLAIN = LlamaConfig.preset("nano")

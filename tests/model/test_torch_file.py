@@ -13,12 +13,12 @@ import torch
 
 from clocks import least_s
 from monograph.errors import InputRefused
+from monograph.laws.comparisons import relative_error
 from monograph.model import torch_file
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import assemble
 from monograph.run.models import load, load_with_tokenizer, save
 from monograph.text.tokenizer import Tokenizer
-from numerics import relative_error
 from reference.article import Pretraining
 
 

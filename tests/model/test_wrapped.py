@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from monograph.errors import InputRefused
+from monograph.laws.comparisons import relative_error
 from monograph.model.hub import load_model, prefixes_left_out, read_config, save_model
 from monograph.run.models import load_to_export
 from monograph.text.tokenizer import Tokenizer
-from numerics import relative_error
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

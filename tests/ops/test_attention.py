@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from monograph.laws.comparisons import error_within
 from monograph.model.llama import block_mask, dense_mask
 from monograph.ops.attention import attention
-from numerics import error_within
 
 BATCH, HEADS, KV_HEADS, LENGTH, SIZE = 2, 4, 2, 150, 16
 FLEX_UNFUSED = "ignore:flex_attention called without torch.compile:UserWarning"

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from batches import ragged, tiny_llama
 from monograph.graph.capture import compiled
+from monograph.laws.comparisons import error_within
 from monograph.ops.attention import attention
 from monograph.ops.attention_kernels import (
     CALLS,
@@ -25,7 +26,6 @@ from monograph.ops.attention_kernels import (
     time_kernels,
     timed,
 )
-from numerics import error_within
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from monograph.laws.comparisons import error_within
 from monograph.ops.attention import BLOCK, attention, cached_attention
-from numerics import error_within
 
 
 def inputs(groups: int, queries: int, blocks: int, rows: int = 3) -> tuple[Tensor, ...]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from monograph.laws.comparisons import error_within
 from monograph.ops.cross_entropy import MAX_CHUNKS, chunk_count, linear_cross_entropy
 from monograph.profiling.memory import LiveBytes
-from numerics import error_within
 
 N, D, V = 37, 16, 101
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monograph.graph.capture import compiled
+from monograph.laws.comparisons import error_within, relative_error
 from monograph.ops import delta_rule
-from numerics import error_within, relative_error
 
 
 def drawn(rows, length, seed, dtype=torch.float64, repeated=False, heads=3, size=5, width=7):

@@ -21,6 +21,7 @@ from batches import captured_to_train, packed, ragged, tiny_llama
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.siblings import families, fuse_known, fuse_siblings
+from monograph.laws.comparisons import error_within, relative_error
 from monograph.loss import TokenLoss, token_loss
 from monograph.model.llama import Llama
 from monograph.model.rope import _rotate_on_cuda, rotate
@@ -33,7 +34,6 @@ from monograph.ops.fused_gradients import Fused, add_product_, embedding, fusing
 from monograph.optim import vectors_at_once
 from monograph.resident import Resident
 from monograph.stream import Streamed
-from numerics import error_within, relative_error
 from streamed import other_bits
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from monograph.laws.comparisons import error_within
 from monograph.ops.cross_entropy import token_log_probabilities
 from monograph.ops.token_rows import ReplacementRows
 from monograph.profiling.memory import LiveBytes
-from numerics import error_within
 
 N, D, V = 37, 16, 61
 

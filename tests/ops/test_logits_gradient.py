@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from monograph import compat
+from monograph.laws.comparisons import error_within
 from monograph.ops.cross_entropy import linear_cross_entropy
 from monograph.ops.logits_gradient import COLUMNS, replace_logits_
-from numerics import error_within
 
 TOKENS = 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from monograph.laws.comparisons import error_within, relative_error
 from monograph.ops.rms_norm import rms_norm
-from numerics import error_within, relative_error
 
 
 def _inputs(dtype, size=48):

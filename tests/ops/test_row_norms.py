@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from monograph.laws.comparisons import relative_error
 from monograph.ops.row_norms import row_norms, sum_row_norms
-from numerics import relative_error
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])

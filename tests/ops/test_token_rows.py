@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from monograph.laws.comparisons import error_within
 from monograph.ops.cross_entropy import linear_cross_entropy
 from monograph.ops.token_rows import ReplacementRows, embedding, linear, replaced
 from monograph.profiling.memory import LiveBytes
-from numerics import error_within
 
 N, D, V, INDEX = 37, 16, 101, (3, 50, 100)
 CAPTURES = [

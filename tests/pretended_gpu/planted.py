@@ -163,9 +163,9 @@ FAULTS = [
     Fault("predict/footprint.py", "has_flex_attention = self.device_type != \"cpu\" and self.compile != \"none\"",
           "has_flex_attention = self.device_type != \"cpu\"", PLANNED),
     # What a run keeps.
-    Fault("session/session.py", "torch.cuda.set_rng_state(recorded_state.tensor_of(saved[\"cuda\"]), device)", "pass",
-          "tests/session/test_random_state.py -m gpu"),
-    Fault("session/session.py", "_hex(torch.cuda.get_rng_state(device))", "_hex(torch.get_rng_state())",
+    Fault("session/random_state.py", "torch.cuda.set_rng_state(recorded_state.tensor_of(saved[\"cuda\"]), device)",
+          "pass", "tests/session/test_random_state.py -m gpu"),
+    Fault("session/random_state.py", "_hex(torch.cuda.get_rng_state(device))", "_hex(torch.get_rng_state())",
           "tests/session/test_random_state.py -m gpu"),
     Fault("graph/siblings.py", "torch.random.fork_rng(devices=sorted(cards))", "torch.random.fork_rng(devices=[])",
           "tests/graph/test_siblings.py -m gpu"),

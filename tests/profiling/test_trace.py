@@ -14,14 +14,16 @@ from torch._inductor.select_algorithm import extern_kernels
 
 from monograph import device
 from monograph.compat import lower_to_call, record_cpu_kernels
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, UsageError
 from monograph.graph import matmul
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.profiling import trace
+from monograph.profiling import profiler, trace
 from monograph.profiling.intervals import PARTS, time_by_part
 from monograph.profiling.profiler import NEEDED, UPDATES, _exported, has_kernel, profile
 from monograph.resident import Resident
+from monograph.step import parts
+from monograph.stream import Streamed
 
 SHAPE = LlamaConfig(vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
                     max_position_embeddings=16)  # fmt: skip
@@ -276,6 +278,19 @@ def test_a_trace_is_read_whatever_its_folder_is_called(tmp_path) -> None:
     assert found == json.loads((folder / "trace.json").read_text()) and found["traceName"] == str(
         folder / "trace.json"
     )
+
+
+def test_an_engine_that_times_no_parts_is_refused(tmp_path) -> None:
+    with pytest.raises(UsageError, match=r"profile\(Streamed, .*expected a mono.Resident"):
+        profile(Streamed(Llama(SHAPE)), [{"tokens": torch.zeros(1, 4)}], tmp_path / "trace.json")
+
+
+def test_the_optimizer_s_seconds_are_those_of_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Resident(Llama(SHAPE))
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    monkeypatch.setattr(parts, "seconds", lambda marks: {f"{parts.OPTIMIZER}_s": float(len(marks))})
+    # Forward, backward, forward of a next micro-batch, optimizer, end.
+    assert profiler._update(engine, {"tokens": tokens, "targets": tokens}) == 5
 
 
 def test_a_folder_that_is_not_there_is_told_before_anything_is_trained(tmp_path) -> None:

@@ -1,104 +1,13 @@
-"""The sampler by its definitions, brute force, in the dtype that it is given: no sort, no
-threshold, one row.
-
-Facts from the papers and programs that docs/generate.md names.
-"""
+"""What a row remembers, by its definitions: logits after bias, penalties and DRY, brute force."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from monograph.decode.filters import FILTERS
-from monograph.decode.knobs import chain_of
 from monograph.decode.sampling import Sampling
-
-
-def probabilities(
-    logits_V: Tensor, options: Sampling, uniform: float = 1.0, mu: float | None = None
-) -> Tensor:
-    """What a row is drawn from after temperature and truncations, [V].
-
-    `uniform` decides whether XTC acts; `mu` is mirostat's number, by default its first.
-    """
-    x, mu = logits_V, 2 * options.mirostat_tau if mu is None else mu
-    if options.temperature == 0:
-        return torch.nn.functional.one_hot(x.argmax(), len(x)).to(x.dtype)
-    for stage in chain_of([options]).stages:
-        if stage.endswith("temperature"):
-            x = x / _temperature(x, options)
-        elif stage in FILTERS and (stage != "xtc" or uniform < options.xtc_probability):
-            x = torch.where(_keeps_enough(stage, x, options, mu), x, -torch.inf)
-    return torch.softmax(x, 0)
-
-
-def _temperature(x: Tensor, options: Sampling) -> float:
-    spread, left = options.temperature_range, int((x > -torch.inf).sum())
-    if spread == 0 or left < 2:
-        return options.temperature
-    low, high = max(0.0, options.temperature - spread), options.temperature + spread
-    return (
-        low + (high - low) * (float(_entropy(x)) / math.log(left)) ** options.temperature_exponent
-    )
-
-
-def _entropy(x: Tensor) -> Tensor:
-    p = torch.softmax(x, 0)
-    return -(p * p.log())[p > 0].sum()
-
-
-def _surprise(x: Tensor) -> Tensor:
-    """How far a token's surprise is from the expected one."""
-    return (-torch.log_softmax(x, 0) - _entropy(x)).abs()
-
-
-def _keeps_enough(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
-    """What the stage keeps, at least min_keep of the tokens; XTC does nothing where it would leave
-    fewer.
-    """
-    kept, left = _keeps(stage, x, options, mu), x > -torch.inf
-    least = min(options.min_keep, int(left.sum()))
-    if (kept & left).sum() >= (options.min_keep if stage == "xtc" else least):
-        return kept
-    if stage == "xtc":
-        return left
-    nearer = -_surprise(x) if stage == "typical" else x
-    return torch.stack([(nearer > own).sum() < least for own in nearer])
-
-
-def _keeps(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
-    p = torch.softmax(x, 0)
-
-    def mass_above(key: Tensor) -> Tensor:
-        return torch.stack([p[key > own].sum() for own in key])
-
-    def xtc() -> Tensor:
-        reaching = p[p >= options.xtc_threshold]
-        return p <= reaching.min() if len(reaching) else p >= 0
-
-    def at_least(least: float) -> Tensor:
-        return (p >= least) | (x == x.max())
-
-    keeping: dict[str, Callable[[], Tensor]] = {
-        "top_k": lambda: torch.stack([(x > own).sum() < options.top_k for own in x]),
-        "top_p": lambda: (mass_above(x) < options.top_p) | (x == x.max()),
-        "min_p": lambda: p >= options.min_p * p.max(),
-        "typical": lambda: mass_above(-_surprise(x)) < options.typical_p,
-        "top_n_sigma": lambda: (
-            x >= x.max() - options.top_n_sigma * x[x > -torch.inf].std(correction=0)
-        ),
-        "xtc": xtc,
-        "top_a": lambda: at_least(options.top_a * float(p.max()) ** 2),
-        "epsilon": lambda: at_least(options.epsilon_cutoff),
-        "eta": lambda: at_least(
-            min(options.eta_cutoff, math.sqrt(options.eta_cutoff) * math.exp(-float(_entropy(x))))
-        ),
-        "mirostat": lambda: at_least(2.0**-mu),
-    }
-    return keeping[stage]()
 
 
 def edited(

@@ -15,8 +15,8 @@ from monograph.graph.trial import Trial
 from monograph.loss import hidden_of
 from monograph.model.config import LlamaConfig
 from monograph.session.objective import HeldOutScore, Task
-from monograph.session.opening import Opening
 from monograph.session.plan import RunPlan
+from monograph.session.sample_prompt import SamplePrompt
 from monograph.text.tokenizer import Tokenizer
 
 ROWS = 12
@@ -82,32 +82,32 @@ class LogitTask(Task):
         return LogitLoss(self.temperature)
 
     @property
-    def per_epoch(self) -> int:
+    def records_per_epoch(self) -> int:
         return ROWS
 
     def windows(
         self, position: int, seed: int | None, skip: Sequence[Sequence[int]]
     ) -> LogitWindows:
-        return LogitWindows(self.data.rows, self.plan().training.window_rows, position)
+        return LogitWindows(self.data.rows, self.current_plan().training.window_rows, position)
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         return f"{self.data.name}: {ROWS} rows of logits"
 
-    def trial_result(self, trial: Trial) -> str:
+    def describe_trial(self, trial: Trial) -> str:
         return f"{trial.loss:.2f} nats from the teacher"
 
-    def amount(self, rows_per_window: int, updates: int) -> str:
+    def describe_amount(self, rows_per_window: int, updates: int) -> str:
         return f"{rows_per_window} rows of logits"
 
-    def tokens_in_all(self, updates: int) -> int:
-        return updates * self.plan().training.tokens_per_update
+    def max_tokens(self, updates: int) -> int:
+        return updates * self.current_plan().training.tokens_per_update
 
-    def tokens_of(self, windows: Any) -> float:
-        return float(self.plan().training.tokens_per_update)
+    def tokens_of_last_update(self, windows: Any) -> float:
+        return float(self.current_plan().training.tokens_per_update)
 
     @property
-    def scores_untrained(self) -> bool:
+    def scores_initial_weights(self) -> bool:
         return True
 
     def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore:
@@ -115,13 +115,13 @@ class LogitTask(Task):
         kl = float(total / count)
         return HeldOutScore(int(self.engine.step.tokens), {"eval_kl": kl}, kl)
 
-    def opening(self, config: LlamaConfig | None) -> Opening:
-        return Opening("a", "a", (), ("a",))
+    def sample_prompt(self, config: LlamaConfig | None) -> SamplePrompt:
+        return SamplePrompt("a", "a", (), ("a",))
 
-    def sample(self, opening: Opening, write: Callable[[], str | None]) -> str | None:
+    def sample(self, prompt: SamplePrompt, write: Callable[[], str | None]) -> str | None:
         return None
 
-    def standing(
+    def describe_result(
         self, rows: Sequence[Mapping[str, Any]], held_out: Any, yardsticks: Mapping[str, float]
     ) -> str:
         first, *_, last = [row["eval_kl"] for row in rows if "eval_kl" in row]

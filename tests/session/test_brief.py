@@ -63,7 +63,7 @@ def test_a_brief_run_is_not_compiled_and_goes_on_so(
     assert load(Path("whole/config.toml"), {}, {}, recorded=True).train.compile == "none"
     cut_back("whole", "cut", 2)
     # The decision is recorded, and not made again.
-    monkeypatch.setattr(brief, "LEAST_COMPILE_S", 0.0)
+    monkeypatch.setattr(brief, "MIN_COMPILE_S", 0.0)
     monkeypatch.setattr(brief, "COMPILE_S", 0.0)
     resume("cut")
     assert fingerprint(Path("cut")) == fingerprint(Path("whole"))

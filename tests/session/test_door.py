@@ -16,8 +16,8 @@ from monograph.text.tokenizer import Tokenizer
 
 def test_a_job_leaves_open_what_the_shape_or_the_device_decides_and_nothing_else() -> None:
     job = job_of(load(None, {}, {}))
-    assert job.open == {"precision", "micro_batch", "compile", "remat", "memory"}
-    assert job.is_rate_open and job.is_decay_open and set(job.intervals) == {None}
+    assert job.open_choices == {"precision", "micro_batch", "compile", "remat", "memory"}
+    assert job.is_lr_open and job.is_decay_open and set(job.intervals) == {None}
     assert "auto" not in vars(job.reading).values() and job.reading.tokenizer == "bpe"
     given = {
         "train.eval_every": 3,
@@ -27,8 +27,11 @@ def test_a_job_leaves_open_what_the_shape_or_the_device_decides_and_nothing_else
     }
     given |= {"train.remat": "full", "train.micro_batch": 2, "train.memory": "device"}
     told = job_of(load(None, given, {}))
-    assert told.intervals.eval_every == 3 and not told.is_rate_open and not told.is_decay_open
-    assert told.open == {"precision", "compile"} and (told.training.remat, told.training.rows) == (
+    assert told.intervals.eval_every == 3 and not told.is_lr_open and not told.is_decay_open
+    assert told.open_choices == {"precision", "compile"} and (
+        told.training.remat,
+        told.training.rows,
+    ) == (
         "full",
         2,
     )

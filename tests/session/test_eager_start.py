@@ -60,7 +60,7 @@ def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(
         replace(whole, **change)
         for change in ({"updates": 20}, {"job": by_epochs}, {"memory": "stream"})
     ]  # type: ignore[arg-type]
-    for session.plan in (*others, whole.having(replace(whole.training, compile="none"))):
+    for session.plan in (*others, whole.with_training(replace(whole.training, compile="none"))):
         assert not pays(session, key), session.plan
     session.plan = whole
     for change in ({"cores": 1}, {"free_memory_bytes": 2**30}, {"type": "cuda"}):

@@ -108,7 +108,7 @@ def test_the_card_is_the_one_that_torch_computes_on(nvml: Nvml) -> None:
 
 
 def test_what_the_library_refuses_is_left_out(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "READ_S", 0)
+    monkeypatch.setattr(room, "MIN_READ_INTERVAL_S", 0)
     card = Gauges(CUDA)
     nvml.refused = {"nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksEventReasons"}
     assert card.read() == {name: value for name, value in NUMBERS.items() if name != "gpu_power_w"}
@@ -184,7 +184,7 @@ def test_a_run_at_half_its_speed_is_noticed_once_until_it_recovers(update_s: flo
     assert now == pytest.approx(500 / update_s, rel=0.1) and before == pytest.approx(
         1000 / update_s, rel=0.1
     )
-    assert long < update <= long + 2 * max(room.STRETCH_S / update_s, room.STRETCH)
+    assert long < update <= long + 2 * max(room.MIN_STRETCH_S / update_s, room.MIN_STRETCH_RATES)
     assert len(alarms(steady + slow + steady + slow)) == 2
 
 

@@ -16,6 +16,7 @@ from monograph.config import classify, load
 from monograph.device import Device, describe
 from monograph.errors import UsageError
 from monograph.graph.remat import Remat
+from monograph.laws.comparisons import relative_error
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW, Muon
 from monograph.predict.footprint import Work, footprint
@@ -27,7 +28,6 @@ from monograph.session.objectives.texts import TextTask
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.stream import Streamed
-from numerics import relative_error
 
 CARD = Device("card", "cuda", 2**36, 2**36, 8, has_bf16=True, has_fp8=True)
 
@@ -54,13 +54,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_each_rung_changes_one_thing_and_all_of_them_everything() -> None:
     stack, changed = {"": RungWay()}, list[str]()
     for rung in RUNGS:
-        assert rung.over in (None, *stack)
-        before = stack[rung.over or [*stack][-1]]
-        after = rung.after(before)
+        assert rung.base in (None, *stack)
+        before = stack[rung.base or [*stack][-1]]
+        after = rung.applied_to(before)
         differ = [key for key, value in asdict(after).items() if value != asdict(before)[key]]
         assert differ == list(rung.fields) and len(differ) == (rung is not RUNGS[0])
         changed += differ
-        if rung.over is None:
+        if rung.base is None:
             stack[rung.name] = after
     assert set(changed) == set(asdict(RungWay()))
 
@@ -122,10 +122,10 @@ def test_each_rung_trains_the_way_that_it_says(
 
     monkeypatch.setattr(module, "prepare", look)
     for each in RUNGS[1:]:
-        way = stack[each.over or [*stack][-1]]
-        made.climb(each, way, Progress())
-        if each.over is None:
-            stack[each.name] = each.after(way)
+        way = stack[each.base or [*stack][-1]]
+        made.measure(each, way, Progress())
+        if each.base is None:
+            stack[each.name] = each.applied_to(way)
     steps = {name: session.engine.step for name, session in seen.items()}
     # Of a new model.
     assert [rung.name for rung in RUNGS[1:] if rung.name not in seen] == ["adapters"]
@@ -141,7 +141,7 @@ def test_each_rung_trains_the_way_that_it_says(
     assert [name for name, session in seen.items() if session.engine.micro_batch != 8] == [
         "accumulation"
     ]
-    assert [name for name, session in seen.items() if session.corpus is made.texts["padded"]] == [
+    assert [name for name, session in seen.items() if session.records is made.texts["padded"]] == [
         *seen
     ][:3]
     assert [name for name, step in steps.items() if step.optim.state == "8bit"] == ["8-bit state"]
@@ -214,7 +214,7 @@ def test_a_machine_says_what_it_cannot_do(folder: Path, monkeypatch: pytest.Monk
     made = ladder(folder)
     made.machine = Device("old", "cpu", 2**34, 2**34, 2, has_bf16=False)
     monkeypatch.setattr(module, "compiler_obstacle", lambda: "no C++ compiler")
-    found = {each.name: made.obstacle(each.after(RungWay()), each) for each in RUNGS}
+    found = {each.name: made.obstacle(each.applied_to(RungWay()), each) for each in RUNGS}
     without_card = {"CUDA graphs", "fp8", "offload", "streaming"}
     assert {name for name, why in found.items() if why} == {
         "compiled",
@@ -224,10 +224,12 @@ def test_a_machine_says_what_it_cannot_do(folder: Path, monkeypatch: pytest.Monk
     }
     assert found["compiled"] == "no C++ compiler" and found["CUDA graphs"] == "no CUDA device"
     made.machine = CARD
-    found = {each.name: made.obstacle(each.after(RungWay()), each) for each in RUNGS}
+    found = {each.name: made.obstacle(each.applied_to(RungWay()), each) for each in RUNGS}
     # This way is not compiled, and the model is new.
     assert {name for name, why in found.items() if why} == {"CUDA graphs", "adapters"}
-    assert not made.obstacle(rung("CUDA graphs").after(RungWay(captured=True)), rung("CUDA graphs"))
+    assert not made.obstacle(
+        rung("CUDA graphs").applied_to(RungWay(captured=True)), rung("CUDA graphs")
+    )
     one = ladder(folder, "train.micro_batch=1")
     assert "one row" in str(one.obstacle(RungWay(accumulated=True), rung("accumulation")))
     narrow = ladder(folder, "optim.name=adamw", "optim.state=8bit")
@@ -244,9 +246,9 @@ def test_what_fails_on_a_rung_is_its_reason_and_the_next_one_goes_on(
 
     made = ladder(folder)
     monkeypatch.setattr(module, "prepare", refuse)
-    assert made.climb(rung("recompute"), RungWay(), Progress()) == (RungWay(), "no blocks")
+    assert made.measure(rung("recompute"), RungWay(), Progress()) == (RungWay(), "no blocks")
     with pytest.raises(UsageError, match="no blocks"):
-        made.climb(RUNGS[0], RungWay(), Progress())
+        made.measure(RUNGS[0], RungWay(), Progress())
 
 
 # ---- what is measured ----------------------------------------------------------------------------
@@ -255,7 +257,7 @@ def test_what_fails_on_a_rung_is_its_reason_and_the_next_one_goes_on(
 @pytest.mark.slow
 def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
     made = ladder(folder, "model.num_hidden_layers=2", "model.hidden_size=64", "train.updates=8")
-    _, found = made.climb(rung("fused loss and optimizer"), RungWay(packing="packed"), Progress())
+    _, found = made.measure(rung("fused loss and optimizer"), RungWay(packing="packed"), Progress())
     assert not isinstance(found, str)
     plan, text = made.plan, made.texts["packed"]
     config = module.build_run(plan, TextTask(text), made.machine).recipe.shape()
@@ -271,7 +273,7 @@ def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
 def test_the_captured_rungs_compute_what_the_eager_one_does(folder: Path) -> None:
     made, way, losses = ladder(folder), RungWay(), []
     for each in RUNGS[:3]:
-        way, found = made.climb(each, way, Progress())
+        way, found = made.measure(each, way, Progress())
         assert not isinstance(found, str) and found.held_out, found
         assert bool(found.compile_s) == (each is not RUNGS[0]) and not found.notes
         losses.append(found.held_out.loss)

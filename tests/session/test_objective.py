@@ -31,8 +31,8 @@ from monograph.report.run_report import write_run_page
 from monograph.run.folder import TEACHERS, Run
 from monograph.run.progress import Progress
 from monograph.session import objectives, reporting
-from monograph.session.objective import Objective, held_out_said
-from monograph.session.objectives.teachers import taught
+from monograph.session.objective import Objective, held_out_text
+from monograph.session.objectives.teachers import with_teachers
 from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import RunPlan
 from monograph.text.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ LENGTH, ALIKE = 8, (3.0, 1.0)  # the teacher's logits of the next token, and of 
 def test_where_nothing_is_held_out_it_is_said_whether_that_was_asked_for(
     count: int, share: float, said: str
 ) -> None:
-    found = held_out_said(count, share)
+    found = held_out_text(count, share)
     assert said in found and (count == share == 0) == (found == "none held out")
 
 
@@ -113,7 +113,7 @@ from pathlib import Path
 from monograph.config import Settings
 from monograph.config.keys import LOGITS_WAY, LogitsSection
 from monograph.run.progress import Progress
-from monograph.session.objective import Objective, Opened, Task
+from monograph.session.objective import Objective, DecidedObjective, Task
 from monograph.session.plan import RunPlan
 from session.logits import Logits, LogitTask
 
@@ -124,11 +124,11 @@ class LogitObjective(Objective):
     file: str = ""
     temperature: float = 0.0
 
-    def opened(self, settings: Settings, length: int) -> Opened:
+    def decide(self, settings: Settings, length: int) -> DecidedObjective:
         asked = settings.section(LogitsSection)
         temperature = 1.0 if asked.temperature is None else asked.temperature
         decided = LogitObjective(str(asked.file), temperature)
-        return Opened(decided, {"logits.temperature": temperature})
+        return DecidedObjective(decided, {"logits.temperature": temperature})
 
     def open(self, plan: RunPlan, progress: Progress) -> Task:
         return LogitTask(Logits(Path(self.file)), self.temperature)
@@ -210,16 +210,16 @@ def test_a_run_with_teachers_is_a_task_of_its_own_and_they_teach_texts_alone(
     run = Run(tmp_path / "distilled")
     run.folder.mkdir()
     plain = TextTask(text)
-    assert taught(plain, run, 1) is plain and not plain.digests
+    assert with_teachers(plain, run, 1) is plain and not plain.file_digests
     (run.folder / "teachers.json").write_text("{}")
-    task = taught(plain, run, 1)
-    assert task.data is text and task.digests == {TEACHERS: hashlib.sha256(b"{}").hexdigest()}
-    assert not task.is_foreseen, "no plan and no other process has the teachers"
+    task = with_teachers(plain, run, 1)
+    assert task.data is text and task.file_digests == {TEACHERS: hashlib.sha256(b"{}").hexdigest()}
+    assert not task.is_fully_planned, "no plan and no other process has the teachers"
     with pytest.raises(
         UsageError,
         match=r"teach texts alone: go on without teachers in a new run, with --from \S+led$",
     ):
-        taught(LogitTask(text), run, 1)
+        with_teachers(LogitTask(text), run, 1)
 
 
 def test_no_other_room_knows_an_objective_that_a_key_chooses() -> None:
@@ -227,7 +227,7 @@ def test_no_other_room_knows_an_objective_that_a_key_chooses() -> None:
     `Objective` says.
     """
     source = Path(objectives.__file__).parents[2]
-    named = {type(each).__name__ for each in objectives.OBJECTIVES if each.is_named}
+    named = {type(each).__name__ for each in objectives.OBJECTIVES if each.has_key}
     own = {
         path
         for path in source.rglob("*.py")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from monograph.errors import InputRefused
-from monograph.session.session import random_state, restore_random, seed_all
+from monograph.session.random_state import random_state, restore_random, seed_all
 
 CPU = torch.device("cpu")
 

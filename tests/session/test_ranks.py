@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from monograph.run.progress import Progress
-from monograph.session.ranks import command, show
+from monograph.session.shown_commands import command_line, show_command
 
 
 def executable(path: Path) -> Path:
@@ -37,7 +37,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def called(monkeypatch: pytest.MonkeyPatch, name: object) -> str:
     monkeypatch.setattr(sys, "argv", [str(name), "train"])
-    return command("train", "--resume", "last").removesuffix(" train --resume last")
+    return command_line("train", "--resume", "last").removesuffix(" train --resume last")
 
 
 def test_as_a_module_of_an_environment_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_arguments_survive_the_shell(
     prompt: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [".venv/bin/monograph"])
-    assert shlex.split(command("generate", "my runs/a", prompt))[1:] == [
+    assert shlex.split(command_line("generate", "my runs/a", prompt))[1:] == [
         "generate",
         "my runs/a",
         prompt,
@@ -86,5 +86,5 @@ def test_arguments_survive_the_shell(
 @pytest.mark.parametrize("length", [5, 400])
 def test_a_command_is_never_cut(length: int, capsys: pytest.CaptureFixture[str]) -> None:
     screen = io.StringIO()
-    show(Progress(screen), "next", "generate", "x" * length)
+    show_command(Progress(screen), "next", "generate", "x" * length)
     assert "x" * length in screen.getvalue() + capsys.readouterr().err

@@ -22,7 +22,12 @@ from monograph.run.writing import mended_tokenizer, record_parent, recorded_pare
 from monograph.session import ranks, recorded, warmup
 from monograph.session.objectives.texts import TextTask
 from monograph.session.record import write_config
-from monograph.session.recorded import branched, parent_named, settings_given, settings_of
+from monograph.session.recorded import (
+    command_line_settings,
+    parent_named,
+    settings_from_parent,
+    settings_to_resume,
+)
 from monograph.session.resolve import resolve
 from monograph.storage.code import digests
 from monograph.text.tokenizer import Tokenizer
@@ -50,8 +55,8 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_the_settings_that_were_written_are_read_back(run: Run) -> None:
-    assert settings_of(run, settings({})).values() == settings(SHAPE | FIXED).values()
-    assert settings_of(run, settings({})).fingerprint == settings(SHAPE | FIXED).fingerprint
+    assert settings_to_resume(run, settings({})).values() == settings(SHAPE | FIXED).values()
+    assert settings_to_resume(run, settings({})).fingerprint == settings(SHAPE | FIXED).fingerprint
     assert not list(run.folder.glob("*.partial"))
 
 
@@ -68,7 +73,7 @@ def test_a_step_of_one_graph_goes_on_block_by_block_where_weights_come_so(
 ) -> None:
     run = Run.create(tmp_path / "whole")
     write_config(run, settings(SHAPE | FIXED | {"train.compile": "whole"}))
-    assert settings_of(run, settings(taken)).train.compile == compile
+    assert settings_to_resume(run, settings(taken)).train.compile == compile
 
 
 def test_a_run_that_builds_its_model_from_a_file(tmp_path: Path) -> None:
@@ -76,7 +81,7 @@ def test_a_run_that_builds_its_model_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("")
     init = f"{tmp_path}/own.py:build"
     write_config(run, settings({"model.init": init} | FIXED).vouching(digests([init])))
-    assert settings_of(run, settings({})).model.init == init
+    assert settings_to_resume(run, settings({})).model.init == init
 
 
 def test_what_nobody_vouched_for_gets_no_mark(tmp_path: Path) -> None:
@@ -86,10 +91,14 @@ def test_what_nobody_vouched_for_gets_no_mark(tmp_path: Path) -> None:
     named = settings({"model.init": init} | FIXED)
     write_config(run, named)
     assert "# mark" not in run.config.read_text()
-    write_config(run, named.vouching(digests([init])), programs=[f"{tmp_path}/other.py:build"])
+    write_config(
+        run, named.vouching(digests([init])), sweep_programs=[f"{tmp_path}/other.py:build"]
+    )
     assert "# mark" not in run.config.read_text()
     write_config(run, named.vouching(digests([init])))
-    assert is_ours(run.config, [init]) and settings_of(run, settings({})).vouched == digests([init])
+    assert is_ours(run.config, [init]) and settings_to_resume(run, settings({})).vouched == digests(
+        [init]
+    )
 
 
 @pytest.mark.parametrize("where", ["a run's own", "beside a run"])
@@ -112,7 +121,7 @@ def test_settings_that_change_while_they_are_read_name_nothing_new(
     with pytest.raises(
         InputRefused, match="changed while it was read, and now names .*evil.py:build"
     ):
-        settings_given(toml, {}, runs_code=True)
+        command_line_settings(toml, {}, runs_code=True)
 
 
 @pytest.mark.parametrize(
@@ -128,19 +137,19 @@ def test_settings_that_change_while_they_are_read_name_nothing_new(
     ids=lambda values: " ".join(values),
 )
 def test_what_agrees_may_be_said_again(same: dict[str, Any], run: Run) -> None:
-    assert settings_of(run, settings(same)).train.updates == 50
+    assert settings_to_resume(run, settings(same)).train.updates == 50
 
 
 def test_a_resumed_run_may_name_keys_that_an_earlier_version_took(run: Run) -> None:
-    own = settings_of(run, settings({}))
-    named = settings_of(run, settings({"data.ignore_keys": ["margin"]}))
+    own = settings_to_resume(run, settings({}))
+    named = settings_to_resume(run, settings({"data.ignore_keys": ["margin"]}))
     assert named.data.ignore_keys == ["margin"] and named.fingerprint == own.fingerprint
 
 
 def test_the_file_of_settings_may_be_given_again(run: Run, tmp_path: Path) -> None:
     toml = tmp_path / "run.toml"
     toml.write_text("[train]\nminutes = 3\ntokens_per_update = 512\n")
-    assert settings_of(run, settings({}, toml)).train.updates == 50
+    assert settings_to_resume(run, settings({}, toml)).train.updates == 50
 
 
 @pytest.mark.parametrize(
@@ -161,11 +170,11 @@ def test_the_file_of_settings_may_be_given_again(run: Run, tmp_path: Path) -> No
 )
 def test_what_contradicts_the_run_is_refused(other: dict[str, Any], said: str, run: Run) -> None:
     with pytest.raises(UsageError, match=said.replace("(", r"\(").replace(")", r"\)")):
-        settings_of(run, settings(other))
+        settings_to_resume(run, settings(other))
 
 
 def test_a_branch_takes_over_what_was_not_given_but_for_its_length(run: Run) -> None:
-    child = branched(run, settings({"optim.lr": 5e-4, "train.updates": 7}))
+    child = settings_from_parent(run, settings({"optim.lr": 5e-4, "train.updates": 7}))
     assert (child.optim.lr, child.train.updates, child.model.hidden_size) == (5e-4, 7, 16)
     assert (child.train.tokens_per_update, child.optim.warmup_updates) == (512, "auto")
     assert (child.train.eval_every, child.train.save_every) == ("auto", "auto")
@@ -176,7 +185,7 @@ def test_a_branch_takes_over_what_was_not_given_but_for_its_length(run: Run) -> 
 
 @pytest.mark.parametrize("length", [{"train.minutes": 1.0}, {"train.epochs": 2}, {}], ids=str)
 def test_a_branch_has_one_length(length: dict[str, Any], run: Run) -> None:
-    train = branched(run, settings(length)).train
+    train = settings_from_parent(run, settings(length)).train
     assert (train.updates, train.tokens) == (None, None)
     assert (train.epochs, train.minutes) == (
         length.get("train.epochs"),
@@ -185,8 +194,10 @@ def test_a_branch_has_one_length(length: dict[str, Any], run: Run) -> None:
 
 
 def test_a_branch_may_have_another_tokenizer_or_model(run: Run) -> None:
-    assert branched(run, settings({"data.tokenizer": "bytes"})).data.tokenizer == "bytes"
-    assert branched(run, settings({"model.init": "x.py:build"})).model.preset == "auto"
+    assert (
+        settings_from_parent(run, settings({"data.tokenizer": "bytes"})).data.tokenizer == "bytes"
+    )
+    assert settings_from_parent(run, settings({"model.init": "x.py:build"})).model.preset == "auto"
 
 
 @pytest.mark.parametrize(
@@ -210,9 +221,9 @@ def test_a_branch_with_another_value_takes_over_nothing_that_is_said_of_the_pare
 ) -> None:
     run = Run.create(tmp_path / "run")
     write_config(run, settings(SHAPE | FIXED | of_parent))
-    child = branched(run, settings(given)).pinned()
+    child = settings_from_parent(run, settings(given)).pinned()
     assert {key: child.get(key) for key in of_parent | given} == dict.fromkeys(of_parent) | given
-    kept = branched(run, settings({})).pinned()
+    kept = settings_from_parent(run, settings({})).pinned()
     assert {key: kept.get(key) for key in of_parent} == of_parent
 
 
@@ -250,7 +261,10 @@ def test_a_run_whose_name_ends_like_an_update_is_that_run(run: Run, tmp_path: Pa
 
 def test_a_run_without_settings_is_said(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "bare")
-    for asked in (lambda: settings_of(run, settings({})), lambda: branched(run, settings({}))):
+    for asked in (
+        lambda: settings_to_resume(run, settings({})),
+        lambda: settings_from_parent(run, settings({})),
+    ):
         with pytest.raises(InputRefused, match="stopped before it began"):
             asked()
 
@@ -276,7 +290,7 @@ def test_the_last_run_is_named_by_its_folder_before_another_is(
     child = Run.create()
     write_config(child, chosen)
     assert Run.open("last").folder == child.folder
-    assert settings_of(child, settings({})).model.init == str(parent.folder)
+    assert settings_to_resume(child, settings({})).model.init == str(parent.folder)
     assert sized(chosen) == chosen and chosen.data.tokenizer == str(parent.tokenizer)
 
 
@@ -326,12 +340,12 @@ def planned(
         engine=SimpleNamespace(index=0),
         recipe=SimpleNamespace(lora=None),
         elapsed_s=0.0,
-        ends_s=None,
+        deadline_s=None,
         left_s=math.inf,
         params=1000,
     )
-    session.complete = partial(setattr, session, "plan")
-    task.plan = lambda: session.plan
+    session.set_plan = partial(setattr, session, "plan")
+    task.current_plan = lambda: session.plan
     warmup.fix_length(session, progress)
     return session.plan.updates, session.budget_s, told["plan"]
 
@@ -355,12 +369,12 @@ def test_a_tokenizer_that_is_damaged_is_written_again(run: Run, damage: str) -> 
 def test_the_line_that_goes_on_says_in_which_way(run: Run) -> None:
     alone, two = World(), SimpleNamespace(alone=False, size=2)
     shared = settings(SHAPE | FIXED | {"train.parallel": "ddp"})
-    assert ranks.again(alone, run, "none").endswith(f"train --resume {run.folder}")
-    assert ranks.again(two, run, "ddp").endswith(
+    assert ranks.resume_command(alone, run, "none").endswith(f"train --resume {run.folder}")
+    assert ranks.resume_command(two, run, "ddp").endswith(
         f"monograph train --resume {run.folder} train.parallel=ddp"
     )
     write_config(run, shared)
-    assert ranks.again(two, run, "ddp").endswith(f"monograph train --resume {run.folder}")
-    assert ranks.again(alone, run, "none").endswith(
+    assert ranks.resume_command(two, run, "ddp").endswith(f"monograph train --resume {run.folder}")
+    assert ranks.resume_command(alone, run, "none").endswith(
         f"train --resume {run.folder} train.parallel=none"
     )

@@ -18,8 +18,8 @@ from monograph.report.run_report import About, run_page
 from monograph.resident import Resident
 from monograph.session import reporting
 from monograph.session.objectives.rewards import RewardTask
-from monograph.session.opening import Opening
-from monograph.session.reporting import Reporter, _planned_memory
+from monograph.session.reporting import Reporter, _planned_memory_text
+from monograph.session.sample_prompt import SamplePrompt
 from monograph.text.tokenizer import Tokenizer
 
 
@@ -27,13 +27,13 @@ class Run:
     """A run that may take 100 s, on a machine whose speed nobody foresaw."""
 
     def __init__(self, seconds_per_update: float, updates: int = 1000) -> None:
-        self.seconds_per_update, self.updates, self.cooled, self.budget_s = (
+        self.seconds_per_update, self.updates, self.early_cool_down, self.budget_s = (
             seconds_per_update,
             updates,
             None,
             100.0,
         )
-        self.left_s, self.ends_s = math.inf, None
+        self.left_s, self.deadline_s = math.inf, None
         self.told: list[str] = []
         self.progress = SimpleNamespace(line=lambda _, text: self.told.append(text))
         self.session, self.world = self, World()
@@ -53,17 +53,17 @@ class Run:
     def training_since_s(self) -> float:
         return clock() - self.spent_s
 
-    def shorten(self, updates: int) -> None:
-        self.cooled, self.updates = self.spent_s, updates  # type: ignore[assignment]
+    def cool_down_until(self, updates: int) -> None:
+        self.early_cool_down, self.updates = self.spent_s, updates  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("seconds_per_update", [0.105, 0.13, 0.2, 1.0, 3.0])
 def test_a_slower_machine_ends_in_time(seconds_per_update: float) -> None:
     run = Run(seconds_per_update)
-    assert run.cooled and 70 <= run.cooled <= 75 and len(run.told) == 1
+    assert run.early_cool_down and 70 <= run.early_cool_down <= 75 and len(run.told) == 1
     assert (
         run.spent_s == pytest.approx(97, rel=0.03)
-        or run.updates - run.cooled / seconds_per_update <= 11
+        or run.updates - run.early_cool_down / seconds_per_update <= 11
     )
 
 
@@ -78,7 +78,7 @@ def test_updates_that_take_long_are_fewer_and_only_a_shorter_run_is_said_to_end_
 @pytest.mark.parametrize("seconds_per_update", [0.05, 0.09, 0.099])
 def test_a_machine_as_fast_as_thought_does_all_updates(seconds_per_update: float) -> None:
     run = Run(seconds_per_update)
-    assert run.cooled is None and run.updates == 1000
+    assert run.early_cool_down is None and run.updates == 1000
 
 
 def test_a_run_that_cools_down_early_ends_at_100_percent_and_says_what_was_planned(
@@ -86,7 +86,7 @@ def test_a_run_that_cools_down_early_ends_at_100_percent_and_says_what_was_plann
 ) -> None:
     def slower_machine(reporter: Reporter, update: int) -> None:
         if update == 8:
-            reporter.session.shorten(14)
+            reporter.session.cool_down_until(14)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Reporter, "keep_time", slower_machine)
@@ -142,8 +142,8 @@ def test_planned_memory_that_a_formula_estimated_is_marked(
 ) -> None:
     expected = SimpleNamespace(by_origin={"weights": 2**22} if traced else None)
     plan: Any = SimpleNamespace(peak_memory_bytes=2**22, expected=expected)
-    assert _planned_memory(plan, slots) == said
-    assert _planned_memory(SimpleNamespace(peak_memory_bytes=None, expected=None), 0) == ""  # type: ignore[arg-type]
+    assert _planned_memory_text(plan, slots) == said
+    assert _planned_memory_text(SimpleNamespace(peak_memory_bytes=None, expected=None), 0) == ""  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dead, doubted", [([1.0, 1.0], True), ([1.0, 0.9], False), ([], False)])
@@ -158,7 +158,7 @@ def test_a_run_of_which_one_prompt_taught_something_is_not_doubted(
 
 def test_a_machine_that_has_just_slowed_down_is_taken_at_its_present_speed() -> None:
     run = Run(0.09)
-    run.spent_s, run.recent_s, run.cooled = 72.0, 0.3, None
+    run.spent_s, run.recent_s, run.early_cool_down = 72.0, 0.3, None
     Reporter.keep_time(run, 800)  # type: ignore[arg-type]
     assert run.updates == 800 + int(25 / 0.3)
 
@@ -174,13 +174,14 @@ def test_each_kink_of_the_learning_rate_has_its_reason(
     eager: int, warmup: int, cooled: list[int] | None, expected: list[tuple[int, str]]
 ) -> None:
     session = SimpleNamespace(
-        plan=SimpleNamespace(intervals=SimpleNamespace(warmup_updates=warmup)), cooled=cooled
+        plan=SimpleNamespace(intervals=SimpleNamespace(warmup_updates=warmup)),
+        early_cool_down=cooled,
     )
     rows = [
         {"update": update, **({"eager": True} if update <= eager else {})}
         for update in range(1, 100)
     ]
-    assert Reporter._moments(SimpleNamespace(session=session), rows) == expected  # type: ignore[arg-type]
+    assert Reporter._schedule_kinks(SimpleNamespace(session=session), rows) == expected  # type: ignore[arg-type]
 
 
 def test_a_sample_makes_no_graphs_of_blocks() -> None:
@@ -195,12 +196,12 @@ def test_a_sample_makes_no_graphs_of_blocks() -> None:
     graphs = compat.captured_graphs()
     plan = SimpleNamespace(job=SimpleNamespace(seed=0))
     session = SimpleNamespace(
-        engine=engine, corpus=SimpleNamespace(tokenizer=tokenizer), plan=plan, world=World()
+        engine=engine, records=SimpleNamespace(tokenizer=tokenizer), plan=plan, world=World()
     )
     telling = SimpleNamespace(
-        session=session, _can_write=True, opening=Opening("alpha", "alpha", (), ())
+        session=session, _can_write=True, sample_prompt=SamplePrompt("alpha", "alpha", (), ())
     )
-    assert Reporter._write(telling, 1, 8) and compat.captured_graphs() == graphs  # type: ignore[arg-type]
+    assert Reporter._write_texts(telling, 1, 8) and compat.captured_graphs() == graphs  # type: ignore[arg-type]
     engine.accumulate(packed(6))
     engine.update()
     assert compat.captured_graphs() == graphs and engine.step.scope == "blocks"

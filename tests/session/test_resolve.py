@@ -28,7 +28,7 @@ from monograph.session import setup
 from monograph.session.objectives.rewards import Rewards
 from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import RunPlan, Shape
-from monograph.session.requirements import notes_on, require_together
+from monograph.session.requirements import notes_on, require_compatible
 from monograph.session.resolve import REMATS, request_of, resolve, shape_of
 from monograph.text.tokenizer import Tokenizer
 
@@ -79,9 +79,12 @@ def test_how_a_run_is_trained_is_one_record_which_its_settings_give_again(keys):
     known = shape(given)
     plan = resolve(given, CARD, known)
     asked = request_of(given, known.config, CARD).training
-    assert not plan.open and given.open == {"micro_batch", "compile", "remat", "memory"} - {
-        key[7:] for key in keys
-    }
+    assert not plan.open_choices and given.open_choices == {
+        "micro_batch",
+        "compile",
+        "remat",
+        "memory",
+    } - {key[7:] for key in keys}
     made = {name: getattr(plan.training, name) for name in ("rows", "compile", "remat")}
     assert plan.training == replace(asked, **made, optim=plan.training.optim), (
         "a request's with what is chosen"
@@ -186,7 +189,7 @@ def test_a_deep_model_gets_a_graph_per_block_and_a_card_may_send_inputs_to_the_h
 
 def test_offloading_inside_one_graph_is_refused():
     with pytest.raises(UsageError, match="train.compile is blocks or none"):
-        require_together(settings(train__remat="offload", train__compile="whole"))
+        require_compatible(settings(train__remat="offload", train__compile="whole"))
 
 
 def test_fp32_on_a_gpu_is_said_to_leave_its_tensor_cores_idle():
@@ -224,25 +227,27 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
         "train.micro_batch": 2,
     }
     asked |= {"rl.reward": "exact", "rl.prompts": 3, "rl.group": 5, "rl.max_new_tokens": 9}
-    plan = resolve(load(None, asked, {}), CARD, built=False)
+    plan = resolve(load(None, asked, {}), CARD, will_build=False)
     clip = plan.training.clip
     assert plan.training.window_rows == 15 and clip is not None and not clip.skip_spikes
     # 15 answers in 16 rows, which four divides; 3 prompts are read at once.
     cache = KVCache.allocate(config, 16 + 3, 64, torch.float32, torch.device("cpu"))
     needed = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
-    assert Rewards().bytes_beside(plan, config, CARD) == {"answers": needed}
-    fewer = Rewards().bytes_beside(plan, config, CARD, slots=20)
+    assert Rewards().extra_bytes(plan, config, CARD) == {"answers": needed}
+    fewer = Rewards().extra_bytes(plan, config, CARD, slots=20)
     assert fewer == {"answers": 19 * KVCache.bytes_per_row(config, 20, torch.float32, block_of(20))}
-    near = resolve(load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1}, {}), CARD, built=False)
+    near = resolve(
+        load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1}, {}), CARD, will_build=False
+    )
     assert (
-        Rewards().bytes_beside(near, config, CARD)["reference"] == 2 * 4 * config.parameter_count()
+        Rewards().extra_bytes(near, config, CARD)["reference"] == 2 * 4 * config.parameter_count()
     )
     shared = resolve(
         load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1, "train.parallel": "fsdp"}, {}),
         CARD,
-        built=False,
+        will_build=False,
     )
-    parts = Rewards().bytes_beside(shared, config, CARD, ranks=2)
+    parts = Rewards().extra_bytes(shared, config, CARD, ranks=2)
     row = KVCache.bytes_per_row(config, 65, torch.float32, block_of(65))
     assert parts["answers"] == (8 + 3) * row, "a rank draws half of the answers"
     assert parts["whole weights"] < 4 * config.parameter_count() == parts["reference"], (
@@ -267,7 +272,7 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
         ("whole", 22, 5, 64),
         ("whole", 0, 15, 64),
     ):
-        short = resolve(load(None, asked | {"train.compile": compiled}, {}), host, built=False)
+        short = resolve(load(None, asked | {"train.compile": compiled}, {}), host, will_build=False)
         work = resolve(short, host, Shape(config, slots=known)).expected.work
         assert (work.window_rows, work.length) == (rows, length), (
             "of short answers three share a row of 64"
@@ -309,7 +314,9 @@ def test_the_decay_of_a_new_small_model_grows_with_its_epochs(keys, epoch_rows, 
     given = sized(**({"model__preset": "micro", "train__tokens_per_update": 2048} | keys))
     assert given.training.window_rows == 8
     found = resolve(
-        given, CARD, shape(given)._replace(per_epoch=epoch_rows, minutes=given.job.span.minutes)
+        given,
+        CARD,
+        shape(given)._replace(records_per_epoch=epoch_rows, minutes=given.job.span.minutes),
     )
     assert found.training.optim.weight_decay == pytest.approx(decay)
     assert found.record.settings.optim.weight_decay == found.training.optim.weight_decay, (

@@ -70,13 +70,13 @@ class Run:
             SimpleNamespace(expected=planned),
         )
         self.run, self.world = SimpleNamespace(log=lambda row: None), World()
-        self.task = SimpleNamespace(is_foreseen=foreseen)
+        self.task = SimpleNamespace(is_fully_planned=foreseen)
 
     def residual(self, monkeypatch, *updates):
         monkeypatch.setattr(session, "is_replayed", lambda step: self.replayed)
-        self._store_memory = lambda: Session._store_memory(self)
+        self._store_peak_memory = lambda: Session._store_peak_memory(self)
         for update in updates:
-            Session.account(self, update)
+            Session.log_memory(self, update)
         return Calibration(calibration_file()).residual(CARD, WORK, PLANNED.traced)
 
 

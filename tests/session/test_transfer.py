@@ -18,6 +18,7 @@ from monograph.commands.train import run as train
 from monograph.config import Settings, load
 from monograph.device import card_device
 from monograph.errors import UsageError
+from monograph.laws.comparisons import relative_error
 from monograph.model import hub
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -25,12 +26,11 @@ from monograph.run.folder import Run
 from monograph.session.door import transfer_of
 from monograph.session.plan import Shape
 from monograph.session.record import write_config
-from monograph.session.recorded import branched, settings_of
+from monograph.session.recorded import settings_from_parent, settings_to_resume
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import request_of, resolve, shape_of
 from monograph.sweeps.spec import narrow_proxy, transfer_notes
 from monograph.transfer import WidthTransfer, narrowed
-from numerics import relative_error
 
 WIDE = {
     "model.preset": "nano", "model.hidden_size": 256, "model.intermediate_size": 768, "model.num_attention_heads": 8,
@@ -163,15 +163,15 @@ def test_a_run_that_goes_on_keeps_its_base(tmp_path: Path) -> None:
         {"optim.transfer": "width"},
         {},
     ):
-        assert settings_of(run, load(None, said, {})).optim.transfer_base == 128
-        assert branched(run, load(None, said, {})).optim.transfer_base == 128
+        assert settings_to_resume(run, load(None, said, {})).optim.transfer_base == 128
+        assert settings_from_parent(run, load(None, said, {})).optim.transfer_base == 128
     for key, value, own in (("optim.transfer", "none", "width"), ("optim.transfer_base", 64, 128)):
         with pytest.raises(UsageError, match=f"{key} = {value} .* was started with {own}"):
-            settings_of(run, load(None, {key: value}, {}))
+            settings_to_resume(run, load(None, {key: value}, {}))
         with pytest.raises(
             UsageError, match=f"{key} = {value}, .* were drawn with {own}; leave it out"
         ):
-            branched(run, load(None, {key: value}, {}))
+            settings_from_parent(run, load(None, {key: value}, {}))
 
 
 @pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])

@@ -21,7 +21,7 @@ from monograph.session.brief import why_uncompiled
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import compiled_key, pays
 from monograph.session.reporting import Reporter
-from monograph.session.start import Started, _short_time_note, _times
+from monograph.session.start import Started, _short_time_note, _time_line
 from session.test_eager_start import BY_CLOCK, session_of
 
 TOO_LONG = "compiling would take much of the time that train.wall_minutes allows"
@@ -64,7 +64,7 @@ def test_the_length_is_what_the_time_left_allows(case: str, still: float) -> Non
     """
     given, updates = LENGTHS[case]
     session = session_of(BY_CLOCK | {"train.wall_minutes": 3} | given)
-    session.ends_s = still + 100 + END_S
+    session.deadline_s = still + 100 + END_S
     warmup.fix_length(session, silent())
     assert session.updates == updates
     assert session.budget_s == (30 if given == {"train.minutes": 0.5} else 100)
@@ -73,29 +73,31 @@ def test_the_length_is_what_the_time_left_allows(case: str, still: float) -> Non
 def test_a_slower_machine_still_ends_in_time(still: float) -> None:
     """Preparation that came after the length was decided takes from the training."""
     session = session_of(BY_CLOCK | {"train.wall_minutes": 3})
-    session.ends_s = still + 100 + END_S
+    session.deadline_s = still + 100 + END_S
     warmup.fix_length(session, silent())
     session.training_since_s = still - 75.0
-    session.ends_s = still + 8 + END_S  # of the 25 s that were thought to be left
+    session.deadline_s = still + 8 + END_S  # of the 25 s that were thought to be left
     reporter = Reporter(session, silent())
     reporter.update_s.extend([1.0] * 5)
     reporter.keep_time(75)
-    assert session.cooled == [0, 75 + 6], (
+    assert session.early_cool_down == [0, 75 + 6], (
         "the last evaluation and measuring the memory take their part"
     )
-    session.ends_s = still + 3.5 + END_S
+    session.deadline_s = still + 3.5 + END_S
     session.engine.step.index = 77
     reporter.keep_time(77)
-    assert session.cooled == [0, 77 + 2], "slower still: the cool-down goes on, and ends earlier"
-    session.ends_s = still + END_S
+    assert session.early_cool_down == [0, 77 + 2], (
+        "slower still: the cool-down goes on, and ends earlier"
+    )
+    session.deadline_s = still + END_S
     reporter.keep_time(78)
-    assert session.cooled == [0, 79], "no time is left"
+    assert session.early_cool_down == [0, 79], "no time is left"
 
 
 def test_an_update_that_would_not_end_in_time_is_not_waited_for(still: float) -> None:
     """However early it is: one that takes a minute of the two that are left for all."""
     session = session_of(BY_CLOCK | {"train.wall_minutes": 2})
-    session.ends_s = still + 62 + END_S
+    session.deadline_s = still + 62 + END_S
     session.plan = replace(session.plan, updates=100)
     session.training_since_s = still - 60
     assert Deadline(session).shorter_length(1, 60.0) == 2
@@ -120,15 +122,15 @@ def test_the_last_evaluation_takes_at_most_a_fifth_and_what_is_left(
         and slow.has_time_for_samples(1e9)
     ), "without a limit all rows are scored"
     for left_s, row_s, rows in ((100, 4.0, 6), (100, 2.0, None), (20, 4.0, 5), (0, 4.0, 4)):
-        session.ends_s = still + left_s + END_S
+        session.deadline_s = still + left_s + END_S
         assert Deadline(session, row_s).affordable_rows(9.0) == rows, (left_s, row_s)
     per_row = session.batches.rows_per_window * 3  # a forward pass is a third of an update
-    session.ends_s = still + 100 + END_S
+    session.deadline_s = still + 100 + END_S
     assert Deadline(session).affordable_rows(4.0 * per_row) == 6, "no row was scored before"
     assert slow.has_time_for_figures
-    session.ends_s = still + 0.4 * END_S
+    session.deadline_s = still + 0.4 * END_S
     assert not slow.has_time_for_figures
-    session.ends_s = still + 100 + END_S
+    session.deadline_s = still + 100 + END_S
     assert not slow.can_sample_midway and Deadline(session, 4.0, 2.0).can_sample_midway
     assert not slow.has_time_for_samples(26) and slow.has_time_for_samples(25)
 
@@ -136,13 +138,13 @@ def test_the_last_evaluation_takes_at_most_a_fifth_and_what_is_left(
 def test_where_preparation_took_all_the_time_it_is_said(still: float) -> None:
     session = session_of(BY_CLOCK | {"train.wall_minutes": 2})
     window = next(session.open_batches(0))
-    session.ends_s = still
+    session.deadline_s = still
     assert (
-        _times(session, window, still)
+        _time_line(session, window, still)
         == "preparation left nothing of 2 min 00 s: one update, then the report"
     )
-    session.ends_s = still + 100
-    assert "at most 2 min 00 s in all" in _times(session, window, still)
+    session.deadline_s = still + 100
+    assert "at most 2 min 00 s in all" in _time_line(session, window, still)
 
 
 @pytest.mark.parametrize("minutes, said", [(0.2, True), (0.7, False), (None, False)])
@@ -172,7 +174,7 @@ def test_compiling_has_to_leave_time_for_training(
     # As if the text were long.
     monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)
     session = session_of(BY_CLOCK | {"train.wall_minutes": minutes})
-    session.ends_s = clock() + 60 * minutes
+    session.deadline_s = clock() + 60 * minutes
     assert why_uncompiled(session, next(session.open_batches(0)), 1.0) == (
         "" if compiles else TOO_LONG
     )
@@ -207,7 +209,7 @@ def test_timing_updates_takes_a_share_of_the_time_that_the_run_has(
     monkeypatch.setattr("monograph.session.session.clock", lambda: 0.0)
     monkeypatch.setattr(warmup, "seconds_per_update", lambda *found: told.append(found[-1]) or 1.0)
     session = session_of(BY_CLOCK | given)
-    session.ends_s = 100 + END_S
+    session.deadline_s = 100 + END_S
     warmup.calibrate(session)
     assert told == [pytest.approx(spent_s)]
 
@@ -216,7 +218,7 @@ def test_a_compiler_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.Mo
     session = session_of(BY_CLOCK | {"train.wall_minutes": 5})
     window = next(session.open_batches(0))
     assert pays(session, compiled_key(session, window))
-    session.ends_s = clock() + 60 * 5
+    session.deadline_s = clock() + 60 * 5
     assert eager_start.patience_s(session) == pytest.approx(0.5 * (5 * 60 - END_S), abs=5)
     assert [eager_start.patience_for(minutes) for minutes in (0.5, 5, 600)] == [72, 300, 600], (
         "but not for long"

@@ -18,6 +18,7 @@ import torch
 from batches import captured_to_train, packed, tiny_llama
 from monograph import compat
 from monograph.graph.remat import Remat
+from monograph.laws.comparisons import relative_error
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.stream import Streamed, lanes
@@ -33,7 +34,6 @@ from monograph.stream.lanes import (
     Streams,
     executor,
 )
-from numerics import relative_error
 from stream.fake_gpu import CARD, FakeEvent, FakeGpu
 from streamed import (
     EVERY,

@@ -51,7 +51,7 @@ def test_a_brief_sweep_is_not_compiled_and_goes_on_so(
             == "none"
         )
     # The decision is recorded, and not made again.
-    monkeypatch.setattr(concurrency, "LEAST_COMPILE_S", 0.0)
+    monkeypatch.setattr(concurrency, "MIN_COMPILE_S", 0.0)
     again = SweepProgress(Sweep.open(Path("s")), silent())
     again.prepare(default_device(), describe())
     assert [member.plan.training.compile for member in again.members if member.plan] == [

@@ -898,9 +898,11 @@ def _settings(
             )
         overrides[key] = value
     from monograph.run.repository import FILES, SHAPE_FILES
-    from monograph.session.recorded import require_text, settings_given
+    from monograph.session.recorded import command_line_settings, refuse_model_as_text
 
     files = SHAPE_FILES if shape_alone else FILES
-    settings = settings_given(toml, overrides, runs_code=runs_code, files=files, faults=faults)
-    require_text(settings)
+    settings = command_line_settings(
+        toml, overrides, runs_code=runs_code, files=files, faults=faults
+    )
+    refuse_model_as_text(settings)
     return settings

@@ -80,8 +80,9 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> None:
 
 
 def _check_laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Compare fast computations with slow ones (`monograph.profiling.laws`)."""
-    from monograph.profiling.laws import LawComparison, laws
+    """Compare fast computations with slow ones (`monograph.laws.check`)."""
+    from monograph.laws.check import laws
+    from monograph.laws.comparisons import LawComparison
 
     keep_compiled()
     device = default_device()
@@ -216,7 +217,7 @@ def _verify_run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographE
     sound = [path for path in folders if checkpoints[path.name] is None]
     files = {
         "run.lock": _fault(verify_lock),
-        "config.toml": _fault(lambda: run_settings(folder, runs=())),
+        "config.toml": _fault(lambda: run_settings(folder, code_keys=())),
         "tokenizer.json": _fault(lambda: own_tokenizer(folder, saved)),
         "metrics.jsonl": _fault(read_metrics, saved.get("metrics_sha256")),
         **_faults_of_optional_files(folder, saved),

@@ -38,10 +38,10 @@ from monograph.run.run_index import SWEEP
 from monograph.run.writing import write_whole
 from monograph.session.evaluated_model import (
     EvaluatedModel,
-    answered,
-    mixed,
-    of_folder,
-    of_run,
+    answer_questions,
+    load_from_folder,
+    load_from_run,
+    mixture_of,
     require_finite,
 )
 from monograph.storage.reading import contents, exists, is_file, is_folder, without_links
@@ -180,17 +180,17 @@ def _open_side(name: str) -> _Side:
         folder = Run.located(name)
         runs = seeds_of_best(folder) if is_file(folder / SWEEP) else {0: Run.open(name)}
     if members:
-        subjects = [mixed([of_run(run, warn) for run in members], name)]
+        subjects = [mixture_of([load_from_run(run, warn) for run in members], name)]
     elif runs:
-        subjects = [of_run(run, warn) for run in runs.values()]
+        subjects = [load_from_run(run, warn) for run in runs.values()]
     else:
-        subjects = [of_folder(name, warn)]
+        subjects = [load_from_folder(name, warn)]
     for subject in subjects:
         subject.module.to(default_device()).eval()
     knobs = tuple({"seed": seed} for seed in runs) if len(runs) > 1 else ()
     speed = None
     # Not for a run that learned from sampled answers: its speed includes the sampling.
-    if runs and not subjects[0].drew_answers:
+    if runs and not subjects[0].samples_answers:
         speed = _median_speed(next(iter(runs.values())))
     return _Side(name, subjects, knobs, speed, tuple(runs.values()))
 
@@ -246,8 +246,8 @@ def _compare_texts(
         report: shows the progress.
     """
     first = sides[0]
-    if first.subjects[0].strange and not data:
-        warn(first.subjects[0].strange)
+    if first.subjects[0].text_warning and not data:
+        warn(first.subjects[0].text_warning)
     texts = [_rows_for(side, first, data, reading) for side in sides]
     first_score = statistics.fmean(bits_per_byte(first, texts[0], report))
     comparisons = []
@@ -305,7 +305,7 @@ def _compare_answers_to_questions(
         answers_by_seed: dict[Hashable, list[ChoiceMarks]] = {}
         accuracy_by_seed = []
         for seed, subject in zip(seeds, side.subjects, strict=True):
-            answers, accuracy = answered(subject, questions, chat, report, warn)
+            answers, accuracy = answer_questions(subject, questions, chat, report, warn)
             answers_by_seed[seed] = answers
             accuracy_by_seed.append(accuracy)
         answers_of_sides.append(answers_by_seed)

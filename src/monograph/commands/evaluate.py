@@ -16,10 +16,10 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import run_named
 from monograph.session.evaluated_model import (
     EvaluatedModel,
-    answered,
-    mixed,
-    of_folder,
-    of_run,
+    answer_questions,
+    load_from_folder,
+    load_from_run,
+    mixture_of,
     require_finite,
 )
 from monograph.sweeps.results import mixture_members
@@ -36,8 +36,8 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
     """
     members = mixture_members(run)
     runs = members or [trained for trained in [run_named(run)] if trained]
-    subjects = [of_run(each, warn) for each in runs] or [of_folder(run, warn)]
-    subject = mixed(subjects, run) if members else subjects[0]
+    subjects = [load_from_run(each, warn) for each in runs] or [load_from_folder(run, warn)]
+    subject = mixture_of(subjects, run) if members else subjects[0]
     if not data and not subject.own_text:
         what = (
             "learned from answers, not from text, so no text" if runs else "is no run, so nothing"
@@ -68,8 +68,8 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
 def _text(
     subject: EvaluatedModel, data: list[str], report: ProgressCallback
 ) -> tuple[Evaluation, str]:
-    if subject.strange and not data:
-        warn(subject.strange)
+    if subject.text_warning and not data:
+        warn(subject.text_warning)
     where = {"source": data, "held_out": 0.0} if data else subject.own_text
     text = open_corpus(tokenizer=subject.tokenizer, **subject.reading, **where, progress=report)
     if not data and text.fingerprint != subject.fingerprint:
@@ -87,7 +87,7 @@ def _text(
 def _questions(
     subject: EvaluatedModel, data: list[str], chat: bool, report: ProgressCallback
 ) -> tuple[Accuracy, str]:
-    result = answered(subject, read_questions(data), chat, report, warn)[1]
+    result = answer_questions(subject, read_questions(data), chat, report, warn)[1]
     shares = [f"{name} {_share(result, name)}" for name in ("acc", "acc_norm", "acc_bytes")]
     source = f"{counted(result.questions, 'question')} of {data[0]}{f' and {len(data) - 1} more' if data[1:] else ''}"
     return result, f"{', '.join(shares)}; guessing {result.chance:.4f}; {source}"

@@ -26,10 +26,16 @@ from monograph.session.requirements import (
     notes_on,
     require_one_device,
     require_possible,
-    require_room,
+    require_room_for_weights,
 )
 from monograph.session.resolve import request_of, resolve, shape_of, with_less_memory
-from monograph.session.supposed import named_model, shape_named, standing_in, supposed_in, usual
+from monograph.session.supposed import (
+    assumed_sizes,
+    given_shape,
+    model_text,
+    with_shape_folder,
+    with_usual_sizes,
+)
 from monograph.storage.cache_dir import cache_root, calibration_file
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -64,11 +70,11 @@ def run(
             limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory))
         )
     asked = settings
-    shape = shape_named(settings)
-    with standing_in(settings) as standing:
-        settings = usual(standing) if device else standing
+    shape = given_shape(settings)
+    with with_shape_folder(settings) as standing:
+        settings = with_usual_sizes(standing) if device else standing
         _plan(
-            RunToPlan(settings, named_model(asked), shape, device is not None), target, limits, json
+            RunToPlan(settings, model_text(asked), shape, device is not None), target, limits, json
         )
 
 
@@ -89,23 +95,23 @@ class RunToPlan(NamedTuple):
 
 
 def _plan(asked: RunToPlan, target: Device, limits: Limits, json: bool) -> None:
-    plan = resolve(asked.settings, target, built=False)
+    plan = resolve(asked.settings, target, will_build=False)
     job = plan.job
-    new = job.tokens.planned()
+    new = job.tokens.compare_if_readable()
     rows = shape_of(plan).vocab_size
     config = shape_of(plan, new)
-    require_room(job, config, target, limits)
+    require_room_for_weights(job, config, target, limits)
     objective = job.objective
-    beside = objective.bytes_beside(plan, config, target)
+    beside = objective.extra_bytes(plan, config, target)
     target = with_less_memory(target, sum(beside.values()))
-    request = request_of(plan, config, target, new.trained(rows) if new else ())
+    request = request_of(plan, config, target, new.trained_ids(rows) if new else ())
     known = Calibration(calibration_file())
     peaks = peak_flops(target, request.precisions)
-    memory = "device" if objective.answers_on_device else plan.asked_memory
+    memory = "device" if objective.samples_answers else plan.requested_memory
     answer = streamed_or_resident(request, target, peaks, known, memory, limits)
     for line in (*notes_on(plan, target), *token_notes(new, rows)):
         print(f"note     {line}")
-    seconds = objective.seconds_beside(plan, config, target, known)
+    seconds = objective.extra_seconds(plan, config, target, known)
     drawing = None if seconds is None else AnswerSampling(*seconds, beside)
     fresh = job.recipe.init is None
     length = _length(plan, answer, config, open_end=asked.elsewhere and fresh)
@@ -114,7 +120,7 @@ def _plan(asked: RunToPlan, target: Device, limits: Limits, json: bool) -> None:
     if target.type == "cuda":
         changes = remedies_worth_showing(answer, request, peaks, choices, limits)
     for line in screen(
-        answer, asked.model, request, length, drawing, changes, supposed_in(asked.settings)
+        answer, asked.model, request, length, drawing, changes, assumed_sizes(asked.settings)
     ):
         print(line)
     if json:

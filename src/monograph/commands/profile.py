@@ -37,7 +37,7 @@ from monograph.report.quantities import clock_time, count, counted
 from monograph.run.folder import Run, standard_json
 from monograph.run.progress import Progress
 from monograph.run.writing import results_folder, write_whole
-from monograph.session.ladder import RUNGS, Climbed, Ladder, Rung, RungWay
+from monograph.session.ladder import RUNGS, Ladder, Rung, RungMeasurement, RungWay
 from monograph.session.objectives.texts import Texts
 from monograph.session.plan import RunPlan
 from monograph.session.requirements import (
@@ -263,7 +263,7 @@ class Climb(NamedTuple):
 
     rung: Rung
     over: str
-    outcome: Climbed | str
+    outcome: RungMeasurement | str
 
 
 def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
@@ -275,22 +275,22 @@ def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
     for number, rung in enumerate(RUNGS, start=1):
         # The rung that this one changes, and is compared with. If it is not named or was impossible
         # here, it is the last one in `ways`.
-        over = rung.over if rung.over in ways else [*ways][-1]
+        over = rung.base if rung.base in ways else [*ways][-1]
         measured = sum(not isinstance(climb.outcome, str) for climb in climbs)
         left = 0  # number of possible rungs, this one included
         for later in RUNGS[number - 1 :]:
-            if not ladder.obstacle(later.after(ways[over]), later):
+            if not ladder.obstacle(later.applied_to(ways[over]), later):
                 left += 1
         estimate = ""
         if measured and left:
             left_s = (clock() - began) / measured * left
             estimate = f"   about {clock_time(left_s)} left"
         progress.line("rung", f"{number} of {len(RUNGS)}   {rung.name}{estimate}")
-        way, outcome = ladder.climb(rung, ways[over], progress)
+        way, outcome = ladder.measure(rung, ways[over], progress)
         climbs.append(Climb(rung, over, outcome))
         if isinstance(outcome, str):
             progress.line("", f"not here: {outcome}")
-        elif rung.over is None:
+        elif rung.base is None:
             ways[rung.name] = way
     warn_if_busy(progress)
     return climbs
@@ -341,7 +341,7 @@ def measured_rungs(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
     return [*rungs.values()]
 
 
-def _rung_values(outcome: Climbed | str) -> dict[str, Any]:
+def _rung_values(outcome: RungMeasurement | str) -> dict[str, Any]:
     """Return a rung's measurements as JSON values, all None if the rung is impossible here."""
     keys = (
         "tokens_per_s",
@@ -383,7 +383,7 @@ def _print_ladder(result: dict[str, Any], folder: Path) -> None:
         lines.append([texts[place] for place in places])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     # The rungs with `over` come last; each of them is compared with the same rung.
-    saving = [values for values, rung in zip(result["rungs"], RUNGS, strict=True) if rung.over]
+    saving = [values for values, rung in zip(result["rungs"], RUNGS, strict=True) if rung.base]
     for line, rung in zip(lines, [None, *result["rungs"]], strict=True):
         if rung is saving[0]:
             print(f"each over {rung['over']}:")

@@ -18,9 +18,9 @@ from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.signals import StopSignal
 from monograph.run.started import note_start
 from monograph.session import ranks
-from monograph.session.ranks import show
 from monograph.session.reporting import finished
 from monograph.session.setup import repeatable
+from monograph.session.shown_commands import show_command
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
 from monograph.sweeps import results, spec
@@ -196,10 +196,10 @@ def _next(sweep: Sweep, result: dict[str, Any], verify: int | None, progress: Pr
         name = f"{sweep.run.handle}/best"
         wide = is_file(sweep.wide)
         if wide:
-            show(progress, "next", "train", str(sweep.wide))
-        show(progress, "" if wide else "next", "train", "--from", name, "--minutes", "5")
+            show_command(progress, "next", "train", str(sweep.wide))
+        show_command(progress, "" if wide else "next", "train", "--from", name, "--minutes", "5")
         if verify is None:
-            show(
+            show_command(
                 progress,
                 "",
                 "sweep",

@@ -17,13 +17,13 @@ from monograph.run.signals import StopSignal
 from monograph.session import ranks, recorded
 from monograph.session.after_update import AfterUpdate
 from monograph.session.objectives import objective_of, with_records
-from monograph.session.ranks import show
-from monograph.session.recorded import strange_text
+from monograph.session.recorded import foreign_text_warning
 from monograph.session.reporting import Reporter, finished
-from monograph.session.requirements import require_possible, require_taught
+from monograph.session.requirements import require_possible, require_trained_model
 from monograph.session.rewind import windows
 from monograph.session.session import Session
 from monograph.session.setup import repeatable
+from monograph.session.shown_commands import show_command
 from monograph.session.start import Started, open_run
 from monograph.session.warmup import measure_memory
 from monograph.storage.cache_dir import keep_compiled
@@ -51,12 +51,12 @@ def run(
     started = Started(asked_s, clock() - asked_s)
     # Before torch._dynamo is imported, which sets its own cache path in the environment.
     keep_compiled()
-    settings, from_ = recorded.model_given(settings, from_)
+    settings, from_ = recorded.with_folder_as_init(settings, from_)
     settings = with_records(settings)
     # Otherwise settings recorded by a run come first; `open_run` checks the result.
     if not (resume or from_):
         require_possible(settings, describe())
-        require_taught(objective_of(settings), settings.model.init)
+        require_trained_model(objective_of(settings), settings.model.init)
     world = ranks.meet(
         settings.train.parallel, settings.said("train.parallel"), resumed=resume is not None
     )
@@ -74,12 +74,12 @@ def run(
         if resumed:
             if world.leads:
                 checkpointing.remove_leftovers(folder.checkpoints)
-            settings = recorded.settings_of(folder, settings if resume else Settings())
-            strange = strange_text(folder, settings.data.source, settings.programs)
+            settings = recorded.settings_to_resume(folder, settings if resume else Settings())
+            strange = foreign_text_warning(folder, settings.data.source, settings.programs)
         elif parent:
-            settings = recorded.branched(parent.run, settings)
+            settings = recorded.settings_from_parent(parent.run, settings)
             writing.record_parent(folder, *parent)
-            strange = strange_text(parent.run, settings.data.source, settings.programs)
+            strange = foreign_text_warning(parent.run, settings.data.source, settings.programs)
         if strange:
             progress.line("warning", strange)
         summary = world.agreed(finished(folder) if resumed and world.leads else None)
@@ -89,7 +89,7 @@ def run(
                 f"{folder.folder} has already finished, after {counted(summary['update'], 'update')}",
             )
             if world.leads:
-                show(progress, "next", "train", "--from", folder.handle)
+                show_command(progress, "next", "train", "--from", folder.handle)
         else:
             ranks.require_launched(
                 settings.train.parallel, settings.said("train.parallel"), world.own
@@ -99,7 +99,7 @@ def run(
                 report = Reporter(session, progress)
                 _loop(session, report, progress)
                 measure_memory(session)
-                session.task.remember()
+                session.task.store_measurements()
                 summary = report.finish() if world.leads else {}
         world.leave()
     if json and world.leads:

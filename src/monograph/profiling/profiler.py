@@ -33,6 +33,7 @@ from monograph.predict.roofline import measured_memory_bytes_per_s
 from monograph.profiling import trace
 from monograph.profiling.bottleneck import Machine, Situation, Verdict, verdict
 from monograph.profiling.intervals import Kernel, Operands, Part, estimate_update
+from monograph.step import parts
 from monograph.storage.reading import is_folder
 
 # Operands that take turns have this many bytes together, so that they are not in the caches.
@@ -200,7 +201,9 @@ def profile(
     quiet_profiler()
     windows = iter(windows)
     first = _next_window(windows)
-    if not isinstance(engine, Engine) or not isinstance(first, Mapping):
+    # An engine whose stages are updated in turn does not time the parts of an update.
+    is_timed = isinstance(engine, Engine) and not engine.step.parameters.staged
+    if not is_timed or not isinstance(first, Mapping):
         raise UsageError(
             f"profile({type(engine).__name__}, windows of {type(first).__name__}): expected a mono.Resident, which "
             "splits windows itself, and windows that are one mapping of names to tensors [rows, ...] each"
@@ -326,13 +329,12 @@ def _time_updates(engine: Engine, windows: Iterator[Batch], count: int) -> list[
 
 
 def _update(engine: Engine, window: Batch) -> float:
-    """Run an update, and return the seconds from the optimizer's beginning to the update's end."""
+    """Run an update, and return the seconds of the optimizer in it."""
     engine.accumulate(window)
-    began = clock()
     with record_function(trace.UPDATE):
-        engine.update()
+        update = engine.update()
     synchronize(engine.step.device)
-    return clock() - began
+    return parts.seconds(update.marks)[f"{parts.OPTIMIZER}_s"]
 
 
 def _next_window(windows: Iterator[Batch]) -> Batch:

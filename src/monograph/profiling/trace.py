@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from monograph.profiling.intervals import Kernel, Operands, Part, Span, Timeline
+from monograph.step.parts import OPTIMIZER
 
 # The names of spans: of a whole update, of the wait for its rows, of the loss's head, and of the
-# optimizer.
+# optimizer, which is a part of the update by `monograph.step.parts`.
 STEP = "monograph.step"
 DATA = "monograph.data"
 HEAD = "monograph.head"
-UPDATE = "monograph.update"
+UPDATE = f"monograph.{OPTIMIZER}"
 # An operator that adds a product to a gradient. It counts as part of the loss's head, which calls it
 # in one graph of the step, where the head has no span.
 ADDED = "monograph::add_product_"

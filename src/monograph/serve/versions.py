@@ -140,7 +140,7 @@ class Source:
             name = without_links(self.name).name
             return Version(name, (LAST,), model, tokenizer, Precision("fp32"))
         model, tokenizer, update = load_run(run, self.warn)
-        precision = Precision(run_settings(run, runs=()).train.precision)
+        precision = Precision(run_settings(run, code_keys=()).train.precision)
         name = without_links(run.folder).name
         return Version(f"{name}@{update}", (name, LAST), model, tokenizer, precision)
 

@@ -1,6 +1,6 @@
 """Decide the adapters of a run from its settings."""
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
 from monograph.config import Settings
@@ -13,7 +13,7 @@ from monograph.run.source import ModelSource
 from monograph.storage.code import folder_named
 from monograph.storage.reading import exists, without_links
 
-FIXED = (
+FIXED_KEYS = (
     "lora.rank",
     "lora.alpha",
     "lora.rslora",
@@ -22,11 +22,11 @@ FIXED = (
     "lora.dropout",
     "lora.base",
 )
-# All keys that define adapters. lora.tokens is not in FIXED, because new tokens are known only once
-# the text's tokenizer is.
-ADAPTER_KEYS = (*FIXED, "lora.tokens")
-USUAL = Lora()
-RANK = f"lora.rank = {USUAL.rank}"
+# All keys that define adapters. The value of lora.tokens is not fixed together with the others,
+# because new tokens are known only once the tokenizer of the text is known.
+ADAPTER_KEYS = (*FIXED_KEYS, "lora.tokens")
+DEFAULT_LORA = Lora()
+RANK_EXAMPLE = f"lora.rank = {DEFAULT_LORA.rank}"
 
 
 def lora_of(settings: Settings) -> Lora | None:
@@ -35,23 +35,23 @@ def lora_of(settings: Settings) -> Lora | None:
 
     `tokens`, the ids of tokens whose rows are trained together with adapters, is left empty.
     """
-    asked = settings.lora
-    if asked.rank is None:
+    lora = settings.lora
+    if lora.rank is None:
         return None
-    targets = asked.targets if asked.targets is not None else ALL_LINEAR
+    targets = lora.targets if lora.targets is not None else ALL_LINEAR
     return Lora(
-        rank=asked.rank,
-        alpha=USUAL.alpha if asked.alpha is None else asked.alpha,
+        rank=lora.rank,
+        alpha=DEFAULT_LORA.alpha if lora.alpha is None else lora.alpha,
         targets=targets if isinstance(targets, str) else tuple(targets),
-        dropout=asked.dropout or 0.0,
-        base=asked.base or USUAL.base,
-        rslora=bool(asked.rslora),
-        dora=bool(asked.dora),
+        dropout=lora.dropout or 0.0,
+        base=lora.base or DEFAULT_LORA.base,
+        rslora=bool(lora.rslora),
+        dora=bool(lora.dora),
     )
 
 
-def fixed_lora(settings: Settings, source: ModelSource | None) -> dict[str, Any]:
-    """Return the values of all keys in FIXED, and of model.init with the base's full path; {}
+def adapter_values(settings: Settings, source: ModelSource | None) -> dict[str, Any]:
+    """Return the values of `FIXED_KEYS`, and of model.init with the full path of the base; {}
     without adapters.
 
     Args:
@@ -60,43 +60,37 @@ def fixed_lora(settings: Settings, source: ModelSource | None) -> dict[str, Any]
 
     Raises:
         UsageError: keys of adapters are given without a base or a rank, or with other values than
-            the stored adapter has that the run starts from.
+            those of the stored adapter that the run starts from.
     """
-    given = {
-        key: settings.origins[key]
-        for key in (*ADAPTER_KEYS, "lora.lr_ratio")
-        if key in settings.origins
-    }
+    given_keys = [key for key in (*ADAPTER_KEYS, "lora.lr_ratio") if key in settings.origins]
     if source and source.adapter:
-        values = settings.values()
-        said = {key: settings.said(key) for key in given}
-        where = f"the adapter in {source.name}"
-        fixed = _as_stored(
-            source.adapter, where, {key: values[key] for key in ADAPTER_KEYS}, given, said
+        values = _values_of_stored_adapter(
+            source.adapter, f"the adapter in {source.name}", settings, given_keys
         )
-        return {**fixed, "model.init": folder_named(without_links(source.name))}
-    if not given:
+        return {**values, "model.init": folder_named(without_links(source.name))}
+    if not given_keys:
         return {}
-    key, origin = next(iter(given.items()))
+    key = given_keys[0]
+    origin = settings.origins[key]
     lora = lora_of(settings)
     if lora is None:
         raise UsageError(
-            f"{origin}: {key} is for adapters, and none are trained: give their rank too, such as {RANK}"
+            f"{origin}: {key} is for adapters, and none are trained: give their rank too, such as {RANK_EXAMPLE}"
         )
     if source is None:
         raise UsageError(
             f"{origin}: {key}: adapters are added to frozen weights, and those of a new model would stay random: "
             "name the model with model.init = FOLDER (`monograph plan` takes model.preset, too)"
         )
-    values = _values(lora)
+    values = _values_by_key(lora)
     if exists(source.name) and not source.code:
         return {**values, "model.init": folder_named(without_links(source.name))}
     return values
 
 
-def rates(rate: float | str, ratio: float | None, usual: float) -> dict[str, Any]:
-    """Return the optimizer's peak learning rate ("lr"), and its groups of parameters with another
-    rate ("groups").
+def rates(rate: float | str, ratio: float | None, default: float) -> dict[str, Any]:
+    """Return two fields of the optimizer: its peak learning rate, and its groups of parameters with
+    another rate.
 
     With `ratio`, the matrices B of adapters and, as in PEFT, the magnitudes of DoRA have `ratio`
     times the rate (LoRA+, Hayou et al. 2024, arXiv 2402.12354).
@@ -104,14 +98,14 @@ def rates(rate: float | str, ratio: float | None, usual: float) -> dict[str, Any
     Args:
         rate: optim.lr.
         ratio: lora.lr_ratio; None for one rate.
-        usual: the rate if optim.lr is "auto".
+        default: the rate if optim.lr is "auto".
     """
     groups = () if ratio is None else (Group("*.lora_[Bm]*", ratio),)
-    return {"lr": usual if rate == "auto" else rate, "groups": groups}
+    return {"lr": default if rate == "auto" else rate, "groups": groups}
 
 
-def _values(lora: Lora) -> dict[str, Any]:
-    """Return the values of the keys in FIXED for these options."""
+def _values_by_key(lora: Lora) -> dict[str, Any]:
+    """Return the values of `FIXED_KEYS` for these options."""
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     return {
         "lora.rank": lora.rank,
@@ -124,32 +118,32 @@ def _values(lora: Lora) -> dict[str, Any]:
     }
 
 
-def _as_stored(
-    adapter: Adapter,
-    where: str,
-    asked: Mapping[str, Any],
-    given: Mapping[str, str],
-    said: Mapping[str, str],
+def _values_of_stored_adapter(
+    adapter: Adapter, adapter_text: str, settings: Settings, given_keys: Collection[str]
 ) -> dict[str, Any]:
-    """Return the values of a stored adapter, except that the settings may change dropout and base.
+    """Return the values of `FIXED_KEYS` of a stored adapter. Settings may change only its dropout
+    and its base.
 
     Args:
         adapter: the stored adapter.
-        where: what an error calls the adapter.
-        asked: the values of all keys in ADAPTER_KEYS.
-        given: the origins of the keys that were given.
-        said: these keys with their values, as an error begins.
+        adapter_text: what an error calls the adapter.
+        settings: the run's settings.
+        given_keys: the keys of adapters that are given.
 
     Raises:
         UsageError: a given value differs from the stored adapter's.
     """
-    stored = _values(adapter.lora)
-    changeable = {key: asked[key] for key in ("lora.dropout", "lora.base")}
-    if asked["lora.tokens"] not in (None, "auto"):
+    stored = _values_by_key(adapter.lora)
+    values = settings.values()
+    changeable = {key: values[key] for key in ("lora.dropout", "lora.base")}
+    if values["lora.tokens"] not in (None, "auto"):
+        origin = settings.origins["lora.tokens"]
         raise UsageError(
-            f"{given['lora.tokens']}: lora.tokens: {where} has its own tokens: leave the key out"
+            f"{origin}: lora.tokens: {adapter_text} has its own tokens: leave the key out"
         )
-    for key in given.keys() & (stored.keys() - changeable.keys()):
-        if asked[key] != stored[key]:
-            raise UsageError(f"{said[key]}, but {where} has {stored[key]}: leave the key out")
+    for key in given_keys:
+        if key in stored and key not in changeable and values[key] != stored[key]:
+            raise UsageError(
+                f"{settings.said(key)}, but {adapter_text} has {stored[key]}: leave the key out"
+            )
     return stored | {key: value for key, value in changeable.items() if value is not None}

@@ -15,7 +15,7 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.run.signals import StopSignal
 from monograph.session import ranks
-from monograph.session.reporting import DOUBTED_AT, Reporter
+from monograph.session.reporting import DOUBT_AFTER_UPDATES, Reporter
 from monograph.session.rewind import go_back, require_end
 from monograph.session.session import Session
 from monograph.step import Update
@@ -47,10 +47,13 @@ class DueWork(NamedTuple):
 class AfterUpdate:
     """The work between two updates of a run.
 
-    after = AfterUpdate(...)
-    for update in train(...):
-        due = after.note(update)
-        ...
+    `note` returns the `DueWork` after an update. The other methods get it, and each does its part
+    if that is due:
+
+        after = AfterUpdate(...)
+        for update in train(...):
+            due = after.note(update)
+            ...
     """
 
     def __init__(
@@ -61,8 +64,14 @@ class AfterUpdate:
         stop: StopSignal,
         progress: Progress,
     ) -> None:
-        """Start the run's clock, and score the weights that the run begins from if its task wants
-        it.
+        """Start the run's clock, and score the initial weights if the task wants it.
+
+        Args:
+            session: the run.
+            report: shows the run and writes its results.
+            block: the part of the screen that shows the run while it trains.
+            stop: notices that the user wants to stop or to save.
+            progress: the display.
         """
         self.session = session
         self.report = report
@@ -70,16 +79,16 @@ class AfterUpdate:
         self.stop_signal = stop
         self.progress = progress
         # Reading an update's numbers makes the host wait for the GPU, so it is done for ten updates
-        # at once. A run that is not plain waits anyway, e.g. to sample answers from the weights.
-        reads_each = not session.task.is_plain or session.engine.step.device.type == "cpu"
+        # at once. Updates that are not plain wait anyway, e.g. to sample answers from the weights.
+        reads_each = not session.task.has_plain_updates or session.engine.step.device.type == "cpu"
         self.log = MetricsLog(session.run, every=1 if reads_each else 10)
-        # A resumed run, or one that began eagerly, may be past DOUBTED_AT.
-        self._doubted_at = max(DOUBTED_AT, session.engine.index + 1)
+        # A resumed run, or one that began eagerly, may have made more updates already.
+        self._doubt_at = max(DOUBT_AFTER_UPDATES, session.engine.index + 1)
         self._graphs_before = compat.captured_graphs()
-        # The interval of `keep_time`, which `eval_every` of the settings may exceed.
+        # `keep_time` checks the time at least as often as this, even if train.eval_every is larger.
         self._check_every = defaults.interval(session.updates, defaults.EVALUATIONS)
         session.training_since_s = clock()
-        if not session.engine.index and session.task.scores_untrained:
+        if not session.engine.index and session.task.scores_initial_weights:
             report.evaluate(block, 0, limit=None)
         self._shown_at_s = clock()
         self._updates_since_shown = 0
@@ -87,23 +96,23 @@ class AfterUpdate:
         self._score_text = ""
 
     def note(self, update: Update) -> DueWork:
-        """Log an update, show its numbers now and then, and return what is due.
+        """Log an update, show its numbers if the last ones are old, and return what is due.
 
-        A collective: all ranks call it after each update.
+        All ranks must call this after each update, since they decide together.
         """
         session, log = self.session, self.log
         done = update.index + 1
         is_last = done == session.updates
         self._updates_since_shown += 1
         self.report.recompiles = compat.captured_graphs() - self._graphs_before
-        session.account(done)
+        session.log_memory(done)
         figures = session.task.figures(session.batches)
-        written = log.add(update, {**self.report.readings, "wall_s": session.spent_s, **figures})
-        # When `add` has just written rows, their numbers are on the host and cost nothing.
-        if written or is_last or clock() - self._shown_at_s > SHOW_EVERY_S:
+        wrote_rows = log.add(update, {**self.report.readings, "wall_s": session.spent_s, **figures})
+        # After `add` has written rows, their numbers are on the host, so showing them costs nothing.
+        if wrote_rows or is_last or clock() - self._shown_at_s > SHOW_EVERY_S:
             self._show(done)
-        if done == self._doubted_at and not is_last:
-            self._warn_if_useless()
+        if done == self._doubt_at and not is_last:
+            self._warn_if_nothing_learned()
         stop_requested, save_requested, is_lost, is_skipping = session.world.any(
             self.stop_signal.requested is not None,
             self.stop_signal.save_requested,
@@ -111,28 +120,29 @@ class AfterUpdate:
             log.streak > 0,
         )
         is_due = self._save_is_overdue or done % session.plan.intervals.save_every == 0
-        # While updates are skipped, a due checkpoint is not written: `go_back` needs one from
-        # before them.
+        # While updates are skipped, a due checkpoint is not written, since it might replace the one
+        # from before them, which `go_back` needs.
         wants_save = (is_due and not is_skipping) or stop_requested or save_requested
         saves = is_last or (session.can_save and wants_save)
         self._save_is_overdue = is_due and not session.can_save
-        goes_back = is_lost or (saves and bool(session.non_finite()))
+        goes_back = is_lost or (saves and bool(session.non_finite_parameters()))
         stops = stop_requested and saves and not is_last
         return DueWork(done, is_last, goes_back, saves, stops)
 
-    def _warn_if_useless(self) -> None:
-        """Print a warning if the updates so far taught the model nothing."""
+    def _warn_if_nothing_learned(self) -> None:
+        """Print a warning if the updates so far cannot have taught the model anything."""
         self.log.flush()
-        if why := self.report.doubt(self.session.run.rows()):
-            self.progress.line("warning", f"so far, {why}")
+        if doubt := self.report.doubt(self.session.run.rows()):
+            self.progress.line("warning", f"so far, {doubt}")
 
     def _show(self, done: int) -> None:
+        """Show the numbers of the last update on the screen."""
         log = self.log
         log.flush()
         seconds = clock() - self._shown_at_s
         rate = self.report.note_rate(self._updates_since_shown, seconds, log.last)
         scores = "   ".join(f"{name} {log.last[name]:.3f}" for name in printed_keys(log.last))
-        # A row without scores leaves the earlier ones on the screen.
+        # If the last row has no scores, the earlier ones stay on the screen.
         self._score_text = scores or self._score_text
         self.block.update(
             done,
@@ -151,29 +161,29 @@ class AfterUpdate:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time of the `with` block as training in the rate of updates."""
+        """Leave the time of the `with` block out of the tokens per second."""
         began = clock()
         yield
         self._shown_at_s += clock() - began
 
     def evaluate(self, due: DueWork) -> None:
-        """Score held-out records, if that is due; the last evaluation comes after the loop."""
+        """Score held-out records if that is due. The last evaluation is in `end`."""
         if due.updates_done % self.session.plan.intervals.eval_every == 0 and not due.is_last:
             self.log.flush()
             self.report.evaluate(self.block, due.updates_done, limit=defaults.CURVE_ROWS)
 
     def keep_time(self, due: DueWork) -> None:
-        """Begin the cool-down early, if the time will not suffice."""
+        """Begin the cool-down early if the time will not suffice."""
         check_every = min(self.session.plan.intervals.eval_every, self._check_every)
         # A run with train.wall_minutes checks after each update, since it must not end late.
-        is_limited = self.session.ends_s is not None
-        is_due = is_limited or due.updates_done % check_every == 0
+        has_deadline = self.session.deadline_s is not None
+        is_due = has_deadline or due.updates_done % check_every == 0
         if is_due and not due.is_last:
             self.report.keep_time(due.updates_done)
             self.block.set_end(self.session.updates)
 
     def sample(self, due: DueWork) -> None:
-        """Show what the model writes, if that is due; the last sample comes after the loop."""
+        """Show what the model writes if that is due. The last sample is in `end`."""
         is_due = due.updates_done in self.report.sample_updates() and not due.is_last
         if is_due and self.session.world.agreed(self.report.deadline.can_sample_midway):
             self.log.flush()
@@ -198,11 +208,13 @@ class AfterUpdate:
             return
         if self.session.world.leads:
             self.report.page.write("stopped")
-        again = ranks.again(self.session.world, self.session.run, self.session.plan.job.parallel)
-        raise Stopped(f"saved at update {due.updates_done}; continue: {again}")
+        command = ranks.resume_command(
+            self.session.world, self.session.run, self.session.plan.job.parallel
+        )
+        raise Stopped(f"saved at update {due.updates_done}; continue: {command}")
 
     def end(self) -> None:
-        """Score and sample a last time; see `Reporter.end`.
+        """Score and sample after the last update; see `Reporter.end`.
 
         Raises:
             Diverged: at least the second half of the updates was skipped.

@@ -17,18 +17,18 @@ from monograph.report.quantities import duration
 from monograph.session.session import Session
 from monograph.storage.cache_dir import is_compiled
 
-# On every machine that was measured, compiling a step that is not in the cache takes longer than
-# this (benchmarks/start.py).
-LEAST_COMPILE_S = 20.0
+# The shortest time to compile a step that is not in the cache, on all machines that were measured
+# (benchmarks/start.py).
+MIN_COMPILE_S = 20.0
 COMPILE_S = 60.0  # the usual time to compile a step that is not in the cache
-CACHED_S = 12.0  # and one that is in the cache
-# With train.wall_minutes, a step is compiled only if at least so many times its compile time is
-# left.
-LEAST_COMPILE_TIMES = 2.0
+CACHED_S = 12.0  # the usual time to load a compiled step from the cache
+# With train.wall_minutes, a step is compiled only if the time left is at least this multiple of the
+# time to compile.
+MIN_TIME_OVER_COMPILE_TIME = 2.0
 
 
 def compiled_key(session: Session, window: Batch) -> str:
-    """Return a text that names the compiled step of a run: two runs with the same text share it."""
+    """Return a text that identifies the compiled step of a run; runs with the same text share it."""
     plan = session.plan
     machine = (describe().name, torch.get_num_threads())
     engine = session.engine
@@ -39,21 +39,19 @@ def compiled_key(session: Session, window: Batch) -> str:
     first_axis = 0 if depends_on_rows else 1
     shapes = {name: list(tensor.shape[first_axis:]) for name, tensor in sorted(window.items())}
     training = plan.training
-    # Seed and rate are not in the compiled code: at most the rounding of 8-bit states depends on
-    # them.
-    rule = replace(training.optim, seed=0, lr=1.0)
-    way = (
+    # Seed and rate are not constants of the compiled code, so two runs may differ in them.
+    optimizer = replace(training.optim, seed=0, lr=1.0)
+    options = (
         training.precision,
         training.remat,
         training.compile,
         engine.micro_batch,
-        rule,
+        optimizer,
         training.clip,
     )
     objective = plan.job.objective if plan.job.objective.section else None
-    return repr(
-        (machine, torch.__version__, __version__, session.model_config, shapes, way, objective)
-    )
+    versions = (torch.__version__, __version__)
+    return repr((machine, *versions, session.model_config, shapes, options, objective))
 
 
 def updates_given(session: Session) -> int:
@@ -65,24 +63,24 @@ def updates_given(session: Session) -> int:
     rows = session.batches.rows_per_window
     if plan.updates or not plan.job.span.epochs:
         return plan.updates
-    windows = -(-plan.job.span.epochs * task.per_epoch // rows)  # rounded up
+    windows = -(-plan.job.span.epochs * task.records_per_epoch // rows)  # rounded up
     return windows * task.updates_per_window
 
 
 def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     """Return why a run is not worth compiling; "" if it is.
 
-    It is not if its updates, and opening its session again for a plan without a compiler, take less
-    time than compiling would:
+    A run is not compiled if its updates take less time than compiling would. Without a compiler its
+    plan is another one, so the time to open its session again is added:
 
-        run by the clock:             opening + training < LEAST_COMPILE_S
+        run by the clock:             opening + training < MIN_COMPILE_S
         run of a number of updates:   opening + training < COMPILE_S, or CACHED_S if it is cached
 
     A run by the clock makes updates while another process compiles (`session.eager_start`), so it
     loses little by compiling. Other runs wait for the compiler.
 
-    With train.wall_minutes, a run is not compiled, either, if compiling would take a large share of
-    the time.
+    With train.wall_minutes, a run is also not compiled if compiling would take a large share of the
+    time left.
 
     Args:
         session: a session at its beginning, after one trial step.
@@ -93,25 +91,24 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     if plan.training.compile == "none" or plan.memory == "stream" or not session.world.alone:
         return ""
     compiling_s = CACHED_S if is_compiled(compiled_key(session, window)) else COMPILE_S
-    if session.left_s < LEAST_COMPILE_TIMES * compiling_s:
+    if session.left_s < MIN_TIME_OVER_COMPILE_TIME * compiling_s:
         return "compiling would take much of the time that train.wall_minutes allows"
     updates = updates_given(session)
-    least_s = compiling_s if updates else LEAST_COMPILE_S
-    if opening_s >= least_s:
-        return ""
-    training_s = math.inf if updates else 60 * plan.job.span.minutes
-    if not updates:
+    if updates:
+        saved_s = compiling_s
+        training_s = math.inf
+    else:
+        saved_s = MIN_COMPILE_S
+        training_s = 60 * plan.job.span.minutes
         # A short text may end a run before its time is over.
-        updates = (
-            session.task.most_updates(
-                session.batches.rows_per_window, plan.training.optim.weight_decay
-            )
-            or 0
-        )
-    # Timing an update is not needed if the time alone decides.
-    if updates and training_s >= least_s:
+        rows = session.batches.rows_per_window
+        updates = session.task.max_updates(rows, plan.training.optim.weight_decay) or 0
+    if opening_s >= saved_s:
+        return ""
+    # An update is timed only if the minutes alone do not decide.
+    if updates and training_s >= saved_s:
         training_s = min(training_s, updates * _update_s(session))
-    if opening_s + training_s >= least_s:
+    if opening_s + training_s >= saved_s:
         return ""
     return f"it takes about {duration(training_s)}, less than compiling"
 
@@ -138,7 +135,7 @@ def _update_s(session: Session) -> float:
 
 
 def expected_whole_s(session: Session, window: Batch, since_s: float) -> float:
-    """Return the estimated seconds of a run by the clock in all, from the start of the program to
+    """Estimate the seconds that a run by the clock takes in all, from the start of the program to
     the end of the report.
 
     Args:

@@ -1,8 +1,8 @@
-"""The types of rules on which choices of a run exclude one another.
+"""The types of rules on settings that exclude one another.
 
-A *choice* is that a key has a certain value, such as train.memory = stream. A rule names two of
-them and the message of their refusal. `monograph.session.requirements` has the table of all rules,
-each objective adds its own, and docs/support.md is made from them.
+A rule (`Exclusion`) has two conditions, such as train.memory = stream, and the error message if the
+settings meet both. `monograph.session.requirements` has the table of rules, each objective adds its
+own, and docs/support.md is made from them.
 """
 
 import re
@@ -15,8 +15,8 @@ from monograph.session.by_key import of_key
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What the settings of a run choose.
+class Choices:
+    """The values of a run's settings on which rules depend.
 
     Attributes:
         is_code: whether `model.init` is a Python function.
@@ -47,45 +47,47 @@ class Chosen:
     transfer: str = of_key("optim.transfer")
     transfer_base: int | None = of_key("optim.transfer_base")
 
-    def named(self, text: str) -> str:
+    def fill_in(self, text: str) -> str:
         """Return a text with the names in braces, such as {tokens}, replaced by these values."""
         return text.format_map(vars(self))
 
 
 class Condition(NamedTuple):
-    """One choice.
+    """A condition on the settings.
 
     Attributes:
-        said: how an error names the choice, such as "train.tokens = {tokens}".
-        is_made: returns whether the settings made the choice.
-        among: the text that docs/support.md has in place of a name in braces; "" without one.
+        text: how an error names the condition, such as "train.tokens = {tokens}". A field of
+            `Choices` in braces stands for its value.
+        holds: returns whether the settings meet the condition.
+        values: the values that meet it, in words; docs/support.md has them in place of the braces.
+            "" if `text` has no braces.
     """
 
-    said: str
-    is_made: Callable[[Chosen], bool]
-    among: str = ""
+    text: str
+    holds: Callable[[Choices], bool]
+    values: str = ""
 
     @property
-    def shown(self) -> str:
-        """Return `said` as docs/support.md has it."""
-        return _filled(self.said, self)
+    def text_in_docs(self) -> str:
+        """Return `text` as docs/support.md has it."""
+        return _with_values_in_words(self.text, self)
 
 
-def _filled(text: str, *choices: Condition) -> str:
-    """Return a text on choices with the names in braces replaced by the choices' `among`."""
-    for choice in choices:
-        for name in re.findall(r"{\w+}", choice.said):
-            text = text.replace(name, choice.among)
+def _with_values_in_words(text: str, *conditions: Condition) -> str:
+    """Return a text with the braces of these conditions replaced by their `values`."""
+    for condition in conditions:
+        for field_in_braces in re.findall(r"{\w+}", condition.text):
+            text = text.replace(field_in_braces, condition.values)
     return text
 
 
 class Exclusion(NamedTuple):
-    """Two choices that do not go together.
+    """The rule that two conditions must not both hold.
 
     Attributes:
-        one: a choice.
-        other: another choice.
-        refusal: the message of their refusal, with names in braces for the chosen values.
+        one: a condition.
+        other: another condition.
+        refusal: the error message. A field of `Choices` in braces stands for its value.
     """
 
     one: Condition
@@ -93,43 +95,47 @@ class Exclusion(NamedTuple):
     refusal: str
 
     @property
-    def shown(self) -> str:
+    def refusal_in_docs(self) -> str:
         """Return `refusal` as docs/support.md has it."""
-        return _filled(self.refusal, self.one, self.other)
+        return _with_values_in_words(self.refusal, self.one, self.other)
 
 
-def without(chosen: Condition, other: Condition, instead: str) -> Exclusion:
-    """Return a rule with a message of the usual form.
+def excludes(one: Condition, other: Condition, remedy: str) -> Exclusion:
+    """Return a rule with the usual error message.
 
     Args:
-        chosen: a choice.
-        other: the choice that does not go with it.
-        instead: what the user should do.
+        one: a condition.
+        other: the condition that must not hold with it.
+        remedy: why the two do not go together or what the user should do, which ends the message.
     """
-    return Exclusion(chosen, other, f"{chosen.said} does not go with {other.said}: {instead}")
+    return Exclusion(one, other, f"{one.text} does not go with {other.text}: {remedy}")
 
 
-def refuse_excluded(choices: Chosen, exclusions: Iterable[Exclusion]) -> None:
-    """Refuse choices that exclude one another.
+def refuse_excluded(choices: Choices, exclusions: Iterable[Exclusion]) -> None:
+    """Refuse settings that break a rule.
 
     Args:
-        choices: what the settings choose.
-        exclusions: the rules; the first that applies is reported.
+        choices: the values of the settings.
+        exclusions: the rules; the first that is broken is reported.
 
     Raises:
-        UsageError: a rule applies; the message names both choices.
+        UsageError: a rule is broken; the message names both conditions.
     """
     for exclusion in exclusions:
-        if exclusion.one.is_made(choices) and exclusion.other.is_made(choices):
-            raise UsageError(choices.named(exclusion.refusal))
+        if exclusion.one.holds(choices) and exclusion.other.holds(choices):
+            raise UsageError(choices.fill_in(exclusion.refusal))
 
 
-# ── the choices of several rules ────────────────────────────────────────────────────────────────
+# ── conditions of several rules ─────────────────────────────────────────────────────────────────
 
-OF_CODE = Condition("model.init = {init}", lambda made: made.is_code, "FILE.py:FUNCTION")
-ADAPTED = Condition("lora.rank", lambda made: made.is_adapted)
-STREAMED = Condition("train.memory = stream", lambda made: made.memory == "stream")
-WHOLE = Condition("train.compile = whole", lambda made: made.compile == "whole")
-OFFLOADED = Condition("train.remat = offload", lambda made: made.remat == "offload")
-FP8 = Condition("train.precision = fp8", lambda made: made.precision == "fp8")
-NARROW = Condition("optim.master_weights = false", lambda made: not made.master_weights)
+MODEL_FROM_CODE = Condition(
+    "model.init = {init}", lambda choices: choices.is_code, "FILE.py:FUNCTION"
+)
+ADAPTED = Condition("lora.rank", lambda choices: choices.is_adapted)
+STREAMED = Condition("train.memory = stream", lambda choices: choices.memory == "stream")
+COMPILED_WHOLE = Condition("train.compile = whole", lambda choices: choices.compile == "whole")
+REMAT_OFFLOADED = Condition("train.remat = offload", lambda choices: choices.remat == "offload")
+FP8 = Condition("train.precision = fp8", lambda choices: choices.precision == "fp8")
+NO_MASTER_WEIGHTS = Condition(
+    "optim.master_weights = false", lambda choices: not choices.master_weights
+)

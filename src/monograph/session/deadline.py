@@ -1,8 +1,8 @@
-"""Keep a run within `train.wall_minutes`: say when its updates must end, and what there is time for
-after them.
+"""Keep a run within `train.wall_minutes`: decide when its updates must end, and what there is time
+for after them.
 
-`Session.left_s` is the time that is left for training, evaluation and samples. The time for the
-report (`Session.end_s`) is already subtracted from it.
+`Session.left_s` is the time that is left for training, evaluation and samples, without
+`Session.reserved_s`, the time for the report.
 """
 
 import math
@@ -15,15 +15,15 @@ from monograph.session.session import Session
 # After this share of the time for updates, the machine's speed is known well enough to shorten a
 # run.
 SETTLED_SHARE = 0.7
-SCORING_SHARE = 0.2  # upper bound of the last evaluation's share of the whole time
-# PNG files are drawn only if at least this share of the report's time is left.
+SCORING_SHARE = 0.2  # the last evaluation takes at most this share of train.wall_minutes
+SAMPLE_SHARE = 0.02  # and a sample before the end of training at most this share
+# PNG files are drawn only if at least this share of `Session.reserved_s` is left.
 FIGURES_SHARE = 0.5
-SAMPLE_SHARE = 0.02  # upper bound of the whole time's share for a sample before the end
 
 
 @dataclass
 class Deadline:
-    """The measured costs of a run's last evaluation and last sample, compared with the time left.
+    """Decides what a run still has time for, by the measured seconds of scoring and sampling.
 
     A run without `train.wall_minutes` has time for everything.
 
@@ -46,22 +46,22 @@ class Deadline:
             per_update_s: seconds of an update.
         """
         session = self.session
-        left_s = session.left_s - self.end_s(per_update_s)
+        left_s = session.left_s - self.closing_s(per_update_s)
         this_process_s = session.spent_s - session.elapsed_s
         if left_s >= per_update_s * (session.updates - update):
             return 0
         # While there is time for another update, wait until the speed is known.
-        is_settled = this_process_s >= SETTLED_SHARE * (this_process_s + left_s)
-        if left_s > per_update_s and not is_settled:
+        is_speed_known = this_process_s >= SETTLED_SHARE * (this_process_s + left_s)
+        if left_s > per_update_s and not is_speed_known:
             return 0
         # At least one more, because the schedule has to end at an update that is still to come.
-        ends = update + max(1, int(left_s / per_update_s))
-        return ends if ends < session.updates else 0
+        new_length = update + max(1, int(left_s / per_update_s))
+        return new_length if new_length < session.updates else 0
 
     def affordable_rows(self, per_update_s: float) -> int | None:
-        """Return how many held-out rows the last evaluation has time for; None for all.
+        """Return how many held-out rows the last evaluation has time for; None means all.
 
-        These are at least `CURVE_ROWS`, as many as each point of the curve has.
+        There are at least `CURVE_ROWS`, the number of rows for each point of the curve.
         """
         session = self.session
         if math.isinf(session.left_s):
@@ -86,11 +86,14 @@ class Deadline:
     def has_time_for_figures(self) -> bool:
         """Return whether there is time to draw the report's PNG files, the slowest part of it."""
         session = self.session
-        return session.ends_s is None or session.ends_s - clock() >= FIGURES_SHARE * session.end_s
+        return (
+            session.deadline_s is None
+            or session.deadline_s - clock() >= FIGURES_SHARE * session.reserved_s
+        )
 
-    def end_s(self, per_update_s: float) -> float:
-        """Return the seconds of the last evaluation, the last sample, and the update that measures
-        memory.
+    def closing_s(self, per_update_s: float) -> float:
+        """Return the seconds between the last update and the report: for the last evaluation, the
+        last sample, and the update that measures memory.
         """
         row_s = self._row_s(per_update_s)
         all_rows_s = self.session.task.held_out_rows * row_s
@@ -102,6 +105,8 @@ class Deadline:
         return self.row_s or self.session.scoring_s(1, per_update_s)
 
     def _share_s(self, share: float) -> float:
-        """Return the seconds of a share of the whole time; infinite without a limit."""
+        """Return the seconds of a share of `train.wall_minutes`; infinite without a limit."""
         minutes = self.session.plan.job.span.wall_minutes
-        return math.inf if minutes is None or self.session.ends_s is None else share * 60 * minutes
+        if minutes is None or self.session.deadline_s is None:
+            return math.inf
+        return share * 60 * minutes

@@ -1,11 +1,11 @@
 """Begin a run with *eager* updates, which are computed without a compiled graph, while another
 process compiles the step.
 
-Compiling a step that is not in the cache keeps one core busy for half a minute. A run by the clock
-(one with `train.minutes` instead of a number of updates) trains on the other cores meanwhile. Its
-number of updates differs from machine to machine anyway, so nothing repeatable is lost. Once the
-compiled code is in the cache, the run loads it and saves its first checkpoint. A resumed run
-therefore has compiled updates only.
+Compiling a step that is not in the cache keeps one core busy for half a minute. Meanwhile a run by
+the clock (one with `train.minutes` instead of a number of updates) trains on the other cores. Its
+number of updates differs from machine to machine anyway, so it does not become less repeatable.
+Once the compiled code is in the cache, the run loads it and saves its first checkpoint. So all
+updates of a resumed run are compiled.
 """
 
 import time
@@ -48,8 +48,8 @@ from monograph.storage.writing import temporary_folder, write_durably, writing
 MARK = "eager"  # rows of metrics.jsonl that come from eager updates have this entry
 # Bytes of libraries, text and compiler in a process, in addition to the tensors of a step.
 PROCESS_BYTES = 2**30
-MAX_PATIENCE_S = 600.0  # after this time the run stops waiting for the other process
-_CHILD = (
+MAX_PATIENCE_S = 600.0  # no run waits longer for the other process
+_COMPILE_SCRIPT = (
     "import sys; from monograph.session.eager_start import compile_run; compile_run(*sys.argv[1:])"
 )
 
@@ -57,9 +57,12 @@ _CHILD = (
 def pays(session: Session, key: str) -> bool:
     """Return whether a run should begin with eager updates.
 
-    It should if all of this is true: the clock decides on the run's length; a compiler can run on
-    another core of this machine; the model is this package's, and the memory suffices for a second
-    process with it; the step was not compiled on this machine before.
+    It should if all of this is true:
+
+    - it is a run by the clock, of one process;
+    - a compiler can run on another core of this machine;
+    - the model is one of this package, and there is memory for a second process with it;
+    - the step is not in the cache yet.
 
     Args:
         session: a session at its beginning.
@@ -75,11 +78,11 @@ def pays(session: Session, key: str) -> bool:
         plan.job.recipe.code
         or plan.expected is None
         or plan.memory == "stream"
-        or not session.task.is_foreseen
+        or not session.task.is_fully_planned
     ):
         return False
-    fits = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES) < machine.free_memory_bytes
-    return fits and not is_compiled(key)
+    two_processes_bytes = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES)
+    return two_processes_bytes < machine.free_memory_bytes and not is_compiled(key)
 
 
 def has_spare_core(machine: Device) -> bool:
@@ -87,50 +90,57 @@ def has_spare_core(machine: Device) -> bool:
     return machine.type == "cpu" and machine.cores > 1 and not compiler_obstacle()
 
 
-def begin(session: Session, window: Batch, progress: Progress, before: Callable[[], None]) -> bool:
+def begin(
+    session: Session,
+    window: Batch,
+    progress: Progress,
+    before_first_update: Callable[[], None],
+) -> bool:
     """Make eager updates until another process has compiled the step, if that `pays`; then compile
     the step here.
 
-    Compiling here takes a few seconds, because the compiled code is in the cache.
+    After eager updates, compiling here takes a few seconds, because the compiled code is in the
+    cache.
 
     Args:
         session: a session at its beginning.
         window: a window of it.
         progress: the display.
-        before: called before the first eager update.
+        before_first_update: called before the first eager update.
 
     Returns:
         Whether there were eager updates.
     """
     key = compiled_key(session, window)
-    early = pays(session, key)
-    if early:
-        before()
-        patient_s = patience_s(session)
-        if not _update_eagerly(session, window, patient_s, progress):
+    updates_eagerly = pays(session, key)
+    if updates_eagerly:
+        before_first_update()
+        max_wait_s = patience_s(session)
+        if not _update_eagerly(session, window, max_wait_s, progress):
             plan = session.plan
-            plan = plan.having(replace(plan.training, compile="none"))
-            session.complete(plan.noting({"train.compile": "none"}))
-            session.task.leave_uncompiled()
-            session.eager_reason = f"the compiler was not ready in {duration(patient_s)}"
+            plan = plan.with_training(replace(plan.training, compile="none"))
+            session.set_plan(plan.with_decided_values({"train.compile": "none"}))
+            session.task.stop_compiling()
+            session.eager_reason = f"the compiler was not ready in {duration(max_wait_s)}"
     compile_step(session, window, progress)
     if not session.eager_reason:
         mark_compiled(key)
-    return early
+    return updates_eagerly
 
 
 def patience_s(session: Session) -> float:
-    """Return for how many seconds the run waits for the other process; with train.wall_minutes, at
-    most half of the time left.
+    """Return the maximum seconds that the run waits for the other process.
+
+    With train.wall_minutes it is at most half of the time left.
     """
     return min(patience_for(session.plan.job.span.minutes), session.left_s / 2)
 
 
 def patience_for(minutes: float, graphs: int = 1) -> float:
-    """Return for how many seconds training of some minutes waits for the other process.
+    """Return the maximum seconds that a run waits for the other process.
 
-    This is the length of the training, but at least the usual time to compile, so that the whole
-    run does not take much longer than its display announced.
+    This is the length of the training, but at least the usual time to compile. So the whole run
+    does not take much longer than its display announced.
 
     Args:
         minutes: the length of the training.
@@ -162,18 +172,25 @@ def compiling(script: str, *arguments: str) -> Iterator[Callable[[], bool]]:
         torch.set_num_threads(threads)
 
 
-def _update_eagerly(session: Session, window: Batch, patient_s: float, progress: Progress) -> bool:
+def _update_eagerly(session: Session, window: Batch, max_wait_s: float, progress: Progress) -> bool:
     """Make eager updates until the other process has compiled the step.
 
+    Args:
+        session: a session at its beginning.
+        window: a window of it, for which the other process compiles.
+        max_wait_s: the maximum seconds to wait for the other process.
+        progress: the display.
+
     Returns:
-        Whether to compile the step here. This is so if the other process has ended, and also if it
-        was waited for as long as possible, since so long a training is worth compiling anyway.
+        Whether to compile the step here. This is so if the other process has ended, and also if
+        `max_wait_s` is `MAX_PATIENCE_S`, since such a long training is worth compiling anyway.
     """
-    engine, plan, task = session.engine, session.plan, session.task
-    most = (
-        task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay) or MOST
-    )
+    engine = session.engine
+    plan = session.plan
+    task = session.task
+    max_updates = _max_updates(session)
     likely = Length(_likely_updates(session))
+    # The length of the run is not decided yet, so its warm-up is guessed.
     engine.step.schedule = constant(resolve(plan, describe(), likely).intervals.warmup_updates)
     log = MetricsLog(session.run, every=1)
     began = clock()
@@ -183,30 +200,36 @@ def _update_eagerly(session: Session, window: Batch, patient_s: float, progress:
         with writing(folder):
             write_durably(path, save({name: tensor.clone() for name, tensor in window.items()}))
         with (
-            compiling(_CHILD, str(session.run.folder), str(path)) as is_over,
+            compiling(_COMPILE_SCRIPT, str(session.run.folder), str(path)) as has_compiler_ended,
             progress.stage("start", "training eagerly while the step compiles") as stage,
         ):
-            # A short text allows `most` updates; half of them are left for the compiled step.
-            for update in train(engine, windows(session), max(1, most // 2)):
+            # A short text allows only `max_updates`. Half of them are left for the compiled step.
+            for update in train(engine, windows(session), max(1, max_updates // 2)):
                 spent_s = clock() - began
                 log.add(update, {"wall_s": spent_s, MARK: True, **task.figures(session.batches)})
-                session.account(update.index + 1, **{MARK: True})
+                session.log_memory(update.index + 1, **{MARK: True})
                 stage.report("update", update.index + 1)
-                if session.can_save and (is_over() or spent_s > patient_s):
+                if session.can_save and (has_compiler_ended() or spent_s > max_wait_s):
                     break
-            if not is_over():
+            if not has_compiler_ended():
                 stage.report("waiting for the compiler after update", engine.index)
-            # After these updates of a short text, wait without training.
-            while not is_over() and clock() - began < patient_s:
+            # After half of the updates of a short text, wait without training.
+            while not has_compiler_ended() and clock() - began < max_wait_s:
                 time.sleep(0.1)
-            is_compiled_now = is_over()
+            is_compiled_now = has_compiler_ended()
             stage.result = f"{counted(engine.index, 'update')}, loss {log.last['train_loss']:.2f}"
-    # The seconds count like those of an earlier process of the run: they do not shorten the time of
-    # the updates to come.
+    # The seconds count like those of an earlier process of the run (`elapsed_s`), so they do not
+    # shorten the time of the updates to come. `started_s` moves on, so they do not count twice.
     session.elapsed_s = spent_s
     session.started_s = session.started_s + spent_s
     session.training_since_s = clock()
-    return is_compiled_now or patient_s >= MAX_PATIENCE_S
+    return is_compiled_now or max_wait_s >= MAX_PATIENCE_S
+
+
+def _max_updates(session: Session) -> int:
+    """Return the maximum number of updates of the run, which a short text limits."""
+    rows = session.batches.rows_per_window
+    return session.task.max_updates(rows, session.plan.training.optim.weight_decay) or MOST
 
 
 def _likely_updates(session: Session) -> int:
@@ -215,17 +238,17 @@ def _likely_updates(session: Session) -> int:
     """
     plan = session.plan
     assert plan.expected
-    seconds = plan.expected.update_s
+    update_s = plan.expected.update_s
     if session.model_config:
-        known = Calibration(calibration_file())
-        # Sampling and judging answers.
-        beside = plan.job.objective.seconds_beside(plan, session.model_config, describe(), known)
-        seconds += beside[0] if beside else 0.0
-    most = (
-        session.task.most_updates(session.batches.rows_per_window, plan.training.optim.weight_decay)
-        or MOST
-    )
-    return defaults.updates_for(defaults.UPDATES_SHARE * 60 * plan.job.span.minutes, seconds, most)
+        calibration = Calibration(calibration_file())
+        extra = plan.job.objective.extra_seconds(
+            plan, session.model_config, describe(), calibration
+        )
+        if extra:
+            extra_s, _ = extra
+            update_s += extra_s
+    updates_s = defaults.UPDATES_SHARE * 60 * plan.job.span.minutes
+    return defaults.updates_for(updates_s, update_s, _max_updates(session))
 
 
 def compile_run(folder: str, window: str) -> None:
@@ -241,6 +264,6 @@ def compile_run(folder: str, window: str) -> None:
     run = Run(Path(folder))
     progress = silent()
     plan = resolve(run_settings(run), describe())
-    with closing(plan.job.objective.open_unjudged(plan, progress)) as task:
+    with closing(plan.job.objective.open_without_judging(plan, progress)) as task:
         session = open_session(run, plan, task, default_device(), progress)
         compile_step(session, load_file(window), progress)

@@ -21,12 +21,13 @@ from monograph.report.quantities import counted
 from monograph.run.folder import Run
 from monograph.run.models import load_trained, load_with_tokenizer
 from monograph.session.objectives import objective_of
-from monograph.session.recorded import own_copies, run_settings, strange_text
+from monograph.session.recorded import copies_of_missing_files, foreign_text_warning, run_settings
 from monograph.text.tokenizer import Tokenizer
 
-LONGEST_ROW = 4096  # tokens of a row, for a model that comes from no run
-# The keys in [data] that say how any text is read,
-_READING = (
+# Tokens of a row for a model that does not come from a run; fewer if it has fewer positions.
+MAX_ROW_TOKENS = 4096
+# The keys in [data] that say how any text is read.
+_READING_KEYS = (
     "sequence_length",
     "packing",
     "text_key",
@@ -35,14 +36,14 @@ _READING = (
     "answers",
     "too_long",
 )
-# and those that name the run's own text.
-_TEXT = ("source", "weights", "held_out")
+# The keys in [data] that name the run's own text.
+_OWN_TEXT_KEYS = ("source", "weights", "held_out")
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model with its precision and its tokenizer; if it comes from a run, also with the run's
-    text.
+    """A model with all that is needed to evaluate it: its loss, tokenizer and precision, and the
+    text of its run if it comes from one.
 
     Attributes:
         module: the model.
@@ -50,12 +51,12 @@ class EvaluatedModel:
         tokenizer: the model's tokenizer.
         precision: the precision in which the model is evaluated: the run's own, or fp32.
         reading: the arguments of `data.corpus.corpus` that say how to read any text.
-        averaged: whether the weights are averages.
-        own_text: the further arguments of `corpus` that name the run's text, used without --data;
-            {} if there is none.
-        fingerprint: the fingerprint of the run's text at training.
-        strange: a warning to print before `own_text` is read; "" if the text is the user's own.
-        drew_answers: whether the run sampled answers between its updates, so that its speed is not
+        averaged: whether the weights are averages over updates.
+        own_text: the further arguments of `corpus` that name the run's text, which is evaluated if
+            there is no --data; {} if the run has no text.
+        fingerprint: the fingerprint that the run's text had in training.
+        text_warning: a warning to print before `own_text` is read; "" if the text is the user's own.
+        samples_answers: whether the run sampled answers between its updates, so that its speed is not
             that of a step.
     """
 
@@ -67,8 +68,8 @@ class EvaluatedModel:
     averaged: bool = False
     own_text: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
-    strange: str = ""
-    drew_answers: bool = False
+    text_warning: str = ""
+    samples_answers: bool = False
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -92,12 +93,12 @@ def require_finite(loss: float, name: str, text: str) -> None:
         )
 
 
-def of_run(run: Run, warn: Warn) -> EvaluatedModel:
-    """Load a run's newest sound model; see `load_trained`."""
-    settings = run_settings(run, runs=("model.init",))
+def load_from_run(run: Run, warn: Warn) -> EvaluatedModel:
+    """Load the model of a run's newest valid checkpoint; see `load_trained`."""
+    settings = run_settings(run, code_keys=("model.init",))
     # In another precision the scores would differ from those of the training.
     precision = Precision(settings.train.precision)
-    text = settings.data.model_dump() | own_copies(settings.data, settings.origins)
+    text = settings.data.model_dump() | copies_of_missing_files(settings.data, settings.origins)
     objective = objective_of(settings)
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision, settings.programs)
     return EvaluatedModel(
@@ -105,25 +106,25 @@ def of_run(run: Run, warn: Warn) -> EvaluatedModel:
         loss=loss,
         tokenizer=tokenizer,
         precision=precision,
-        reading={key: text[key] for key in _READING},
+        reading={key: text[key] for key in _READING_KEYS},
         averaged=averaged,
-        own_text={key: text[key] for key in _TEXT} if objective.is_of_texts else {},
+        own_text={key: text[key] for key in _OWN_TEXT_KEYS} if objective.is_of_texts else {},
         fingerprint=state["fingerprint"],
-        strange=strange_text(run, settings.data.source, settings.programs),
-        drew_answers=objective.answers_on_device,
+        text_warning=foreign_text_warning(run, settings.data.source, settings.programs),
+        samples_answers=objective.samples_answers,
     )
 
 
-def of_folder(folder: str, warn: Warn) -> EvaluatedModel:
+def load_from_folder(folder: str, warn: Warn) -> EvaluatedModel:
     """Load the model of a Hugging Face folder or weight file, in fp32."""
     model, tokenizer = load_with_tokenizer(folder, warn)
-    length = min(model.config.max_position_embeddings, LONGEST_ROW)
+    length = min(model.config.max_position_embeddings, MAX_ROW_TOKENS)
     return EvaluatedModel(
         model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length}
     )
 
 
-def mixed(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
+def mixture_of(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
     """Return a model whose probability of a token is the mean of its members' probabilities.
 
         loss = sum over N targets of ln M - logsumexp over M members of log p(target)
@@ -157,7 +158,7 @@ def mixed(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
         return torch.where(is_target_N, losses_N, 0.0).sum(), is_target_N.sum()
 
     # Rows must fit all members, so they are read as the member with the shortest rows reads them.
-    # Members enter their own precisions; fp32 around them changes nothing.
+    # The loss enters the precision of each member, so the precision around it has no effect.
     return replace(
         shortest,
         module=nn.ModuleList(member.module for member in members),
@@ -167,14 +168,14 @@ def mixed(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
     )
 
 
-def answered(
+def answer_questions(
     subject: EvaluatedModel,
     questions: list[Question],
     chat: bool,
     report: ProgressCallback,
     warn: Warn,
 ) -> tuple[list[ChoiceMarks], Accuracy]:
-    """Return a model's answers to multiple-choice questions, and its accuracy.
+    """Let a model answer multiple-choice questions, and return its answers and its accuracy.
 
     Args:
         subject: the model.
@@ -188,7 +189,7 @@ def answered(
             question is unknown.
     """
     if not isinstance(subject.module, Llama):
-        # `mixed` makes a ModuleList.
+        # `mixture_of` makes a ModuleList.
         is_mixture = isinstance(subject.module, nn.ModuleList)
         what = "a mixture" if is_mixture else "the run holds a module of its own, which"
         raise InputRefused(f"{what} does not say what follows a question: give a text")

@@ -1,7 +1,8 @@
-"""Read the GPU's and the system's numbers that may explain a run's speed, and notice when the run
-has become slower.
+"""Read numbers of the GPU and the system that may explain a run's speed, and notice when the run has
+become slower.
 
-A *stretch* is a part of the training of about a minute, of which the median speed is taken.
+A *rate* is the number of tokens per second in about a second. A *stretch* is about a minute of
+training, whose rates have a median.
 """
 
 import importlib
@@ -18,15 +19,16 @@ from monograph.device import clock, describe
 from monograph.profiling.memory import swapped_bytes
 from monograph.report.quantities import memory
 
-READ_S = 1.0  # a GPU's numbers are means over up to a second, so they are not read more often
-STRETCH_S = 60.0  # minimum seconds of a stretch
-STRETCH = 10  # minimum number of rates in a stretch
-KNOWN = 2  # minimum number of earlier stretches, for a comparison
-SLOW = 0.7  # a stretch with a lower share of the earlier rate is slow
-RECOVERED = 0.85  # a slow run has recovered if it reaches this share of the earlier rate
+# A GPU's numbers are means over up to a second, so they are not read more often.
+MIN_READ_INTERVAL_S = 1.0
+MIN_STRETCH_S = 60.0
+MIN_STRETCH_RATES = 10
+MIN_EARLIER_STRETCHES = 2  # with which a stretch is compared
+SLOW_SHARE = 0.7  # a stretch is slow if its rate is below this share of the usual rate
+RECOVERED_SHARE = 0.85  # a slow run has recovered if it reaches this share of the usual rate
 # A smaller increase of memory in swap, or of the load, does not explain a lower speed.
-SWAPPED_BYTES = 2**26
-LOADED = 0.5
+MIN_SWAPPED_BYTES = 2**26
+MIN_LOAD_INCREASE = 0.5
 
 _GAUGES: Mapping[str, Callable[[ModuleType, object], float]] = {
     "gpu_utilization_percent": lambda nvml, card: nvml.nvmlDeviceGetUtilizationRates(card).gpu,
@@ -71,7 +73,8 @@ class Gauges:
         self._read_s = float("-inf")
         self._cores = describe(device).cores
         if device.type == "cuda":
-            # The library is missing or finds no driver, or the device is a slice of a GPU.
+            # An exception means that the library is missing or finds no driver, or that the device
+            # is a slice of a GPU.
             with suppress(Exception):
                 nvml = importlib.import_module("pynvml")
                 nvml.nvmlInit()
@@ -82,26 +85,26 @@ class Gauges:
 
     def read(self) -> dict[str, float]:
         """Return the GPU's numbers by their names in metrics.jsonl; {} if they were read less than
-        `READ_S` ago.
+        `MIN_READ_INTERVAL_S` ago.
         """
-        if self._nvml is None or clock() - self._read_s < READ_S:
+        if self._nvml is None or clock() - self._read_s < MIN_READ_INTERVAL_S:
             return {}
         self._read_s = clock()
         return self._of_card(_GAUGES)
 
     def hints(self) -> dict[str, float]:
-        """Return numbers that may explain a lower speed, once they are compared with earlier ones."""
+        """Return numbers that may explain a lower speed if they differ from earlier ones."""
         return {"load": os.getloadavg()[0], "swapped": swapped_bytes(), **self._of_card(_HINTS)}
 
     def why(self, before: Mapping[str, float], now: Mapping[str, float]) -> str:
         """Return the likely reasons for a lower speed in words; "" if none is known.
 
         Args:
-            before: the `hints` of the time with the higher speed.
+            before: the `hints` at the time of the higher speed.
             now: the present `hints`.
         """
         new_limits = int(now.get("limits", 0)) & ~int(before.get("limits", 0))
-        # Two bits mean heat, which is said once.
+        # Two bits mean heat; the dict has each name only once.
         names = dict.fromkeys(name for bit, name in _LIMITS.items() if bit & new_limits)
         reasons = [f"the GPU is slowed by {name}" for name in names]
         processes_before = before.get("processes", 0)
@@ -109,10 +112,10 @@ class Gauges:
         if processes > processes_before:
             reasons.append(f"{processes} processes use the GPU, {processes_before} before")
         swapped_bytes = now["swapped"] - before["swapped"]
-        if swapped_bytes > SWAPPED_BYTES:
+        if swapped_bytes > MIN_SWAPPED_BYTES:
             reasons.append(f"{memory(swapped_bytes)} of its memory went to swap")
-        # A load below the number of cores leaves cores free.
-        if now["load"] > max(self._cores, before["load"] + LOADED):
+        # A load below the number of cores leaves some cores free.
+        if now["load"] > max(self._cores, before["load"] + MIN_LOAD_INCREASE):
             reasons.append(
                 f"load {now['load']:.1f} on {self._cores} cores, {before['load']:.1f} before"
             )
@@ -126,7 +129,7 @@ class Gauges:
         if self._nvml is None:
             return numbers
         for name, read in wanted.items():
-            # This GPU or driver may not have the number, at least at this moment.
+            # This GPU or driver may not have the number, or not at this moment.
             with suppress(Exception):
                 numbers[name] = read(self._nvml, self._card)
         return numbers
@@ -146,14 +149,15 @@ class Alarm:
     """
 
     def __init__(self, gauges: Gauges) -> None:
-        """Begin without a stretch."""
+        """Begin the first stretch."""
         self.gauges = gauges
         self.is_slow = False
-        self._usual_hints = gauges.hints()
-        # of the present stretch
+        # The rates of the present stretch, and its seconds so far.
         self._rates = list[float]()
         self._seconds = 0.0
-        self._usual_rates = list[float]()  # of earlier stretches that were not slow
+        # The medians of the earlier stretches that were not slow, and the hints at the last of them.
+        self._usual_rates = list[float]()
+        self._usual_hints = gauges.hints()
 
     def note(self, rate: float, seconds: float) -> dict[str, Any] | None:
         """Note the rate of some seconds of training.
@@ -168,21 +172,23 @@ class Alarm:
         """
         self._rates.append(rate)
         self._seconds += seconds
-        if self._seconds < STRETCH_S or len(self._rates) < STRETCH:
+        if self._seconds < MIN_STRETCH_S or len(self._rates) < MIN_STRETCH_RATES:
             return None
-        now = statistics.median(self._rates)
+        # The stretch is complete.
+        rate_of_stretch = statistics.median(self._rates)
         hints = self.gauges.hints()
         self._rates = []
         self._seconds = 0.0
-        # With a usual rate of 0 no stretch is slow.
-        is_known = len(self._usual_rates) >= KNOWN
-        usual = statistics.median_low(self._usual_rates) if is_known else 0.0
+        usual_rate = 0.0  # with which no stretch is slow
+        if len(self._usual_rates) >= MIN_EARLIER_STRETCHES:
+            usual_rate = statistics.median_low(self._usual_rates)
         was_slow = self.is_slow
-        self.is_slow = now < (RECOVERED if was_slow else SLOW) * usual
+        min_share = RECOVERED_SHARE if was_slow else SLOW_SHARE
+        self.is_slow = rate_of_stretch < min_share * usual_rate
         if not self.is_slow:
-            self._usual_rates.append(now)
+            self._usual_rates.append(rate_of_stretch)
             self._usual_hints = hints
         if was_slow or not self.is_slow:
             return None
         why = self.gauges.why(self._usual_hints, hints)
-        return {"tokens_per_s": now, "before": usual, "why": why}
+        return {"tokens_per_s": rate_of_stretch, "before": usual_rate, "why": why}

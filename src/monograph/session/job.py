@@ -1,9 +1,9 @@
 """What a run is to do, as its settings say it: which model is trained, on which records, from which
-weights, and where the run is recorded.
+weights, and how long.
 
-`monograph.session.door` reads the settings and makes a `Job`. Code below the door sees no settings
-and no path such as `last` that has to be looked up. A value that the settings leave at "auto" is
-decided in the job, unless it depends on the text, the model's shape or the device.
+`monograph.session.door` reads the settings and makes a `Job`. Code that gets the job sees no
+settings, and no path such as `last` that has to be looked up. A value that the settings leave at
+"auto" is decided in the job, unless it depends on the text, the model's shape or the device.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ OpenChoice = Literal["micro_batch", "precision", "compile", "remat", "memory"]
 Memory = Literal["device", "stream"]
 
 
-class AskedTransfer(NamedTuple):
+class RequestedTransfer(NamedTuple):
     """The width transfer (`monograph.transfer`) that the settings ask for.
 
     Attributes:
         base: the width at which the learning rate was found; None means the default width.
-        said: `optim.transfer` with its value, as an error begins.
+        said: the origin of `optim.transfer`, the key and its value, with which an error begins.
         init: `model.init`.
     """
 
@@ -66,7 +66,7 @@ class AskedTransfer(NamedTuple):
             raise UsageError(f"{self.said}: {error}") from None
 
 
-class AskedLength(NamedTuple):
+class RequestedLength(NamedTuple):
     """How long a run lasts, as the settings say it.
 
     Attributes:
@@ -94,7 +94,7 @@ class Intervals(NamedTuple):
     save_every: int
 
 
-class AskedIntervals(NamedTuple):
+class RequestedIntervals(NamedTuple):
     """`Intervals` as the settings give them; None means that the run's length decides."""
 
     warmup_updates: int | None
@@ -119,8 +119,9 @@ class AskedIntervals(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What a run is to do, by its settings alone. A `monograph.session.plan.RunPlan` holds the job
-    and the decisions on what is open in it.
+    """What a run is to do, by its settings alone.
+
+    A `monograph.session.plan.RunPlan` has the job, and the values that are still open in it.
 
     Attributes:
         record: the content of config.toml.
@@ -128,22 +129,22 @@ class Job:
             of that objective's own keys.
         source: the opened model that the run starts from; None for a new one.
         recipe: the checked recipe from which the model is built.
-        sizes_said: the keys that shape the model, with their values, as an error shows them.
+        sizes_text: the keys that shape the model, with their values, as an error shows them.
         reading: how the records are read. Files that are gone are replaced by the run's copies.
-        tokens: what decides which tokens are new to the model.
+        tokens: the model and the settings that decide which tokens are new to the model.
         transfer: the width transfer that the settings ask for; None without.
-        training: how the model is trained, by all devices together. The optimizer does not have the
-            changes of width transfer yet, nor the adapters the tokens whose rows are trained.
+        training: how the model is trained, by all devices together. Two parts are missing: the
+            changes of the optimizer by width transfer, and the tokens of the adapters.
         memory: where weights live.
-        open: the choices that the device or the planner makes; `training` and `memory` have
-            defaults there.
-        is_rate_open: whether the optimizer's peak rate is a default.
+        open_choices: the choices that the device or the planner makes later. Until then `training`
+            and `memory` have defaults for them.
+        is_lr_open: whether the optimizer's peak rate is a default.
         is_decay_open: whether the optimizer's weight decay is a default.
-        final: the share of the peak rate at which the schedule ends.
-        asked_tokens: tokens of an update as the settings give them; `training` rounds them to whole
+        final_lr_share: the share of the peak rate at which the schedule ends.
+        given_tokens_per_update: tokens of an update as the settings give them; `training` rounds them to whole
             rows.
-        updates: updates of the run; 0 if neither they nor its tokens are given.
-        span: how long the run lasts.
+        updates: updates of the run, from train.updates or train.tokens; 0 if neither is given.
+        span: how long the run lasts, as the settings say it.
         intervals: the updates of the warm-up, between evaluations and between checkpoints.
         schedule_name: the learning rate's schedule.
         keep: the number of checkpoints that stay.
@@ -155,20 +156,20 @@ class Job:
     objective: Objective
     source: ModelSource | None
     recipe: ModelRecipe
-    sizes_said: str
+    sizes_text: str
     reading: ReadingOptions
     tokens: TokenSource
-    transfer: AskedTransfer | None
+    transfer: RequestedTransfer | None
     training: Training
     memory: Memory
-    open: frozenset[OpenChoice]
-    is_rate_open: bool
+    open_choices: frozenset[OpenChoice]
+    is_lr_open: bool
     is_decay_open: bool
-    final: float
-    asked_tokens: int
+    final_lr_share: float
+    given_tokens_per_update: int
     updates: int
-    span: AskedLength
-    intervals: AskedIntervals
+    span: RequestedLength
+    intervals: RequestedIntervals
     schedule_name: str = of_key("optim.schedule")
     keep: int = of_key("train.keep")
     parallel: str = of_key("train.parallel")
@@ -193,6 +194,6 @@ class Job:
         transfer.
 
         Raises:
-            UsageError: see `AskedTransfer.of`.
+            UsageError: see `RequestedTransfer.of`.
         """
         return self.transfer.of(config) if self.transfer else None

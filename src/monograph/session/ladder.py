@@ -1,7 +1,7 @@
 """Measure a ladder of ways to train one model on one text (`monograph profile --ladder`).
 
-A *way* is how a model is trained (`RungWay`). A *rung* is one change to a way, such as bf16 instead
-of fp32; training that way is measured, and compared with the way without the change.
+A *way* (`RungWay`) says how the model is trained. A *rung* is one change to a way, such as bf16
+instead of fp32. The changed way is measured, and compared with the way without the change.
 """
 
 import gc
@@ -34,7 +34,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import Length, RunPlan
-from monograph.session.requirements import require_together
+from monograph.session.requirements import require_compatible
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import build_run, open_session
@@ -47,7 +47,7 @@ ADAPTER_RANK = 16
 
 @dataclass(frozen=True)
 class RungWay:
-    """One way to train; the defaults are the first rung's way.
+    """One way to train; the defaults are the way of the first rung.
 
     Attributes:
         captured: whether forward and backward pass are compiled.
@@ -81,16 +81,16 @@ class Rung(NamedTuple):
         name: the rung's name.
         change: the change in a few words.
         fields: the fields of `RungWay` that the change sets, with their values.
-        over: the rung whose way is changed. None means the last rung before this one that was
-            measured and whose `over` is also None.
+        base: the name of the rung whose way is changed. None means the last rung before this one
+            that was measured and whose `base` is also None.
     """
 
     name: str
     change: str
     fields: Mapping[str, Any]
-    over: str | None = None
+    base: str | None = None
 
-    def after(self, way: RungWay) -> RungWay:
+    def applied_to(self, way: RungWay) -> RungWay:
         """Return `way` with this rung's change."""
         return replace(way, **self.fields)
 
@@ -126,7 +126,7 @@ RUNGS = (
 
 
 @dataclass(frozen=True)
-class Climbed:
+class RungMeasurement:
     """The measurements of a rung.
 
     Attributes:
@@ -139,8 +139,8 @@ class Climbed:
         peak_memory_bytes: bytes of tensors at the peak of an update, including weights, gradients
             and optimizer state.
         train_loss: nats per token, averaged over the last quarter of the updates.
-        held_out: scores after the last update, on the same held-out rows for every rung; None if no
-            text is held out.
+        held_out: the evaluation after the last update, on the same held-out rows for every rung;
+            None if no text is held out.
         compile_s: seconds spent on tracing and compiling.
         notes: the lines that the engine and its step would have printed.
     """
@@ -180,25 +180,25 @@ class Climbed:
 class Unfused(OnDevice):
     """Parameters that are updated one after another, by separate operators, outside of graphs.
 
-    A *plane* is the flat buffer that an optimizer updates at once. `OnDevice` puts many parameters
-    into a plane, and this class one.
+    An optimizer updates a *plane*, a flat buffer, at once. `OnDevice` puts many parameters into a
+    plane. This class makes a plane of each parameter.
     """
 
     def place(self, step: Step) -> list[Plane]:
         """Make a plane of each parameter."""
         self.step = step
         kinds = step.optim.kinds(step.model)
-        placed = list[Plane]()
+        all_planes = list[Plane]()
         for name, parameter in trainable(step.model).items():
             [plane] = planes(
                 {name: parameter}, kinds, step.optim.state, master_weights=step.optim.master_weights
             )
-            plane.number = len(placed)
-            placed.append(step.prepare_plane(plane))
-        return placed
+            plane.number = len(all_planes)
+            all_planes.append(step.prepare_plane(plane))
+        return all_planes
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
-        """Return what is compiled: the passes, and not the update."""
+        """Return what is compiled: the forward and the backward pass, but not the update."""
         return [self.step.forward, self.step.evaluate] if scope == "whole" else []
 
 
@@ -221,9 +221,11 @@ def unfuse(engine: Engine) -> None:
     )
 
 
-RUNG_S = 20.0  # training time of the first rung; the others make as many updates
-MIN_UPDATES = 8  # of a rung
-MAX_UPDATES = 1000  # of a rung
+# The first rung trains for about this time. The others make as many updates.
+FIRST_RUNG_S = 20.0
+# Limits of the number of updates of a rung.
+MIN_UPDATES = 8
+MAX_UPDATES = 1000
 WARM_UPDATES = 2  # the first updates of a rung, which are not timed
 HELD_OUT_ROWS = 64  # rows on which each rung is scored
 GRAPHS = ("whole", "blocks")  # the values of train.compile that compile something
@@ -243,13 +245,13 @@ class Ladder:
     Attributes:
         plan: the plan that all rungs share. Every value is decided, except those that rungs change
             and the number of updates.
-        texts: the corpus by its form: "packed" puts several documents into a row, "padded" only
+        texts: the corpus by its packing: "packed" puts several documents into a row, "padded" only
             one.
         params: the number of the model's parameters.
         folder: the ladder's folder; no rung writes into it.
-        max_updates: the upper bound of a rung's updates that the settings give; None without.
-        updates: the number of updates of each rung; 0 until the first measured rung has decided it
-            by the time of its updates.
+        max_updates: the maximum number of updates of a rung that the settings give; None without.
+        updates: the number of updates of each rung; 0 until the first rung is measured, whose speed
+            decides it.
         machine: the device.
     """
 
@@ -263,7 +265,7 @@ class Ladder:
 
     @classmethod
     def of(cls, plan: RunPlan, folder: Path, progress: Progress) -> Self:
-        """Read the text in both forms, build the model once, and return the ladder for it.
+        """Read the text with both packings, build the model once, and return the ladder for it.
 
         Args:
             plan: the plan of the user's settings.
@@ -277,9 +279,9 @@ class Ladder:
             raise UsageError(
                 "optim.master_weights = false keeps no fp32 weights, and a ladder begins in fp32"
             )
-        pinned = plan.record.settings.pinned()
-        # train.compile = whole or blocks is respected: all compiled rungs have that scope.
-        ignored = [key for key in CHANGED_KEYS if pinned.get(key, "auto") not in ("auto", *GRAPHS)]
+        given = plan.record.settings.pinned()
+        # train.compile = whole or blocks is not ignored: all compiled rungs have that scope.
+        ignored = [key for key in CHANGED_KEYS if given.get(key, "auto") not in ("auto", *GRAPHS)]
         if ignored:
             progress.line(
                 "note", f"{', '.join(ignored)}: ignored, since the rungs set this themselves"
@@ -287,23 +289,23 @@ class Ladder:
         machine = describe()
         scope = plan.training.compile
         settings = plan.record.settings.resolve(
-            CHANGED_KEYS | {"train.minutes": RUNG_S / 60}, "ladder"
+            CHANGED_KEYS | {"train.minutes": FIRST_RUNG_S / 60}, "ladder"
         )
         texts = {
-            form: open_corpus(replace(plan.job.reading, packing=form), progress)
-            for form in ("packed", "padded")
+            packing: open_corpus(replace(plan.job.reading, packing=packing), progress)
+            for packing in ("packed", "padded")
         }
         built = build_run(resolve(settings, machine), TextTask(texts["packed"]), machine)
         if built.plan.memory == "stream":
             raise UsageError(
                 "train.memory = stream: a ladder measures a model that lives on the device"
             )
-        # The planner's scope would depend on the speed of earlier runs, so that two ladders of one
-        # model could differ.
+        # The planner may choose a scope by the measured speed of earlier runs, so two ladders of
+        # one model could differ. This choice depends only on the number of blocks.
         if scope not in GRAPHS:
             scope = defaults.scopes(len(blocks(built.model)))[0]
         return cls(
-            plan=built.plan.having(replace(built.plan.training, compile=scope)),
+            plan=built.plan.with_training(replace(built.plan.training, compile=scope)),
             texts=texts,
             params=parameter_count(built.model),
             folder=folder,
@@ -314,24 +316,22 @@ class Ladder:
     def plan_of(self, way: RungWay) -> RunPlan:
         """Return the plan of a way.
 
-        Updates of padded rows have more rows, so that they have as many tokens as packed ones.
+        With padding, updates have more rows, so that they have as many tokens as with packing.
         """
         training = self.plan.training
         rows = training.window_rows
         micro_batch = min(training.rows, rows)
         if way.packing == "padded":
-            # packed_share: the share of a row's positions that hold tokens.
-            rows = round(
-                rows
-                * self.texts["packed"].stats.packed_share
-                / self.texts["padded"].stats.packed_share
-            )
+            # The shares of a row's positions that have tokens, with packing and with padding.
+            packed_share = self.texts["packed"].stats.packed_share
+            padded_share = self.texts["padded"].stats.packed_share
+            rows = round(rows * packed_share / padded_share)
         if way.accumulated:
             micro_batch = max(1, micro_batch // MICRO_BATCH_DIVISOR)
         if not way.captured:
             scope = "none"
         elif way.streamed or way.remat == "offload":
-            scope = "blocks"  # both copy between two blocks, outside of their graphs
+            scope = "blocks"  # since both copy tensors between two blocks, outside of a graph
         else:
             scope = training.compile
         fixed: dict[str, Any] = {
@@ -348,7 +348,7 @@ class Ladder:
         if way.adapters:
             fixed["lora.rank"] = ADAPTER_RANK
         settings = self.plan.record.settings.resolve(fixed, "ladder")
-        require_together(settings)
+        require_compatible(settings)
         return resolve(settings, self.machine)
 
     def obstacle(self, way: RungWay, rung: Rung) -> str | None:
@@ -358,7 +358,8 @@ class Ladder:
             way: the way with the rung's change.
             rung: the rung.
         """
-        job, training = self.plan.job, self.plan.training
+        job = self.plan.job
+        training = self.plan.training
         on_cpu = self.machine.type == "cpu"
         match rung.name:
             case "compiled":
@@ -380,13 +381,13 @@ class Ladder:
             case "adapters":
                 if training.lora:
                     return "all rungs have them: lora.rank"
-                no_weights = "model.init names no weights that could be frozen"
-                return None if job.recipe.init else no_weights
+                if not job.recipe.init:
+                    return "model.init names no weights that could be frozen"
         return None
 
-    def climb(
+    def measure(
         self, rung: Rung, before: RungWay, progress: Progress
-    ) -> tuple[RungWay, Climbed | str]:
+    ) -> tuple[RungWay, RungMeasurement | str]:
         """Train and measure one rung.
 
         Args:
@@ -401,11 +402,11 @@ class Ladder:
         Raises:
             UsageError, InputRefused, OutOfDeviceMemory: the first rung cannot be measured.
         """
-        way = rung.after(before)
+        way = rung.applied_to(before)
         if obstacle := self.obstacle(way, rung):
             return before, obstacle
         try:
-            outcome = self._measure(way, rung, progress)
+            outcome = self._measure_way(way, rung, progress)
         except (InputRefused, OutOfDeviceMemory, UsageError) as error:
             # The first rung changes nothing. If even that fails, so would all others.
             if not rung.fields:
@@ -418,13 +419,13 @@ class Ladder:
             torch.cuda.empty_cache()
         return (before if isinstance(outcome, str) else way), outcome
 
-    def _measure(self, way: RungWay, rung: Rung, progress: Progress) -> Climbed | str:
-        """Train a new model a way; return the measurements, or the reason why there are none."""
+    def _measure_way(self, way: RungWay, rung: Rung, progress: Progress) -> RungMeasurement | str:
+        """Train a new model in one way; return the measurements, or why there are none."""
         device = default_device()
         notes = list[str]()
         run = Run(self.folder)
-        text = self.texts[way.packing]
-        session = open_session(run, self.plan_of(way), TextTask(text), device, progress)
+        task = TextTask(self.texts[way.packing])
+        session = open_session(run, self.plan_of(way), task, device, progress)
         engine = session.engine
         try:
             if not way.fused:
@@ -433,26 +434,34 @@ class Ladder:
             if not way.replayed:
                 engine.step.recorder = None  # it would capture CUDA graphs
             prepare(session, progress)
-            # These two rungs are nothing without the compiler and the recorder, so a fallback to
-            # training without them is no measurement.
+            # If the step could not be compiled, or not be recorded in a CUDA graph, the session
+            # would train without that, which is not what the rung measures.
             if way.captured and session.eager_reason:
                 return session.eager_reason
             if rung.name == "CUDA graphs" and not graph.is_replayed(engine.step):
                 return notes[-1] if notes else "nothing was captured"
             if not self.updates:
-                updates = min(int(RUNG_S / calibrate(session)), self.max_updates or MAX_UPDATES)
+                max_updates = self.max_updates or MAX_UPDATES
+                updates = min(int(FIRST_RUNG_S / calibrate(session)), max_updates)
                 self.updates = max(MIN_UPDATES, updates)
-            session.complete(resolve(session.plan, self.machine, Length(self.updates)))
+            session.set_plan(resolve(session.plan, self.machine, Length(self.updates)))
             reset_peak_memory(device)
             return self._train(session, notes, progress)
         finally:
             session.batches.close()
 
-    def _train(self, session: Session, notes: list[str], progress: Progress) -> Climbed:
-        """Make a rung's updates, and return their measurements."""
-        engine, device = session.engine, session.engine.step.device
+    def _train(self, session: Session, notes: list[str], progress: Progress) -> RungMeasurement:
+        """Make a rung's updates, and return their measurements.
+
+        Args:
+            session: the prepared session of the rung.
+            notes: the lines of the engine and its step, which become part of the result.
+            progress: the display.
+        """
+        engine = session.engine
+        device = engine.step.device
         seconds = list[float]()
-        cpu = list[float]()
+        cpu_seconds = list[float]()
         losses = list[float]()
         tokens = 0
         with progress.stage("train", f"{self.updates} updates") as stage:
@@ -461,7 +470,7 @@ class Ladder:
             for update in train(engine, session.batches, self.updates):
                 synchronize(device)
                 seconds.append(clock() - began)
-                cpu.append(process_time() - cpu_began)
+                cpu_seconds.append(process_time() - cpu_began)
                 losses.append(float(update.loss))
                 tokens += int(update.count)
                 stage.report("update", len(seconds), self.updates)
@@ -469,25 +478,24 @@ class Ladder:
                 cpu_began = process_time()
             micro_batch = engine.micro_batch or 0
             rows = session.batches.rows_per_window
-            climbed = Climbed(
+            last_quarter = losses[-max(1, len(losses) // 4) :]
+            measurement = RungMeasurement(
                 seconds=tuple(seconds[WARM_UPDATES:]),
-                cpu_seconds=tuple(cpu[WARM_UPDATES:]),
+                cpu_seconds=tuple(cpu_seconds[WARM_UPDATES:]),
                 tokens=tokens / len(seconds),
                 micro_batch=micro_batch,
                 micro_steps=math.ceil(rows / micro_batch),
                 peak_memory_bytes=peak_bytes(session),
-                train_loss=statistics.fmean(losses[-max(1, len(losses) // 4) :]),
+                train_loss=statistics.fmean(last_quarter),
                 held_out=self._score(engine),
                 compile_s=session.compile_s,
                 notes=tuple(notes),
             )
-            stage.result = f"{climbed.tokens_per_s:,.0f} tok/s"
-        return climbed
+            stage.result = f"{measurement.tokens_per_s:,.0f} tok/s"
+        return measurement
 
     def _score(self, engine: Engine) -> Evaluation | None:
-        """Return the scores on the packed held-out rows, computed without graphs; None if no text
-        is held out.
-        """
+        """Evaluate the model on packed held-out rows, without graphs; None if no text is held out."""
         rows = self.texts["packed"].held_out
         if not len(rows):
             return None

@@ -1,4 +1,4 @@
-"""Decide which tokens of a run are new to the model that the run begins from, and of which tokens
+"""Decide which tokens of a run are new to the model that the run begins from, and for which tokens
 the embedding rows are trained together with adapters.
 
 A token's *row* is its row of the embedding and of the output matrix.
@@ -26,11 +26,11 @@ class NewTokens(NamedTuple):
         tokenizer: the run's tokenizer.
         vocabulary: the sizes of the model's tokenizer and of the run's. None for a model that a
             Python function builds, which has rows for any number of tokens.
-        listed: ids that `lora.tokens` names.
-        stored: ids of the tokens whose rows a stored adapter has; None if the run does not begin
-            from a stored adapter.
+        listed: the ids that `lora.tokens` names.
+        stored: the ids of the tokens whose rows a stored adapter has; None if the run does not
+            begin from a stored adapter.
         init: the model, as `model.init` names it.
-        adapted: whether adapters are trained.
+        is_adapted: whether adapters are trained.
     """
 
     tokenizer: Tokenizer
@@ -38,13 +38,13 @@ class NewTokens(NamedTuple):
     listed: tuple[int, ...]
     stored: tuple[int, ...] | None
     init: str
-    adapted: bool
+    is_adapted: bool
 
-    def new(self, rows: int) -> range:
+    def new_ids(self, rows: int) -> range:
         """Return the ids that are new to the model, which has `rows` rows."""
         return self.vocabulary.new(rows) if self.vocabulary else range(0)
 
-    def trained(self, rows: int) -> tuple[int, ...]:
+    def trained_ids(self, rows: int) -> tuple[int, ...]:
         """Return the ids whose rows are trained together with adapters.
 
         These are the new and the listed ids, or those of the stored adapter if there is one.
@@ -55,7 +55,7 @@ class NewTokens(NamedTuple):
         Raises:
             InputRefused: a stored adapter has no row for a new token.
         """
-        new = self.new(rows)
+        new = self.new_ids(rows)
         if self.stored is None:
             return tuple(sorted({*new, *self.listed}))
         if missing := [index for index in new if index not in self.stored]:
@@ -69,11 +69,11 @@ class NewTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenSource:
-    """What decides which tokens are new to the model that a run begins from.
+    """The model and the settings that decide which tokens are new to the model.
 
     Attributes:
         source: the model; None for a new model, to which no token is new.
-        adapted: whether adapters are trained.
+        is_adapted: whether adapters are trained.
         tokenizer: data.tokenizer, with the file of a run in its place.
         tokenizer_origin: where data.tokenizer comes from.
         listed: the texts in lora.tokens; None if the key is not given.
@@ -81,19 +81,19 @@ class TokenSource:
     """
 
     source: ModelSource | None
-    adapted: bool
+    is_adapted: bool
     tokenizer: str
     tokenizer_origin: str
     listed: tuple[str, ...] | None
     listed_origin: str
 
-    def compared(self, tokenizer: Tokenizer | None = None) -> NewTokens | None:
-        """Compare a run's tokens with those of the model that it begins from; return None for a new
-        model.
+    def compare(self, tokenizer: Tokenizer | None = None) -> NewTokens | None:
+        """Compare the run's tokenizer with that of the model that it begins from; return None for a
+        new model.
 
         Args:
-            tokenizer: the text's tokenizer; None means the one that the settings name. If that one
-                is still to be trained, its tokens are unknown, and the method returns None.
+            tokenizer: the tokenizer of the run's text; None means the one that the settings name.
+                If that one is still to be trained, its tokens are unknown, and the result is None.
 
         Raises:
             InputRefused: the tokenizer differs from the model's (the first such id is named), or
@@ -111,7 +111,7 @@ class TokenSource:
         vocabulary = None if source.code else compare_tokenizers(tokenizer, source.base)
         stored = source.adapter.lora.tokens if source.adapter else None
         return NewTokens(
-            tokenizer, vocabulary, self._listed_ids(tokenizer), stored, source.name, self.adapted
+            tokenizer, vocabulary, self._listed_ids(tokenizer), stored, source.name, self.is_adapted
         )
 
     def _listed_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -126,46 +126,46 @@ class TokenSource:
             ids.append(index)
         return tuple(ids)
 
-    def planned(self) -> NewTokens | None:
-        """Return what `compared` returns, or None if the model's own tokenizer is missing or cannot
-        be read, which does not matter for a plan.
+    def compare_if_readable(self) -> NewTokens | None:
+        """Return the result of `compare`, or None if the model's own tokenizer is missing or cannot
+        be read. A plan can be made without it.
 
         Raises:
-            InputRefused, UsageError: see `compared`, for a tokenizer that the settings name.
+            InputRefused, UsageError: see `compare`, for a tokenizer that the settings name.
         """
         try:
-            return self.compared()
+            return self.compare()
         except InputRefused:
             if self.tokenizer != AUTO:
                 raise
             return None
 
-    def require(self) -> None:
+    def require_fit(self) -> None:
         """Refuse a tokenizer that does not fit the model, and listed texts that are not tokens.
 
         This is called before any text is read.
 
         Raises:
-            InputRefused, UsageError: see `compared`.
+            InputRefused, UsageError: see `compare`.
         """
         source = self.source
         is_own = source is not None and not source.code and source.own_tokenizer == self.tokenizer
-        # A model's own tokenizer fits, so the time to read it is saved.
+        # A model's own tokenizer fits, so it is not read, which saves time.
         if not is_own or self.listed is not None:
-            self.compared()
+            self.compare()
 
     def require_no_new(self, parent: str) -> None:
-        """Refuse a tokenizer with tokens that another run, with whose weights and optimizer state
-        this run begins, does not have.
+        """Refuse a tokenizer with tokens that the parent does not have, the run with whose weights
+        and optimizer state this run begins.
 
         Args:
-            parent: the other run, as an error calls it.
+            parent: the parent, as an error calls it.
 
         Raises:
             InputRefused: the tokenizer differs from the parent's; the first such id is named.
             UsageError: the tokenizer has more tokens than the parent's.
         """
-        tokens = self.compared()
+        tokens = self.compare()
         if not tokens or not tokens.vocabulary:
             return
         new = tokens.vocabulary.new(tokens.vocabulary.all)
@@ -179,7 +179,7 @@ class TokenSource:
 def tokens_of(
     settings: Settings, source: ModelSource | None, tokenizer: str, is_adapted: bool
 ) -> TokenSource:
-    """Return what the settings say of a run's tokens.
+    """Return the settings on a run's tokens.
 
     Args:
         settings: the run's settings.
@@ -187,17 +187,17 @@ def tokens_of(
         tokenizer: data.tokenizer, with the file of a run in its place.
         is_adapted: whether adapters are trained.
     """
-    named = settings.lora.tokens
+    given = settings.lora.tokens
     listed: tuple[str, ...] | None
-    if named is None:
+    if given is None:
         listed = None
-    elif named == AUTO:
+    elif given == AUTO:
         listed = ()
     else:
-        listed = (named,) if isinstance(named, str) else tuple(named)
+        listed = (given,) if isinstance(given, str) else tuple(given)
     return TokenSource(
         source=source,
-        adapted=is_adapted or (source is not None and source.adapter is not None),
+        is_adapted=is_adapted or (source is not None and source.adapter is not None),
         tokenizer=tokenizer,
         tokenizer_origin=settings.origins.get("data.tokenizer", "data.tokenizer"),
         listed=listed,
@@ -215,21 +215,22 @@ def token_notes(tokens: NewTokens | None, rows: int) -> tuple[str, ...]:
     if tokens is None:
         return ()
     lines = list[str]()
-    new = tokens.new(rows)
+    new = tokens.new_ids(rows)
     if new:
         is_one = len(new) == 1
         begin = "its row begins as the mean" if is_one else "their rows begin as the mean"
         trained = ""
-        if tokens.adapted:
+        if tokens.is_adapted:
             trained = f" and {'is' if is_one else 'are'} trained with the adapters"
-        lines.append(f"{counted(len(new), 'new token')}: {_first(tokens, new)}; {begin}{trained}")
-    # Called also without adapters, since it refuses an adapter that lacks a row.
-    trained_ids = tokens.trained(rows)
-    others = [index for index in trained_ids if index not in new] if tokens.adapted else []
-    if others:
         lines.append(
-            f"{counted(len(others), 'token')} with rows of their own: {_first(tokens, others)}"
+            f"{counted(len(new), 'new token')}: {_first_texts(tokens, new)}; {begin}{trained}"
         )
+    # This is called even without adapters, since it refuses an adapter that lacks a row.
+    trained_ids = tokens.trained_ids(rows)
+    known_ids = [index for index in trained_ids if index not in new]
+    if known_ids and tokens.is_adapted:
+        texts = _first_texts(tokens, known_ids)
+        lines.append(f"{counted(len(known_ids), 'token')} with rows of their own: {texts}")
     if tokens.vocabulary and tokens.vocabulary.own is None:
         lines.append(
             f"{tokens.init} has no tokenizer.json to compare data.tokenizer with: its ids are taken as they are"
@@ -237,7 +238,7 @@ def token_notes(tokens: NewTokens | None, rows: int) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _first(tokens: NewTokens, ids: Sequence[int]) -> str:
+def _first_texts(tokens: NewTokens, ids: Sequence[int]) -> str:
     """Return the texts of the first of these tokens, and how many more there are."""
     texts = tokens.tokenizer.texts()
     more = f" and {len(ids) - MAX_SHOWN} more" if len(ids) > MAX_SHOWN else ""

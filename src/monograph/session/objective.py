@@ -1,13 +1,16 @@
 """The two base classes of the ways to learn (from texts, preferences, rewards or teachers).
 
-An `Objective` is what the settings say, and is known before any record is read. A `Task` is what an
-objective opens: the records of one run, with their loss, windows and figures. Other rooms call
-these two classes, and do not ask which kind of run they have. `monograph.session.objectives` has a
-file for each kind. `WAYS_TO_LEARN` in `monograph.config.keys` is the table of all but teachers, which
-add to learning from texts.
+An `Objective` is a way to learn with the values of its keys; it is known before any record is read.
+`Objective.open` reads the records of one run and returns a `Task`: the records with their loss,
+windows and metrics. Other rooms call the methods of these two classes, and do not ask which way to
+learn a run has. `monograph.session.objectives` has a file for each way. `WAYS_TO_LEARN` in
+`monograph.config.keys` is the table of the ways. Teachers are not in it, because they add to
+learning from texts.
 
-A *record* is what a run reads: a text, a pair of answers, or a prompt. A *window* is the batch of
-one update, or of several in a run on answers; a *position* in the records counts those before it.
+A *record* is what a run reads: a text, a pair of answers, or a prompt. A *window* is a batch of
+records, from which one update is made; a run that samples answers may make several updates from
+one window. A *position* is the number of records that come before a window. *Slots* are positions
+in the cache of keys and values, one for each token of a prompt and its answer.
 """
 
 from abc import ABC, abstractmethod
@@ -34,8 +37,8 @@ from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.choices import STREAMED, Condition
-from monograph.session.opening import Opening
 from monograph.session.plan import RunPlan
+from monograph.session.sample_prompt import SamplePrompt
 from monograph.text.tokenizer import Tokenizer
 
 
@@ -83,20 +86,20 @@ class RunWindows(Protocol):
         """Return the next window."""
 
     def state(self) -> dict[str, Any]:
-        """Return the arguments of `Session.open_batches` for the windows that come next."""
+        """Return the arguments with which `Session.open_batches` continues after the last window."""
 
     def close(self) -> None:
-        """Stop preparing windows ahead."""
+        """Stop preparing the next windows in the background."""
 
 
 class HeldOutScore(NamedTuple):
     """The scores of held-out records.
 
     Attributes:
-        tokens: the tokens of training so far, the point's place on the curve's axis.
+        tokens: the tokens of training so far, which are the x axis of the displayed curve.
         figures: entries for the row of metrics.jsonl.
-        point: the number that the curve shows; None without a curve.
-        evaluation: the loss and the bits per byte; None if answers are scored, not texts.
+        point: the value on the curve's y axis; None without a curve.
+        evaluation: the loss and the bits per byte; None if sampled answers are scored, not texts.
     """
 
     tokens: int
@@ -105,7 +108,7 @@ class HeldOutScore(NamedTuple):
     evaluation: Evaluation | None = None
 
 
-def held_out_said(count: int, share: float) -> str:
+def held_out_text(count: int, share: float) -> str:
     """Return a text on how many records are held out, and why none are if the settings ask for some.
 
     Args:
@@ -119,12 +122,12 @@ def held_out_said(count: int, share: float) -> str:
     return f"none held out: of so few, data.held_out = {share:g} took none by chance; raise it to see how good it gets"
 
 
-class Opened(NamedTuple):
-    """An objective whose own keys are decided.
+class DecidedObjective(NamedTuple):
+    """An objective with a value for each of its keys.
 
     Attributes:
         objective: the objective.
-        values: the decided values by their dotted keys, which config.toml records.
+        values: the values of its keys, by key, for config.toml.
     """
 
     objective: "Objective"
@@ -136,28 +139,30 @@ class Objective(ABC):
 
     Attributes:
         way: the row of this way in `WAYS_TO_LEARN`, with its keys.
-        by_records: whether records alone, without a key, can choose this way; see `of_records`.
-        excluded: the choices that do not go with this way, each with what to do instead.
+        records_can_choose: whether the form of the records chooses this way if no key chooses one;
+            see `value_for_records`.
+        excluded: the conditions on the settings that do not go with this way, each with the remedy
+            (see `choices.excludes`).
         needs_model: whether only a model that was trained before can learn this way.
-        is_of_texts: whether the records are texts, which any model can be scored on.
-        rate_share: the default peak learning rate, as a share of the one for texts.
-        is_own_length: whether other keys than `train.tokens_per_update` decide how much an update
-            learns from.
-        answers_on_device: whether the run samples answers, for which weights and a cache are on the
-            device beside the step; weights then cannot be streamed.
-        finds_spikes: whether gradient norms are even enough that a much larger one is a spike,
-            which is skipped by default.
+        is_of_texts: whether the records are texts, on which any model can be scored.
+        lr_share: the default peak learning rate, divided by the default for texts.
+        has_own_update_size: whether other keys than `train.tokens_per_update` decide how many
+            records an update learns from.
+        samples_answers: whether the run samples answers. The weights and a cache for this stay on
+            the device, so weights cannot be streamed.
+        skips_spikes: whether an update whose gradient norm is a spike is skipped by default. This
+            is for ways to learn whose gradient norms are otherwise even.
     """
 
     way: ClassVar[WayToLearn] = TEXTS_WAY
-    by_records: ClassVar[bool] = False
+    records_can_choose: ClassVar[bool] = False
     excluded: ClassVar[tuple[tuple[Condition, str], ...]] = ()
     needs_model: ClassVar[bool] = False
     is_of_texts: ClassVar[bool] = True
-    rate_share: ClassVar[float] = 1.0
-    is_own_length: ClassVar[bool] = False
-    answers_on_device: ClassVar[bool] = False
-    finds_spikes: ClassVar[bool] = True
+    lr_share: ClassVar[float] = 1.0
+    has_own_update_size: ClassVar[bool] = False
+    samples_answers: ClassVar[bool] = False
+    skips_spikes: ClassVar[bool] = True
 
     @property
     def key(self) -> str:
@@ -170,51 +175,53 @@ class Objective(ABC):
         return self.way.section
 
     @property
-    def is_named(self) -> bool:
-        """Return whether a key chooses this way. If none does, a new run may take its parent's way."""
+    def has_key(self) -> bool:
+        """Return whether a key chooses this way, which is false for texts alone."""
         return bool(self.key)
 
     @property
     def can_stream(self) -> bool:
-        """Return whether weights may live on the host."""
-        return not self.answers_on_device and all(
+        """Return whether weights may live on the host and be streamed to the device."""
+        return not self.samples_answers and all(
             condition is not STREAMED for condition, _ in self.excluded
         )
 
-    def of_records(
-        self, source: str | Sequence[str], asked: RecordSettings, skip_bad: bool
+    def value_for_records(
+        self, source: str | Sequence[str], record_settings: RecordSettings, skip_bad: bool
     ) -> str | None:
-        """Return the value that this way's key gets if the records themselves choose the way; None
-        if they do not.
+        """Look at the records, and return the value of this way's key if they have the form for it;
+        None if they have not.
 
         This is called if no key in the settings chooses a way.
 
         Args:
             source: data.source.
-            asked: what the settings say of the records' keys.
+            record_settings: which keys of the records are read or ignored.
             skip_bad: whether bad records are skipped.
         """
         return None
 
-    def learns_alike(self, one: str | None, other: str | None) -> bool:
-        """Return whether two values of this way's key need the same kind of records."""
-        return None not in (one, other)
+    def needs_same_records(self, value: str | None, other: str | None) -> bool:
+        """Return whether two values of this way's key need the same kind of records; None means
+        that the key is not set.
+        """
+        return None not in (value, other)
 
     def is_chosen(self, settings: Settings) -> bool:
         """Return whether the settings choose this way."""
         return not self.key or settings.values()[self.key] is not None
 
-    def records(self, settings: Settings) -> str:
+    def records_noun(self, settings: Settings) -> str:
         """Return what messages call the records."""
         return "texts"
 
-    def unused(self, origin: str, key: str, written: str) -> str:
-        """Return the message that refuses a key of this way, which another way does not use.
+    def unused_key_error(self, origin: str, key: str, written: str) -> str:
+        """Return the error message for a key of this way if the settings choose another way.
 
         Args:
             origin: where the key was given.
             key: the key.
-            written: its value.
+            written: its value as it was written.
         """
         return f"{origin}: {key} is of {self.key}: give it, too"
 
@@ -225,26 +232,26 @@ class Objective(ABC):
             UsageError: two values exclude one another; the message names them.
         """
 
-    def opened(self, settings: Settings, length: int) -> Opened:
-        """Return this way with its own keys decided.
+    def decide(self, settings: Settings, length: int) -> DecidedObjective:
+        """Return this way with the values of its keys, after deciding those that are not given.
 
         Args:
             settings: the run's settings.
-            length: positions of a row.
+            length: tokens of a row.
 
         Raises:
             UsageError: given keys do not fit one another.
         """
-        return Opened(self, {})
+        return DecidedObjective(self, {})
 
     def judged(self, plan: RunPlan) -> Judged:
-        """Return how answers are judged, as the planner needs to know it; "" without answers."""
+        """Return for which answers the loss needs log-probabilities (see `Training.judged`)."""
         return ""
 
-    def bytes_beside(
+    def extra_bytes(
         self, plan: RunPlan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
     ) -> dict[str, int]:
-        """Return the bytes that a run holds in addition to its step, by origin.
+        """Return the bytes on the device that the run needs in addition to those of its step.
 
         Args:
             plan: the run's plan so far.
@@ -252,13 +259,17 @@ class Objective(ABC):
             machine: the device.
             slots: the maximum number of tokens of a prompt and its answer; 0 if the prompts are
                 unknown.
-            ranks: the number of ranks that train together; the bytes are those of one rank.
+            ranks: the number of ranks that train together.
+
+        Returns:
+            The bytes of one rank, by what they are for, such as "answers".
         """
         return {}
 
     def largest_window(self, plan: RunPlan, config: LlamaConfig, slots: int) -> tuple[int, int]:
-        """Return the maximum number of rows of an update, and of tokens of a row, as far as the
-        records are known to need less than the settings allow.
+        """Return the maximum number of rows of an update, and of tokens of a row.
+
+        They may be less than the settings allow if the prompts are known to be short.
 
         Args:
             plan: the run's plan.
@@ -267,19 +278,20 @@ class Objective(ABC):
         """
         return plan.training.window_rows, plan.training.length
 
-    def seconds_beside(
-        self, plan: RunPlan, config: LlamaConfig, machine: Device, known: Calibration
+    def extra_seconds(
+        self, plan: RunPlan, config: LlamaConfig, machine: Device, calibration: Calibration
     ) -> tuple[float, bool] | None:
-        """Return the seconds that an update takes in addition to its step, e.g. to sample answers.
+        """Predict the seconds that an update takes in addition to its step, e.g. to sample answers.
 
         Args:
             plan: the run's plan.
             config: the model's shape.
             machine: the device.
-            known: what earlier runs measured.
+            calibration: what earlier runs measured.
 
         Returns:
-            The seconds, and whether measurements corrected them; None if an update is only a step.
+            The seconds, and whether the calibration had a measurement that corrected them. None if
+            an update is only a step.
         """
         return None
 
@@ -291,50 +303,55 @@ class Objective(ABC):
             InputRefused: the records cannot be used.
         """
 
-    def open_unjudged(self, plan: RunPlan, progress: Progress) -> "Task":
-        """Read the records as `open` does, for a process that judges no answers: it starts no
-        process that judges them.
+    def open_without_judging(self, plan: RunPlan, progress: Progress) -> "Task":
+        """Read the records as `open` does, without starting the programs of a reward.
+
+        A process that only compiles the step uses this, since it judges no answers.
         """
         return self.open(plan, progress)
 
 
 class Task(ABC):
-    """The opened records of one run, with what belongs to them.
+    """The opened records of one run, with their loss, windows and metrics.
 
-    Until a session calls `begin`, only the records themselves, `loss`, `slots` and the epoch's size
-    can be used.
+    A session calls `begin` once it has an engine. Before that, only the members of the first part
+    of this class can be used.
 
     Attributes:
         data: the text, pairs or prompts.
         run: the run's folder.
         engine: model and optimizer.
         world: the ranks that train together.
-        plan: returns the session's present plan.
+        current_plan: returns the session's plan, which is replaced as more is decided.
         answer_tokens: tokens of all answers so far; 0 in a run on texts.
         depends_on: what `data` is made from, for the message that it has changed.
-        score: the name of the curve's figure on held-out records, and its entry in metrics.jsonl.
-        is_plain: whether an update is only a step on text, so that the planner can predict its time.
-        is_steady: whether all updates take equally long, so that slow ones mean a slow machine.
-        is_ready: whether windows are prepared ahead, so that an update does not wait for them.
-        is_foreseen: whether the planner knows everything that a step computes and holds.
-        saves_if_refused: whether a run saves a checkpoint if making a window fails.
-        reaches_all: whether a trial step should give each trained parameter a gradient.
+        score: for the curve on held-out records, the name of its values and their key in the rows
+            of metrics.jsonl.
+        has_plain_updates: whether an update is only a step on text, so that the planner can predict
+            its time.
+        has_steady_updates: whether all updates take equally long, so that a slow update means that
+            the machine has become slow.
+        prepares_windows: whether windows are prepared in the background, so that an update does not
+            wait for its window.
+        is_fully_planned: whether the planner knows everything that a step computes and stores.
+        saves_if_window_fails: whether a run saves a checkpoint if making a window fails.
+        reaches_all_parameters: whether a trial step should give each trained parameter a gradient.
     """
 
     depends_on: ClassVar[str] = "text, tokenizer or form"
     score: ClassVar[tuple[str, str]]
-    is_plain: ClassVar[bool] = False
-    is_steady: ClassVar[bool] = True
-    is_ready: ClassVar[bool] = True
-    is_foreseen: ClassVar[bool] = True
-    saves_if_refused: ClassVar[bool] = False
-    reaches_all: ClassVar[bool] = True
+    has_plain_updates: ClassVar[bool] = False
+    has_steady_updates: ClassVar[bool] = True
+    prepares_windows: ClassVar[bool] = True
+    is_fully_planned: ClassVar[bool] = True
+    saves_if_window_fails: ClassVar[bool] = False
+    reaches_all_parameters: ClassVar[bool] = True
 
     data: Records
     run: Run
     engine: Engine
     world: World
-    plan: Callable[[], RunPlan]
+    current_plan: Callable[[], RunPlan]
     answer_tokens: int
 
     # ── before there is an engine ───────────────────────────────────────────────────────────────
@@ -343,10 +360,10 @@ class Task(ABC):
         """Close files and end processes that the task has opened."""
 
     def loss(self, plan: RunPlan, model: nn.Module) -> Loss | None:
-        """Return the loss of these records; None means the model's own.
+        """Return the loss of these records; None means the loss that belongs to the model.
 
         Raises:
-            InputRefused: the model cannot learn from them.
+            InputRefused: the model cannot learn from these records.
         """
         return None
 
@@ -356,43 +373,46 @@ class Task(ABC):
 
     @property
     @abstractmethod
-    def per_epoch(self) -> int:
-        """Return the number of records, rows or prompts, of an epoch."""
+    def records_per_epoch(self) -> int:
+        """Return the number of rows or prompts of an epoch."""
 
     @property
-    def repeats(self) -> bool:
+    def epochs_repeat(self) -> bool:
         """Return whether a second epoch has the same content as the first."""
         return True
 
-    def most_updates(self, rows_per_window: int, weight_decay: float) -> int | None:
-        """Return the maximum number of updates of a run by the clock, after which the model has
-        seen the records often enough; None without a maximum.
+    def max_updates(self, rows_per_window: int, weight_decay: float) -> int | None:
+        """Return the maximum number of updates of a run whose length is a time; None without one.
+
+        After these updates the model has seen each record as often as is useful.
         """
-        if not self.repeats:
+        if not self.epochs_repeat:
             return None
-        return defaults.most_updates(self.per_epoch, rows_per_window, weight_decay)
+        return defaults.most_updates(self.records_per_epoch, rows_per_window, weight_decay)
 
     @property
-    def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of each file in the run's folder that the run learns from, by name.
+    def file_digests(self) -> dict[str, str]:
+        """Return the SHA-256 of each file in the run's folder that the run learns from, by its name.
 
-        Checkpoints record these. If such a file has changed, the run is not resumed, and `monograph
-        check` names the file.
+        Checkpoints record these digests. If such a file has changed, the run cannot be resumed, and
+        `monograph check` names the file.
         """
         return {}
 
     # ── while a session trains ──────────────────────────────────────────────────────────────────
 
-    def begin(self, run: Run, engine: Engine, world: World, plan: Callable[[], RunPlan]) -> None:
+    def begin(
+        self, run: Run, engine: Engine, world: World, current_plan: Callable[[], RunPlan]
+    ) -> None:
         """Store the parts of the session in this object; see the class."""
         self.run = run
         self.engine = engine
         self.world = world
-        self.plan = plan
+        self.current_plan = current_plan
         self.answer_tokens = 0
 
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Restore counters from the rows of the metrics of a resumed run."""
+        """Restore `answer_tokens` in a resumed run from the rows of metrics.jsonl."""
         self.answer_tokens = next((row["tokens"] for row in reversed(rows) if "tokens" in row), 0)
 
     @abstractmethod
@@ -401,87 +421,90 @@ class Task(ABC):
 
         Args:
             position: the number of records before the first window.
-            seed: the seed of the order of records; None for the run's.
+            seed: the seed of the order of records; None means the run's seed.
             skip: the positions that are passed over, as pairs (begin, end).
         """
 
     @property
     def updates_per_window(self) -> int:
-        """Return the number of updates that are made of one window."""
+        """Return the number of updates that are made from one window."""
         return 1
 
     def can_save(self, windows: RunWindows) -> bool:
-        """Return whether a checkpoint of the present state could be resumed."""
+        """Return whether a run could be resumed from a checkpoint of the present state."""
         return True
 
-    def keep_reference(self, resumed: bool) -> None:
-        """Store the weights that the run begins from, if the loss needs them later; in a resumed
-        run, read them.
+    def prepare_reference_weights(self, resumed: bool) -> None:
+        """Write the weights that the run begins from to a file if the loss needs them later; in a
+        resumed run, read that file.
 
         Raises:
             InputRefused: the stored weights are lost or damaged.
             DiskFull: there is no room for them.
         """
 
-    def score_reference(self, resumed: bool, rows_per_window: int, progress: Progress) -> None:
-        """Score all records with the weights that the run begins from, and store the scores, if the
-        loss needs them; in a resumed run, read them.
+    def prepare_reference_scores(
+        self, resumed: bool, rows_per_window: int, progress: Progress
+    ) -> None:
+        """Score all records with the weights that the run begins from, and write the scores to a
+        file, if the loss needs them; in a resumed run, read that file.
 
         Raises:
             InputRefused: the stored scores are lost or damaged.
             DiskFull: there is no room for them.
         """
 
-    def leave_uncompiled(self) -> None:
-        """Stop compiling anything from now on, because the session's plan does not compile any
-        more.
-        """
+    def stop_compiling(self) -> None:
+        """Stop compiling what the task itself runs, because the session's plan now says not to."""
 
     @property
-    def held(self) -> list[Tensor]:
-        """Return the tensors that are on the device in addition to the step's."""
+    def extra_tensors(self) -> list[Tensor]:
+        """Return the tensors that are on the device in addition to those of the step."""
         return []
 
-    def remember(self) -> None:
+    def store_measurements(self) -> None:
         """Store what this run measured about the machine, for later plans."""
 
-    # ── for people ──────────────────────────────────────────────────────────────────────────────
+    # ── what is shown and logged ────────────────────────────────────────────────────────────────
 
     @property
     @abstractmethod
-    def described(self) -> str:
+    def description(self) -> str:
         """Return a text with the source of the records and their number."""
 
     @abstractmethod
-    def trial_result(self, trial: Trial) -> str:
+    def describe_trial(self, trial: Trial) -> str:
         """Return a text on the result of an eager trial step."""
 
     @abstractmethod
-    def amount(self, rows_per_window: int, updates: int) -> str:
-        """Return a text on how much an update learns from, and how much `updates` updates do."""
+    def describe_amount(self, rows_per_window: int, updates: int) -> str:
+        """Return a text on how many rows, prompts or tokens an update learns from, and perhaps how
+        many all `updates` updates do.
+        """
 
     @abstractmethod
-    def tokens_in_all(self, updates: int) -> int:
-        """Return the maximum number of tokens of `updates` updates, the width of the curve."""
+    def max_tokens(self, updates: int) -> int:
+        """Return the maximum number of tokens of `updates` updates, the end of the curve's x axis."""
 
     @abstractmethod
-    def tokens_of(self, windows: RunWindows) -> float:
-        """Return the tokens of the last update, without padding."""
+    def tokens_of_last_update(self, windows: RunWindows) -> float:
+        """Return the number of tokens of the last update, without padding."""
 
     def figures(self, windows: RunWindows) -> dict[str, Any]:
-        """Return figures on the answers of the last update, for its row of the metrics; {} for
-        texts.
+        """Return entries on the answers of the last update for its row of metrics.jsonl.
+
+        The result is empty for texts. A call may reset counters, so there is one for each update.
         """
         return {}
 
     @property
     def held_out_rows(self) -> int:
-        """Return the number of held-out rows that an evaluation passes through the model."""
+        """Return the number of rows of the held-out text; 0 if answers are sampled instead."""
         return 0
 
     @property
     @abstractmethod
-    def scores_untrained(self) -> bool:
+    def scores_initial_weights(self) -> bool:
         """Return whether the model is scored before its first update."""
 
     @abstractmethod
@@ -489,38 +512,42 @@ class Task(ABC):
         """Score held-out records; return None if there are none.
 
         Args:
-            rows_per_window: rows that pass the model at once.
-            limit: the maximum number of rows to score; None for all.
+            rows_per_window: rows of a batch.
+            limit: the maximum number of rows to score; None means all.
         """
 
     @abstractmethod
-    def opening(self, config: LlamaConfig | None) -> Opening:
-        """Return the prompt of the samples that the run shows; `config` is the model's shape if it
-        is a Llama.
-        """
-
-    def sample(self, opening: Opening, write: Callable[[], str | None]) -> str | None:
-        """Return a sample with its prompt; None if the model writes nothing.
+    def sample_prompt(self, config: LlamaConfig | None) -> SamplePrompt:
+        """Return the prompt of the samples that the run shows.
 
         Args:
-            opening: the prompt.
-            write: returns what the model continues the prompt with.
+            config: the model's shape; None if it is not a Llama.
         """
-        text = write()
-        return None if text is None else opening.text + text
+
+    def sample(self, prompt: SamplePrompt, write: Callable[[], str | None]) -> str | None:
+        """Return a sample with its prompt; None if the model cannot write text.
+
+        Args:
+            prompt: the prompt.
+            write: returns the model's continuation of the prompt; None if it cannot write text.
+        """
+        continuation = write()
+        return None if continuation is None else prompt.shown + continuation
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return entries for the run's summary, from the rows of its metrics."""
+        """Return entries for the run's summary, from the rows of metrics.jsonl."""
         return {}
 
     def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Return why the updates so far taught the model nothing, and what would help; "" if they
-        did, as far as the rows show.
+        """Return a warning if the updates so far cannot have taught the model anything; else "".
+
+        Args:
+            rows: the rows of metrics.jsonl.
         """
         return ""
 
     @abstractmethod
-    def standing(
+    def describe_result(
         self,
         rows: Sequence[Mapping[str, Any]],
         held_out: Evaluation | None,
@@ -529,12 +556,12 @@ class Task(ABC):
         """Return a text on how good the model has become, for the end of the run's last line.
 
         Args:
-            rows: the rows of the metrics.
-            held_out: the last evaluation.
-            yardsticks: bits per byte of other models of the same text, by name.
+            rows: the rows of metrics.jsonl.
+            held_out: the last evaluation on held-out text; None without one.
+            yardsticks: by name, the bits per byte of other models and compressors on the same text.
         """
 
     @property
-    def compressible(self) -> Corpus | None:
-        """Return the text on which compressors can be compared with the model; None without one."""
+    def text_for_compressors(self) -> Corpus | None:
+        """Return the text on which compressors can be compared with the model; None if none can."""
         return None

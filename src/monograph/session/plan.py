@@ -1,6 +1,6 @@
-"""The plan of a run: its settings with every "auto" decided, as plain numbers and names.
+"""The plan of a run: its settings with every "auto" replaced by a number or a name.
 
-It is made in steps (`session.resolve`), so some of its fields are known only later.
+`session.resolve` decides these values step by step, so some fields of a plan are set only later.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,9 @@ from monograph.transfer import WidthTransfer
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A job with the decisions on it. `monograph.session.resolve.resolve` decides; other code only
-    reads.
+    """A job with the values that were decided for it.
+
+    Only `monograph.session.resolve.resolve` decides values; other code reads them.
 
     Attributes:
         job: what the settings ask for.
@@ -31,32 +32,35 @@ class RunPlan:
             device's micro-batch. Once the shape of a `Llama` is known, it is a `Work`
             (`predict.footprint`), and its optimizer has the changes of width transfer.
         memory: where weights live.
-        open: the choices that the planner makes once the model's shape is known. Until then
-            `training` and `memory` have defaults there.
+        open_choices: the choices that the planner still has to make once the model's shape is
+            known. Until then `training` and `memory` have defaults for them.
         intervals: updates of the warm-up, between evaluations and between checkpoints; they depend
             on `updates`.
         transfer: the rule that carries learning rates to this width; None without width transfer.
         expected: the planner's prediction for the step; None if the planner was not asked.
-        beside: bytes that the run holds in addition to its step, by origin.
+        extra_bytes: the bytes on the device that the run needs in addition to those of its step, by
+            what they are for (`Objective.extra_bytes`).
         updates: updates of the whole run; 0 until they are known.
-        noted: the decided values by their keys, as config.toml records them.
+        decided_values: the decided values by their keys, as config.toml records them.
     """
 
     job: Job
     training: Training
     memory: Memory
-    open: frozenset[OpenChoice]
+    open_choices: frozenset[OpenChoice]
     intervals: Intervals
     transfer: WidthTransfer | None = None
     expected: Candidate | None = None
-    beside: Mapping[str, int] = field(default_factory=dict)
+    extra_bytes: Mapping[str, int] = field(default_factory=dict)
     updates: int = 0
-    noted: Mapping[str, Any] = field(default_factory=dict)
+    decided_values: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def record(self) -> ConfigRecord:
         """Return the content of config.toml: the job's settings with the decided values."""
-        return self.job.record.noted(self.noted) if self.noted else self.job.record
+        if not self.decided_values:
+            return self.job.record
+        return self.job.record.with_decided_values(self.decided_values)
 
     @property
     def averaged(self) -> bool:
@@ -65,7 +69,9 @@ class RunPlan:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Return the present value of each choice by its key in [train]; it may still be open."""
+        """Return the present values of the choices, which may still be open, by their keys in
+        [train].
+        """
         training = self.training
         return {
             "micro_batch": training.rows,
@@ -75,24 +81,24 @@ class RunPlan:
         }
 
     @property
-    def asked_memory(self) -> Memory | Literal["auto"]:
-        """Return what the planner is asked for: where weights live, or "auto" if it chooses."""
-        return "auto" if "memory" in self.open else self.memory
+    def requested_memory(self) -> Memory | Literal["auto"]:
+        """Return where weights live, or "auto" if the planner chooses."""
+        return "auto" if "memory" in self.open_choices else self.memory
 
-    def having(self, training: Training) -> "RunPlan":
+    def with_training(self, training: Training) -> "RunPlan":
         """Return the plan with another `training`."""
         return replace(self, training=training)
 
-    def noting(self, values: Mapping[str, Any]) -> "RunPlan":
-        """Return the plan with `values`, by their keys, added to `noted`."""
-        return replace(self, noted={**self.noted, **values})
+    def with_decided_values(self, values: Mapping[str, Any]) -> "RunPlan":
+        """Return the plan with more decided values, by their keys."""
+        return replace(self, decided_values={**self.decided_values, **values})
 
     @property
     def peak_memory_bytes(self) -> int | None:
         """Return the predicted bytes at the peak; None if the planner was not asked."""
-        return (
-            self.expected.peak_memory_bytes + sum(self.beside.values()) if self.expected else None
-        )
+        if self.expected is None:
+            return None
+        return self.expected.peak_memory_bytes + sum(self.extra_bytes.values())
 
     @property
     def placement(self) -> Placement | None:
@@ -102,7 +108,7 @@ class RunPlan:
     def schedule(self, updates: int) -> Schedule:
         """Return the learning rate's schedule over `updates` updates."""
         named = SCHEDULES[self.job.schedule_name]
-        return named.make(self.intervals.warmup_updates, updates, self.job.final)
+        return named.make(self.intervals.warmup_updates, updates, self.job.final_lr_share)
 
 
 FP32_BYTES = 4
@@ -113,16 +119,16 @@ def is_sharded(parallel: str) -> bool:
     return parallel in ("fsdp", "hsdp")
 
 
-def sharing(parallel: str, ranks: int) -> int:
+def ranks_that_share(parallel: str, ranks: int) -> int:
     """Return the number of ranks among which the rows of each weight are divided.
 
     Args:
         parallel: `train.parallel`. "hsdp" divides the rows among the ranks of one machine.
         ranks: the number of all ranks.
     """
-    own = place(srun=True) if parallel == "hsdp" else None
-    if own:
-        return own.machine_size
+    own_place = place(srun=True) if parallel == "hsdp" else None
+    if own_place:
+        return own_place.machine_size
     return ranks if is_sharded(parallel) else 1
 
 
@@ -130,16 +136,18 @@ class Shape(NamedTuple):
     """The facts about a run's model that are known once the text is read.
 
     Attributes:
-        config: the model's shape, with a row for each token; None for a module that is not a Llama.
-        tokens: ids of the tokens whose rows are trained together with adapters.
+        config: the model's shape, with an embedding row for each token; None for a module that is
+            not a Llama.
+        tokens: ids of the tokens whose embedding rows are trained together with adapters.
         ranks: number of processes that train the model together.
-        like: the plan of another run of the same shape, whose choices this run takes; None lets the
-            planner choose.
+        like: the plan of another run with the same shape, whose choices this run takes; None lets
+            the planner choose.
         slots: the maximum number of tokens of a prompt and its answer; 0 if the prompts are unknown
             or there are none.
-        per_epoch: rows of an epoch of the text; 0 if it is unknown.
-        minutes: the training time of a run by the clock; 0 if it is unknown, as in a sweep, whose
-            members share the time.
+        records_per_epoch: rows or prompts of an epoch; 0 if their number is unknown, or if epochs
+            do not repeat (`Task.epochs_repeat`).
+        minutes: the training time of a run whose length is a time; 0 if it is unknown, as in a
+            sweep, whose members share the time.
     """
 
     config: LlamaConfig | None
@@ -147,7 +155,7 @@ class Shape(NamedTuple):
     ranks: int = 1
     like: RunPlan | None = None
     slots: int = 0
-    per_epoch: int = 0
+    records_per_epoch: int = 0
     minutes: float = 0
 
 

@@ -1,16 +1,13 @@
 """Let several processes (ranks) train one run: check how they were started, agree on one folder,
 and end with the same error.
 
-Rank 0 decides, prints and writes; the others do the same work and print nothing. All ranks see one
-folder. A launcher such as torchrun may restart all ranks after a failure; each such *attempt* finds
-in `exit.json` how the attempt before ended. This file also builds the commands that are printed for
-the user, so that they work unchanged in the same working folder.
+Rank 0 decides, prints and writes; the others do the same work and print nothing. All ranks see the
+same folder. A launcher such as torchrun may start all ranks again after a failure. Each start is an
+*attempt*, and `exit.json` says how the attempt before it ended.
 """
 
 import json
 import os
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,64 +28,14 @@ from monograph.errors import (
 )
 from monograph.graph.trial import refused_by_others
 from monograph.run.folder import Follower, Run
-from monograph.run.progress import LABEL_WIDTH, Progress
+from monograph.run.progress import Progress
 from monograph.run.run_index import parsed, wait_until_free
 from monograph.run.writing import discard
 from monograph.session.record import ConfigRecord
 from monograph.session.recorded import run_settings
+from monograph.session.shown_commands import command_line
 from monograph.storage.reading import contents, exists, is_folder
 from monograph.terminal import shell_words
-
-
-def command(*arguments: str) -> str:
-    """Return a command line that calls this program as it was called, with arguments quoted for the
-    shell.
-    """
-    return shell_words(*_program(), *arguments)
-
-
-def show(progress: Progress, label: str, *arguments: str) -> None:
-    """Print a command line that calls this program, on a line that is never cut, so that it can be
-    copied.
-    """
-    text = command(*arguments)
-    if len(text) + LABEL_WIDTH < progress.screen.width:
-        progress.line(label, text)
-    else:
-        print(text, file=sys.stderr)
-
-
-def _program() -> list[str]:
-    """Return the words by which a shell calls this program as it was called."""
-    called = os.path.abspath(sys.argv[0])
-    script = shutil.which("monograph")
-    is_module = os.path.basename(called) == "__main__.py"
-    # The shell's `monograph` is this program if it lies next to the Python that runs the module, or
-    # if it is the script that was called.
-    if script and is_module and _share_folder(script, sys.executable):
-        return ["monograph"]
-    if script and not is_module and os.path.realpath(script) == os.path.realpath(called):
-        return ["monograph"]
-    if is_module:
-        return [_shortest_path(sys.executable), "-m", "monograph"]
-    return [_shortest_path(called)]
-
-
-def _share_folder(one: str, other: str) -> bool:
-    return os.path.dirname(os.path.abspath(one)) == os.path.dirname(os.path.abspath(other))
-
-
-def _shortest_path(path: str) -> str:
-    """Return the path relative to the working folder if it is inside, else as it is.
-
-    Links are not followed: .venv/bin/python is a link, and its target would be another Python.
-    """
-    relative = os.path.relpath(path)
-    if relative.startswith(os.pardir):
-        return path
-    # A shell would look up a name without a slash in PATH.
-    return relative if os.sep in relative else os.path.join(os.curdir, relative)
-
 
 # The file in a run's folder that records the error with which an attempt of several ranks ended.
 ENDED = "exit.json"
@@ -103,8 +50,9 @@ def meet(parallel: str, said: str, resumed: bool) -> World:
 
     Args:
         parallel: `train.parallel` as it is given.
-        said: the key with its value, as an error begins.
-        resumed: whether an earlier run is resumed; its own `train.parallel` is then checked later.
+        said: the origin, the key and its value, with which an error begins.
+        resumed: whether a run is resumed. Then the `train.parallel` that the run recorded is
+            checked later.
 
     Raises:
         UsageError: `train.parallel` is on for a single process, or off for several.
@@ -117,16 +65,15 @@ def meet(parallel: str, said: str, resumed: bool) -> World:
 
 
 def require_launched(parallel: str, said: str, own: Place | None) -> None:
-    """Refuse a single process if several are needed, and several that would each train the same
-    run.
+    """Refuse one process if `train.parallel` needs several, and several without `train.parallel`.
 
     Args:
         parallel: `train.parallel`.
-        said: the key with its value, as an error begins.
+        said: the origin, the key and its value, with which an error begins.
         own: this process's place among those that were started; None if it is alone.
 
     Raises:
-        UsageError: the processes do not fit; the message shows the command.
+        UsageError: the number of processes does not fit; the message says what to do.
     """
     if parallel != "none" and own is None:
         raise UsageError(
@@ -140,15 +87,16 @@ def require_launched(parallel: str, said: str, own: Place | None) -> None:
 
 
 def progress_of(world: World) -> Progress:
-    """Print the header, and return the progress display; both show nothing on ranks other than 0."""
-    progress = Progress(None if world.leads else open(os.devnull, "w", encoding="utf-8"))
+    """Print the header, and return the display. On ranks other than 0 nothing is shown."""
+    screen = None if world.leads else open(os.devnull, "w", encoding="utf-8")
+    progress = Progress(screen)
     ranks = "" if world.alone else f", {world.size} ranks"
     progress.header(f"monograph {__version__}   {describe().summary}{ranks}")
     return progress
 
 
-def again(world: World, run: Run, parallel: str) -> str:
-    """Return the command line that resumes a run with the ranks that it has now.
+def resume_command(world: World, run: Run, parallel: str) -> str:
+    """Return the command line that resumes a run with the present number of ranks.
 
     Args:
         world: the ranks.
@@ -156,19 +104,22 @@ def again(world: World, run: Run, parallel: str) -> str:
         parallel: the present `train.parallel`, which may differ from the one in config.toml.
     """
     changed: tuple[str, ...] = ()
-    if run_settings(run, runs=()).train.parallel != parallel:
+    if run_settings(run, code_keys=()).train.parallel != parallel:
         changed = (f"train.parallel={parallel}",)
     if world.alone:
-        return command("train", "--resume", run.handle, *changed)
+        return command_line("train", "--resume", run.handle, *changed)
+    processes = str(world.size)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    launched = str(world.size) if restarts == "0" else f"{world.size} --max-restarts {restarts}"
-    return " ".join([TORCHRUN.format(launched), "--resume", shell_words(run.handle), *changed])
+    if restarts != "0":
+        processes += f" --max-restarts {restarts}"
+    return " ".join([TORCHRUN.format(processes), "--resume", shell_words(run.handle), *changed])
 
 
 def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, bool]:
-    """Return the run of all ranks, and whether it is resumed.
+    """Return the run that all ranks train, and whether it is resumed.
 
-    A run is also resumed if the launcher restarted the ranks after the run had begun.
+    Rank 0 makes or finds the folder. A run is also resumed if the launcher started the ranks again
+    after the run had begun.
 
     Args:
         world: the ranks.
@@ -176,16 +127,16 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
         resume: the run that --resume names; None without.
 
     Raises:
-        UsageError: the ranks were restarted, and their run is unknown; or --resume names a
-            checkpoint.
+        UsageError: the ranks were started again, and nothing says which run they train; or --resume
+            names a checkpoint.
         InputRefused: see `Run.create` and `Run.open`.
     """
     folder = ""
     is_resumed = resume is not None
     if world.leads:
-        # What an earlier attempt remembered, as the last statement of this block does.
-        recalled = world.recall("run")
-        known = out or (Path(recalled) if recalled else None)
+        # An earlier attempt may have stored the folder, as the end of this block does.
+        stored = world.recall("run")
+        known = out or (Path(stored) if stored else None)
         if resume:
             run = Run.open(resume, saved=False)
             if run.at is not None:
@@ -210,7 +161,7 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
 
 
 def agreed(world: World, record: ConfigRecord) -> ConfigRecord:
-    """Return rank 0's settings on all ranks."""
+    """Return rank 0's settings on all ranks, which must all call this."""
     if world.alone:
         return record
     settings = record.settings
@@ -225,10 +176,12 @@ def agreed(world: World, record: ConfigRecord) -> ConfigRecord:
 
 @contextmanager
 def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[int]:
-    """Make only one rank report an error of the `with` block, and record the error for a restart.
+    """Let only one rank report an error of the `with` block, and record the error for the next
+    attempt.
 
-    If the attempt before ended with an error that a restart does not fix, this one ends with the
-    same error. If an error ends a single process before its run began, the run's folder is removed.
+    If the attempt before ended with an error that another attempt would meet again, this one ends
+    with the same error at once. If an error ends a single process before its run began, the run's
+    folder is removed.
 
     Args:
         world: the ranks.
@@ -236,13 +189,12 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[int
         unbegun: returns whether the run has not begun, so that its folder has nothing of value.
 
     Yields:
-        The maximum number of rows of a micro-batch, if the attempt before ran out of memory; else
-        0.
+        The maximum number of rows of a micro-batch if the attempt before ran out of memory; else 0.
 
     Raises:
         KeyboardInterrupt: the block was interrupted; the message has the command that resumes the
             run if it has begun.
-        Ended: the attempt before ended with an error that a restart does not fix.
+        Ended: the attempt before ended with an error that another attempt would meet again.
         PeerLost: another rank is gone.
         InputRefused: a user's module failed, or the run's folder is gone.
     """
@@ -252,7 +204,9 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[int
     except KeyboardInterrupt:
         if not (world.alone and run.begun):
             raise
-        raise KeyboardInterrupt(f"continue: {command('train', '--resume', run.handle)}") from None
+        raise KeyboardInterrupt(
+            f"continue: {command_line('train', '--resume', run.handle)}"
+        ) from None
     except BaseException as raised:
         error = _ending(world, run, raised)
         if world.alone and exists(run.folder) and unbegun():
@@ -263,8 +217,14 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[int
 
 
 def _ending(world: World, run: Run, error: BaseException) -> BaseException:
-    """Return the error with which the run ends, and set its `told` if another rank reports it."""
-    # Asked first, because the error of a lost connection may also come out of a user's module.
+    """Return the error with which this process ends. Its `told` says that another rank reports it.
+
+    Args:
+        world: the ranks.
+        run: the run.
+        error: the error of the `with` block of `one_end`.
+    """
+    # This comes first, because the error of a lost connection may also come out of a user's module.
     if not world.alone and lost(error):
         peer = PeerLost(f"rank {world.rank}: another rank has ended, or was ended")
         peer.told = not world.leads
@@ -286,49 +246,52 @@ def _ending(world: World, run: Run, error: BaseException) -> BaseException:
 
 
 def _require_not_ended(world: World, file: Path) -> int:
-    """Refuse a restart after an error that a restart does not fix; remove the record of another end.
+    """Refuse an attempt after an error that it would meet again; otherwise remove the record of how
+    the attempt before ended.
 
     Args:
         world: the ranks.
         file: the run's `ENDED`.
 
     Returns:
-        The maximum number of rows of a micro-batch, if the attempt before ran out of memory; else
-        0.
+        The maximum number of rows of a micro-batch if the attempt before ran out of memory; else 0.
 
     Raises:
         Ended: the attempt before ended with such an error.
     """
-    before: dict[str, Any] | None = None
+    end: dict[str, Any] | None = None  # of the attempt before; None if it was not an error
     if world.leads and world.attempt:
-        before = parsed(contents(file) or b"")
-    # A run that the user stopped can continue after a restart.
-    if before and before["exit_code"] == Stopped.exit_code:
-        before = None
-    before = world.agreed(before or None)
-    retry_rows = int(before.get("retry_rows", 0)) if before else 0
-    may_train = retry_rows or not before
-    # A folder of this name was not written here, and is left alone.
-    if world.leads and may_train and not is_folder(file):
-        file.unlink(missing_ok=True)
-    if before and not retry_rows:
+        end = parsed(contents(file) or b"")
+    # A run that the user stopped can continue.
+    if end and end["exit_code"] == Stopped.exit_code:
+        end = None
+    end = world.agreed(end or None)
+    retry_rows = int(end.get("retry_rows", 0)) if end else 0
+    # With fewer rows, an attempt may have enough memory.
+    if end and not retry_rows:
         error = Ended(
-            f"ended before with exit code {before['exit_code']}: {before['message']}",
-            before["exit_code"],
+            f"ended before with exit code {end['exit_code']}: {end['message']}",
+            end["exit_code"],
         )
         error.told = not world.leads
         raise error
+    # A folder of this name was not written here, and is left alone.
+    if world.leads and not is_folder(file):
+        file.unlink(missing_ok=True)
     return retry_rows
 
 
 def _record_end(file: Path, error: MonographError) -> bool:
-    """Record how the run ended; return False if another rank has already recorded an end."""
+    """Record how the attempt ended, and return whether this rank reports the error.
+
+    The rank that records its error first reports it.
+    """
     try:
         with file.open("x", encoding="utf-8") as opened:
-            ended = {"exit_code": error.exit_code, "message": str(error)}
+            end = {"exit_code": error.exit_code, "message": str(error)}
             if isinstance(error, OutOfDeviceMemory) and error.retry_rows:
-                ended["retry_rows"] = error.retry_rows
-            opened.write(json.dumps(ended))
+                end["retry_rows"] = error.retry_rows
+            opened.write(json.dumps(end))
     except FileExistsError:
         return False
     except OSError:  # the disk may be full; the error is then reported without being recorded

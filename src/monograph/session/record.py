@@ -1,4 +1,4 @@
-"""Hold the content of a run's config.toml while its open values are decided, one after another."""
+"""The content of a run's config.toml, to which values are added as they are decided."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from monograph.run.folder import Run
 from monograph.run.trust import marked
 from monograph.run.writing import write_whole
 
-ORIGIN = "plan"  # the origin of a value that is decided here
+ORIGIN = "plan"  # the origin of a value that was decided, not given
 
 
 @dataclass(frozen=True)
 class ConfigRecord:
     """The content of a run's config.toml.
 
-    Decided values are only added to it. Code that needs one reads it from the `RunPlan`.
+    Decided values are only written to it. Code that needs such a value reads it from the `RunPlan`.
 
     Attributes:
         settings: the settings as they will be written.
@@ -24,8 +24,8 @@ class ConfigRecord:
 
     settings: Settings
 
-    def noted(self, values: Mapping[str, Any]) -> "ConfigRecord":
-        """Return the record with decided values.
+    def with_decided_values(self, values: Mapping[str, Any]) -> "ConfigRecord":
+        """Return the record with more decided values.
 
         Args:
             values: the values by their dotted keys, such as "train.precision".
@@ -43,18 +43,18 @@ class ConfigRecord:
         return self.settings.to_toml()
 
 
-def write_config(run: Run, settings: Settings, programs: Sequence[str] = ()) -> None:
+def write_config(run: Run, settings: Settings, sweep_programs: Sequence[str] = ()) -> None:
     """Write config.toml atomically.
 
-    If the settings vouch for all code that they name, the file gets this user's mark, by which a
-    later command trusts that code (`run.trust`).
+    If all code that the settings name may run, the file gets this user's mark, by which a later
+    command trusts that code (`run.trust`).
 
     Args:
         run: the folder of the run or sweep.
         settings: the settings of the run or sweep.
-        programs: values that name code in a sweep's points.
+        sweep_programs: the values that name code in a sweep's points.
     """
-    programs = [*settings.programs, *programs]
+    programs = [*settings.programs, *sweep_programs]
     text = settings.to_toml()
     if all(value in settings.vouched for value in programs):
         text = marked(text, {value: settings.vouched[value] for value in programs})

@@ -1,5 +1,5 @@
-"""Read the settings in a run's config.toml, check that they are unchanged, and resume or branch
-from them.
+"""Read the settings in a run's config.toml, check that they are unchanged, and derive from them the
+settings of a resumed run or of a new run that begins from the recorded one.
 """
 
 import hashlib
@@ -47,20 +47,22 @@ from monograph.terminal import shell_words
 def run_settings(
     run: Run,
     *,
-    runs: Collection[str] = CODE_KEYS,
-    programs: Sequence[str] = (),
-    recorded: str | None = None,
+    code_keys: Collection[str] = CODE_KEYS,
+    sweep_programs: Sequence[str] = (),
+    fingerprint: str | None = None,
 ) -> Settings:
-    """Return a run's settings; all code that reads a run's config.toml does so here.
+    """Return the settings in a run's config.toml, after checking that the file is unchanged.
 
-    They vouch for the Python files that the caller may run.
+    All code that reads a run's config.toml does so here. `Settings.vouched` of the result has the
+    Python files that the caller may run.
 
     Args:
         run: the run.
-        runs: the keys whose code the caller may run.
-        programs: values that name code in a sweep's points, in addition to those of its
-            config.toml; they may run, too.
-        recorded: the fingerprint of the settings; None: that in the run's newest sound checkpoint.
+        code_keys: the keys whose code the caller may run.
+        sweep_programs: the values that name code in a sweep's points, which config.toml does not
+            have. The caller may run this code, too.
+        fingerprint: the fingerprint that the settings must have; None means the one that the run's
+            newest valid checkpoint records.
 
     Raises:
         InputRefused: the file has changed since the run was begun, or it names code that this user
@@ -68,28 +70,32 @@ def run_settings(
         UsageError: the file is not a configuration, and no checkpoint records a fingerprint of it.
     """
     state = recorded_state.newest_state(run)
-    expected = recorded or state.get("settings")
+    expected = fingerprint or state.get("settings")
     try:
         settings = load(run.config, {}, {}, recorded=True)
     except UsageError as error:
         if expected is None:
             raise
-        digest = (
-            hashlib.sha256(text).hexdigest()
-            if (text := contents(run.config)) is not None
-            else "nothing"
-        )
-        raise _changed(run, expected, f"{digest} ({error})") from None
+        content = contents(run.config)
+        found = "nothing" if content is None else hashlib.sha256(content).hexdigest()
+        raise _changed_settings_error(run, expected, f"{found} ({error})") from None
+    # An earlier version took the fingerprint of its own keys and spellings.
     if expected not in (None, settings.fingerprint, written_fingerprint(run.config)):
-        raise _changed(run, expected, settings.fingerprint)
-    running = [*(settings.values()[key] for key in runs), *programs]
-    sha256 = state.get("recipe", {}).get("sha256")
-    return settings.vouching(
-        require_trusted(run.config, [*settings.programs, *programs], running, sha256)
+        raise _changed_settings_error(run, expected, settings.fingerprint)
+    named = [*settings.programs, *sweep_programs]
+    to_run = [*(settings.values()[key] for key in code_keys), *sweep_programs]
+    code_sha256 = state.get("recipe", {}).get("sha256")
+    return settings.vouching(require_trusted(run.config, named, to_run, code_sha256))
+
+
+def _changed_settings_error(run: Run, expected: str, found: str) -> InputRefused:
+    return InputRefused(
+        f"{run.config}: not what the run was begun with: expected content of sha256 {expected}, found {found}; "
+        "put it back, and give other settings as KEY=VALUE to a new run with --from"
     )
 
 
-def settings_given(
+def command_line_settings(
     toml: Path | None,
     overrides: Mapping[str, Any],
     *,
@@ -97,57 +103,65 @@ def settings_given(
     files: tuple[str, ...] = FILES,
     faults: Sequence[MonographError] = (),
 ) -> Settings:
-    """Return the settings that a command line gives; with `runs_code` they vouch for the Python
-    files that they name.
+    """Return the settings that a command line gives, after downloading a `model.init` of the Hub.
 
-    Of a `model.init` of the Hub the given files are fetched. `faults` are what is wrong with other
-    arguments.
+    With `runs_code`, `Settings.vouched` has the Python files that may run. A file may run if the
+    user named it: on the command line, in the environment or in a TOML file of their own. A file
+    that is named in the TOML file of a run may run only if that run is trusted (`run.trust`).
 
-    The user names a file by typing it, in the environment or in a TOML file of their own. What a
-    TOML file of a run names is the run's.
+    Args:
+        toml: the TOML file that the command line names; None without one.
+        overrides: the values that the command line gives, by key.
+        runs_code: whether the command runs code that the settings name.
+        files: patterns of the files to download from the Hub.
+        faults: errors in other arguments, which are reported together with those in the settings.
 
     Raises:
         InputRefused: see `run_settings`.
         UsageError: see `monograph.config.load`.
     """
-    vouched = _of_its_run(toml, [key for key in CODE_KEYS if runs_code and key not in overrides])
+    code_keys_of_toml = [key for key in CODE_KEYS if runs_code and key not in overrides]
+    vouched_by_run = _vouched_by_run(toml, code_keys_of_toml)
     is_of_run = toml is not None and carries_mark(toml)
-    settings = fetched_model(load(toml, overrides, recorded=is_of_run, faults=faults), files)
+    settings = with_fetched_model(load(toml, overrides, recorded=is_of_run, faults=faults), files)
     if not runs_code:
         return settings
-    if vouched is None:
+    if vouched_by_run is None:
         return settings.vouching(digests(settings.programs))
-    typed = [
+    named_by_user = [
         value
         for key, value in settings.values().items()
-        if key in CODE_KEYS and not _is_from(toml, settings, key)
+        if key in CODE_KEYS and not _is_from_toml(toml, settings, key)
     ]
-    if strange := [value for value in settings.programs if value not in {*vouched, *typed}]:
+    unknown = [
+        value for value in settings.programs if value not in {*vouched_by_run, *named_by_user}
+    ]
+    if unknown:
         raise InputRefused(
-            f"{toml}: changed while it was read, and now names {strange[0]}; try again"
+            f"{toml}: changed while it was read, and now names {unknown[0]}; try again"
         )
-    return settings.vouching({**digests(typed), **vouched})
+    return settings.vouching({**digests(named_by_user), **vouched_by_run})
 
 
-def _is_from(toml: Path | None, settings: Settings, key: str) -> bool:
-    """Return whether a value comes from the TOML file, whose name its origin then begins with."""
+def _is_from_toml(toml: Path | None, settings: Settings, key: str) -> bool:
+    """Return whether a value comes from the TOML file; its origin is then FILE:LINE."""
     return toml is not None and settings.origins.get(key, "").startswith(str(toml))
 
 
-def _of_its_run(toml: Path | None, keys: Collection[str]) -> Mapping[str, str] | None:
-    """Check a TOML file that the user named as a run's settings are checked, if a run wrote it or
-    it is in its folder.
+def _vouched_by_run(toml: Path | None, code_keys: Collection[str]) -> Mapping[str, str] | None:
+    """Check the settings of the run that wrote a TOML file, and return the digests of the Python
+    files that may run.
 
-    Links are followed. A mark in the file counts even outside of a run's folder, since a stranger
-    may have left out the files that make a folder a run. The line of `strange_text` is printed.
+    A run wrote the file if it is in a run's folder or has a mark (`run.trust`). A mark counts even
+    outside of a run's folder, since a stranger may have left out the files that make a folder a
+    run. Links are followed. The warning of `foreign_text_warning` is printed.
 
     Args:
-        toml: the file; None: there is none.
-        keys: the keys whose code may run.
+        toml: the TOML file that the user named; None without one.
+        code_keys: the keys whose code may run.
 
     Returns:
-        The digest of each Python file that may run, by the value that names it; None if it is no
-        file of a run.
+        The digest of each Python file by the value that names it; None if no run wrote the file.
 
     Raises:
         InputRefused: see `run_settings`.
@@ -157,59 +171,64 @@ def _of_its_run(toml: Path | None, keys: Collection[str]) -> Mapping[str, str] |
     toml = resolved(toml)
     run = Run(toml.parent)
     if toml == run.config and (is_file(run.lock_file) or is_folder(run.checkpoints)):
-        settings = run_settings(run, runs=keys)
-        if warning := strange_text(run, settings.data.source, settings.programs):
+        settings = run_settings(run, code_keys=code_keys)
+        if warning := foreign_text_warning(run, settings.data.source, settings.programs):
             print("warning:", warning, file=sys.stderr)
         return settings.vouched
     if carries_mark(toml) or any(is_file(parent / "run.lock") for parent in toml.parents):
         settings = load(toml, {}, {}, recorded=True)
-        return require_trusted(toml, settings.programs, [settings.values()[key] for key in keys])
+        to_run = [settings.values()[key] for key in code_keys]
+        return require_trusted(toml, settings.programs, to_run)
     return None
 
 
-def own_copies(data: DataSection, origins: Mapping[str, str]) -> dict[str, Any]:
-    """Return `source` and `tokenizer` of [data] with files that are gone replaced by copies in the
-    run's folder.
+def with_fetched_model(settings: Settings, files: tuple[str, ...] = FILES) -> Settings:
+    """Download a `model.init` of the Hub, and return the settings with the folder of the download.
 
-    A run keeps its tokenizer and the text that it read from standard input. It may have been moved
-    since, as may the run from which it was begun.
-
-    Args:
-        data: the section [data].
-        origins: the origins of its keys.
-    """
-    copies: dict[str, Any] = {}
-    for key, value, name in (
-        ("source", data.source, "stdin"),
-        ("tokenizer", data.tokenizer, "tokenizer.json"),
-    ):
-        # The origin of a value is the file and the line, FILE:LINE.
-        run = Run(Path(origins.get(f"data.{key}", "").rpartition(":")[0]).parent)
-        items = [value] if isinstance(value, str) else value
-        gone = [item for item in items if Path(item).name == name and not exists(item)]
-        if gone and is_file(run.lock_file) and exists(run.folder / name):
-            here = [str(run.folder / name) if item in gone else item for item in items]
-            copies[key] = here[0] if isinstance(value, str) else here
-    return copies
-
-
-def fetched_model(settings: Settings, files: tuple[str, ...] = FILES) -> Settings:
-    """Return the settings with a `model.init` of the Hub fetched: it is then the folder of one
-    commit in the cache.
+    The folder is in the Hub's cache, and has the files of one commit.
 
     Raises:
         UsageError, InputRefused, DiskFull: see `monograph.run.repository.fetched`.
     """
     init = settings.model.init
-    return (
-        settings.resolve({"model.init": fetched(init, files)}, init)
-        if init and init.startswith(HUB)
-        else settings
-    )
+    if init and init.startswith(HUB):
+        return settings.resolve({"model.init": fetched(init, files)}, init)
+    return settings
 
 
-def require_text(settings: Settings) -> None:
-    """Refuse a run, a checkpoint or a model's folder as text to train on.
+def copies_of_missing_files(data: DataSection, origins: Mapping[str, str]) -> dict[str, Any]:
+    """Return new values for `source` and `tokenizer` of [data] if they name files that are gone.
+
+    A run keeps copies of its tokenizer and of the text that it read from standard input. If the run
+    or its parent was moved, the recorded paths no longer lead to these copies. The new values name
+    the copies in the folder of the config.toml from which the old values come.
+
+    Args:
+        data: the section [data].
+        origins: the origins of its keys.
+
+    Returns:
+        The new values by their names in [data]; a value whose files are all there is left out.
+    """
+    new_values: dict[str, Any] = {}
+    for key, value, copy_name in (
+        ("source", data.source, "stdin"),
+        ("tokenizer", data.tokenizer, "tokenizer.json"),
+    ):
+        # The origin of a value of a TOML file is FILE:LINE.
+        toml = Path(origins.get(f"data.{key}", "").rpartition(":")[0])
+        run = Run(toml.parent)
+        copy = run.folder / copy_name
+        paths = [value] if isinstance(value, str) else value
+        gone = [path for path in paths if Path(path).name == copy_name and not exists(path)]
+        if gone and is_file(run.lock_file) and exists(copy):
+            present = [str(copy) if path in gone else path for path in paths]
+            new_values[key] = present[0] if isinstance(value, str) else present
+    return new_values
+
+
+def refuse_model_as_text(settings: Settings) -> None:
+    """Refuse a `data.source` that is a run, a checkpoint or a model's folder, not text.
 
     Raises:
         UsageError: the source is one of these; the message says how to name it instead.
@@ -225,9 +244,8 @@ def require_text(settings: Settings) -> None:
             raise UsageError(f"{place} is a model, no text: give it as model.init={place}")
 
 
-def strange_text(run: Run, source: str | Sequence[str], programs: Sequence[str]) -> str:
-    """Return a warning if another user's run names text outside of its own folder; otherwise an
-    empty string.
+def foreign_text_warning(run: Run, source: str | Sequence[str], programs: Sequence[str]) -> str:
+    """Return a warning if a run of another user names text outside of the run's folder; "" if not.
 
     Args:
         run: the run.
@@ -237,18 +255,18 @@ def strange_text(run: Run, source: str | Sequence[str], programs: Sequence[str])
     home = without_links(run.folder)
     places = [source] if isinstance(source, str) else source
     outside = [
-        item
-        for item in places
-        if item != "stdlib" and _leads_out(Path(os.path.expanduser(item)), home)
+        place
+        for place in places
+        if place != "stdlib" and _leads_outside(Path(os.path.expanduser(place)), home)
     ]
     if not outside or is_ours(run.config, programs):
         return ""
     return f"{run.folder} was not begun here, and names text outside of it, which is read: {', '.join(outside)}"
 
 
-def _leads_out(place: Path, home: Path) -> bool:
-    """Return whether a file, a folder, a pattern or a link among its matches leads out of the
-    folder `home`.
+def _leads_outside(place: Path, home: Path) -> bool:
+    """Return whether a path, or a file that matches it as a pattern or is in it, is outside of the
+    folder `home` once links are followed.
     """
     return any(
         home not in without_links(path).parents
@@ -256,16 +274,12 @@ def _leads_out(place: Path, home: Path) -> bool:
     )
 
 
-def _changed(run: Run, expected: str, found: str) -> InputRefused:
-    return InputRefused(
-        f"{run.config}: not what the run was begun with: expected content of sha256 {expected}, found {found}; "
-        "put it back, and give other settings as KEY=VALUE to a new run with --from"
-    )
+# ── the settings of a resumed run ───────────────────────────────────────────────────────────────
 
 
-def settings_of(run: Run, given: Settings) -> Settings:
-    """Return the settings of a run to resume, with those given settings that a resumed run may
-    change.
+def settings_to_resume(run: Run, given: Settings) -> Settings:
+    """Return the settings with which a run is resumed: the recorded ones, and those of the given
+    ones that a resumed run may change.
 
     Raises:
         UsageError: a given setting contradicts the run's.
@@ -275,56 +289,63 @@ def settings_of(run: Run, given: Settings) -> Settings:
         raise InputRefused(
             f"{run.folder} was stopped before it began: start it with `monograph train --out {shell_words(run.folder)}`"
         )
-    # Rank 0 answers for all.
-    own = run_settings(run, runs=() if isinstance(run, Follower) else CODE_KEYS)
-    per_update = defaults.in_whole_rows(
-        int(own.train.tokens_per_update), int(own.data.sequence_length)
+    # Rank 0 checks for all ranks that the code may run.
+    code_keys = () if isinstance(run, Follower) else CODE_KEYS
+    settings = run_settings(run, code_keys=code_keys)
+    tokens_per_update = defaults.in_whole_rows(
+        int(settings.train.tokens_per_update), int(settings.data.sequence_length)
     )
     for key, value in given.pinned().items():
-        mine = own.values()[key]
-        if (
-            value in (mine, "auto")
-            or (
-                key == "train.tokens"
-                and own.train.updates == defaults.updates_of(value, per_update)
-            )
-            # The minutes in a TOML file have become the run's updates.
-            or (key == "train.minutes" and given.origins[key] != "command line")
-        ):
+        origin = given.origins[key]
+        if value in (settings.values()[key], "auto"):
             continue
-        # An earlier version took unknown keys; others change the records' fingerprint.
+        # A run records its length as train.updates, whichever key the user gave.
+        if key == "train.tokens":
+            if defaults.updates_of(value, tokens_per_update) == settings.train.updates:
+                continue
+        if key == "train.minutes" and origin != "command line":
+            continue
+        # An earlier version accepted unknown keys of records, which this one refuses unless they
+        # are named here. If a named key was read, the fingerprint of the records shows it.
         if key == "data.ignore_keys":
-            own = own.resolve({key: value}, given.origins[key])
+            settings = settings.resolve({key: value}, origin)
             continue
-        # The updates stay the same.
+        # These keys do not change what an update computes.
         if key in ("train.memory", "train.parallel", "train.gather_dtype"):
-            # A run that is streamed, or gathered block by block, has no graph of the whole step.
-            split = (value == "stream" or is_sharded(str(value))) and own.train.compile == "whole"
-            own = own.resolve(
-                {key: value} | ({"train.compile": "blocks"} if split else {}), given.origins[key]
-            )
+            changes = {key: value}
+            # A model that is streamed or gathered block by block has no graph of the whole step.
+            is_by_blocks = value == "stream" or is_sharded(str(value))
+            if is_by_blocks and settings.train.compile == "whole":
+                changes["train.compile"] = "blocks"
+            settings = settings.resolve(changes, origin)
             continue
         if key in EXCLUSIVE[0]:
-            epochs, updates = own.train.epochs, own.train.updates
-            mine = counted(epochs, "epoch") if epochs else counted(updates or 0, "update")
+            epochs, updates = settings.train.epochs, settings.train.updates
+            recorded = counted(epochs, "epoch") if epochs else counted(updates or 0, "update")
+        else:
+            recorded = settings.values()[key]
         raise UsageError(
-            f"{key} = {given.as_written(key)} ({given.origins[key]}), but {run.folder} was started with {mine}; "
+            f"{key} = {given.as_written(key)} ({origin}), but {run.folder} was started with {recorded}; "
             f"leave it out, or start a new run with --from {shell_words(run.handle)}"
         )
-    return own
+    return settings
+
+
+# ── the settings of a run that begins from another one ──────────────────────────────────────────
 
 
 def parent_named(name: str) -> Parent:
-    """Return what RUN[@UPDATE] names.
+    """Return the run, and perhaps the update, that RUN[@UPDATE] names.
 
-    A run of the whole name is meant if there is one, such as a run called a@5 beside one called a.
+    A run's name may itself contain an @. So a run called a@5 is meant by a@5, even if there is a
+    run called a, too.
     """
     run, _, update = name.rpartition("@")
-    numbered = re.fullmatch("[0-9]{1,18}", update)
-    if not run or _is_run(name) or (exists(name) and not numbered):
+    has_number = re.fullmatch("[0-9]{1,18}", update)
+    if not run or _can_be_located(name) or (exists(name) and not has_number):
         parent = Run.open(name)
         return Parent(parent, parent.at)
-    if not numbered:
+    if not has_number:
         raise UsageError(
             f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}"
         )
@@ -336,96 +357,136 @@ def parent_named(name: str) -> Parent:
     return Parent(parent, int(update))
 
 
-def _is_run(name: str) -> bool:
-    """Return whether a run or a sweep is there under a name, which may begin with `last`."""
+def _can_be_located(name: str) -> bool:
+    """Return whether a name, which may begin with `last`, leads to an existing run or sweep."""
     with suppress(InputRefused):
         Run.located(name)
         return True
     return False
 
 
-def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | None]:
-    """Return the settings and the run that `--from` names; a model's folder, which is no run,
-    becomes model.init.
+def with_folder_as_init(settings: Settings, from_: str | None) -> tuple[Settings, str | None]:
+    """Replace a `--from` that names a model's folder, not a run, by `model.init`.
+
+    Returns:
+        The settings, and what remains of `--from`: the run that it names, or None.
 
     Raises:
         UsageError: `--from` names a model's folder, and model.init is given, too.
     """
-    if name is None or names_run(name) or not is_file(Path(name, "config.json")):
-        return settings, name
+    if from_ is None or names_run(from_) or not is_file(Path(from_, "config.json")):
+        return settings, from_
     if settings.model.init:
         raise UsageError(
-            f"--from {name} and model.init = {settings.model.init} both name a model; give one"
+            f"--from {from_} and model.init = {settings.model.init} both name a model; give one"
         )
-    return settings.resolve({"model.init": name}, "--from"), None
+    return settings.resolve({"model.init": from_}, "--from"), None
 
 
-def branched(parent: Run, given: Settings) -> Settings:
-    """Return the settings of a new run: the given ones, and its parent's except those of
-    `RUN_SPECIFIC_KEYS`.
+def settings_from_parent(parent: Run, given: Settings) -> Settings:
+    """Return the settings of a new run that begins from `parent`: the given ones, and the parent's
+    for keys that are not given.
+
+    The keys of `RUN_SPECIFIC_KEYS`, such as the length of the run, are never the parent's.
+
+    Raises:
+        InputRefused: the parent was stopped before its settings were written; or see
+            `run_settings`.
+        UsageError: a given value does not fit the parent's weights or optimizer state.
     """
     if not parent.begun and not entries(parent.checkpoints):
         raise InputRefused(
             f"{parent.folder} was stopped before it began: nothing can start from it"
         )
-    replaced = dict.fromkeys(CODE_KEYS, objective_of(given).is_named)
-    replaced["model.init"] = given.model.init is not None
-    own = run_settings(parent, runs=[key for key in CODE_KEYS if not replaced[key]])
-    taken = _by_records(given, own)
-    if added := [
-        key for key in ADAPTER_KEYS if key in taken and given.values()[key] != own.values()[key]
-    ]:
+    # The parent's code is not run, and need not be trusted, where the new run has its own value.
+    is_replaced = dict.fromkeys(CODE_KEYS, objective_of(given).has_key)
+    is_replaced["model.init"] = given.model.init is not None
+    code_keys = [key for key in CODE_KEYS if not is_replaced[key]]
+    parents = run_settings(parent, code_keys=code_keys)
+    new_keys = _keys_of_the_new_run(given, parents)
+    _require_same_weights(parent, parents, given, new_keys)
+    new_keys -= {"optim.transfer", "optim.transfer_base"}
+    new_keys |= {dependent for key in new_keys for dependent in DEPENDENT_KEYS.get(key, ())}
+    not_inherited = new_keys | RUN_SPECIFIC_KEYS
+    for group in EXCLUSIVE:
+        if not new_keys.isdisjoint(group):
+            not_inherited |= set(group)
+    if given.model.init:  # that model has its own shape
+        not_inherited |= {key for key in parents.values() if key.startswith("model.")}
+    inherited = {key: value for key, value in parents.pinned().items() if key not in not_inherited}
+    for name, value in copies_of_missing_files(parents.data, parents.origins).items():
+        if f"data.{name}" in inherited:
+            inherited[f"data.{name}"] = value
+    if "data.tokenizer" not in new_keys:
+        # A newly trained BPE would change the meaning of the ids.
+        inherited["data.tokenizer"] = str(parent.tokenizer)
+        inherited.pop("data.vocab_size", None)
+    settings = given.resolve(inherited, str(parent.config))
+    return settings.vouching({**parents.vouched, **given.vouched})
+
+
+def _require_same_weights(
+    parent: Run, parents: Settings, given: Settings, new_keys: Collection[str]
+) -> None:
+    """Refuse given values that do not fit the weights and the optimizer state of the parent.
+
+    Args:
+        parent: the run whose weights the new run begins from.
+        parents: its settings.
+        given: the given settings.
+        new_keys: the keys that the new run does not take from its parent.
+
+    Raises:
+        InputRefused: the tokenizer differs from the parent's.
+        UsageError: other adapters, another width transfer or new tokens are given.
+    """
+
+    def differs(key: str) -> bool:
+        return key in new_keys and given.values()[key] != parents.values()[key]
+
+    changed = [key for key in ADAPTER_KEYS if differs(key)]
+    if changed:
         raise UsageError(
-            f"{given.origins[added[0]]}: {added[0]}: --from goes on with the weights that {parent.folder} trains and "
-            f"their optimizer; for adapters on them start anew with model.init={parent.folder}"
+            f"{given.origins[changed[0]]}: {changed[0]}: --from goes on with the weights that {parent.folder} trains "
+            f"and their optimizer; for adapters on them start anew with model.init={parent.folder}"
         )
     for key in ("optim.transfer", "optim.transfer_base"):
-        mine = own.values()[key]
-        if key in taken and given.values()[key] != mine:
+        if differs(key):
             raise UsageError(
-                f"{given.said(key)}, but the weights of {parent.folder} were drawn with {mine}; leave it out"
+                f"{given.said(key)}, but the weights of {parent.folder} were drawn with {parents.values()[key]}; "
+                "leave it out"
             )
-    if "data.tokenizer" in taken:
+    if "data.tokenizer" in new_keys:
         source = ModelSource.open(str(parent.folder))
         tokenizer = tokenizer_named(given.data.tokenizer)
         tokens_of(given, source, tokenizer, is_adapted=False).require_no_new(str(parent.folder))
-    taken -= {"optim.transfer", "optim.transfer_base"}
-    taken |= {belonging for key in taken for belonging in DEPENDENT_KEYS.get(key, ())}
-    closed = (
-        {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group}
-        | taken
-        | RUN_SPECIFIC_KEYS
-    )
-    if given.model.init:  # that model brings its own shape
-        closed |= {key for key in own.values() if key.startswith("model.")}
-    kept = {key: value for key, value in own.pinned().items() if key not in closed}
-    kept |= {
-        f"data.{key}": copy
-        for key, copy in own_copies(own.data, own.origins).items()
-        if f"data.{key}" in kept
-    }
-    if "data.tokenizer" not in taken:
-        # A newly trained BPE would change the meaning of the ids.
-        kept["data.tokenizer"] = str(parent.tokenizer)
-        kept.pop("data.vocab_size", None)
-    return given.resolve(kept, str(parent.config)).vouching({**own.vouched, **given.vouched})
 
 
-def _by_records(given: Settings, own: Settings) -> set[str]:
-    """Return the keys that a new run does not take from its parent: given ones, and those that its
-    records decide.
+def _keys_of_the_new_run(given: Settings, parents: Settings) -> set[str]:
+    """Return the keys whose values a new run does not take from its parent.
+
+    These are the given keys, and keys that no longer fit because the new run has another way to
+    learn or other records.
     """
-    taken = {*given.pinned()}
+    new_keys = set(given.pinned())
     objective = objective_of(given)
-    if objective.is_named:  # what the parent learned from is over
-        sections = {other.section for other in OBJECTIVES} - {objective.section}
-        taken |= {key for key in own.values() if key.partition(".")[0] in sections}
-    for other in (other for other in OBJECTIVES if other.by_records):
-        is_by_records = given.origins.get(other.key) == BY_RECORDS  # for want of another
-        if is_by_records and other.learns_alike(given.values()[other.key], own.values()[other.key]):
-            taken -= {other.key}
-        elif "data.source" in taken:
-            taken |= {other.key}
-    if objective.is_named and objective.is_own_length != objective_of(own).is_own_length:
-        taken |= {"train.tokens_per_update"}
-    return taken
+    if objective.has_key:  # the parent's way to learn is over, if it was another one
+        other_sections = {other.section for other in OBJECTIVES} - {objective.section}
+        new_keys |= {key for key in parents.values() if key.partition(".")[0] in other_sections}
+    for chosen_by_records in (each for each in OBJECTIVES if each.records_can_choose):
+        key = chosen_by_records.key
+        # No key chose the way to learn, so the records did, and the key has its default value. The
+        # parent's value stays if it needs the same kind of records.
+        is_default = given.origins.get(key) == BY_RECORDS
+        if is_default and chosen_by_records.needs_same_records(
+            given.values()[key], parents.values()[key]
+        ):
+            new_keys -= {key}
+        elif "data.source" in new_keys:
+            new_keys |= {key}
+    if (
+        objective.has_key
+        and objective.has_own_update_size != objective_of(parents).has_own_update_size
+    ):
+        new_keys |= {"train.tokens_per_update"}
+    return new_keys

@@ -1,9 +1,9 @@
-"""Store a run's *reference*: what the model was before the first update, with which later answers
-are compared.
+"""Store a run's *reference*: the model before the first update, with which the loss compares the
+model in training.
 
-For preference pairs it is the log-probabilities of all answers. For a KL term, whose answers are
-sampled later, it is the weights. Either is stored in the run's folder, where a resumed run reads
-it.
+For preferences the file has the initial model's log-probabilities of all answers. For a KL term,
+whose answers are sampled later, it has the initial weights. It is in the run's folder, where a
+resumed run reads it.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from monograph.storage.reading import exists
 from monograph.storage.writing import sync
 
 REFERENCE = "reference.safetensors"  # in the run's folder
-LOST = "{}: the reference of this run is {}: put the file back, or begin a new run"
+UNUSABLE = "{}: the reference of this run is {}: put the file back, or begin a new run"
 DAMAGED = "damaged, of another run, or of an earlier version"
 
 
@@ -34,34 +34,35 @@ def verify_reference(run: Run) -> None:
     Raises:
         InputRefused: it is damaged.
     """
-    if exists(path := run.folder / REFERENCE):
-        _stored(path)
+    path = run.folder / REFERENCE
+    if exists(path):
+        _read_verified(path)
 
 
 def write_reference(
     run: Run, fingerprint: str, tensors: Mapping[str, torch.Tensor], world: World
 ) -> None:
-    """Store a reference in the run's folder, before the run's first checkpoint.
+    """Write a reference into the run's folder. This is before the run's first checkpoint.
 
     Args:
         run: the run's folder.
         fingerprint: the fingerprint of the records that the reference belongs to.
-        tensors: the reference by name; of each tensor the rows of this rank.
-        world: the ranks, all of which call this.
+        tensors: the reference by name; each tensor has the rows of this rank.
+        world: the ranks, which must all call this.
 
     Raises:
         DiskFull: there is no room for it.
     """
     whole_tensors = dict[str, torch.Tensor]()
-    # One tensor after another, so that a device holds only one whole tensor.
+    # Tensors are gathered one after another, so that the device needs memory for only one.
     for name, tensor in tensors.items():
-        whole = whole_rows(tensor)  # a collective
+        whole = whole_rows(tensor)  # all ranks take part
         if world.leads:
             whole_tensors[name] = whole.cpu()
     if not world.leads:
         return
-    # One entry of metadata, because safetensors writes several in any order, and equal references
-    # should be equal files.
+    # Both values are in one entry of the metadata, because safetensors writes several entries in
+    # any order, and equal references should be equal files.
     content = save(whole_tensors, {"whose": f"{fingerprint} {_digest(whole_tensors)}"})
     write_whole(
         run.folder / REFERENCE, content, "nothing was trained yet: make room there, and start again"
@@ -70,41 +71,47 @@ def write_reference(
 
 
 def read_reference(run: Run, fingerprint: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill these tensors from the stored reference of records with this fingerprint.
+    """Read the reference in the run's folder into tensors.
+
+    Args:
+        run: the run's folder.
+        fingerprint: the fingerprint that the records of the reference must have.
+        tensors: by name, the tensors that get the values; each has the rows of this rank.
 
     Raises:
-        InputRefused: it is lost or damaged, or belongs to other records.
+        InputRefused: the file is missing or damaged, or belongs to other records.
     """
     path = run.folder / REFERENCE
     if not exists(path):
-        raise InputRefused(LOST.format(path, "missing"))
-    stored, stored_fingerprint = _stored(path)
+        raise InputRefused(UNUSABLE.format(path, "missing"))
+    stored, stored_fingerprint = _read_verified(path)
     fits = all(
         name in stored and stored[name].shape == tensor.shape for name, tensor in tensors.items()
     )
     if not fits or stored_fingerprint != fingerprint:
-        raise InputRefused(LOST.format(path, DAMAGED))
+        raise InputRefused(UNUSABLE.format(path, DAMAGED))
     for name, tensor in tensors.items():
         tensor.copy_(own_rows(stored[name], tensor))
 
 
-def _stored(path: Path) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the tensors of a stored reference, and the fingerprint of its records.
+def _read_verified(path: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """Return the tensors of a reference, and the fingerprint of its records, after verifying the
+    file's digest.
 
     Raises:
-        InputRefused: it is damaged.
-        Unreadable: the system failed to read it.
+        InputRefused: the file is damaged.
+        Unreadable: the system failed to read the file.
     """
     with suppress(InputRefused), open_tensors(path) as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         fingerprint, _, digest = (file.metadata() or {}).get("whose", "").rpartition(" ")
         if digest == _digest(stored):
             return stored, fingerprint
-    raise InputRefused(LOST.format(path, DAMAGED))
+    raise InputRefused(UNUSABLE.format(path, DAMAGED))
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of all bytes, which also notices damage that leaves numbers finite."""
+    """Return the SHA-256 of the bytes of all tensors, by which any damage is noticed."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)

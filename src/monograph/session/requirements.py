@@ -1,10 +1,9 @@
 """Refuse settings that exclude one another or do not fit this machine or model.
 
-What excludes what is a table of rules (`exclusions`), of which docs/support.md is made; the rest
-are conditions that need the machine, the model's shape or the command.
+`exclusions` is the table of keys whose values exclude one another, from which docs/support.md is
+made. The `require_` functions refuse what depends on the machine, the model's shape or the command.
 """
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -24,83 +23,91 @@ from monograph.schedule import SCHEDULES
 from monograph.session.by_key import by_field
 from monograph.session.choices import (
     ADAPTED,
+    COMPILED_WHOLE,
     FP8,
-    NARROW,
-    OFFLOADED,
+    NO_MASTER_WEIGHTS,
+    REMAT_OFFLOADED,
     STREAMED,
-    WHOLE,
-    Chosen,
+    Choices,
     Condition,
     Exclusion,
+    excludes,
     refuse_excluded,
-    without,
 )
 from monograph.session.job import Job
 from monograph.session.objective import Objective
 from monograph.session.objectives import (
     BY_RECORDS,
     OBJECTIVES,
-    chosen_in,
+    chosen_objectives,
     objective_of,
     with_records,
 )
 from monograph.session.plan import RunPlan, is_sharded
 from monograph.storage.code import code_named
 
-LEAST_BYTES = 2  # the least bytes of a parameter, its weight in 16 bits
+MIN_BYTES_PER_PARAMETER = 2  # for its weight in 16 bits
 
 
-# ── what does not go together ───────────────────────────────────────────────────────────────────
+# ── choices that do not go together ─────────────────────────────────────────────────────────────
 
-UNSHARDED = Condition(
-    "train.parallel = {parallel}", lambda made: not is_sharded(made.parallel), "none or ddp"
+NOT_SHARDED = Condition(
+    "train.parallel = {parallel}", lambda choices: not is_sharded(choices.parallel), "none or ddp"
 )
 SHARDED = Condition(
-    "train.parallel = {parallel}", lambda made: is_sharded(made.parallel), "fsdp or hsdp"
+    "train.parallel = {parallel}", lambda choices: is_sharded(choices.parallel), "fsdp or hsdp"
 )
-SHARED = Condition(
-    "train.parallel = {parallel}", lambda made: made.parallel != "none", "ddp, fsdp or hsdp"
+IN_PARALLEL = Condition(
+    "train.parallel = {parallel}", lambda choices: choices.parallel != "none", "ddp, fsdp or hsdp"
 )
-HALVED = Condition("train.gather_dtype = bf16", lambda made: made.gather_dtype == "bf16")
-NOT_IN_BF16 = Condition(
+GATHERED_IN_BF16 = Condition(
+    "train.gather_dtype = bf16", lambda choices: choices.gather_dtype == "bf16"
+)
+PRECISION_NOT_BF16 = Condition(
     "train.precision = {precision}",
-    lambda made: made.precision not in ("auto", "bf16"),
+    lambda choices: choices.precision not in ("auto", "bf16"),
     "fp32, fp16 or fp8",
 )
-WITHOUT_BF16 = Condition(
-    "train.precision = {precision}", lambda made: made.precision in ("fp32", "fp16"), "fp32 or fp16"
+PRECISION_WITHOUT_BF16 = Condition(
+    "train.precision = {precision}",
+    lambda choices: choices.precision in ("fp32", "fp16"),
+    "fp32 or fp16",
 )
-RANKED = Condition("lora.rank", lambda made: made.rank is not None)
-STATE = Condition(
+LORA_RANK_GIVEN = Condition("lora.rank", lambda choices: choices.rank is not None)
+NOT_STOCHASTIC_STATE = Condition(
     "optim.state = {state}",
-    lambda made: not FORMATS[made.state].stochastic,
+    lambda choices: not FORMATS[choices.state].stochastic,
     " or ".join(rounding(stochastic=False)),
 )
-UNCLIPPED = Condition("optim.grad_clip = none", lambda made: made.grad_clip == "none")
-SKIPPING = Condition("optim.skip_spikes = true", lambda made: made.skip_spikes is True)
-STEADY = Condition(
+NOT_CLIPPED = Condition("optim.grad_clip = none", lambda choices: choices.grad_clip == "none")
+SPIKES_SKIPPED = Condition("optim.skip_spikes = true", lambda choices: choices.skip_spikes is True)
+SCHEDULE_WITHOUT_DECAY = Condition(
     "optim.schedule = {schedule}",
-    lambda made: not SCHEDULES[made.schedule].falls,
+    lambda choices: not SCHEDULES[choices.schedule].falls,
     join_with_or(name for name, schedule in SCHEDULES.items() if not schedule.falls),
 )
-FALLING = Condition("optim.min_lr_ratio", lambda made: made.min_lr_ratio is not None)
-UNTRANSFERRED = Condition("optim.transfer = none", lambda made: made.transfer == "none")
-BASED = Condition("optim.transfer_base", lambda made: made.transfer_base is not None)
+MIN_LR_RATIO_GIVEN = Condition(
+    "optim.min_lr_ratio", lambda choices: choices.min_lr_ratio is not None
+)
+NO_TRANSFER = Condition("optim.transfer = none", lambda choices: choices.transfer == "none")
+TRANSFER_BASE_GIVEN = Condition(
+    "optim.transfer_base", lambda choices: choices.transfer_base is not None
+)
 
 _STAGED = "train.memory = stream brings one stage after another to the device: with it"
 _IN_BF16 = "optim.master_weights = false keeps the weights in bf16"
 
-# Of several, the first is said.
-OF_THE_STEP = (
+# If several rules of a table apply, the first one is reported.
+STEP_EXCLUSIONS = (
     Exclusion(
-        OFFLOADED,
-        WHOLE,
+        REMAT_OFFLOADED,
+        COMPILED_WHOLE,
         "train.remat = offload crosses between graphs: with it train.compile is blocks or none",
     ),
-    Exclusion(STREAMED, WHOLE, f"{_STAGED} train.compile is blocks or none, not whole"),
+    Exclusion(STREAMED, COMPILED_WHOLE, f"{_STAGED} train.compile is blocks or none, not whole"),
     Exclusion(
         STREAMED,
-        OFFLOADED,
+        REMAT_OFFLOADED,
         f"{_STAGED} train.remat is none, full, pointwise or a number, not offload",
     ),
     Exclusion(
@@ -114,102 +121,105 @@ OF_THE_STEP = (
         "train.precision = fp8 is for weights that are trained: with lora.rank take bf16 or fp32",
     ),
     Exclusion(
-        HALVED,
-        UNSHARDED,
+        GATHERED_IN_BF16,
+        NOT_SHARDED,
         "train.gather_dtype = bf16 is of weights that ranks share out: take fsdp or hsdp",
     ),
-    without(HALVED, NOT_IN_BF16, "products read bf16 weights: take bf16"),
-    without(HALVED, RANKED, "frozen weights stay as they are"),
-    without(SHARED, NARROW, "gradients would be summed in bf16"),
-    without(SHARDED, STREAMED, "a rank that streams has whole weights: take ddp"),
-    without(SHARDED, WHOLE, "blocks are gathered one by one: take blocks or none"),
+    excludes(GATHERED_IN_BF16, PRECISION_NOT_BF16, "products read bf16 weights: take bf16"),
+    excludes(GATHERED_IN_BF16, LORA_RANK_GIVEN, "frozen weights stay as they are"),
+    excludes(IN_PARALLEL, NO_MASTER_WEIGHTS, "gradients would be summed in bf16"),
+    excludes(SHARDED, STREAMED, "a rank that streams has whole weights: take ddp"),
+    excludes(SHARDED, COMPILED_WHOLE, "blocks are gathered one by one: take blocks or none"),
 )
-OF_THE_OPTIMIZER = (
+OPTIMIZER_EXCLUSIONS = (
     Exclusion(
-        NARROW,
-        STATE,
+        NO_MASTER_WEIGHTS,
+        NOT_STOCHASTIC_STATE,
         f"{_IN_BF16}, and their moments: say optim.state = {' or '.join(rounding(stochastic=True))}, "
         "not {state}",
     ),
     Exclusion(
-        NARROW,
+        NO_MASTER_WEIGHTS,
         STREAMED,
         f"{_IN_BF16}, and train.memory = stream keeps them in full precision: leave one out",
     ),
     Exclusion(
-        NARROW,
-        WITHOUT_BF16,
+        NO_MASTER_WEIGHTS,
+        PRECISION_WITHOUT_BF16,
         f"{_IN_BF16}, which train.precision = {{precision}} cannot use: take bf16 or fp8",
     ),
     Exclusion(
-        SKIPPING,
-        UNCLIPPED,
+        SPIKES_SKIPPED,
+        NOT_CLIPPED,
         "optim.skip_spikes = true is of gradients that are clipped: give optim.grad_clip a number",
     ),
     Exclusion(
-        FALLING, STEADY, "optim.schedule = {schedule} never falls: leave optim.min_lr_ratio out"
+        MIN_LR_RATIO_GIVEN,
+        SCHEDULE_WITHOUT_DECAY,
+        "optim.schedule = {schedule} never falls: leave optim.min_lr_ratio out",
     ),
     Exclusion(
-        BASED,
-        UNTRANSFERRED,
+        TRANSFER_BASE_GIVEN,
+        NO_TRANSFER,
         "optim.transfer_base is of width transfer: say optim.transfer = width, too",
     ),
 )
 
 
 def exclusions() -> Iterator[Exclusion]:
-    """Yield all pairs of choices that exclude one another, in the order in which they are refused."""
-    yield from OF_THE_STEP
+    """Yield all rules, in the order in which they are checked."""
+    yield from STEP_EXCLUSIONS
     for objective in OBJECTIVES:
-        yield from excluded_by(objective)
-    yield from OF_THE_OPTIMIZER
+        yield from exclusions_of(objective)
+    yield from OPTIMIZER_EXCLUSIONS
 
 
-def excluded_by(objective: Objective) -> Iterator[Exclusion]:
-    """Yield what does not go with an objective, which is taken as chosen."""
-    chosen = Condition(objective.key, lambda made: True)
+def exclusions_of(objective: Objective) -> Iterator[Exclusion]:
+    """Yield the rules on what does not go with an objective; they hold only if it is chosen."""
+    is_chosen = Condition(objective.key, lambda choices: True)
     for other, instead in objective.excluded:
-        yield without(chosen, other, instead)
+        yield excludes(is_chosen, other, instead)
 
 
-def choices_of(settings: Settings) -> Chosen:
-    """Return what the settings choose, of what can exclude something else."""
+def choices_of(settings: Settings) -> Choices:
+    """Return those values of the settings on which the rules depend."""
     init = settings.model.init
-    return Chosen(
+    return Choices(
         is_code=code_named(init) is not None,
         is_adapted=settings.lora.rank is not None or (init is not None and is_adapter(init)),
-        **by_field(Chosen, settings.values()),
+        **by_field(Choices, settings.values()),
     )
 
 
-def require_together(settings: Settings) -> None:
-    """Refuse choices that exclude one another.
+def require_compatible(settings: Settings) -> None:
+    """Refuse settings with values that exclude one another.
 
     Raises:
-        UsageError: two choices exclude one another; the message names both.
+        UsageError: two values exclude one another; the message names both.
     """
     choices = choices_of(settings)
-    refuse_excluded(choices, OF_THE_STEP)
+    refuse_excluded(choices, STEP_EXCLUSIONS)
     objective = objective_of(settings)
-    keys = [each.key for each in chosen_in(settings) if each.key]
-    if len(keys) > 1:
+    objective_keys = [each.key for each in chosen_objectives(settings) if each.key]
+    if len(objective_keys) > 1:
         raise UsageError(
-            f"{keys[1]} does not go with {keys[0]}: a run learns from one of both: leave one out"
+            f"{objective_keys[1]} does not go with {objective_keys[0]}: a run learns from one of both: leave one out"
         )
-    refuse_excluded(choices, excluded_by(objective))
+    refuse_excluded(choices, exclusions_of(objective))
     objective.require_keys(settings)
-    refuse_excluded(choices, OF_THE_OPTIMIZER)
+    refuse_excluded(choices, OPTIMIZER_EXCLUSIONS)
 
 
 def require_possible(settings: Settings, machine: Device) -> None:
-    """Refuse a precision that this machine lacks and choices that exclude one another, before any
-    text is read.
+    """Refuse settings that exclude one another, and a precision that this machine lacks.
+
+    This is called before any text is read.
 
     Raises:
-        UsageError: a choice is impossible; the message names another.
+        UsageError: a value is impossible; the message names another.
     """
-    require_together(settings)
-    # The base's best rate is unknown.
+    require_compatible(settings)
+    # A default rate is not the best one of the narrow model, from which transfer starts.
     if settings.optim.transfer != "none" and settings.optim.lr == "auto":
         raise UsageError(
             f"{settings.said('optim.transfer')} carries a learning rate that was found on a narrower model: give it "
@@ -222,11 +232,15 @@ def require_possible(settings: Settings, machine: Device) -> None:
         raise UsageError(f"{settings.said('train.precision')}: {obstacle}; use {instead}")
 
 
-def require_taught(objective: Objective, init: str | None) -> None:
-    """Refuse to learn without a model where one is needed that was trained before.
+def require_trained_model(objective: Objective, init: str | None) -> None:
+    """Refuse to train a new model with an objective that needs a trained one.
+
+    Args:
+        objective: what the model learns from.
+        init: model.init; None for a new model.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the objective needs a trained model, and there is none.
     """
     if objective.needs_model and init is None:
         raise UsageError(
@@ -235,7 +249,7 @@ def require_taught(objective: Objective, init: str | None) -> None:
 
 
 def require_one_device(settings: Settings, command: str) -> None:
-    """Refuse several devices for a command that knows only one.
+    """Refuse `train.parallel` for a command that uses only one device.
 
     Raises:
         UsageError: `train.parallel` is on; the message names the command.
@@ -248,32 +262,41 @@ def require_one_device(settings: Settings, command: str) -> None:
 
 
 def require_texts(settings: Settings, command: str) -> None:
-    """Refuse other records than texts for a command that knows only these.
+    """Refuse records other than texts, such as pairs of answers, for a command that knows only
+    texts.
 
     Raises:
-        UsageError: a key asks for them, or they are found; the message names the command.
+        UsageError: a key chooses such records, or data.source has them; the message names the
+            command.
     """
-    known = with_records(settings)
-    objective = objective_of(known)
+    completed = with_records(settings)
+    objective = objective_of(completed)
     if objective.is_of_texts:
         return
     key = objective.key
-    origin = settings.origins.get(key, BY_RECORDS)
-    remedy = (
-        "leave it out" if key in settings.origins else f"its records are {objective.records(known)}"
-    )
+    if key in settings.origins:
+        origin = settings.origins[key]
+        remedy = "leave it out"
+    else:
+        origin = BY_RECORDS
+        remedy = f"its records are {objective.records_noun(completed)}"
     only = f"is for `monograph train`; `monograph {command}` knows texts alone: {remedy}"
-    raise UsageError(f"{origin}: {key} = {known.values()[key]} {only}")
+    raise UsageError(f"{origin}: {key} = {completed.values()[key]} {only}")
 
 
 def require_positions(length: int, config: LlamaConfig | None) -> None:
-    """Refuse rows that are longer than a model has positions; None means that its shape is not
-    known yet.
+    """Refuse rows that are longer than a model has positions.
+
+    Args:
+        length: tokens of a row.
+        config: the model's shape; None if it is not known yet.
 
     Raises:
         InputRefused: the rows are longer; the message names both lengths.
     """
-    positions = config.max_position_embeddings if config else math.inf
+    if config is None:
+        return
+    positions = config.max_position_embeddings
     if length > positions:
         raise InputRefused(
             f"data.sequence_length = {length} is longer than the model's max_position_embeddings = {positions}: "
@@ -281,42 +304,56 @@ def require_positions(length: int, config: LlamaConfig | None) -> None:
         )
 
 
-def require_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
-    """Refuse adapters' targets that a model does not have; None means that its shape is not known
-    yet.
+def require_adapter_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
+    """Refuse adapters for layers that the model does not have, or with a rank that is too high.
 
-    A rank above the shorter side of every target W is refused, too, since B A then has more numbers
-    than W for no gain.
+    The adapter of a weight W is the product B A. If its rank is above the shorter side of W, the
+    adapter has more numbers than W for no gain. This is refused if it holds for every layer.
+
+    Args:
+        lora: the options of the adapters; None without adapters.
+        config: the model's shape; None if it is not known yet.
 
     Raises:
-        UsageError: the targets do not fit the model.
+        UsageError: the adapters do not fit the model.
     """
     if lora is None or config is None:
         return
     with torch.device("meta"):
         layers = chosen_layers(Llama(config), lora)
-    most = max(min(layer.weight.shape[-2:]) for layer in layers.values())
-    if lora.rank > most:
+    max_rank = max(min(layer.weight.shape[-2:]) for layer in layers.values())
+    if lora.rank > max_rank:
         raise UsageError(
-            f"lora.rank = {lora.rank}: these layers' weights have rank {most} at most; lower it"
+            f"lora.rank = {lora.rank}: these layers' weights have rank {max_rank} at most; lower it"
         )
 
 
-def require_room(job: Job, config: LlamaConfig, machine: Device, limits: Limits) -> None:
+def require_room_for_weights(
+    job: Job, config: LlamaConfig, machine: Device, limits: Limits
+) -> None:
     """Refuse a new model whose weights alone exceed all available memory, before any part of it is
     built.
 
+    Args:
+        job: what the run is to do.
+        config: the model's shape.
+        machine: the device.
+        limits: the memory of the host and the disk, to which weights can be streamed.
+
     Raises:
-        OutOfDeviceMemory: it does; the message names the keys that shape the model and the bytes
-            needed and available.
+        OutOfDeviceMemory: there is no room; the message names the keys that shape the model and the
+            bytes needed and available.
     """
-    needed = LEAST_BYTES * config.parameter_count()
-    device_bytes = 0 if limits.shared else machine.memory_bytes
-    if job.recipe.init is None and needed > device_bytes + limits.host_bytes + limits.disk_bytes:
+    if job.recipe.init is not None:
+        return
+    needed_bytes = MIN_BYTES_PER_PARAMETER * config.parameter_count()
+    device_bytes = 0 if limits.shared else machine.memory_bytes  # host_bytes count shared memory
+    if needed_bytes > device_bytes + limits.host_bytes + limits.disk_bytes:
         raise OutOfDeviceMemory(
-            f"{job.sizes_said}: {count(config.parameter_count())} parameters, whose weights alone are "
-            f"{gibibytes(needed)} at {LEAST_BYTES} bytes each; {machine.name} has {gibibytes(machine.memory_bytes)}, "
-            f"the host {gibibytes(limits.host_bytes)} and the disk {gibibytes(limits.disk_bytes)}: make it smaller"
+            f"{job.sizes_text}: {count(config.parameter_count())} parameters, whose weights alone are "
+            f"{gibibytes(needed_bytes)} at {MIN_BYTES_PER_PARAMETER} bytes each; {machine.name} has "
+            f"{gibibytes(machine.memory_bytes)}, the host {gibibytes(limits.host_bytes)} and the disk "
+            f"{gibibytes(limits.disk_bytes)}: make it smaller"
         )
 
 
@@ -324,11 +361,18 @@ def notes_on(plan: RunPlan, machine: Device) -> Iterator[str]:
     """Yield a line for each setting whose effect may differ from what the user expects."""
     if plan.training.precision == "fp32" and machine.type == "cuda" and machine.has_bf16:
         yield "train.precision = fp32: products keep all digits, without tensor cores (no TF32); bf16 is much faster"
-    given = plan.job.asked_tokens
-    if given != plan.training.tokens_per_update:
-        rows = f"{counted(plan.training.window_rows, 'row')} of data.sequence_length = {plan.training.length}"
-        yield f"train.tokens_per_update = {given}: an update has {rows}, so {plan.training.tokens_per_update:,} tokens"
-    micro_batch = plan.training.rows
-    most = plan.training.window_rows
-    if micro_batch > most:
-        yield f"train.micro_batch = {micro_batch}: an update has {most} rows, so micro-batches of {most}"
+    training = plan.training
+    asked_tokens = plan.job.given_tokens_per_update
+    if asked_tokens != training.tokens_per_update:
+        rows = f"{counted(training.window_rows, 'row')} of data.sequence_length = {training.length}"
+        yield (
+            f"train.tokens_per_update = {asked_tokens}: an update has {rows}, "
+            f"so {training.tokens_per_update:,} tokens"
+        )
+    micro_batch = training.rows
+    update_rows = training.window_rows
+    if micro_batch > update_rows:
+        yield (
+            f"train.micro_batch = {micro_batch}: an update has {update_rows} rows, "
+            f"so micro-batches of {update_rows}"
+        )

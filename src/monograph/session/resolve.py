@@ -1,5 +1,5 @@
-"""Turn a job into the plan of a run: the only place that decides an "auto" by the model's shape or
-the device.
+"""Turn a job into the plan of a run. This is the only place that decides an "auto" by the model's
+shape or the device.
 
 A value is decided as soon as its inputs are known, so that impossible values are refused before any
 text is read:
@@ -26,28 +26,28 @@ from monograph.planner import Candidate, Limits, PlanRequest, StreamCandidate, d
 from monograph.predict.estimate import spared_bytes
 from monograph.predict.footprint import Compile
 from monograph.predict.roofline import Calibration
-from monograph.session.door import fresh_fields, job_of
+from monograph.session.door import fields_for_new_model, job_of
 from monograph.session.job import Job
 from monograph.session.new_tokens import NewTokens
-from monograph.session.plan import Length, RunPlan, Shape, is_sharded, sharing
+from monograph.session.plan import Length, RunPlan, Shape, is_sharded, ranks_that_share
 from monograph.session.record import ConfigRecord
-from monograph.session.requirements import require_room
+from monograph.session.requirements import require_room_for_weights
 from monograph.storage.cache_dir import cache_root, calibration_file
 from monograph.text.tokenizer import parse
 
-# The ways to recompute activations (train.remat) among which the planner chooses for "auto".
-# "offload" is the last, since a CPU, which has no other memory to offload to, omits it.
+# The values of train.remat among which the planner chooses for "auto". A CPU has no other memory to
+# offload to, so it leaves out "offload", which is the last.
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
-# The device's assumed operations per second. Any number will do, because it only orders candidates
-# of one precision.
+# The device's assumed operations per second. Any number will do: it is the same for all candidates,
+# which have one precision, and only their order matters.
 RANKING_FLOPS = 1e12
 
 
 def resolve(
     given: Settings | ConfigRecord | RunPlan,
     machine: Device,
-    *known: Shape | Length,
-    built: bool = True,
+    *facts: Shape | Length,
+    will_build: bool = True,
 ) -> RunPlan:
     """Return the plan of a run, with every value decided whose inputs are known.
 
@@ -55,9 +55,9 @@ def resolve(
         given: the run's settings, as they are given or recorded; or a plan that was made from them
             earlier.
         machine: the device that the run trains on.
-        known: facts that are known now: the model's shape, the number of updates.
-        built: whether the model will be built; if False, model.init may be a folder with config.json
-            and no weights.
+        facts: what is known now: the model's shape, the number of updates.
+        will_build: whether the model will be built; if False, model.init may be a folder with
+            config.json and no weights.
 
     Raises:
         InputRefused: a model, a tokenizer or an adapter cannot be used.
@@ -68,8 +68,8 @@ def resolve(
         plan = given
     else:
         settings = given.settings if isinstance(given, ConfigRecord) else given
-        plan = _plan_from_job(job_of(settings, built=built), machine)
-    for fact in known:
+        plan = _plan_from_job(job_of(settings, will_build=will_build), machine)
+    for fact in facts:
         if isinstance(fact, Shape):
             plan = _with_shape(plan, machine, fact)
         else:
@@ -81,20 +81,21 @@ def resolve(
 
 
 def _plan_from_job(job: Job, machine: Device) -> RunPlan:
+    """Return the first plan of a job, with the precision decided."""
     training = job.training
-    if "precision" in job.open:
+    if "precision" in job.open_choices:
         training = replace(training, precision=defaults.precision(machine))
     plan = RunPlan(
         job=job,
         training=training,
         memory=job.memory,
-        open=job.open - {"precision"},
+        open_choices=job.open_choices - {"precision"},
         intervals=job.intervals.of(job.updates),
         updates=job.updates,
     )
     judged = job.objective.judged(plan)
     packed = job.reading.is_packed and judged != "exact"
-    return plan.having(replace(training, judged=judged, packed=packed))
+    return plan.with_training(replace(training, judged=judged, packed=packed))
 
 
 # ── from the model's shape ──────────────────────────────────────────────────────────────────────
@@ -103,19 +104,18 @@ def _plan_from_job(job: Job, machine: Device) -> RunPlan:
 def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
     """Return the plan with micro-batch, recomputation, graph scope and memory decided.
 
-    What the settings give stays. The planner chooses the rest for a `Llama`. Any other module, of
-    whose memory nothing is known, takes all rows at once. With several ranks, the share of one rank
-    is planned.
+    Given values stay. For a `Llama` the planner chooses the others. The memory of any other module
+    is unknown, so its micro-batch has all rows. With several ranks, the work of one rank is planned.
     """
     job = plan.job
     config = shape.config
     rank_rows = math.ceil(plan.training.window_rows / shape.ranks)
     if config:
-        beside = job.objective.bytes_beside(plan, config, machine, shape.slots, shape.ranks)
-        plan = replace(plan, beside=beside)
+        extra_bytes = job.objective.extra_bytes(plan, config, machine, shape.slots, shape.ranks)
+        plan = replace(plan, extra_bytes=extra_bytes)
     expected: Candidate | None = None
-    # Each of the following statements overrides the ones before it.
-    fixed: dict[str, Any] = {
+    # The values of train.micro_batch and more. Each statement below overrides the ones before it.
+    choices: dict[str, Any] = {
         "micro_batch": rank_rows,
         "remat": "none",
         "compile": "whole",
@@ -123,7 +123,7 @@ def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
     }
     if shape.like:
         expected = shape.like.expected
-        fixed = shape.like.choices
+        choices = shape.like.choices
     elif config:
         expected = _chosen_candidate(plan, config, machine, shape)
         # Without a compiler the candidate is eager. The run's scope is still one that compiles:
@@ -131,41 +131,49 @@ def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
         scope = expected.work.compile
         if scope == "none":
             scope = _scopes(plan.job.parallel, config)[0]
-        fixed |= {"micro_batch": expected.work.rows, "remat": expected.work.remat, "compile": scope}
+        choices |= {
+            "micro_batch": expected.work.rows,
+            "remat": expected.work.remat,
+            "compile": scope,
+        }
     if plan.memory == "stream" or isinstance(expected, StreamCandidate):
-        fixed |= {"memory": "stream", "compile": "blocks"}
+        choices |= {"memory": "stream", "compile": "blocks"}
     # Both move tensors between two blocks, which cannot be done inside of a graph.
     if plan.training.remat == "offload" or is_sharded(plan.job.parallel):
-        fixed["compile"] = "blocks"
-    # What the settings give.
-    fixed |= {key: value for key, value in plan.choices.items() if key not in plan.open}
+        choices["compile"] = "blocks"
+    # The values that the settings give.
+    choices |= {key: value for key, value in plan.choices.items() if key not in plan.open_choices}
     # A larger micro-batch would be partly empty.
-    fixed["micro_batch"] = min(fixed["micro_batch"], plan.training.window_rows)
+    choices["micro_batch"] = min(choices["micro_batch"], plan.training.window_rows)
     optim = plan.training.optim
     # The default weight decay of a new model depends on how often its text is read.
     if job.is_decay_open and not job.recipe.init:
-        fields = fresh_fields(job.recipe, name_of(optim), _epochs(plan, expected, shape))
+        fields = fields_for_new_model(job.recipe, name_of(optim), _epochs(plan, expected, shape))
         optim = replace(optim, weight_decay=fields.get("weight_decay", optim.weight_decay))
     decided: dict[str, Any] = {
         "optim.name": name_of(optim),
         "train.precision": plan.training.precision,
         "optim.weight_decay": optim.weight_decay,
     }
-    if job.is_rate_open:
+    if job.is_lr_open:
         decided["optim.lr"] = optim.lr
+    decided |= {f"train.{key}": value for key, value in choices.items()}
     transfer = job.transfer_to(None if job.recipe.init else config)
     training = replace(plan.training, lora=job.adapters(shape.tokens))
+    if config:
+        training = training.of(config, machine.type)
+    training = replace(
+        training,
+        rows=min(choices["micro_batch"], rank_rows),
+        compile=choices["compile"],
+        remat=choices["remat"],
+        optim=transfer.optimizer(optim) if transfer else optim,
+    )
     return replace(
-        plan.noting(decided | {f"train.{key}": value for key, value in fixed.items()}),
-        training=replace(
-            training.of(config, machine.type) if config else training,
-            rows=min(fixed["micro_batch"], rank_rows),
-            compile=fixed["compile"],
-            remat=fixed["remat"],
-            optim=transfer.optimizer(optim) if transfer else optim,
-        ),
-        memory=fixed["memory"],
-        open=frozenset(),
+        plan.with_decided_values(decided),
+        training=training,
+        memory=choices["memory"],
+        open_choices=frozenset(),
         transfer=transfer,
         # The planner cannot predict a rank that holds only some rows of each weight.
         expected=None if is_sharded(plan.job.parallel) else expected,
@@ -173,18 +181,21 @@ def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
 
 
 def _epochs(plan: RunPlan, expected: Candidate | None, shape: Shape) -> int:
-    """Return the number of times that the text will be read; an estimate for a run by the clock,
-    and 1 if the text's length is unknown.
+    """Return the number of times that the text will be read; 1 if the text's length is unknown.
+
+    It is an estimate for a run whose length is a time.
     """
     if plan.job.span.epochs:
         return plan.job.span.epochs
-    if not shape.per_epoch:
+    if not shape.records_per_epoch:
         return 1
     updates = plan.updates
     rows = plan.training.window_rows
     if expected and shape.minutes and not updates:
-        updates = defaults.likely_updates(shape.minutes, expected.update_s, shape.per_epoch, rows)
-    return round(updates * rows / shape.per_epoch)
+        updates = defaults.likely_updates(
+            shape.minutes, expected.update_s, shape.records_per_epoch, rows
+        )
+    return round(updates * rows / shape.records_per_epoch)
 
 
 def request_of(
@@ -210,10 +221,12 @@ def request_of(
     remats = REMATS if machine.type == "cuda" else REMATS[:-1]
     return PlanRequest(
         training.of(config, machine.type),
-        micro_batch=None if "micro_batch" in plan.open else given.rows,
+        micro_batch=None if "micro_batch" in plan.open_choices else given.rows,
         precisions=(given.precision,),
-        scopes=_scopes(plan.job.parallel, config) if "compile" in plan.open else (given.compile,),
-        remats=remats if "remat" in plan.open else (given.remat,),
+        scopes=_scopes(plan.job.parallel, config)
+        if "compile" in plan.open_choices
+        else (given.compile,),
+        remats=remats if "remat" in plan.open_choices else (given.remat,),
     )
 
 
@@ -236,31 +249,31 @@ def _chosen_candidate(
 ) -> Candidate:
     """Return the candidate that `monograph plan` would choose for one rank on this machine.
 
-    The bytes that a run with rewards holds beside its step are subtracted from the device's memory.
-    For the bytes that ranks save or need in addition, see `spared_bytes`.
+    The bytes that sampling needs (`Objective.extra_bytes`) are subtracted from the device's memory.
+    With several ranks, the bytes that a rank saves are added (`spared_bytes`).
 
     Raises:
         OutOfDeviceMemory: nothing fits; the message names the nearest candidate and the missing
             bytes.
     """
-    memory = plan.asked_memory
+    memory = plan.requested_memory
     objective = plan.job.objective
     if shape.slots:
         rows, length = objective.largest_window(plan, config, shape.slots)
-        plan = plan.having(replace(plan.training, window_rows=rows, length=length))
-    if objective.answers_on_device:
-        machine = with_less_memory(machine, sum(plan.beside.values()))
+        plan = plan.with_training(replace(plan.training, window_rows=rows, length=length))
+    if objective.samples_answers:
+        machine = with_less_memory(machine, sum(plan.extra_bytes.values()))
         memory = "device"
     if plan.job.parallel != "none":
         training = plan.training
         rank_rows = math.ceil(training.window_rows / shape.ranks)
-        plan = plan.having(replace(training, window_rows=rank_rows))
+        plan = plan.with_training(replace(training, window_rows=rank_rows))
         if plan.memory == "stream":
             memory = "stream"
         else:
             memory = "device"
             base = (training.lora.base, training.precision) if training.lora else None
-            sharing_ranks = sharing(plan.job.parallel, shape.ranks)
+            sharing_ranks = ranks_that_share(plan.job.parallel, shape.ranks)
             parameters = config.parameter_count()
             spared = spared_bytes(parameters, plan.job.parallel, sharing_ranks, base)
             machine = with_less_memory(machine, -spared)
@@ -270,21 +283,21 @@ def _chosen_candidate(
     if request.scopes != ("none",) and not has_no_compiler:
         scopes = tuple(scope for scope in request.scopes if scope != "none")
     rates = dict.fromkeys(request.precisions, RANKING_FLOPS)
-    known = Calibration(calibration_file())
+    calibration = Calibration(calibration_file())
     limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
     # All ranks may be on this machine, so each gets only its share of the host's memory.
     limits = replace(limits, host_bytes=limits.host_bytes // shape.ranks)
-    require_room(plan.job, config, machine, limits)
+    require_room_for_weights(plan.job, config, machine, limits)
     # A CPU has no other memory to stream from.
     if machine.type == "cpu" and memory == "auto":
         memory = "device"
     answer = planner.streamed_or_resident(
-        replace(request, scopes=scopes), machine, rates, known, memory, limits
+        replace(request, scopes=scopes), machine, rates, calibration, memory, limits
     )
     if not answer.candidates:
         raise OutOfDeviceMemory(answer.refusal)
-    # The planner keeps some memory free. If nothing leaves that much, the nearest candidate is still
-    # tried, unless it exceeds even the free memory.
+    # The planner keeps some memory free. If no candidate leaves that much, the one with the smallest
+    # peak is still tried, unless it exceeds even the free memory.
     best = answer.nearest
     if answer.chosen is None and best.peak_memory_bytes > machine.free_memory_bytes:
         raise OutOfDeviceMemory(answer.refusal)
@@ -299,6 +312,7 @@ def _chosen_candidate(
 
 
 def _with_length(plan: RunPlan, length: Length) -> RunPlan:
+    """Return the plan with the number of updates, and the intervals that depend on it."""
     intervals = plan.job.intervals.of(length.updates, length.evaluations)
     decided = {
         "optim.warmup_updates": intervals.warmup_updates,
@@ -308,7 +322,7 @@ def _with_length(plan: RunPlan, length: Length) -> RunPlan:
     # train.epochs and train.updates exclude one another in config.toml.
     if not plan.job.span.epochs:
         decided["train.updates"] = length.updates
-    return replace(plan.noting(decided), updates=length.updates, intervals=intervals)
+    return replace(plan.with_decided_values(decided), updates=length.updates, intervals=intervals)
 
 
 # ── for a plan alone ────────────────────────────────────────────────────────────────────────────
@@ -335,7 +349,8 @@ def shape_of(plan: RunPlan, tokens: NewTokens | None = None) -> LlamaConfig:
             raise UsageError(
                 f"model.init = {source.base}: a plan is made for a preset, sizes or a Hugging Face folder"
             )
-        # Without a shape the folder's config.json cannot be used; reading it raises the reason.
+        # If there is no shape, the folder's config.json cannot be used. Reading it raises an error
+        # with the reason.
         return with_rows(source.shape or hub.read_config(source.base), tokens)
     sizes: dict[str, Any] = {"max_position_embeddings": plan.training.length}
     if tokenizer == "bpe":

@@ -1,8 +1,9 @@
-"""Handle a run whose updates are skipped one after another: go back and pass over the rows, or end
-it.
+"""Handle a run in which many updates in a row are skipped: go back to a checkpoint and pass over the
+rows that led to them, or end the run.
 
-An update is *skipped* if its gradient is not finite or is a spike. A *streak* is the number of
-updates that were skipped in a row. *Rows* are rows of the text, counted from the run's beginning.
+An update is *skipped* if its gradient is not finite or is a spike. The *streak* is the number of
+the last updates that were skipped in a row. *Rows* are rows of the text, counted from the run's
+beginning. To go back is to *rewind*.
 """
 
 import itertools
@@ -19,8 +20,8 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress
 from monograph.session.session import Session
 
-MAX_REWINDS = 3  # in a row; a fourth divergence is not due to a few bad rows
-# Two rewinds are in a row if there are fewer updates than this between them.
+MAX_REWINDS = 3  # in a row; a fourth divergence is not caused by a few bad rows
+# Two rewinds count as in a row if there are fewer updates than this between them.
 IN_A_ROW_UPDATES = 100
 
 
@@ -34,7 +35,7 @@ def windows(session: Session) -> Iterator[Batch]:
         try:
             window = next(session.batches, None)
         except InputRefused:
-            if session.task.saves_if_refused and session.engine.index:
+            if session.task.saves_if_window_fails and session.engine.index:
                 session.save()
             raise
         if window is None:
@@ -47,13 +48,13 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     to them.
 
     The rows of the skipped updates and of as many updates before them are passed over, except rows
-    that the checkpoint had seen. The run's state records which rows are passed over. A row of
-    metrics.jsonl records the rewind; it follows the row of the checkpoint's update. Source: PaLM
-    (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) went back and skipped rows by hand.
+    from before the checkpoint. The run's state records which rows are passed over. A row of
+    metrics.jsonl records the rewind, after the row of the checkpoint's update. Source: PaLM
+    (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1), where this was done by hand.
 
     Args:
-        session: a session of which too many of the last updates were skipped, or whose weights
-            became non-finite without an update.
+        session: a session in which too many updates in a row were skipped, or whose weights became
+            non-finite without an update.
         log: the log of these updates.
         progress: the display, which prints a warning.
 
@@ -65,46 +66,50 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
             checkpoint; the message names the first value that is not finite.
     """
     log.flush()
-    # Ranks other than 0 have not read the metrics from before a resume, so rank 0's counts hold for
-    # all. Weights can become non-finite without a skipped update, so the streak is at least 1.
+    # Ranks other than 0 have not read the metrics from before a resume, so all take rank 0's
+    # counts. Weights can become non-finite without a skipped update, so the streak is at least 1.
     last, streak = session.world.agreed([log.last["update"], max(1, log.streak)])
-    skip = session.batches.skip
-    end = session.batches.rows_consumed
+    earlier_stretches = session.batches.skip
     rows = session.batches.rows_per_window
     skipped_windows = math.ceil(streak / session.task.updates_per_window)
+    end = session.batches.rows_consumed
     begin = end - 2 * skipped_windows * rows
-    if rewinds_in_a_row([*skip, (begin, end)], rows) > MAX_REWINDS:
+    if rewinds_in_a_row([*earlier_stretches, (begin, end)], rows) > MAX_REWINDS:
         raise _diverged(session, log)
     try:
-        sound = newest(
+        checkpoint = newest(
             session.world, session.run.checkpoints, lambda line: None, until=last - streak
         )
     except NoValidCheckpoint:
         raise _diverged(session, log) from None
-    # The checkpoint's clock is older; the time that was lost still counts as spent.
+    # The checkpoint recorded less time as spent. The time since then is lost, but still counts.
     spent_s = session.spent_s
-    session.restore(sound, progress)
+    session.restore(checkpoint, progress)
     session.elapsed_s = spent_s
     session.training_since_s = clock()
     position = session.batches.state()
     stretch = (max(position["rows"], begin), end)
     session.batches.close()
-    session.batches = session.open_batches(**{**position, "skip": (*skip, stretch)})
-    session.run.log({"update": sound.update, "rewound_from": last, "passed_over_rows": stretch})
-    # Saved at once, so that a resume passes over the rows, too.
+    session.batches = session.open_batches(**{**position, "skip": (*earlier_stretches, stretch)})
+    session.run.log(
+        {"update": checkpoint.update, "rewound_from": last, "passed_over_rows": stretch}
+    )
+    # The new state is saved at once, so that a resumed run passes over the rows, too.
     session.save()
-    passed = counted(stretch[1] - stretch[0], "row")
-    skipped = f"updates {last - streak + 1} to {last} were skipped"
-    line = f"{skipped}: back to update {sound.update}, skipping {passed} of data"
-    progress.line("warning", line)
+    passed_over = counted(stretch[1] - stretch[0], "row")
+    progress.line(
+        "warning",
+        f"updates {last - streak + 1} to {last} were skipped: back to update {checkpoint.update}, "
+        f"skipping {passed_over} of data",
+    )
     return MetricsLog(session.run, log.every)
 
 
 def rewinds_in_a_row(stretches: Sequence[tuple[int, int]], rows: int) -> int:
-    """Return how many of the last rewinds are in a row.
+    """Return the number of the last rewinds that are in a row.
 
     Args:
-        stretches: the rows that each rewind passed over, as (begin, end); at least one.
+        stretches: the stretch of rows that each rewind passed over, as (begin, end); at least one.
         rows: rows of a window.
     """
     count = 1
@@ -119,14 +124,15 @@ def require_end(session: Session, log: MetricsLog) -> None:
     """Refuse the end of a run whose last updates were skipped.
 
     Raises:
-        Diverged: at least the second half of its updates were skipped. `go_back` was not called
-            because they were too few for it.
+        Diverged: at least the second half of its updates were skipped. They were too few for
+            `go_back`.
     """
     if 2 * log.streak >= session.updates:
         raise _diverged(session, log)
 
 
 def _diverged(session: Session, log: MetricsLog) -> Diverged:
+    """Return the error that says where the run diverged."""
     rewinds = len(session.batches.skip)
     last = log.last
     earlier = f", rows passed over {counted(rewinds, 'time')} before" if rewinds else ""
@@ -134,12 +140,12 @@ def _diverged(session: Session, log: MetricsLog) -> Diverged:
     reason = "spikes" if is_finite else "not finite"
     return Diverged(
         f"{counted(log.streak, 'update')} in a row, up to {last['update']}, skipped as "
-        f"{reason}{earlier}: {autopsy(session)}; lower optim.lr, and look for bad data "
+        f"{reason}{earlier}: {find_non_finite(session)}; lower optim.lr, and look for bad data "
         "around there; the last checkpoint is sound"
     )
 
 
-def autopsy(session: Session) -> str:
+def find_non_finite(session: Session) -> str:
     """Compute the last window again without graphs, and return a text that names the first value
     that is not finite.
     """

@@ -2,13 +2,11 @@
 
 import math
 import platform
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from monograph import __version__, checkpointing
@@ -38,6 +36,7 @@ from monograph.run.recipe import ModelRecipe, require_base, require_same_file
 from monograph.schedule import Schedule, cool_down
 from monograph.session.objective import Records, RunWindows, Task
 from monograph.session.plan import RunPlan
+from monograph.session.random_state import random_state, restore_random
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
 
@@ -52,26 +51,26 @@ class Session:
         recipe: what the model was built from.
         task: what the run learns from, and how.
         engine: model and optimizer on the device.
-        batches: the windows from the current position on.
-        eager_reason: why nothing was compiled; None if the step was.
-        kernel: the attention kernel; None if kernels were not measured.
-        world: the ranks that train the run together.
-        started_s: the time of `clock` at which this process began with the run.
-        training_since_s: the time of `clock` at which this process began to train.
         compile_s: seconds spent on tracing and compiling.
-        peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last
-            update. None before, and on a GPU, whose allocator counts them all the time.
         elapsed_s: seconds of training before `training_since_s`, in earlier processes or before the
             step was compiled.
         budget_s: seconds of training that the settings allow; None if they give only updates,
             tokens or epochs.
-        ends_s: the time of `clock` by which a new run must be over, including its report; None
+        deadline_s: the time of `clock` by which a new run must be over, including its report; None
             without train.wall_minutes.
-        end_s: the seconds before `ends_s` that are reserved for saving and the report.
-        cooled: [first update, last update] of a cool-down that replaced the schedule because
-            updates took longer than measured at the start; None without one.
-        begun_with: the fingerprint of the settings that a resumed run was begun with, perhaps by an
-            earlier version; None for a new run.
+        reserved_s: the seconds before `deadline_s` that are reserved for saving and the report.
+        early_cool_down: [first update, last update] of a cool-down that replaced the schedule
+            because updates took longer than measured at the start; None without one.
+        initial_fingerprint: in a resumed run, the fingerprint that the settings had when the run
+            was begun, perhaps in an earlier version; None in a new run.
+        eager_reason: why the step was not compiled; None if it was.
+        kernel: the attention kernel; None if kernels were not measured.
+        peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last
+            update. None before that, and on a GPU, whose allocator always counts them.
+        world: the ranks that train the run together.
+        started_s: the time of `clock` at which this process began with the run.
+        training_since_s: the time of `clock` at which this process began to train.
+        batches: the windows from the current position on.
     """
 
     run: Run
@@ -82,10 +81,10 @@ class Session:
     compile_s: float = 0.0
     elapsed_s: float = 0.0
     budget_s: float | None = None
-    ends_s: float | None = None
-    end_s: float = defaults.END_S
-    cooled: list[int] | None = None
-    begun_with: str | None = None
+    deadline_s: float | None = None
+    reserved_s: float = defaults.END_S
+    early_cool_down: list[int] | None = None
+    initial_fingerprint: str | None = None
     eager_reason: str | None = None
     kernel: AttentionKernel | None = None
     peak_bytes: int | None = None
@@ -95,27 +94,25 @@ class Session:
     batches: RunWindows = field(init=False)
 
     def __post_init__(self) -> None:
-        """Open the windows at the run's beginning."""
+        """Give the task its engine, and open the windows at the run's beginning."""
         self.task.begin(self.run, self.engine, self.world, lambda: self.plan)
         self.batches = self.open_batches(0)
 
     @property
-    def corpus(self) -> Records:
+    def records(self) -> Records:
         """Return the run's text, pairs or prompts."""
         return self.task.data
 
     @property
     def text(self) -> Corpus:
-        """Return the text of a run on text; for callers that open no other kind of run, such as a
-        sweep.
-        """
+        """Return the text of a run that learns from text, as all members of a sweep do."""
         assert isinstance(self.task.data, Corpus)
         return self.task.data
 
     @property
     def updates(self) -> int:
-        """Return the number of updates of the whole run."""
-        return self.cooled[1] if self.cooled else self.plan.updates
+        """Return the number of updates of the whole run; 0 until it is known."""
+        return self.early_cool_down[1] if self.early_cool_down else self.plan.updates
 
     @property
     def params(self) -> int:
@@ -144,11 +141,14 @@ class Session:
         """Return the seconds that are left for training, evaluation and samples; infinite without
         train.wall_minutes.
         """
-        return math.inf if self.ends_s is None else max(0.0, self.ends_s - clock() - self.end_s)
+        if self.deadline_s is None:
+            return math.inf
+        return max(0.0, self.deadline_s - clock() - self.reserved_s)
 
     def scoring_s(self, rows: int, update_s: float) -> float:
-        """Return the estimated seconds of scoring held-out rows: a forward pass takes a third of an
-        update.
+        """Estimate the seconds of scoring held-out rows.
+
+        A forward pass is taken to need a third of the time of an update.
 
         Args:
             rows: the number of rows.
@@ -163,10 +163,12 @@ class Session:
         return peak_memory_bytes(device) if device.type == "cuda" else self.peak_bytes
 
     def save(self, keep: int = 0) -> None:
-        """Write a checkpoint of the current state; metrics are flushed to disk first.
+        """Flush metrics.jsonl to disk, and write a checkpoint of the current state.
+
+        Older checkpoints are removed, except as many as train.keep says.
 
         Args:
-            keep: the minimum number of checkpoints that stay, even if the settings keep fewer.
+            keep: the minimum number of checkpoints that stay, even if train.keep is smaller.
 
         Raises:
             Diverged: a parameter is not finite; nothing is written, and existing checkpoints stay.
@@ -175,9 +177,9 @@ class Session:
         state = self.engine.state()
         update = self.engine.index
         model = self.engine.model
-        if bad := self.non_finite():
+        if names := self.non_finite_parameters():
             raise Diverged(
-                f"{bad[0]} is not finite after update {update} ({len(bad)} such): lower optim.lr; "
+                f"{names[0]} is not finite after update {update} ({len(names)} such): lower optim.lr; "
                 f"the checkpoints in {self.run.checkpoints} are sound"
             )
         record = {
@@ -186,19 +188,19 @@ class Session:
             "random": random_state(self.engine.step.device),
             "micro_batch": self.engine.micro_batch,
             "length": self.plan.updates,
-            "cooled": self.cooled,
+            "cooled": self.early_cool_down,
             "budget_s": self.budget_s,
             "elapsed_s": self.spent_s,
             "metrics_offset": self.run.sync_metrics(),
             "metrics_sha256": self.run.metrics_digest(),
-            "fingerprint": self.corpus.fingerprint,
-            "tokenizer": self.corpus.tokenizer.digest,
-            "tokenizer_files": self.corpus.tokenizer.config.digests,
-            "settings": self.begun_with or self.plan.record.fingerprint,
+            "fingerprint": self.records.fingerprint,
+            "tokenizer": self.records.tokenizer.digest,
+            "tokenizer_files": self.records.tokenizer.config.digests,
+            "settings": self.initial_fingerprint or self.plan.record.fingerprint,
             "recipe": self.recipe.entries(),
-            # Runs from before kernels were measured lack it.
+            # A run that an earlier version began, which measured no kernels, has none.
             **({"attention": self.kernel} if self.kernel else {}),
-            **({"files": self.task.digests} if self.task.digests else {}),
+            **({"files": self.task.file_digests} if self.task.file_digests else {}),
             "model_config": self.model_config.to_hf() if self.model_config else None,
             "sampling": dict(model.sampling) if isinstance(model, Llama) else None,
             "versions": _versions(),
@@ -208,8 +210,8 @@ class Session:
         )
         save(self.world, self.run.checkpoints, checkpoint, max(keep, self.plan.job.keep))
 
-    def non_finite(self) -> list[str]:
-        """Return the names of parameters that are not finite on some rank.
+    def non_finite_parameters(self) -> list[str]:
+        """Return the names of the parameters with a NaN or an infinity on any rank.
 
         An update alone never makes a parameter non-finite.
         """
@@ -218,8 +220,12 @@ class Session:
         return not_finite(self.world, {name: state[name] for name in names if name in state})
 
     def restore(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        """Restore a checkpoint of this run: weights, optimizer, counters, random numbers, data
-        position, metrics.
+        """Restore a checkpoint of this run: weights, optimizer, counters, random generators,
+        position in the records, metrics.
+
+        Args:
+            checkpoint: the checkpoint.
+            progress: the display, which prints a warning if versions have changed.
 
         Raises:
             InputRefused: the data, the settings or the model differs from those that the run was
@@ -228,18 +234,18 @@ class Session:
         state = checkpoint.state
         recorded_state.require(state, checkpoint.update, self.run)
         self._require_same(state)
-        self.begun_with = state["settings"]
-        self.adopt(checkpoint)
+        self.initial_fingerprint = state["settings"]
+        self._load_weights_and_optimizer(checkpoint)
         self.engine.step.index = state["engine"]["index"]
         self.batches.close()
         data = state["data"]
         self.batches = self.open_batches(data["rows"], data["seed"], data.get("skip", ()))
         self.elapsed_s = state["elapsed_s"]
         self.budget_s = state["budget_s"]
-        self.cooled = state["cooled"]
-        self.complete(replace(self.plan, updates=state["length"]))
+        self.early_cool_down = state["cooled"]
+        self.set_plan(replace(self.plan, updates=state["length"]))
         # The saved micro-batch is smaller than the planned one if memory ran out, or if more ranks
-        # than now shared the rows.
+        # than now shared the rows of an update.
         planned_rows = self.plan.training.rows
         self.engine.micro_batch = min(state["micro_batch"] or planned_rows, planned_rows)
         self.kernel = state.get("attention")
@@ -248,10 +254,12 @@ class Session:
         self.task.resume(self.run.rows())
         if self.world.leads:
             checkpointing.remove_leftovers(self.run.checkpoints)
-        then = state["versions"]
-        now = _versions()
+        saved = state["versions"]
+        present = _versions()
         changed = [
-            f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]
+            f"{name} {saved[name]}, now {present[name]}"
+            for name in present
+            if saved[name] != present[name]
         ]
         if changed:
             progress.line(
@@ -259,41 +267,50 @@ class Session:
             )
 
     def _require_same(self, state: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint's state if the settings, the text or the model have changed since the
-        run was begun.
+        """Refuse a checkpoint's state if the settings, the records or the model have changed since
+        the run was begun.
+
+        Raises:
+            InputRefused: something has changed; the message names the file.
         """
-        instead = "put it back, or start a new run from this one with --from"
-        if state["settings"] not in (
-            self.plan.record.fingerprint,
-            written_fingerprint(self.run.config),
-        ):
+        remedy = "put it back, or start a new run from this one with --from"
+        fingerprint = self.plan.record.fingerprint
+        # An earlier version took the fingerprint of its own keys and spellings.
+        if state["settings"] not in (fingerprint, written_fingerprint(self.run.config)):
             raise InputRefused(
                 f"{self.run.config}: not what the run was begun with (expected settings of sha256 {state['settings']}, "
-                f"found {self.plan.record.fingerprint}): {instead}"
+                f"found {fingerprint}): {remedy}"
             )
-        tokenizer = self.corpus.tokenizer.digest
-        if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
-            what = f"{self.corpus.name}: not what {self.run.folder} was trained on"
-            raise InputRefused(f"{what} ({self.task.depends_on} changed): {instead}")
-        recorded = recorded_state.recorded_files(state)
-        for file in sorted({*recorded, *self.task.digests}):
-            if recorded.get(file) != self.task.digests.get(file):
-                raise InputRefused(
-                    f"{self.run.folder / file}: not what the run was begun with: {instead}"
-                )
-        saved = ModelRecipe.recorded(state["recipe"])
-        require_same_file(saved, self.run)
-        require_base(self.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
-        # Shapes are compared rather than entries: an older checkpoint lacks keys that were added
-        # later, and a shape has their defaults.
-        shape = LlamaConfig.from_hf(state["model_config"]) if state["model_config"] else None
-        if saved.entries() != self.recipe.entries() or shape != self.model_config:
+        records = self.records
+        if (state["fingerprint"], state["tokenizer"]) != (
+            records.fingerprint,
+            records.tokenizer.digest,
+        ):
             raise InputRefused(
-                f"{self.run.config}: its model is not what the run was begun with: {instead}"
+                f"{records.name}: not what {self.run.folder} was trained on ({self.task.depends_on} changed): {remedy}"
+            )
+        recorded_digests = recorded_state.recorded_files(state)
+        digests = self.task.file_digests
+        for file in sorted({*recorded_digests, *digests}):
+            if recorded_digests.get(file) != digests.get(file):
+                raise InputRefused(
+                    f"{self.run.folder / file}: not what the run was begun with: {remedy}"
+                )
+        recipe = ModelRecipe.recorded(state["recipe"])
+        require_same_file(recipe, self.run)
+        require_base(self.recipe.base_sha256, recipe.base_sha256, recipe.init, self.run.folder)
+        # Shapes are compared, not their entries: an older checkpoint lacks entries that were added
+        # later, for which a shape has defaults.
+        entries = state["model_config"]
+        shape = LlamaConfig.from_hf(entries) if entries else None
+        if recipe.entries() != self.recipe.entries() or shape != self.model_config:
+            raise InputRefused(
+                f"{self.run.config}: its model is not what the run was begun with: {remedy}"
             )
 
-    def adopt(self, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint's weights and optimizer state, and count updates from 0.
+    def _load_weights_and_optimizer(self, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint's weights, optimizer state and defaults of sampling; the number of
+        updates becomes 0.
 
         Raises:
             InputRefused: the tensors do not fit this model.
@@ -307,21 +324,23 @@ class Session:
         if isinstance(model, Llama) and "sampling" in checkpoint.state:
             model.sampling = checkpoint.state["sampling"] or {}
 
-    def branch(self, checkpoint: Checkpoint, parent: Run) -> None:
-        """Begin from another run's weights and optimizer state, with zero tokens and zero skipped
-        updates.
+    def begin_from(self, checkpoint: Checkpoint, parent: Run) -> None:
+        """Load another run's weights and optimizer state into a new run, whose counters are 0.
 
         Args:
             checkpoint: the other run's checkpoint.
             parent: the other run.
 
         Raises:
-            InputRefused: the state is not one that a run records.
+            InputRefused: the state is not one that a run records, or its tensors do not fit this
+                model.
         """
         recorded_state.require(checkpoint.state, checkpoint.update, parent)
-        # A parent in another precision has no loss scale; this run's own then stays.
+        # A parent in another precision may have no loss scale. Then this run's initial one stays.
         scalars = self.engine.state().scalars | checkpoint.state["engine"]
-        self.adopt(replace(checkpoint, state={**checkpoint.state, "engine": scalars}))
+        self._load_weights_and_optimizer(
+            replace(checkpoint, state={**checkpoint.state, "engine": scalars})
+        )
         self.engine.step.tokens.zero_()
         self.engine.step.skipped.zero_()
 
@@ -331,32 +350,34 @@ class Session:
         """Return an iterator over the run's windows.
 
         Args:
-            rows: the number of rows, or prompts, that were consumed before.
-            seed: the seed of the order of rows; None for the run's own.
+            rows: the number of rows, or prompts, before the first window.
+            seed: the seed of the order of rows; None means the run's seed.
             skip: the rows that are passed over, as pairs (begin, end).
         """
         return self.task.windows(rows, seed, skip)
 
     @property
     def can_save(self) -> bool:
-        """Return whether a checkpoint of the present state could be resumed."""
+        """Return whether the run could be resumed from a checkpoint of the present state."""
         return self.task.can_save(self.batches)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Restore the module's buffers, such as running means, and the random generators after the
-        `with` block.
+        """Restore the buffers of the model and the loss, such as running means, and the random
+        generators after the `with` block.
         """
         device = self.engine.step.device
-        before = random_state(device)
+        generators = random_state(device)
         try:
             with buffers_kept(self.engine.model, self.engine.step.loss):
                 yield
         finally:
-            restore_random(before, device)
+            restore_random(generators, device)
 
-    def complete(self, plan: RunPlan) -> None:
-        """Take a plan in which more is decided; set the schedule if the number of updates is known."""
+    def set_plan(self, plan: RunPlan) -> None:
+        """Replace the plan by one in which more is decided. If it has the number of updates, set the
+        schedule of the learning rate.
+        """
         self.plan = plan
         if plan.updates:
             self.engine.step.schedule = self.schedule()
@@ -364,33 +385,34 @@ class Session:
     def schedule(self) -> Schedule:
         """Return the learning rate's schedule, with the cool-down if one has begun."""
         planned = self.plan.schedule(self.plan.updates)
-        if not self.cooled:
+        if not self.early_cool_down:
             return planned
-        begin, end = self.cooled
-        return cool_down(planned, begin, end, self.plan.job.final)
+        begin, end = self.early_cool_down
+        return cool_down(planned, begin, end, self.plan.job.final_lr_share)
 
-    def account(self, update: int, **mark: object) -> None:
-        """Log the peak memory by origin, planned and measured, after the second update; later ones
-        need no more.
+    def log_memory(self, update: int, **entries_of_row: object) -> None:
+        """After the first update, store the measured peak for later plans; after the second one,
+        log the planned and the measured memory by what it is for.
 
         Args:
-            update: the number of updates done.
-            mark: further entries of the row in metrics.jsonl.
+            update: the number of updates done. After other updates nothing happens, since later
+                updates need the same memory.
+            entries_of_row: further entries of the row in metrics.jsonl.
         """
-        # After the first update, the peak is that of an update: nothing was evaluated or sampled.
+        # After the first update nothing was evaluated or sampled yet, so the peak is the update's.
         if update == 1:
-            self._store_memory()
+            self._store_peak_memory()
         if update == 2:
             planned = self.plan.expected.by_origin if self.plan.expected else None
             if isinstance(self.engine, Streamed):
                 entries: dict[str, Any] = self.engine.ledger()
             else:
                 entries = ledger(self.engine.step.planes, planned, self.engine.step.device)
-            self.run.log({"update": update, "memory": entries, **mark})
+            self.run.log({"update": update, "memory": entries, **entries_of_row})
 
-    def _store_memory(self) -> None:
-        """Store a GPU's measured peak, and the peak that its plan traced, in the calibration for
-        later plans.
+    def _store_peak_memory(self) -> None:
+        """Store a GPU's measured peak in the calibration, together with the peak that the plan
+        predicted by tracing, so that later plans can correct theirs.
 
         Nothing is stored if another step ran than was planned, or if micro-steps are replayed: a
         CUDA graph has a memory pool that the plan does not count.
@@ -404,74 +426,30 @@ class Session:
         ):
             return
         # DDP adds buffers that the plan does not count.
-        if not (self.world.alone and self.task.is_foreseen):
+        if not (self.world.alone and self.task.is_fully_planned):
             return
         work = planned.work
-        ran = (self.engine.micro_batch, step.scope, step.remat)
-        if ran == (work.rows, work.compile, named(work.remat)):
+        present = (self.engine.micro_batch, step.scope, step.remat)
+        if present == (work.rows, work.compile, named(work.remat)):
             measured = peak_memory_bytes(step.device)
             Calibration(calibration_file()).note_memory(
                 describe(step.device), work, planned.traced, measured
             )
 
-    def shorten(self, updates: int) -> None:
+    def cool_down_until(self, updates: int) -> None:
         """Begin the cool-down now, and end the run after `updates` updates in all.
 
-        If a cool-down has begun already, only its end changes. Checkpoints record it for a resume.
+        If an early cool-down has begun already, only its end changes. Checkpoints record it.
         """
-        begin = self.cooled[0] if self.cooled else self.engine.index
-        self.cooled = [begin, updates]
+        begin = self.early_cool_down[0] if self.early_cool_down else self.engine.index
+        self.early_cool_down = [begin, updates]
         self.engine.step.schedule = self.schedule()
 
 
 def _versions() -> dict[str, str]:
+    """Return the versions on which the bits of a run depend."""
     return {
         "monograph": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-# A run's state includes the global random generators, from which a module may sample, e.g. for
-# dropout. The order of rows, a Llama's weights and samples come from other generators, which are
-# seeded for each use.
-
-
-def seed_all(number: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators with one number."""
-    random.seed(number)
-    np.random.seed(number % 2**32)  # noqa: NPY002 - other people's code uses the legacy generator
-    torch.manual_seed(number)
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and torch's generators (on the host and on `device`) as
-    JSON values.
-
-    Raises:
-        InputRefused: the model's code has replaced NumPy's bit generator.
-    """
-    version, words, gauss = random.getstate()
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
-    kind, state = numpy["bit_generator"], numpy["state"]
-    if kind != "MT19937":
-        raise InputRefused(
-            f"numpy.random uses {kind}, whose state cannot be saved: remove set_bit_generator from the model's file"
-        )
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, state["key"].tolist(), state["pos"], numpy["has_gauss"], numpy["gauss"]],
-        "torch": _hex(torch.get_rng_state()),
-        "cuda": _hex(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
-    }
-
-
-def restore_random(saved: dict[str, Any], device: torch.device) -> None:
-    """Set the generators back to a saved state."""
-    recorded_state.set_generators(saved, random, np.random, torch.default_generator)
-    if saved["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(recorded_state.tensor_of(saved["cuda"]), device)
-
-
-def _hex(tensor: torch.Tensor) -> str:
-    return bytes(tensor.tolist()).hex()

@@ -4,6 +4,7 @@ A *hybrid* is a model of which some layers have linear attention instead of soft
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,11 +34,12 @@ from monograph.run.writing import recorded_parent
 from monograph.session.new_tokens import token_notes
 from monograph.session.objective import Task
 from monograph.session.plan import RunPlan, Shape, is_sharded
+from monograph.session.random_state import seed_all
 from monograph.session.ranks import agreed
 from monograph.session.requirements import require_positions
 from monograph.session.resolve import resolve, with_rows
-from monograph.session.session import Session, seed_all
-from monograph.session.warmup import mixing_rows
+from monograph.session.session import Session
+from monograph.session.warmup import batch_norm_layers
 from monograph.stream import Placement, Streamed
 
 
@@ -86,20 +88,30 @@ def open_session(
     if world.leads:
         minutes = plan.job.span.minutes
         built = build_run(plan, task, machine, device, world.size, minutes=minutes)
-        agreed_plan(world, built.plan, machine)
+        agreed_plan(world, built.plan, machine)  # sends the decided plan to the other ranks
     else:
+        # The others wait for rank 0's plan, in which nothing is left to decide.
         decided = _with_recorded_norm_eps(agreed_plan(world, plan, machine), run)
         built = build_run(decided, task, machine, device, world.size)
+    _print_notes(built, progress)
+    engine = make_engine(built, device, world)
+    seed_all(built.plan.job.seed)
+    return Session(run, built.plan, built.recipe, task, engine, world=world)
+
+
+def _print_notes(built: BuiltRun, progress: Progress) -> None:
+    """Print what the user may not expect of the model."""
     for line in built.notes:
         progress.line("tokens", line)
-    if rate := getattr(_shape(built.model), "attention_dropout", 0):
+    if rate := getattr(_llama_config(built.model), "attention_dropout", 0):
         progress.line(
             "note",
             f"attention_dropout = {rate} stays in config.json; nothing is dropped in training here",
         )
     source = built.plan.job.source
-    if source and (names := source.left_out):
-        progress.line("note", f"only the text model is trained: {names} are left out")
+    left_out = source.left_out if source else ""
+    if left_out:
+        progress.line("note", f"only the text model is trained: {left_out} are left out")
     if (
         isinstance(built.model, Llama)
         and built.model.balance_factor
@@ -109,15 +121,12 @@ def open_session(
             "note",
             "output_router_logits = true balances experts by texts; rewards and pairs train without it",
         )
-    engine = make_engine(built, device, world)
-    seed_all(built.plan.job.seed)
-    return Session(run, built.plan, built.recipe, task, engine, world=world)
 
 
 def agreed_plan(world: World, plan: RunPlan, machine: Device) -> RunPlan:
-    """Return a plan with rank 0's values on all ranks; all of them call this.
+    """Return a plan with rank 0's values on all ranks, which must all call this.
 
-    Rank 0 sends what its config.toml would say, and the others make a plan of it for their own
+    Rank 0 sends the content of its config.toml, and the others make a plan from it for their own
     device.
     """
     record = agreed(world, plan.record)
@@ -125,11 +134,11 @@ def agreed_plan(world: World, plan: RunPlan, machine: Device) -> RunPlan:
 
 
 def _with_recorded_norm_eps(plan: RunPlan, run: Run) -> RunPlan:
-    """Return the plan of a hybrid with the rms_norm_eps in a checkpoint of its run, or of the run's
-    parent.
+    """Return the plan of a hybrid with the rms_norm_eps that a checkpoint of its run, or of the
+    run's parent, records.
 
-    Presets of hybrids had another rms_norm_eps in earlier versions, 1e-5, with which their runs
-    continue. A plan of another model, or without a checkpoint, stays as it is.
+    In earlier versions, presets of hybrids had another rms_norm_eps, 1e-5. Runs from then continue
+    with it. The plan of another model, or of a run without a checkpoint, is not changed.
     """
     recipe = plan.job.recipe
     if (
@@ -164,12 +173,13 @@ def build_run(
         task: what the run learns from.
         machine: the device, for the planner.
         device: where the frozen weights go if there are adapters. Each is moved as soon as it is
-            rounded to the dtype of `lora.base`, so the host need not hold a second copy of all.
-            None leaves them on the host.
+            rounded to the dtype of `lora.base`, so the host never has a second copy of all. None
+            leaves them on the host.
         ranks: number of processes that train the model together.
         like: the plan of another run of the same shape, whose choices this run takes; None lets the
             planner choose.
-        minutes: the training time of a run by the clock; 0 if it is unknown (see `Shape`).
+        minutes: the training time of a run whose length is a time; 0 if it is unknown (see
+            `Shape`).
 
     Raises:
         OutOfDeviceMemory: nothing fits according to the plan; raised before anything is built if
@@ -178,33 +188,42 @@ def build_run(
     """
     job = plan.job
     recipe = job.recipe
-    text = task.data
+    records = task.data
     # A single file of weights has no config.json: its tensors give these sizes.
     if recipe.adapter or not (job.source and job.source.is_weight_file):
-        sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.training.length}
+        sizes = {"vocab_size": records.vocab_size, "max_position_embeddings": plan.training.length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
-    new = job.tokens.compared(text.tokenizer)
-    facts = ranks, like, task.slots(plan), task.per_epoch if task.repeats else 0, minutes
-    # The shape of a preset or folder is known now, so that what does not fit is refused before the
-    # model is built. The model of a Python function or a weight file has its shape only then.
+    new_tokens = job.tokens.compare(records.tokenizer)
+    make_shape = partial(
+        Shape,
+        ranks=ranks,
+        like=like,
+        slots=task.slots(plan),
+        records_per_epoch=task.records_per_epoch if task.epochs_repeat else 0,
+        minutes=minutes,
+    )
+    # The shape of a preset or folder is already known. So a model that does not fit is refused
+    # before it is built. The shape of a Python function's or a weight file's model is known later.
     known_shape = job.source.shape if job.source else recipe.shape()
     if known_shape:
-        tokens = new.trained(known_shape.vocab_size) if new else ()
-        plan = resolve(plan, machine, Shape(with_rows(known_shape, new), tokens, *facts))
+        trained_tokens = new_tokens.trained_ids(known_shape.vocab_size) if new_tokens else ()
+        shape = make_shape(with_rows(known_shape, new_tokens), trained_tokens)
+        plan = resolve(plan, machine, shape)
     model, loss = build(recipe)
     rows = model.config.vocab_size if isinstance(model, Llama) else 0
-    tokens = new.trained(rows) if new else ()
-    notes = token_notes(new, rows)
-    if lora := job.adapters(tokens):
+    trained_tokens = new_tokens.trained_ids(rows) if new_tokens else ()
+    notes = token_notes(new_tokens, rows)
+    lora = job.adapters(trained_tokens)
+    if lora:
         recipe = recipe._replace(lora=lora_record(lora), base_sha256=digest(model))
-    if new and new.vocabulary and isinstance(model, Llama):
-        recipe = recipe._replace(
-            vocabulary=add_missing_rows(model, new.vocabulary, str(recipe.init))
-        )
-    if config := _shape(model):
-        _require_fit(config, text.vocab_size, plan.training.length)
+    if new_tokens and new_tokens.vocabulary and isinstance(model, Llama):
+        vocabulary = add_missing_rows(model, new_tokens.vocabulary, str(recipe.init))
+        recipe = recipe._replace(vocabulary=vocabulary)
+    config = _llama_config(model)
+    if config:
+        _require_fit(config, records.vocab_size, plan.training.length)
     if not known_shape:
-        plan = resolve(plan, machine, Shape(config, tokens, *facts))
+        plan = resolve(plan, machine, make_shape(config, trained_tokens))
     if plan.transfer:
         plan.transfer.initialise_(model)
     if lora:
@@ -234,7 +253,8 @@ def _require_fit(config: LlamaConfig, vocab_size: int, length: int) -> None:
     require_positions(length, config)
 
 
-def _shape(model: nn.Module) -> LlamaConfig | None:
+def _llama_config(model: nn.Module) -> LlamaConfig | None:
+    """Return the model's shape; None if it is not a Llama."""
     return model.config if isinstance(model, Llama) else None
 
 
@@ -249,13 +269,14 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     Raises:
         UsageError: there are several ranks without GPUs, and the model normalises over rows.
     """
-    plan, model = built.plan, built.model
+    plan = built.plan
+    model = built.model
     training = plan.training
     if isinstance(model, Llama) and not isinstance(built.loss, TokenLoss):
         # The balancing loss weights experts by each token's share of the loss, which only
         # `TokenLoss` has.
         model.balance_factor = 0.0
-    shared: StepOptions = {
+    step_options: StepOptions = {
         "loss": built.loss,
         "optim": training.optim,
         "clip": training.clip,
@@ -264,7 +285,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     }
     rows = training.rows
     world = None if plan.job.parallel == "none" else world
-    batch_norms = mixing_rows(model) if world else []
+    batch_norms = batch_norm_layers(model) if world else []
     if batch_norms:
         if device.type != "cuda":
             raise UsageError(
@@ -276,14 +297,14 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         placement = plan.placement or Placement(device)
         if world:
             return streamed_replica(
-                model, world=world, micro_batch=rows, placement=placement, **shared
+                model, world=world, micro_batch=rows, placement=placement, **step_options
             )
-        return Streamed(model, micro_batch=rows, placement=placement, **shared)
+        return Streamed(model, micro_batch=rows, placement=placement, **step_options)
     if world is None:
-        # On a CPU, trained weights stay mapped to their file here: the engine copies them from
-        # there into its flat buffers, so there is no second copy in memory.
+        # On a CPU, trained weights stay mapped to their file, from which the engine copies them
+        # into its flat buffers. So there is no second copy in memory.
         model = materialize_(model, device, trained=device.type != "cpu").to(device)
-        return Resident(model, micro_batch=rows, **shared)
+        return Resident(model, micro_batch=rows, **step_options)
     if is_sharded(plan.job.parallel):
         return Sharded(
             model,
@@ -291,20 +312,20 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
             micro_batch=rows,
             halved=plan.job.gather_dtype == "bf16",
             by_machine=plan.job.parallel == "hsdp",
-            **shared,
+            **step_options,
         )
     return Replicated(
-        materialize_(model, device).to(device), world=world, micro_batch=rows, **shared
+        materialize_(model, device).to(device), world=world, micro_batch=rows, **step_options
     )
 
 
 def repeatable(device: torch.device) -> None:
-    """Put this process into torch's deterministic mode on a CPU, so that a resumed run has the same
+    """On a CPU, put this process into torch's deterministic mode, so that a resumed run has the same
     bits.
 
-    On several CPU threads Inductor sums an embedding's gradient with atomic additions, whose order
+    With several CPU threads, Inductor sums an embedding's gradient by atomic additions, whose order
     varies. In the deterministic mode it calls the ordered kernel instead, at no measurable cost
-    (dev/log.md). On a GPU the mode makes training slower, so the user decides there.
+    (dev/log.md). On a GPU the mode makes training slower, so only the user turns it on.
     """
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -44,8 +44,8 @@ class Started(NamedTuple):
     """The start of the program.
 
     Attributes:
-        at_s: its time, as a time of `clock`.
-        took_s: the seconds from then until the program began with the run.
+        at_s: the time of `clock` at which it was started.
+        took_s: the seconds from then until it began with the run.
     """
 
     at_s: float
@@ -57,7 +57,7 @@ def open_run(
     settings: Settings,
     world: World,
     progress: Progress,
-    held: ExitStack,
+    exit_stack: ExitStack,
     retry_rows: int,
     started: Started,
 ) -> Session:
@@ -68,76 +68,63 @@ def open_run(
         settings: the settings of the run.
         world: the ranks that train it together.
         progress: the display.
-        held: closes what is opened here when the run is over.
+        exit_stack: closes what is opened here when the run is over.
         retry_rows: the maximum number of rows of a micro-batch if the attempt before ran out of
             memory; 0 if none did.
         started: when the program was started.
 
     Raises:
-        UsageError: choices exclude one another, or train.wall_minutes were over too early.
+        UsageError: choices exclude one another, or the time of train.wall_minutes was over before
+            the first update.
         InputRefused: the records, the model or the tokenizer cannot be used.
         OutOfDeviceMemory: nothing fits according to the planner.
     """
-    machine = describe()
-    record = ranks.agreed(world, ConfigRecord(settings))
-    require_possible(record.settings, machine)
-    plan = resolve(record, machine)
-    for line in notes_on(plan, machine):
-        progress.line("note", line)
-    began_before = folder.begun
-    note = "" if began_before else _short_time_note(plan.job.span.wall_minutes, started)
-    if note:
-        progress.line("time", note)
-    if world.leads and not began_before:
-        plan = _keep_stdin(folder, plan, progress)
-        write_config(folder, plan.record.settings)
-    if world.leads:
-        note_start(folder)
-    plan = agreed_plan(world, plan, machine)
-    in_time = partial(_require_time, plan, started)
-    # Reading a text may take longer than the run's time; each report of progress asks for that.
-    watch = nullcontext() if began_before else progress.watched(in_time)
-    with world.first(), watch:
-        task = held.enter_context(closing(open_task(folder, plan, progress, world.size)))
-    open_session_of = partial(
-        _open_or_resume, folder, task=task, world=world, retry_rows=retry_rows
-    )
+    has_begun = folder.begun
+    plan = _first_plan(folder, settings, world, progress, started, has_begun)
+    require_time = partial(_require_time, plan, started)
+    # Reading a text may take longer than train.wall_minutes, so each report of progress checks the
+    # time.
+    checking_time = nullcontext() if has_begun else progress.watched(require_time)
+    # Rank 0 is the first to read the records, and the others find its results in the cache.
+    with world.first(), checking_time:
+        task = exit_stack.enter_context(closing(open_task(folder, plan, progress, world.size)))
+    open_or_resume = partial(_open_or_resume, folder, task=task, world=world, retry_rows=retry_rows)
     began = clock()
-    session, resumed = open_session_of(plan, progress=progress)
+    session, resumed = open_or_resume(plan, progress=progress)
     opening_s = clock() - began
     window = try_step(session, progress)
     wall_minutes = plan.job.span.wall_minutes
     if wall_minutes and not resumed:
-        session.ends_s = started.at_s + 60 * wall_minutes
-        session.end_s = defaults.end_s(started.took_s, 60 * wall_minutes)
+        session.deadline_s = started.at_s + 60 * wall_minutes
+        session.reserved_s = defaults.end_s(started.took_s, 60 * wall_minutes)
     eager_reason = ""
-    if "compile" in plan.open and not resumed:
+    if "compile" in plan.open_choices and not resumed:
         eager_reason = why_uncompiled(session, window, opening_s)
     if eager_reason:
         # The session is opened again, because without a compiler the planner makes other choices,
         # and answers are sampled by other code.
         session.batches.close()
-        ends_s, end_s = session.ends_s, session.end_s
-        plan = resolve(plan.noting({"train.compile": "none"}).record, machine)
-        session, _ = open_session_of(plan, progress=silent())
+        deadline_s, reserved_s = session.deadline_s, session.reserved_s
+        plan = resolve(plan.with_decided_values({"train.compile": "none"}).record, describe())
+        session, _ = open_or_resume(plan, progress=silent())
         choose_kernel(session, window, silent())
-        session.ends_s, session.end_s = ends_s, end_s
+        session.deadline_s, session.reserved_s = deadline_s, reserved_s
         session.eager_reason = eager_reason
     if not resumed:
-        in_time("and a first try of the model")
+        require_time("and a first try of the model")
     if not (resumed or updates_given(session)):
-        progress.line("time", _times(session, window, started.at_s))
+        progress.line("time", _time_line(session, window, started.at_s))
     made_eager_updates = False
     if resumed:
         compile_step(session, window, progress)
     else:
         made_eager_updates = eager_start.begin(
-            session, window, progress, partial(_score_untrained, session, progress)
+            session, window, progress, partial(_score_initial_weights, session, progress)
         )
-    # The reference is scored before the first update, so `_score_untrained` did it already if there
-    # were eager updates.
+    # The reference must be scored before the first update. If there were eager updates,
+    # `_score_initial_weights` has done it.
     if not made_eager_updates:
-        task.score_reference(resumed, session.batches.rows_per_window, progress)
+        task.prepare_reference_scores(resumed, session.batches.rows_per_window, progress)
     if not resumed:
         fix_length(session, progress)
         if world.leads:
@@ -146,25 +133,66 @@ def open_run(
     return session
 
 
-def _score_untrained(session: Session, progress: Progress) -> None:
-    """Score the weights before the first eager update: the reference, and the curve's first point.
+def _first_plan(
+    folder: Run,
+    settings: Settings,
+    world: World,
+    progress: Progress,
+    started: Started,
+    has_begun: bool,
+) -> RunPlan:
+    """Return the plan that all ranks have before the records are read; print notes on it.
 
-    Nothing is shown here. The point is logged, and the run's own display, which begins later, reads
-    it from the log.
+    For a new run, rank 0 also writes config.toml, with which the run begins.
+
+    Args:
+        folder: the run's folder.
+        settings: the settings of the run.
+        world: the ranks, which must all call this.
+        progress: the display.
+        started: when the program was started.
+        has_begun: whether the run has begun before, so that it is not new.
+
+    Raises:
+        UsageError: choices exclude one another.
     """
-    session.task.score_reference(False, session.batches.rows_per_window, progress)
+    machine = describe()
+    record = ranks.agreed(world, ConfigRecord(settings))
+    require_possible(record.settings, machine)
+    plan = resolve(record, machine)
+    for line in notes_on(plan, machine):
+        progress.line("note", line)
+    note = "" if has_begun else _short_time_note(plan.job.span.wall_minutes, started)
+    if note:
+        progress.line("time", note)
+    if world.leads and not has_begun:
+        plan = _keep_stdin(folder, plan, progress)
+        write_config(folder, plan.record.settings)
+    if world.leads:
+        note_start(folder)
+    return agreed_plan(world, plan, machine)
+
+
+def _score_initial_weights(session: Session, progress: Progress) -> None:
+    """Before the first eager update, score the reference, and the weights for the curve's first
+    point.
+
+    The point is logged, but not shown: the display of the training begins later, and reads it from
+    the log.
+    """
+    session.task.prepare_reference_scores(False, session.batches.rows_per_window, progress)
     report = Reporter(session, silent())
-    if session.task.scores_untrained:
+    if session.task.scores_initial_weights:
         report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
 
 
 def _require_time(plan: RunPlan, started: Started, doing: str) -> None:
-    """Refuse to begin a run whose train.wall_minutes are over before its first update.
+    """Refuse to begin a run if the time of train.wall_minutes is over before its first update.
 
     Args:
         plan: the run's plan.
         started: when the program was started.
-        doing: how far the run has come, for the message.
+        doing: what the run is doing, for the message.
 
     Raises:
         UsageError: the time is over.
@@ -183,14 +211,17 @@ def _short_time_note(wall_minutes: float | None, started: Started) -> str:
     do not.
     """
     limit_s = 60 * (wall_minutes or math.inf)
-    least_s = started.took_s * (1 + defaults.END_STARTS)
-    if least_s <= NOTED_SHARE * limit_s:
+    start_and_end_s = started.took_s * (1 + defaults.END_STARTS)
+    if start_and_end_s <= NOTED_SHARE * limit_s:
         return ""
-    return f"to start and to end a run takes about {duration(least_s)} of {duration(limit_s)}; reading comes on top"
+    return (
+        f"to start and to end a run takes about {duration(start_and_end_s)} of {duration(limit_s)}; "
+        "reading comes on top"
+    )
 
 
-def _times(session: Session, window: Batch, since_s: float) -> str:
-    """Return the line on how long a run by the clock trains, and how long it takes in all.
+def _time_line(session: Session, window: Batch, since_s: float) -> str:
+    """Return the line on how long a run whose length is a time trains, and takes in all.
 
     Args:
         session: the session at its beginning.
@@ -233,61 +264,65 @@ def _open_or_resume(
     """
     session = open_session(folder, plan, task, default_device(), progress, world)
     if world.leads and not exists(folder.tokenizer):
-        writing.write_tokenizer(folder, session.corpus.tokenizer)
+        writing.write_tokenizer(folder, session.records.tokenizer)
     session.engine.announce = partial(progress.line, "memory")
     session.engine.step.announce = partial(progress.line, "note")
     resumed = _load_checkpoint(session, progress)
     if retry_rows:
         micro_batch = min(session.engine.micro_batch or retry_rows, retry_rows)
         session.engine.micro_batch = micro_batch
-        smaller = f"micro_batch is now {micro_batch}, the update stays the same"
-        progress.line("memory", f"the attempt before ran out of memory: {smaller}")
-    task.keep_reference(resumed)
+        progress.line(
+            "memory",
+            f"the attempt before ran out of memory: micro_batch is now {micro_batch}, "
+            "the update stays the same",
+        )
+    task.prepare_reference_weights(resumed)
     return session, resumed
 
 
 def _load_checkpoint(session: Session, progress: Progress) -> bool:
-    """Restore the run's newest checkpoint; without one, load the weights of the run's parent, if it
-    has one (--from).
+    """Restore the run's newest checkpoint. If it has none, load the weights and the optimizer state
+    of the run's parent (--from), if there is one.
 
     Returns:
         Whether the run is resumed.
 
     Raises:
-        NoValidCheckpoint: metrics of a begun run exist, but no sound checkpoint.
+        NoValidCheckpoint: the run has metrics of later updates, but no valid checkpoint.
     """
     world = session.world
     folder = session.run
     warn = partial(progress.line, "warning")
     is_saved = bool(checkpointing.candidates(folder.checkpoints))
-    # Only eager updates come before the first checkpoint. So a run with other rows had one, and
-    # must not begin anew if it is gone: `newest` then raises. The rows of a run with a checkpoint
-    # are not read here, since a damaged row does not hinder a resume.
+    # Only eager updates come before the first checkpoint. So a run with rows of other updates had a
+    # checkpoint. If that is gone, the run must not begin anew: `newest` then raises. If there is a
+    # checkpoint, the rows are not read here, since a resume is possible even if one is damaged.
     if world.agreed(is_saved or any(eager_start.MARK not in row for row in folder.rows())):
         session.restore(newest(world, folder.checkpoints, warn), progress)
-        if world.leads and writing.mended_tokenizer(folder, session.corpus.tokenizer):
+        if world.leads and writing.mended_tokenizer(folder, session.records.tokenizer):
             warn(f"{folder.tokenizer}: was damaged, and is written again")
         progress.line(
             "resume", f"{folder.folder} from update {session.engine.index} of {session.updates}"
         )
         return True
-    # The rows are of a process that was stopped before its first checkpoint.
+    # Any rows come from a process that was stopped before its first checkpoint.
     folder.truncate_metrics(0)
-    if parent := writing.recorded_parent(folder):
-        begun = newest(world, parent.run.checkpoints, warn, at=parent.at)
-        session.branch(begun, parent.run)
+    parent = writing.recorded_parent(folder)
+    if parent:
+        checkpoint = newest(world, parent.run.checkpoints, warn, at=parent.at)
+        session.begin_from(checkpoint, parent.run)
         progress.line(
-            "from", f"weights and optimizer of {parent.run.folder} after update {begun.update}"
+            "from", f"weights and optimizer of {parent.run.folder} after update {checkpoint.update}"
         )
     return False
 
 
 def _keep_stdin(run: Run, plan: RunPlan, progress: Progress) -> RunPlan:
-    """Write the text of standard input to the run's folder, where resume, evaluation and branches
-    read it again.
+    """If data.source has "-", write the text of standard input to a file in the run's folder, from
+    which later commands can read it again.
 
     Returns:
-        The plan with that file in place of "-" in data.source.
+        The plan with that file in place of "-".
     """
     job = plan.job
     source = job.reading.source
@@ -298,6 +333,6 @@ def _keep_stdin(run: Run, plan: RunPlan, progress: Progress) -> RunPlan:
         file = str(spooled_stdin(run.folder, stage.report))
         stage.result = f"kept as {file}"
     source = [file if name == "-" else name for name in names]
-    record = job.record.noted({"data.source": source})
+    record = job.record.with_decided_values({"data.source": source})
     job = replace(job, record=record, reading=replace(job.reading, source=source))
     return replace(plan, job=job)

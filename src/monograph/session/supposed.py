@@ -1,8 +1,8 @@
 """Fill in what `monograph plan` is not given: weights that are not on this machine, and the sizes
 with which a model is usually trained.
 
-A run derives its sizes from its text and its time; a plan for another GPU has neither. `monograph
-train` uses nothing of this file.
+A run derives its sizes from its text and its time, but a plan for another GPU has neither. Only
+`monograph plan` uses this file.
 """
 
 import json
@@ -25,8 +25,8 @@ from monograph.storage.code import HUB
 ORIGIN = "plan"
 
 
-def shape_named(settings: Settings) -> LlamaConfig | None:
-    """Return the shape that model.preset or the sizes in [model] give; None without them.
+def given_shape(settings: Settings) -> LlamaConfig | None:
+    """Return the model's shape that model.preset or the sizes in [model] give; None without them.
 
     A preset has the vocabulary of the published model.
     """
@@ -46,73 +46,81 @@ def shape_named(settings: Settings) -> LlamaConfig | None:
 
 
 @contextmanager
-def standing_in(settings: Settings) -> Iterator[Settings]:
-    """Yield settings in which model.init names a temporary folder with the shape's config.json.
+def with_shape_folder(settings: Settings) -> Iterator[Settings]:
+    """Replace a given shape by a temporary folder with its config.json, if an existing model is
+    needed for adapters or sampled answers.
 
-    This is done if the settings give a shape and need the weights of an existing model, for
-    adapters or answers. Other settings stay as they are.
+    Yields:
+        The settings in which model.init names the folder; the same settings if nothing is replaced.
     """
-    shape = shape_named(settings)
-    if shape is None or not (objective_of(settings).needs_model or settings.lora.rank is not None):
+    shape = given_shape(settings)
+    needs_model = objective_of(settings).needs_model or settings.lora.rank is not None
+    if shape is None or not needs_model:
         yield settings
         return
     with TemporaryDirectory(prefix="monograph-plan-") as folder:
         Path(folder, "config.json").write_text(json.dumps(shape.to_hf()))
-        without: dict[str, Any] = dict.fromkeys(
+        values: dict[str, Any] = dict.fromkeys(
             f"model.{key}" for key in (*settings.model.sizes(), "family")
         )
-        yield settings.resolve({**without, "model.init": folder}, ORIGIN)
+        values["model.init"] = folder
+        yield settings.resolve(values, ORIGIN)
 
 
-def usual(settings: Settings) -> Settings:
-    """Return the settings with defaults for an open length of rows, tokens of an update and
-    vocabulary, by the size of the model.
+def with_usual_sizes(settings: Settings) -> Settings:
+    """Return the settings with values for a length of rows, tokens of an update and vocabulary that
+    are not given. They are those with which models of this size are usually trained.
 
-    The settings of the default run, which name no model, stay as they are.
+    The settings of the default run, which name no model, are not changed.
     """
     init = settings.model.init
     data = settings.data
     train = settings.train
-    shape = shape_named(settings)
-    chosen: dict[str, Any] = {}
+    shape = given_shape(settings)
+    values: dict[str, Any] = {}
     if shape is None and init is None:
         return settings  # the default run
-    length = data.sequence_length
-    given = None if train.tokens_per_update == "auto" else train.tokens_per_update
+    given_length = data.sequence_length
+    given_tokens = None if train.tokens_per_update == "auto" else train.tokens_per_update
     if shape is None:
         source = ModelSource.open(str(init))
-        adapted = settings.lora.rank is not None or source.adapter is not None
-        rows = defaults.ADAPTED_ROWS if adapted else defaults.FINETUNED_ROWS
-        most = defaults.sequence_length(False, source.positions, given)
-        per_update = rows * (most if length == "auto" else int(length))
+        is_adapted = settings.lora.rank is not None or source.adapter is not None
+        rows = defaults.ADAPTED_ROWS if is_adapted else defaults.FINETUNED_ROWS
+        usual_length = defaults.sequence_length(False, source.positions, given_tokens)
+        usual_tokens = rows * (usual_length if given_length == "auto" else int(given_length))
     else:
-        most, per_update = defaults.usual_sizes(shape.parameter_count())
-        most = min(most, shape.max_position_embeddings, given or most)
-        if (
+        usual_length, usual_tokens = defaults.usual_sizes(shape.parameter_count())
+        max_length = min(shape.max_position_embeddings, given_tokens or usual_length)
+        usual_length = min(usual_length, max_length)
+        has_no_text = (
             "data.source" not in settings.origins
             and data.tokenizer == "auto"
             and data.vocab_size is None
-        ):
-            chosen["model.vocab_size"] = max(shape.vocab_size, settings.model.vocab_size or 0)
-    if length == "auto":
-        length = chosen["data.sequence_length"] = most
-    if given is None and not objective_of(settings).is_own_length:
-        chosen["train.tokens_per_update"] = max(per_update, int(length))
-    return settings.resolve(chosen, ORIGIN)
+        )
+        if has_no_text:
+            values["model.vocab_size"] = max(shape.vocab_size, settings.model.vocab_size or 0)
+    length = usual_length if given_length == "auto" else int(given_length)
+    if given_length == "auto":
+        values["data.sequence_length"] = length
+    if given_tokens is None and not objective_of(settings).has_own_update_size:
+        values["train.tokens_per_update"] = max(usual_tokens, length)
+    return settings.resolve(values, ORIGIN)
 
 
-def named_model(settings: Settings) -> str:
+def model_text(settings: Settings) -> str:
     """Return what a plan calls the model: its preset, its name on the Hub, or its folder's name."""
     model = settings.model
     if model.init is None:
-        default = defaults.DEFAULT.preset if not model.hidden_size else "own sizes"
-        return default if model.preset == "auto" else model.preset
+        if model.preset != "auto":
+            return str(model.preset)
+        return "own sizes" if model.hidden_size else defaults.DEFAULT.preset
+    # The origin of a model that was downloaded from the Hub is its name there.
     origin = settings.origins["model.init"]
     return origin.removeprefix(HUB) if origin.startswith(HUB) else Path(model.init).name
 
 
-def supposed_in(settings: Settings) -> list[str]:
-    """Return the sizes that `usual` filled in, as arguments of a command: KEY=VALUE."""
+def assumed_sizes(settings: Settings) -> list[str]:
+    """Return the sizes that `with_usual_sizes` filled in, as arguments of a command: KEY=VALUE."""
     origins = settings.origins
     keys = ("data.sequence_length", "train.tokens_per_update")
     return [f"{key}={binary(settings.values()[key])}" for key in keys if origins.get(key) == ORIGIN]

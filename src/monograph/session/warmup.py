@@ -1,5 +1,5 @@
-"""Prepare the first update: make a trial step, choose a kernel, capture the step, and fix the run's
-length.
+"""Prepare the first update: make a trial step, choose a kernel, capture the step, and decide the
+run's length.
 
 A *window* is the batch of one update; the engine cuts it into micro-batches. To *capture* a step is
 to compile it, and on a GPU to record it for replaying (`graph.capture`). A *run by the clock* has a
@@ -41,26 +41,25 @@ from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
 
-# With train.wall_minutes, scoring the points of the curve takes at most this share of training.
-CURVE_SHARE = 0.125
+# ── the attention kernel ────────────────────────────────────────────────────────────────────────
 
 
 def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
     """Time the kernels for the model's causal attention on the run's shapes, and use the fastest.
 
     A resumed run keeps the kernel that it was begun with, because another kernel rounds
-    differently, unless this device cannot run it. Nothing is timed on a CPU, which has one kernel,
-    nor for packed rows, for which another implementation masks other documents
+    differently, unless this device cannot run it. Nothing is timed on a CPU, which has one kernel.
+    Nothing is timed either for packed rows: they need an implementation that masks other documents
     (`monograph.model.llama.attention_mask`).
     """
-    engine, model = session.engine, session.engine.model
-    if (
-        engine.step.device.type != "cuda"
-        or not isinstance(model, Llama)
-        or not is_causal(model, window)
-    ):
+    engine = session.engine
+    model = engine.model
+    if engine.step.device.type != "cuda" or not isinstance(model, Llama):
         return
-    config, (rows, length) = model.config, window["tokens"].shape
+    if not has_unmasked_layer(model, window):
+        return
+    config = model.config
+    rows, length = window["tokens"].shape
     times = time_kernels(
         min(engine.micro_batch or rows, rows),
         (config.num_attention_heads, config.num_key_value_heads),
@@ -76,12 +75,17 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
         progress.line("attention", compared(times, session.kernel))
 
 
-def is_causal(model: Llama, window: Batch) -> bool:
+def has_unmasked_layer(model: Llama, window: Batch) -> bool:
     """Return whether some layer attends to all earlier positions of a row, without a mask."""
+    is_packed = "segments" in window
+    if is_packed or model.attention not in ("auto", "sdpa"):
+        return False
     length = window["tokens"].shape[1]
-    layers = range(model.config.num_hidden_layers)
-    unbounded = any((model.config.window(layer) or length) >= length for layer in layers)
-    return "segments" not in window and model.attention in ("auto", "sdpa") and unbounded
+    # A layer with a sliding window shorter than a row needs a mask.
+    sliding_windows = [
+        model.config.window(layer) for layer in range(model.config.num_hidden_layers)
+    ]
+    return any((sliding_window or length) >= length for sliding_window in sliding_windows)
 
 
 def kept_or_fastest(
@@ -95,6 +99,8 @@ def kept_or_fastest(
     """
     return before if before in times else fastest(times)
 
+
+# ── the time and the memory of an update ────────────────────────────────────────────────────────
 
 # Timing updates takes about this share of the training time at most, if that is limited.
 CALIBRATION_SHARE = 0.08
@@ -119,9 +125,9 @@ def calibrate(session: Session) -> float:
 
     def make_updates() -> None:
         for _ in range(updates_per_window):
-            # Windows that are prepared ahead cost nothing. Others, such as sampled answers, are
-            # part of an update's time.
-            engine.rehearse(window if session.task.is_ready else next(batches))
+            # Windows that are prepared in the background cost no time. Others, such as windows of
+            # sampled answers, are part of an update's time.
+            engine.rehearse(window if session.task.prepares_windows else next(batches))
 
     with session.undisturbed():
         seconds = seconds_per_update(engine, make_updates, session.world, time_s)
@@ -136,16 +142,16 @@ def seconds_per_update(
 ) -> float:
     """Return the seconds of an update: the lower quartile over a few updates that change nothing.
 
-    The lower quartile rather than the median, because an estimate that is too low does less harm: a
-    run planned too long cools down in time (`Reporter.keep_time`), and a run planned too short
-    would waste time.
+    It is the lower quartile, not the median, because an estimate that is too low does less harm. A
+    run that was planned too long cools down in time (`Reporter.keep_time`), but a run that was
+    planned too short would waste time.
 
     Args:
         engine: the engine, whose counters are restored.
         update: makes an update that changes no weight (`Engine.rehearse`).
         world: the ranks that update together; rank 0 decides how many updates are timed.
-        time_s: seconds of the run's training. The updates take about `CALIBRATION_SHARE` of them at
-            most, but at least one is timed.
+        time_s: seconds of the run's training. The updates take at most about `CALIBRATION_SHARE` of
+            them, but at least one is timed.
     """
     times: list[float] = []
     world = world or World()
@@ -170,8 +176,8 @@ def seconds_per_update(
 def measure_memory(session: Session) -> None:
     """Measure the peak memory of an update on a CPU, where it is not counted during the run.
 
-    This is called after the run, because the additional update could run out of memory. A failure
-    then costs only this figure.
+    This is called after the run, because the additional update could run out of memory. After the
+    run, such a failure loses nothing but this number.
     """
     if session.engine.step.device.type != "cuda":
         with suppress(Exception):
@@ -198,14 +204,20 @@ def peak_bytes(session: Session) -> int:
     if isinstance(engine, Streamed):
         return live.peak_bytes + sum(engine.ledger()["device"].values())
     # `live` counts only what was allocated during the update. What existed before is added.
-    flat = [
-        value
+    trained = [
+        tensor
         for plane in engine.step.planes
-        for value in (plane.param, plane.grad, *plane.state.values())
+        for tensor in (plane.param, plane.grad, *plane.state.values())
     ]
     frozen = [weight for weight in engine.model.parameters() if not weight.requires_grad]
-    kept = [*frozen, *engine.model.buffers(), *flat, *window.values(), *session.task.held]
-    return live.peak_bytes + sum(tensor.nbytes for tensor in kept)
+    existing = [
+        *trained,
+        *frozen,
+        *engine.model.buffers(),
+        *window.values(),
+        *session.task.extra_tensors,
+    ]
+    return live.peak_bytes + sum(tensor.nbytes for tensor in existing)
 
 
 def store_seconds(session: Session, seconds: float) -> None:
@@ -214,7 +226,9 @@ def store_seconds(session: Session, seconds: float) -> None:
     Only updates that the planner can predict are stored: those of a `Llama` on text, on one device.
     """
     engine = session.engine
-    if not (session.task.is_plain and session.task.is_foreseen and session.world.alone):
+    if not (
+        session.task.has_plain_updates and session.task.is_fully_planned and session.world.alone
+    ):
         return
     if not isinstance(engine.model, Llama) or isinstance(engine, Streamed):
         return
@@ -229,12 +243,14 @@ def store_seconds(session: Session, seconds: float) -> None:
     Calibration(calibration_file()).note(machine, work, seconds, rate)
 
 
-_BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+# ── the trial step, and capturing ───────────────────────────────────────────────────────────────
+
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
-def mixing_rows(model: nn.Module) -> list[str]:
+def batch_norm_layers(model: nn.Module) -> list[str]:
     """Return the names of the layers that normalise over the rows of a micro-batch."""
-    return [name for name, module in model.named_modules() if isinstance(module, _BATCH_STATISTICS)]
+    return [name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)]
 
 
 def prepare(session: Session, progress: Progress) -> None:
@@ -246,8 +262,7 @@ def prepare(session: Session, progress: Progress) -> None:
 
 
 def try_step(session: Session, progress: Progress) -> Batch:
-    """Run one eager trial step (`graph.trial`), print what it finds, and choose the attention
-    kernel.
+    """Run one eager trial step (`graph.trial`), print its result, and choose the attention kernel.
 
     Returns:
         The window of the step.
@@ -259,15 +274,17 @@ def try_step(session: Session, progress: Progress) -> Batch:
 
 
 def _run_trial(session: Session, window: Batch, progress: Progress) -> None:
+    """Run one eager trial step, and print its result and notes on the model; choose the kernel."""
     engine = session.engine
     with progress.stage("trial", "one eager step") as stage:
         trial = engine.trial(window)
-        stage.result = session.task.trial_result(trial)
-    # Some parameters of adapters have a zero gradient only at the start.
-    without = [name for name in trial.without_gradient if not may_start_without_gradient(name)]
-    if without and session.task.reaches_all:
+        stage.result = session.task.describe_trial(trial)
+    # Some parameters of adapters have a zero gradient at the start, but not later.
+    unreached = [name for name in trial.without_gradient if not may_start_without_gradient(name)]
+    if unreached and session.task.reaches_all_parameters:
         progress.line(
-            "warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change"
+            "warning",
+            f"no gradient reaches {', '.join(unreached[:3])}: its weights will not change",
         )
     if bf16_layers := engine.step.left_in_bf16:
         layers = counted(len(bf16_layers), "linear layer")
@@ -276,13 +293,13 @@ def _run_trial(session: Session, window: Batch, progress: Progress) -> None:
             f"{layers} in bf16, not fp8: the sides of {bf16_layers[0]} are not multiples of 16",
         )
     rows = session.batches.rows_per_window
-    mixing = mixing_rows(engine.model)
-    # Ranks bring the statistics of their micro-batches together.
-    at_once = (engine.micro_batch or rows) * session.world.size
-    if mixing and at_once < rows:
+    batch_norms = batch_norm_layers(engine.model)
+    # Ranks compute the statistics over their micro-batches together.
+    rows_at_once = (engine.micro_batch or rows) * session.world.size
+    if batch_norms and rows_at_once < rows:
         progress.line(
             "note",
-            f"{mixing[0]} normalises over micro-batches of {at_once} rows, not over the update's {rows}: "
+            f"{batch_norms[0]} normalises over micro-batches of {rows_at_once} rows, not over the update's {rows}: "
             "its statistics, and so the gradient, depend on train.micro_batch",
         )
     choose_kernel(session, window, progress)
@@ -298,16 +315,18 @@ def compile_step(session: Session, window: Batch, progress: Progress) -> None:
 
 
 def _compile(session: Session, window: Batch, progress: Progress) -> None:
-    engine, scope = session.engine, session.plan.training.compile
+    """Capture the step, or say in `session.eager_reason` why it stays eager."""
+    engine = session.engine
+    scope = session.plan.training.compile
     obstacle = compiler_obstacle() if engine.step.device.type == "cpu" else None
     if scope == "none":
-        # The reason is known if the run itself decided not to compile.
+        # If the program decided not to compile, `eager_reason` already says why.
         session.eager_reason = session.eager_reason or "train.compile = none"
     elif obstacle:
         session.eager_reason = obstacle
     else:
-        about = "one block for all" if scope == "blocks" else "whole step"
-        with progress.stage("compile", about) as stage:
+        compiled = "one block for all" if scope == "blocks" else "whole step"
+        with progress.stage("compile", compiled) as stage:
             began = clock()
             session.eager_reason = capture(engine, window, scope, session.kernel)
             session.compile_s = clock() - began
@@ -322,7 +341,7 @@ def capture(
 ) -> str | None:
     """Capture the step of an engine.
 
-    Where flex attention is impossible or slow, a Llama changes to scaled_dot_product_attention,
+    If flex attention is impossible or slow, a Llama uses scaled_dot_product_attention from now on,
     with dense masks for packed rows.
 
     Args:
@@ -355,10 +374,17 @@ def capture(
     return reason
 
 
+# ── the run's length ────────────────────────────────────────────────────────────────────────────
+
+# With train.wall_minutes, scoring the points of the curve takes at most this share of training.
+CURVE_SHARE = 0.125
+
+
 def _budget_s(session: Session, updates: int, update_s: float, progress: Progress) -> float:
     """Return the seconds of training from now on that the settings allow.
 
-    The default run may train for longer than `train.minutes` on a slow machine, which a line says.
+    If the user gave no time, the default run trains for longer than its usual time on a slow
+    machine, and a line says so.
 
     Args:
         session: the session.
@@ -370,18 +396,20 @@ def _budget_s(session: Session, updates: int, update_s: float, progress: Progres
     left_s = session.left_s
     if updates:
         return left_s
-    given_s = 60 * span.minutes
-    is_given = span.is_timed or not session.task.is_plain or span.wall_minutes is not None
-    wanted_s = given_s if is_given else defaults.default_seconds(span.minutes, update_s)
-    if wanted_s > given_s:
-        longer = f"{duration(wanted_s)} instead of {span.minutes:g} min"
-        progress.line("time", f"{longer}: a good first model takes that long on this machine")
-    return min(wanted_s, left_s)
+    training_s = 60 * span.minutes
+    has_time_limit = span.is_timed or span.wall_minutes is not None
+    if session.task.has_plain_updates and not has_time_limit:
+        usual_s = training_s
+        training_s = defaults.default_seconds(span.minutes, update_s)
+        if training_s > usual_s:
+            longer = f"{duration(training_s)} instead of {span.minutes:g} min"
+            progress.line("time", f"{longer}: a good first model takes that long on this machine")
+    return min(training_s, left_s)
 
 
 def _curve_points(session: Session, update_s: float) -> tuple[int, float]:
     """Return how often a run with train.wall_minutes is scored for its curve, and the estimated
-    seconds of that in all.
+    seconds of all these evaluations.
 
     Args:
         session: the session, whose `budget_s` is known.
@@ -396,8 +424,7 @@ def _curve_points(session: Session, update_s: float) -> tuple[int, float]:
 
 
 def fix_length(session: Session, progress: Progress) -> None:
-    """Decide and print the number of updates: the settings give it, or the epochs or the minutes
-    determine it.
+    """Decide and print the number of updates, which the settings give as updates, epochs or time.
 
     Sets `session.budget_s`, and the session's plan and schedule.
 
@@ -406,7 +433,7 @@ def fix_length(session: Session, progress: Progress) -> None:
     """
     plan = session.plan
     rows = session.batches.rows_per_window
-    lasting = ""  # how long the training will take, as the line says it
+    time_text = ""  # on how long the training will take
     given = updates_given(session)
     if given > recorded_state.MOST:
         epochs = plan.job.span.epochs
@@ -415,44 +442,45 @@ def fix_length(session: Session, progress: Progress) -> None:
         )
     updates = given
     evaluations = defaults.EVALUATIONS
-    if not given or session.ends_s is not None:
+    if not given or session.deadline_s is not None:
         with progress.stage("calibrate", "timing a few updates (discarded)") as stage:
             seconds = calibrate(session)
             stage.result = f"{seconds * 1000:.0f} ms each"
         store_seconds(session, seconds)
         session.budget_s = _budget_s(session, given, seconds, progress)
         decay = plan.training.optim.weight_decay
-        most = given or session.task.most_updates(rows, decay) or recorded_state.MOST
-        # The rest is for evaluations, samples and checkpoints.
-        training_s = defaults.UPDATES_SHARE * session.budget_s
-        if session.ends_s is not None:
+        max_updates = given or session.task.max_updates(rows, decay) or recorded_state.MOST
+        # The rest of the budget is for evaluations, samples and checkpoints.
+        updates_s = defaults.UPDATES_SHARE * session.budget_s
+        if session.deadline_s is not None:
             evaluations, curve_s = _curve_points(session, seconds)
+            closing_s = Deadline(session).closing_s(seconds)
             # However long scoring takes, a quarter of the time is for updates.
-            training_s = max(
-                training_s / 4, training_s - curve_s - Deadline(session).end_s(seconds)
-            )
-        affordable = defaults.updates_for(training_s, seconds, most)
+            updates_s = max(updates_s / 4, updates_s - curve_s - closing_s)
+        affordable = defaults.updates_for(updates_s, seconds, max_updates)
         # One update is always made, even if it takes longer than the budget.
         session.budget_s = max(session.budget_s, affordable * seconds)
-        # `engine.index` eager updates came before the step was compiled (`session.eager_start`).
-        updates = max(affordable, min(most, session.engine.index + affordable))
-        more = " more" if session.engine.index else ""
-        lasting = f", about {duration(session.budget_s)}{more}"
-        if updates >= most:
-            lasting = f", about {duration(seconds * updates)}"
+        # Eager updates may have been made before the step was compiled (`session.eager_start`).
+        eager_updates = session.engine.index
+        updates = max(affordable, min(max_updates, eager_updates + affordable))
+        more = " more" if eager_updates else ""
+        time_text = f", about {duration(session.budget_s)}{more}"
+        if updates >= max_updates:
+            time_text = f", about {duration(seconds * updates)}"
             if not given:
-                lasting = f", limited to {defaults.most_epochs(decay)} epochs (train.epochs=N for more){lasting}"
+                epochs = defaults.most_epochs(decay)
+                time_text = f", limited to {epochs} epochs (train.epochs=N for more){time_text}"
         session.budget_s += session.elapsed_s
     plan = resolve(plan, describe(), Length(updates, evaluations))
-    session.complete(plan)
-    adapters = (
-        f" of which {count(session.adapter_params)} are trained" if session.recipe.lora else ""
-    )
-    amount = session.task.amount(rows, updates)
+    session.set_plan(plan)
+    trained = ""
+    if session.recipe.lora:
+        trained = f" of which {count(session.adapter_params)} are trained"
+    amount = session.task.describe_amount(rows, updates)
     progress.line(
         "plan",
-        f"{count(session.params)} parameters{adapters}, {counted(updates, 'update')} of {amount}, "
-        f"{plan.training.precision}{lasting}",
+        f"{count(session.params)} parameters{trained}, {counted(updates, 'update')} of {amount}, "
+        f"{plan.training.precision}{time_text}",
     )
     if isinstance(plan.expected, StreamCandidate):
         for label, tier in describe_tiers(plan.expected):

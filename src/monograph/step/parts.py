@@ -1,13 +1,24 @@
-"""Time the parts of an update: forward, backward, optimizer."""
+"""Name the parts of an update, and time them.
+
+The profiler's span around the optimizer has its part's name and its beginning
+(`monograph.profiling.trace`), and the optimizer's seconds are those of this part.
+"""
 
 import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
+UpdatePart = Literal["forward", "backward", "optimizer"]
+
+# The parts in their order. With several micro-batches, the first two take turns.
+PARTS: tuple[UpdatePart, ...] = get_args(UpdatePart)
+FORWARD, BACKWARD, OPTIMIZER = PARTS
+# Forward and backward, where both are launched as one graph.
+PASSES = "passes"
 # The names of parts, each with the time (s, on a CPU) or the CUDA event at which the part begins.
 PartMarks = Sequence[tuple[str, Any]]
 
@@ -23,24 +34,27 @@ class PartTimer:
         self._cuda = device.type == "cuda"
         self._marks = list[tuple[str, Any]]()
 
-    def begin(self, part: str) -> None:
+    def begin(self, part: UpdatePart) -> None:
         """Record that `part` begins, which ends the part before it.
 
         Nothing is recorded while a CUDA graph is captured, so a replay is a single part.
         """
+        self._mark(part)
+
+    def end(self) -> PartMarks:
+        """End the last part; return the update's marks, and start without marks again."""
+        self._mark("")
+        marks = self._marks
+        self._marks = []
+        return marks
+
+    def _mark(self, part: str) -> None:
         if not self._cuda:
             self._marks.append((part, time.perf_counter()))
         elif not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._marks.append((part, event))
-
-    def end(self) -> PartMarks:
-        """End the last part; return the update's marks, and start without marks again."""
-        self.begin("")
-        marks = self._marks
-        self._marks = []
-        return marks
 
 
 def seconds(marks: PartMarks) -> dict[str, float]:
@@ -55,12 +69,12 @@ def seconds(marks: PartMarks) -> dict[str, float]:
         The seconds; empty if the engine does not record a forward pass.
     """
     parts = {part for part, _ in marks}
-    if "forward" not in parts:
+    if FORWARD not in parts:
         return {}
     seconds_of_parts = Counter[str]()
     for (part, begin), (_, end) in itertools.pairwise(marks):
-        is_whole_pass = part == "forward" and "backward" not in parts
-        name = "passes" if is_whole_pass else part
+        is_whole_pass = part == FORWARD and BACKWARD not in parts
+        name = PASSES if is_whole_pass else part
         if isinstance(begin, float):
             seconds_of_parts[f"{name}_s"] += end - begin
         else:

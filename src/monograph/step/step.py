@@ -50,7 +50,7 @@ from monograph.step.guard import ParameterGuard
 from monograph.step.losses import balances, loss_update_context, move_loss_
 from monograph.step.on_device import OnDevice
 from monograph.step.parameters import LearningRates, Parameters
-from monograph.step.parts import PartTimer
+from monograph.step.parts import BACKWARD, FORWARD, OPTIMIZER, PartTimer
 
 
 def sum_of_one_rank(total: Tensor) -> Tensor:
@@ -380,7 +380,7 @@ class Step:
         Raises:
             UsageError: the loss is a constant although the micro-batch has targets.
         """
-        self.parts.begin("backward")
+        self.parts.begin(BACKWARD)
         if loss.requires_grad:
             loss.backward()
         elif bool((count > 0).any()):
@@ -390,7 +390,7 @@ class Step:
             )
         self.loss_sum += loss_sum
         self.count += count
-        self.parts.begin("forward")  # of the next micro-batch
+        self.parts.begin(FORWARD)  # of the next micro-batch
         return loss.requires_grad
 
     def clip_and_apply(self, grads: Sequence[Tensor]) -> Tensor:
@@ -545,7 +545,7 @@ def accumulate(step: Step, window: Iterable[object]) -> None:
         batches = [step.with_shares(batch) for batch in batches]
         for batch in batches:
             step.choose_kept(batch)
-        step.parts.begin("forward")
+        step.parts.begin(FORWARD)
         step.parameters.accumulate(batches)
 
 
@@ -556,7 +556,7 @@ def update(step: Step) -> Update:
     optimizer state change. The device decides this, and `Update.skipped` counts it.
     """
     with discard_on_failure(step):
-        step.parts.begin("optimizer")
+        step.parts.begin(OPTIMIZER)
         step.parameters.complete()
         lr = step.set_lr()
         grad_norm = step.apply()

@@ -11,7 +11,7 @@ from monograph.errors import Stopped
 from monograph.run.metrics_log import MetricsLogs
 from monograph.run.progress import SweepDisplay
 from monograph.run.signals import StopSignal
-from monograph.session.ranks import command
+from monograph.session.shown_commands import command_line
 from monograph.step import Update
 from monograph.sweeps.batch import MemberBatch
 from monograph.sweeps.progress import SweepProgress
@@ -133,7 +133,7 @@ class AfterUpdateOfRound:
             return
         if self.state.world.leads:
             self.state.page.write("stopped")
-        continue_command = command("sweep", "--out", str(self.state.sweep.run.folder))
+        continue_command = command_line("sweep", "--out", str(self.state.sweep.run.folder))
         raise Stopped(
             f"saved at update {round_state.updates_done} of {self.updates}; continue: {continue_command}"
         )

@@ -32,9 +32,10 @@ from monograph.schedule import Schedule
 from monograph.session import objective
 from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import Length
+from monograph.session.random_state import seed_all
 from monograph.session.record import write_config
 from monograph.session.resolve import resolve
-from monograph.session.session import Session, seed_all
+from monograph.session.session import Session
 from monograph.session.setup import BuiltRun, build_run, make_engine
 from monograph.sweeps.spec import Member
 
@@ -259,7 +260,7 @@ def open_batch(
 
 def begin_run(session: Session) -> None:
     """Write what makes a member's folder a run: its tokenizer and its settings."""
-    write_tokenizer(session.run, session.corpus.tokenizer)
+    write_tokenizer(session.run, session.records.tokenizer)
     write_config(session.run, session.plan.record.settings)
 
 

@@ -30,7 +30,7 @@ from monograph.report.quantities import counted, duration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import warmup
-from monograph.session.brief import COMPILE_S, LEAST_COMPILE_S
+from monograph.session.brief import COMPILE_S, MIN_COMPILE_S
 from monograph.session.eager_start import has_spare_core
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
@@ -274,19 +274,19 @@ class Timing:
         """
         updates = self.given_updates
         plan = self.group.plan
-        if "compile" not in plan.open or plan.memory == "stream":
+        if "compile" not in plan.open_choices or plan.memory == "stream":
             return False
         if not updates:
             # On a spare core, the graphs compile while the members train. Otherwise the sweep waits
             # for all of it.
-            compile_s = LEAST_COMPILE_S if has_spare_core(self.machine) else COMPILE_S
+            compile_s = MIN_COMPILE_S if has_spare_core(self.machine) else COMPILE_S
             return 60 * plan.job.span.minutes < compile_s
         began = clock()
         built_runs = build_models(self.group.members[:1], self.text, self.machine)
         engine = make_members_engine(built_runs, False, self.device)
         window = first_window(built_runs, self.text)
         opening_s = clock() - began
-        if opening_s >= LEAST_COMPILE_S:
+        if opening_s >= MIN_COMPILE_S:
             return False
         with buffers_kept(engine.model, engine.step.loss), engine.step.counters_kept():
             engine.rehearse(window)  # not timed, as the first one takes longer
@@ -294,7 +294,7 @@ class Timing:
             engine.rehearse(window)
             synchronize(self.device)
             seconds = clock() - began
-        return len(self.group.members) * updates * seconds < LEAST_COMPILE_S
+        return len(self.group.members) * updates * seconds < MIN_COMPILE_S
 
     def leave_uncompiled(self) -> None:
         """Change the settings of all members so that they train without a graph."""

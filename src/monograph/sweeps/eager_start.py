@@ -84,7 +84,7 @@ class EagerStart:
         for (built_runs, batch), group_updates in zip(self.groups, updates, strict=True):
             completed_runs = with_length(built_runs, group_updates)
             for session, built in zip(batch.sessions, completed_runs, strict=True):
-                session.complete(built.plan)
+                session.set_plan(built.plan)
                 begin_run(session)
             batch.save()
         for key in self.keys:

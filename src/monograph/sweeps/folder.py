@@ -168,7 +168,8 @@ class Sweep:
         Raises:
             InputRefused: see `run_settings`.
         """
-        return run_settings(self.run, programs=self.programs, recorded=self.record.get("settings"))
+        fingerprint = self.record.get("settings")
+        return run_settings(self.run, sweep_programs=self.programs, fingerprint=fingerprint)
 
     @property
     def programs(self) -> list[str]:

@@ -24,10 +24,10 @@ from monograph.run.started import told
 from monograph.session.brief import CACHED_S, COMPILE_S
 from monograph.session.objectives.texts import open_corpus
 from monograph.session.plan import Length
-from monograph.session.ranks import show
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import resolve
 from monograph.session.setup import repeatable
+from monograph.session.shown_commands import show_command
 from monograph.storage.cache_dir import keep_compiled
 from monograph.sweeps import eager_start, results
 from monograph.sweeps.advice import advise
@@ -413,7 +413,7 @@ class SweepProgress:
         for advice in advise(self.sweep, table):
             self.progress.line("advice", advice.text)
             if advice.arguments:
-                show(self.progress, "", *advice.arguments)
+                show_command(self.progress, "", *advice.arguments)
         for line in transfer_lines:
             self.progress.line("width", line)
         spent = duration(self.sweep.record.get("elapsed_s", 0.0))

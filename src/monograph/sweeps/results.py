@@ -26,11 +26,11 @@ from monograph.schedule import Schedule, constant
 from monograph.session.objectives.teachers import write_teachers
 from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import RunPlan
+from monograph.session.random_state import seed_all
 from monograph.session.record import write_config
 from monograph.session.recorded import run_settings
 from monograph.session.reporting import finished
 from monograph.session.resolve import resolve
-from monograph.session.session import seed_all
 from monograph.session.setup import build_run, make_engine
 from monograph.session.warmup import capture
 from monograph.storage.code import code_named

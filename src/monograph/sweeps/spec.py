@@ -34,7 +34,7 @@ from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.run_index import SWEEP, runs_in
 from monograph.session.door import WIDTH, transfer_of
 from monograph.session.plan import RunPlan
-from monograph.session.recorded import require_text, run_settings, settings_given
+from monograph.session.recorded import command_line_settings, refuse_model_as_text, run_settings
 from monograph.session.requirements import require_one_device, require_texts
 from monograph.session.resolve import resolve
 from monograph.storage.code import digests
@@ -223,7 +223,7 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     first_values = {axis.key: axis.first for axis in axes}
     try:
         if arguments:
-            settings = settings_given(
+            settings = command_line_settings(
                 toml, fixed | first_values, runs_code=True, faults=[*faults, *axis_faults]
             )
         else:
@@ -238,7 +238,7 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     settings = settings.vouching(
         digests(value for axis in axes if axis.key in CODE_KEYS for value in axis.values)
     )
-    require_text(settings)
+    refuse_model_as_text(settings)
     require_texts(settings, "sweep")
     require_one_device(settings, "sweep")
     if settings.train.wall_minutes is not None:

@@ -1,8 +1,7 @@
-"""Holds the ways to learn, a file for each: texts, preferences, rewards, and teachers, which add to
-texts.
+"""The ways to learn: a file for each, and functions that find the one that a run's settings choose.
 
-The table of them is `WAYS_TO_LEARN`, in `monograph.config.keys`, where the command line and the
-configuration read their keys without torch.
+`WAYS_TO_LEARN` in `monograph.config.keys` is the table of the ways, with their keys. It is there
+because the command line reads the keys without importing torch.
 """
 
 from importlib import import_module
@@ -13,17 +12,17 @@ from monograph.data.forms import RecordSettings
 from monograph.errors import UsageError
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.session.objective import Objective, Opened, Task
-from monograph.session.objectives.teachers import taught
+from monograph.session.objective import DecidedObjective, Objective, Task
+from monograph.session.objectives.teachers import with_teachers
 from monograph.session.plan import RunPlan
 
-BY_RECORDS = "data.source"  # the origin of a key that the records ask for
+BY_RECORDS = "data.source"  # the origin of a key whose value was chosen by the form of the records
 
 
 def _load_objective(way: WayToLearn) -> Objective:
-    """Return the objective of a way to learn, from the file here that has its name."""
+    """Return the `OBJECTIVE` of the file in this folder that has the name of the way to learn."""
     objective: Objective = import_module(f"{__name__}.{way.name}").OBJECTIVE
-    # Without its own row an objective would have the keys of texts.
+    # An objective that does not set `way` inherits the row of texts.
     assert objective.way is way, f"the objective of {way.name} has another row of WAYS_TO_LEARN"
     return objective
 
@@ -31,30 +30,34 @@ def _load_objective(way: WayToLearn) -> Objective:
 OBJECTIVES: tuple[Objective, ...] = tuple(map(_load_objective, WAYS_TO_LEARN))
 
 
-def chosen_in(settings: Settings) -> list[Objective]:
-    """Return the objectives that the settings choose; the first counts, and more than one key is an
-    error.
+def chosen_objectives(settings: Settings) -> list[Objective]:
+    """Return the objectives that the settings choose, of which the first one applies.
+
+    The last one is always that of texts. More than one with a key is an error, which
+    `requirements.require_compatible` raises.
     """
     return [objective for objective in OBJECTIVES if objective.is_chosen(settings)]
 
 
 def objective_of(settings: Settings) -> Objective:
-    """Return the objective that the settings choose, its own keys unread."""
-    return chosen_in(settings)[0]
+    """Return the objective that the settings choose, without the values of its keys."""
+    return chosen_objectives(settings)[0]
 
 
 def with_records(settings: Settings) -> Settings:
-    """Return the settings with the key of the objective that the records ask for, where none is
-    given.
+    """Choose an objective by the form of the records, if the settings do not choose one.
+
+    Returns:
+        The settings, with the key of the chosen objective; unchanged for texts.
     """
-    given = settings.values()
-    if given["data.text_key"] is not None or objective_of(settings).is_named:  # they ask for a kind
+    values = settings.values()
+    # A key that chooses an objective, or the key of texts in records, leaves nothing to choose.
+    if objective_of(settings).has_key or values["data.text_key"] is not None:
         return settings
-    asked = RecordSettings.of(None, given["data.ignore_keys"])
+    record_settings = RecordSettings.of(None, values["data.ignore_keys"])
+    skip_bad = values["data.bad_records"] == "skip"
     for objective in OBJECTIVES:
-        value = objective.of_records(
-            given["data.source"], asked, given["data.bad_records"] == "skip"
-        )
+        value = objective.value_for_records(values["data.source"], record_settings, skip_bad)
         if value is not None:
             return settings.resolve({objective.key: value}, BY_RECORDS)
     return settings
@@ -75,26 +78,26 @@ def open_task(run: Run, plan: RunPlan, progress: Progress, ranks: int = 1) -> Ta
     """
     task = plan.job.objective.open(plan, progress)
     try:
-        return taught(task, run, ranks)
+        return with_teachers(task, run, ranks)
     except BaseException:
         task.close()
         raise
 
 
-def opened(settings: Settings, length: int) -> Opened:
-    """Return the objective that the settings choose, with its own keys decided; see
-    `Objective.opened`.
+def decided_objective(settings: Settings, length: int) -> DecidedObjective:
+    """Return the objective that the settings choose, with the values of its keys.
+
+    Args:
+        settings: the run's settings.
+        length: tokens of a row.
 
     Raises:
-        UsageError: keys of another objective are given.
+        UsageError: keys of another objective are given; or see `Objective.decide`.
     """
     chosen = objective_of(settings)
     for key in settings.pinned():
-        others = (
-            other
-            for other in OBJECTIVES
-            if other is not chosen and other.section == key.partition(".")[0]
-        )
-        for objective in others:
-            raise UsageError(objective.unused(settings.origins[key], key, settings.as_written(key)))
-    return chosen.opened(settings, length)
+        for other in OBJECTIVES:
+            if other is not chosen and other.section == key.partition(".")[0]:
+                written = settings.as_written(key)
+                raise UsageError(other.unused_key_error(settings.origins[key], key, written))
+    return chosen.decide(settings, length)

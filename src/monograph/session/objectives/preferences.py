@@ -1,7 +1,7 @@
 """Learn from preferences: pairs of answers, or single answers that are labelled good or bad.
 
-Most losses compare with a reference, the weights that the run begins from: the log-probabilities of
-all answers under them are computed once, before the first update, by the step's own evaluation.
+Most losses compare the model with a *reference*, the weights that the run begins from. The
+reference's log-probabilities of all answers are computed once, before the first update.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,14 @@ from monograph.rl.pairs import PairRows, loss_for, read_pairs
 from monograph.rl.preference_loss import PreferenceLoss
 from monograph.rl.preferences import Preference, preference
 from monograph.run.progress import Progress
-from monograph.session.choices import FP8, OF_CODE, STREAMED, Condition
-from monograph.session.objective import HeldOutScore, Objective, Opened, RunWindows, held_out_said
+from monograph.session.choices import FP8, MODEL_FROM_CODE, STREAMED, Condition
+from monograph.session.objective import (
+    DecidedObjective,
+    HeldOutScore,
+    Objective,
+    RunWindows,
+    held_out_text,
+)
 from monograph.session.objectives.texts import RowsTask
 from monograph.session.plan import RunPlan
 from monograph.session.reference import read_reference, write_reference
@@ -38,7 +44,7 @@ def preference_of(settings: Settings) -> Preference:
     """Return the loss that the settings name, with its parameters.
 
     Raises:
-        UsageError: a parameter is out of range, or of another loss.
+        UsageError: a parameter is out of range, or belongs to another loss.
     """
     given = settings.section(PreferSection).model_dump()
     return preference(given.pop("loss"), **given)
@@ -49,84 +55,80 @@ class Preferences(Objective):
     """Learn from preferences.
 
     Attributes:
-        preference: the loss, once the settings are read.
+        preference: the loss with its parameters; None until `decide` reads the settings.
     """
 
     way = PREFERENCES_WAY
-    by_records = True
+    records_can_choose = True
     needs_model = True
     is_of_texts = False
-    rate_share = defaults.JUDGED_SHARE
+    lr_share = defaults.JUDGED_SHARE
     excluded = (
-        (OF_CODE, "a program says no tokenizer: name a run or a folder"),
+        (MODEL_FROM_CODE, "a program says no tokenizer: name a run or a folder"),
         (STREAMED, "it is not built for streaming: leave it out"),
         (FP8, "it was not tried: take bf16"),
         (
-            Condition("train.tokens", lambda made: made.tokens is not None),
+            Condition("train.tokens", lambda choices: choices.tokens is not None),
             "pairs are counted, not tokens: give updates, epochs or minutes",
         ),
         (
-            Condition("data.packing = padded", lambda made: made.packing == "padded"),
+            Condition("data.packing = padded", lambda choices: choices.packing == "padded"),
             "the two answers of a pair share a row: leave it out",
         ),
     )
 
     preference: Preference | None = None
 
-    def records(self, settings: Settings) -> str:
-        """Return what its records are."""
+    def records_noun(self, settings: Settings) -> str:
+        """Return what messages call the records."""
         return "labelled answers" if preference_of(settings).labelled else "pairs of answers"
 
-    def of_records(
-        self, source: str | Sequence[str], asked: RecordSettings, skip_bad: bool
+    def value_for_records(
+        self, source: str | Sequence[str], record_settings: RecordSettings, skip_bad: bool
     ) -> str | None:
-        """Return the usual loss for records that are judged answers; None for others."""
-        return loss_for(source, asked, skip_bad)
+        """Return the default loss for pairs or labelled answers; None for other records."""
+        return loss_for(source, record_settings, skip_bad)
 
-    def learns_alike(self, one: str | None, other: str | None) -> bool:
-        """Return whether both losses learn from records of the same kind, pairs or labelled
-        answers.
-        """
-        return (
-            None not in (one, other)
-            and len({preference(loss).labelled for loss in (one, other) if loss}) == 1
-        )
+    def needs_same_records(self, value: str | None, other: str | None) -> bool:
+        """Return whether two losses both learn from pairs, or both from labelled answers."""
+        if value is None or other is None:
+            return False
+        return preference(value).labelled == preference(other).labelled
 
-    def unused(self, origin: str, key: str, written: str) -> str:
-        """Return the refusal of a parameter without a loss; see `Objective.unused`."""
+    def unused_key_error(self, origin: str, key: str, written: str) -> str:
+        """Return the error message for a key of [prefer] without prefer.loss."""
         return f"{origin}: {key} = {written} is of preferences: give prefer.loss, too, such as dpo"
 
-    def opened(self, settings: Settings, length: int) -> Opened:
-        """Return this objective with the loss that the settings name, and the parameters that the
-        loss has.
+    def decide(self, settings: Settings, length: int) -> DecidedObjective:
+        """Return this way to learn with the loss that the settings name, and the values of the
+        loss's parameters.
         """
-        chosen = preference_of(settings)
-        return Opened(
-            Preferences(chosen),
-            {f"prefer.{name}": value for name, value in chosen.parameters.items()},
-        )
+        loss = preference_of(settings)
+        parameters = {f"prefer.{name}": value for name, value in loss.parameters.items()}
+        return DecidedObjective(Preferences(loss), parameters)
 
     def judged(self, plan: RunPlan) -> Judged:
-        """Return that answers stand in rows."""
+        """Return that answers in rows get log-probabilities; see `Objective.judged`."""
         return "rows"
 
     def open(self, plan: RunPlan, progress: Progress) -> "PreferenceTask":
         """Read the run's pairs, and print how many there are."""
-        chosen = self.preference
-        assert chosen is not None
+        preference = self.preference
+        assert preference is not None
         reading = plan.job.reading
         with progress.stage("pairs", str(reading.source)) as stage:
-            pairs = read_pairs(reading, labelled=chosen.labelled, progress=stage.report)
-            held = held_out_said(pairs.held_out.documents, reading.held_out)
-            skipped = sum(pairs.skipped.values())
-            left_out = f", {counted(skipped, 'bad record')} skipped" if skipped else ""
+            pairs = read_pairs(reading, labelled=preference.labelled, progress=stage.report)
+            noun = "answer" if preference.labelled else "pair"
+            held_out = held_out_text(pairs.held_out.documents, reading.held_out)
+            bad_records = sum(pairs.skipped.values())
+            skipped = f", {counted(bad_records, 'bad record')} skipped" if bad_records else ""
             stage.result = (
-                f"{counted(pairs.train.documents, 'answer' if chosen.labelled else 'pair')}, rows "
-                f"{pairs.stats.packed_share:.1%} full, {held}{left_out}"
+                f"{counted(pairs.train.documents, noun)}, rows {pairs.stats.packed_share:.1%} full, "
+                f"{held_out}{skipped}"
             )
         for line in pairs.notes:
             progress.line("note", line)
-        return PreferenceTask(pairs, chosen)
+        return PreferenceTask(pairs, preference)
 
 
 class PreferenceTask(RowsTask):
@@ -134,27 +136,27 @@ class PreferenceTask(RowsTask):
 
     score = "accuracy", "eval_accuracy"
 
-    def __init__(self, data: Corpus, chosen: Preference):
+    def __init__(self, data: Corpus, preference: Preference):
         """Take the pairs and the loss."""
         super().__init__(data)
-        self.preference = chosen
+        self.preference = preference
 
     def loss(self, plan: RunPlan, model: nn.Module) -> PreferenceLoss:
         """Return the loss.
 
         Raises:
-            InputRefused: the module gives no probabilities of tokens.
+            InputRefused: the module is not a language model.
         """
         if not isinstance(model, Llama):
             raise InputRefused(
                 f"model.init = {plan.job.recipe.init}: prefer.loss needs a language model, not a {type(model).__name__}"
             )
-        train, held = self.data.train, self.data.held_out
-        assert isinstance(train, PairRows) and isinstance(held, PairRows)
-        loss = PreferenceLoss(
-            self.preference, train.answers + held.answers, max(train.most, held.most)
-        )
-        loss.labels[1:] = torch.from_numpy(np.concatenate([train.labels, held.labels]))
+        train, held_out = self.data.train, self.data.held_out
+        assert isinstance(train, PairRows) and isinstance(held_out, PairRows)
+        answers = train.answers + held_out.answers
+        loss = PreferenceLoss(self.preference, answers, max(train.most, held_out.most))
+        # Answers are numbered from 1; 0 stands for no answer.
+        loss.labels[1:] = torch.from_numpy(np.concatenate([train.labels, held_out.labels]))
         return loss
 
     @property
@@ -170,8 +172,10 @@ class PreferenceTask(RowsTask):
         assert isinstance(loss, PreferenceLoss)
         return loss
 
-    def score_reference(self, resumed: bool, rows_per_window: int, progress: Progress) -> None:
-        """Score all answers by the first weights; see `Task.score_reference`."""
+    def prepare_reference_scores(
+        self, resumed: bool, rows_per_window: int, progress: Progress
+    ) -> None:
+        """Score all answers with the initial weights; see `Task.prepare_reference_scores`."""
         if not self.preference.needs_reference:
             return
         loss = self._loss
@@ -180,61 +184,64 @@ class PreferenceTask(RowsTask):
             read_reference(self.run, self.data.fingerprint, tensors)
             return
         with progress.stage("reference", "log-probabilities under the initial weights") as stage:
-            sides = self.data.train, self.data.held_out
-            loss.remember(sides, self.engine.evaluate, rows_per_window, stage.report)
-            # Each answer is scored by one rank.
+            all_rows = self.data.train, self.data.held_out
+            loss.remember(all_rows, self.engine.evaluate, rows_per_window, stage.report)
+            # Each answer is scored by one rank, and is 0 on the others.
             loss.reference.copy_(self.world.sum(loss.reference))
             stage.result = f"of {counted(len(loss.reference) - 1, 'answer')}"
         write_reference(self.run, self.data.fingerprint, tensors, self.world)
 
-    def trial_result(self, trial: Trial) -> str:
-        """Return that there are gradients; the loss has no reference yet."""
+    def describe_trial(self, trial: Trial) -> str:
+        """Return a text without the loss, which has no meaning as the reference is not scored yet."""
         return "answers compared, gradients finite"
 
     def figures(self, windows: RunWindows) -> dict[str, Any]:
-        """Return how well the answers of the last update are told apart."""
+        """Return the accuracy, margin and more on the answers of the last update."""
         figures = self._loss.take_figures(self.world.gathered)
         self.answer_tokens += int(figures["answer_tokens"])
         return {**figures, "tokens": self.answer_tokens}
 
     def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore | None:
-        """Return how well held-out answers are told apart, with their loss."""
-        scored = self.scored(rows_per_window, limit)
+        """Return the loss, accuracy and margin on held-out answers."""
+        scored = self.score_held_out(rows_per_window, limit)
         if scored is None:
             return None
-        found, rows = scored
-        compared = self._loss.take_figures(self.world.gathered)
-        figures = {"eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte}
-        figures |= {f"eval_{name}": compared[name] for name in ("accuracy", "margin")}
-        return HeldOutScore(
-            self.answer_tokens, {**figures, "eval_rows": rows}, compared["accuracy"], found
-        )
+        evaluation, rows = scored
+        figures = self._loss.take_figures(self.world.gathered)
+        entries = {
+            "eval_loss": evaluation.loss,
+            "eval_bits_per_byte": evaluation.bits_per_byte,
+            "eval_accuracy": figures["accuracy"],
+            "eval_margin": figures["margin"],
+            "eval_rows": rows,
+        }
+        return HeldOutScore(self.answer_tokens, entries, figures["accuracy"], evaluation)
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return how well answers were told apart in the end."""
+        """Return the accuracy and margin of the last update, and the last held-out accuracy."""
         labelled = {"labelled": True} if self.preference.labelled else {}
-        compared = [row for row in rows if "accuracy" in row]
-        if not compared:
+        updates = [row for row in rows if "accuracy" in row]
+        if not updates:
             return labelled
-        held: Mapping[str, Any] = next(
+        last = {key: updates[-1][key] for key in ("tokens", "accuracy", "margin")}
+        evaluated: Mapping[str, Any] = next(
             (row for row in reversed(rows) if "eval_accuracy" in row), {}
         )
-        last = {key: compared[-1][key] for key in ("tokens", "accuracy", "margin")}
-        return {**last, "eval_accuracy": held.get("eval_accuracy"), **labelled}
+        return {**last, "eval_accuracy": evaluated.get("eval_accuracy"), **labelled}
 
-    def standing(
+    def describe_result(
         self,
         rows: Sequence[Mapping[str, Any]],
         held_out: Evaluation | None,
         yardsticks: Mapping[str, float],
     ) -> str:
-        """Return how well held-out answers are told apart."""
+        """Return the share of held-out pairs or answers that the model judges as they are labelled."""
         if not held_out:
             return ""
-        share = self.summary(rows)["eval_accuracy"]
+        accuracy = self.summary(rows)["eval_accuracy"]
         if self.preference.labelled:
-            return f"   agrees with the labels of {share:.1%} of the held-out answers"
-        return f"   prefers the chosen answer in {share:.1%} of the held-out pairs"
+            return f"   agrees with the labels of {accuracy:.1%} of the held-out answers"
+        return f"   prefers the chosen answer in {accuracy:.1%} of the held-out pairs"
 
 
 OBJECTIVE = Preferences()

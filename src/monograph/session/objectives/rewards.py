@@ -1,9 +1,12 @@
-"""Learn from rewards: prompts in place of text, answers that are drawn from the weights in
-training, their rewards.
+"""Learn from rewards: the model in training samples answers to prompts, a reward scores them, and a
+policy gradient makes answers with a high reward more likely.
+
+A *draw* is one sampling of answers for an update.
 """
 
 import hashlib
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,25 +53,26 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import digest
 from monograph.run.source import ModelSource
 from monograph.run.trust import is_all_trusted
-from monograph.session.choices import FP8, OF_CODE, STREAMED, Condition
+from monograph.session.choices import FP8, MODEL_FROM_CODE, STREAMED, Condition
 from monograph.session.objective import (
+    DecidedObjective,
     HeldOutScore,
     Objective,
-    Opened,
     RunWindows,
     Task,
-    held_out_said,
+    held_out_text,
 )
-from monograph.session.opening import Opening, opening_of_prompt
-from monograph.session.plan import FP32_BYTES, RunPlan, is_sharded, sharing
+from monograph.session.plan import FP32_BYTES, RunPlan, is_sharded, ranks_that_share
 from monograph.session.reference import read_reference, write_reference
+from monograph.session.sample_prompt import SamplePrompt, sample_prompt_from_ids
 from monograph.storage.cache_dir import calibration_file
 from monograph.storage.reading import without_links
 
-# Where a reward says what each token is worth: whose ratios the scores get, and whose denominator,
-# the tokens of all answers.
-JUDGED_AS = "dapo"
-USUAL: dict[str, Any] = {
+# A reward that scores each token needs no advantage. Its loss has the ratios of this advantage, and
+# the same denominator, the number of tokens of all answers.
+ADVANTAGE_WITH_TOKEN_REWARDS = "dapo"
+# By key; rl.max_new_tokens also has a default, which depends on the length of a row.
+DEFAULTS: dict[str, Any] = {
     "rl.advantage": "dr_grpo",
     "rl.prompts": 16,
     "rl.group": 8,
@@ -77,8 +81,8 @@ USUAL: dict[str, Any] = {
     "rl.kl": "none",
     "rl.temperature": 1.0,
 }
-# What a reward that says what each token is worth leaves without a meaning.
-_OF_WHOLE_ANSWERS = (
+# The keys that have no meaning with a reward that scores each token.
+_KEYS_OF_WHOLE_ANSWERS = (
     "rl.advantage",
     "rl.kl",
     "rl.kl_coef",
@@ -86,55 +90,67 @@ _OF_WHOLE_ANSWERS = (
     "rl.truncated",
     "rl.truncation_penalty",
 )
-CALIBRATING = 20  # last updates of a run, whose drawing is compared with its closed form
+# The predicted time of sampling is compared with the measured one over so many last updates.
+CALIBRATION_UPDATES = 20
 
 
 @dataclass(frozen=True)
 class Rewards(Objective):
     """Learn from rewards.
 
+    The fields have no meaning until `decide` returns an objective with the values of the settings.
+
     Attributes:
-        reward: the reward's name; parameters: the values of its own parameters, by their names.
-        teacher: the model that one of its parameters names; None if none does.
+        reward: the name of the reward.
+        parameters: the values of the reward's own parameters, by their names.
+        teacher: the model that one of the reward's parameters names; None if none does.
         vouched: the digest of each Python file that may run, by the value that names it.
-        answer_form: what all answers match, a regular expression or the file of a schema; None
-            each: they have any form.
-        prompts: prompts of an update; group: answers to each; draws: draws of an update; updates:
-            updates of a draw.
-        max_new_tokens: the most tokens of an answer; temperature: at which they are drawn.
-        advantage: the advantage; None if the reward says what each token is worth.
-        kl: the term beside the reward; None without one.
-        masks_truncated: whether answers that are cut off are left out; truncation_penalty: what
-            they lose else.
+        answer_regex: the regular expression that all answers match; None without one.
+        answer_schema: the file with the JSON schema that all answers follow; None without one. At
+            most one of regex and schema is given.
+        prompts: number of prompts of an update.
+        group: number of answers to each prompt.
+        draws: maximum number of draws for an update.
+        updates: number of updates that are made from the answers of one draw.
+        max_new_tokens: maximum number of tokens of an answer.
+        temperature: the temperature of sampling.
+        advantage: the name of the advantage; None if the reward scores each token.
+        kl: the KL term; None without one.
+        masks_truncated: whether answers that were cut at `max_new_tokens` are left out of the loss.
+        truncation_penalty: is subtracted from the reward of an answer that was cut.
     """
 
     way = REWARDS_WAY
     needs_model = True
     is_of_texts = False
-    rate_share = defaults.JUDGED_SHARE
+    lr_share = defaults.JUDGED_SHARE
     excluded = (
-        (OF_CODE, "a program says no tokenizer: name a run or a folder"),
+        (MODEL_FROM_CODE, "a program says no tokenizer: name a run or a folder"),
         (STREAMED, "answers are drawn on the device: leave it out"),
         (FP8, "answers are not drawn in fp8: take bf16"),
         (
-            Condition("train.tokens = {tokens}", lambda made: made.tokens is not None, "a number"),
+            Condition(
+                "train.tokens = {tokens}", lambda choices: choices.tokens is not None, "a number"
+            ),
             "answers have any length: give updates or minutes",
         ),
         (
-            Condition("optim.ema = {ema}", lambda made: made.ema != "none", "a number"),
+            Condition("optim.ema = {ema}", lambda choices: choices.ema != "none", "a number"),
             "answers are the weights' own: leave it out",
         ),
     )
-    is_own_length = True
-    answers_on_device = True
-    # Gradients are 0 until some group differs, so the first that teaches would be taken for one.
-    finds_spikes = False
+    has_own_update_size = True
+    samples_answers = True
+    # The gradient is 0 as long as all answers to a prompt have the same reward. The first gradient
+    # that is not 0 would look like a spike.
+    skips_spikes = False
 
     reward: str = ""
     parameters: Mapping[str, object] = field(default_factory=dict)
     teacher: ModelSource | None = None
     vouched: Mapping[str, str] = field(default_factory=dict)
-    answer_form: tuple[str | None, str | None] = (None, None)
+    answer_regex: str | None = None
+    answer_schema: str | None = None
     prompts: int = 0
     group: int = 0
     draws: int = 0
@@ -146,12 +162,12 @@ class Rewards(Objective):
     masks_truncated: bool = False
     truncation_penalty: float = 0.0
 
-    def records(self, settings: Settings) -> str:
-        """Return what its records are."""
+    def records_noun(self, settings: Settings) -> str:
+        """Return what messages call the records."""
         return "prompts"
 
-    def unused(self, origin: str, key: str, written: str) -> str:
-        """Return the refusal of another key of [rl] without a reward; see `Objective.unused`."""
+    def unused_key_error(self, origin: str, key: str, written: str) -> str:
+        """Return the error message for a key of [rl] without rl.reward."""
         return (
             f"{origin}: {key} is of answers that are rewarded: give rl.reward, too, such as exact"
         )
@@ -164,44 +180,31 @@ class Rewards(Objective):
             raise UsageError(
                 "rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out"
             )
-        kl_term(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage or USUAL["rl.advantage"], "rl.")
+        # The term itself is made in `decide`. Making it here refuses values that do not fit.
+        kl_term(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage or DEFAULTS["rl.advantage"], "rl.")
 
-    def opened(self, settings: Settings, length: int) -> Opened:
-        """Return how answers are drawn and weighed, and values for all [rl] keys and for the tokens
-        of an update.
+    def decide(self, settings: Settings, length: int) -> DecidedObjective:
+        """Return this way to learn with the values of all its keys, and of the tokens of an update.
 
         Raises:
-            UsageError: keys are given that a teacher leaves without a meaning, or an answer has no
-                room in a row.
+            UsageError: keys are given that have no meaning with a reward that scores each token, or
+                an answer has no room in a row.
         """
         rl = settings.section(RlSection)
-        given = settings.pinned()
-        usual: dict[str, Any] = {**USUAL, "rl.max_new_tokens": max(1, length // 2)}
-        asked: dict[str, Any] = {
-            "rl.advantage": rl.advantage,
-            "rl.prompts": rl.prompts,
-            "rl.group": rl.group,
-            "rl.draws": rl.draws,
-            "rl.updates": rl.updates,
-            "rl.kl": rl.kl,
-            "rl.temperature": rl.temperature,
-            "rl.max_new_tokens": rl.max_new_tokens,
-        }
-        values = {key: usual[key] if value is None else value for key, value in asked.items()}
+        given = rl.model_dump()
         reward = str(rl.reward)
+        values: dict[str, Any] = {}
+        for key, default in {**DEFAULTS, "rl.max_new_tokens": max(1, length // 2)}.items():
+            value = given[key.removeprefix("rl.")]
+            values[key] = default if value is None else value
         if reward in REWARDS and REWARDS[reward].judges_tokens:
-            worth = f"a {reward} says what each token is worth"
-            useless = [key for key in _OF_WHOLE_ANSWERS if given.get(key, "none") != "none"]
-            if useless:
-                raise UsageError(
-                    f"{settings.origins[useless[0]]}: {useless[0]}: {worth}: leave it out"
-                )
+            _refuse_keys_of_whole_answers(settings, reward)
             del values["rl.advantage"]
-        own = rl.model_dump()
+        # Each parameter of the reward is a plain value or the name of a model.
         parameters: dict[str, object] = {}
         teacher: ModelSource | None = None
         for parameter in parameters_of(reward):
-            value = own[parameter.field]
+            value = given[parameter.field]
             if value is None:
                 value = values[parameter.key] = parameter.default
             if parameter.is_model:
@@ -214,17 +217,18 @@ class Rewards(Objective):
                 f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
                 f"data.sequence_length = {length}: lower one or raise the other"
             )
-        key = "train.tokens_per_update"
-        tokens = values["rl.prompts"] * values["rl.group"] * length
-        if given.get(key, "auto") not in ("auto", tokens):
-            count = "with rl.reward an update has rl.prompts x rl.group answers"
-            raise UsageError(f"{settings.said(key)}: {count}: leave it out")
+        size_key = "train.tokens_per_update"
+        tokens_per_update = values["rl.prompts"] * values["rl.group"] * length
+        if settings.pinned().get(size_key, "auto") not in ("auto", tokens_per_update):
+            reason = "with rl.reward an update has rl.prompts x rl.group answers"
+            raise UsageError(f"{settings.said(size_key)}: {reason}: leave it out")
         decided = Rewards(
             reward=reward,
             parameters=parameters,
             teacher=teacher,
             vouched=settings.vouched,
-            answer_form=(rl.answer_regex, rl.answer_schema),
+            answer_regex=rl.answer_regex,
+            answer_schema=rl.answer_schema,
             prompts=values["rl.prompts"],
             group=values["rl.group"],
             draws=values["rl.draws"],
@@ -238,145 +242,180 @@ class Rewards(Objective):
             masks_truncated=rl.truncated == "mask",
             truncation_penalty=rl.truncation_penalty or 0.0,
         )
-        return Opened(decided, {**values, "rl.reward": rl.reward, key: tokens})
+        values["rl.reward"] = rl.reward
+        values[size_key] = tokens_per_update
+        return DecidedObjective(decided, values)
 
     def judged(self, plan: RunPlan) -> Judged:
-        """Return whether answers are scored by the arithmetic that drew them."""
-        return "exact" if options_of(plan).exact else "rows"
+        """Return whether the loss computes with the arithmetic of sampling ("exact") or not."""
+        return "exact" if options_for(plan).exact else "rows"
 
-    def bytes_beside(
+    def extra_bytes(
         self, plan: RunPlan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
     ) -> dict[str, int]:
-        """Return the bytes of answers, reference and teacher; see `Objective.bytes_beside`.
+        """Return the bytes of sampling, of the reference and of the teacher; see
+        `Objective.extra_bytes`.
 
-        Keys and values take no more than half of the device's free memory (`Drawer`). Without
-        `slots`, a prompt and its answer may fill a row.
+        Without `slots`, a prompt and its answer are assumed to fill a row.
         """
-        options = options_of(plan)
+        options = options_for(plan)
         training = plan.training
         lora = training.lora
-        narrow = training.precision != "fp32" and (lora or not training.optim.master_weights)
-        dtype = torch.bfloat16 if narrow else torch.float32
+        samples_in_bf16 = training.precision != "fp32" and (
+            lora or not training.optim.master_weights
+        )
+        dtype = torch.bfloat16 if samples_in_bf16 else torch.float32
         slots = slots_of(options, config, slots or options.length + 1)
-        own = -(-options.prompts * options.group // ranks)
-        rows = decoded_rows(own) + min(options.prompts, MOST_PROMPTS)
-        answers = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
-        beside = {"answers": min(answers, machine.free_memory_bytes // 2)}
+        answers_of_rank = math.ceil(options.prompts * options.group / ranks)
+        rows = decoded_rows(answers_of_rank) + min(options.prompts, MOST_PROMPTS)
+        cache_bytes = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
+        # `Drawer` samples fewer rows at once if they would take more than half of the free memory.
+        by_origin = {"answers": min(cache_bytes, machine.free_memory_bytes // 2)}
         if is_sharded(plan.job.parallel):
-            beside["whole weights"] = copied_bytes(
+            # A rank that trains some rows of each weight samples from a gathered copy.
+            by_origin["whole weights"] = copied_bytes(
                 config, lora, training.precision, plan.job.gather_dtype == "bf16"
             )
         if options.kl and options.kl.needs_reference:
-            width = FP32_BYTES if training.optim.master_weights else 2
-            # The weights that are trained wait in a second copy while the reference scores.
-            numbers = trained_numbers(config, lora, training.precision) // sharing(
-                plan.job.parallel, ranks
-            )
-            beside["reference"] = 2 * width * numbers
-        teacher = asked_of(plan).teacher
-        shape = teacher.shape if teacher else None
-        if shape:
-            beside["teacher"] = shape.parameter_count() * FP32_BYTES
-        return beside
+            number_bytes = FP32_BYTES if training.optim.master_weights else 2
+            numbers = trained_numbers(config, lora, training.precision)
+            numbers //= ranks_that_share(plan.job.parallel, ranks)
+            # Two copies: the reference, and the trained weights while the reference takes their
+            # place in the model to score answers.
+            by_origin["reference"] = 2 * number_bytes * numbers
+        teacher = rewards_of(plan).teacher
+        teacher_shape = teacher.shape if teacher else None
+        if teacher_shape:
+            by_origin["teacher"] = teacher_shape.parameter_count() * FP32_BYTES
+        return by_origin
 
     def largest_window(self, plan: RunPlan, config: LlamaConfig, slots: int) -> tuple[int, int]:
-        """Return the rows of answers that are all as long as they may be; see
+        """Return the rows, and tokens of a row, if all answers have the maximum length; see
         `Objective.largest_window`.
         """
-        options = options_of(plan)
+        options = options_for(plan)
         answers = options.prompts * options.group
         if options.exact:
             return answers, slots_of(options, config, slots)
         if not options.packed:
             return answers, options.length
-        return -(-answers // max(1, options.length // (slots - 1))), options.length
+        # The last token of an answer is only a target, so it takes no position.
+        answers_per_row = max(1, options.length // (slots - 1))
+        return math.ceil(answers / answers_per_row), options.length
 
-    def seconds_beside(
-        self, plan: RunPlan, config: LlamaConfig, machine: Device, known: Calibration
+    def extra_seconds(
+        self, plan: RunPlan, config: LlamaConfig, machine: Device, calibration: Calibration
     ) -> tuple[float, bool]:
-        """Return the seconds of drawing an update's answers; see `Objective.seconds_beside`."""
-        ratio = known.slowness(machine, drawing_kind(plan))
-        return (ratio or 1.0) * drawing_time(plan, config, machine), ratio is not None
+        """Return the seconds of sampling the answers of an update; see `Objective.extra_seconds`."""
+        measured_ratio = calibration.slowness(machine, calibration_key(plan))
+        seconds = (measured_ratio or 1.0) * predicted_sampling_s(plan, config, machine)
+        return seconds, measured_ratio is not None
 
     def open(self, plan: RunPlan, progress: Progress) -> "RewardTask":
-        """Read the run's prompts, and print how many there are; open the reward, which the task
+        """Read the run's prompts, print how many there are, and open the reward, which the task
         closes.
         """
         reward = reward_of(self.reward, self.vouched, **self.parameters)
         reward.unconfined = is_all_trusted()
         try:
-            return RewardTask(_prompts(plan, reward, self.teacher, progress), reward)
+            return RewardTask(_read_prompts(plan, reward, self.teacher, progress), reward)
         except BaseException:
             reward.close()
             raise
 
-    def open_unjudged(self, plan: RunPlan, progress: Progress) -> "RewardTask":
-        """Read the run's prompts alone; see `Objective.open_unjudged`."""
-        return RewardTask(_prompts(plan, Reward(), None, progress), Reward())
+    def open_without_judging(self, plan: RunPlan, progress: Progress) -> "RewardTask":
+        """Read the run's prompts only; see `Objective.open_without_judging`."""
+        return RewardTask(_read_prompts(plan, Reward(), None, progress), Reward())
 
 
-def _prompts(
+def _read_prompts(
     plan: RunPlan, reward: Reward, teacher: ModelSource | None, progress: Progress
 ) -> Prompts:
-    """Read the run's prompts, load the reward's teacher, and print how many prompts there are."""
-    objective = asked_of(plan)
+    """Read the run's prompts, print how many there are, and load the reward's teacher.
+
+    Args:
+        plan: the run's plan.
+        reward: scores the answers. It says which keys of the records it needs, and gets the loaded
+            teacher.
+        teacher: the reward's teacher; None without one.
+        progress: the display.
+
+    Returns:
+        The prompts, with a fingerprint that also depends on everything else that decides the
+        rewards.
+    """
+    objective = rewards_of(plan)
     reading = plan.job.reading
-    options = options_of(plan)
+    options = options_for(plan)
     with progress.stage("prompts", str(reading.source)) as stage:
         room = options.length - options.max_new_tokens
         prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
-        asked = counted(len(prompts.train), "chat" if prompts.chats else "prompt")
-        held = held_out_said(len(prompts.held_out), reading.held_out)
-        skipped = (
-            f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped"
-            if prompts.skipped
-            else ""
-        )
-        stage.result = f"{asked} of up to {counted(prompts.longest, 'token')}, {held}{skipped}"
+        number = counted(len(prompts.train), "chat" if prompts.chats else "prompt")
+        held_out = held_out_text(len(prompts.held_out), reading.held_out)
+        skipped = ""
+        if prompts.skipped:
+            skipped = f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped"
+        stage.result = f"{number} of up to {counted(prompts.longest, 'token')}, {held_out}{skipped}"
     for line in prompts.notes:
         progress.line("note", line)
     if teacher is not None:
         with progress.stage("teacher", teacher.name):
-            reward.teacher = _teacher(teacher.name, prompts, options)
-    # Another program, schema or teacher would give other rewards to the same answers, so a run
-    # belongs to this one.
-    decisive = prompts.fingerprint + reward.digest
-    decisive += digest(reward.teacher) if reward.teacher else ""
-    form = form_named(*objective.answer_form)
-    decisive += form.digest if form else ""
-    return replace(prompts, fingerprint=hashlib.sha256(decisive.encode()).hexdigest())
+            reward.teacher = _load_teacher(teacher.name, prompts, options)
+    # Another program, schema or teacher would give other rewards to the same answers. So they are
+    # part of the fingerprint, which must be the same when the run is resumed.
+    digests = [prompts.fingerprint, reward.digest]
+    if reward.teacher:
+        digests.append(digest(reward.teacher))
+    form = form_named(objective.answer_regex, objective.answer_schema)
+    if form:
+        digests.append(form.digest)
+    return replace(prompts, fingerprint=hashlib.sha256("".join(digests).encode()).hexdigest())
 
 
 def _require_parameters(settings: Settings) -> None:
-    """Refuse a reward without a parameter that it needs, and the parameters of other rewards.
+    """Require the parameters that the reward needs, and refuse those of other rewards.
 
     Raises:
-        UsageError: a key is missing, or is of another reward.
+        UsageError: a key is missing, or belongs to another reward.
     """
     values = settings.values()
     chosen = settings.section(RlSection).reward
-    own = [parameter.key for parameter in parameters_of(chosen)]
+    keys_of_chosen = [parameter.key for parameter in parameters_of(chosen)]
     for parameter in parameters_of(chosen):
         if parameter.default is None and values[parameter.key] is None:
             raise UsageError(f"{settings.said('rl.reward')} needs {parameter.key}: give it, too")
     for name, reward in REWARDS.items():
-        for key in (parameter.key for parameter in reward.parameters):
-            if key not in own and values[key] is not None:
+        for parameter in reward.parameters:
+            key = parameter.key
+            if key not in keys_of_chosen and values[key] is not None:
                 raise UsageError(
                     f"{settings.said(key)} is of rl.reward = {name}, not {chosen}: leave it out"
                 )
 
 
+def _refuse_keys_of_whole_answers(settings: Settings, reward: str) -> None:
+    """Refuse keys that have no meaning with this reward, because it scores each token.
+
+    Raises:
+        UsageError: such a key is given.
+    """
+    given = settings.pinned()
+    useless = [key for key in _KEYS_OF_WHOLE_ANSWERS if given.get(key, "none") != "none"]
+    if useless:
+        reason = f"a {reward} says what each token is worth"
+        raise UsageError(f"{settings.origins[useless[0]]}: {useless[0]}: {reason}: leave it out")
+
+
 def _model_named(name: str) -> ModelSource:
-    """Return the model that a parameter of a reward names, under the path that is recorded."""
+    """Return the model that a parameter of a reward names, with a name that stays valid."""
     model = ModelSource.open(name)
-    # `last` will soon name the new run.
+    # `last` would name the new run once that has begun, so the run's path is recorded.
     path = model.run.named if model.run else without_links(name)
     return model.renamed(str(path))
 
 
-def _teacher(name: str, prompts: Prompts, options: RolloutOptions) -> Llama:
-    """Return the model, ready to score answers.
+def _load_teacher(name: str, prompts: Prompts, options: RolloutOptions) -> Llama:
+    """Load the teacher, ready to score answers.
 
     Raises:
         InputRefused: it has another tokenizer or too few positions, or cannot be loaded.
@@ -387,80 +426,82 @@ def _teacher(name: str, prompts: Prompts, options: RolloutOptions) -> Llama:
             f"rl.teacher = {name}: its tokenizer is not the model's: answers have other tokens"
         )
     if model.config.max_position_embeddings < options.length:
-        few = f"it has {model.config.max_position_embeddings} positions, fewer than data.sequence_length"
-        raise InputRefused(f"rl.teacher = {name}: {few} = {options.length}")
+        raise InputRefused(
+            f"rl.teacher = {name}: it has {model.config.max_position_embeddings} positions, fewer than "
+            f"data.sequence_length = {options.length}"
+        )
     return model.to(default_device()).requires_grad_(False).train(False)
 
 
-def asked_of(plan: RunPlan) -> Rewards:
-    """Return the objective of a run that learns from rewards."""
+def rewards_of(plan: RunPlan) -> Rewards:
+    """Return the objective of a plan, which must be learning from rewards."""
     objective = plan.job.objective
     assert isinstance(objective, Rewards)
     return objective
 
 
-def options_of(plan: RunPlan) -> RolloutOptions:
-    """Return how a run's answers are drawn and weighed."""
-    asked = asked_of(plan)
+def options_for(plan: RunPlan) -> RolloutOptions:
+    """Return how a run's answers are sampled and weighed."""
+    rewards = rewards_of(plan)
     return RolloutOptions(
-        prompts=asked.prompts,
-        group=asked.group,
-        max_new_tokens=asked.max_new_tokens,
-        temperature=asked.temperature,
-        advantage=asked.advantage or JUDGED_AS,
-        draws=asked.draws,
+        prompts=rewards.prompts,
+        group=rewards.group,
+        max_new_tokens=rewards.max_new_tokens,
+        temperature=rewards.temperature,
+        advantage=rewards.advantage or ADVANTAGE_WITH_TOKEN_REWARDS,
+        draws=rewards.draws,
         length=plan.training.length,
         packed=plan.job.reading.is_packed,
         exact=plan.training.compile == "none" and default_device().type == "cpu",
         seed=plan.job.seed,
         epochs=plan.job.span.epochs,
-        updates=asked.updates,
-        kl=asked.kl,
-        masks_truncated=asked.masks_truncated,
-        truncation_penalty=asked.truncation_penalty,
+        updates=rewards.updates,
+        kl=rewards.kl,
+        masks_truncated=rewards.masks_truncated,
+        truncation_penalty=rewards.truncation_penalty,
     )
 
 
-def _compute_as(options: RolloutOptions, model: Llama) -> None:
-    """Let the model compute as decoding does where that gives its bits."""
+def _use_arithmetic_of_decoding(options: RolloutOptions, model: Llama) -> None:
+    """Let the model score answers with the arithmetic of decoding if that gives the same bits."""
     if options.exact:
         model.use_attention("cached")
 
 
-def drawing_time(
+def predicted_sampling_s(
     plan: RunPlan, config: LlamaConfig, machine: Device, prompt: int = 0, tokens: int = 0
 ) -> float:
-    """Return the seconds of drawing an update's answers once, by a closed form alone.
+    """Predict the seconds of one draw of an update's answers, without any measurement.
 
     Args:
         plan: the run's plan.
         config: the model's shape.
         machine: the device.
-        prompt: tokens of a prompt; 0: the most.
-        tokens: tokens of the longest answer; 0: the most.
+        prompt: tokens of a prompt; 0 means the maximum.
+        tokens: tokens of the longest answer; 0 means the maximum.
     """
-    options = options_of(plan)
+    options = options_for(plan)
     training = plan.training
-    number_bytes = 2 if training.precision != "fp32" and training.lora else FP32_BYTES
     drawing = Drawing(
-        options.prompts * options.group,
-        MOST_ROWS,
-        prompt or options.length - options.max_new_tokens,
-        tokens or options.max_new_tokens,
-        number_bytes,
-        training.compile != "none",
+        answers=options.prompts * options.group,
+        at_once=MOST_ROWS,
+        prompt=prompt or options.length - options.max_new_tokens,
+        tokens=tokens or options.max_new_tokens,
+        number_bytes=2 if training.precision != "fp32" and training.lora else FP32_BYTES,
+        captured=training.compile != "none",
     )
-    return drawing_s(
-        config, drawing, machine, peak_flops(machine, (training.precision,))[training.precision]
-    )
+    flops_per_s = peak_flops(machine, (training.precision,))[training.precision]
+    return drawing_s(config, drawing, machine, flops_per_s)
 
 
-def drawing_kind(plan: RunPlan) -> str:
-    """Return the key of `Calibration` for how long drawing takes: adapters, and their base's bits,
-    cost each step.
+def calibration_key(plan: RunPlan) -> str:
+    """Return the key of `Calibration` under which the measured time of sampling is stored.
+
+    Adapters, and the bits of their base, make each step of decoding slower.
     """
     lora = plan.training.lora
-    return f"drawing, {plan.training.precision}, {f'adapters on {lora.base}' if lora else 'whole'}"
+    model = f"adapters on {lora.base}" if lora else "whole"
+    return f"drawing, {plan.training.precision}, {model}"
 
 
 class RewardTask(Task):
@@ -469,24 +510,26 @@ class RewardTask(Task):
     data: Prompts
     depends_on = "prompts, tokenizer or a file that a key of [rl] names"
     score = "reward", "eval_reward"
-    is_steady = False  # how fast answers are drawn depends on their lengths
-    is_ready = False
-    saves_if_refused = True
-    reaches_all = False  # answers that are all worth the same have no gradient
+    has_steady_updates = False  # the time of sampling depends on the lengths of the answers
+    prepares_windows = False
+    saves_if_window_fails = True
+    # If all answers to a prompt have the same reward, as they may at first, there is no gradient.
+    reaches_all_parameters = False
 
     def __init__(self, data: Prompts, reward: Reward):
-        """Take the prompts, and the reward of their answers."""
-        self.data, self.reward = data, reward
+        """Take the prompts, and the reward that scores their answers."""
+        self.data = data
+        self.reward = reward
 
     def close(self) -> None:
-        """Close the reward, whose programs end."""
+        """Close the reward, which ends its programs."""
         self.reward.close()
 
     def loss(self, plan: RunPlan, model: nn.Module) -> PolicyLoss:
-        """Return the loss, and let the model compute as drawing asks of it.
+        """Return the loss, and set the model's attention to the kernel that the loss needs.
 
         Raises:
-            InputRefused: the module cannot continue a text, or answers cannot have the form that
+            InputRefused: the module is not a language model, or no answer can have the form that
                 the settings describe.
         """
         if not isinstance(model, Llama):
@@ -494,40 +537,44 @@ class RewardTask(Task):
             raise InputRefused(
                 f"model.init = {plan.job.recipe.init}: rl.reward needs a language model, not a {name}"
             )
-        options = options_of(plan)
-        _compute_as(options, model)
+        options = options_for(plan)
+        _use_arithmetic_of_decoding(options, model)
         ratio = ratio_of(options.advantage, options.updates)
-        described = form_named(*asked_of(plan).answer_form)
-        form = (
-            AnswerForm(described, self.data, self.data.ends(model.config), default_device())
-            if described
-            else None
-        )
+        form = None
+        rewards = rewards_of(plan)
+        form_name = form_named(rewards.answer_regex, rewards.answer_schema)
+        if form_name:
+            form = AnswerForm(form_name, self.data, self.data.ends(model.config), default_device())
         return PolicyLoss(
             options.temperature, ratio, options.kl, options.advantage, options.updates, form
         )
 
     def slots(self, plan: RunPlan) -> int:
-        """Return the most tokens of a prompt and its answer."""
-        return self.data.longest + options_of(plan).max_new_tokens
+        """Return the maximum number of tokens of a prompt and its answer."""
+        return self.data.longest + options_for(plan).max_new_tokens
 
     @property
-    def per_epoch(self) -> int:
+    def records_per_epoch(self) -> int:
         """Return the number of prompts."""
         return len(self.data.train)
 
     @property
-    def repeats(self) -> bool:
-        """Return no: answers are new each time, so prompts may come up again without end."""
+    def epochs_repeat(self) -> bool:
+        """Return False: the answers to a prompt are new each time."""
         return False
 
-    def begin(self, run: Run, engine: Engine, world: World, plan: Callable[[], RunPlan]) -> None:
-        """Take the parts of the session, and draw from its weights."""
-        super().begin(run, engine, world, plan)
-        sharing = Sharing(world.size, world.shared, world.once)
-        options = options_of(plan())
+    def begin(
+        self, run: Run, engine: Engine, world: World, current_plan: Callable[[], RunPlan]
+    ) -> None:
+        """Store the parts of the session, and make what samples answers from its weights."""
+        super().begin(run, engine, world, current_plan)
         self.drawer = Drawer(
-            engine, self.data, self.reward, options, lambda: plan().updates, sharing
+            engine,
+            self.data,
+            self.reward,
+            options_for(current_plan()),
+            lambda: current_plan().updates,
+            Sharing(world.size, world.shared, world.once),
         )
 
     def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> Rollouts:
@@ -536,11 +583,11 @@ class RewardTask(Task):
 
     @property
     def updates_per_window(self) -> int:
-        """Return the updates that are made of one draw."""
+        """Return the number of updates that are made from one draw."""
         return self.drawer.options.updates
 
     def can_save(self, windows: RunWindows) -> bool:
-        """Return whether the updates of a draw are over, as a draw is not stored."""
+        """Return whether all updates of a draw are done, since checkpoints do not have its answers."""
         assert isinstance(windows, Rollouts)
         return windows.is_between_draws
 
@@ -549,18 +596,18 @@ class RewardTask(Task):
         kl = self.drawer.options.kl
         return kl is not None and kl.needs_reference
 
-    def leave_uncompiled(self) -> None:
-        """Draw and score answers as where nothing is compiled; see `Task.leave_uncompiled`."""
-        self.drawer.take(options_of(self.plan()))
-        _compute_as(self.drawer.options, self.drawer.model)
+    def stop_compiling(self) -> None:
+        """Sample and score answers without a compiler; see `Task.stop_compiling`."""
+        self.drawer.take(options_for(self.current_plan()))
+        _use_arithmetic_of_decoding(self.drawer.options, self.drawer.model)
 
-    def keep_reference(self, resumed: bool) -> None:
-        """Keep a copy of the first weights for the KL term; see `Task.keep_reference`."""
+    def prepare_reference_weights(self, resumed: bool) -> None:
+        """Copy the initial weights for the KL term; see `Task.prepare_reference_weights`."""
         if not self._needs_reference:
             return
         planes = self.engine.step.planes
         self.drawer.reference = [plane.param.clone() for plane in planes]
-        # By name, as the planes of another number of ranks are others.
+        # The file has parameters by name, since planes depend on the number of ranks.
         views = (plane.views(own) for plane, own in zip(planes, self.drawer.reference, strict=True))
         tensors = dict(itertools.chain.from_iterable(views))
         if resumed:
@@ -569,63 +616,68 @@ class RewardTask(Task):
             write_reference(self.run, self.data.fingerprint, tensors, self.world)
 
     @property
-    def held(self) -> list[Tensor]:
-        """Return the tensors that are held to draw, compare and judge answers."""
+    def extra_tensors(self) -> list[Tensor]:
+        """Return the tensors of the cache, the reference and the teacher."""
         return self.drawer.held
 
-    def remember(self) -> None:
-        """Store how long drawing took beside its closed form, if one process drew once for each
-        update.
+    def store_measurements(self) -> None:
+        """Store the measured time of sampling, divided by the predicted time.
+
+        Nothing is stored if an update may sample several times, or if ranks shared the work: the
+        prediction is for one draw by one process.
         """
         if self.drawer.options.draws > 1 or not self.world.alone:
             return
-        plan = self.plan()
+        plan = self.current_plan()
         machine = describe()
         config = self.drawer.model.config
-        rows = [row for row in self.run.rows() if "longest" in row][-CALIBRATING:]
+        longest_prompt = self.data.longest
+        rows = [row for row in self.run.rows() if "longest" in row][-CALIBRATION_UPDATES:]
         ratios = [
-            row["drawn_s"] / drawing_time(plan, config, machine, self.data.longest, row["longest"])
+            row["drawn_s"]
+            / predicted_sampling_s(plan, config, machine, longest_prompt, row["longest"])
             for row in rows
         ]
         if ratios:
             Calibration(calibration_file()).note_ratio(
-                machine, drawing_kind(plan), statistics.median(ratios)
+                machine, calibration_key(plan), statistics.median(ratios)
             )
 
     @property
-    def described(self) -> str:
-        """Return the source of the prompts, and how many there are."""
+    def description(self) -> str:
+        """Return the source of the prompts, and their number."""
         data = self.data
         return f"{data.name}: {counted(len(data.train), 'prompt')}, {len(data.held_out):,} held out"
 
-    def trial_result(self, trial: Trial) -> str:
-        """Return that there are gradients; a loss of advantages is about 0."""
+    def describe_trial(self, trial: Trial) -> str:
+        """Return a text without the loss, which is about 0 for any answers and so says nothing."""
         return "answers sampled and scored, gradients finite"
 
-    def amount(self, rows_per_window: int, updates: int) -> str:
-        """Return the prompts and answers of an update."""
+    def describe_amount(self, rows_per_window: int, updates: int) -> str:
+        """Return a text on the prompts and answers of an update."""
         options = self.drawer.options
         prompts = counted(rows_per_window, "prompt")
         return f"{prompts}, {options.group} answers each of up to {options.max_new_tokens} tokens"
 
-    def tokens_in_all(self, updates: int) -> int:
-        """Return the tokens of all answers, if each were as long as it may be."""
+    def max_tokens(self, updates: int) -> int:
+        """Return the number of tokens of all answers if each has the maximum length."""
         options = self.drawer.options
         return updates * options.prompts * options.group * options.max_new_tokens
 
-    def tokens_of(self, windows: RunWindows) -> float:
-        """Return the tokens of the answers that were drawn last."""
+    def tokens_of_last_update(self, windows: RunWindows) -> float:
+        """Return the number of tokens of the answers that were sampled last."""
         assert isinstance(windows, Rollouts)
         return windows.numbers["drawn_tokens"]
 
     def figures(self, windows: RunWindows) -> dict[str, Any]:
-        """Return rewards, lengths and the like of the answers of the last update."""
+        """Return rewards, lengths and more on the answers of the last update."""
         loss = self.engine.step.loss
         assert isinstance(windows, Rollouts) and isinstance(loss, PolicyLoss)
         figures = loss.take_figures(self.world.gathered)
         if not self._needs_reference:
             del figures["kl"]
-        if not windows.is_fresh:  # the answers are those of an update before
+        if not windows.is_fresh:
+            # An earlier update has logged these answers; only the ratios are new.
             return {
                 "ratio": figures["ratio"],
                 "clipped": figures["clipped"],
@@ -635,83 +687,88 @@ class RewardTask(Task):
         return {**windows.numbers, "tokens": self.answer_tokens, **figures}
 
     @property
-    def scores_untrained(self) -> bool:
-        """Return yes: the model was trained before."""
+    def scores_initial_weights(self) -> bool:
+        """Return True: the model was trained before, so its first score says something."""
         return True
 
     def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore | None:
-        """Return the rewards of answers to held-out prompts."""
+        """Sample answers to held-out prompts, and return their rewards."""
         if not self.data.held_out:
             return None
         numbers = self.drawer.measure()
         return HeldOutScore(self.answer_tokens, numbers, numbers["eval_reward"])
 
-    def opening(self, config: LlamaConfig | None) -> Opening:
-        """Return the first prompt."""
+    def sample_prompt(self, config: LlamaConfig | None) -> SamplePrompt:
+        """Return the first prompt of the training records."""
         first = self.data.train[0]
-        regex, schema = asked_of(self.plan()).answer_form
-        form: tuple[str, ...] = ()
-        if regex is not None:
-            form = ("--regex", regex)
-        elif schema is not None:
-            form = ("--json-schema", schema)
-        return opening_of_prompt(first.text, first.ids, self.data.chats, form)
+        rewards = rewards_of(self.current_plan())
+        form_arguments: tuple[str, ...] = ()
+        if rewards.answer_regex is not None:
+            form_arguments = ("--regex", rewards.answer_regex)
+        elif rewards.answer_schema is not None:
+            form_arguments = ("--json-schema", rewards.answer_schema)
+        return sample_prompt_from_ids(first.text, first.ids, self.data.chats, form_arguments)
 
-    def sample(self, opening: Opening, write: Callable[[], str | None]) -> str | None:
+    def sample(self, prompt: SamplePrompt, write: Callable[[], str | None]) -> str | None:
         """Return an answer to the first prompt, with its reward."""
-        prompt, answer, reward = self.drawer.sample()
-        return f"{prompt}{answer} (reward {reward:g})"
+        text, answer, reward = self.drawer.sample()
+        return f"{text}{answer} (reward {reward:g})"
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return means over the first and last tenth of the updates."""
-        drawn = [row for row in rows if "reward" in row]
-        if not drawn:
+        """Return means over the first and over the last tenth of the updates that sampled."""
+        sampled = [row for row in rows if "reward" in row]
+        if not sampled:
             return {}
-        tenth = max(1, len(drawn) // 10)
-        last = drawn[-tenth:]
-        parts = [name for name in drawn[-1] if name == "pass_at_1" or name.startswith("reward.")]
-        held: Mapping[str, Any] = next((row for row in reversed(rows) if "eval_reward" in row), {})
+        tenth = max(1, len(sampled) // 10)
+        first, last = sampled[:tenth], sampled[-tenth:]
+        # A reward of several parts logs each part as "reward.PART".
+        averaged = ["reward"]
+        averaged += [
+            name for name in sampled[-1] if name == "pass_at_1" or name.startswith("reward.")
+        ]
+        evaluated: Mapping[str, Any] = next(
+            (row for row in reversed(rows) if "eval_reward" in row), {}
+        )
         return {
-            "tokens": drawn[-1]["tokens"],
-            "reward_first": statistics.fmean(row["reward"] for row in drawn[:tenth]),
+            "tokens": sampled[-1]["tokens"],
+            "reward_first": statistics.fmean(row["reward"] for row in first),
             "pass_at_1": None,
             **{
                 name: statistics.fmean(row[name] for row in last if name in row)
-                for name in ("reward", *parts)
+                for name in averaged
             },
-            "eval_reward": held.get("eval_reward"),
-            "eval_pass_at_1": held.get("eval_pass_at_1"),
-            "drawn_minus_scored_max": max(row["drawn_minus_scored_max"] for row in drawn),
+            "eval_reward": evaluated.get("eval_reward"),
+            "eval_pass_at_1": evaluated.get("eval_pass_at_1"),
+            "drawn_minus_scored_max": max(row["drawn_minus_scored_max"] for row in sampled),
         }
 
     def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Return that rewards were equal, if no group of answers had any that differ."""
-        shares = [row["dead"] for row in rows if "dead" in row]
-        if not shares or min(shares) < 1:
+        """Return a warning if all answers to a prompt had the same reward, for every prompt."""
+        dead_shares = [row["dead"] for row in rows if "dead" in row]
+        if not dead_shares or min(dead_shares) < 1:
             return ""
         return (
             "the answers to a prompt all had the same reward, so nothing was learned from them: take prompts that the "
             "model gets right now and then, a larger rl.group, or a reward that gives part of the points"
         )
 
-    def standing(
+    def describe_result(
         self,
         rows: Sequence[Mapping[str, Any]],
         held_out: Evaluation | None,
         yardsticks: Mapping[str, float],
     ) -> str:
-        """Return the reward at the end and at the start, and how far log-probabilities are apart."""
-        end = self.summary(rows)
-        held = f", held-out {end['eval_reward']:.3f}" if end["eval_reward"] is not None else ""
-        apart = end["drawn_minus_scored_max"]
-        scored = (
-            f"; log-probabilities drawn and scored differ by up to {apart:.1g} nats"
-            if apart
-            else ""
-        )
-        return (
-            f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at the start){held}{scored}"
-        )
+        """Return the rewards at the end and at the start, and the largest difference of the
+        log-probabilities in sampling and in training.
+        """
+        summary = self.summary(rows)
+        text = f"   reward {summary['reward']:.3f} ({summary['reward_first']:.3f} at the start)"
+        if summary["eval_reward"] is not None:
+            text += f", held-out {summary['eval_reward']:.3f}"
+        difference = summary["drawn_minus_scored_max"]
+        if difference:
+            text += f"; log-probabilities drawn and scored differ by up to {difference:.1g} nats"
+        return text
 
 
 OBJECTIVE = Rewards()

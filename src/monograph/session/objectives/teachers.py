@@ -1,7 +1,8 @@
-"""Learn from texts and from the members of a sweep: record these teachers, and open them again for
-the loss.
+"""Learn from texts and from teachers, which are the members of a sweep.
 
-No key chooses them: a run whose folder has teachers.json has teachers, whatever its settings are.
+The loss is a weighted sum of the usual loss on texts and of the KL divergence from the mean of the
+teachers' probabilities (`MixtureLoss`). No key chooses teachers: a run has them if its folder has
+teachers.json, which records them.
 """
 
 import hashlib
@@ -28,143 +29,156 @@ from monograph.session.plan import RunPlan
 from monograph.storage.reading import contents, parse_json
 from monograph.terminal import shell_words
 
-SHARE = 0.5  # of the targets in the loss, Kim et al. 2025, arXiv 2509.14786
-_WITHOUT = "or go on without teachers in a new run, with --from {}"
+SHARE = 0.5  # of the usual loss in the sum; Kim et al. 2025, arXiv 2509.14786
+_REMEDY = "go on without teachers in a new run, with --from {}"
 
 
 class _Teacher(Strict):
+    """A teacher: its folder in that of the sweep, its checkpoint's update, and the digest of its
+    weights.
+    """
+
     member: Annotated[str, Field(pattern="^members/[0-9]{3,9}$")]
     update: Natural
     sha256: Digest
 
 
 class TeacherRecord(Strict):
-    """The entries of teachers.json: the targets' share, and each teacher's folder, from the
-    sweep's, and weights.
-    """
+    """The entries of teachers.json: the share of the usual loss, and the teachers."""
 
     share: Annotated[FiniteFloat, Field(ge=0, le=1)]
     teachers: Annotated[list[_Teacher], Field(min_length=1)]
 
 
 def write_teachers(run: Run, members: Sequence[Run]) -> None:
-    """Write teachers.json into the folder of a new run, SWEEP/distilled, whole or not at all.
+    """Write teachers.json into the folder of a new run, SWEEP/distilled.
+
+    Args:
+        run: the new run.
+        members: the teachers, which are members of the same sweep.
 
     Raises:
-        InputRefused: a member is no language model of this package.
+        InputRefused: a member is not a language model of this package.
         NoValidCheckpoint: a member has no valid checkpoint.
         DiskFull: there is no space left.
     """
     teachers = []
     for member in members:
         model, _, update = load_run(member)
-        place = member.folder.relative_to(run.folder.parent)
-        teachers.append({"member": str(place), "update": update, "sha256": digest(model)})
+        path_in_sweep = member.folder.relative_to(run.folder.parent)
+        teachers.append({"member": str(path_in_sweep), "update": update, "sha256": digest(model)})
     record = {"schema": "monograph.teachers/1", "share": SHARE, "teachers": teachers}
     write_whole(run.folder / TEACHERS, json.dumps(record, indent=1) + "\n")
 
 
-def taught(task: Task, run: Run, ranks: int) -> Task:
-    """Return the task of a run that has teachers, with these; the task as it is for any other run.
+def with_teachers(task: Task, run: Run, ranks: int) -> Task:
+    """Return the task with the run's teachers added; the same task if the run has none.
 
     Args:
         task: what the run learns from.
-        run: the run's folder.
+        run: the run.
         ranks: number of processes that train the model together.
 
     Raises:
-        UsageError: the run learns from other records than texts.
+        UsageError: the run has teachers, and learns from other records than texts.
     """
     content = contents(run.folder / TEACHERS)
     if content is None:
         return task
-    # A subclass has a loss of its own, which that of the teachers would replace.
+    # A subclass of `TextTask` may have its own loss, which the loss of the teachers would replace.
     if type(task) is not TextTask:
-        without = _WITHOUT[3:].format(shell_words(run.folder))
+        remedy = _REMEDY.format(shell_words(run.folder))
         raise UsageError(
-            f"{run.folder} has a sweep's members as teachers, and they teach texts alone: {without}"
+            f"{run.folder} has a sweep's members as teachers, and they teach texts alone: {remedy}"
         )
     return TaughtTask(task.data, run, content, ranks)
 
 
 class TaughtTask(TextTask):
-    """The task of a run whose targets are texts and the mean of its teachers' probabilities."""
+    """The task of a run with teachers.
 
-    is_foreseen = False
+    Attributes:
+        student_run: the run.
+        content: the content of its teachers.json.
+        ranks: number of processes that train the model together.
+    """
 
-    def __init__(self, data: Corpus, run: Run, content: bytes, ranks: int):
-        """Take the text, the run's folder, the content of its teachers.json, and the number of
-        processes.
-        """
+    is_fully_planned = False
+
+    def __init__(self, data: Corpus, student_run: Run, content: bytes, ranks: int):
+        """Take the text, and the attributes of these names."""
         super().__init__(data)
-        self.folder = run
+        self.student_run = student_run
         self.content = content
         self.ranks = ranks
 
     @property
-    def digests(self) -> dict[str, str]:
-        """Return the digest of teachers.json, which has the teachers' own."""
+    def file_digests(self) -> dict[str, str]:
+        """Return the digest of teachers.json, which itself has the digest of each teacher."""
         return {TEACHERS: hashlib.sha256(self.content).hexdigest()}
 
     def loss(self, plan: RunPlan, model: nn.Module) -> MixtureLoss:
-        """Return the loss with the teachers, which are loaded onto the device.
+        """Load the teachers onto the device, and return the loss with them.
 
         Raises:
             InputRefused: teachers.json is damaged, or a teacher is missing, changed or does not fit
                 the model.
             UsageError: the run is streamed, has adapters or is trained by several processes.
         """
-        run = self.folder
-        if (
-            plan.memory == "stream"
-            or plan.training.lora
-            or self.ranks > 1
-            or plan.job.parallel != "none"
-        ):
-            without = "train.memory = stream, train.parallel and lora.rank"
+        run = self.student_run
+        is_parallel = self.ranks > 1 or plan.job.parallel != "none"
+        if plan.memory == "stream" or plan.training.lora or is_parallel:
             raise UsageError(
-                f"{run.folder} learns from a sweep's members, on one device: leave out {without}"
+                f"{run.folder} learns from a sweep's members, on one device: leave out "
+                "train.memory = stream, train.parallel and lora.rank"
             )
         record = recorded_teachers(run, self.content)
-        return MixtureLoss(
-            [self._loaded(each, model).to(default_device()) for each in record.teachers],
-            record.share,
-        )
+        teachers = [self._load(each, model).to(default_device()) for each in record.teachers]
+        return MixtureLoss(teachers, record.share)
 
-    def _loaded(self, recorded: _Teacher, model: nn.Module) -> Llama:
-        run = self.folder
-        without = _WITHOUT.format(shell_words(run.folder))
-        teacher = Run(run.folder.parent / recorded.member, recorded.update)
+    def _load(self, recorded: _Teacher, student: nn.Module) -> Llama:
+        """Load a teacher, after checking that it is unchanged and fits the model that it teaches.
+
+        Raises:
+            InputRefused: the teacher is missing, has changed or has other tokens.
+        """
+        run = self.student_run
+        remedy = _REMEDY.format(shell_words(run.folder))
+        teacher_run = Run(run.folder.parent / recorded.member, recorded.update)
         try:
-            loaded, tokenizer, _ = load_run(teacher)
+            teacher, tokenizer, _ = load_run(teacher_run)
         except (InputRefused, NoValidCheckpoint) as error:
             raise InputRefused(
-                f"{teacher.named}, a teacher of {run.folder}: {error}; put it back, {without}"
+                f"{teacher_run.named}, a teacher of {run.folder}: {error}; put it back, or {remedy}"
             ) from None
-        if digest(loaded) != recorded.sha256:
+        if digest(teacher) != recorded.sha256:
             raise InputRefused(
-                f"{teacher.named}, a teacher of {run.folder}, has changed: put it back, {without}"
+                f"{teacher_run.named}, a teacher of {run.folder}, has changed: put it back, or {remedy}"
             )
-        sizes = {both.config.vocab_size for both in (loaded, model) if isinstance(both, Llama)}
-        if (
-            tokenizer.hash != self.data.tokenizer.hash
-            or not isinstance(model, Llama)
-            or len(sizes) > 1
-        ):
+        has_same_tokens = (
+            tokenizer.hash == self.data.tokenizer.hash
+            and isinstance(student, Llama)
+            and teacher.config.vocab_size == student.config.vocab_size
+        )
+        if not has_same_tokens:
             raise InputRefused(
-                f"{teacher.named}: a teacher of other tokens than {run.folder} has: {without[3:]}"
+                f"{teacher_run.named}: a teacher of other tokens than {run.folder} has: {remedy}"
             )
-        return loaded
+        return teacher
 
 
 def recorded_teachers(run: Run, content: bytes) -> TeacherRecord:
-    """Return what a run's teachers.json says.
+    """Return the entries of a run's teachers.json.
+
+    Args:
+        run: the run, whose folder the error names.
+        content: the content of the file.
 
     Raises:
-        InputRefused: it is damaged.
+        InputRefused: the file is damaged.
     """
     try:
         return TeacherRecord.model_validate(parse_json(content))
     except (ValueError, RecursionError):
-        without = _WITHOUT.format(shell_words(run.folder))
-        raise InputRefused(f"{run.folder / TEACHERS}: damaged; put it back, {without}") from None
+        remedy = _REMEDY.format(shell_words(run.folder))
+        raise InputRefused(f"{run.folder / TEACHERS}: damaged; put it back, or {remedy}") from None

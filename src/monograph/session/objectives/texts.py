@@ -1,4 +1,4 @@
-"""Learn from texts, and from the answers in conversations: each token is a target."""
+"""Learn from texts, each of whose tokens is a target, or from the answers in conversations."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ from monograph.model.config import LlamaConfig
 from monograph.report.quantities import count, counted, megabytes
 from monograph.run.progress import Progress
 from monograph.session.objective import HeldOutScore, Objective, RunWindows, Task
-from monograph.session.opening import Opening, opening_of
 from monograph.session.plan import RunPlan
+from monograph.session.sample_prompt import SamplePrompt, sample_prompt_from_corpus
 
 
 class Texts(Objective):
-    """Learn from texts and conversations; where no key chooses another objective, this is it."""
+    """Learn from texts and conversations. This is the way if no key chooses another one."""
 
     def open(self, plan: RunPlan, progress: Progress) -> "TextTask":
         """Read the run's text; see `open_corpus`."""
@@ -27,144 +27,163 @@ class Texts(Objective):
 
 
 def open_corpus(reading: ReadingOptions, progress: Progress) -> Corpus:
-    """Read, tokenise and pack a text of at least one row, and print its size and the notes on it.
+    """Read, tokenise and pack the run's text, and print its size and the notes on it.
 
     Args:
         reading: how the text is read.
         progress: the display that prints the lines.
+
+    Raises:
+        InputRefused: the text has fewer tokens than one row, or cannot be used.
     """
     source = reading.source
     sources = [source] if isinstance(source, str) else source
     name = "Python's standard library" if source == "stdlib" else ", ".join(sources[:3])
-    with progress.stage("data", name + (", ..." if len(sources) > 3 else "")) as stage:
+    if len(sources) > 3:
+        name += ", ..."
+    with progress.stage("data", name) as stage:
         data = corpus(**vars(reading), progress=stage.report)
         stats = data.stats
         length = reading.sequence_length
         if stats.tokens < length and not stats.conversations:
             rows = f"{stats.tokens} training tokens, fewer than one row of {length}"
             raise InputRefused(f"{data.name}: {rows}; give more text or shorten sequence_length")
-        held = stats.held_out_documents
         of_what = " of answers" if stats.conversations else ""
         stage.result = f"{counted(stats.files, 'file')}, {megabytes(stats.bytes)}{of_what}"
     for line in data.notes:
         progress.line("note", line)
     if stats.conversations:
-        progress.line(
-            "records" if data.tokenizer.config.template is None else "chats", _conversations(data)
-        )
-        return data
-    progress.line(
-        "tokens",
-        f"{count(stats.tokens)} tokens, vocabulary {data.vocab_size:,}, {stats.bytes_per_token:.2f} bytes/token, "
-        f"rows {stats.packed_share:.1%} full; "
-        + (
-            f"held out: {counted(held, 'document')}, {megabytes(stats.held_out_bytes)}"
-            if held
-            else "nothing held out"
-        ),
-    )
+        is_chat = data.tokenizer.config.template is not None
+        progress.line("chats" if is_chat else "records", _size_of_conversations(data))
+    else:
+        progress.line("tokens", _size_of_text(data))
     return data
 
 
-def _conversations(data: Corpus) -> str:
-    stats, held = data.stats, data.held_out
-    in_all = count(data.train.inputs)
-    # If a template writes earlier turns differently once more follow, each answer has its own
-    # sequence.
-    sequences = data.train.documents
-    rows = f" in {counted(sequences, 'sequence')}" if sequences > stats.conversations else ""
+def _size_of_text(data: Corpus) -> str:
+    """Return the line on the tokens of a text."""
+    stats = data.stats
+    held_out = "nothing held out"
+    if stats.held_out_documents:
+        documents = counted(stats.held_out_documents, "document")
+        held_out = f"held out: {documents}, {megabytes(stats.held_out_bytes)}"
     return (
-        f"{counted(stats.conversations, data.record_noun)}{rows}, {count(stats.tokens)} of {in_all} tokens trained "
-        f"({stats.trained_share:.1%}), rows {stats.packed_share:.1%} full; "
-        + (
-            f"held out: {counted(held.conversations, data.record_noun)}"
-            if held.conversations
-            else "nothing held out"
-        )
+        f"{count(stats.tokens)} tokens, vocabulary {data.vocab_size:,}, {stats.bytes_per_token:.2f} bytes/token, "
+        f"rows {stats.packed_share:.1%} full; {held_out}"
+    )
+
+
+def _size_of_conversations(data: Corpus) -> str:
+    """Return the line on the number of conversations and of their tokens."""
+    stats = data.stats
+    # A template may write the earlier turns of a conversation differently once another turn
+    # follows. Each answer then has its own sequence.
+    in_sequences = ""
+    if data.train.documents > stats.conversations:
+        in_sequences = f" in {counted(data.train.documents, 'sequence')}"
+    held_out = "nothing held out"
+    if data.held_out.conversations:
+        held_out = f"held out: {counted(data.held_out.conversations, data.record_noun)}"
+    return (
+        f"{counted(stats.conversations, data.record_noun)}{in_sequences}, {count(stats.tokens)} of "
+        f"{count(data.train.inputs)} tokens trained ({stats.trained_share:.1%}), "
+        f"rows {stats.packed_share:.1%} full; {held_out}"
     )
 
 
 class RowsTask(Task):
-    """Records that are rows of tokens: texts, conversations, or pairs of answers."""
+    """The task of records that become rows of tokens: texts, conversations, or pairs of answers."""
 
     data: Corpus
 
     def __init__(self, data: Corpus):
-        """Take what was read."""
+        """Take the records."""
         self.data = data
 
     @property
-    def per_epoch(self) -> int:
-        """Return the rows of an epoch."""
+    def records_per_epoch(self) -> int:
+        """Return the number of rows of an epoch."""
         return self.data.train.per_epoch
 
     def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> Batches:
         """Return the windows of rows; see `Task.windows`."""
-        plan = self.plan()
-        pin = self.engine.step.device.type == "cuda"
+        plan = self.current_plan()
         seed = plan.job.seed if seed is None else seed
+        pins_memory = self.engine.step.device.type == "cuda"
+        tokens_per_update = plan.training.tokens_per_update
         return self.data.batches(
-            plan.training.tokens_per_update, seed, position, plan.job.span.epochs, pin, skip
+            tokens_per_update, seed, position, plan.job.span.epochs, pins_memory, skip
         )
 
     @property
-    def described(self) -> str:
-        """Return the source of the text, and how large it is."""
+    def description(self) -> str:
+        """Return the source of the text, and its size."""
         stats = self.data.stats
-        parts = [
+        sizes = [
             counted(stats.files, "file"),
             megabytes(stats.bytes),
             f"{count(stats.tokens)} tokens",
         ]
         if stats.conversations:
-            parts.append(counted(stats.conversations, "conversation"))
-        return f"{self.data.name}: {', '.join(parts)}"
+            sizes.append(counted(stats.conversations, "conversation"))
+        return f"{self.data.name}: {', '.join(sizes)}"
 
-    def amount(self, rows_per_window: int, updates: int) -> str:
-        """Return the tokens and rows of an update."""
-        plan = self.plan()
+    def describe_amount(self, rows_per_window: int, updates: int) -> str:
+        """Return the tokens of an update and of all updates, and the rows of an update."""
+        training = self.current_plan().training
+        all_tokens = count(updates * training.tokens_per_update)
         return (
-            f"{plan.training.tokens_per_update:,} tokens = {count(updates * plan.training.tokens_per_update)}, "
-            f"{counted(rows_per_window, 'row')} of {plan.training.length}"
+            f"{training.tokens_per_update:,} tokens = {all_tokens}, "
+            f"{counted(rows_per_window, 'row')} of {training.length}"
         )
 
-    def tokens_in_all(self, updates: int) -> int:
-        """Return the tokens of all rows."""
-        return updates * self.plan().training.tokens_per_update
+    def max_tokens(self, updates: int) -> int:
+        """Return the number of tokens of the updates if all rows are full."""
+        return updates * self.current_plan().training.tokens_per_update
 
-    def tokens_of(self, windows: RunWindows) -> float:
-        """Return the mean number of tokens of an update."""
-        return self.data.stats.packed_share * self.plan().training.tokens_per_update
+    def tokens_of_last_update(self, windows: RunWindows) -> float:
+        """Return the mean number of tokens of an update, without padding."""
+        return self.data.stats.packed_share * self.current_plan().training.tokens_per_update
 
     @property
     def held_out_rows(self) -> int:
-        """Return their number."""
+        """Return the number of rows of the held-out text."""
         return len(self.data.held_out)
 
     @property
-    def scores_untrained(self) -> bool:
-        """Return whether answers are scored, of which a model that was trained before knows
-        something.
+    def scores_initial_weights(self) -> bool:
+        """Return True for conversations: the model that a run on them begins from is usually trained
+        already, so its first score says something.
         """
         return bool(self.data.stats.conversations)
 
-    def scored(self, rows_per_window: int, limit: int | None) -> tuple[Evaluation, int] | None:
-        """Return the loss of held-out rows and how many were scored; None if there are none."""
+    def score_held_out(
+        self, rows_per_window: int, limit: int | None
+    ) -> tuple[Evaluation, int] | None:
+        """Score held-out rows.
+
+        Args:
+            rows_per_window: rows of a batch.
+            limit: the maximum number of rows to score; None means all.
+
+        Returns:
+            The evaluation, and the number of rows that were scored; None if no rows are held out.
+        """
         rows = self.data.held_out
         if len(rows) == 0:
             return None
-        # The engine cuts these batches into micro-batches, for all of which a streamed model
-        # crosses the link once.
-        found = evaluate(self.engine, rows, batch_rows=rows_per_window, limit=limit)
-        return found, min(limit or len(rows), len(rows))
+        # The engine cuts each batch into micro-batches. A streamed model's weights are copied to
+        # the device once for a batch, so batches are as large as windows.
+        evaluation = evaluate(self.engine, rows, batch_rows=rows_per_window, limit=limit)
+        return evaluation, min(limit or len(rows), len(rows))
 
-    def opening(self, config: LlamaConfig | None) -> Opening:
-        """Return a prompt from the held-out text, or else from the training text."""
-        return opening_of(self.data, config, self.is_chat)
+    def sample_prompt(self, config: LlamaConfig | None) -> SamplePrompt:
+        """Return a prompt from the held-out text, or from the training text if none is held out."""
+        return sample_prompt_from_corpus(self.data, config, self.is_chat)
 
     @property
     def is_chat(self) -> bool:
-        """Return whether records, if there are any, are chats."""
+        """Return whether records of conversations are chats, for which there is a template."""
         return self.data.tokenizer.config.template is not None
 
 
@@ -172,58 +191,66 @@ class TextTask(RowsTask):
     """The task of `Texts`."""
 
     score = "bits/byte", "eval_bits_per_byte"
-    is_plain = True
+    has_plain_updates = True
 
-    def trial_result(self, trial: Trial) -> str:
-        """Return the loss beside that of a guess, and the gradients."""
-        guess = math.log(self.data.vocab_size)
-        return f"loss {trial.loss:.2f} (random guess: {guess:.2f}), {trial.gradients} gradients, all finite"
+    def describe_trial(self, trial: Trial) -> str:
+        """Return the loss, the loss of a random guess, and the number of gradients."""
+        guess_loss = math.log(self.data.vocab_size)
+        return f"loss {trial.loss:.2f} (random guess: {guess_loss:.2f}), {trial.gradients} gradients, all finite"
 
     def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore | None:
-        """Return the loss of held-out rows."""
-        scored = self.scored(rows_per_window, limit)
+        """Return the loss and the bits per byte of held-out rows."""
+        scored = self.score_held_out(rows_per_window, limit)
         if scored is None:
             return None
-        found, rows = scored
-        figures = {
-            "eval_loss": found.loss,
-            "eval_bits_per_byte": found.bits_per_byte,
+        evaluation, rows = scored
+        entries = {
+            "eval_loss": evaluation.loss,
+            "eval_bits_per_byte": evaluation.bits_per_byte,
             "eval_rows": rows,
         }
-        return HeldOutScore(int(self.engine.step.tokens), figures, found.bits_per_byte, found)
+        tokens = int(self.engine.step.tokens)
+        return HeldOutScore(tokens, entries, evaluation.bits_per_byte, evaluation)
 
-    def standing(
+    def describe_result(
         self,
         rows: Sequence[Mapping[str, Any]],
         held_out: Evaluation | None,
         yardsticks: Mapping[str, float],
     ) -> str:
-        """Return the held-out loss, beside that of the yardsticks or of the weights that the run
-        began from.
+        """Return the held-out loss, compared with that of the yardsticks; for conversations,
+        compared with that of the initial weights.
         """
         if not held_out:
             return ""
         if self.data.stats.conversations:
-            before = [
-                row["eval_loss"] for row in rows if row.get("eval_loss") and not row["update"]
+            text = f"   held-out answers {held_out.loss:.3f} nats/token"
+            initial_losses = [
+                row["eval_loss"] for row in rows if row.get("eval_loss") and row["update"] == 0
             ]
-            compared = f" ({before[0]:.3f} before)" if before else ""
-            return f"   held-out answers {held_out.loss:.3f} nats/token{compared}"
+            if initial_losses:
+                text += f" ({initial_losses[0]:.3f} before)"
+            return text
         bits = held_out.bits_per_byte
         if bits is None:
             return f"   held-out loss {held_out.loss:.4g}"
-        ranked = sorted(yardsticks.items(), key=lambda item: -item[1])
-        below = [f"{name} {value:.2f}" for name, value in ranked if bits < value]
-        above = [f"{name} {value:.2f}" for name, value in ranked if bits >= value]
-        text = f"   held-out {bits:.2f} bits/byte" + (
-            " of averaged weights" if self.plan().averaged else ""
-        )
-        text += f"   below {', '.join(below)}" if below else ""
-        return text + (f"; next: {above[0]} (train longer: --minutes)" if above else "")
+        text = f"   held-out {bits:.2f} bits/byte"
+        if self.current_plan().averaged:
+            text += " of averaged weights"
+        from_worst = sorted(yardsticks.items(), key=lambda item: -item[1])
+        beaten = [f"{name} {value:.2f}" for name, value in from_worst if bits < value]
+        not_beaten = [f"{name} {value:.2f}" for name, value in from_worst if bits >= value]
+        if beaten:
+            text += f"   below {', '.join(beaten)}"
+        if not_beaten:
+            text += f"; next: {not_beaten[0]} (train longer: --minutes)"
+        return text
 
     @property
-    def compressible(self) -> Corpus | None:
-        """Return the text; answers depend on their questions, which a compressor is not given."""
+    def text_for_compressors(self) -> Corpus | None:
+        """Return the text; None for conversations, since a compressor is not given the questions on
+        which answers depend.
+        """
         return None if self.data.stats.conversations else self.data
 
 

@@ -1,4 +1,4 @@
-# Run: pytest tests/profiling/test_laws.py
+# Run: pytest tests/commands/test_check_laws.py
 """`monograph check --laws`: fast paths against slow ones on the machine at hand."""
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from cli.called import monograph_
 from monograph.decode.filters import FILTERS
 from monograph.decode.generator import Generator
 from monograph.device import default_device
-from monograph.profiling import laws as module
-from monograph.profiling.laws import Law, LawComparison, laws
+from monograph.laws import check as module
+from monograph.laws.check import Law, laws
+from monograph.laws.comparisons import LawComparison
 from monograph.resident import Resident
 
 CPU = torch.device("cpu")
@@ -28,6 +29,7 @@ CPU = torch.device("cpu")
         (LawComparison(1e-7, 2e-7), ("1.0e-07", "2.0e-07", "holds")),
         (LawComparison(3e-7, 2e-7), ("3.0e-07", "2.0e-07", "BROKEN")),
         (LawComparison(math.nan, 2e-7), ("nan", "2.0e-07", "BROKEN")),
+        (LawComparison(math.inf, math.inf), ("inf", "inf", "BROKEN")),
         (LawComparison(0, 0), ("0 differ", "0", "holds")),
         (LawComparison(2, 0), ("2 differ", "0", "BROKEN")),
         (
@@ -37,7 +39,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_a_law_says_how_far_off_it_is(law, said):
-    assert law.said == said and law.holds == (said[2] == "holds")
+    assert law.said == said and law.holds == bool(law) == (said[2] == "holds")
 
 
 def test_a_broken_law_is_an_error_and_the_others_are_compared_all_the_same(monkeypatch, capsys):

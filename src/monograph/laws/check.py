@@ -1,12 +1,11 @@
 """Compare fast paths with slow paths on this machine, with a small model on the device of a run.
 
-A law says that a fast path equals a slow, obviously correct path (docs/laws.md). The errors and
-their bounds are those of the laws:
+A law says that a fast path equals a slow, obviously correct path (docs/laws.md).
+`monograph.laws.comparisons` defines what is compared, and the bounds; the tests of the laws use it
+as well. This file runs the paths:
 
-- The error of a gradient and of an evaluated loss is relative to exact values, which are computed
-  for each document alone, in float64 on the CPU. In float64 the bound is 1e-12. In fewer bits it is
-  twice the sum of a rounding and the error of a slow path, which computes documents alone, eagerly,
-  in the same dtype.
+- Gradients and evaluated losses are compared with exact ones, which are computed for each document
+  alone, in float64 on the CPU. The naive path computes documents alone, eagerly, in the same dtype.
 - If two paths must be equal in every bit, the error is the number of tensors, tokens or numbers
   that differ, and the bound is 0.
 
@@ -16,9 +15,8 @@ Laws that need other programs, ranks, rewards or hours are left to the tests.
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import ne
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -40,6 +38,21 @@ from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.siblings import fuse_siblings
+from monograph.laws.comparisons import (
+    LawComparison,
+    accumulated_is_large_batch,
+    cached_is_full,
+    differing,
+    differing_draws,
+    equal_in_float64,
+    error_within,
+    greedy_ids,
+    log_probabilities_agree,
+    member_is_alone,
+    outcome,
+    relative_error,
+)
+from monograph.laws.reference_sampler import support_of, wrong_tokens
 from monograph.loop import load_checkpoint, save_checkpoint, train
 from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
@@ -62,36 +75,6 @@ WRITTEN = 24  # tokens that are generated after a prompt
 DRAWS = 64  # rows of logits, and draws from each row
 DRAWN = Sampling(1.0, logprobs=0, seed=1)
 LIKELIEST = Sampling(0.0, logprobs=0, seed=1)
-
-
-class LawComparison(NamedTuple):
-    """The result of a comparison.
-
-    Attributes:
-        error: how far the fast path is off; with the bound 0, how many values differ.
-        bound: the largest error that the law allows.
-        why: why the paths could not be compared; "": they were compared.
-    """
-
-    error: float
-    bound: float
-    why: str = ""
-
-    @property
-    def holds(self) -> bool:
-        """Return whether the law holds; it does not if the error is NaN."""
-        return not self.why and self.error <= self.bound
-
-    @property
-    def said(self) -> tuple[str, str, str]:
-        """Return the error, the bound and the verdict in words."""
-        if self.bound:
-            error, bound = f"{self.error:.1e}", f"{self.bound:.1e}"
-        else:
-            error, bound = f"{self.error:.0f} differ", "0"
-        if self.holds:
-            return error, bound, "holds"
-        return error, bound, f"BROKEN: {self.why}" if self.why else "BROKEN"
 
 
 class Law(NamedTuple):
@@ -168,15 +151,10 @@ class _Small:
         return Resident(model, optim=AdamW(lr=0.01), precision=self.precision, **more)
 
     @functools.cached_property
-    def bound(self) -> float:
-        """Return the bound of relative errors; the module explains it."""
-        if self.name == "fp64":
-            return 1e-12
+    def naive_gradient(self) -> Tensor:
+        """Return the gradient of the documents alone, eagerly, in this precision."""
         gradient, _ = _gradient_and_loss(self.engine(), self.alone)
-        exact_gradient, _ = _exact_gradient_and_loss()
-        error = _relative_error((gradient,), (exact_gradient,))
-        rounding = torch.finfo(self.precision.dtype).eps / 2
-        return 2 * (error + rounding)
+        return gradient
 
     def captured(self, engine: Resident) -> Resident:
         """Compile an engine's step, and return the engine."""
@@ -186,15 +164,33 @@ class _Small:
         return engine
 
     def compare_with_exact(self, engine: Engine) -> LawComparison:
-        """Compare an engine's gradient and loss of packed rows with the exact ones."""
-        found = _gradient_and_loss(engine, self.rows)
-        return LawComparison(_relative_error(found, _exact_gradient_and_loss()), self.bound)
+        """Compare an engine's gradient and loss of packed rows with the exact ones.
+
+        The loss has the gradient's bound, since one number may be next to exact by chance.
+        """
+        gradient, loss = _gradient_and_loss(engine, self.rows)
+        exact_gradient, exact_loss = _exact_gradient_and_loss()
+        if self.name == "fp64":
+            comparison = equal_in_float64(gradient, exact_gradient)
+        else:
+            comparison = error_within(gradient, self.naive_gradient, exact_gradient)
+        return _with_loss(comparison, loss, exact_loss)
 
     def compiled(self) -> LawComparison:
         return self.compare_with_exact(self.captured(self.engine()))
 
     def accumulated(self) -> LawComparison:
-        return self.compare_with_exact(self.engine(micro_batch=1))
+        """Compare micro-batches of one row with one large batch; in bf16, with exact values.
+
+        The law has no bound in bf16, since each micro-batch rounds its gradient.
+        """
+        engine = self.engine(micro_batch=1)
+        if self.name == "bf16":
+            return self.compare_with_exact(engine)
+        gradient, loss = _gradient_and_loss(engine, self.rows)
+        large_batch_gradient, large_batch_loss = _gradient_and_loss(self.engine(), self.rows)
+        comparison = accumulated_is_large_batch(gradient, large_batch_gradient)
+        return _with_loss(comparison, loss, large_batch_loss)
 
     def packed(self) -> LawComparison:
         return self.compare_with_exact(self.engine())
@@ -207,16 +203,15 @@ class _Small:
         replayed.step.announce = notes.append
         # The compilation is inside as well, because the compiler chooses code by this setting.
         with _deterministic_sums():
-            differing = _count_differing(self.captured(replayed), self.captured(called), self.rows)
-        why = ""
+            found = _compare_bits(self.captured(replayed), self.captured(called), self.rows)
         if not is_replayed(replayed.step):
-            why = "; ".join(["nothing is replayed", *notes])
-        return LawComparison(differing, 0, why)
+            return found._replace(why="; ".join(["nothing is replayed", *notes]))
+        return found
 
     def recomputed(self) -> LawComparison:
         with _deterministic_sums():
             recomputing = self.engine(remat=Remat.Full())
-            return LawComparison(_count_differing(recomputing, self.engine(), self.rows), 0)
+            return _compare_bits(recomputing, self.engine(), self.rows)
 
     def streamed(self) -> LawComparison:
         placement = Placement(self.device)
@@ -225,30 +220,18 @@ class _Small:
             streamed = Streamed(
                 model, optim=AdamW(lr=0.01), precision=self.precision, placement=placement
             )
-            return LawComparison(_count_differing(streamed, self.engine(), self.rows), 0)
+            return _compare_bits(streamed, self.engine(), self.rows)
 
     def member(self) -> LawComparison:
-        """Compare the second of two members with the same model trained alone.
-
-        Losses, norms, weights and moments are compared.
-        """
+        """Compare the second of two members with the same model trained alone."""
         members = [Llama(SHAPE, seed).to(self.device, torch.float64) for seed in range(2)]
         alone = self.engine(copy.deepcopy(members[1]), clip=0.5)
         ensemble = Ensemble(members, optim=AdamW(lr=0.01), clip=0.5)
         windows = [self.rows] * 2
-        found = list[Tensor]()
-        expected = list[Tensor]()
-        for of_ensemble, of_alone in zip(
-            train(ensemble, windows), train(alone, windows), strict=True
-        ):
-            found += [of_ensemble.loss[1], of_ensemble.grad_norm[1]]
-            expected += [of_alone.loss, of_alone.grad_norm]
-        states = ensemble.member_state(1), alone.state()
-        for values, state in zip((found, expected), states, strict=True):
-            values += [
-                part[name] for part in (state.model, state.optimizer) for name in sorted(part)
-            ]
-        return LawComparison(_relative_error(tuple(found), tuple(expected)), 1e-10)
+        updates = [*train(ensemble, windows)]
+        found = outcome(ensemble.member_state(1), updates, member=1)
+        updates = [*train(alone, windows)]
+        return member_is_alone(found, outcome(alone.state(), updates))
 
     def fused(self) -> LawComparison:
         engine = self.engine()
@@ -261,16 +244,13 @@ class _Small:
     def sampled(self) -> LawComparison:
         """Count wrong tokens of the filters, and draws of tokens that the filters removed.
 
-        A token is wrong if the filters keep or remove it against their definitions in float64.
+        How often each token is drawn is left to the tests, which need tens of thousands of draws.
         """
         options = Sampling(0.8, top_k=40, top_p=0.9, min_p=0.02)
         draw = torch.Generator().manual_seed(1)
         chain = chain_of([options])
         logits_BV = 2.5 * torch.randn(DRAWS, SHAPE.vocab_size, generator=draw)
-        # Rounding may decide about a token at a threshold. Such a token is in `maybe_kept_BV` and
-        # not in `surely_kept_BV`, so it is never counted as wrong.
-        surely_kept_BV = _kept_by_definition(logits_BV.double(), options, 1 + 1e-6)
-        maybe_kept_BV = _kept_by_definition(logits_BV.double(), options, 1 - 1e-6)
+        supports = [support_of(logits_V, options) for logits_V in logits_BV]
         logits_BV = logits_BV.to(self.device).repeat(DRAWS, 1)
         seed_B = torch.arange(len(logits_BV), device=self.device)
         knobs = new_knobs(chain, len(seed_B), self.device)
@@ -281,9 +261,7 @@ class _Small:
         kept_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter(
             -1, candidates.ids_BN, candidates.scores_BN > -torch.inf
         )
-        wrongly_kept_BV = kept_BV.cpu() & ~maybe_kept_BV.repeat(DRAWS, 1)
-        wrongly_removed_BV = surely_kept_BV.repeat(DRAWS, 1) & ~kept_BV.cpu()
-        wrong = int((wrongly_kept_BV | wrongly_removed_BV).sum())
+        wrong = sum(map(wrong_tokens, kept_BV.cpu(), supports * DRAWS))
         token_B = sample(logits_BV, rows, None, chain).token_B
         drawn_though_removed = int((~kept_BV[seed_B, token_B]).sum())
         return LawComparison(wrong + drawn_though_removed, 0)
@@ -303,21 +281,19 @@ class _Small:
             model(ids_BT[:, part], positions=positions_BT[:, part], cache=cache) for part in parts
         ]
         found = model.logits(torch.cat(hidden_of_parts, 1))
-        expected = model.logits(model(ids_BT))
-        return LawComparison(_relative_error((found,), (expected,)), self.bound)
+        return cached_is_full(found, model.logits(model(ids_BT)))
 
-    @torch.no_grad()
     def generated(self) -> LawComparison:
         """Count likeliest tokens that the decode graph writes and whole forward passes do not."""
         generated = self._generate(self._generator(LIKELIEST, "compiled"), LIKELIEST)
-        ids = self._prompt
-        for _ in range(WRITTEN):
-            logits = self.model.logits(self.model(ids[None])[0, -1])
-            ids = torch.cat([ids, logits.argmax()[None]])
-        found = [token for token, _ in generated]
-        return LawComparison(sum(map(ne, found, ids[PROMPT:].tolist())), 0)
+        expected = greedy_ids(self.model, self._prompt.tolist(), WRITTEN)
+        return LawComparison(differing_draws([token for token, _ in generated], expected), 0)
 
     def resumed(self) -> LawComparison:
+        """Compare an engine with another one that loads its checkpoint.
+
+        The tests compare the files of whole runs, which are killed, and read their texts again.
+        """
         uninterrupted = self.engine()
         resumed = self.engine()
         no_data = SimpleNamespace(state=dict)
@@ -325,10 +301,14 @@ class _Small:
             list(train(uninterrupted, [self.rows] * 2))
             save_checkpoint(uninterrupted, no_data, folder)
             load_checkpoint(resumed, folder)
-            return LawComparison(_count_differing(resumed, uninterrupted, self.rows), 0)
+            return _compare_bits(resumed, uninterrupted, self.rows)
 
     def scored(self) -> LawComparison:
-        """Compare log-probabilities of sampled tokens with those that a training pass computes."""
+        """Compare log-probabilities of sampled tokens with those that a training pass computes.
+
+        They need not have the same bits, as those of rewarded answers that the tests compare:
+        `generate` does not fill up rows to sizes for which products round alike.
+        """
         sampled = self._generate(self._generator(DRAWN), DRAWN)
         tokens, log_probabilities = zip(*sampled, strict=True)
         ids = torch.cat([self._prompt, torch.tensor(tokens, device=self.device)])
@@ -336,13 +316,12 @@ class _Small:
         scored = token_log_probabilities(
             model(ids[None])[0, PROMPT - 1 : -1], model.lm_head.weight, ids[PROMPT:]
         )
-        difference = scored.detach().cpu() - torch.tensor(log_probabilities)
-        return LawComparison(float(difference.abs().max()), 1e-5)
+        return log_probabilities_agree(scored.detach(), torch.tensor(log_probabilities))
 
     def adapted(self) -> LawComparison:
-        """Count numbers in hidden states that differ from the base's after adapters are off.
+        """Compare hidden states with the base's after adapters are off, which are trained first.
 
-        The adapters are trained first.
+        The tests compare what the reference is for as well: the first losses of preferences.
         """
         model = copy.deepcopy(self.model)
         window = {name: rows.to(self.device) for name, rows in self.rows.items()}
@@ -356,7 +335,7 @@ class _Small:
             found = model(window["tokens"], **inputs)
             expected = self.model(window["tokens"], **inputs)
         why = "" if trained else "the adapters learned nothing"
-        return LawComparison(int((found != expected).sum()), 0, why)
+        return LawComparison(len(differing({"hidden": found}, {"hidden": expected})), 0, why)
 
     def stale(self) -> LawComparison:
         """Count tokens that a used generator writes after an update and a new generator does not.
@@ -372,7 +351,7 @@ class _Small:
         after = self._generate(used, DRAWN)
         expected = self._generate(self._generator(DRAWN, model=model), DRAWN)
         why = "" if after != before else "the update changed nothing"
-        return LawComparison(sum(map(ne, after, expected)), 0, why)
+        return LawComparison(differing_draws(after, expected), 0, why)
 
     @property
     def _prompt(self) -> Tensor:
@@ -396,21 +375,6 @@ class _Small:
             for event in generator.run()
             for token, logprob in zip(event.token_ids, event.logprobs, strict=True)
         ]
-
-
-def _kept_by_definition(logits_BV: Tensor, options: Sampling, strictness: float) -> Tensor:
-    """Return which tokens top-k, top-p and min-p keep, in this order, by their definitions.
-
-    The thresholds of top-p and min-p are moved by the factor `strictness`; above 1, fewer tokens
-    are kept.
-    """
-    logits_BV = logits_BV / options.temperature
-    above_BVV = logits_BV[:, None, :] > logits_BV[:, :, None]
-    logits_BV = logits_BV.masked_fill(above_BVV.sum(-1) >= options.top_k, -torch.inf)
-    mass_above_BV = (above_BVV * logits_BV.softmax(-1)[:, None, :]).sum(-1)
-    removed_BV = mass_above_BV >= options.top_p / strictness
-    p_BV = logits_BV.masked_fill(removed_BV, -torch.inf).softmax(-1)
-    return (p_BV > 0) & (p_BV >= strictness * options.min_p * p_BV.amax(-1, keepdim=True))
 
 
 @functools.cache
@@ -457,34 +421,25 @@ def _gradient_and_loss(engine: Engine, window: Batch) -> tuple[Tensor, Tensor]:
     """Return the gradient of a window's mean loss, and the mean loss of an evaluation."""
     engine.accumulate(window)
     gradient = torch.cat(
-        [p.grad.double().cpu().flatten() for p in engine.model.parameters() if p.grad is not None]
+        [p.grad.cpu().flatten() for p in engine.model.parameters() if p.grad is not None]
     )
     engine.step.discard()
     total, count = engine.evaluate(window)
     return gradient, (total / count).cpu()
 
 
-def _relative_error(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
-    """Return the largest relative error of these tensors."""
-    return max(
-        float((approximate - true).norm() / true.norm())
-        for approximate, true in zip(found, exact, strict=True)
-    )
+def _with_loss(comparison: LawComparison, loss: Tensor, exact_loss: Tensor) -> LawComparison:
+    """Return a comparison of gradients whose error is the loss's if that is larger."""
+    return comparison._replace(error=max(comparison.error, relative_error(loss, exact_loss)))
 
 
-def _count_differing(one: Engine, other: Engine, window: Batch) -> int:
-    """Train two engines for three updates, and count the tensors that differ in a bit."""
-    states: list[Mapping[str, Tensor]] = []
-    for engine in (one, other):
-        list(train(engine, [window] * 3))
-        state = engine.state()
-        states.append(
-            {name: x.cpu() for part in (state.model, state.optimizer) for name, x in part.items()}
-        )
-    state_of_one, state_of_other = states
-    return sum(
-        not torch.equal(tensor, state_of_other[name]) for name, tensor in state_of_one.items()
-    )
+def _compare_bits(one: Engine, other: Engine, window: Batch) -> LawComparison:
+    """Train two engines for three updates, and count the tensors and numbers that differ in a bit."""
+    windows = [window] * 3
+    updates_of_one, updates_of_other = [[*train(engine, windows)] for engine in (one, other)]
+    found = outcome(one.state(), updates_of_one)
+    expected = outcome(other.state(), updates_of_other)
+    return LawComparison(len(differing(found, expected)), 0)
 
 
 @contextmanager

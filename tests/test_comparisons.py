@@ -1,10 +1,10 @@
-"""Run: pytest tests/test_numerics.py"""
+"""Run: pytest tests/test_comparisons.py"""
 
 from __future__ import annotations
 
 import torch
 
-from numerics import error_within, relative_error
+from monograph.laws.comparisons import error_within, relative_error
 
 
 def test_relative_error_is_measured_in_float64() -> None:
@@ -19,6 +19,7 @@ def test_not_a_number_is_infinitely_wrong() -> None:
     assert relative_error(one * torch.nan, one) == float("inf")
     assert relative_error(one * torch.inf, one) == float("inf")
     assert not error_within(one * torch.nan, one, one.double())
+    assert not error_within(one * torch.nan, one * torch.nan, one.double())
 
 
 def test_the_bound_is_the_naive_paths_own_error() -> None:

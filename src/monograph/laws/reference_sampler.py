@@ -1,0 +1,159 @@
+"""The reference of law 7: the sampler by its definitions, by brute force, for one row.
+
+It computes in the dtype of the logits, and neither sorts nor searches. The definitions are those of
+the papers and programs that docs/generate.md names. Shape: V tokens of the vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from monograph.decode.filters import FILTERS
+from monograph.decode.knobs import chain_of
+from monograph.decode.sampling import Sampling
+
+# If moving a threshold by this share changes whether a token is kept, rounding may decide about it.
+NUDGE = 1e-6
+
+
+def probabilities(
+    logits_V: Tensor, options: Sampling, uniform: float = 1.0, mu: float | None = None
+) -> Tensor:
+    """Return the probabilities of a row's draw, after temperature and filters, [V].
+
+    Args:
+        logits_V: the logits, in any floating dtype.
+        options: the sampler's options.
+        uniform: the row's random number that decides whether XTC acts.
+        mu: mirostat's number; None: its first.
+    """
+    x = logits_V
+    if mu is None:
+        mu = 2 * options.mirostat_tau
+    if options.temperature == 0:
+        return torch.nn.functional.one_hot(x.argmax(), len(x)).to(x.dtype)
+    for stage in chain_of([options]).stages:
+        if stage.endswith("temperature"):
+            x = x / _temperature(x, options)
+        elif stage in FILTERS and (stage != "xtc" or uniform < options.xtc_probability):
+            x = torch.where(_keeps_enough(stage, x, options, mu), x, -torch.inf)
+    return torch.softmax(x, 0)
+
+
+def _temperature(x: Tensor, options: Sampling) -> float:
+    spread = options.temperature_range
+    left = int((x > -torch.inf).sum())
+    if spread == 0 or left < 2:
+        return options.temperature
+    low = max(0.0, options.temperature - spread)
+    high = options.temperature + spread
+    share = float(_entropy(x)) / math.log(left)
+    return low + (high - low) * float(share**options.temperature_exponent)
+
+
+def _entropy(x: Tensor) -> Tensor:
+    p = torch.softmax(x, 0)
+    return -(p * p.log())[p > 0].sum()
+
+
+def _surprise(x: Tensor) -> Tensor:
+    """Return how far each token's surprise is from the expected one."""
+    return (-torch.log_softmax(x, 0) - _entropy(x)).abs()
+
+
+def _keeps_enough(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
+    """Return which tokens a stage keeps, at least min_keep; XTC keeps all if it would leave fewer."""
+    kept = _keeps(stage, x, options, mu)
+    left = x > -torch.inf
+    least = min(options.min_keep, int(left.sum()))
+    if (kept & left).sum() >= (options.min_keep if stage == "xtc" else least):
+        return kept
+    if stage == "xtc":
+        return left
+    nearer = -_surprise(x) if stage == "typical" else x
+    return torch.stack([(nearer > own).sum() < least for own in nearer])
+
+
+def _keeps(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
+    p = torch.softmax(x, 0)
+
+    def mass_above(key: Tensor) -> Tensor:
+        return torch.stack([p[key > own].sum() for own in key])
+
+    def xtc() -> Tensor:
+        reaching = p[p >= options.xtc_threshold]
+        return p <= reaching.min() if len(reaching) else p >= 0
+
+    def at_least(least: float) -> Tensor:
+        return (p >= least) | (x == x.max())
+
+    keeping: dict[str, Callable[[], Tensor]] = {
+        "top_k": lambda: torch.stack([(x > own).sum() < options.top_k for own in x]),
+        "top_p": lambda: (mass_above(x) < options.top_p) | (x == x.max()),
+        "min_p": lambda: p >= options.min_p * p.max(),
+        "typical": lambda: mass_above(-_surprise(x)) < options.typical_p,
+        "top_n_sigma": lambda: (
+            x >= x.max() - options.top_n_sigma * x[x > -torch.inf].std(correction=0)
+        ),
+        "xtc": xtc,
+        "top_a": lambda: at_least(options.top_a * float(p.max()) ** 2),
+        "epsilon": lambda: at_least(options.epsilon_cutoff),
+        "eta": lambda: at_least(
+            min(options.eta_cutoff, math.sqrt(options.eta_cutoff) * math.exp(-float(_entropy(x))))
+        ),
+        "mirostat": lambda: at_least(2.0**-mu),
+    }
+    return keeping[stage]()
+
+
+class Support(NamedTuple):
+    """The tokens that may be drawn.
+
+    Attributes:
+        kept_V: which tokens the definitions keep, bool.
+        decided_V: which tokens they keep or remove whatever rounding does to a threshold, bool.
+    """
+
+    kept_V: Tensor
+    decided_V: Tensor
+
+
+def support_of(logits_V: Tensor, options: Sampling, uniform: float = 1.0) -> Support:
+    """Return the tokens that may be drawn by the definitions in float64.
+
+    Args:
+        logits_V: the logits, in any dtype.
+        options: the sampler's options.
+        uniform: decides whether XTC acts.
+    """
+    kept_V, *nudged_V = (
+        probabilities(logits_V.double(), each, uniform) > 0
+        for each in (options, nudged(options, 1 - NUDGE), nudged(options, 1 + NUDGE))
+    )
+    decided_V = (nudged_V[0] == kept_V) & (nudged_V[1] == kept_V)
+    return Support(kept_V, decided_V)
+
+
+def nudged(options: Sampling, by: float) -> Sampling:
+    """Return the same options, each threshold that is on multiplied by a factor."""
+    names = (
+        "top_p",
+        "min_p",
+        "typical_p",
+        "xtc_threshold",
+        "top_a",
+        "epsilon_cutoff",
+        "eta_cutoff",
+    )
+    values = {name: getattr(options, name) for name in names}
+    moved = {name: value * by for name, value in values.items() if 0 < value < 1}
+    return replace(options, **moved, mirostat_tau=options.mirostat_tau * by)
+
+
+def wrong_tokens(kept_V: Tensor, support: Support) -> int:
+    """Count law 7's wrong tokens: kept or removed against the definitions, which decide."""
+    return int(((kept_V.cpu() != support.kept_V) & support.decided_V).sum())
