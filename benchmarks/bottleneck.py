@@ -141,7 +141,7 @@ def measure(args: Namespace, name: str) -> dict[str, Any]:
         tokens * a.wall_s / b.wall_s for a, b in zip(times["before"], times["after"], strict=True)
     ]
     return {
-        "case": name, "predicted": predicted, "measured": harness.spread(gains), "bound_by": seen.verdict.binds,
+        "case": name, "predicted": predicted, "measured": harness.spread(gains), "bound_by": seen.verdict.bottleneck,
         "offered": [change.what for change in seen.verdict.changes],
         "shares": {part: seen.verdict.spent.share(part) for part in seen.verdict.spent.parts},
     }  # fmt: skip

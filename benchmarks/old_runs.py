@@ -24,7 +24,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from monograph.config.renamed import translated
+from monograph.config.renamed import new_spelling
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
@@ -180,7 +180,7 @@ def respelled(arguments: tuple[str, ...]) -> list[str]:
     found = []
     for argument in arguments:
         key, _, value = argument.partition("=")
-        now = translated(key, value) or {key: value}
+        now = new_spelling(key, value) or {key: value}
         found += [f"{k}={v}" for k, v in now.items()] if value else [argument]
     return found
 

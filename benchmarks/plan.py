@@ -266,7 +266,7 @@ def compared(case: Work | StreamWay) -> dict[str, Any]:
     )
     if isinstance(case, StreamWay):
         # A few buffers stay on the device, as a plan leaves as many there as fit.
-        predicted_bytes = sum(case.device(case.resident(RESIDENT)).values())
+        predicted_bytes = sum(case.device_bytes(case.first_resident(RESIDENT)).values())
     else:
         peak = footprint(case)
         predicted_bytes, stage = peak.peak_bytes, peak.stage
@@ -365,7 +365,7 @@ def _streamed(way: StreamWay) -> Streamed:
         precision=Precision(work.precision),
         remat=named(work.remat),
         micro_batch=work.rows,
-        placement=replace(way.placement(way.resident(RESIDENT)), device=default_device()),
+        placement=replace(way.placement(way.first_resident(RESIDENT)), device=default_device()),
     )
 
 

@@ -114,7 +114,7 @@ ROOMS = {
          "laws/test_estimator_is_gradient.py", "laws/test_scored_is_drawn.py"),
     ),
     "text": Room(
-        ("text/chat.py", "text/losses.py", "text/sentence_pieces.py", "text/template.py", "text/tokenizer.py",
+        ("text/chat.py", "text/lossless.py", "text/sentence_pieces.py", "text/template.py", "text/tokenizer.py",
          "text/tokenizer_file.py"),
         ("text/test_tokenizer_file.py", "text/test_sentence_pieces.py", "text/test_tokenizer.py", "text/test_chat.py",
          "text/test_template.py", "data/test_loss_mask.py"),

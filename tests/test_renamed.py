@@ -18,7 +18,7 @@ from typer.main import get_command
 
 from monograph.cli.typed import app
 from monograph.config import KEYS, load
-from monograph.config.axes import AXES, axes_of, require_single_values
+from monograph.config.axes import AXIS_KEYS, axes_of, require_single_values
 from monograph.config.elsewhere import ELSEWHERE
 from monograph.config.keys import SECTIONS
 from monograph.config.renamed import OLD_SPELLINGS
@@ -96,7 +96,7 @@ def test_values_in_an_old_spelling_are_answered_with_the_new_keys_as_an_axis_of_
             axes_of({key: axis})
         said = str(caught.value)
         assert said.startswith(f"{key}={axis}: ") and all(f"{new}=" in said for new in now)
-        if key in AXES:
+        if key in AXIS_KEYS:
             fixed, axes = axes_of(typed(said.partition(": say ")[2].partition(";")[0]))
             assert {*fixed, *(axis.key for axis in axes)} == {*now}
         section, _, name = key.partition(".")

@@ -64,7 +64,7 @@ def test_gradients_of_the_same_pairs(peers, rows, tmp_path):
     ) < len(pairs)
     model, loss = (
         small(),
-        PreferenceLoss(preference("dpo", beta=peers.BETA), rows.answers, rows.most),
+        PreferenceLoss(preference("dpo", beta=peers.BETA), rows.answers, rows.max_row_answers),
     )
     loss.recording.fill_(True)
     loss(model, window)

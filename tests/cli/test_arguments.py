@@ -140,7 +140,7 @@ def test_train_hands_on_settings_and_options(calls: Calls) -> None:
         == 0
     )
     ((settings,), options) = calls[0]
-    assert options.pop("asked_s") < clock()
+    assert options.pop("program_start_s") < clock()
     assert options == {"out": Path("here"), "resume": None, "from_": None, "json": True}
     assert (settings.optim.lr, settings.train.seed, settings.train.minutes) == (1e-3, 7, 2.0)
     assert settings.data.source == "texts"

@@ -65,7 +65,7 @@ def test_completing_a_line_fetches_no_model(
 ) -> None:
     repository = types.ModuleType("monograph.run.repository")
     fetched: list[str] = []
-    repository.fetched = fetched.append  # type: ignore[attr-defined]
+    repository.fetch_if_on_hub = fetched.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, repository.__name__, repository)
     for line in ("monograph generate hf://a/b --te", "monograph compare hf://a/b last --da"):
         assert asked("bash", line, monkeypatch, capsys)[1].startswith("--")

@@ -14,7 +14,7 @@ def main() -> None:
     from monograph.errors import Stopped
     from monograph.session import warmup
     from monograph.session.resolve import resolve
-    from monograph.sweeps.batch import build_models, make_members_engine
+    from monograph.sweeps.cohort import build_models, make_members_engine
     from monograph.sweeps.concurrency import have_different_seeds
     from monograph.sweeps.progress import SweepProgress
 

@@ -45,7 +45,7 @@ def begun(live: bool = True, system: str | None = None) -> tuple[Chat, Echo]:
 
 def test_a_message_is_answered_with_the_chat_so_far() -> None:
     chat, echo = begun(system="be brief")
-    assert chat.take("one two") and chat.take("") and chat.take("three")
+    assert chat.handle_line("one two") and chat.handle_line("") and chat.handle_line("three")
     [_, (messages, seed)] = echo.asked
     assert seed == 3 and [(message["role"], message["content"]) for message in messages] == [
         ("system", "be brief"),
@@ -69,12 +69,12 @@ def test_commands_change_the_chat_and_are_not_sent(capsys: pytest.CaptureFixture
         "d",
         "/help",
     ):
-        assert chat.take(line)
+        assert chat.handle_line(line)
     assert [seed for _, seed in echo.asked] == [3, 7, 7, 7]
     assert [message["content"] for message in echo.asked[1][0]] == ["be brief", "b"]
     assert [message["content"] for message in echo.asked[2][0]] == ["say it twice", "b", "b ", "c"]
     assert [message["content"] for message in echo.asked[3][0]] == ["d"]
-    assert not any(chat.take(leaving) for leaving in ("/quit", "/exit", "/bye", "/q"))
+    assert not any(chat.handle_line(leaving) for leaving in ("/quit", "/exit", "/bye", "/q"))
     out, err = capsys.readouterr()
     assert all(command in err for command in HELP) and "/" not in out
 
@@ -84,16 +84,16 @@ def test_a_wrong_command_is_answered_and_not_sent(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat, echo = begun()
-    assert chat.take(line) and not echo.asked
+    assert chat.handle_line(line) and not echo.asked
     assert "error: " in capsys.readouterr().err
     piped, _ = begun(live=False)
     with pytest.raises(UsageError):
-        piped.take(line)
+        piped.handle_line(line)
 
 
 def test_a_message_may_begin_with_a_slash_after_a_space() -> None:
     chat, echo = begun()
-    chat.take(" /etc/passwd is what?")
+    chat.handle_line(" /etc/passwd is what?")
     assert echo.asked[0][0][-1]["content"] == " /etc/passwd is what?"
 
 
@@ -101,31 +101,31 @@ def test_a_message_that_cannot_be_answered_leaves_the_chat_as_it_was(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     chat, echo = begun()
-    assert chat.take("one") and chat.take("refuse this") and chat.take("two")
+    assert chat.handle_line("one") and chat.handle_line("refuse this") and chat.handle_line("two")
     assert [message["content"] for message in echo.asked[-1][0]] == ["one", "one ", "two"]
     assert "error: this cannot be asked" in capsys.readouterr().err
     with pytest.raises(InputRefused):
-        begun(live=False)[0].take("refuse this")
+        begun(live=False)[0].handle_line("refuse this")
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
     chat, echo = begun()
-    assert chat.take("one interrupt two three") and signal.getsignal(signal.SIGINT) is before
+    assert chat.handle_line("one interrupt two three") and signal.getsignal(signal.SIGINT) is before
     out, err = capsys.readouterr()
     assert out == "one interrupt \n" and "(stopped)" in err
-    chat.take("go on")
+    chat.handle_line("go on")
     assert echo.asked[-1][0][1]["content"] == "one interrupt "
     with pytest.raises(KeyboardInterrupt):
-        chat.take("twice")  # a second one ends the program
+        chat.handle_line("twice")  # a second one ends the program
     with pytest.raises(KeyboardInterrupt):
-        begun(live=False)[0].take("interrupt two")
+        begun(live=False)[0].handle_line("interrupt two")
 
 
 def test_an_answer_that_was_cut_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     chat, echo = begun()
     echo.end = "length"
-    chat.take("one")
+    chat.handle_line("one")
     assert "--max-tokens" in capsys.readouterr().err
 
 

@@ -22,7 +22,7 @@ from monograph.commands.profile import (
     _climb_rungs,
     _ladder_json,
     _print_ladder,
-    measured_rungs,
+    rung_objects,
 )
 from monograph.config import classify, load
 from monograph.device import describe
@@ -99,9 +99,9 @@ def test_a_busy_machine_changes_no_ratio() -> None:
     quick = RungMeasurement((0.1,) * 8, (0.1,) * 8, 1e3, 4, 1, 1 << 20, 5.0, None, 0.0, ())
     disturbed = replace(quick, seconds=(0.3,) * 8)
     climbs = [Climb(RUNGS[0], "", quick), Climb(RUNGS[1], RUNGS[0].name, disturbed)]
-    assert [
-        measured_rungs(climbs, timed)[1]["times"] for timed in ("cpu", "wall")
-    ] == pytest.approx([1.0, 1 / 3])
+    assert [rung_objects(climbs, timed)[1]["times"] for timed in ("cpu", "wall")] == pytest.approx(
+        [1.0, 1 / 3]
+    )
 
 
 @pytest.mark.slow

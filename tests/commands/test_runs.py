@@ -15,7 +15,7 @@ from monograph.commands.runs import _result, table
 from monograph.commands.runs import run as command
 from monograph.config.keys import WAYS_TO_LEARN
 from monograph.errors import InputRefused
-from monograph.run.listing import PIECE_BYTES, Listed, best_of, listed
+from monograph.run.listing import PIECE_BYTES, ListedRun, best_runs, list_runs
 
 KINDS = [way.kind for way in WAYS_TO_LEARN]
 TEXTS = (
@@ -51,8 +51,8 @@ def ended(**results: float) -> dict[str, Any]:
     return {"update": 8, "summary": {"update": 8, **results}}
 
 
-def by_name(root: Path) -> dict[str, Listed]:
-    return {run.folder.name: run for run in listed(root, KINDS)}
+def by_name(root: Path) -> dict[str, ListedRun]:
+    return {run.folder.name: run for run in list_runs(root, KINDS)}
 
 
 def test_newest_first_with_kind_model_data_result_and_state(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_newest_first_with_kind_model_data_result_and_state(tmp_path: Path) -> N
     judged = TEXTS + '[prefer]\nloss = "dpo"\n'
     made(tmp_path, "judged", 4, judged, rows=[ended(eval_accuracy=0.9, eval_loss=0.3)])
     (tmp_path / "no run").mkdir()
-    runs = listed(tmp_path, KINDS)
+    runs = list_runs(tmp_path, KINDS)
     assert [run.folder.name for run in runs] == ["judged", "drawn", "chats", "old"]
     assert [run.kind for run in runs] == ["preferences", "rewards", "conversations", "texts"]
     assert [run.value for run in runs] == [0.9, 0.75, 1.5, 2.0]
@@ -114,7 +114,7 @@ def test_the_best_is_marked_among_runs_that_can_be_compared(tmp_path: Path) -> N
     )
     made(tmp_path, "low", 4, REWARDS, rows=[ended(eval_reward=0.1)])
     made(tmp_path, "high", 5, REWARDS, rows=[ended(eval_reward=0.9)])
-    assert {folder.name for folder in best_of(listed(tmp_path, KINDS))} == {"b", "high"}
+    assert {folder.name for folder in best_runs(list_runs(tmp_path, KINDS))} == {"b", "high"}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_damaged_run_is_a_line_and_the_others_are_listed(
     command(tmp_path, json=False)
     out = capsys.readouterr().out
     assert "2.000 bits/byte" in out and "broken" in out
-    # Without whose number it is only listed last.
+    # Without whose number it is only list_runs last.
     assert out.count(f"damaged: {name}") == (name != "run.lock")
 
 
@@ -150,7 +150,7 @@ def test_numbers_of_the_wrong_kind_are_no_results(tmp_path: Path) -> None:
 
 
 def test_of_long_metrics_the_ends_are_read(tmp_path: Path) -> None:
-    """With a cut line at both: a run writes while it is listed."""
+    """With a cut line at both: a run writes while it is list_runs."""
     folder = made(
         tmp_path, "a", 1, rows=[{"update": 0, "eval_loss": 4.0}, {"update": 1, "eval_loss": 3.5}]
     )
@@ -169,7 +169,7 @@ def test_a_sweep_is_a_line_and_its_folder_lists_its_members(tmp_path: Path) -> N
         made(folder / "members", f"{number:03d}", number, rows=[ended(eval_bits_per_byte=bits)])
     record: dict[str, Any] = {"points": [{}, {}]}
     (folder / "sweep.json").write_text(json.dumps(record))
-    [sweep] = listed(tmp_path, KINDS)
+    [sweep] = list_runs(tmp_path, KINDS)
     assert (sweep.kind, sweep.state, sweep.value) == ("sweep of 2", "stopped", None)
     assert sweep.resume == f"monograph sweep --out {folder}"
     record["result"] = {
@@ -177,12 +177,12 @@ def test_a_sweep_is_a_line_and_its_folder_lists_its_members(tmp_path: Path) -> N
         "best": {"member": 1},
     }
     (folder / "sweep.json").write_text(json.dumps(record))
-    [sweep] = listed(tmp_path, KINDS)
+    [sweep] = list_runs(tmp_path, KINDS)
     assert (sweep.state, sweep.value) == ("finished", 1.5)
     assert _result(sweep) == "1.500 bits/byte (best member)", (
         "the sweep's own table has means over seeds"
     )
-    assert [run.folder.name for run in listed(folder, KINDS)] == ["001", "000"]
+    assert [run.folder.name for run in list_runs(folder, KINDS)] == ["001", "000"]
 
 
 def test_a_narrow_terminal_cuts_model_and_data_alone() -> None:

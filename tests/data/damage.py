@@ -10,8 +10,8 @@ from pathlib import Path
 
 from data.damaged_files import gzip_case, lines_case, zstd_case
 from data.damaged_tables import arrow_case, parquet_case
-from monograph.data.documents import Documents, Reading
-from monograph.data.sources import find
+from monograph.data.documents import Documents, ReadingPlan
+from monograph.data.sources import find_sources
 from monograph.errors import InputRefused
 
 CASES = {
@@ -21,7 +21,7 @@ CASES = {
 
 def read(path: Path, skip: bool) -> tuple[list[str], dict[str, int]]:
     """The texts that would be trained on, and what was passed over."""
-    documents = Documents(find(path, path.parent).files, Reading("text", skip), 0.0)
+    documents = Documents(find_sources(path, path.parent).files, ReadingPlan("text", skip), 0.0)
     texts = ["".join(part for part, _ in document.parts) for document in documents]
     skipped = {
         reason: count

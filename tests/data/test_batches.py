@@ -153,7 +153,7 @@ print("end")
 def test_in_order_is_every_row_once_in_one_shape(small):
     for packing in ("packed", "padded"):
         rows = small(packing=packing).held_out
-        batches = list(rows.in_order(6))
+        batches = list(rows.batches_in_order(6))
         assert len(batches) == -(-len(rows) // 6) and len(rows) % 6
         whole = rows.window(np.arange(len(rows)))
         for key, values in whole.items():

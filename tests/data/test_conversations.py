@@ -17,9 +17,9 @@ from dialogues import CHATS, TOOLS, call, said, speaking, write_chats
 from monograph.data.conversations import Conversation, conversation_records, conversation_text
 from monograph.data.corpus import Corpus, answer_ends, corpus, render_row
 from monograph.data.forms import DEFAULT_SETTINGS, RecordKeys, RecordKind
-from monograph.data.loss_mask import Answering, ConversationConverter
+from monograph.data.loss_mask import AnswerOptions, ConversationConverter
 from monograph.data.rows import IGNORE, Rows
-from monograph.data.sources import find
+from monograph.data.sources import find_sources
 from monograph.errors import InputRefused, UsageError
 
 SAID = said("q", "a")
@@ -47,8 +47,8 @@ def test_every_form_is_the_same_conversation() -> None:
     assert read({"messages": SAID, "tools": json.dumps(TOOLS)}) == read(
         {"messages": SAID, "tools": TOOLS}
     )
-    assert read({"prompt": said("q", "a", "r"), "completion": "b"}).answers == [3]
-    assert read({"messages": CHATS["two rounds of tools"]}).answers == [1, 3, 5, 7]
+    assert read({"prompt": said("q", "a", "r"), "completion": "b"}).answer_indices == [3]
+    assert read({"messages": CHATS["two rounds of tools"]}).answer_indices == [1, 3, 5, 7]
 
 
 USER, ANSWER = SAID
@@ -103,7 +103,7 @@ def test_a_bad_record_is_named_with_its_field(record: dict[str, Any], detail: st
 
 def test_numbers_stay_as_they_are(tmp_path: Path) -> None:
     chat = [USER, call(a=1, b=2.0, c=10**30)]
-    [file] = find(write_chats(tmp_path / "a.jsonl", [chat]), tmp_path).files
+    [file] = find_sources(write_chats(tmp_path / "a.jsonl", [chat]), tmp_path).files
     keys = RecordKeys(RecordKind.CONVERSATIONS, DEFAULT_SETTINGS, is_kind_set=False)
     [(_, text)] = conversation_records(file, keys)
     assert isinstance(text, str) and Conversation.of_text(text).messages == chat
@@ -138,7 +138,8 @@ def opened(tmp_path: Path) -> Any:
 def expected_rows(text: Corpus, chats: Any, **how: Any) -> list[tuple[list[int], list[int]]]:
     """(ids, targets) of every row, straight from the rule."""
     answers = ConversationConverter(
-        text.tokenizer, Answering(**({"every": True, "truncate": True, "longest": 128} | how))
+        text.tokenizer,
+        AnswerOptions(**({"every": True, "truncate": True, "max_inputs": 128} | how)),
     )
     found = []
     for chat in chats:
@@ -156,7 +157,7 @@ def pieces_of(rows: Rows) -> list[tuple[list[int], list[int]]]:
         row, column = rows.row(index), 0
         for piece in rows.pieces(index):
             place = slice(column, column + piece.length)
-            assert piece.begin == 0 and piece.tokens == piece.length + 1, (
+            assert piece.begin == 0 and piece.document_tokens == piece.length + 1, (
                 "no row of a conversation is cut"
             )
             found.append((row["tokens"][place].tolist(), row["targets"][place].tolist()))
@@ -179,9 +180,13 @@ def test_rows_have_the_answers_for_targets(opened: Any, packing: str, name: str)
     for rows in (text.train, text.held_out):
         window = rows.window(np.arange(len(rows)))
         trained = window["targets"][window["targets"] != IGNORE]
-        assert (rows.tokens, rows.bytes) == (len(trained), rows.bytes_of(window)) == rows.coverage()
-        few = rows.window(rows.spread(2))
-        assert rows.coverage(2) == ((few["targets"] != IGNORE).sum(), rows.bytes_of(few))
+        assert (
+            (rows.tokens, rows.bytes)
+            == (len(trained), rows.bytes_of(window))
+            == rows.count_targets()
+        )
+        few = rows.window(rows.evenly_spaced(2))
+        assert rows.count_targets(2) == ((few["targets"] != IGNORE).sum(), rows.bytes_of(few))
         assert rows.inputs == sum(len(ids) for ids, _ in pieces_of(rows))
     assert (
         stats.tokens == text.train.tokens

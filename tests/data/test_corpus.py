@@ -15,7 +15,7 @@ from monograph.errors import InputRefused, UsageError
 
 
 def names(rows):
-    return [rows._side.name(document) for document in range(rows.documents)]
+    return [rows._side.document_name(document) for document in range(rows.documents)]
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_too_little_text_is_refused(tmp_path, text, settings, message):
 def test_text_shorter_than_a_row_is_a_padded_row(tmp_path):
     (tmp_path / "a.txt").write_text("tiny")
     rows = corpus(tmp_path / "a.txt", tokenizer="bytes", held_out=0).train
-    assert (len(rows), rows.tokens, rows.bytes) == (1, 5, 4) and rows.filled == 5 / 256
+    assert (len(rows), rows.tokens, rows.bytes) == (1, 5, 4) and rows.filled_share == 5 / 256
     assert (rows.row(0)["targets"] != -100).sum() == 5
 
 

@@ -16,20 +16,20 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from monograph.data import encoding, reading
-from monograph.data.documents import Documents, Reading
+from monograph.data.documents import Documents, ReadingPlan
 from monograph.data.encoding import encode_documents, train_tokenizer
 from monograph.data.progress import Meter
-from monograph.data.shards import INDEX, open_shard, seal, token_dtype
-from monograph.data.sources import find
+from monograph.data.shards import INDEX_DTYPE, open_shard, seal, token_dtype
+from monograph.data.sources import find_sources
 from monograph.errors import InputRefused
 from monograph.text.tokenizer import Tokenizer
 from reference import article
 
-READING = Reading("text", skip_bad=False)
+READING = ReadingPlan("text", skip_bad=False)
 
 
 def documents_of(source, tmp_path, held_out=0.0):
-    return Documents(find(source, tmp_path).files, READING, held_out)
+    return Documents(find_sources(source, tmp_path).files, READING, held_out)
 
 
 @pytest.fixture
@@ -41,15 +41,17 @@ def encoded(documents, tokenizer, folder):
     """(tokens, starts, records) of both sides, and their writers."""
     folder.mkdir()
     meter = Meter(None, "tokens", None)
-    sides, _ = encode_documents(documents, documents.files, tokenizer, folder, meter)
+    sides = encode_documents(documents, documents.files, tokenizer, folder, meter).writers
     found = {}
     for name, side in sides.items():
         paths = [folder / f"{name}.{suffix}" for suffix in ("tokens", "starts", "records")]
-        kinds = token_dtype(tokenizer.vocab_size), INDEX, INDEX
+        kinds = token_dtype(tokenizer.vocab_size), INDEX_DTYPE, INDEX_DTYPE
         found[name] = [
             open_shard(path, kind, seal(path)) for path, kind in zip(paths, kinds, strict=True)
         ]
-        assert side.tokens.count == len(found[name][0]) and sum(side.counts) == len(found[name][2])
+        assert side.tokens.count == len(found[name][0]) and sum(side.document_counts) == len(
+            found[name][2]
+        )
     assert meter.done == sum(side.bytes for side in sides.values()) == documents.text_bytes
     return found, sides
 
@@ -67,7 +69,7 @@ def test_a_document_is_bos_ids_eos(documents, texts, trained, tmp_path):
         ids = trained.encode(path.read_text(encoding="utf-8"))
         assert tokens[starts[i] : starts[i + 1]].tolist() == [trained.bos_id, *ids, trained.eos_id]
     assert sides["train"].bytes == sum(path.stat().st_size for path in paths)
-    assert sides["train"].counts[: len(paths)] == [1] * len(paths)
+    assert sides["train"].document_counts[: len(paths)] == [1] * len(paths)
     assert found["held_out"][1].tolist() == [0]
 
 
@@ -150,7 +152,7 @@ def test_an_error_or_interrupt_anywhere_comes_out_and_leaves_no_thread(
 
 
 def test_an_interrupt_ends_the_training_before_anything_is_merged(documents, monkeypatch):
-    monkeypatch.setattr(encoding, "_FED_PARTS", 1)
+    monkeypatch.setattr(encoding, "_TRAINING_PARTS", 1)
     merged, train_bpe = [], Tokenizer.train_bpe
 
     def slow(texts, vocab_size):
@@ -198,9 +200,8 @@ def test_a_space_is_put_before_a_document_and_before_no_other_part(
     folder = tmp_path / "out"
     folder.mkdir()
     documents = documents_of(f"{tmp_path}/*.txt", tmp_path)
-    sides, _ = encode_documents(
-        documents, documents.files, tokenizer, folder, Meter(None, "tokens", None)
-    )
+    meter = Meter(None, "tokens", None)
+    sides = encode_documents(documents, documents.files, tokenizer, folder, meter).writers
     kind = token_dtype(tokenizer.vocab_size)
     tokens = open_shard(folder / "train.tokens", kind, seal(folder / "train.tokens")).tolist()
     wanted = [

@@ -19,7 +19,7 @@ from dialogues import CHATS, TAGGED, TEMPLATES, TOOLS, call, said, speaking
 from monograph.data.conversations import Conversation
 from monograph.data.loss_mask import (
     TEMPLATE_DATE,
-    Answering,
+    AnswerOptions,
     ConversationConverter,
     MaskedRow,
     _Encoder,
@@ -29,7 +29,7 @@ from monograph.errors import InputRefused
 from monograph.text.chat import chat_ids
 from monograph.text.tokenizer import Tokenizer
 
-EVERY = Answering(every=True, truncate=True, longest=10_000)
+EVERY = AnswerOptions(every=True, truncate=True, max_inputs=10_000)
 # What is refused, and by which words; all other pairs of a template and a chat have rows.
 REFUSED = {
     ("mistral-v1", "two rounds of tools"): "only user and assistant speak here",
@@ -51,7 +51,9 @@ def conversation(chat: str) -> Conversation:
     return Conversation(CHATS[chat], TOOLS if "tools" in chat else None, 0)
 
 
-def rows_of(tokenizer: Tokenizer, said: Conversation, how: Answering = EVERY) -> list[MaskedRow]:
+def rows_of(
+    tokenizer: Tokenizer, said: Conversation, how: AnswerOptions = EVERY
+) -> list[MaskedRow]:
     return ConversationConverter(tokenizer, how).rows(said)
 
 
@@ -90,7 +92,7 @@ def reference(tagged: Any, said: Conversation) -> list[list[list[int]]]:
     hand-placed tags marks.
     """
     found = []
-    for answer in said.answers:
+    for answer in said.answer_indices:
         ids = tagged.apply_chat_template(
             said.messages[: answer + 1],
             tools=said.tools,
@@ -123,7 +125,7 @@ def test_what_is_trained_is_what_was_tagged_by_hand(
             # that it trains.
             answers += len(row.spans)
             assert trained(row) == expected[answers - 1][-len(row.spans) :]
-        assert answers == len(said.answers), "every answer once"
+        assert answers == len(said.answer_indices), "every answer once"
 
 
 def test_what_is_refused_is_all_that_is(tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_the_text_is_transformers(tmp_path: Path, name: str, pinned: None) -> No
 
     ours, theirs = speaking(tmp_path, name).config.template, AutoTokenizer.from_pretrained(tmp_path)
     assert ours is not None and ours.reads_the_date == (name == "llama-3") and not ours.tags_answers
-    ours = ours.on(TEMPLATE_DATE)
+    ours = ours.with_date(TEMPLATE_DATE)
     for chat, messages in CHATS.items():
         options: dict[str, Any] = {"tools": TOOLS} if "tools" in chat else {}
         for asks in (False, True):
@@ -161,7 +163,7 @@ def by_length(tokenizer: Tokenizer, said: Conversation) -> list[list[int]]:
     """
     options = {"tools": said.tools} if said.tools else {}
     whole, found = chat_ids(tokenizer, said.messages, **options), []
-    for answer in said.answers:
+    for answer in said.answer_indices:
         begin = len(chat_ids(tokenizer, said.messages[:answer], True, **options))
         found.append(
             whole[begin : len(chat_ids(tokenizer, said.messages[: answer + 1], **options))]
@@ -233,7 +235,7 @@ def test_a_planted_fault_is_seen(tmp_path: Path, fault: str) -> None:
     merged = name.removesuffix("-merged")
     tokenizer = (merging if merged != name else speaking)(tmp_path, merged)
     right = [stretch for row in rows_of(tokenizer, said) for stretch in trained(row)]
-    assert len(right) == len(said.answers) and all(
+    assert len(right) == len(said.answer_indices) and all(
         stretch[-1] in ConversationConverter(tokenizer, EVERY).stops for stretch in right
     )
     assert wrong(tokenizer, said) != right
@@ -247,8 +249,8 @@ def test_a_token_that_reaches_over_the_border(tmp_path: Path) -> None:
     answers = ConversationConverter(tokenizer, EVERY)
     said = conversation("three turns")
     rows = answers.rows(said)
-    template = answers._plain
-    for answer, row in zip(said.answers, rows, strict=True):
+    template = answers._template_without_tools
+    for answer, row in zip(said.answer_indices, rows, strict=True):
         prompt = tokenizer.encode_rendered(template.render(said.messages[:answer], True))
         [(begin, end)] = row.spans
         assert row.ids[:begin] == prompt and end == len(row.ids)
@@ -256,7 +258,7 @@ def test_a_token_that_reaches_over_the_border(tmp_path: Path) -> None:
         assert trained(row) == [[*tokenizer.encode(text), tokenizer.special["<|eot_id|>"]]]
         whole = tokenizer.encode_rendered(template.render(said.messages[: answer + 1]))
         assert whole[:begin] != prompt
-    assert answers.counts["parted"] == 3
+    assert answers.counts["split"] == 3
 
 
 TEXTS = st.text(alphabet="ab \n<|>im_endü[/]", min_size=1, max_size=12).filter(
@@ -274,7 +276,7 @@ def test_prompt_and_what_is_trained_are_the_row(name: str, tmp_path: Path) -> No
     tokenizer = merging(tmp_path, name)
     template = tokenizer.config.template
     assert template is not None
-    tokenizer.config = tokenizer.config._replace(template=template.on(TEMPLATE_DATE))
+    tokenizer.config = tokenizer.config._replace(template=template.with_date(TEMPLATE_DATE))
     answers = ConversationConverter(tokenizer, EVERY)
 
     @settings(
@@ -284,7 +286,7 @@ def test_prompt_and_what_is_trained_are_the_row(name: str, tmp_path: Path) -> No
     def holds(parts: list[str], typed: str) -> None:
         chat = Conversation(said(parts[0] + typed, *parts[1:]), None, 0)
         rows = answers.rows(chat)
-        places = iter(chat.answers)
+        places = iter(chat.answer_indices)
         for row in rows:
             for begin, end in row.spans:
                 assert row.ids[:begin] == chat_ids(tokenizer, chat.messages[: next(places)], True)
@@ -335,7 +337,7 @@ def test_turns_at_the_front_are_left_out_until_a_row_fits(tmp_path: Path, name: 
     system = [{"role": "system", "content": "Be brief."}]
     chat = [*system, *said(*[f"{'what ' * (turn % 3 + 1)}{turn}" for turn in range(12)])]
     longest = 100
-    answers = ConversationConverter(tokenizer, EVERY._replace(longest=longest))
+    answers = ConversationConverter(tokenizer, EVERY._replace(max_inputs=longest))
     rows = answers.rows(Conversation(chat, None, 0))
     assert sum(len(row.spans) for row in rows) == 6 and all(
         len(row.ids) - 1 <= longest for row in rows
@@ -359,20 +361,22 @@ def test_turns_at_the_front_are_left_out_until_a_row_fits(tmp_path: Path, name: 
         match=r"messages\[\d+\], an answer, with all .* \d+ tokens, more than.*data.too_long=truncate",
     ):
         rows_of(
-            tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=longest, truncate=False)
+            tokenizer,
+            Conversation(chat, None, 0),
+            EVERY._replace(max_inputs=longest, truncate=False),
         )
     with pytest.raises(
         Unusable,
         match=r"messages\[2\], an answer, with the least .* takes \d+ tokens, more .* raise it$",
     ):
-        rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=9))
+        rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(max_inputs=9))
 
 
 def test_a_greeting_before_the_first_question_is_left_out_as_any_turn_is(tmp_path: Path) -> None:
     tokenizer = speaking(tmp_path, "chatml")
     chat = [{"role": "assistant", "content": "Ask me. "}, *said("why", "so", "when", "then")]
     least = chat_ids(tokenizer, chat[1:])[:-1]  # without the line feed after the last answer
-    answers = ConversationConverter(tokenizer, EVERY._replace(longest=len(least) - 1))
+    answers = ConversationConverter(tokenizer, EVERY._replace(max_inputs=len(least) - 1))
     first, last = answers.rows(Conversation(chat, None, 0))
     assert first.ids == chat_ids(tokenizer, chat[:3])[:-1] and last.ids == least
     assert [len(row.spans) for row in (first, last)] == [2, 1] and answers.counts["truncated"] == 1
@@ -384,7 +388,7 @@ def test_a_call_stays_with_its_question(tmp_path: Path) -> None:
     """
     tokenizer = speaking(tmp_path, "qwen2.5")
     chat = [*said("a" * 40, "b" * 40), *CHATS["two rounds of tools"]]
-    rows = rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=295))
+    rows = rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(max_inputs=295))
     begun = [tokenizer.decode(row.ids).split("user\n")[1][:9] for row in rows]
     assert begun == ["a" * 9, "1 + 2 + 3", "thanks\nas"]
 
@@ -439,7 +443,7 @@ def test_the_templates_own_tags_are_compared(tmp_path: Path) -> None:
     answers.rows(conversation("a system's"))
     assert (
         answers.counts["untagged"] == 2
-        and answers.untagged == "trained 'so<|im_end|>', tagged 'so'"
+        and answers.first_untagged == "trained 'so<|im_end|>', tagged 'so'"
     )
     assert answers.notes({}, "")[0].startswith(
         "the template's own generation tags differ in 2 of 2 answers; the first"
@@ -481,7 +485,7 @@ def test_the_same_words_again_are_another_answer(tmp_path: Path) -> None:
     """
     tokenizer = speaking(tmp_path, "chatml")
     chat = said(*["why so", "because"] * 6)
-    rows = rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=60))
+    rows = rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(max_inputs=60))
     assert sum(len(row.spans) for row in rows) == 6 and len(rows) > 1
     for row in rows:
         edges = [edge for span in row.spans for edge in span]

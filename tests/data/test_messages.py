@@ -13,10 +13,10 @@ import pytest
 
 from daily import nightly, pairwise
 from dialogues import TEMPLATES, call, said, speaking
-from monograph.commands.generate import prompts_of as prompts_of_file
+from monograph.commands.generate import prompts_in_file
 from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.corpus import corpus
-from monograph.data.loss_mask import Answering, ConversationConverter
+from monograph.data.loss_mask import AnswerOptions, ConversationConverter
 from monograph.data.messages import ROLES, message_of, read_messages
 from monograph.data.options import ReadingOptions
 from monograph.data.records import Unusable
@@ -96,7 +96,7 @@ FORMS = {"nulls": nulls, "OpenAI's": of_openai, "parts": parted}
 def rows_of(tokenizer: Tokenizer, record: dict[str, Any]) -> Any:
     text = conversation_text(record)
     assert isinstance(text, str), text
-    return ConversationConverter(tokenizer, Answering(True, True, 10_000)).rows(
+    return ConversationConverter(tokenizer, AnswerOptions(True, True, 10_000)).rows(
         Conversation.of_text(text)
     )
 
@@ -147,7 +147,7 @@ def rewarded(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
 
 def asked(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
     (folder / "r.jsonl").write_text(json.dumps({"messages": chat[:-1]}))
-    [found] = prompts_of_file(folder / "r.jsonl", True, Sampling(), tokenizer.vocab_size)
+    [found] = prompts_in_file(folder / "r.jsonl", True, Sampling(), tokenizer.vocab_size)
     assert not isinstance(found.prompt, str)
     return chat_ids(tokenizer, found.prompt, add_generation_prompt=True)
 
@@ -251,7 +251,7 @@ def test_an_answer_of_the_weight_0_is_context(tmp_path: Path) -> None:
         assert row.spans == (whole.spans[0], whole.spans[2])
     qwen = speaking(tmp_path / "qwen3", "qwen3")  # a row for each answer
     assert len(trained(tmp_path, qwen, weighed(0, 1, 1))) == 2
-    last = ConversationConverter(tokenizer, Answering(False, True, 10_000))
+    last = ConversationConverter(tokenizer, AnswerOptions(False, True, 10_000))
     [row] = last.rows(Conversation.of_text(str(conversation_text({"messages": weighed(1, 1, 0)}))))
     assert row.spans == whole.spans[1:2]
     shared = [
@@ -350,7 +350,7 @@ def test_calls_that_no_template_writes_are_refused_and_thoughts_are_named_in_a_n
         match="message 1 has tool_calls, which the chat template does not read: they would be",
     ):
         trained(tmp_path, tokenizer, CLEAN)
-    answers = ConversationConverter(tokenizer, Answering(True, True, 10_000))
+    answers = ConversationConverter(tokenizer, AnswerOptions(True, True, 10_000))
     chat = [{**USER, "id": 7, "name": "Ann"}, {**ANSWER, "reasoning_content": "hm"}]
     answers.rows(Conversation.of_text(str(conversation_text({"messages": chat}))))
     [note] = answers.notes({}, "")
@@ -408,7 +408,7 @@ def test_arguments_as_a_text_of_json_are_written_once(tmp_path: Path, family: st
     wanted = theirs.apply_chat_template(as_text if is_kept else as_object, tokenize=False)
     written = theirs.decode(row.ids)
     assert wanted == written + "\n" and '\\\\"' not in written
-    answers = ConversationConverter(tokenizer, Answering(True, True, 10_000))
+    answers = ConversationConverter(tokenizer, AnswerOptions(True, True, 10_000))
     answers.rows(Conversation(as_text, None, 0))
     assert answers.notes({}, "") == (
         ()
@@ -421,7 +421,7 @@ def test_arguments_as_a_text_of_json_are_written_once(tmp_path: Path, family: st
     not_json[1]["tool_calls"][0]["function"]["arguments"] = "{not JSON"
     if family != "items":  # it refuses a text
         assert "{not JSON" in theirs.decode(trained(tmp_path, tokenizer, not_json)[0].ids)
-        answers = ConversationConverter(tokenizer, Answering(True, True, 10_000))
+        answers = ConversationConverter(tokenizer, AnswerOptions(True, True, 10_000))
         answers.rows(Conversation(not_json, None, 0))
         assert is_kept or "not a JSON object" in " ".join(answers.notes({}, ""))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from monograph.data.documents import BUCKETS, split
-from monograph.data.sources import find, near_duplicates
+from monograph.data.sources import find_sources, near_duplicates
 
 LINES = [f"    result_{i} = compute_something_long({i}, {i * i})" for i in range(100)]
 
@@ -37,7 +37,7 @@ def test_a_share_of_long_lines_makes_near_copies_and_short_lines_do_not(tmp_path
 
 
 def test_held_out_packages_of_the_standard_library_have_no_twin(tmp_path):
-    files = find("stdlib", tmp_path).files
+    files = find_sources("stdlib", tmp_path).files
     cuts = split(files, np.zeros(BUCKETS, dtype=np.int64), 0.05).cuts
     held = [file for file, cut in zip(files, cuts, strict=True) if cut < file.size]
     assert any(file.has_near_copies for file in files) and not any(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clocks import least_s
-from monograph.data.rows import RowShare, rows_at, share, shares_at
+from monograph.data.rows import RowShare, rows_at, share, weighted_rows_at
 
 SEEDS = st.integers(-(2**70), 2**70)
 
@@ -40,7 +40,7 @@ SHARES = st.lists(st.builds(share, st.integers(1, 40), WEIGHTS), min_size=1, max
 @given(shares=SHARES, seed=SEEDS, epochs=st.integers(1, 9))
 def test_every_row_is_seen_as_often_as_its_share_says(shares, seed, epochs):
     visits = sum(each.visits for each in shares)
-    order = shares_at(0, epochs * visits, shares, seed)
+    order = weighted_rows_at(0, epochs * visits, shares, seed)
     borders = np.cumsum([0, *(each.rows for each in shares)])
     for each, first, end in zip(shares, borders, borders[1:], strict=False):
         mine = (first <= order) & (order < end)
@@ -61,10 +61,11 @@ def test_every_row_is_seen_as_often_as_its_share_says(shares, seed, epochs):
     counts=st.lists(st.integers(0, 40), max_size=5),
 )
 def test_shares_do_not_depend_on_how_they_are_asked_for(shares, seed, start, counts):
-    whole = shares_at(start, sum(counts), shares, seed)
+    whole = weighted_rows_at(start, sum(counts), shares, seed)
     starts = itertools.accumulate(counts, initial=start)
     parts = [
-        shares_at(place, count, shares, seed) for place, count in zip(starts, counts, strict=False)
+        weighted_rows_at(place, count, shares, seed)
+        for place, count in zip(starts, counts, strict=False)
     ]
     assert whole.tolist() == [row for part in parts for row in part]
 
@@ -72,14 +73,14 @@ def test_shares_do_not_depend_on_how_they_are_asked_for(shares, seed, start, cou
 @given(rows=st.integers(1, 3000), seed=SEEDS, start=st.integers(0, 10**6))
 def test_without_weights_the_order_is_the_rows_own(rows, seed, start):
     assert (
-        shares_at(start, 50, [share(rows, 1.0)], seed).tolist()
+        weighted_rows_at(start, 50, [share(rows, 1.0)], seed).tolist()
         == rows_at(start, 50, rows, seed).tolist()
     )
 
 
 def test_half_of_the_rows_is_another_half_in_another_order():
     shares = [share(1000, 0.5), share(300, 1.0)]
-    first, second, third = shares_at(0, 2400, shares, 3).reshape(3, 800)
+    first, second, third = weighted_rows_at(0, 2400, shares, 3).reshape(3, 800)
     halves = [set(epoch[epoch < 1000].tolist()) for epoch in (first, second, third)]
     assert halves[0] | halves[1] == set(range(1000)) and not halves[0] & halves[1]
     # Chance takes 250 rows of the first half again; four standard deviations are 45.
@@ -89,7 +90,12 @@ def test_half_of_the_rows_is_another_half_in_another_order():
 
 
 def test_a_share_without_rows_is_never_visited():
-    assert sorted(shares_at(0, 4, [share(0, 2), share(2, 2), share(0, 0.5)], 0)) == [0, 0, 1, 1]
+    assert sorted(weighted_rows_at(0, 4, [share(0, 2), share(2, 2), share(0, 0.5)], 0)) == [
+        0,
+        0,
+        1,
+        1,
+    ]
 
 
 def chi_square(counts: np.ndarray) -> float:
@@ -132,7 +138,7 @@ def test_the_order_is_part_of_the_checkpoint_format():
     assert rows_at(5, 8, 7, seed=42).tolist() == GOLDEN
     assert rows_at(10**12, 2, 10**9, seed=-1).tolist() == GOLDEN_LARGE
     assert (
-        shares_at(30, 8, [RowShare(7, 3), RowShare(4, 8), RowShare(5, 5)], seed=42).tolist()
+        weighted_rows_at(30, 8, [RowShare(7, 3), RowShare(4, 8), RowShare(5, 5)], seed=42).tolist()
         == GOLDEN_SHARES
     )
 

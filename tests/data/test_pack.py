@@ -51,8 +51,8 @@ def test_every_token_but_the_first_is_a_target_once(packed, documents, length, b
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pack, "BLOCK_PIECES", block)  # a plan of more pieces lies in files
         plan = plan_rows(starts, length, packed, parts)
-    assert sum(plan.rows) == len(plan.offsets) - 1
-    first, second = np.split(plan.starts, [plan.offsets[plan.rows[0]]])
+    assert sum(plan.part_rows) == len(plan.offsets) - 1
+    first, second = np.split(plan.starts, [plan.offsets[plan.part_rows[0]]])
     assert (first < starts[parts[0]]).all() and (second >= starts[parts[0]]).all()
     inputs = [
         start + i
@@ -68,7 +68,7 @@ def test_every_token_but_the_first_is_a_target_once(packed, documents, length, b
     assert all(0 < size <= length for size in sizes)
     if not packed:
         assert (np.diff(plan.offsets) == 1).all()
-    assert plan.filled == pytest.approx(sum(sizes) / (len(sizes) * length) if sizes else 0)
+    assert plan.filled_share == pytest.approx(sum(sizes) / (len(sizes) * length) if sizes else 0)
 
 
 def test_a_million_pieces_take_seconds_and_leave_no_room():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from monograph.data import reading
-from monograph.data.reading import cut_for_tokens, cut_position, parts_of, read_text
+from monograph.data.reading import cut_for_tokens, cut_position, read_text, text_parts
 from monograph.errors import InputRefused
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
 
@@ -62,7 +62,7 @@ def test_the_parts_are_the_text(tmp_path_factory, whole, block, part, more):
         parts = list(read_text(path, 0, len(data)))
         # Blocks do not show: a record, whose text comes whole, is cut where the same text in a file
         # is.
-        assert [part for part, _ in parts] == list(parts_of(whole))
+        assert [part for part, _ in parts] == list(text_parts(whole))
     assert "".join(part for part, _ in parts).encode() == data
     assert all(0 < len(part_text) <= part + more for part_text, _ in parts)
     assert [done for _, done in parts] == sorted(done for _, done in parts) and (

@@ -19,9 +19,9 @@ from clocks import least_s
 from data import bombs
 from monograph.data import reading, records, tables
 from monograph.data.corpus import corpus
-from monograph.data.documents import Documents, Reading
-from monograph.data.records import json_lines
-from monograph.data.sources import find
+from monograph.data.documents import Documents, ReadingPlan
+from monograph.data.records import json_texts
+from monograph.data.sources import find_sources
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
@@ -77,7 +77,7 @@ def sources(tmp_path):
 
 def read(path, skip=False, key="text"):
     """[(record, text)] and the survey."""
-    documents = Documents(find(path, path.parent).files, Reading(key, skip), 0.0)
+    documents = Documents(find_sources(path, path.parent).files, ReadingPlan(key, skip), 0.0)
     return [(d.record, "".join(part for part, _ in d.parts)) for d in documents], documents.survey
 
 
@@ -149,7 +149,7 @@ def test_the_split_follows_the_text_and_nothing_else(sources):
 )
 def test_a_bad_line_is_refused_by_its_place_or_skipped(tmp_path, monkeypatch, line, reason, said):
     if reason == "too long":
-        monkeypatch.setattr(records, "LONGEST_BYTES", 4096)
+        monkeypatch.setattr(records, "MAX_RECORD_BYTES", 4096)
         monkeypatch.setattr(records, "_TOO_LONG", records.Fault("too long", "is longer than 0 MiB"))
     path = tmp_path / "a.jsonl"
     path.write_bytes(
@@ -194,7 +194,7 @@ def test_a_line_may_end_anywhere_in_a_block(tmp_path, monkeypatch):
     path.write_bytes(LINES)
     for size in (1, 7, 64, 1000):
         monkeypatch.setattr(reading, "BLOCK_BYTES", size)
-        assert list(json_lines(path, "text")) == list(enumerate(TEXTS, 1))
+        assert list(json_texts(path, "text")) == list(enumerate(TEXTS, 1))
 
 
 def test_skipped_records_are_in_the_stats_and_said_whenever_the_corpus_is_opened(sources):
@@ -251,7 +251,7 @@ def test_a_damaged_file_is_refused_or_skipped_whole(sources, name, harm, said):
     # The other file of a corpus is whole, and stays.
     (sources / "other.jsonl").write_bytes(LINES)
     documents = Documents(
-        find([path, sources / "other.jsonl"], sources).files, Reading("text", True), 0.0
+        find_sources([path, sources / "other.jsonl"], sources).files, ReadingPlan("text", True), 0.0
     )
     assert len(list(documents)) == 200
 
@@ -439,8 +439,8 @@ def test_rows_that_show_one_text_are_counted_as_many(tmp_path, monkeypatch, nest
     with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("text", column.type)])) as writer:
         writer.write_table(pa.table({"text": column}))
     assert len(list(tables.table_objects(tmp_path / "a.arrow", ["text"]))) == (1 if nested else 64)
-    monkeypatch.setattr(reading, "LEAST_UNPACKED_BYTES", 1 << 20)
-    monkeypatch.setattr(reading, "MOST_UNPACKED", 2)
+    monkeypatch.setattr(reading, "BOMB_MIN_BYTES", 1 << 20)
+    monkeypatch.setattr(reading, "BOMB_MIN_RATIO", 2)
     with pytest.raises(InputRefused, match="compression bomb"):
         list(tables.table_objects(tmp_path / "a.arrow", ["text"]))
 
@@ -450,12 +450,14 @@ def test_a_bomb_is_refused_whatever_it_is_packed_with(tmp_path, monkeypatch, kin
     def everything(mebibytes):
         path = bombs.made(kind, mebibytes, tmp_path)
         return list(
-            reading.read_blocks(path) if kind.startswith("txt") else tables.table_rows(path, "text")
+            reading.decompressed_blocks(path)
+            if kind.startswith("txt")
+            else tables.table_texts(path, "text")
         )
 
     assert len(everything(3)) == 3
-    monkeypatch.setattr(reading, "LEAST_UNPACKED_BYTES", 1 << 20)
-    monkeypatch.setattr(reading, "MOST_UNPACKED", 2)
+    monkeypatch.setattr(reading, "BOMB_MIN_BYTES", 1 << 20)
+    monkeypatch.setattr(reading, "BOMB_MIN_RATIO", 2)
     with pytest.raises(
         InputRefused, match=r"compression bomb: [0-9,]+ bytes become .* unpack it and give that"
     ):
@@ -467,7 +469,7 @@ def test_a_packed_batch_is_measured_before_it_is_unpacked(tmp_path, monkeypatch,
     monkeypatch.setattr(tables, "_MAX_BATCH_BYTES", 1 << 19)
     monkeypatch.setattr(pa.ipc, "open_stream", None)
     with pytest.raises(InputRefused, match="has a batch that becomes 1,048,[0-9]+ bytes"):
-        list(tables.table_rows(bombs.made(kind, 3, tmp_path), "text"))
+        list(tables.table_texts(bombs.made(kind, 3, tmp_path), "text"))
 
 
 def test_compressed_bombs_stay_in_bounded_memory(python, tmp_path):
@@ -485,9 +487,9 @@ def test_compressed_bombs_stay_in_bounded_memory(python, tmp_path):
     script = """
 import sys
 from pathlib import Path
-from monograph.data.records import json_lines
+from monograph.data.records import json_texts
 for name in sys.argv[1:]:
-    count = sum(1 for _ in json_lines(Path(name), "text"))
+    count = sum(1 for _ in json_texts(Path(name), "text"))
 status = dict(line.split(":") for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(count, int(status["VmHWM"].split()[0]) // 1024)
 """
@@ -519,7 +521,7 @@ def test_saved_datasets(sources, tmp_path):
     mixed = tmp_path / "mixed"
     saved(mixed / "deeper", TEXTS)
     (mixed / "a.txt").write_text("a text")
-    files = find(mixed, tmp_path).files
+    files = find_sources(mixed, tmp_path).files
     assert [file.name for file in files] == [
         "mixed/a.txt", "mixed/deeper/data-00000-of-00002.arrow", "mixed/deeper/data-00001-of-00002.arrow"
     ]  # fmt: skip
@@ -534,7 +536,7 @@ def test_saved_datasets(sources, tmp_path):
     ):
         state.write_text(content)
         with pytest.raises(InputRefused, match=said):
-            find(sources / "saved", tmp_path)
+            find_sources(sources / "saved", tmp_path)
 
 
 def test_the_hub_is_asked_only_for_a_hub_id_and_its_faults_are_one_line(
@@ -544,7 +546,7 @@ def test_the_hub_is_asked_only_for_a_hub_id_and_its_faults_are_one_line(
     with pytest.raises(
         InputRefused, match=r"hf://owner/name: reading it needs datasets, .* install 'datasets>="
     ):
-        find("hf://owner/name", tmp_path)
+        find_sources("hf://owner/name", tmp_path)
     asked = []
 
     def load_dataset(name, configuration, split):
@@ -555,7 +557,7 @@ def test_the_hub_is_asked_only_for_a_hub_id_and_its_faults_are_one_line(
         return types.SimpleNamespace(cache_files=[{"filename": str(file)} for file in files])
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    found = find(["hf://owner/name", "hf://owner/name/plain"], tmp_path, weights=[2, 2])
+    found = find_sources(["hf://owner/name", "hf://owner/name/plain"], tmp_path, weights=[2, 2])
     assert asked == [("owner/name", None, "train"), ("owner/name", "plain", "train")]
     assert [(file.name, file.weight) for file in found.files] == [
         ("hf://owner/name/data-00000-of-00002.arrow", 2.0), ("hf://owner/name/data-00001-of-00002.arrow", 2.0)
@@ -564,7 +566,7 @@ def test_the_hub_is_asked_only_for_a_hub_id_and_its_faults_are_one_line(
         InputRefused,
         match=r"hf://owner/gone: cannot be fetched: Couldn't reach the hub; try again, or save",
     ):
-        find("hf://owner/gone", tmp_path)
+        find_sources("hf://owner/gone", tmp_path)
 
 
 def test_a_key_twice_is_found_in_one_pass():

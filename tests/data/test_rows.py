@@ -28,7 +28,7 @@ def test_every_token_but_bos_is_a_target_once(small, packing, side, length):
         for begin in range(piece.begin, piece.begin + piece.length)
     )
     assert max(covered.values()) == 1 and len(covered) == rows.tokens
-    assert rows.filled == pytest.approx(rows.tokens / (len(rows) * length))
+    assert rows.filled_share == pytest.approx(rows.tokens / (len(rows) * length))
 
 
 def test_segments_and_positions_describe_the_pieces(small):
@@ -46,7 +46,7 @@ def test_segments_and_positions_describe_the_pieces(small):
             assert (row["tokens"][place][1:] == row["targets"][place][:-1]).all()
             assert (row["tokens"][column] == tokenizer.bos_id) == (piece.begin == 0)
             assert (row["targets"][place][-1] == tokenizer.eos_id) == (
-                piece.begin + piece.length == piece.tokens - 1
+                piece.begin + piece.length == piece.document_tokens - 1
             )
             column += piece.length
         assert (row["segments"][column:] == 0).all() and (row["positions"][column:] == 0).all()
@@ -104,5 +104,11 @@ def test_the_text_comes_back(small, texts):
 
 def test_nothing_held_out_is_no_rows(small):
     held = small(held_out=0).held_out
-    assert (len(held), held.tokens, held.bytes, held.documents, held.filled) == (0, 0, 0, 0, 0)
-    assert list(held.texts()) == [] and list(held.in_order(4)) == []
+    assert (len(held), held.tokens, held.bytes, held.documents, held.filled_share) == (
+        0,
+        0,
+        0,
+        0,
+        0,
+    )
+    assert list(held.texts()) == [] and list(held.batches_in_order(4)) == []

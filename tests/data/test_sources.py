@@ -17,7 +17,7 @@ import pytest
 from modes import binding_modes
 from monograph.data import sources
 from monograph.data.corpus import corpus
-from monograph.data.sources import find
+from monograph.data.sources import find_sources
 from monograph.errors import InputRefused, Unreadable, UsageError
 from monograph.storage import writing
 
@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 
 def test_a_folder_is_searched_in_a_fixed_order(folder, tmp_path):
-    assert names(find(folder, tmp_path)) == [
+    assert names(find_sources(folder, tmp_path)) == [
         f"my texts/{name}" for name in ("a.md", "b.txt", "deep/c", "deep/er/ä d.txt")
     ]
 
@@ -50,7 +50,7 @@ def test_what_cannot_be_text_is_passed_over_and_counted(folder, tmp_path):
     os.mkfifo(folder / "pipe")
     os.link(folder / "a.md", folder / "hard link.md")
     (folder / "same.md").symlink_to(folder / "a.md")
-    found = find(folder, tmp_path)
+    found = find_sources(folder, tmp_path)
     assert names(found) == [
         f"my texts/{name}"
         for name in ("a.md", "b.txt", "deep/c", "deep/er/ä d.txt", "hard link.md")
@@ -68,34 +68,34 @@ def test_what_cannot_be_text_is_passed_over_and_counted(folder, tmp_path):
 
 
 def test_links_in_a_circle_end(folder, tmp_path):
-    before = names(find(folder, tmp_path))
+    before = names(find_sources(folder, tmp_path))
     (folder / "deep" / "loop").symlink_to(folder)
     (folder / "deep" / "er" / "loop").symlink_to(folder / "deep")
     (folder / "self").symlink_to(folder / "self")
-    found = find(folder, tmp_path)
+    found = find_sources(folder, tmp_path)
     assert names(found) == before and found.skipped == (
         (str(folder / "self"), "not a regular file"),
     )
 
 
 def test_patterns_lists_and_files(folder, tmp_path):
-    assert names(find(f"{folder}/*.txt", tmp_path)) == ["b.txt"]
-    assert names(find(f"{folder}/**/*.txt", tmp_path)) == ["b.txt", "deep/er/ä d.txt"]
-    assert names(find(f"{folder}/d*", tmp_path)) == ["deep/c", "deep/er/ä d.txt"]
-    assert names(find([folder / "b.txt", folder / "deep", folder / "b.txt"], tmp_path)) == [
+    assert names(find_sources(f"{folder}/*.txt", tmp_path)) == ["b.txt"]
+    assert names(find_sources(f"{folder}/**/*.txt", tmp_path)) == ["b.txt", "deep/er/ä d.txt"]
+    assert names(find_sources(f"{folder}/d*", tmp_path)) == ["deep/c", "deep/er/ä d.txt"]
+    assert names(find_sources([folder / "b.txt", folder / "deep", folder / "b.txt"], tmp_path)) == [
         "b.txt", "deep/c", "deep/er/ä d.txt"
     ]  # fmt: skip
 
 
 def test_the_hash_follows_the_text_and_not_the_place(folder, tmp_path):
-    first = find(folder, tmp_path).sha256
+    first = find_sources(folder, tmp_path).sha256
     moved = tmp_path / "elsewhere" / "my texts"
     shutil.copytree(folder, moved)
-    assert find(moved, tmp_path).sha256 == first
+    assert find_sources(moved, tmp_path).sha256 == first
     (moved / "b.txt").write_text("other text")
-    second = find(moved, tmp_path).sha256
+    second = find_sources(moved, tmp_path).sha256
     (moved / "b.txt").rename(moved / "z.txt")
-    assert len({first, second, find(moved, tmp_path).sha256}) == 3
+    assert len({first, second, find_sources(moved, tmp_path).sha256}) == 3
 
 
 @pytest.mark.parametrize(
@@ -121,21 +121,21 @@ def test_a_bad_source_is_refused_by_name(tmp_path, make, source, message):
     if make is not None:
         (tmp_path / source).write_text(make)
     with pytest.raises(InputRefused, match=message):
-        find(str(tmp_path / source), tmp_path)
+        find_sources(str(tmp_path / source), tmp_path)
 
 
 def test_a_folder_without_text_or_with_archives_is_refused(tmp_path):
     (tmp_path / "data").mkdir()
     with pytest.raises(InputRefused, match="no text in it"):
-        find(tmp_path / "data", tmp_path)
+        find_sources(tmp_path / "data", tmp_path)
     (tmp_path / "data" / "b.bin").write_bytes(b"\0")
     with pytest.raises(InputRefused, match="b.bin: .bin files are not read"):
-        find(tmp_path / "data", tmp_path)
+        find_sources(tmp_path / "data", tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputRefused, match="pipe: not a regular file"):
-        find(tmp_path / "pipe", tmp_path)
+        find_sources(tmp_path / "pipe", tmp_path)
     with pytest.raises(UsageError, match="empty list"):
-        find([], tmp_path)
+        find_sources([], tmp_path)
 
 
 def test_an_unreadable_file_is_refused_by_name(folder, tmp_path):
@@ -144,27 +144,27 @@ def test_an_unreadable_file_is_refused_by_name(folder, tmp_path):
         binding_modes(),
         pytest.raises(Unreadable, match="b.txt: cannot be read: Permission denied; check its perm"),
     ):
-        find(folder, tmp_path)
+        find_sources(folder, tmp_path)
 
 
 def test_standard_input(tmp_path, monkeypatch):
     stdin = io.TextIOWrapper(io.BytesIO("from a pipe ü".encode()))
     monkeypatch.setattr(sys, "stdin", stdin)
-    found = find("-", tmp_path)
+    found = find_sources("-", tmp_path)
     assert (
         names(found) == ["stdin"]
         and found.files[0].path.read_text(encoding="utf-8") == "from a pipe ü"
     )
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
     with pytest.raises(InputRefused, match="standard input: empty"):
-        find("-", tmp_path)
+        find_sources("-", tmp_path)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     with pytest.raises(UsageError, match="terminal"):
-        find("-", tmp_path)
+        find_sources("-", tmp_path)
 
 
 def test_the_standard_library_is_its_modules_without_tests_and_tables(tmp_path):
-    found = find("stdlib", tmp_path)
+    found = find_sources("stdlib", tmp_path)
     assert {"os.py", "asyncio/base_events.py", "json/decoder.py"} <= set(names(found))
     assert 5e6 < found.bytes < 2e7 and all(name.endswith(".py") for name in names(found))
     unwanted = {
@@ -195,7 +195,7 @@ def endless(monkeypatch, block, then=None):
 
 
 def test_a_pipe_without_an_end_is_refused_at_a_bound_that_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MOST_STDIN_BYTES", 1 << 16)
+    monkeypatch.setattr(sources, "MAX_STDIN_BYTES", 1 << 16)
     endless(
         monkeypatch, b"again and again\n" * 4096, then=lambda: pytest.fail("read beyond the bound")
     )
@@ -203,10 +203,10 @@ def test_a_pipe_without_an_end_is_refused_at_a_bound_that_is_said(tmp_path, monk
         InputRefused,
         match=r"standard input: has more than 6.1e-05 GiB .* write it to a file and give",
     ):
-        find("-", tmp_path)
+        find_sources("-", tmp_path)
     endless(monkeypatch, bytes(1 << 20), then=lambda: pytest.fail("what is no text was kept"))
     with pytest.raises(InputRefused, match="standard input: has NUL bytes"):
-        find("-", tmp_path)
+        find_sources("-", tmp_path)
     assert (tmp_path / "stdin").stat().st_size <= 1 << 16
 
 
@@ -216,7 +216,7 @@ def test_half_of_the_disk_is_the_most_that_a_pipe_may_fill(tmp_path, monkeypatch
         monkeypatch, b"again and again\n" * 4096, then=lambda: pytest.fail("read beyond the bound")
     )
     with pytest.raises(InputRefused, match="half of what is free in"):
-        find("-", tmp_path)
+        find_sources("-", tmp_path)
 
 
 def test_what_a_killed_process_left_is_gone_after_the_next_and_a_living_ones_stays(
@@ -261,15 +261,15 @@ def test_records_in_other_forms_are_not_learned_as_text(folder, tmp_path, name, 
     data = text.encode()
     (other / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     with pytest.raises(InputRefused, match=r"call it \.txt if its text is meant") as raised:
-        find(other / name, tmp_path)
+        find_sources(other / name, tmp_path)
     assert str(raised.value).startswith(f"{other / name}: a ") and ".jsonl" in str(raised.value)
     for source in (other, f"{other}/*"):
         with pytest.raises(InputRefused, match=rf"no text in it \({reason}\)"):
-            find(source, tmp_path)
+            find_sources(source, tmp_path)
     shutil.copy(other / name, folder)
-    assert [reason for _, reason in find(folder, tmp_path).skipped] == [reason]
+    assert [reason for _, reason in find_sources(folder, tmp_path).skipped] == [reason]
     (other / "same.txt").write_bytes(data)
-    assert names(find(other, tmp_path)) == ["records/same.txt"]
+    assert names(find_sources(other, tmp_path)) == ["records/same.txt"]
 
 
 def test_json_that_is_no_array_of_records_is_text(tmp_path):
@@ -279,4 +279,4 @@ def test_json_that_is_no_array_of_records_is_text(tmp_path):
         "names.json": '["a"]',
     }.items():
         (tmp_path / name).write_text(text)
-        assert names(find(tmp_path / name, tmp_path)) == [name]
+        assert names(find_sources(tmp_path / name, tmp_path)) == [name]

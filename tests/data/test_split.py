@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from monograph.data.documents import BUCKETS, check_fraction, split
+from monograph.data.documents import BUCKETS, check_held_out, split
 from monograph.data.sources import SourceFile
 from monograph.errors import UsageError
 
@@ -82,11 +82,11 @@ def test_nothing_and_too_much():
     files = source_files([(0, 10), (1, 10)])
     assert (
         split(files, NO_RECORDS, 0).cuts == (10, 10)
-        and not split(files, NO_RECORDS, 0).buckets.any()
+        and not split(files, NO_RECORDS, 0).held_out_buckets.any()
     )
     for fraction in (-0.1, 0.51, float("nan")):
         with pytest.raises(UsageError, match="data.held_out"):
-            check_fraction(fraction)
+            check_held_out(fraction)
 
 
 def test_a_single_file_loses_its_end_at_a_line(tmp_path):
@@ -107,11 +107,11 @@ def test_records_are_held_out_by_bucket_and_the_share_is_near(buckets, fraction)
     sizes = np.zeros(BUCKETS, dtype=np.int64)
     sizes[list(buckets)] = list(buckets.values())
     done = split([], sizes, fraction)
-    held, budget = int(sizes[done.buckets].sum()), int(fraction * sizes.sum())
+    held, budget = int(sizes[done.held_out_buckets].sum()), int(fraction * sizes.sum())
     assert held < sizes.sum() or not buckets
     if done.notes:
         # Less than half, because every bucket that is left is larger; or more, because all are.
-        left = sizes[~done.buckets & (sizes > 0)]
+        left = sizes[~done.held_out_buckets & (sizes > 0)]
         assert (0 < 2 * held < budget < left.min()) or held == min(buckets.values()) > budget
         assert "too few records" in done.notes[0]
     elif len(buckets) > 1:

@@ -16,8 +16,8 @@ import pytest
 
 from faults.harness import FaultServer, unavailable
 from monograph.data import shards, store
-from monograph.data.documents import Reading
-from monograph.data.sources import find
+from monograph.data.documents import ReadingPlan
+from monograph.data.sources import find_sources
 from monograph.data.store import CorpusRequest, open_or_build
 from monograph.errors import DiskFull, InputRefused, Unreadable
 from monograph.storage import reading
@@ -25,9 +25,9 @@ from monograph.text.tokenizer import Tokenizer
 
 
 def request_for(folder, tokenizer=None, held_out=0.1):
-    found = find(folder, folder)
+    found = find_sources(folder, folder)
     return CorpusRequest(
-        found, held_out, tokenizer or Tokenizer.bytes(), Reading("text", skip_bad=False)
+        found, held_out, tokenizer or Tokenizer.bytes(), ReadingPlan("text", skip_bad=False)
     )
 
 

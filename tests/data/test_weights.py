@@ -12,11 +12,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from monograph.config.sources import classify, weighted
+from monograph.config.sources import classify, path_and_weight
 from monograph.data import store
 from monograph.data.batches import Batches
 from monograph.data.corpus import corpus
-from monograph.data.sources import find
+from monograph.data.sources import find_sources
 from monograph.errors import InputRefused, UsageError
 
 
@@ -52,13 +52,13 @@ def mixed(texts, tmp_path):
     ],
 )
 def test_how_a_weight_is_written(item, place, weight):
-    assert weighted(item) == (place, weight)
+    assert path_and_weight(item) == (place, weight)
 
 
 def test_a_file_of_the_whole_name_wins(tmp_path):
     (tmp_path / "a@2").write_text("named so")
-    assert weighted(str(tmp_path / "a@2")) == (str(tmp_path / "a@2"), 1.0)
-    assert weighted(str(tmp_path / "a@2@3")) == (str(tmp_path / "a@2"), 3.0)
+    assert path_and_weight(str(tmp_path / "a@2")) == (str(tmp_path / "a@2"), 1.0)
+    assert path_and_weight(str(tmp_path / "a@2@3")) == (str(tmp_path / "a@2"), 3.0)
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "1001", "0.0001", "1e9"])
@@ -66,7 +66,7 @@ def test_a_weight_out_of_range_is_refused(weight):
     with pytest.raises(
         UsageError, match=f"a.txt@{weight}: a weight is how often .*from 0.001 to 1000"
     ):
-        weighted(f"a.txt@{weight}")
+        path_and_weight(f"a.txt@{weight}")
 
 
 def test_the_command_line_takes_weights(tmp_path, monkeypatch):
@@ -89,9 +89,10 @@ def test_two_weights_for_one_file_are_refused(texts, tmp_path):
     with pytest.raises(
         UsageError, match=r"001.txt has the weights 2 and 1; leave it out at one place"
     ):
-        find([texts, texts / "001.txt"], tmp_path, weights=[2, 1])
+        find_sources([texts, texts / "001.txt"], tmp_path, weights=[2, 1])
     assert {
-        file.weight for file in find([texts, texts / "001.txt"], tmp_path, weights=[2, 2]).files
+        file.weight
+        for file in find_sources([texts, texts / "001.txt"], tmp_path, weights=[2, 2]).files
     } == {2.0}
 
 
@@ -99,10 +100,10 @@ def test_there_are_as_many_weights_as_sources_and_each_is_in_range(texts, tmp_pa
     with pytest.raises(
         UsageError, match="data.weights has 1 numbers and data.source 2: give one for each"
     ):
-        find([texts, texts / "001.txt"], tmp_path, weights=[2])
+        find_sources([texts, texts / "001.txt"], tmp_path, weights=[2])
     for weight in (0, -1, 1001, 1e-4, float("nan")):
         with pytest.raises(UsageError, match="data.weights: .* is not from 0.001 to 1000"):
-            find(texts, tmp_path, weights=[weight])
+            find_sources(texts, tmp_path, weights=[weight])
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])

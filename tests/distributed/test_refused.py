@@ -13,11 +13,11 @@ from torch import nn
 
 from batches import ragged, tiny_llama
 from four_bits import FOUR_BITS
-from monograph.distributed.by_rank import seed
+from monograph.distributed.by_rank import seed_micro_batch
 from monograph.distributed.engine import Replicated, streamed_replica
-from monograph.distributed.retries import BeginAgain
+from monograph.distributed.retries import RestartAll
 from monograph.distributed.rows import rows_of
-from monograph.distributed.sharded import require_rows, require_whole_elements
+from monograph.distributed.sharded import require_shardable, require_whole_elements
 from monograph.distributed.world import World
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph.precision import Precision
@@ -42,7 +42,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "gradients would be summed in the weights' dtype": {
         "optim": AdamW(state="bf16", master_weights=False)
     },
-    "halved is for precision bf16, not fp32": {"halved": True},
+    "gathers_bf16 is for precision bf16, not fp32": {"gathers_bf16": True},
     "gain has no rows": {"model": Scaled()},
 }
 
@@ -50,14 +50,14 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_what_rows_cannot_do(sentence: str) -> None:
     fields = {"optim": AdamW(), "model": tiny_llama(), "precision": Precision()} | REFUSED[sentence]
-    halved = bool(fields.pop("halved", False))
+    gathers_bf16 = bool(fields.pop("gathers_bf16", False))
     with pytest.raises(UsageError, match=sentence):
-        require_rows(SimpleNamespace(**fields), halved)
+        require_shardable(SimpleNamespace(**fields), gathers_bf16)
 
 
 def test_a_window_whose_loss_cannot_be_filled_up_must_be_shared_out_evenly() -> None:
     engine: Any = object.__new__(Replicated)
-    engine.retries, engine._row_dim, engine._members = BeginAgain(2, TWO), 0, None
+    engine.retries, engine._row_dim, engine._members = RestartAll(2, TWO), 0, None
     engine.step = SimpleNamespace(device=torch.device("cpu"), loss=lambda model, batch: None)
     window = ragged(8)
     seven = {name: tensor[:7] for name, tensor in window.items()}
@@ -85,7 +85,7 @@ def test_ranks_that_stream_take_one_window_an_update() -> None:
 
 def test_without_a_micro_batch_the_rows_are_shared_out_evenly() -> None:
     engine: Any = object.__new__(Replicated)
-    engine.retries, engine._row_dim, engine._members = BeginAgain(None, TWO), 0, None
+    engine.retries, engine._row_dim, engine._members = RestartAll(None, TWO), 0, None
     engine.step = SimpleNamespace(device=torch.device("cpu"), loss=token_loss)
     for rows, own in ((1, 1), (2, 1), (5, 3), (8, 4)):
         assert [len(part["tokens"]) for part in engine._micro_batches(ragged(rows))] == [own]
@@ -96,7 +96,9 @@ def test_a_micro_batch_is_seeded_by_its_number_in_the_window(size: int) -> None:
     step: Any = SimpleNamespace(optim=AdamW(seed=3), index=7)
     seeds = []
     for micro_batch in range(12):
-        seed(SimpleNamespace(size=size, rank=micro_batch % size), step, micro_batch // size)  # type: ignore[arg-type]
+        seed_micro_batch(
+            SimpleNamespace(size=size, rank=micro_batch % size), step, micro_batch // size
+        )  # type: ignore[arg-type]
         seeds.append(torch.initial_seed())
     assert seeds == [hash((3, 7, micro_batch)) & LOW32 for micro_batch in range(12)]
 
@@ -109,7 +111,7 @@ def test_memory_that_ran_out_names_the_rank_and_other_errors_stay() -> None:
         (3, "let torchrun restart it .--max-restarts 3., or use a smaller"),
         (1, "use a smaller"),
     ):
-        retries = BeginAgain(rows, TWO)
+        retries = RestartAll(rows, TWO)
         said = f"^rank 1: out of memory at micro_batch = {rows}: no more; {remedy} train.micro_batch, model or"
         with pytest.raises(OutOfDeviceMemory, match=said) as raised:
             retries.fitting(

@@ -237,8 +237,8 @@ def test_who_has_nothing_to_say_waits_for_who_has(
 def test_a_rank_that_does_not_come_is_waited_for_aloud_and_not_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(world, "COMING", timedelta(seconds=1))
-    monkeypatch.setattr(world, "SAYING", timedelta(seconds=0.3))
+    monkeypatch.setattr(world, "START_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(world, "WAITING_NOTE_INTERVAL", timedelta(seconds=0.3))
     said = list[str]()
     with pytest.raises(PeerLost, match="rank 0: of 3 ranks 1, 2 did not come"):
         world.World(Place(0, 3, host="127.0.0.1", port=free_port()), said.append)

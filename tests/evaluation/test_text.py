@@ -76,7 +76,9 @@ def test_it_is_the_mean_over_rows_one_by_one(text: Corpus) -> None:
 def test_a_limit_scores_that_many_rows(text: Corpus) -> None:
     rows = text.held_out
     result = evaluate(Uniform(), rows, limit=3)
-    assert (result.tokens, result.bytes) == rows.coverage(3) and 0 < result.tokens < rows.tokens
+    assert (result.tokens, result.bytes) == rows.count_targets(
+        3
+    ) and 0 < result.tokens < rows.tokens
     assert evaluate(Uniform(), rows, limit=10**6) == evaluate(Uniform(), rows)
 
 

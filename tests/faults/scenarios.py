@@ -56,8 +56,8 @@ from monograph.session.objectives.teachers import write_teachers
 from monograph.session.record import write_config
 from monograph.session.resolve import resolve
 from monograph.stream import Placement, Streamed
-from monograph.sweeps import batch as batches
-from monograph.sweeps.batch import MemberBatch
+from monograph.sweeps import cohort as cohorts
+from monograph.sweeps.cohort import Cohort
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.spec import members_of
 from monograph.text.tokenizer import Tokenizer
@@ -150,7 +150,7 @@ def begin(folder: Path) -> None:
 
 def look_at_beginning(folder: Path) -> str:
     run = Run(folder / "run")
-    if not run.begun:
+    if not run.has_begun:
         return "former"
     assert load(run.config, {}, {}).fingerprint == SETTINGS.fingerprint
     assert json.loads(run.parent_file.read_bytes())["update"] == 7
@@ -163,7 +163,7 @@ def look_at_beginning(folder: Path) -> str:
 
 def begin_again(folder: Path) -> None:
     run = Run(folder / "run")
-    if not run.begun:
+    if not run.has_begun:
         begin(folder)
     elif not run.tokenizer.exists():
         write_tokenizer(run, Tokenizer.bytes())
@@ -191,7 +191,7 @@ def begin_student(folder: Path) -> None:
 
 def look_at_student(folder: Path) -> str:
     run = Run(folder / "distilled")
-    if not run.begun:
+    if not run.has_begun:
         return "former"
     assert load(run.config, {}, {}).fingerprint == SETTINGS.fingerprint
     assert json.loads((run.folder / TEACHERS).read_bytes())["teachers"] == [], (
@@ -201,7 +201,7 @@ def look_at_student(folder: Path) -> str:
 
 
 def begin_student_again(folder: Path) -> None:
-    if not Run(folder / "distilled").begun:
+    if not Run(folder / "distilled").has_begun:
         begin_student(folder)
     assert look_at_student(folder) == "new"
     assert {path.name for path in (folder / "distilled").iterdir()} == {
@@ -430,21 +430,21 @@ def text(scratch: Path) -> Corpus:
     )
 
 
-def batch_of(folder: Path) -> MemberBatch:
+def cohort_of(folder: Path) -> Cohort:
     these, words = members_of(load(None, MEMBER, {}), POINTS), text(folder.parent)
     for member in these:
         member.plan = resolve(member.settings, describe())
-    made = batches.with_length(
-        batches.build_models(these, words, describe()), MEMBER["train.updates"]
+    made = cohorts.with_length(
+        cohorts.build_models(these, words, describe()), MEMBER["train.updates"]
     )
     runs = [Run(folder / "sweep" / "members" / f"{member.index:03d}") for member in these]
-    return batches.begin_batch(
-        these, runs, made, words, batches.make_members_engine(made, False, torch.device("cpu"))
+    return cohorts.begin_cohort(
+        these, runs, made, words, cohorts.make_members_engine(made, False, torch.device("cpu"))
     )
 
 
-def weights(batch: MemberBatch) -> dict[str, Tensor]:
-    states = [session.engine.state().model for session in batch.sessions]
+def weights(cohort: Cohort) -> dict[str, Tensor]:
+    states = [session.engine.state().model for session in cohort.sessions]
     return {
         f"{index} {name}": each.clone()
         for index, state in enumerate(states)
@@ -452,30 +452,30 @@ def weights(batch: MemberBatch) -> dict[str, Tensor]:
     }
 
 
-def advance(batch: MemberBatch, updates: int) -> None:
-    for update in train(batch.engine, batch.windows, updates):
-        for session in batch.sessions:
+def advance(cohort: Cohort, updates: int) -> None:
+    for update in train(cohort.engine, cohort.windows, updates):
+        for session in cohort.sessions:
             session.run.log({"update": update.index + 1})
-    batch.save()
+    cohort.save()
 
 
 def begin_sweep(folder: Path) -> None:
     sweep = Sweep.create(folder / "sweep", load(None, MEMBER, {}), POINTS, None)
     with sweep.lock_members(members_of(sweep.settings, sweep.points)):
-        batch = batch_of(folder)
-        advance(batch, 2)
-        batch.close()
+        cohort = cohort_of(folder)
+        advance(cohort, 2)
+        cohort.close()
 
 
 @cache
 def expected_of_sweep(scratch: Path) -> dict[int, dict[str, Tensor]]:
     begin_sweep(scratch / "expected-sweep")
-    batch = batch_of(scratch / "expected-sweep")
-    batches.resume_batch(batch, {}, Progress())
-    expected = {2: weights(batch)}
-    advance(batch, 4)
-    batch.close()
-    return expected | {4: weights(batch)}
+    cohort = cohort_of(scratch / "expected-sweep")
+    cohorts.resume_cohort(cohort, {}, Progress())
+    expected = {2: weights(cohort)}
+    advance(cohort, 4)
+    cohort.close()
+    return expected | {4: weights(cohort)}
 
 
 def save_sweep(folder: Path) -> None:
@@ -484,10 +484,10 @@ def save_sweep(folder: Path) -> None:
     """
     sweep = Sweep.open(folder / "sweep")
     with sweep.run.lock(), sweep.lock_members(members_of(sweep.settings, sweep.points)):
-        batch = batch_of(folder)
-        batches.resume_batch(batch, {}, Progress())
-        advance(batch, 4)
-        batch.close()
+        cohort = cohort_of(folder)
+        cohorts.resume_cohort(cohort, {}, Progress())
+        advance(cohort, 4)
+        cohort.close()
         sweep.record["training_s"] = 1.0
         sweep.write()
         sweep.link_best(1)
@@ -495,13 +495,13 @@ def save_sweep(folder: Path) -> None:
 
 
 def look_at_sweep(folder: Path) -> str:
-    sweep, batch = Sweep.open(folder / "sweep"), batch_of(folder)
-    found = batches.resume_batch(batch, {}, Progress())
-    batch.close()
+    sweep, cohort = Sweep.open(folder / "sweep"), cohort_of(folder)
+    found = cohorts.resume_cohort(cohort, {}, Progress())
+    cohort.close()
     expected = expected_of_sweep(folder.parent)
     assert found in expected, "every member has checkpoints, and no update is in all of them"
-    assert not other_bits(weights(batch), expected[found])
-    for session in batch.sessions:
+    assert not other_bits(weights(cohort), expected[found])
+    for session in cohort.sessions:
         assert [row["update"] for row in session.run.rows()] == list(range(1, found + 1))
     assert found == 4 or "training_s" not in sweep.record
     return "new" if (folder / "sweep" / "sweep.csv").exists() else "former"
@@ -625,7 +625,7 @@ def look_at_run(folder: Path) -> str:
 
 
 def resume_run(folder: Path) -> None:
-    begun = Run(folder / "run").begun
+    begun = Run(folder / "run").has_begun
     with commanding(folder):
         if begun:
             go_on("run")

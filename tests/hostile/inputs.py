@@ -38,19 +38,24 @@ from monograph.automata.dfa import compile_expression
 from monograph.automata.pattern import fullmatch_expression
 from monograph.automata.schema import parse_schema, schema_expression
 from monograph.checkpointing.folder import FileEntry, Manifest
-from monograph.commands.generate import LARGEST_SCHEMA_BYTES, _read_text, prompts_of, sampling_of
+from monograph.commands.generate import (
+    LARGEST_SCHEMA_BYTES,
+    _read_text,
+    parse_sampling,
+    prompts_in_file,
+)
 from monograph.commands.plan import memory_size
 from monograph.config import load
 from monograph.config.axes import axes_of, points
 from monograph.config.keys import KEYS
-from monograph.config.sources import classify, weighted
+from monograph.config.sources import classify, path_and_weight
 from monograph.data import shards
 from monograph.data.conversations import Conversation, conversation_text
-from monograph.data.documents import Documents, Reading
-from monograph.data.reading import read_blocks
+from monograph.data.documents import Documents, ReadingPlan
+from monograph.data.reading import decompressed_blocks
 from monograph.data.records import Fault
-from monograph.data.sources import find
-from monograph.data.tables import table_rows
+from monograph.data.sources import find_sources
+from monograph.data.tables import table_texts
 from monograph.decode import Sampling
 from monograph.errors import InputRefused
 from monograph.evaluation.choices import read_questions
@@ -182,7 +187,7 @@ def command_line(draws: random.Random, folder: Path) -> None:
         load(None, fixed | {axis.key: axis.first for axis in axes}, {})
         points(axes, draws.choice([None, 3]))
     elif draws.random() < 0.5:
-        weighted(texts[0])
+        path_and_weight(texts[0])
         toml, overrides, faults = classify(texts)
         load(toml, overrides, {}, faults=faults)
     elif draws.random() < 0.5:
@@ -190,7 +195,7 @@ def command_line(draws: random.Random, folder: Path) -> None:
             draws.choice(["8", "", "-1"]) + texts[0]
         )
     else:
-        sampling_of(
+        parse_sampling(
             {"temperature": 1.0},
             [f"{draws.choice(['seed', 'min_p', 'x', 'logit_bias'])}={texts[0]}"],
         )
@@ -366,7 +371,9 @@ def shard(draws: random.Random, folder: Path) -> None:
     path.write_bytes(
         items + draws.choice([checksum, b"", draws.randbytes(draws.randrange(9)), 2 * checksum])
     )
-    shards.open_shard(path, draws.choice([shards.INDEX, shards.token_dtype(9)]), shards.seal(path))
+    shards.open_shard(
+        path, draws.choice([shards.INDEX_DTYPE, shards.token_dtype(9)]), shards.seal(path)
+    )
 
 
 def run_files(draws: random.Random, folder: Path) -> None:
@@ -392,7 +399,7 @@ def run_files(draws: random.Random, folder: Path) -> None:
             )
         )
     names: dict[str, Callable[[], object]] = {
-        "metrics.jsonl": run.rows, "run.lock": lambda: Run.located(run.folder),
+        "metrics.jsonl": run.rows, "run.lock": lambda: Run.locate(run.folder),
         "from.json": lambda: recorded_parent(run),
         "teachers.json": lambda: recorded_teachers(run, (run.folder / "teachers.json").read_bytes()),
         "sweep.json": lambda: Sweep.open(run.folder), "config.toml": lambda: load(run.config, {}, {}),
@@ -419,7 +426,9 @@ def records(draws: random.Random, folder: Path) -> None:
         as_json(draws.choice(INSTEAD)).encode("utf-8", "surrogatepass")
     ]
     path.write_bytes(b"\n".join(lines))
-    documents = Documents(find(path, folder).files, Reading("text", draws.random() < 0.7), 0.0)
+    documents = Documents(
+        find_sources(path, folder).files, ReadingPlan("text", draws.random() < 0.7), 0.0
+    )
     for each in documents:
         list(each.parts)
 
@@ -455,7 +464,7 @@ def questions(draws: random.Random, folder: Path) -> None:
     if draws.random() < 0.5:
         read_questions([str(path)])
     else:
-        list(prompts_of(path, draws.random() < 0.5, Sampling(), 300))
+        list(prompts_in_file(path, draws.random() < 0.5, Sampling(), 300))
 
 
 # ---- what is no regular file, and what is larger than it looks -----------------------------------
@@ -468,11 +477,11 @@ def given(path: Path) -> dict[str, Callable[[], object]]:
         ".toml": lambda: load(classify([str(path)]).toml, {}, {}), ".pth": lambda: torch_file.read(path, {}),
         ".py": lambda: checked_recipe(ModelRecipe(None, "nano", {}, 0), ModelSource.open(f"{path}:build")),
         ".json": lambda: Tokenizer.from_file(path),
-        ".prompts": lambda: list(prompts_of(path, chat=False)), ".ndjson": lambda: read_questions([str(path)]),
+        ".prompts": lambda: list(prompts_in_file(path, chat=False)), ".ndjson": lambda: read_questions([str(path)]),
         ".schema": lambda: _read_text(path, "", LARGEST_SCHEMA_BYTES),
-        ".raw.parquet": lambda: list(table_rows(path, "text")),
-        ".raw.arrow": lambda: list(table_rows(path, "text")), ".raw.gz": lambda: list(read_blocks(path)),
-        **{kind: lambda: find(path, path.parent) for kind in sources},
+        ".raw.parquet": lambda: list(table_texts(path, "text")),
+        ".raw.arrow": lambda: list(table_texts(path, "text")), ".raw.gz": lambda: list(decompressed_blocks(path)),
+        **{kind: lambda: find_sources(path, path.parent) for kind in sources},
     }  # fmt: skip
 
 
@@ -496,7 +505,7 @@ def within(folder: Path) -> list[tuple[Path, Callable[[], object]]]:
         (folder / "adapter" / "adapter_config.json", lambda: read_adapter(folder / "adapter")),
         (saved(folder) / "MANIFEST.json", lambda: checkpointing.load(saved(folder))),
         (saved(folder) / "model.safetensors", lambda: checkpointing.load(saved(folder))),
-        (run.lock_file, lambda: (lock_record(run.folder), serial_number(run.folder), Run.located(run.folder))),
+        (run.lock_file, lambda: (lock_record(run.folder), serial_number(run.folder), Run.locate(run.folder))),
         (run.metrics, run.rows), (run.config, lambda: load(run.config, {}, {})),
         (run.parent_file, lambda: recorded_parent(run)), (run.folder / "sweep.json", lambda: Sweep.open(run.folder)),
     ]  # fmt: skip
@@ -546,7 +555,7 @@ def not_a_file(draws: random.Random, folder: Path) -> None:
 def bomb(draws: random.Random, folder: Path) -> None:
     kind = draws.choice(bombs.KINDS)
     path = bombs.made(kind, draws.choice([1, 300]), folder)
-    for _ in read_blocks(path) if kind.startswith("txt") else table_rows(path, "text"):
+    for _ in decompressed_blocks(path) if kind.startswith("txt") else table_texts(path, "text"):
         pass
 
 

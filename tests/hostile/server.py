@@ -151,10 +151,10 @@ def batch(kind: str, seeds: list[int], folder: str, answers: Any) -> None:
 
 def serve() -> None:
     import hostile.inputs  # noqa: F401 - whatever a fork needs
-    from monograph.run.trust import marked
+    from monograph.run.trust import with_mark
 
     # Makes this user's secret, which the first run that a fork prepares would do otherwise.
-    marked("", {})
+    with_mark("", {})
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -18,7 +18,7 @@ from dialogues import TEMPLATES, TOOLS, said, speaking
 from monograph.automata import acceptor
 from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.corpus import corpus
-from monograph.data.loss_mask import Answering, ConversationConverter
+from monograph.data.loss_mask import AnswerOptions, ConversationConverter
 from monograph.data.options import ReadingOptions
 from monograph.data.records import Fault, Unusable
 from monograph.data.tables import table_objects
@@ -78,9 +78,9 @@ def test_what_is_trained_is_what_the_model_has_to_write(
     tokenizer = Tokenizer.from_file(tmp_path)
     text = conversation_text({"messages": chat})
     assert isinstance(text, str)
-    rows = ConversationConverter(tokenizer, Answering(every=True, truncate=True, longest=900)).rows(
-        Conversation.of_text(text)
-    )
+    rows = ConversationConverter(
+        tokenizer, AnswerOptions(every=True, truncate=True, max_inputs=900)
+    ).rows(Conversation.of_text(text))
     assert [
         written(tokenizer, row.ids[begin:end]) for row in rows for begin, end in row.spans
     ] == trained
@@ -106,7 +106,7 @@ def test_a_system_s_text_that_the_template_leaves_out_is_refused(role: str, tmp_
     if role == "system":
         template.write_text(IGNORING)
         answers = ConversationConverter(
-            Tokenizer.from_file(tmp_path), Answering(every=True, truncate=True, longest=900)
+            Tokenizer.from_file(tmp_path), AnswerOptions(every=True, truncate=True, max_inputs=900)
         )
         with pytest.raises(Unusable, match="leaves out what the system says"):
             answers.rows(Conversation([*chat, *said("", "so")[1:]], None, 0))

@@ -68,7 +68,7 @@ def in_state(world: World, tensor: Tensor, exact: Tensor) -> float:
     """Return the error of a tensor of a state; of scales of 8-bit blocks, the sum of those of each
     rank's own.
     """
-    place: slice | None = getattr(tensor, "place", None)
+    place: slice | None = getattr(tensor, "unusual_slice", None)
     if place is None:
         return relative_error(whole(tensor).double(), exact.double())
     own = relative_error(tensor.to_local().double(), exact[place].double())  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def reduce_with(engine: Sharded, way: str) -> None:
     window.
     """
     root = engine.shards.root
-    engine.shards.joining = lambda last: (
+    engine.shards.micro_batch_context = lambda last: (
         root.set_requires_gradient_sync(way == "each" or last) or nullcontext()
     )
 
@@ -145,7 +145,7 @@ def wrong_ways(world: World, by_day: bool) -> dict[str, float]:
         elif way == "averaged":
             average(engine)
         elif kind == "ddp":
-            engine.replicas.joining = lambda last: nullcontext()
+            engine.replicas.micro_batch_context = lambda last: nullcontext()
         else:
             continue
         engine.accumulate(batch)
@@ -214,7 +214,7 @@ def owners(world: World, by_day: bool) -> dict[str, float]:
     odd = model(torch.float64, False, num_hidden_layers=3)
     # Three of each shape.
     optim = Muon(matrices=["*.q_proj.weight", "*.k_proj.weight", "*.down_proj.weight"])
-    iterated, left, exchange = [0] * world.size, [0], world.exchange
+    iterated, left, exchange = [0] * world.size, [0], world.all_to_all
 
     def counted(matrices: Tensor, compute: torch.dtype) -> Tensor:
         iterated[world.rank] += len(matrices)
@@ -226,7 +226,7 @@ def owners(world: World, by_day: bool) -> dict[str, float]:
 
     with (
         patch.object(muon, "MUON", muon.MUON._replace(orthogonalise=counted)),
-        patch.object(world, "exchange", counting),
+        patch.object(world, "all_to_all", counting),
     ):
         engine = Sharded(odd, world=world, micro_batch=ROWS, optim=optim)
         one_update(engine, ragged(5, seed=0))
@@ -333,7 +333,7 @@ def halved_weights(world: World, by_day: bool) -> dict[str, float]:
     options: dict[str, Any] = {"micro_batch": ROWS, "precision": Precision("bf16")}
     one = Resident(model(torch.float32, True, num_hidden_layers=2), **options)
     many = Sharded(
-        model(torch.float32, True, num_hidden_layers=2), world=world, halved=True, **options
+        model(torch.float32, True, num_hidden_layers=2), world=world, gathers_bf16=True, **options
     )
     read = []
     for layer in (*many.model.model.layers, many.model.model.norm):
@@ -668,7 +668,7 @@ def assembled(world: World, by_day: bool) -> dict[str, float]:
 GATHERED: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32": ("", {}),
     "bf16": ("", {"precision": Precision("bf16")}),
-    "halved": ("", {"precision": Precision("bf16"), "halved": True}),
+    "halved": ("", {"precision": Precision("bf16"), "gathers_bf16": True}),
     "adapters in nf4": ("adapters in nf4", {"precision": Precision("bf16")}),
     "experts": ("balanced experts", {"precision": Precision("bf16")}),
 }
@@ -693,7 +693,7 @@ def gathered(world: World, by_day: bool) -> dict[str, dict[str, Any]]:
         )
         step, memory, batch, same = engine.step, list[list[int]](), ragged(3), list[bool]()
         for _ in range(2):
-            with patch.object(room, "whole_rows", side_effect=room.whole_rows) as called:
+            with patch.object(room, "gather_rows", side_effect=room.gather_rows) as called:
                 copied: Any = step.parameters.gathered()
             memory.append([parameter.data_ptr() for parameter in copied.parameters()])
             state = step.model.state_dict()
@@ -711,7 +711,7 @@ def gathered(world: World, by_day: bool) -> dict[str, dict[str, Any]]:
         same += [memory[0] == memory[1], copied.lm_head.weight is copied.model.embed_tokens.weight]
         held = sum(parameter.nbytes for parameter in copied.parameters())
         planned = copied_bytes(
-            copied.config, None, step.precision.name, bool(options.get("halved"))
+            copied.config, None, step.precision.name, bool(options.get("gathers_bf16"))
         )
         sent = [given[0].dtype for given, _ in called.call_args_list]
         found[name] = {"same": all(same), "planned": "adapters" in name or held == planned}

@@ -114,11 +114,11 @@ def test_packed_answers_are_separate_answers(opened: dict[str, Corpus], batch_ro
     expected = gradient(model, alone(padded))
     assert expected[1] == packed.tokens == padded.tokens < padded.inputs
     for rows in (packed, padded):
-        total, count, found = gradient(model, list(rows.in_order(batch_rows)))
+        total, count, found = gradient(model, list(rows.batches_in_order(batch_rows)))
         assert (
             count
             == rows.tokens
-            == sum(int(token_loss.count(batch)) for batch in rows.in_order(batch_rows))
+            == sum(int(token_loss.count(batch)) for batch in rows.batches_in_order(batch_rows))
         )
         assert (
             relative_error(total, expected[0]) < 1e-12

@@ -23,8 +23,8 @@ from monograph import checkpointing
 from monograph.commands import check
 from monograph.config import load
 from monograph.data import store
-from monograph.data.documents import Reading
-from monograph.data.sources import find
+from monograph.data.documents import ReadingPlan
+from monograph.data.sources import find_sources
 from monograph.data.store import CorpusRequest
 from monograph.errors import InputRefused, NoValidCheckpoint
 from monograph.predict.roofline import Calibration
@@ -120,7 +120,9 @@ def load_bytes(content: bytes, folder: Path) -> object:
 
 def tokens(folder: Path) -> Kind:
     texts = write_texts(folder / "texts", documents=8, longest=400)
-    request = CorpusRequest(find(texts, texts), 0.3, 300, Reading("text", skip_bad=False))
+    request = CorpusRequest(
+        find_sources(texts, texts), 0.3, 300, ReadingPlan("text", skip_bad=False)
+    )
     built = store.open_or_build(request, folder / "cache").folder
     manifest = json.loads((built / "manifest.json").read_bytes())
 

@@ -207,7 +207,7 @@ def test_answers_that_are_left_out_leave_the_gradient_of_the_reward_of_those_tha
 
 def formed(pattern: str) -> AnswerForm:
     """Over three tokens: 0 ends an answer, 1 is "a" and 2 is "b"."""
-    pieces = SimpleNamespace(pieces=(b"", b"a", b"b"), vocab_size=3, lead=lambda ids: b"")
+    pieces = SimpleNamespace(pieces=(b"", b"a", b"b"), vocab_size=3, inserted_space=lambda ids: b"")
     prompts = Prompts("prompts", pieces, [Prompt("", PROMPT, {}, "")], [], "", False, 2, {})  # type: ignore[arg-type]
     return AnswerForm(FormName("regex", pattern), prompts, {END}, torch.device("cpu"))
 

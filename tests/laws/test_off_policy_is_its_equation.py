@@ -364,7 +364,10 @@ def test_a_teacher_may_read_another_prompt() -> None:
     plain = drawer.prompts.train[:2]
     told = [plain[0]._replace(teacher_ids=(7, 8, 9)), plain[1]]
     answers = [Rollout(prompt.ids, (40, 41, 42), (-1.0, -2.0, -3.0)) for prompt in plain]
-    found, alike = drawer.advantages(told, answers), drawer.advantages(plain, answers)
+    found, alike = (
+        drawer.teacher_advantages(told, answers),
+        drawer.teacher_advantages(plain, answers),
+    )
     assert found and alike and found[1] == alike[1] and found[0] != alike[0]
     with torch.no_grad():
         better = logs_of(teacher, (7, 8, 9), (40, 41, 42)) - torch.tensor([-1.0, -2.0, -3.0])

@@ -168,10 +168,10 @@ def test_a_step_of_rewarded_answers(judged, scope, monkeypatch):
         compile=scope,
         window_rows=96,
         packed=judged == "rows",
-        judged=judged,
+        answer_scoring=judged,
     )
     assert footprint(work).peak_bytes == pytest.approx(measured_bytes, rel=WORST)
-    assert footprint(replace(work, judged="")).peak_bytes < 0.9 * measured_bytes, (
+    assert footprint(replace(work, answer_scoring="")).peak_bytes < 0.9 * measured_bytes, (
         "the loss of texts takes less"
     )
 
@@ -181,7 +181,13 @@ def test_a_plan_for_a_gpu_knows_whether_products_add_gradients(loss, judged):
     config = shape(num_hidden_layers=1)
     step = Step(Llama(config), loss=loss, optim=AdamW(), precision=Precision("bf16"))
     work = Work(
-        config, rows=1, length=8, optim=AdamW(), precision="bf16", device_type="cuda", judged=judged
+        config,
+        rows=1,
+        length=8,
+        optim=AdamW(),
+        precision="bf16",
+        device_type="cuda",
+        answer_scoring=judged,
     )
     assert work.fused == fuses(step, on_cuda=True)
 

@@ -69,7 +69,7 @@ def rows_of(made: Sequence[Pair]) -> PairRows:
 
 
 def loss_of(name: str, rows: PairRows) -> PreferenceLoss:
-    loss = PreferenceLoss(preference(name, **PARAMETERS[name]), rows.answers, rows.most)
+    loss = PreferenceLoss(preference(name, **PARAMETERS[name]), rows.answers, rows.max_row_answers)
     loss.labels[1:] = torch.from_numpy(rows.labels)
     return loss
 

@@ -110,8 +110,8 @@ def test_products_have_rows_filled_up_whatever_the_lengths(
     counted = Counted()
     with counted:
         window = next(rollouts)
-        made = rollouts.drawer.rollouts(*rollouts._drawn(range(len(texts))))
-        rollouts.drawer.scored(made, rollouts.drawer.model)
+        made = rollouts.drawer.rollouts(*rollouts._draw_groups(range(len(texts))))
+        rollouts.drawer.log_probabilities_of(made, rollouts.drawer.model)
     assert window["tokens"].shape[1] == rollouts.drawer.slots
     assert counted.rows and all(rows % 4 == 0 for rows in counted.rows), counted.rows
     rollouts.drawer.engine.accumulate(window)
@@ -137,8 +137,10 @@ def captured(request: pytest.FixtureRequest) -> Captured:
     drawing = rollouts.drawer
     drawing.model.train()
     window = next(rollouts)
-    assert drawing._made
-    before = Captured(rollouts, window, drawing._made[1].compiled, drawing.model.training)
+    assert drawing._cached_generator
+    before = Captured(
+        rollouts, window, drawing._cached_generator[1].compiled, drawing.model.training
+    )
     captured_to_train(drawing.engine, window, request.param)
     apart(rollouts)
     return before
@@ -181,7 +183,7 @@ def test_an_answer_does_not_depend_on_what_is_drawn_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     together = drawn(windows())
-    monkeypatch.setattr(room, "MOST_ROWS", 4)
+    monkeypatch.setattr(room, "MAX_DECODED_ROWS", 4)
     rollouts = windows(replace(OPTIONS, prompts=1, group=2))
     prompts = rollouts.drawer.prompts.train
     alone = [rollouts.drawer.draw([prompt], [seed])[0] for seed, prompt in enumerate(prompts)]
@@ -218,7 +220,7 @@ def test_an_answer_from_old_weights_is_noticed(fault: str, monkeypatch: pytest.M
         monkeypatch.setattr(Generator, "forget", lambda generator: None)
     if fault == "answers come from a copy of the weights":
         drawing.model = deepcopy(drawing.model)
-        monkeypatch.setattr(Drawer, "_gather", lambda drawer: None)
+        monkeypatch.setattr(Drawer, "_gather_model", lambda drawer: None)
     drawing.draw(last, [3])
     drawing.engine.accumulate(next(rollouts))
     drawing.draw(last, [3])

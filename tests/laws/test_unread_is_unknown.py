@@ -91,7 +91,7 @@ class Judge:
         if not done:  # a person goes on with what has begun, or types the same again
             run, resume = RUNS[self.name]
             again = self.faults.run(
-                resume if Run(folder / run).begun else COMMANDS[self.name], folder
+                resume if Run(folder / run).has_begun else COMMANDS[self.name], folder
             )
             assert again.error is None, again.error
             self._as_expected(folder)

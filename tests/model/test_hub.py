@@ -33,7 +33,7 @@ class _Tokenizer:
     """Byte-level, with a beginning and an end of document."""
 
     bos_id, eos_id = 0, 1
-    config, space_first = TokenizerConfig(), False
+    config, inserts_space = TokenizerConfig(), False
 
     def save(self, path):
         from tokenizers import Tokenizer

@@ -35,7 +35,7 @@ def test_a_way_keeps_every_fact_of_the_training_that_it_does_not_choose():
         "packed": False,
         "clip": 0.5,
         "lora": Lora(4),
-        "judged": "rows",
+        "answer_scoring": "rows",
         "optim": AdamW(lr=2.0),
     }
     asked = LLAMA_3_8B.with_training(replace(LLAMA_3_8B.training, **facts))

@@ -16,7 +16,7 @@ from monograph.planner.defaults import (
     interval,
     known_learning_rate,
     most_epochs,
-    updates_for,
+    updates_in_time,
     warmup,
 )
 
@@ -24,7 +24,7 @@ from monograph.planner.defaults import (
 @given(st.floats(0.5, 600), st.floats(1e-4, 1e3))
 def test_the_default_run_is_never_too_short_to_beat_gzip(minutes, seconds_per_update):
     seconds = default_seconds(minutes, seconds_per_update)
-    updates = updates_for(UPDATES_SHARE * seconds, seconds_per_update, 10**9)
+    updates = updates_in_time(UPDATES_SHARE * seconds, seconds_per_update, 10**9)
     assert (
         (updates + 1) * DEFAULT.tokens_per_update
         >= DEFAULT.tokens
@@ -55,7 +55,7 @@ def test_every_preset_has_a_learning_rate_and_the_default_is_one_of_them():
 
 @given(st.floats(1, 1e5), st.floats(1e-4, 100), st.integers(1, 10**6))
 def test_updates_fit_the_time_however_long_they_take(seconds, per_update, most):
-    updates = updates_for(seconds, per_update, most)
+    updates = updates_in_time(seconds, per_update, most)
     assert 1 <= updates <= most
     assert updates == 1 or updates * per_update <= seconds * (1 + 1e-9)
 

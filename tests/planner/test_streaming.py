@@ -102,9 +102,9 @@ def asked_refused(asked=ASKED, **limits):
 )
 def test_bytes_are_those_of_the_engine_s_own_buffers(way):
     for count in (0, 7, 19, 10**6):
-        resident = way.resident(count)
+        resident = way.first_resident(count)
         held = engine(way, resident)
-        found, exact = way.tiers(resident), dict.fromkeys(Home, 0)
+        found, exact = way.bytes_by_tier(resident), dict.fromkeys(Home, 0)
         for stored in held.store.stored:
             for name, (tensor, space) in stored.buffers.items():
                 if not (name == GRADIENT and way.gradients_stay_in_slots):
@@ -141,7 +141,7 @@ def test_as_much_as_fits_stays_on_the_device_and_leaves_the_host():
     way, before = way_of(), -1
     for limit in (2 * GIB, 9 * GIB // 4, 64 * GIB):
         resident = way.resident_within(limit)
-        tiers, kept = way.tiers(resident), sum(map(len, resident))
+        tiers, kept = way.bytes_by_tier(resident), sum(map(len, resident))
         assert sum(tiers["device"].values()) <= limit and kept > before
         before = kept
     assert (
@@ -168,7 +168,7 @@ def test_a_piece_of_an_update_is_no_larger_than_the_plane_that_it_is_cut_from():
 
 
 def test_weights_stay_first_and_evenly_through_the_depth():
-    resident = way_of().resident(5)
+    resident = way_of().first_resident(5)
     assert {name for names in resident for name in names} == {"weights"}
     where = [-1, *(index for index, names in enumerate(resident) if names), len(resident)]
     assert max(b - a for a, b in zip(where, where[1:], strict=False)) <= 3
@@ -263,7 +263,7 @@ def test_with_an_infinite_link_closed_form_and_clock_agree(time, host):
     way, link = way_of(when=when, where=where), Link(1e30, 1e30)
     way = replace(way, work=replace(way.work, clip=None))
     times = pass_times(way.work, H200, H200.peak_flops["bf16"], host_bytes_per_s)
-    resident = way.resident(sum(map(len, way.order[:whole_stages])))
+    resident = way.first_resident(sum(map(len, way.order[:whole_stages])))
     found = clock_timing(way.work, way.placement(resident), times, link)
     assert found.update_s == pytest.approx(
         closed_form_seconds(way, resident, times, link), rel=1e-9
@@ -278,7 +278,7 @@ def test_the_clock_is_never_faster_than_the_closed_form(when, rate):
         way = replace(way_of(when=when, where="host", offload=True), files_first=False)
         way = replace(way, work=replace(way.work, clip=None))
         times = pass_times(way.work, H200, H200.peak_flops["bf16"], rate)
-        resident = way.resident(0)
+        resident = way.first_resident(0)
         found = clock_timing(way.work, way.placement(resident), times, each)
         assert found.update_s >= closed_form_seconds(way, resident, times, each) * (1 - 1e-9)
 
@@ -309,14 +309,14 @@ def test_a_stage_that_is_updated_at_home_stays_there_as_a_whole_or_on_the_device
     for limit in (SMALL, 2 * GIB, 5 * GIB // 2):
         resident = way.resident_within(limit)
         assert all(
-            not names or len(way.host_updated(index, resident)) == 0
+            not names or len(way.planes_updated_on_host(index, resident)) == 0
             for index, names in enumerate(resident)
         )
-        assert not way.device(resident)["staging buffers"]
+        assert not way.device_bytes(resident)["staging buffers"]
         assert {len(names) for names in resident} <= {
             0,
-            len(way.stages.names),
-            len(way.stages.names) - 1,
+            len(way.stages.buffer_names),
+            len(way.stages.buffer_names) - 1,
         }
 
 

@@ -155,7 +155,7 @@ FAULTS = [
     Fault("step/clip.py", "if grad.is_cuda and grad.ndim == 1:", "if False:", COUNTS),
     Fault("step/step.py", "self.lr.fill_(lr)", "self.lr.copy_(torch.tensor(lr))", COUNTS),
     Fault("ops/cross_entropy.py", 'if compiles and device_type == "cuda" and added is None:', "if False:", COUNTS),
-    Fault("predict/footprint.py", "return computes_narrow and not self.judged", "return False", PARTS),
+    Fault("predict/footprint.py", "return computes_in_16_bits and not self.answer_scoring", "return False", PARTS),
     Fault("graph/siblings.py", "(nn.Parameter, FakeTensor)", "(nn.Parameter,)", PARTS),
     Fault("predict/footprint.py", '"repeated" if work.repeats_heads else "torch", "cuda")',
           '"repeated" if work.repeats_heads else "torch")', PARTS),

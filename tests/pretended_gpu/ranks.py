@@ -56,7 +56,7 @@ def collective() -> None:
     assert not log.of(card.Wait) and {each.stream for each in log.of(card.Launch)} == {side}
     assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
     assert [*whole.tolist(), *own.tolist(), *before.tolist()] == [1, 1, 2, 2, 3, 3, 3]
-    assert world.exchange(before + world.rank, [1, 1], [1, 1]).tolist() == [3, 4]
+    assert world.all_to_all(before + world.rank, [1, 1], [1, 1]).tolist() == [3, 4]
     for seed in range(6):
         with order.deferred(seed * world.size + world.rank):
             total = world.sum(torch.ones(2, device=device) * (world.rank + seed))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monograph.profiling.bottleneck import (
-    COMPUTED,
+    COMPUTING_PARTS,
     Machine,
     Situation,
     Verdict,
@@ -193,7 +193,7 @@ def test_what_cannot_be_counted_is_said_and_not_taken_for_well_done() -> None:
     tape.kernels.append(Kernel("attention", tape.now, tape.now + 42 * MS))
     tape.now += 42 * MS
     judged = tape.judged()
-    assert judged.binds == "host gaps" and judged.unknown_s == pytest.approx(42 * MS)
+    assert judged.bottleneck == "host gaps" and judged.unknown_s == pytest.approx(42 * MS)
     found = Profile(
         judged.spent.total_s, judged.spent.total_s, 1, 1, MACHINE, judged, Path("trace.json")
     )
@@ -207,7 +207,7 @@ def test_what_cannot_be_counted_is_said_and_not_taken_for_well_done() -> None:
 def test_a_run_that_one_thing_binds(run, situation, binds, change) -> None:
     run(tape := Tape())
     found = tape.judged(**situation)
-    assert found.binds == binds, found.recoverable
+    assert found.bottleneck == binds, found.recoverable
     assert (change is None) == (found.change is None) and (
         change is None or change in found.change.what
     ), found.change
@@ -241,7 +241,7 @@ def test_a_change_of_the_training_comes_after_all_that_keep_it() -> None:
         Tape().kernel("optimizer", 60, memory=0.2).kernel("matmul", 30, compute=1.0).gap(10, "data")
     )
     found = tape.judged()
-    assert found.binds == "optimizer"
+    assert found.bottleneck == "optimizer"
     assert [each.same_training for each in found.changes] == [True, False]
 
 
@@ -343,8 +343,8 @@ def test_shares_are_never_negative_and_add_to_one(drawn: list[Kernel], said: lis
     )
     cut = Timeline(0.0, 10.0, drawn, said, updates=[(1.0, 3.0), (3.0, 6.5)])
     pieces = time_by_part(cut, cut.updates) + time_by_part(cut, cut.rest)
-    assert {part: pieces.parts[part] for part in COMPUTED[:-1]} == pytest.approx(
-        {part: found.parts[part] for part in COMPUTED[:-1]}
+    assert {part: pieces.parts[part] for part in COMPUTING_PARTS[:-1]} == pytest.approx(
+        {part: found.parts[part] for part in COMPUTING_PARTS[:-1]}
     )
     assert pieces.total_s == pytest.approx(10.0)
     rest = estimate_unprofiled(found, {"matmul": 3, "host gaps": 50}, 0.1, 7.0)

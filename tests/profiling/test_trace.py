@@ -20,7 +20,13 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.profiling import profiler, trace
 from monograph.profiling.intervals import PARTS, time_by_part
-from monograph.profiling.profiler import NEEDED, UPDATES, _exported, has_kernel, profile
+from monograph.profiling.profiler import (
+    MIN_WINDOWS,
+    PROFILED_UPDATES,
+    _export_trace,
+    has_kernel,
+    profile,
+)
 from monograph.resident import Resident
 from monograph.step import parts
 from monograph.stream import Streamed
@@ -215,7 +221,7 @@ def test_a_real_step_eagerly(tmp_path) -> None:
     tokens = torch.randint(97, (4, 16), generator=torch.Generator().manual_seed(0))
     engine = Resident(Llama(SHAPE), micro_batch=2)
     loss = engine.step.loss
-    windows = [{"tokens": tokens, "targets": tokens.roll(-1, 1)}] * NEEDED
+    windows = [{"tokens": tokens, "targets": tokens.roll(-1, 1)}] * MIN_WINDOWS
     found = profile(engine, windows, tmp_path / "trace.json")
     assert engine.step.loss is loss and engine.index == len(windows) and found.micro_steps == 2
     judged = found.verdict
@@ -229,8 +235,10 @@ def test_a_real_step_eagerly(tmp_path) -> None:
         assert recorded[part] > 0, part
     # Every product of a block and its two of the backward pass: 7 linear layers, 2 micro-batches.
     products = [kernel for kernel in timeline.kernels if kernel.part == "matmul"]
-    assert len(products) == 3 * 7 * 2 * UPDATES
-    per_token = sum(kernel.flops or 0.0 for kernel in products) / (UPDATES * tokens.numel())
+    assert len(products) == 3 * 7 * 2 * PROFILED_UPDATES
+    per_token = sum(kernel.flops or 0.0 for kernel in products) / (
+        PROFILED_UPDATES * tokens.numel()
+    )
     blocks = sum(
         p.numel() for name, p in engine.model.named_parameters() if "layers" in name and p.ndim == 2
     )
@@ -239,7 +247,7 @@ def test_a_real_step_eagerly(tmp_path) -> None:
     # forward pass here.
     head = [kernel for kernel in timeline.kernels if kernel.part == "loss head"]
     assert sum(kernel.flops or 0.0 for kernel in head) / (
-        UPDATES * tokens.numel()
+        PROFILED_UPDATES * tokens.numel()
     ) == pytest.approx(6 * 97 * 16)
 
 
@@ -257,7 +265,7 @@ def test_a_real_step_captured(tmp_path) -> None:
     window = {"rows": rows, "targets": rows.flip(1)}
     assert engine.capture(window) is None
     kernels = generated()
-    found = profile(engine, [window] * NEEDED, tmp_path / "trace.json").verdict
+    found = profile(engine, [window] * MIN_WINDOWS, tmp_path / "trace.json").verdict
     timeline = trace.read(json.loads((tmp_path / "trace.json").read_text()), has_kernel, None, True)
     seen = [kernel for kernel in timeline.kernels if kernel.name.startswith("cpp_fused_")]
     assert {kernel.part for kernel in seen} == {"elementwise", "optimizer"}
@@ -274,7 +282,7 @@ def test_a_trace_is_read_whatever_its_folder_is_called(tmp_path) -> None:
         activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
     ) as watched:
         torch.zeros(2).neg()
-    found = _exported(watched, folder / "trace.json")
+    found = _export_trace(watched, folder / "trace.json")
     assert found == json.loads((folder / "trace.json").read_text()) and found["traceName"] == str(
         folder / "trace.json"
     )

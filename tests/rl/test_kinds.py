@@ -25,7 +25,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.choices import hold_questions
 from monograph.rl.pairs import read_pairs
 from monograph.rl.prompts import read_prompts
-from monograph.rl.rewards import Reward, Taught
+from monograph.rl.rewards import Reward, TeacherReward
 from monograph.session.objectives import with_records
 from monograph.text.tokenizer import Tokenizer
 from record_files import PROMPTS, RECORDS, SOURCES, Records, Source, last_with, reader
@@ -669,7 +669,9 @@ def test_a_teacher_s_prompt_has_the_record_s_tools_and_system(
         "system": "Be brief.",
     }
     source = lines(tmp_path / "a.jsonl", record)
-    [(text, ids, teacher_ids)], _ = learned("messages to reward", source, tokenizer, Taught())
+    [(text, ids, teacher_ids)], _ = learned(
+        "messages to reward", source, tokenizer, TeacherReward()
+    )
     for each in (ids, teacher_ids):
         assert "Be brief." in tokenizer.decode([*each]) and '"name": "add"' in tokenizer.decode(
             [*each]

@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 
 from monograph.errors import InputRefused
-from monograph.rl.numbers import last_number, whole_number
+from monograph.rl.numbers import answer_number, last_number
 from monograph.rl.rewards import Answer, reward_of
 
 THIN, NO_BREAK, NARROW = "\u2009", "\u00a0", "\u202f"
@@ -64,12 +64,12 @@ TWO = [
 
 @pytest.mark.parametrize("text", READ)
 def test_a_number_is_read_alike_as_the_answer_wanted_and_as_the_model_s(text: str) -> None:
-    assert whole_number(text) == last_number(text) == Fraction(READ[text])
+    assert answer_number(text) == last_number(text) == Fraction(READ[text])
 
 
 @pytest.mark.parametrize("text", NOT_UNDERSTOOD)
 def test_no_part_of_what_is_not_understood_is_taken_for_a_number(text: str) -> None:
-    assert whole_number(text) is None and last_number(text) is None
+    assert answer_number(text) is None and last_number(text) is None
 
 
 def test_an_answer_wanted_that_is_not_understood_whole_is_refused_by_file_and_line() -> None:
@@ -148,7 +148,7 @@ def test_every_rendering_of_a_number_is_read_as_that_number() -> None:
             draws.randint(-(10 ** draws.randint(1, 12)), 10 ** draws.randint(1, 12)), 10**places
         )
         text = rendered(draws, number, places)
-        assert whole_number(text) == number, text
+        assert answer_number(text) == number, text
         assert last_number(f"First 12 of 345. Then: {text}") == number, text
 
 
@@ -176,4 +176,4 @@ def test_every_rendering_of_a_number_is_read_as_that_number() -> None:
 def test_a_text_made_to_be_slow_is_read(part: str) -> None:
     # Backtracking over so many would take minutes.
     last_number(part * 4_000)
-    whole_number(part * 4_000)
+    answer_number(part * 4_000)

@@ -100,4 +100,6 @@ def test_answers_are_drawn_from_what_was_learned(precision: str, captured: bool)
         assert number > 10 and largest < (1e-4 if precision == "fp32" else 0.5)
         assert int(engine.update().skipped) == 0
     # The one that has drawn.
-    assert [generator.compiled for _, generator in [rollouts.drawer._made]] == [captured]
+    assert [generator.compiled for _, generator in [rollouts.drawer._cached_generator]] == [
+        captured
+    ]

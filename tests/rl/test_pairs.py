@@ -67,7 +67,9 @@ def test_texts_follow_their_prompt_as_they_are_and_each_answer_is_a_document(
     ):
         assert (number, targets) == (true_number, true_targets)
         assert inputs == (true_inputs if number % 2 == 0 else [*true_inputs, tokenizer.eos_id])
-    assert pairs.train.most >= 4 and pairs.train.answers == 14 and not pairs.train.chats
+    assert (
+        pairs.train.max_row_answers >= 4 and pairs.train.answers == 14 and not pairs.train.has_chats
+    )
     assert pairs.stats.conversations == 7 and pairs.train.empty(2)["answers"].shape == (2, 64)
 
 
@@ -95,7 +97,7 @@ def test_chats_are_rendered_by_the_template_and_the_last_message_is_the_answer(
     both = read(
         write(tmp_path / "p.jsonl", whole, parted), tokenizer=str(tmp_path), sequence_length=128
     )
-    assert isinstance(both.train, PairRows) and both.train.chats
+    assert isinstance(both.train, PairRows) and both.train.has_chats
     one, two, *others = documents(both.train)
     assert [each[1:] for each in others] == [one[1:], two[1:]]
     assert tokenizer.decode(one[2]).startswith("yes") and tokenizer.decode(two[2]).startswith("no")
@@ -253,7 +255,7 @@ def test_labelled_chats_are_read_and_held_out_ones_are_beside_those_that_are_lea
     assert (
         isinstance(chats.train, PairRows)
         and isinstance(chats.held_out, PairRows)
-        and chats.train.chats
+        and chats.train.has_chats
     )
     learned = {tokenizer.decode(one[2]) for one in documents(chats.train)[::2]}
     held = documents(chats.held_out)

@@ -42,14 +42,14 @@ def test_a_text_is_continued_as_it_is_and_keeps_its_record(tmp_path: Path) -> No
         and first.record["answer"] == 2
         and first.text == "1+1="
     )
-    assert second.where.endswith("p.jsonl:2") and prompts.longest == 5 and not prompts.chats
+    assert second.where.endswith("p.jsonl:2") and prompts.longest == 5 and not prompts.has_chats
 
 
 def test_messages_are_rendered_up_to_the_answer(tmp_path: Path) -> None:
     tokenizer = speaking(tmp_path, "chatml")
     asked = said("What is it?")
     prompts = read(write(tmp_path / "p.jsonl", {"prompt": asked}), tokenizer=str(tmp_path), room=99)
-    assert prompts.chats and tokenizer.decode(prompts.train[0].ids).endswith("?\nassistant\n")
+    assert prompts.has_chats and tokenizer.decode(prompts.train[0].ids).endswith("?\nassistant\n")
     assert json.loads(prompts.train[0].text) == asked
 
 

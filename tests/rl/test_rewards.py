@@ -28,7 +28,7 @@ LINUX = sys.platform == "linux"
 
 
 def confined() -> bool | None:
-    return processes.Solutions().confinement()
+    return processes.ProgramScorer().confinement()
 
 
 # What the system allows is asked of another program than the one under test.
@@ -527,7 +527,7 @@ def test_children_that_leave_the_process_group_end_with_their_namespace(
 @PROGRAMS
 def test_processor_time_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     short = changed(monkeypatch, tmp_path, "RLIMIT_CPU: 5", "RLIMIT_CPU: 1")
-    monkeypatch.setattr(processes, "SECONDS", 600.0)
+    monkeypatch.setattr(processes, "TESTS_TIMEOUT_S", 600.0)
     assert score(short, "def f():\n    while True: pass", tests=["assert True", "f()"]) == 0.5
     short.close()
 
@@ -537,11 +537,11 @@ def test_time_has_a_limit_and_nothing_survives_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     reward = changed(monkeypatch, tmp_path, "import ast\n", "import ast\n\n")
-    monkeypatch.setattr(processes, "SECONDS", 1.0)
+    monkeypatch.setattr(processes, "TESTS_TIMEOUT_S", 1.0)
     sleeps = "import os, signal, time\ndef f():\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    time.sleep(600)"
     began = time.monotonic()
     assert score(reward, sleeps, tests=["assert True", "f()"]) == 0.5
-    assert time.monotonic() - began < worker.LONGEST_S / 2
+    assert time.monotonic() - began < worker.MAX_LIFETIME_S / 2
     reward.close()
     assert soon(lambda: not commands_with(str(tmp_path)))
 
@@ -625,7 +625,7 @@ def test_ctrl_c_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch, tmp_pa
     began = time.monotonic()
     _, status = os.waitpid(trainer, 0)
     assert status == 0
-    assert time.monotonic() - began < processes.SECONDS
+    assert time.monotonic() - began < processes.TESTS_TIMEOUT_S
     assert soon(lambda: not commands_with(str(tmp_path)))
 
 
@@ -700,7 +700,7 @@ FAULTS = {
 def test_a_function_that_fails_is_refused_in_one_line_and_leaves_no_process(
     body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "ANSWER_TIMEOUT_S", 1.0)
     (tmp_path / "worker.py").write_text(Path(worker.__file__).read_text())
     monkeypatch.setattr(worker, "__file__", str(tmp_path / "worker.py"))
     reward = own(

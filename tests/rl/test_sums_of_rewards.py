@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from monograph.rl.advantages import ADVANTAGES
-from monograph.rl.rewards import Answer, Called
+from monograph.rl.rewards import Answer, FunctionReward
 from rewarded import OPTIONS, windows
 
 PARTS = {"right": 0.7, "short": 0.2, "form": 0.1}
@@ -19,7 +19,7 @@ SUMS = [0.7 + 0.2 + 0.1, 0.1 + 0.2 + 0.7, 1.0]  # 1 - 2^-53, 1 - 2^-53 and 1
 
 def test_parts_that_add_up_to_1_pass_in_any_order() -> None:
     rewards = [
-        Called(lambda prompt, answer, record, parts=parts: dict(parts)).score(
+        FunctionReward(lambda prompt, answer, record, parts=parts: dict(parts)).score(
             [Answer("", "", {}, "p.jsonl:1")]
         )[0]
         for parts in itertools.permutations(PARTS.items())

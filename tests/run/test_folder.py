@@ -401,7 +401,7 @@ def test_last_passes_over_a_run_that_has_saved_nothing_and_says_so(
     (newer.checkpoints / ".tmp-step-00000001").mkdir(parents=True)
     assert Run.open("last").folder == older.folder, "half a checkpoint is none"
     (newer.folder / "sweep.json").touch()
-    assert Run.located("last") == newer.folder, "a sweep's models are those of its members"
+    assert Run.locate("last") == newer.folder, "a sweep's models are those of its members"
     assert Run.open("last").folder == older.folder, "a sweep has no single model"
     (newer.folder / "best").mkdir()
     (newer.folder / "best/run.lock").touch()

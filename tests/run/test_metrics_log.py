@@ -63,13 +63,13 @@ def test_many_skipped_updates_in_a_row_are_no_accident_and_single_ones_are(run: 
     journal = MetricsLog(run, every=1)
     for index in range(3 * PATIENCE):
         journal.add(update(index, skipped=(index + 1) // 2), {})
-        assert not journal.is_lost
+        assert not journal.has_diverged
     assert journal.skipped == 3 * PATIENCE // 2
     # The last of those was one of them.
     for index in range(3 * PATIENCE, 4 * PATIENCE - 1):
-        assert not journal.is_lost
+        assert not journal.has_diverged
         journal.add(update(index, skipped=index + 1 - 3 * PATIENCE // 2), {})
-    assert journal.is_lost and journal.streak == PATIENCE
+    assert journal.has_diverged and journal.skipped_in_a_row == PATIENCE
 
 
 @pytest.mark.parametrize("stopped_at", [0, 5, 11, PATIENCE + 9])
@@ -78,7 +78,7 @@ def test_a_resumed_journal_counts_on(run: Run, stopped_at: int) -> None:
     interruption.
     """
     journal, index = MetricsLog(run, every=1), 0
-    while not journal.is_lost:
+    while not journal.has_diverged:
         if index == stopped_at:
             journal = MetricsLog(run, every=1)
         journal.add(update(index, skipped=1 if index < 10 else index - 8), {})
@@ -133,13 +133,14 @@ def test_a_member_that_diverged_is_told_once_and_written_no_more(runs: list[Run]
     journals = MetricsLogs(runs, every=1)
     for index in range(5 + PATIENCE):
         journals.add(together(index, (0, max(0, index - 4), 0), (1.0, 2.0, 3.0)), {})
-        assert journals.diverged() == ([1] if index == 4 + PATIENCE else [])
-    assert journals.ended == {1: 5}
+        assert journals.find_diverged() == ([1] if index == 4 + PATIENCE else [])
+    assert journals.divergences == {1: 5}
     journals.add(together(5 + PATIENCE, (0, 1 + PATIENCE, 0), (1.0, 2.0, 3.0)), {})
     assert [run.rows()[-1]["update"] for run in runs] == [6 + PATIENCE, 5 + PATIENCE, 6 + PATIENCE]
     assert runs[1].rows()[-1] == {"update": 5 + PATIENCE, "diverged": 5}
     assert (
-        MetricsLogs(runs, every=1).ended == {1: 5} and MetricsLogs(runs, every=1).diverged() == []
+        MetricsLogs(runs, every=1).divergences == {1: 5}
+        and MetricsLogs(runs, every=1).find_diverged() == []
     )
 
 
@@ -159,9 +160,9 @@ def test_at_the_end_of_a_run_there_is_no_more_to_wait_for(
     for index in range(12):
         last_ones = max(0, index + 1 - (12 - skips))
         journals.add(together(index, (last_ones, 0), (loss if index == 11 else 2.0, 2.0)), {})
-        assert journals.diverged() == []
-    assert journals.diverged(12) == ([0] if lost else []) and journals.diverged(12) == []
-    assert journals.ended == ({0: 12 - skips} if lost else {})
+        assert journals.find_diverged() == []
+    assert journals.find_diverged(12) == ([0] if lost else []) and journals.find_diverged(12) == []
+    assert journals.divergences == ({0: 12 - skips} if lost else {})
     assert ({"update": 12, "diverged": 12 - skips} in runs[0].rows()) == lost
 
 

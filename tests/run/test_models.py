@@ -20,7 +20,7 @@ from monograph.run.folder import Run
 from monograph.run.models import build, load, load_trained, load_weights, save
 from monograph.run.recipe import ModelRecipe, require_tokenizer
 from monograph.run.source import ModelSource, checked_recipe
-from monograph.run.trust import marked
+from monograph.run.trust import with_mark
 from monograph.storage.code import digests
 from monograph.text.tokenizer import Tokenizer
 from recorded import recorded
@@ -65,7 +65,7 @@ def saved_run(folder: Path, recipe: ModelRecipe, model: torch.nn.Module) -> Run:
     config = model.config.to_hf() if isinstance(model, Llama) else None
     state = recorded(recipe.entries(), config, 3) | {"tokenizer": Tokenizer.bytes().digest}
     checkpointing.save(run.checkpoints, Checkpoint(3, unique_state(model), {}, state))
-    run.config.write_text(marked("", digests([recipe.init])))
+    run.config.write_text(with_mark("", digests([recipe.init])))
     Tokenizer.bytes().save(run.tokenizer)
     return run
 

@@ -11,7 +11,7 @@ import pytest
 
 from monograph import __version__
 from monograph.run.folder import Run
-from monograph.run.started import note_start, starts_of, told
+from monograph.run.started import describe_start, note_start, starts_of
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_each_start_is_kept_with_the_command_as_one_would_type_it(
 ) -> None:
     started(run, monkeypatch, "train", "my texts/", "--minutes", "3")
     started(run, monkeypatch, "train", "--resume", "last")
-    shown = told(run)
+    shown = describe_start(run)
     assert shown[:2] == [
         ("command", "monograph train 'my texts/' --minutes 3"),
         ("continued by", "monograph train --resume last"),
@@ -79,7 +79,7 @@ def test_the_commit_of_the_working_folder_is_kept(
             git("worktree", "add", "-q", "tree")
             monkeypatch.chdir(here / "tree")
     started(run, monkeypatch, "train")
-    assert dict(told(run))["git commit of your folder"] == commit
+    assert dict(describe_start(run))["git commit of your folder"] == commit
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_damaged_repository_is_no_commit(
     (run.folder.parent / ".git").mkdir()
     (run.folder.parent / ".git/HEAD").write_text(head)
     started(run, monkeypatch, "train")
-    assert "git commit of your folder" not in dict(told(run))
+    assert "git commit of your folder" not in dict(describe_start(run))
 
 
 def test_a_repository_s_own_programs_are_not_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_a_damaged_record_stops_nothing(
     content: bytes, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.starts.write_bytes(content)
-    told(run)
+    describe_start(run)
     started(run, monkeypatch, "train")
     assert starts_of(run)[-1]["command"] == "monograph train"
 
@@ -122,4 +122,4 @@ def test_something_else_in_its_place_stops_nothing(
 ) -> None:
     make(run.starts)  # type: ignore[operator]
     started(run, monkeypatch, "train")
-    told(run)
+    describe_start(run)

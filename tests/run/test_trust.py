@@ -12,7 +12,7 @@ from monograph.config.keys import SECTIONS
 from monograph.config.settings import CODE_KEYS
 from monograph.errors import InputRefused
 from monograph.run import trust
-from monograph.run.trust import is_ours, marked, require_trusted
+from monograph.run.trust import is_ours, require_trusted, with_mark
 from monograph.storage.code import MAX_CODE_BYTES, code_named, digests, folder_named
 
 TEXT = "[train]\nupdates = 3\n"
@@ -24,7 +24,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MONOGRAPH_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text("own")
-    (tmp_path / "config.toml").write_text(marked(TEXT, digests(["own.py:build"])))
+    (tmp_path / "config.toml").write_text(with_mark(TEXT, digests(["own.py:build"])))
     return tmp_path / "home"
 
 
@@ -66,7 +66,7 @@ def test_a_mark_is_of_one_run_with_one_program(change: Callable[[], object], hom
 
 
 def test_a_mark_without_a_program_says_nothing_of_one(home: Path) -> None:
-    Path("config.toml").write_text(marked(TEXT, {}))
+    Path("config.toml").write_text(with_mark(TEXT, {}))
     assert vouched("folder") and vouched("hf://a/own.py:build") and not vouched()
     assert not is_ours(Path("config.toml"), ["own.py:build", "own.py:other"])
 
@@ -82,7 +82,7 @@ def test_a_secret_that_others_may_know_is_none(spoilt: str, home: Path) -> None:
         secret.rename(home / "other")
         secret.symlink_to("other") if spoilt == "link" else os.mkfifo(secret, 0o600)
     assert not vouched()
-    Path("config.toml").write_text(marked(TEXT, digests(["own.py:build"])))
+    Path("config.toml").write_text(with_mark(TEXT, digests(["own.py:build"])))
     assert vouched(), "to this process"
     trust._process_secret.cache_clear()
     assert not vouched(), "and to no other"
@@ -160,7 +160,7 @@ def test_only_the_bytes_that_were_vouched_for_run(home: Path) -> None:
 
 def test_a_mark_over_some_programs_is_none_over_others(home: Path) -> None:
     Path("other.py").write_text("other")
-    Path("config.toml").write_text(marked(TEXT, digests(["own.py:build", "other.py:score"])))
+    Path("config.toml").write_text(with_mark(TEXT, digests(["own.py:build", "other.py:score"])))
     both = ["other.py:score", "own.py:build"]
     assert vouched(*both) and not vouched() and not vouched("other.py:score")
     assert {*require_trusted(Path("config.toml"), both, ["other.py:score"])} == {"other.py:score"}

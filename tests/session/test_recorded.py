@@ -18,7 +18,7 @@ from monograph.distributed.world import World
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import Run
 from monograph.run.trust import is_ours
-from monograph.run.writing import mended_tokenizer, record_parent, recorded_parent, write_tokenizer
+from monograph.run.writing import record_parent, recorded_parent, repair_tokenizer, write_tokenizer
 from monograph.session import ranks, recorded, warmup
 from monograph.session.objectives.texts import TextTask
 from monograph.session.record import write_config
@@ -355,14 +355,14 @@ def test_a_tokenizer_that_is_damaged_is_written_again(run: Run, damage: str) -> 
     tokenizer = Tokenizer.bytes()
     write_tokenizer(run, tokenizer)
     whole = run.tokenizer.read_bytes()
-    assert not mended_tokenizer(run, tokenizer) and run.tokenizer.read_bytes() == whole
+    assert not repair_tokenizer(run, tokenizer) and run.tokenizer.read_bytes() == whole
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     changed = {"flipped": bytes(flipped), "cut": whole[:99], "gone": None}[damage]
     run.tokenizer.unlink()
     if changed is not None:
         run.tokenizer.write_bytes(changed)
-    assert changed != whole and mended_tokenizer(run, tokenizer)
+    assert changed != whole and repair_tokenizer(run, tokenizer)
     assert Tokenizer.from_file(run.tokenizer).digest == tokenizer.digest
 
 

@@ -233,10 +233,10 @@ def test_reading_ends_with_the_time_in_one_line_and_leaves_nothing(
     spent_s: float, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if tokenising had come to its second report after so long."""
-    asked_s = clock() + 100.0
+    program_start_s = clock() + 100.0
     reading = list[float]()
     monkeypatch.setattr(
-        "monograph.session.start.clock", lambda: asked_s + (spent_s if reading else 4.0)
+        "monograph.session.start.clock", lambda: program_start_s + (spent_s if reading else 4.0)
     )
     report = RunningStage.report
     monkeypatch.setattr(
@@ -244,13 +244,13 @@ def test_reading_ends_with_the_time_in_one_line_and_leaves_nothing(
     )
     limited = SETTINGS | {"train.wall_minutes": 0.1, "train.updates": 1}
     if not ends:
-        start("run", limited, asked_s=asked_s)
+        start("run", limited, program_start_s=program_start_s)
         return
     with pytest.raises(
         UsageError,
         match=r"train.wall_minutes = 0.1: .* then came reading \(texts: .*\); give more time",
     ):
-        start("run", limited, asked_s=asked_s)
+        start("run", limited, program_start_s=program_start_s)
     assert not Path("run").exists()
 
 

@@ -62,7 +62,7 @@ def test_updates_that_are_given_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     [group] = groups(5000, 16)
     found = timing(group, lambda k: 0.01 * (1 + k / 16), monkeypatch)
     assert choose_updates([found], 0, progress()) == [5000]
-    assert group.rounds == [16] and found.engines.keys() == {16}, "what is not used is let go"
+    assert group.round_sizes == [16] and found.engines.keys() == {16}, "what is not used is let go"
     assert group.update_s == pytest.approx(0.02) and group.compile_s == 0
     assert group.held_out_s == pytest.approx((6 * 16 + 100) * 0.016)
 
@@ -78,7 +78,7 @@ def test_minutes_are_those_of_the_whole_sweep(monkeypatch: pytest.MonkeyPatch) -
     ]
     found = choose_updates(timings, 0, progress())
     assert found[0] == found[1] == int((0.95 * 120 - 2 * 4 * (6 * 16 + 100) * 0.001) / 1.2) and [
-        group.rounds for group in both
+        group.round_sizes for group in both
     ] == [[1] * 4, [1] * 4]
 
 
@@ -107,7 +107,7 @@ def test_what_is_worth_compiling_is_judged_by_the_length_that_it_will_be(
     """
     [group] = groups(None, 16)
     choose_updates([timing(group, lambda k: 2.0, monkeypatch)], 102_400, progress())
-    assert group.rounds == [16]
+    assert group.round_sizes == [16]
 
 
 def test_evaluations_take_half_of_the_minutes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_a_width_that_does_not_fit_is_not_asked_for_again(monkeypatch: pytest.Mo
 
     [group], told = groups(1000, 8), progress()
     choose_updates([timing(group, seconds, monkeypatch)], 0, told)
-    assert group.rounds == [4, 4] and "8 members at once: one row does not fit" in said(told)
+    assert group.round_sizes == [4, 4] and "8 members at once: one row does not fit" in said(told)
 
 
 def test_not_even_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,5 +150,5 @@ def test_what_no_graph_holds_trains_one_after_another_with_the_reason(
 
     [group] = groups(1000, 8)
     choose_updates([timing(group, seconds, monkeypatch)], 0, progress())
-    assert group.rounds == [1] * 8
+    assert group.round_sizes == [1] * 8
     assert group.why == "8 members, one after another: noise (RReLU): it draws random numbers"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from monograph.config import load
-from monograph.config.axes import AXES
+from monograph.config.axes import AXIS_KEYS
 from monograph.errors import UsageError
 from monograph.sweeps.spec import describe_knobs, groups_of, members_of, short_key, value_text
 
@@ -35,12 +35,12 @@ def test_what_no_graph_can_hold_together_makes_groups() -> None:
     groups = groups_of(members_of(SETTINGS, points))
     assert [group.name for group in groups] == ["preset=nano", "preset=micro"]
     assert [[m.index for m in group.members] for group in groups] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    groups[0].rounds = [3, 1]
-    assert [[m.index for m in each] for each in groups[0].batches()] == [[0, 1, 4], [5]]
+    groups[0].round_sizes = [3, 1]
+    assert [[m.index for m in each] for each in groups[0].rounds()] == [[0, 1, 4], [5]]
 
 
 def test_a_keys_short_name_is_its_own() -> None:
-    assert len({short_key(key) for key in AXES}) == len(AXES)
+    assert len({short_key(key) for key in AXIS_KEYS}) == len(AXIS_KEYS)
 
 
 def test_values_as_people_read_them() -> None:

@@ -57,6 +57,6 @@ def test_ranks_train_the_members_that_one_process_trains(tmp_path: Path) -> None
 def test_rounds_are_cut_until_every_rank_has_one(
     rounds: list[list[int]], ranks: int, found: list[list[int]]
 ) -> None:
-    groups = [MemberGroup([], {}, rounds=[*each]) for each in rounds]
+    groups = [MemberGroup([], {}, round_sizes=[*each]) for each in rounds]
     spread_rounds(groups, ranks)
-    assert [group.rounds for group in groups] == found
+    assert [group.round_sizes for group in groups] == found

@@ -16,7 +16,7 @@ from monograph.sweeps.concurrency import (
     next_width,
     predict_total_s,
     predict_update_s,
-    round_sizes,
+    sizes_of_rounds,
 )
 
 COMPILE_S = 20.0
@@ -24,7 +24,7 @@ COMPILE_S = 20.0
 
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_rounds_are_few_and_equal(members: int, width: int) -> None:
-    found = round_sizes(members, width)
+    found = sizes_of_rounds(members, width)
     assert sum(found) == members and max(found) <= width and max(found) - min(found) <= 1
     assert len(found) == -(-members // width) and found == sorted(found, reverse=True)
 

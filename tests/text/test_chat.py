@@ -14,7 +14,7 @@ from batches import tiny_llama
 from chats import CHATS, TEMPLATES, speaking
 from daily import pairwise
 from monograph.data.conversations import Conversation
-from monograph.data.loss_mask import Answering, ConversationConverter
+from monograph.data.loss_mask import AnswerOptions, ConversationConverter
 from monograph.errors import InputRefused
 from monograph.run.folder import Run
 from monograph.run.models import save
@@ -235,7 +235,7 @@ def test_a_chat_with_tools_has_the_template_that_transformers_takes(
                 chat, add_generation_prompt=True, return_dict=False, **options
             )
             assert chat_ids(ours, chat, add_generation_prompt=True, **options) == expected
-    answers = ConversationConverter(ours, Answering(True, True, 10_000))
+    answers = ConversationConverter(ours, AnswerOptions(True, True, 10_000))
     for tools in (None, TOOL):
         [row] = answers.rows(
             Conversation([*CHATS[0], {"role": "assistant", "content": "Hi."}], tools, 0)

@@ -16,7 +16,7 @@ from tokenizers import pre_tokenizers
 
 from daily import nightly
 from monograph.data.conversations import Conversation
-from monograph.data.loss_mask import Answering, ConversationConverter
+from monograph.data.loss_mask import AnswerOptions, ConversationConverter
 from monograph.data.options import ReadingOptions
 from monograph.evaluation.choices import encode_pair
 from monograph.rl.pairs import PairRows, read_pairs
@@ -82,7 +82,7 @@ def written(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     put before it.
     """
     text = b"".join(tokenizer.pieces[each] for each in ids).decode()
-    return text.removeprefix(" ") if tokenizer.space_first else text
+    return text.removeprefix(" ") if tokenizer.inserts_space else text
 
 
 # The others are asked for choices, which are encoded alike.
@@ -156,7 +156,7 @@ def test_an_answer_of_a_chat_follows_its_prompt_as_it_is(kind: str, tmp_path: Pa
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     answers = ConversationConverter(
-        Tokenizer.from_file(tmp_path), Answering(every=True, truncate=True, longest=10_000)
+        Tokenizer.from_file(tmp_path), AnswerOptions(every=True, truncate=True, max_inputs=10_000)
     )
     for answer in [answer for _, answer in CASES if answer.strip()][: len(ANSWERS)]:
         chat = [{"role": "user", "content": "The cat"}, {"role": "assistant", "content": answer}]

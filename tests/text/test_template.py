@@ -14,7 +14,7 @@ import pytest
 from chats import CHATS, TEMPLATES, speaking
 from monograph.errors import InputRefused
 from monograph.text import sandbox
-from monograph.text.template import AT_ONCE, ChatTemplate, read_sources
+from monograph.text.template import MAX_BATCH, ChatTemplate, read_sources
 
 SAID = [{"role": "user", "content": "h"}]
 HOSTILE = {
@@ -96,9 +96,11 @@ def test_a_hostile_template_is_refused_in_three_seconds_and_a_gigabyte(
 def one_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ends what computes without end after one second; the two of the program are tested above."""
     program = Path(sandbox.__file__).read_text()
-    assert f"\nSECONDS = {sandbox.SECONDS} " in program
+    assert f"\nCPU_LIMIT_S = {sandbox.CPU_LIMIT_S} " in program
     copied = tmp_path / "sandbox.py"
-    copied.write_text(program.replace(f"\nSECONDS = {sandbox.SECONDS} ", "\nSECONDS = 1 "))
+    copied.write_text(
+        program.replace(f"\nCPU_LIMIT_S = {sandbox.CPU_LIMIT_S} ", "\nCPU_LIMIT_S = 1 ")
+    )
     monkeypatch.setattr(sandbox, "__file__", str(copied))
 
 
@@ -126,21 +128,21 @@ def test_what_was_expected_is_what_is_rendered_alone() -> None:
     alone, together = ChatTemplate(source, "t"), ChatTemplate(source, "t")
     chats = [
         ([{"role": "user", "content": f"{n}\n'\"é"}] * n, bool(n % 2))
-        for n in range(2 * AT_ONCE + 3)
+        for n in range(2 * MAX_BATCH + 3)
     ]
-    together.expect(chats, tools=[{"name": "f"}])
-    answers, together._answers = together._answers, None  # type: ignore[method-assign, assignment]
+    together.render_ahead(chats, tools=[{"name": "f"}])
+    answers, together._replies = together._replies, None  # type: ignore[method-assign, assignment]
     for messages, prompt in chats:
         assert together.render(messages, prompt, tools=[{"name": "f"}]) == alone.render(
             messages, prompt, tools=[{"name": "f"}]
         )
-    together._answers = answers  # type: ignore[method-assign]
+    together._replies = answers  # type: ignore[method-assign]
     assert together.render(SAID, True) == alone.render(SAID, True) == "Noneh|True", (
         "other variables are another chat"
     )
-    together.expect(chats)
-    together.expect([])
-    assert not together._ready
+    together.render_ahead(chats)
+    together.render_ahead([])
+    assert not together._rendered_ahead
 
 
 @pytest.mark.slow
@@ -155,7 +157,7 @@ def test_one_that_ends_the_process_takes_no_other_with_it() -> None:
     )
     template = ChatTemplate(source, "t")
     words = ("a", "no", "loop", "b")
-    template.expect([([{"role": "user", "content": word}], False) for word in words])
+    template.render_ahead([([{"role": "user", "content": word}], False) for word in words])
     for word in words:
         if word in ("a", "b"):
             assert template.render([{"role": "user", "content": word}]) == word

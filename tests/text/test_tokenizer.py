@@ -17,8 +17,8 @@ from tokenizers import Tokenizer as Engine
 
 from monograph.errors import InputRefused, UsageError
 from monograph.text import tokenizer_file
-from monograph.text.losses import Losses
-from monograph.text.tokenizer import Tokenizer, parse
+from monograph.text.lossless import LosslessCheck
+from monograph.text.tokenizer import Tokenizer, parse_setting
 from monograph.text.tokenizer_file import NORMAL_FORMS
 from probes import probes
 from reference import article
@@ -161,7 +161,7 @@ def test_a_tokenizer_from_elsewhere_says_what_the_library_says(
     made = {"form": form, "alphabet": alphabet, "use_regex": use_regex, "space_first": space_first}
     theirs = article.tokenizer([*PLAIN, *SAMPLE], **made)
     ours = Tokenizer(json.loads(theirs.to_str()), "x")
-    assert (ours.bos_id, ours.eos_id, ours.pad_id, ours.space_first) == (0, 1, 2, space_first)
+    assert (ours.bos_id, ours.eos_id, ours.pad_id, ours.inserts_space) == (0, 1, 2, space_first)
     written = [
         "the cat",
         " the cat",
@@ -349,7 +349,7 @@ def test_runs_of_spaces_that_are_added_tokens_cost_no_second_look(monkeypatch):
     )
     theirs.add_tokens([AddedToken(" " * count, normalized=False) for count in range(2, 9)])
     ours = Tokenizer(json.loads(theirs.to_str()), "x")
-    monkeypatch.setattr(Losses, "_difference", None)
+    monkeypatch.setattr(LosslessCheck, "_difference", None)
     text = "    def read(self):\n        pass"
     assert ours.encode(text) == theirs.encode(text).ids
 
@@ -378,7 +378,7 @@ def test_text_that_the_vocabulary_cannot_write_is_refused_and_named(unknown):
         "has no tokens for '!', '\"', '#' and the like: text with such characters is refused"
         in tokenizer.notes[-1]
     )
-    assert not tokenizer.loss(PLAIN[0]) and tokenizer.loss("ok 🙂")
+    assert not tokenizer.describe_change(PLAIN[0]) and tokenizer.describe_change("ok 🙂")
 
 
 def test_what_no_text_can_have_is_not_missed():
@@ -410,7 +410,7 @@ def test_what_no_text_can_have_is_not_missed():
 )
 def test_a_wrong_size_is_refused(size):
     with pytest.raises(UsageError, match="data.vocab_size.*: expected a whole number from 259"):
-        parse("bpe", size)
+        parse_setting("bpe", size)
 
 
 def test_a_size_is_of_a_tokenizer_that_is_trained():
@@ -418,17 +418,17 @@ def test_a_size_is_of_a_tokenizer_that_is_trained():
         with pytest.raises(
             UsageError, match="data.vocab_size is of a tokenizer that is trained here"
         ):
-            parse(asked, 300)
+            parse_setting(asked, 300)
 
 
 def test_settings_mean_tokenizers(tmp_path):
-    assert parse("bpe") == 4096 and parse("bpe", 300) == 300
-    assert parse("bytes").vocab_size == 259
-    assert parse(tokenizers()[1]) is tokenizers()[1]
+    assert parse_setting("bpe") == 4096 and parse_setting("bpe", 300) == 300
+    assert parse_setting("bytes").vocab_size == 259
+    assert parse_setting(tokenizers()[1]) is tokenizers()[1]
     with pytest.raises(
         InputRefused, match="gpt2: cannot be read: .*; give bpe, bytes or the tokenizer.json"
     ):
-        parse("gpt2")
+        parse_setting("gpt2")
     with pytest.raises(UsageError, match="vocab_size = 7: must be from 259"):
         Tokenizer.train_bpe(["a"], 7)
 

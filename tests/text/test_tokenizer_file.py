@@ -119,15 +119,17 @@ def test_what_is_not_trusted_is_loaded_in_a_limited_process_first(tmp_path, monk
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(GOOD))
     tried = []
-    fault = tokenizer_trial.fault
-    monkeypatch.setattr(tokenizer_trial, "fault", lambda text: tried.append(text) or fault(text))
+    fault = tokenizer_trial.load_fault
+    monkeypatch.setattr(
+        tokenizer_trial, "load_fault", lambda text: tried.append(text) or fault(text)
+    )
     assert (
         Tokenizer.from_file(path).hash
         == Tokenizer.from_file(path, trusted=True).hash
         == Tokenizer(GOOD, "x").hash
     )
     assert len(tried) == 1
-    monkeypatch.setattr(tokenizer_trial, "fault", lambda text: "it aborts")
+    monkeypatch.setattr(tokenizer_trial, "load_fault", lambda text: "it aborts")
     with pytest.raises(
         InputRefused, match="tokenizer.json: the tokenizers library cannot load it: it aborts"
     ):
@@ -145,10 +147,10 @@ HARMFUL = {
 def test_the_limited_process_ends_and_this_one_goes_on(kind):
     """What the allow-list would not have let through: it ends its process."""
     began = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert tokenizer_trial.fault(json.dumps(GOOD | HARMFUL[kind]))
+    assert tokenizer_trial.load_fault(json.dumps(GOOD | HARMFUL[kind]))
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert used.ru_utime - began.ru_utime < tokenizer_trial.SECONDS + 5
-    assert tokenizer_trial.fault(json.dumps(GOOD)) is None
+    assert used.ru_utime - began.ru_utime < tokenizer_trial.CPU_LIMIT_S + 5
+    assert tokenizer_trial.load_fault(json.dumps(GOOD)) is None
 
 
 @pytest.mark.parametrize("kind", ["RobertaProcessing", "BertProcessing"])

@@ -37,7 +37,7 @@ def constraint(
         value: the texts, the regular expression, or the schema as JSON text or as an object.
         pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
         end_ids: the tokens that end a text.
-        lead: bytes that come before the text and are not part of it (`Tokenizer.lead`).
+        lead: bytes that come before the text and are not part of it (`Tokenizer.inserted_space`).
 
     Raises:
         UsageError: the kind is unknown.

@@ -21,7 +21,7 @@ import typer.main
 from typer.core import TyperGroup
 
 from monograph import allocator, errors, interrupts, terminal
-from monograph.cli.typed import BadCommandLine, app, launched
+from monograph.cli.typed import BadCommandLine, app, launched_processes
 from monograph.storage.reading import is_file
 
 __all__ = ["app", "main"]
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         _require_usable_input(arguments)
-        code = _run_command(_with_resume_value(_with_dashes(arguments)))
+        code = _run_command(_with_resume_value(_with_options_for_words(arguments)))
         # Here, so that a full disk or a closed pipe raises its error inside this `try`.
         sys.stdout.flush()
     except BadCommandLine as error:
@@ -160,7 +160,7 @@ def _require_usable_input(arguments: list[str]) -> None:
 
 def _is_not_rank_0() -> bool:
     """Return whether a launcher has started several processes, and this process is not rank 0."""
-    return launched() > 1 and os.environ.get("RANK", "0") != "0"
+    return launched_processes() > 1 and os.environ.get("RANK", "0") != "0"
 
 
 @cache
@@ -222,7 +222,7 @@ def _error_of_user_module(error: BaseException) -> errors.InputRefused | None:
     return refused_by_others(error)
 
 
-def _with_dashes(arguments: list[str]) -> list[str]:
+def _with_options_for_words(arguments: list[str]) -> list[str]:
     """Return `--help` for `help`, and `--version` for `version`; other arguments stay the same.
 
     Many programs have `help`, `help COMMAND` and `version` as commands.

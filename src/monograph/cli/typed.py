@@ -3,6 +3,9 @@
 Typer derives a command's arguments and options from its function's parameters, and its help from
 the function's docstring. A function here imports the code of its command (`monograph.commands`)
 only when it is called, since that code imports torch, which takes seconds.
+
+During these imports, Ctrl-C ends the program at once. `interrupts.working` returns the command that
+it is given, and lets Ctrl-C raise KeyboardInterrupt from then on.
 """
 
 from __future__ import annotations
@@ -204,9 +207,9 @@ def _download_one(context: typer.Context, name: str) -> str | Path:
     # Typer sets `resilient_parsing` when a shell completes a line, which must not download a model.
     if context.resilient_parsing or not name.startswith("hf://"):
         return name
-    from monograph.run.repository import fetched
+    from monograph.run.repository import fetch_if_on_hub
 
-    return fetched(name)
+    return fetch_if_on_hub(name)
 
 
 Run = Annotated[
@@ -294,17 +297,20 @@ def _monograph(
         print(f"monograph {__version__}")
         raise typer.Exit
     command = context.invoked_subcommand
-    if command not in SHARED_COMMANDS and launched() > 1:
+    processes = launched_processes()
+    if command not in SHARED_COMMANDS and processes > 1:
         raise UsageError(
-            f"{launched()} processes were started, but `monograph {command}` runs in one: leave the launcher out"
+            f"{processes} processes were started, but `monograph {command}` runs in one: leave the launcher out"
         )
     _print_help_without_command(context)
 
 
-def launched() -> int:
-    """Return the number of processes that a launcher, such as torchrun, has started; else 1."""
+def launched_processes() -> int:
+    """Return the number of processes that a launcher, such as torchrun, has started; 1 without a
+    launcher.
+    """
     world_size = os.environ.get("WORLD_SIZE", "")
-    # WORLD_SIZE alone may be another program's.
+    # WORLD_SIZE alone may be another program's variable.
     is_launched = world_size.isdecimal() and "MASTER_ADDR" in os.environ
     return int(world_size) if is_launched else 1
 
@@ -355,7 +361,7 @@ def train(
     Without arguments it trains a small model on Python's own sources for three minutes.
     """
     # The run's total time begins here: it includes the imports below.
-    asked_s = perf_counter()
+    program_start_s = perf_counter()
     if resume and from_:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
     out = _run_folder(out, name)
@@ -370,7 +376,7 @@ def train(
     from monograph.commands.train import run
 
     interrupts.working(run)(
-        settings, out=out, resume=resume, from_=from_, json=json, asked_s=asked_s
+        settings, out=out, resume=resume, from_=from_, json=json, program_start_s=program_start_s
     )
 
 
@@ -448,7 +454,7 @@ def plan(
     from monograph.commands.plan import run
 
     short_options = {"train.minutes": minutes}
-    settings = _settings(_with_recipe(recipe, arguments), short_options, shape_alone=True)
+    settings = _settings(_with_recipe(recipe, arguments), short_options, needs_shape_alone=True)
     return run(
         settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json
     )
@@ -868,7 +874,7 @@ def _settings(
     arguments: list[str] | None,
     short_options: Mapping[str, float | None] | None = None,
     runs_code: bool = False,
-    shape_alone: bool = False,
+    needs_shape_alone: bool = False,
 ) -> Settings:
     """Return the settings that the command line gives.
 
@@ -877,8 +883,8 @@ def _settings(
         short_options: by key, the values of options that are short for a key, such as --minutes;
             None for an option that is not given.
         runs_code: whether the command may run the Python file that the settings name.
-        shape_alone: whether the command needs only the shape of a model on the Hugging Face Hub, so
-            that its weights are not downloaded.
+        needs_shape_alone: whether the command needs only the shape of a model on the Hugging Face
+            Hub, so that its weights are not downloaded.
 
     Raises:
         UsageError: an argument is wrong, or a run is named as a text to train on.
@@ -900,7 +906,7 @@ def _settings(
     from monograph.run.repository import FILES, SHAPE_FILES
     from monograph.session.recorded import command_line_settings, refuse_model_as_text
 
-    files = SHAPE_FILES if shape_alone else FILES
+    files = SHAPE_FILES if needs_shape_alone else FILES
     settings = command_line_settings(
         toml, overrides, runs_code=runs_code, files=files, faults=faults
     )

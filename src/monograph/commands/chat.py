@@ -12,8 +12,8 @@ from monograph.commands.generate import (
     Message,
     PromptRequest,
     ReadyModel,
-    constrained,
     open_model,
+    with_constraint,
 )
 from monograph.decode import Sampling
 from monograph.errors import InputRefused, UsageError, did_you_mean
@@ -43,7 +43,7 @@ _END_NOTES = {
 
 
 class AnswerWriter(Protocol):
-    """A function that writes answers: `answers_of` a model, or a substitute in tests."""
+    """A function that writes answers: `answers_from` a model, or a substitute in tests."""
 
     def __call__(
         self, messages: list[Message], sampling: Sampling
@@ -64,7 +64,7 @@ class Chat:
     """
 
     def __init__(
-        self, answers: AnswerWriter, sampling: Sampling, system: str | None, live: bool
+        self, answers: AnswerWriter, sampling: Sampling, system: str | None, is_interactive: bool
     ) -> None:
         """Begin a chat.
 
@@ -72,16 +72,16 @@ class Chat:
             answers: writes the answers.
             sampling: the options of sampling.
             system: the system prompt; None for none.
-            live: whether a person types the lines. After an error, a person can type another line,
-                but a pipe cannot, so the chat ends.
+            is_interactive: whether a person types the lines. After an error, a person can type
+                another line, but a pipe cannot, so the chat ends.
         """
         self.messages: list[Message] = []
         self.sampling = sampling
         self.system_prompt = system
         self._answers = answers
-        self._live = live
+        self._is_interactive = is_interactive
 
-    def take(self, line: str) -> bool:
+    def handle_line(self, line: str) -> bool:
         """Carry out a command, or answer a message.
 
         Args:
@@ -91,8 +91,8 @@ class Chat:
             Whether the chat continues.
 
         Raises:
-            InputRefused: the model cannot answer the message, and the chat is not `live`.
-            UsageError: the command is wrong, and the chat is not `live`.
+            InputRefused: the model cannot answer the message, and no person types the lines.
+            UsageError: the command is wrong, and no person types the lines.
         """
         if not line.strip():
             return True
@@ -101,9 +101,9 @@ class Chat:
                 return self._command(*line.split(maxsplit=1))
             self._answer(line)
         except (InputRefused, UsageError) as error:
-            if not self._live:
+            if not self._is_interactive:
                 raise
-            tell(f"error: {error}")
+            print_note(f"error: {error}")
         return True
 
     def _command(self, name: str, value: str = "") -> bool:
@@ -114,13 +114,13 @@ class Chat:
         if name == "/help":
             width = max(map(len, HELP)) + 2
             lines = [f"{command:<{width}}{meaning}" for command, meaning in HELP.items()]
-            tell("\n".join([*lines, KEYS]))
+            print_note("\n".join([*lines, KEYS]))
         elif name == "/system":
             self.system_prompt = value or None
-            tell("system prompt set" if value else "no system prompt")
+            print_note("system prompt set" if value else "no system prompt")
         elif name == "/reset":
             self.messages.clear()
-            tell("a new chat")
+            print_note("a new chat")
         elif name == "/seed":
             self._set_seed(value)
         else:
@@ -134,7 +134,7 @@ class Chat:
         if not value.isdecimal():
             raise UsageError(f"/seed {value}: expected a whole number, 0 or more")
         self.sampling = replace(self.sampling, seed=int(value))
-        tell(f"seed {int(value)}")
+        print_note(f"seed {int(value)}")
 
     def _answer(self, line: str) -> None:
         """Print the answer to a message while it is written, and add both to the chat."""
@@ -144,7 +144,7 @@ class Chat:
             system = [{"role": "system", "content": self.system_prompt}]
         pieces = list[str]()
         end_reason = "stop"
-        with _first_interrupt_requests_stop(self._live) as stop_requested:
+        with _first_interrupt_requests_stop(self._is_interactive) as stop_requested:
             for text, reason in self._answers([*system, *messages], self.sampling):
                 print(text, end="", flush=True)
                 pieces.append(text)
@@ -154,7 +154,7 @@ class Chat:
                     break
         print(flush=True)
         if end_reason in _END_NOTES:
-            tell(f"({_END_NOTES[end_reason]})")
+            print_note(f"({_END_NOTES[end_reason]})")
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
 
@@ -168,36 +168,38 @@ def run(run: str, *, system: str | None, options: GenerateOptions) -> None:
             "chat_template.jinja next to its tokenizer.json"
         )
     # Any message will do, since the tokens right before an answer are the same for all messages.
-    model = constrained(model, [PromptRequest(".", model.sampling)])
-    live = is_terminal(sys.stdin)
-    chat = Chat(answers_of(model), model.sampling, system, live)
-    if live:
-        tell(f"{run}: type a message. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
-    read_line = _read_typed_line if live else _read_piped_line
+    model = with_constraint(model, [PromptRequest(".", model.sampling)])
+    is_interactive = is_terminal(sys.stdin)
+    chat = Chat(answers_from(model), model.sampling, system, is_interactive)
+    if is_interactive:
+        print_note(
+            f"{run}: type a message. /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves."
+        )
+    read_line = _read_typed_line if is_interactive else _read_piped_line
     line = read_line()
-    while line is not None and chat.take(line):
+    while line is not None and chat.handle_line(line):
         line = read_line()
 
 
-def answers_of(model: ReadyModel) -> AnswerWriter:
+def answers_from(model: ReadyModel) -> AnswerWriter:
     """Return a function that writes answers with a model."""
 
     def answers(messages: list[Message], sampling: Sampling) -> Iterator[tuple[str, str | None]]:
-        ids = model.question(messages)
+        ids = model.prompt_ids(messages)
         context = model.model.config.max_position_embeddings
         if len(ids) >= context:
             raise InputRefused(
                 f"the chat has {len(ids)} tokens with this message, and the model's context is {context}: begin a new "
                 "one, with /reset"
             )
-        for piece in model.write([ids], [sampling]).stream():
+        for piece in model.generate([ids], [sampling]).stream():
             reason = piece.completion.finish_reason if piece.completion else None
             yield piece.text, reason
 
     return answers
 
 
-def tell(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a text that is not part of the chat on standard error, since a pipe wants only answers."""
     print(text, file=sys.stderr, flush=True)
 
@@ -220,20 +222,20 @@ def _read_typed_line() -> str | None:
             print("> ", end="", file=sys.stderr, flush=True)
             return input()
         except EOFError:
-            tell("")
+            print_note("")
             return None
         except KeyboardInterrupt:
-            tell("\n(Ctrl-D leaves)")
+            print_note("\n(Ctrl-D leaves)")
 
 
 @contextmanager
-def _first_interrupt_requests_stop(live: bool) -> Iterator[Callable[[], bool]]:
+def _first_interrupt_requests_stop(is_interactive: bool) -> Iterator[Callable[[], bool]]:
     """Make the first Ctrl-C in the `with` block set a flag. A second Ctrl-C ends the program.
 
     The flag is read between two pieces of an answer, so that no step of the model is interrupted.
 
     Args:
-        live: whether a person types. Otherwise the first Ctrl-C ends the program.
+        is_interactive: whether a person types. Otherwise the first Ctrl-C ends the program.
 
     Yields:
         A function that returns the flag.
@@ -245,7 +247,7 @@ def _first_interrupt_requests_stop(live: bool) -> Iterator[Callable[[], bool]]:
         is_requested = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    former_handler = signal.signal(signal.SIGINT, request_stop) if live else None
+    former_handler = signal.signal(signal.SIGINT, request_stop) if is_interactive else None
     try:
         yield lambda: is_requested
     finally:

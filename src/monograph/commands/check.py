@@ -1,7 +1,4 @@
-"""`monograph check`: verify this machine, a run or a model's folder.
-
-Each check returns facts for --json, lines to print as {name: text}, and the first error, or None.
-"""
+"""`monograph check`: verify this machine, a run or a model's folder."""
 
 import json as jsonlib
 import os
@@ -10,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +43,20 @@ from monograph.storage.reading import contents, exists, is_file, is_folder
 from monograph.text.tokenizer import Tokenizer
 
 
+class CheckResult(NamedTuple):
+    """The result of a check.
+
+    Attributes:
+        facts: what --json prints.
+        lines: what is printed for people: a text for each name.
+        error: the first error; None if there is none.
+    """
+
+    facts: dict[str, Any]
+    lines: dict[str, str]
+    error: MonographError | None = None
+
+
 def run(run: str | None, *, laws: bool = False, json: bool) -> None:
     """Print what is checked, one line each, and raise the first error that was found.
 
@@ -63,30 +74,32 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> None:
             raise UsageError(
                 f"--laws compares computations of this machine, and {run} has none: leave it out"
             )
-        facts, lines, error = _check_laws()
+        result = _check_laws()
     elif run is None:
-        facts, lines, error = *_check_machine(), None
+        result = _check_machine()
     elif not names_run(run) and is_folder(run):
-        facts, lines, error = _verify_folder(run)
+        result = _verify_folder(run)
     else:
-        facts, lines, error = _verify_run(Run.open(run, saved=False))
-    width = max(16, *(len(name) + 2 for name in lines)) if lines else 0
-    for name, text in lines.items():
+        result = _verify_run(Run.open(run, saved=False))
+    width = max([16, *(len(name) + 2 for name in result.lines)])
+    for name, text in result.lines.items():
         print(f"{name:<{width}}{text}")
     if json:
-        print(jsonlib.dumps({"schema": "monograph.check/1", **facts}))
-    if error:
-        raise error
+        print(jsonlib.dumps({"schema": "monograph.check/1", **result.facts}))
+    if result.error:
+        raise result.error
 
 
-def _check_laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Compare fast computations with slow ones (`monograph.laws.check`)."""
+def _check_laws() -> CheckResult:
+    """Compare fast computations with slow ones (`monograph.laws.check`), and print a line for
+    each comparison as soon as it is made.
+    """
     from monograph.laws.check import laws
     from monograph.laws.comparisons import LawComparison
 
     keep_compiled()
     device = default_device()
-    listed = list[dict[str, Any]]()
+    law_facts = list[dict[str, Any]]()
     broken = list[str]()
     began = clock()
     print(f"machine         {describe().summary}; about two minutes\n")
@@ -94,38 +107,38 @@ def _check_laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None
         f"{'began':>7}{'law':>5}  {'compared':<34}{'error':>10}{'bound':>9}{'seconds':>9}  verdict"
     )
     for number, name, compare in laws(device):
-        start = clock()
+        law_began = clock()
         # Printed before the comparison, which may crash the process.
-        print(f"{start - began:>5.0f} s{number:>5}  {name:<34}", end="", flush=True)
+        print(f"{law_began - began:>5.0f} s{number:>5}  {name:<34}", end="", flush=True)
         try:
-            found = compare()
+            comparison = compare()
         except Exception as error:  # torch and drivers may raise anything; the other laws go on
             first_line = str(error).partition("\n")[0][:200]
-            found = LawComparison(float("inf"), 0, f"{type(error).__name__}: {first_line}")
-        spent_s = clock() - start
-        difference, bound, verdict = found.said
+            comparison = LawComparison(float("inf"), 0, f"{type(error).__name__}: {first_line}")
+        spent_s = clock() - law_began
+        difference, bound, verdict = comparison.said
         print(f"{difference:>10}{bound:>9}{spent_s:>9.1f}  {verdict}")
         law = {
             "number": number,
             "name": name,
-            "holds": found.holds,
-            **found._asdict(),
+            "holds": comparison.holds,
+            **comparison._asdict(),
             "seconds": spent_s,
         }
-        listed.append(standard_json(law))
-        if not found.holds:
+        law_facts.append(standard_json(law))
+        if not comparison.holds:
             broken.append(f"{number} ({name})")
-    facts = {"device": describe().name, "torch_version": torch.__version__, "laws": listed}
+    facts = {"device": describe().name, "torch_version": torch.__version__, "laws": law_facts}
     if not broken:
-        return facts, {}, None
+        return CheckResult(facts, {})
     message = (
         f"computes wrong on this machine with torch {torch.__version__}: law {', '.join(broken)}; "
         "please report it"
     )
-    return facts, {}, MonographError(message)
+    return CheckResult(facts, {}, MonographError(message))
 
 
-def _check_machine() -> tuple[dict[str, Any], dict[str, str]]:
+def _check_machine() -> CheckResult:
     """Measure this machine, and describe it."""
     # Called before torch._dynamo is imported, which sets its own cache path in the environment.
     keep_compiled()
@@ -175,7 +188,7 @@ def _check_machine() -> tuple[dict[str, Any], dict[str, str]]:
         "limits": process_limits,
         **{f"{name.lower()}_version": version for name, version in versions.items()},
     }
-    return facts, lines
+    return CheckResult(facts, lines)
 
 
 def _disk_text(disk: Disk) -> str:
@@ -185,7 +198,7 @@ def _disk_text(disk: Disk) -> str:
     return f"{free}, written at {megabytes(disk.written_bytes_per_s)}/s"
 
 
-def _verify_run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
+def _verify_run(run: Run) -> CheckResult:
     """Verify the files of a run that later commands need.
 
     The report is not verified, since it can be drawn again. A text is verified when it is read.
@@ -195,32 +208,32 @@ def _verify_run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographE
     def verify_checkpoint(path: Path) -> None:
         nonlocal saved
         checkpointing.verify(path)
-        saved = recorded_state.state_in(path, folder)
+        saved = recorded_state.state_in(path, run)
 
     def verify_lock() -> None:
-        if serial_number(folder.folder) <= 0 or lock_record(folder.folder) == {}:
-            raise InputRefused(f"{folder.lock_file}: does not say which run this is")
+        if serial_number(run.folder) <= 0 or lock_record(run.folder) == {}:
+            raise InputRefused(f"{run.lock_file}: does not say which run this is")
 
     def read_metrics() -> str | None:
-        folder.rows()  # called for its errors
+        run.rows()  # called for its errors
         if "metrics_sha256" not in saved:
             return None
-        return folder.metrics_digest(saved.get("metrics_offset"))
+        return run.metrics_digest(saved.get("metrics_offset"))
 
     # Oldest first, so that `saved` ends as the state of the newest.
-    folders = [path for _, path in reversed(checkpointing.candidates(folder.checkpoints))]
+    folders = [path for _, path in reversed(checkpointing.candidates(run.checkpoints))]
     checkpoints = {path.name: _fault(partial(verify_checkpoint, path)) for path in folders}
     for name, fault in checkpoints.items():
-        if fault and checkpointing.is_gone(folder.checkpoints / name):
+        if fault and checkpointing.is_gone(run.checkpoints / name):
             # The run still trains, and has removed this checkpoint since the list was made.
-            return _verify_run(folder)
+            return _verify_run(run)
     sound = [path for path in folders if checkpoints[path.name] is None]
     files = {
         "run.lock": _fault(verify_lock),
-        "config.toml": _fault(lambda: run_settings(folder, code_keys=())),
-        "tokenizer.json": _fault(lambda: own_tokenizer(folder, saved)),
+        "config.toml": _fault(lambda: run_settings(run, code_keys=())),
+        "tokenizer.json": _fault(lambda: own_tokenizer(run, saved)),
         "metrics.jsonl": _fault(read_metrics, saved.get("metrics_sha256")),
-        **_faults_of_optional_files(folder, saved),
+        **_faults_of_optional_files(run, saved),
     }
     faults = files | checkpoints
     lines = {name: _state_text(fault) for name, fault in faults.items()}
@@ -231,23 +244,21 @@ def _verify_run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographE
     damaged = [name for name, line in lines.items() if line != "sound"]
     if not sound and not error:
         reason = next(filter(None, reversed(checkpoints.values())), "none was saved")
-        if folders or folder.metrics_offset:
+        if folders or run.metrics_offset:
             remedy = "put a copy of one back"
         else:
             remedy = "the run begins with --resume"
-        error = NoValidCheckpoint(
-            f"{folder.checkpoints}: no checkpoint is sound: {reason}; {remedy}"
-        )
+        error = NoValidCheckpoint(f"{run.checkpoints}: no checkpoint is sound: {reason}; {remedy}")
     elif damaged and not error:
         error = InputRefused(
-            f"{folder.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}"
+            f"{run.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}"
         )
     facts = {
-        "run": str(folder.folder),
+        "run": str(run.folder),
         "files": _fault_objects(files),
         "checkpoints": _fault_objects(checkpoints),
     }
-    return facts, lines, error
+    return CheckResult(facts, lines, error)
 
 
 def _sha256(path: Path) -> str:
@@ -256,28 +267,28 @@ def _sha256(path: Path) -> str:
 
 
 def _faults_of_optional_files(
-    folder: Run, saved: Mapping[str, Any]
+    run: Run, saved: Mapping[str, Any]
 ) -> dict[str, MonographError | None]:
     """Return {name: fault} of the files that only some runs have.
 
     Args:
-        folder: the run.
+        run: the run.
         saved: the state of its newest sound checkpoint.
     """
     files = {}
-    if exists(folder.parent_file):
-        files["from.json"] = _fault(lambda: recorded_parent(folder))
-    if exists(folder.folder / REFERENCE):
-        files[REFERENCE] = _fault(lambda: verify_reference(folder))
+    if exists(run.parent_file):
+        files["from.json"] = _fault(lambda: recorded_parent(run))
+    if exists(run.folder / REFERENCE):
+        files[REFERENCE] = _fault(lambda: verify_reference(run))
     recorded = recorded_state.recorded_files(saved)
     for name in sorted({TEACHERS, *recorded}):
-        path = folder.folder / name
+        path = run.folder / name
         if exists(path) or name in recorded:
             files[name] = _fault(partial(_sha256, path), recorded.get(name))
     return files
 
 
-def _verify_folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
+def _verify_folder(folder: str) -> CheckResult:
     """Verify the files of a model's folder.
 
     The folder has no digests, so a weight that has changed to another finite number is not noticed.
@@ -295,7 +306,8 @@ def _verify_folder(folder: str) -> tuple[dict[str, Any], dict[str, str], Monogra
     error = next((fault for fault in files.values() if fault), None)
     if error and not isinstance(error, Unreadable):
         error = InputRefused(str(error))  # one exit code for all kinds of damage
-    return {"run": folder, "files": _fault_objects(files), "checkpoints": []}, lines, error
+    facts = {"run": folder, "files": _fault_objects(files), "checkpoints": []}
+    return CheckResult(facts, lines, error)
 
 
 def _fault_objects(faults: Mapping[str, MonographError | None]) -> list[dict[str, str | None]]:

@@ -35,7 +35,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
 from monograph.run.run_index import SWEEP
-from monograph.run.writing import write_whole
+from monograph.run.writing import write_atomically
 from monograph.session.evaluated_model import (
     EvaluatedModel,
     answer_questions,
@@ -58,15 +58,16 @@ class _Side:
 
     Attributes:
         name: the name that the user gave.
-        subjects: the models: one for each seed of a sweep's best setting, otherwise one.
-        knobs: {"seed": seed} of each model, if there are several.
+        models: the models: one for each seed of a sweep's best setting, otherwise one.
+        knobs: {"seed": seed} of each model, if there are several. `compare_on` pairs the models of
+            two sides by this.
         tokens_per_s: the training speed; None if it was not measured, or if members of a sweep
             trained at the same time.
         runs: the run of each model; empty for a model's folder and for a mixture.
     """
 
     name: str
-    subjects: list[EvaluatedModel]
+    models: list[EvaluatedModel]
     knobs: tuple[dict[str, Any], ...]
     tokens_per_s: float | None
     runs: tuple[Run, ...] = ()
@@ -74,12 +75,12 @@ class _Side:
     @property
     def members(self) -> list[torch.nn.Module]:
         """Return the models' modules."""
-        return [subject.module for subject in self.subjects]
+        return [model.module for model in self.models]
 
     @property
     def is_run(self) -> bool:
         """Return whether this is a run, which records how it reads text, and its held-out text."""
-        return bool(self.subjects[0].own_text)
+        return bool(self.models[0].own_text)
 
     @property
     def params(self) -> int:
@@ -91,7 +92,7 @@ class _Side:
 
         This is the interface of an engine with members, for which `compare_on` was written.
         """
-        sums = [subject.evaluate(batch) for subject in self.subjects]
+        sums = [model.evaluate(batch) for model in self.models]
         totals = torch.stack([total for total, _ in sums])
         sizes = torch.stack([size for _, size in sums])
         return totals, sizes
@@ -129,12 +130,12 @@ def run(
     if report:
         _require_page(report)
     sides = [_open_side(name) for name in runs]
-    if not data and not sides[0].subjects[0].own_text:
+    if not data and not sides[0].models[0].own_text:
         raise UsageError(
             f"{runs[0]} learned from answers, not from text, so no text was held out for it: give one with --data"
         )
     # How the first run reads text; sides that are not runs read the text in the same way.
-    reading = next((side.subjects[0].reading for side in sides if side.is_run), {})
+    reading = next((side.models[0].reading for side in sides if side.is_run), {})
     has_questions = hold_questions(data, reading.get("text_key"), chat)
     first = sides[0]
     on_data = f"on {' and '.join(data)}" if data else f"on what {first.name} held out"
@@ -147,7 +148,7 @@ def run(
     width = max(map(len, runs))
     for side, value in zip(sides, result.scores, strict=True):
         speed = f"   {count(side.tokens_per_s, 'tok/s')}" if side.tokens_per_s else ""
-        seeds = f"   {counted(len(side.subjects), 'seed')}" if len(side.subjects) > 1 else ""
+        seeds = f"   {counted(len(side.models), 'seed')}" if len(side.models) > 1 else ""
         score = f"acc {value:.4f}" if has_questions else f"{value:.4f} bits/byte"
         print(f"{side.name:<{width}}   {score}   {count(side.params)} parameters{speed}{seeds}")
     lines = [
@@ -160,7 +161,7 @@ def run(
         title = f"{' and '.join(runs)} {on_data}"
         unit = "share correct" if has_questions else "bits/byte"
         page = compare_page(title, unit, _page_sides(sides, result), lines)
-        write_whole(report, page)
+        write_atomically(report, page)
         progress.line("report", str(report))
     if json:
         print(jsonlib.dumps(_json_object(sides, result)))
@@ -175,24 +176,26 @@ def _open_side(name: str) -> _Side:
     """
     runs: dict[int, Run] = {}  # by seed; empty for a mixture and for a model's folder
     members = mixture_members(name)
-    # A name that does not exist goes to `Run.located`, whose error suggests other names.
+    # A name that does not exist goes to `Run.locate`, whose error suggests other names.
     if not members and (names_run(name) or not exists(name)):
-        folder = Run.located(name)
+        folder = Run.locate(name)
         runs = seeds_of_best(folder) if is_file(folder / SWEEP) else {0: Run.open(name)}
     if members:
-        subjects = [mixture_of([load_from_run(run, warn) for run in members], name)]
+        models = [mixture_of([load_from_run(run, warn) for run in members], name)]
     elif runs:
-        subjects = [load_from_run(run, warn) for run in runs.values()]
+        models = [load_from_run(run, warn) for run in runs.values()]
     else:
-        subjects = [load_from_folder(name, warn)]
-    for subject in subjects:
-        subject.module.to(default_device()).eval()
+        models = [load_from_folder(name, warn)]
+    for model in models:
+        model.module.to(default_device()).eval()
     knobs = tuple({"seed": seed} for seed in runs) if len(runs) > 1 else ()
-    speed = None
-    # Not for a run that learned from sampled answers: its speed includes the sampling.
-    if runs and not subjects[0].samples_answers:
-        speed = _median_speed(next(iter(runs.values())))
-    return _Side(name, subjects, knobs, speed, tuple(runs.values()))
+    tokens_per_s = None
+    # The speed of a run that learned from sampled answers includes the sampling, so it says nothing
+    # about the model.
+    if runs and not models[0].samples_answers:
+        first_run = next(iter(runs.values()))
+        tokens_per_s = _median_speed(first_run)
+    return _Side(name, models, knobs, tokens_per_s, tuple(runs.values()))
 
 
 def _require_page(path: Path) -> None:
@@ -246,8 +249,8 @@ def _compare_texts(
         report: shows the progress.
     """
     first = sides[0]
-    if first.subjects[0].text_warning and not data:
-        warn(first.subjects[0].text_warning)
+    if first.models[0].text_warning and not data:
+        warn(first.models[0].text_warning)
     texts = [_rows_for(side, first, data, reading) for side in sides]
     first_score = statistics.fmean(bits_per_byte(first, texts[0], report))
     comparisons = []
@@ -264,25 +267,24 @@ def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any
 
     The arguments are those of `_compare_texts`; `side` is the side whose tokenizer is used.
     """
-    subject = side.subjects[0]
-    text_of_first = first.subjects[0].own_text
-    side_reading = subject.reading
+    model = side.models[0]
+    text_of_first = first.models[0].own_text
+    side_reading = model.reading
     if not side.is_run:
         # A folder does not record how to read text, so it reads as the first run does. Its rows
         # must not be longer than the number of its positions.
-        configs = [config for config in (subject.reading, reading) if config]
-        length = min(int(config["sequence_length"]) for config in configs)
-        side_reading = reading | {"sequence_length": length}
+        lengths = [int(known["sequence_length"]) for known in (model.reading, reading) if known]
+        side_reading = reading | {"sequence_length": min(lengths)}
     if data:
-        return corpus(tokenizer=subject.tokenizer, **side_reading, source=data, held_out=0.0).train
+        return corpus(tokenizer=model.tokenizer, **side_reading, source=data, held_out=0.0).train
     if not side.is_run:
         warn(
             f"{side.name} does not say what it was trained on: what {first.name} held out may be part of it"
         )
-    elif subject.own_text != text_of_first:
+    elif model.own_text != text_of_first:
         warn(f"{side.name} was trained on other text: what {first.name} held out may be part of it")
-    text = corpus(tokenizer=subject.tokenizer, **side_reading, **text_of_first)
-    if subject.own_text == text_of_first and text.fingerprint != subject.fingerprint:
+    text = corpus(tokenizer=model.tokenizer, **side_reading, **text_of_first)
+    if model.own_text == text_of_first and text.fingerprint != model.fingerprint:
         warn(
             f"{text.name} changed since {side.name}: what is held out now may have been trained on"
         )
@@ -304,8 +306,8 @@ def _compare_answers_to_questions(
         seeds = [knobs["seed"] for knobs in side.knobs] or [0]
         answers_by_seed: dict[Hashable, list[ChoiceMarks]] = {}
         accuracy_by_seed = []
-        for seed, subject in zip(seeds, side.subjects, strict=True):
-            answers, accuracy = answer_questions(subject, questions, chat, report, warn)
+        for seed, model in zip(seeds, side.models, strict=True):
+            answers, accuracy = answer_questions(model, questions, chat, report, warn)
             answers_by_seed[seed] = answers
             accuracy_by_seed.append(accuracy)
         answers_of_sides.append(answers_by_seed)
@@ -361,7 +363,7 @@ def _verdict(first: _Side, side: _Side, comparison: Comparison) -> str:
 def _json_object(sides: Sequence[_Side], result: _Result) -> dict[str, Any]:
     """Return the measurements as the object that --json prints."""
     accuracies = result.accuracies or (None,) * len(sides)
-    runs = [
+    entries = [
         {
             "run": side.name,
             "bits_per_byte": None if accuracy else score,
@@ -387,4 +389,4 @@ def _json_object(sides: Sequence[_Side], result: _Result) -> dict[str, Any]:
         }
         for side, comparison in zip(sides[1:], result.comparisons, strict=True)
     ]
-    return {"schema": "monograph.compare/1", "runs": runs, "differences": differences}
+    return {"schema": "monograph.compare/1", "runs": entries, "differences": differences}

@@ -3,6 +3,7 @@ runs.
 """
 
 import sys
+from collections.abc import Iterator
 
 from monograph.config import Settings
 from monograph.data.corpus import Corpus, answer_ends, render_row
@@ -19,44 +20,65 @@ from monograph.terminal import own, takes_colour
 def show(settings: Settings, *, row: int | None) -> None:
     """Print a packed row as text, its trained tokens marked; without a number, print the corpus's
     size and row 0.
+
+    Args:
+        settings: the settings of a run.
+        row: the row's number, from 0.
     """
     require_texts(settings, "data")
     plan = resolve(settings, describe())
     corpus = open_corpus(plan.job.reading, Progress())
     if row is None:
-        stats = corpus.stats
-        print(f"{corpus.name}: {_chats(corpus) if stats.conversations else _texts(corpus)}")
-        visits = corpus.train.per_epoch
-        epoch = f", {visits:,} to an epoch" if visits != len(corpus.train) else ""
-        rows = f"{counted(len(corpus.train), 'row')} of {plan.training.length}"
-        print(f"{rows}{epoch}, {stats.packed_share:.1%} filled")
-        held = f"{counted(stats.held_out_documents, 'document')}, {stats.held_out_bytes:,} bytes"
-        held = (
-            counted(corpus.held_out.conversations, corpus.record_noun)
-            if stats.conversations
-            else held
-        )
-        print(f"held out: {held}, {counted(len(corpus.held_out), 'row')}")
+        for line in _sizes(corpus, plan.training.length):
+            print(line)
     elif row >= len(corpus.train):
         raise UsageError(f"--row {row}: the last row is {len(corpus.train) - 1:,}")
     own(sys.stdout, render_row(corpus, row or 0, colour=takes_colour(sys.stdout)) + "\n")
 
 
-def _texts(corpus: Corpus) -> str:
+def _sizes(corpus: Corpus, row_length: int) -> Iterator[str]:
+    """Yield lines with the numbers of records, tokens and rows, trained and held out.
+
+    Args:
+        corpus: the corpus.
+        row_length: tokens of a row.
+    """
     stats = corpus.stats
-    texts = f"{counted(stats.files, 'file')}, {counted(stats.documents, 'document')}"
-    return f"{texts}, {stats.bytes:,} bytes, {stats.tokens:,} tokens of {corpus.vocab_size:,} kinds"
+    if stats.conversations:
+        yield from _conversation_sizes(corpus)
+        held_out = counted(corpus.held_out.conversations, corpus.record_noun)
+    else:
+        yield _text_sizes(corpus)
+        documents = counted(stats.held_out_documents, "document")
+        held_out = f"{documents}, {stats.held_out_bytes:,} bytes"
+    rows = len(corpus.train)
+    epoch = ""
+    if corpus.train.per_epoch != rows:
+        epoch = f", {corpus.train.per_epoch:,} to an epoch"
+    yield f"{counted(rows, 'row')} of {row_length}{epoch}, {stats.packed_share:.1%} filled"
+    yield f"held out: {held_out}, {counted(len(corpus.held_out), 'row')}"
 
 
-def _chats(corpus: Corpus) -> str:
-    stats, train = corpus.stats, corpus.train
-    chats = f"{counted(stats.files, 'file')}, {counted(stats.conversations, corpus.record_noun)}"
+def _text_sizes(corpus: Corpus) -> str:
+    stats = corpus.stats
+    documents = f"{counted(stats.files, 'file')}, {counted(stats.documents, 'document')}"
+    tokens = f"{stats.tokens:,} tokens of {corpus.vocab_size:,} kinds"
+    return f"{corpus.name}: {documents}, {stats.bytes:,} bytes, {tokens}"
+
+
+def _conversation_sizes(corpus: Corpus) -> Iterator[str]:
+    stats = corpus.stats
+    train = corpus.train
+    records = f"{counted(stats.files, 'file')}, {counted(stats.conversations, corpus.record_noun)}"
+    sequences = counted(train.documents, "sequence")
     trained = f"{stats.tokens:,} of {train.inputs:,} tokens trained ({stats.trained_share:.1%})"
-    return f"{chats} in {counted(train.documents, 'sequence')}, {trained}\nanswers end with {answer_ends(corpus)}"
+    yield f"{corpus.name}: {records} in {sequences}, {trained}"
+    yield f"answers end with {answer_ends(corpus)}"
 
 
 def build(settings: Settings) -> None:
     """Tokenise and cache the text, and print the folder."""
     require_texts(settings, "data")
-    corpus = open_corpus(resolve(settings, describe()).job.reading, Progress())
+    plan = resolve(settings, describe())
+    corpus = open_corpus(plan.job.reading, Progress())
     print(f"{corpus.folder}: {corpus.stats.tokens:,} tokens, fingerprint {corpus.fingerprint[:16]}")

@@ -3,6 +3,7 @@ questions answered.
 """
 
 import json as jsonlib
+from collections.abc import Sequence
 
 from monograph.data.corpus import corpus as open_corpus
 from monograph.data.progress import ProgressCallback
@@ -11,9 +12,9 @@ from monograph.errors import UsageError
 from monograph.evaluation import Evaluation, evaluate
 from monograph.evaluation.choices import Accuracy, hold_questions, read_questions
 from monograph.report.quantities import counted
-from monograph.run.folder import standard_json
+from monograph.run.folder import Run, standard_json
 from monograph.run.progress import Progress
-from monograph.run.recipe import run_named
+from monograph.run.recipe import find_run
 from monograph.session.evaluated_model import (
     EvaluatedModel,
     answer_questions,
@@ -25,74 +26,102 @@ from monograph.session.evaluated_model import (
 from monograph.sweeps.results import mixture_members
 from monograph.terminal import warn
 
-# The keys that --json prints; the value is null where a score was not measured.
-TEXT = ("bits_per_byte", "perplexity", "loss", "tokens")
-QUESTIONS = tuple(key for key in Accuracy._fields if key != "cut")
+# The scores that --json prints; those that were not measured are null.
+TEXT_SCORES = ("bits_per_byte", "perplexity", "loss", "tokens")
+QUESTION_SCORES = tuple(key for key in Accuracy._fields if key != "cut")
 
 
 def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
-    """Score the held-out rows of the run's data, or all given text or questions; see the command
-    line's help.
+    """Score the held-out rows of the run's text, or all of the given text or questions; see the
+    command line's help.
+
+    Args:
+        run: a run, a model's folder, or SWEEP/mixture.
+        data: files of text, or of questions; empty for the text that the run held out.
+        chat: whether to ask the questions as in a chat.
+        json: whether to print the scores as JSON, too.
     """
     members = mixture_members(run)
-    runs = members or [trained for trained in [run_named(run)] if trained]
-    subjects = [load_from_run(each, warn) for each in runs] or [load_from_folder(run, warn)]
-    subject = mixture_of(subjects, run) if members else subjects[0]
-    if not data and not subject.own_text:
+    model, is_run = _open_model(run, members)
+    if not data and not model.own_text:
         what = (
-            "learned from answers, not from text, so no text" if runs else "is no run, so nothing"
+            "learned from answers, not from text, so no text" if is_run else "is no run, so nothing"
         )
         raise UsageError(f"{run} {what} was held out for it: give the text to score with --data")
-    subject.module.to(default_device()).eval()
-    quiz = hold_questions(data, subject.reading.get("text_key"), chat)
+    model.module.to(default_device()).eval()
+    has_questions = hold_questions(data, model.reading.get("text_key"), chat)
+    scores: Evaluation | Accuracy
     with Progress().stage("evaluate", run) as stage:
-        measured, line = (
-            _questions(subject, data, chat, stage.report)
-            if quiz
-            else _text(subject, data, stage.report)
-        )
-    if isinstance(measured, Evaluation):
-        require_finite(measured.loss, run, "this text")
+        if has_questions:
+            scores, line = _answer_questions(model, data, chat, stage.report)
+        else:
+            scores, line = _score_text(model, data, stage.report)
+    if isinstance(scores, Evaluation):
+        require_finite(scores.loss, run, "this text")
     together = f", {counted(len(members), 'member')} together" if members else ""
-    print(line + together + (", averaged weights" if subject.averaged else ""))
+    print(line + together + (", averaged weights" if model.averaged else ""))
     if json:
-        scores = {key: measured._asdict().get(key) for key in (*TEXT, *QUESTIONS)}
-        weights = "averaged" if subject.averaged else "last"
-        print(
-            jsonlib.dumps(
-                {"schema": "monograph.evaluate/1", **standard_json(scores), "weights": weights}
-            )
-        )
+        measured = scores._asdict()
+        entries = {
+            "schema": "monograph.evaluate/1",
+            **standard_json({key: measured.get(key) for key in (*TEXT_SCORES, *QUESTION_SCORES)}),
+            "weights": "averaged" if model.averaged else "last",
+        }
+        print(jsonlib.dumps(entries))
 
 
-def _text(
-    subject: EvaluatedModel, data: list[str], report: ProgressCallback
+def _open_model(name: str, members: Sequence[Run]) -> tuple[EvaluatedModel, bool]:
+    """Return the model, and whether it comes from a run.
+
+    Args:
+        name: what the user typed.
+        members: the runs of the sweep whose mixture `name` is; empty for any other name.
+    """
+    if members:
+        return mixture_of([load_from_run(member, warn) for member in members], name), True
+    named_run = find_run(name)
+    if named_run:
+        return load_from_run(named_run, warn), True
+    return load_from_folder(name, warn), False
+
+
+def _score_text(
+    model: EvaluatedModel, data: list[str], report: ProgressCallback
 ) -> tuple[Evaluation, str]:
-    if subject.text_warning and not data:
-        warn(subject.text_warning)
-    where = {"source": data, "held_out": 0.0} if data else subject.own_text
-    text = open_corpus(tokenizer=subject.tokenizer, **subject.reading, **where, progress=report)
-    if not data and text.fingerprint != subject.fingerprint:
+    """Return the scores on the given text, or else on the run's held-out text, and a line about
+    them.
+    """
+    if model.text_warning and not data:
+        warn(model.text_warning)
+    source = {"source": data, "held_out": 0.0} if data else model.own_text
+    text = open_corpus(tokenizer=model.tokenizer, **model.reading, **source, progress=report)
+    if not data and text.fingerprint != model.fingerprint:
         warn(f"{text.name} changed since the run: what is held out now may have been trained on")
-    result = evaluate(subject, text.train if data else text.held_out, progress=report)
-    standing = f"loss {result.loss:.4f}"
-    if result.bits_per_byte is not None:
-        standing = f"{result.bits_per_byte:.4f} bits per byte, perplexity {result.perplexity:.2f}"
-    return (
-        result,
-        f"{standing}, {counted(result.tokens, 'token')}, {counted(result.bytes, 'byte')} of {text.name}",
-    )
+    rows = text.train if data else text.held_out
+    scores = evaluate(model, rows, progress=report)
+    result = f"loss {scores.loss:.4f}"
+    if scores.bits_per_byte is not None:
+        result = f"{scores.bits_per_byte:.4f} bits per byte, perplexity {scores.perplexity:.2f}"
+    size = f"{counted(scores.tokens, 'token')}, {counted(scores.bytes, 'byte')} of {text.name}"
+    return scores, f"{result}, {size}"
 
 
-def _questions(
-    subject: EvaluatedModel, data: list[str], chat: bool, report: ProgressCallback
+def _answer_questions(
+    model: EvaluatedModel, data: list[str], chat: bool, report: ProgressCallback
 ) -> tuple[Accuracy, str]:
-    result = answer_questions(subject, read_questions(data), chat, report, warn)[1]
-    shares = [f"{name} {_share(result, name)}" for name in ("acc", "acc_norm", "acc_bytes")]
-    source = f"{counted(result.questions, 'question')} of {data[0]}{f' and {len(data) - 1} more' if data[1:] else ''}"
-    return result, f"{', '.join(shares)}; guessing {result.chance:.4f}; {source}"
+    """Return the accuracy on questions with several choices, and a line about it."""
+    _, accuracy = answer_questions(model, read_questions(data), chat, report, warn)
+    shares = [f"{name} {_share(accuracy, name)}" for name in ("acc", "acc_norm", "acc_bytes")]
+    first_file, *more_files = data
+    files = f"{first_file} and {len(more_files)} more" if more_files else first_file
+    source = f"{counted(accuracy.questions, 'question')} of {files}"
+    return accuracy, f"{', '.join(shares)}; guessing {accuracy.chance:.4f}; {source}"
 
 
-def _share(result: Accuracy, name: str) -> str:
-    error = getattr(result, f"{name}_stderr")
-    return f"{getattr(result, name):.4f}" + ("" if error is None else f" ± {error:.4f}")
+def _share(accuracy: Accuracy, name: str) -> str:
+    """Return a share of correct answers with its standard error, if there is one."""
+    share = getattr(accuracy, name)
+    standard_error = getattr(accuracy, f"{name}_stderr")
+    if standard_error is None:
+        return f"{share:.4f}"
+    return f"{share:.4f} ± {standard_error:.4f}"

@@ -16,31 +16,42 @@ ADAPTER = "adapter"  # the folder of the adapters alone, inside the merged model
 
 
 def run(run: str, *, to: str | Path, format: str, dtype: str | None) -> None:
-    """Write the newest sound checkpoint's model; see the command line's help."""
+    """Write the newest sound checkpoint's model; see the command line's help.
+
+    Args:
+        run: the run, or a model's folder.
+        to: the new folder, or a repository of the Hub to push the model to.
+        format: the format's name in `EXPORTS`.
+        dtype: the dtype of the weights; None: the format's usual one.
+    """
     export = find_export(format, dtype)
-    if (name := str(to)).startswith(HUB):
-        _pushed(run, name, format)
+    if str(to).startswith(HUB):
+        _export_to_hub(run, str(to), format)
         return
-    model, tokenizer, trained = load_to_export(run, warn)
+    model, tokenizer, trained_adapters = load_to_export(run, warn)
     to = Path(to)
-    adapters = _with_form(trained, export, model.config)
+    adapters = _adapters_to_write(trained_adapters, export, model.config)
 
-    def write_extras(new: Path) -> None:
-        """Write the adapters alone, so that both get their names at once."""
+    def write_adapters(new_folder: Path) -> None:
+        """Write the adapters alone, in the model's folder before that gets its name, so that both
+        appear at once.
+        """
         if adapters is not None:
-            (new / ADAPTER).mkdir()
-            export.write_adapters(adapters, model.config, new / ADAPTER)
+            (new_folder / ADAPTER).mkdir()
+            export.write_adapters(adapters, model.config, new_folder / ADAPTER)
 
-    save(model, to, tokenizer, format, dtype, warn, write_extras)
+    save(model, to, tokenizer, format, dtype, warn, write_adapters)
     if adapters is not None:
         print(export.describe_adapters(to / ADAPTER))
     print(export.describe(to))
 
 
-def _with_form(
+def _adapters_to_write(
     adapters: PeftAdapters | None, export: Export, config: LlamaConfig
 ) -> PeftAdapters | None:
-    """Return the adapters, or None with a warning if the format has no form for them."""
+    """Return the adapters that the export can also write alone; None if there are none, or, with a
+    warning, if the format has no form for them.
+    """
     if adapters is None:
         return None
     try:
@@ -51,18 +62,19 @@ def _with_form(
     return adapters
 
 
-def _pushed(run: str, name: str, format: str) -> None:
-    """Export into a temporary folder, and push that. Adapters stay here: they name their base's
-    folder on this disk.
+def _export_to_hub(run: str, name: str, format: str) -> None:
+    """Export into a temporary folder, and push that to a repository of the Hub.
+
+    Adapters are merged but not pushed alone, since they name their base's folder on this disk.
     """
     if not EXPORTS[format].can_be_pushed:
-        pushed = join_with_or([word for word, export in EXPORTS.items() if export.can_be_pushed])
+        pushable = join_with_or([word for word, export in EXPORTS.items() if export.can_be_pushed])
         raise UsageError(
-            f"--to {name}: --format {format} is written to a folder; only {pushed} is pushed"
+            f"--to {name}: --format {format} is written to a folder; only {pushable} is pushed"
         )
     require_account(name)
-    with temporary_folder() as place:
+    with temporary_folder() as folder:
         model, tokenizer, _ = load_to_export(run, warn)
-        save(model, place / "model", tokenizer, format, warn=warn)
-        address = push(place / "model", name)
+        save(model, folder / "model", tokenizer, format, warn=warn)
+        address = push(folder / "model", name)
     print(f"{address}: one commit with the whole model; model.init={name} begins from it")

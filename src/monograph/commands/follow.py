@@ -24,7 +24,7 @@ from monograph.interrupts import taken_back
 from monograph.report.quantities import counted
 from monograph.report.trackers import Opener, SettingsByKey, TrackedPoint, Tracker, tracker_named
 from monograph.run.folder import Run, write_errors_explained
-from monograph.run.run_index import SWEEP, parsed, runs_in, wait_until_free
+from monograph.run.run_index import SWEEP, json_object, runs_in, wait_until_free
 from monograph.storage.reading import contents, is_file, open_input, refusing, without_links
 from monograph.storage.writing import FAILING
 
@@ -36,7 +36,7 @@ COMPARED_BYTES = 4096
 
 def run(run: str, *, to: str, out: Path | None) -> None:
     """Send rows until no process trains the run; see the command line's help."""
-    folder = Run.located(run, saved=False)
+    folder = Run.locate(run, saved=False)
     tracker = tracker_named(to)
     if out:
         with write_errors_explained(out):
@@ -160,7 +160,7 @@ class _Followed:
 
     def _point(self, number: int, line: bytes) -> TrackedPoint:
         """Return the update and the numbers of a row; `number` is its line, for the message."""
-        row = parsed(line)
+        row = json_object(line)
         update = row.pop("update", None)
         if type(update) is not int or not 0 <= update <= 10**15:
             raise InputRefused(f"{self._run.metrics}:{number}: not a row of metrics; put it back")

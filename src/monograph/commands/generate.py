@@ -21,7 +21,7 @@ from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
-from monograph.run.run_index import parsed
+from monograph.run.run_index import json_object
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import json_fault, open_input, parse_json, readable
 from monograph.terminal import warn
@@ -33,10 +33,10 @@ PromptContent = str | list[Message]
 # Flags of the command that are not options of `Sampling`.
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
-# The types of values that are not written as JSON, with the words for them in messages.
-_EXPECTED = {int: "a whole number", float: "a number", str: "a text"}
+# The types of options that are not written as JSON, with the words for them in messages.
+_TYPE_WORDS = {int: "a whole number", float: "a number", str: "a text"}
 # The type of each option of `Sampling`. Options whose default is None are whole numbers.
-_KINDS = {
+_OPTION_TYPES = {
     name: type(value) if value is not None else int for name, value in vars(Sampling()).items()
 }
 LARGEST_SCHEMA_BYTES = 1 << 20
@@ -44,7 +44,7 @@ LARGEST_PROMPTS_BYTES = 1 << 28
 _PIPES = Path("/dev/fd")  # the folder of the pipes that a shell makes for <(command)
 
 
-def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
+def parse_sampling(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
     """Return the options of sampling from the command line.
 
     Args:
@@ -67,20 +67,22 @@ def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
             raise UsageError(
                 f"--sampler {pair}: write = between option and value: {with_colon[1]}={with_colon[2]}"
             )
-        if key not in _KINDS:
+        if key not in _OPTION_TYPES:
             raise UsageError(
-                f"--sampler {pair}: there is no option {_unknown_key_hint(key, set(_KINDS) - set(numbers))}"
+                f"--sampler {pair}: there is no option {_unknown_key_hint(key, set(_OPTION_TYPES) - set(numbers))}"
             )
         if not equals:
             raise UsageError(f"--sampler {pair}: expected a value, {key}=VALUE")
         if key in values:
             raise UsageError(f"--sampler {pair}: {key} is given twice")
-        kind = _KINDS[key]
+        option_type = _OPTION_TYPES[key]
         try:
-            values[key] = kind(text) if kind in _EXPECTED else parse_json(text)
+            values[key] = option_type(text) if option_type in _TYPE_WORDS else parse_json(text)
         except (ValueError, RecursionError) as error:
             form = f'JSON: {{"ID": BIAS, ...}} or ["TEXT", ...] ({json_fault(error)})'
-            raise UsageError(f"--sampler {pair}: expected {_EXPECTED.get(kind, form)}") from None
+            raise UsageError(
+                f"--sampler {pair}: expected {_TYPE_WORDS.get(option_type, form)}"
+            ) from None
     return _replace_options(Sampling(), values)
 
 
@@ -98,7 +100,7 @@ class PromptRequest(NamedTuple):
     where: str = ""
 
 
-def prompts_of(
+def prompts_in_file(
     path: Path, chat: bool, sampling: Sampling, vocabulary: int
 ) -> Iterator[PromptRequest]:
     """Yield each prompt of a file.
@@ -123,11 +125,11 @@ def prompts_of(
     # Not `splitlines`, which also splits at other line separators. JSON may contain them unescaped.
     lines = _read_text(path, "--prompts", LARGEST_PROMPTS_BYTES).replace("\r\n", "\n").split("\n")
     expected = 'expected an object with "prompt", a text'
-    known = {"prompt", *_KINDS} - {"order"}
+    known = {"prompt", *_OPTION_TYPES} - {"order"}
     if chat:
         expected += ', or "messages", a list of objects with "role" and "content", texts'
         known.add("messages")
-    first = parsed(next(filter(str.strip, lines), ""))
+    first = json_object(next(filter(str.strip, lines), ""))
     has_records = path.suffix == ".jsonl" or not first.keys().isdisjoint(("prompt", "messages"))
     for number, line in enumerate(lines, 1):
         where = f"{path}:{number}"
@@ -288,7 +290,7 @@ class ReadyModel(NamedTuple):
     constraint: Automaton | None
     options: GenerateOptions
 
-    def write(
+    def generate(
         self, prompts: Sequence[str | Sequence[int]], samplings: Sequence[Sampling] | None = None
     ) -> Generation:
         """Start to write completions.
@@ -308,13 +310,15 @@ class ReadyModel(NamedTuple):
             constraint=self.constraint,
         )
 
-    def question(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a chat, up to the place where the model's answer begins."""
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a chat's messages, up to where the model's answer begins."""
         return chat_ids(self.tokenizer, messages, add_generation_prompt=True)
 
 
 def open_model(run: str, options: GenerateOptions) -> ReadyModel:
-    """Load a model with its tokenizer. `constrained` adds the constraint, which needs the prompts.
+    """Load a model with its tokenizer, without the constraint that the options ask for.
+
+    `with_constraint` adds it, which needs the prompts.
 
     Raises:
         UsageError: an option is wrong.
@@ -322,23 +326,23 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
     """
     # Called before torch._dynamo is imported, which sets its own cache path in the environment.
     keep_compiled()
-    sampling = sampling_of(options.numbers, options.pairs)
+    sampling = parse_sampling(options.numbers, options.pairs)
     if sum(value is not None for value in options.constraints.values()) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
     network, tokenizer = load_with_tokenizer(run, warn)
-    ends = [tokenizer.eos_id]
+    end_ids = [tokenizer.eos_id]
     if options.chat:
-        ends = list(stop_ids(tokenizer, network.config.eos_token_ids))
+        end_ids = list(stop_ids(tokenizer, network.config.eos_token_ids))
     network.to(default_device())
-    return ReadyModel(network, tokenizer, sampling, [*options.stop, *ends], None, options)
+    return ReadyModel(network, tokenizer, sampling, [*options.stop, *end_ids], None, options)
 
 
-def constrained(model: ReadyModel, given: Sequence[PromptRequest]) -> ReadyModel:
+def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> ReadyModel:
     """Return the model with the constraint that its options ask for, if there is one.
 
     Args:
         model: the model.
-        given: the prompts, since the constraint is on texts that follow them.
+        prompts: the prompts, since the constraint is on texts that follow them.
 
     Raises:
         InputRefused: the constraint cannot be used.
@@ -351,11 +355,11 @@ def constrained(model: ReadyModel, given: Sequence[PromptRequest]) -> ReadyModel
             value = _read_text(value, "--json-schema", LARGEST_SCHEMA_BYTES)
         if kind == "choices":
             for choice in value:
-                loss = model.tokenizer.loss(choice)
+                loss = model.tokenizer.describe_change(choice)
                 if loss:  # not left out, since fewer choices would be a different question
                     raise InputRefused(f"--choice: {loss}")
         end_ids = [end for end in model.stop if not isinstance(end, str)]
-        lead = _lead_bytes(model, given)
+        lead = _lead_bytes(model, prompts)
         automaton = constraint(kind, value, model.tokenizer.pieces, end_ids, lead)
         model = model._replace(constraint=automaton)
     return model
@@ -365,35 +369,39 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
     """Print each prompt with its completions while they are written; see the command line's help."""
     model = open_model(run, options)
     sampling = model.sampling
-    records = prompts_of(file, options.chat, sampling, model.tokenizer.vocab_size) if file else ()
-    given = [*(PromptRequest(prompt, sampling) for prompt in prompts), *records]
-    if file is not None and not given:
-        raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
-    given = given or [PromptRequest("", sampling)]  # without any prompt, texts from the beginning
-    model = constrained(model, given)
-    encoded = [_prompt_or_ids(model, asked) for asked in given]
-    written = model.write(encoded, [asked.sampling for asked in given])
-    if written.generator.compiled:
+    all_prompts = [PromptRequest(prompt, sampling) for prompt in prompts]
+    if file is not None:
+        all_prompts += prompts_in_file(file, options.chat, sampling, model.tokenizer.vocab_size)
+        if not all_prompts:
+            raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
+    if not all_prompts:
+        all_prompts = [PromptRequest("", sampling)]  # texts from their beginning
+    model = with_constraint(model, all_prompts)
+    encoded = [_prompt_or_ids(model, asked) for asked in all_prompts]
+    generation = model.generate(encoded, [asked.sampling for asked in all_prompts])
+    if generation.generator.compiled:
         print(
             "compiling the step first: with so much to write that is the faster way",
             file=sys.stderr,
         )
     if options.json:
-        return _print_json(written)
+        return _print_json(generation)
 
     def text_before(number: int) -> str:
-        return "" if options.chat else str(given[number // options.n].prompt)
+        """Return the prompt to print before a completion; an answer in a chat stands alone."""
+        return "" if options.chat else str(all_prompts[number // options.n].prompt)
 
     began = clock()
-    _print_text(written, text_before, model.constraint is not None)
-    speed = f"{counted(written.tokens, 'token')}, {written.tokens / max(clock() - began, 1e-9):.0f} tok/s"
+    _print_text(generation, text_before, model.constraint is not None)
+    tokens_per_s = generation.tokens / max(clock() - began, 1e-9)
+    speed = f"{counted(generation.tokens, 'token')}, {tokens_per_s:.0f} tok/s"
     print(
         f"{speed}, sampled in the graph; same seed, same text (--seed {sampling.seed})",
         file=sys.stderr,
     )
 
 
-def _lead_bytes(model: ReadyModel, given: Sequence[PromptRequest]) -> bytes:
+def _lead_bytes(model: ReadyModel, prompts: Sequence[PromptRequest]) -> bytes:
     """Return the bytes that the tokenizer puts before a text that follows the prompts.
 
     Some tokenizers put a space before the first text, which decoding removes (`strips`).
@@ -401,13 +409,13 @@ def _lead_bytes(model: ReadyModel, given: Sequence[PromptRequest]) -> bytes:
     Raises:
         UsageError: the bytes differ from prompt to prompt.
     """
-    if not model.tokenizer.strips:
+    if not model.tokenizer.strips_space:
         return b""
     leads = set[bytes]()
-    for asked in given:
+    for asked in prompts:
         prompt = _prompt_or_ids(model, asked)
         ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        leads.add(model.tokenizer.lead(ids))
+        leads.add(model.tokenizer.inserted_space(ids))
     if len(leads) > 1:
         raise UsageError(
             "under a constraint, give an empty prompt alone: the tokenizer puts a space before its text"
@@ -427,51 +435,53 @@ def _prompt_or_ids(model: ReadyModel, asked: PromptRequest) -> str | list[int]:
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     try:
-        return model.question(messages)
+        return model.prompt_ids(messages)
     except InputRefused as refused:
         raise InputRefused(f"{asked.where}: {refused}" if asked.where else str(refused)) from None
 
 
-def _print_text(written: Generation, head: Callable[[int], str], limited: bool) -> None:
+def _print_text(
+    generation: Generation, text_before: Callable[[int], str], is_constrained: bool
+) -> None:
     """Print each completion after its prompt while it is written, with empty lines between.
 
     Args:
-        written: the completions that are being written.
-        head: returns the text to print before a completion, by the completion's number.
-        limited: whether there is a constraint. A warning then says if a completion was cut before
-            it satisfied the constraint.
+        generation: the completions that are being written.
+        text_before: returns the text to print before a completion, by the completion's number.
+        is_constrained: whether there is a constraint. A warning then says if a completion was cut
+            before it satisfied the constraint.
     """
     last_number = -1
-    for piece in written.stream():
+    for piece in generation.stream():
         if piece.number != last_number:
             separator = "\n" if last_number >= 0 else ""
-            _write(separator + head(piece.number))
+            _write(separator + text_before(piece.number))
             last_number = piece.number
         _write(piece.text)
         if piece.completion is not None:
             _write("\n")
             if piece.completion.finish_reason not in ("stop", "length"):
                 warn(f"ended with {piece.completion.finish_reason}")
-            elif limited and piece.completion.finish_reason == "length":
+            elif is_constrained and piece.completion.finish_reason == "length":
                 warn("cut before it was whole: give more --max-tokens")
 
 
-def _print_json(written: Generation) -> None:
+def _print_json(generation: Generation) -> None:
     """Write all completions, and print them with measurements as one JSON object."""
     began = clock()
-    done = list[Completion]()
-    with Progress().stage("generate", counted(written.count, "completion")) as stage:
-        for piece in written.stream():
-            stage.report("token", written.tokens)
+    completions = list[Completion]()
+    with Progress().stage("generate", counted(generation.count, "completion")) as stage:
+        for piece in generation.stream():
+            stage.report("token", generation.tokens)
             if piece.completion is not None:
-                done.append(piece.completion)
+                completions.append(piece.completion)
     seconds = clock() - began
-    tokens = max(1, written.tokens)
-    generator = written.generator
+    tokens = max(1, generation.tokens)
+    generator = generation.generator
     result = {
         "schema": "monograph.generate/1",
-        "completions": [_completion_values(completion) for completion in done],
-        "tokens_per_s": written.tokens / max(seconds, 1e-9),
+        "completions": [_completion_values(completion) for completion in completions],
+        "tokens_per_s": generation.tokens / max(seconds, 1e-9),
         "prefill_s": generator.prefill_s,
         "graphs": generator.replays.variants,
         "host_syncs_per_token": generator.blocks_read / tokens,

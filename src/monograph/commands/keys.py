@@ -8,31 +8,31 @@ from collections.abc import Iterator
 from typing import Any
 
 from monograph.config.keys import KEYS, SECTIONS, Key, key_declaration
-from monograph.config.lookup import Found, example_of, keys_named, names_elsewhere, typed
+from monograph.config.lookup import KeyMatches, example_of, keys_named, names_elsewhere, typed
 from monograph.config.settings import toml_of
 from monograph.terminal import is_terminal, shell_words
 
-WIDTH = 100  # of lines where there is no terminal
+WIDTH = 100  # columns of lines where there is no terminal
+LABEL_WIDTH = 13  # columns before the texts about one key
 
 
 def run(word: str | None, *, json: bool) -> None:
     """Print the keys that a word stands for, or all; see the command line's help."""
-    found = Found(KEYS, {}) if word is None else keys_named(word)
+    matches = KeyMatches(KEYS, {}) if word is None else keys_named(word)
     if json:
-        print(
-            jsonlib.dumps(
-                {"schema": "monograph.keys/1", "keys": [_entry(key) for key in found.keys]}
-            )
-        )
+        entries = {"schema": "monograph.keys/1", "keys": [_json_entry(key) for key in matches.keys]}
+        print(jsonlib.dumps(entries))
         return
-    width = min(shutil.get_terminal_size().columns, WIDTH) if is_terminal(sys.stdout) else WIDTH
-    lines = (
-        [*_explained(found.keys[0], width)]
-        if len(found.keys) == 1
-        else [*_tables(found.keys, width)]
-    )
-    lines += _advice(found.advice, width)
-    if len(found.keys) > 1:
+    width = WIDTH
+    if is_terminal(sys.stdout):
+        width = min(shutil.get_terminal_size().columns, WIDTH)
+    lines = list[str]()
+    if len(matches.keys) == 1:
+        lines += _explain(matches.keys[0], width)
+    else:
+        lines += _list_by_section(matches.keys, width)
+    lines += _advice_lines(matches.advice, width)
+    if len(matches.keys) > 1:
         lines += [
             "",
             "`monograph keys KEY` explains one, with the values that it takes and an example.",
@@ -40,91 +40,103 @@ def run(word: str | None, *, json: bool) -> None:
     print("\n".join(lines).strip("\n"))
 
 
-def _explained(key: str, width: int) -> Iterator[str]:
-    """Yield the lines about one key."""
-    said = key_declaration(key)
+def _explain(key: str, width: int) -> Iterator[str]:
+    """Yield the lines about one key: its meaning, its values, and how to set it."""
+    declaration = key_declaration(key)
     section, _, name = key.partition(".")
-    example = toml_of(example_of(key))
     yield key
-    yield from _indented(said.meaning.removesuffix(f" auto: {said.auto}."), width)
+    # A meaning ends with what "auto" stands for, which has a line of its own here.
+    meaning = declaration.meaning.removesuffix(f" auto: {declaration.auto}.")
+    yield from _indented(meaning, width)
     yield ""
-    yield from _values(said, width)
-    rows = {"default": _default(key)}
-    if said.auto:
-        rows["auto"] = said.auto
-    if called := names_elsewhere(key):
-        rows["elsewhere"] = ", ".join(called)
-    rows["example"] = shell_words(f"{key}={typed(example_of(key))}")
-    rows["in a file"] = f"[{section}]"
-    for head, text in rows.items():
-        yield from _row(head, text, width)
-    yield f"{'':<13}{name} = {example}"
+    yield from _value_lines(declaration, width)
+    yield from _labelled("default", _default_text(key), width)
+    if declaration.auto:
+        yield from _labelled("auto", declaration.auto, width)
+    other_names = names_elsewhere(key)
+    if other_names:
+        yield from _labelled("elsewhere", ", ".join(other_names), width)
+    example = example_of(key)
+    yield from _labelled("example", shell_words(f"{key}={typed(example)}"), width)
+    yield from _labelled("in a file", f"[{section}]", width)
+    yield f"{'':<{LABEL_WIDTH}}{name} = {toml_of(example)}"
 
 
-def _row(head: str, text: str, width: int, indent: int = 13) -> list[str]:
+def _labelled(label: str, text: str, width: int, indent: int = LABEL_WIDTH) -> list[str]:
+    """Return a text after its label, wrapped.
+
+    Args:
+        label: the label; "" for none.
+        text: the text.
+        width: columns of a line.
+        indent: columns before the second and later lines.
+    """
     return textwrap.wrap(
         text,
         width,
-        initial_indent=f"  {head:<11}",
+        initial_indent=f"  {label}".ljust(LABEL_WIDTH),
         subsequent_indent=" " * indent,
         break_on_hyphens=False,
     )
 
 
-def _values(said: Key, width: int) -> Iterator[str]:
-    """Yield what a key takes, and what each word among it stands for."""
-    yield from _row("values", said.expected, width)
-    widest = max(map(len, said.choices), default=0)
-    for word, meaning in said.choices.items():
-        yield from _row("", f"{word:<{widest}}  {meaning}", width, 15 + widest)
+def _value_lines(declaration: Key, width: int) -> Iterator[str]:
+    """Yield which values a key takes, and what each word among them stands for."""
+    yield from _labelled("values", declaration.expected, width)
+    widest = max(map(len, declaration.choices), default=0)
+    for word, meaning in declaration.choices.items():
+        text = f"{word:<{widest}}  {meaning}"
+        yield from _labelled("", text, width, LABEL_WIDTH + widest + 2)
 
 
-def _tables(keys: tuple[str, ...], width: int) -> Iterator[str]:
-    """Yield a table of keys for each section that has some of them."""
+def _list_by_section(keys: tuple[str, ...], width: int) -> Iterator[str]:
+    """Yield the keys with their defaults and meanings, under the names of their sections."""
     for section, fields in SECTIONS.items():
-        own = [key for key in keys if key.startswith(f"{section}.")]
-        if not own:
+        keys_of_section = [key for key in keys if key.startswith(f"{section}.")]
+        if not keys_of_section:
             continue
         yield ""
         yield f"[{section}]"
-        if len(own) == len(fields.model_fields):
+        if len(keys_of_section) == len(fields.model_fields):  # the whole section is listed
             yield from textwrap.wrap(fields.about(), width)
-        for key in own:
-            yield f"  {key}   (default: {_default(key)})"
+        for key in keys_of_section:
+            yield f"  {key}   (default: {_default_text(key)})"
             yield from _indented(key_declaration(key).meaning, width, 6)
 
 
-def _advice(advice: dict[str, str], width: int) -> Iterator[str]:
+def _advice_lines(advice: dict[str, str], width: int) -> Iterator[str]:
+    """Yield what to do here for what other programs call by these names."""
     if advice:
         yield ""
-    for name, said in advice.items():
-        yield from textwrap.wrap(f"{name}: {said}", width, break_on_hyphens=False)
+    for name, sentence in advice.items():
+        yield from textwrap.wrap(f"{name}: {sentence}", width, break_on_hyphens=False)
 
 
-def _indented(text: str, width: int, by: int = 2) -> list[str]:
+def _indented(text: str, width: int, columns: int = 2) -> list[str]:
+    indent = " " * columns
     return textwrap.wrap(
-        text, width, initial_indent=" " * by, subsequent_indent=" " * by, break_on_hyphens=False
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
     )
 
 
-def _default(key: str) -> str:
+def _default_text(key: str) -> str:
     """Return what applies where a key is not set, in words or as a value."""
-    said = key_declaration(key)
-    if said.default is None:
-        return said.otherwise or "not set"
-    return typed(said.default)
+    declaration = key_declaration(key)
+    if declaration.default is None:
+        return declaration.otherwise or "not set"
+    return typed(declaration.default)
 
 
-def _entry(key: str) -> dict[str, Any]:
-    said = key_declaration(key)
+def _json_entry(key: str) -> dict[str, Any]:
+    declaration = key_declaration(key)
     return {
         "key": key,
-        "meaning": said.meaning,
-        "values": said.expected,
-        "choices": dict(said.choices),
-        "default": said.default,
-        "default_in_words": said.otherwise or None,
-        "auto": said.auto or None,
+        "meaning": declaration.meaning,
+        "values": declaration.expected,
+        "choices": dict(declaration.choices),
+        "default": declaration.default,
+        "default_in_words": declaration.otherwise or None,
+        "auto": declaration.auto or None,
         "example": example_of(key),
         "elsewhere": names_elsewhere(key),
     }

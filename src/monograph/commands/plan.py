@@ -13,7 +13,7 @@ from monograph.device import Device, card_device, describe
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
 from monograph.planner import Limits, Plan, budget, streamed_or_resident
-from monograph.planner.defaults import LEARNING_RATES, TOKENS_PER_PARAMETER, updates_of
+from monograph.planner.defaults import LEARNING_RATES, TOKENS_PER_PARAMETER, updates_for_tokens
 from monograph.planner.remedies import Choices, remedies_worth_showing
 from monograph.planner.streaming import HOST_SHARE
 from monograph.predict.roofline import Calibration, peak_flops
@@ -39,7 +39,8 @@ from monograph.session.supposed import (
 from monograph.storage.cache_dir import cache_root, calibration_file
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_SMALLEST, _LARGEST = 2**26, 2**42
+_SMALLEST_BYTES = 2**26
+_LARGEST_BYTES = 2**42
 
 
 def run(
@@ -52,38 +53,54 @@ def run(
 ) -> None:
     """Print the chosen way, its memory by origin and the alternatives; with `json`, print them as
     one object too.
+
+    Args:
+        settings: the settings of the run.
+        device: the card's name; None: this machine's device.
+        device_memory: how much of its memory may be used, such as 24GiB; None: all.
+        host_memory: the memory of the host that may be used; None: this machine's.
+        json: whether to print JSON.
     """
     settings = with_records(settings)
     require_one_device(settings, "plan")
-    memory_bytes = None if device_memory is None else memory_size("--device-memory", device_memory)
-    target = describe() if device is None else card_device(device)
-    if memory_bytes is not None:
-        if memory_bytes > target.memory_bytes:
-            raise UsageError(
-                f"--device-memory {device_memory}: {target.name} has {gibibytes(target.memory_bytes)} in all"
-            )
-        target = replace(target, memory_bytes=memory_bytes, free_memory_bytes=memory_bytes)
+    target = _target(device, device_memory)
     require_possible(settings, target)
     limits = Limits.here(target, budget(target), cache_root()[0])
     if host_memory is not None:
-        limits = replace(
-            limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory))
-        )
-    asked = settings
+        host_bytes = int(HOST_SHARE * memory_size("--host-memory", host_memory))
+        limits = replace(limits, host_bytes=host_bytes)
+    model = model_text(settings)
     shape = given_shape(settings)
-    with with_shape_folder(settings) as standing:
-        settings = with_usual_sizes(standing) if device else standing
-        _plan(
-            RunToPlan(settings, model_text(asked), shape, device is not None), target, limits, json
+    is_elsewhere = device is not None
+    with with_shape_folder(settings) as complete_settings:
+        # On this machine, sizes that are left open follow from the text and the time.
+        if is_elsewhere:
+            complete_settings = with_usual_sizes(complete_settings)
+        asked = RunToPlan(complete_settings, model, shape, is_elsewhere)
+        _plan(asked, target, limits, json)
+
+
+def _target(device: str | None, device_memory: str | None) -> Device:
+    """Return the device to plan for, with the memory that may be used; see `run`."""
+    memory_bytes = None
+    if device_memory is not None:
+        memory_bytes = memory_size("--device-memory", device_memory)
+    target = describe() if device is None else card_device(device)
+    if memory_bytes is None:
+        return target
+    if memory_bytes > target.memory_bytes:
+        raise UsageError(
+            f"--device-memory {device_memory}: {target.name} has {gibibytes(target.memory_bytes)} in all"
         )
+    return replace(target, memory_bytes=memory_bytes, free_memory_bytes=memory_bytes)
 
 
 class RunToPlan(NamedTuple):
     """What is planned.
 
     Attributes:
-        settings: the run's settings, with what is supposed.
-        model: what the model is called.
+        settings: the run's settings, in which open sizes may have been filled in.
+        model: the model's name.
         shape: the shape that a preset or sizes give; None for a model that exists.
         elsewhere: whether the card is not this machine's.
     """
@@ -95,73 +112,76 @@ class RunToPlan(NamedTuple):
 
 
 def _plan(asked: RunToPlan, target: Device, limits: Limits, json: bool) -> None:
+    """Plan the run, and print the plan."""
     plan = resolve(asked.settings, target, will_build=False)
     job = plan.job
-    new = job.tokens.compare_if_readable()
-    rows = shape_of(plan).vocab_size
-    config = shape_of(plan, new)
-    require_room_for_weights(job, config, target, limits)
     objective = job.objective
-    beside = objective.extra_bytes(plan, config, target)
-    target = with_less_memory(target, sum(beside.values()))
-    request = request_of(plan, config, target, new.trained_ids(rows) if new else ())
-    known = Calibration(calibration_file())
-    peaks = peak_flops(target, request.precisions)
+    vocabulary_rows = shape_of(plan).vocab_size
+    new_tokens = job.tokens.compare_if_readable()
+    config = shape_of(plan, new_tokens)
+    require_room_for_weights(job, config, target, limits)
+    # What a run with rewards holds and does to sample answers, in addition to its training step.
+    sampling_bytes = objective.extra_bytes(plan, config, target)
+    step_device = with_less_memory(target, sum(sampling_bytes.values()))
+    trained_tokens = new_tokens.trained_ids(vocabulary_rows) if new_tokens else ()
+    request = request_of(plan, config, step_device, trained_tokens)
+    calibration = Calibration(calibration_file())
+    peaks = peak_flops(step_device, request.precisions)
     memory = "device" if objective.samples_answers else plan.requested_memory
-    answer = streamed_or_resident(request, target, peaks, known, memory, limits)
-    for line in (*notes_on(plan, target), *token_notes(new, rows)):
+    answer = streamed_or_resident(request, step_device, peaks, calibration, memory, limits)
+    for line in (*notes_on(plan, step_device), *token_notes(new_tokens, vocabulary_rows)):
         print(f"note     {line}")
-    seconds = objective.extra_seconds(plan, config, target, known)
-    drawing = None if seconds is None else AnswerSampling(*seconds, beside)
-    fresh = job.recipe.init is None
-    length = _length(plan, answer, config, open_end=asked.elsewhere and fresh)
-    choices = _choices(asked, job, target)
-    changes = []
-    if target.type == "cuda":
-        changes = remedies_worth_showing(answer, request, peaks, choices, limits)
-    for line in screen(
-        answer, asked.model, request, length, drawing, changes, assumed_sizes(asked.settings)
-    ):
+    sampling_time = objective.extra_seconds(plan, config, step_device, calibration)
+    sampling = None
+    if sampling_time is not None:
+        sampling = AnswerSampling(*sampling_time, sampling_bytes)
+    length = _length(asked, plan, answer, config)
+    remedies = []
+    if step_device.type == "cuda":
+        choices = _choices(asked, job, step_device)
+        remedies = remedies_worth_showing(answer, request, peaks, choices, limits)
+    supposed = assumed_sizes(asked.settings)
+    for line in screen(answer, asked.model, request, length, sampling, remedies, supposed):
         print(line)
     if json:
-        print(jsonlib.dumps(as_object(answer, length, drawing, changes)))
+        print(jsonlib.dumps(as_object(answer, length, sampling, remedies)))
 
 
-def _length(plan: RunPlan, answer: Plan, config: LlamaConfig, open_end: bool) -> ShownLength:
-    """Return how long the run is: as given, or for a new model on another machine as many tokens as
-    such ones get.
+def _length(asked: RunToPlan, plan: RunPlan, answer: Plan, config: LlamaConfig) -> ShownLength:
+    """Return the length of the run: as given, or as the given time allows, or for a new model on
+    another machine the usual number of tokens for its size.
     """
     per_update = plan.training.tokens_per_update
+    span = plan.job.span
     if plan.updates:
         return ShownLength(plan.updates, plan.updates * per_update)
-    is_timed = plan.job.span.is_timed
-    if open_end and not plan.job.span.epochs and not is_timed:
-        parameters = config.parameter_count()
-        updates = updates_of(TOKENS_PER_PARAMETER * parameters, per_update)
-        return ShownLength(
-            updates, updates * per_update, f"{TOKENS_PER_PARAMETER} a parameter; or train.tokens=N"
-        )
-    if answer.candidates and is_timed:
-        updates = max(1, int(60 * plan.job.span.minutes / answer.nearest.update_s))
+    is_new = plan.job.recipe.init is None
+    if asked.elsewhere and is_new and not span.epochs and not span.is_timed:
+        updates = updates_for_tokens(TOKENS_PER_PARAMETER * config.parameter_count(), per_update)
+        why = f"{TOKENS_PER_PARAMETER} a parameter; or train.tokens=N"
+        return ShownLength(updates, updates * per_update, why)
+    if answer.candidates and span.is_timed:
+        updates = max(1, int(60 * span.minutes / answer.nearest.update_s))
         return ShownLength(updates, updates * per_update, "what the time allows")
     return ShownLength()
 
 
 def _choices(asked: RunToPlan, job: Job, target: Device) -> Choices:
-    """Return what may be changed in what is planned."""
-    smaller: tuple[tuple[str, LlamaConfig], ...] = ()
+    """Return what may be changed so that the run fits or is faster."""
+    smaller_shapes: list[tuple[str, LlamaConfig]] = []
     if asked.shape is not None:
-        numbers = asked.shape.parameter_count()
-        presets = [
-            (f"model.preset={name}", LlamaConfig.preset(name)) for name in reversed(LEARNING_RATES)
-        ]
-        smaller = tuple(
-            (change, shape) for change, shape in presets if shape.parameter_count() < numbers
-        )
-    existing = job.recipe.init is not None
-    streams = job.objective.can_stream and job.training.lora is None
-    halves = next((name for name in ("bf16", "fp16") if name in target.peak_flops), "")
-    return Choices(existing, smaller, asked.elsewhere, streams, halves)
+        for name in reversed(LEARNING_RATES):  # which has every preset, from small to large
+            preset = LlamaConfig.preset(name)
+            if preset.parameter_count() < asked.shape.parameter_count():
+                smaller_shapes.append((f"model.preset={name}", preset))
+    half_precisions = [name for name in ("bf16", "fp16") if name in target.peak_flops]
+    return Choices(
+        has_weights=job.recipe.init is not None,
+        smaller_shapes=tuple(smaller_shapes),
+        may_change_card=asked.elsewhere,
+        may_stream=job.objective.can_stream and job.training.lora is None,
+        half_precision=half_precisions[0] if half_precisions else "",
+    )
 
 
 def memory_size(flag: str, text: str) -> int:
@@ -174,6 +194,6 @@ def memory_size(flag: str, text: str) -> int:
     if match is None:
         raise UsageError(f"{flag} {text}: expected a number with its unit, such as 24GiB or 80GB")
     size_bytes = float(match[1]) * _UNITS[match[2]]
-    if not _SMALLEST <= size_bytes <= _LARGEST:
+    if not _SMALLEST_BYTES <= size_bytes <= _LARGEST_BYTES:
         raise UsageError(f"{flag} {text}: expected from 64MiB to 4TiB")
     return int(size_bytes)

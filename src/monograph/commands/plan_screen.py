@@ -1,7 +1,8 @@
 """Write a plan as about one screen of text, and as a JSON object.
 
 A way is a combination of settings with which the run could be trained: `Candidate` in the planner.
-All ways have the same result. A change is a setting with another result.
+All ways train the same model. A remedy is a change of settings that trains another one, but
+fits the device or is faster.
 """
 
 import itertools
@@ -17,9 +18,9 @@ from monograph.predict.roofline import EFFICIENCIES
 from monograph.report.quantities import count, counted, duration, gibibytes
 
 BAR = 60  # characters in the bar of memory
-# The largest number of rows in the tables of ways and of changes.
+# The largest number of rows in the tables of ways and of remedies.
 MOST_WAYS = 5
-MOST_CHANGES = 6
+MOST_REMEDIES = 6
 # If the text's length is unknown, the time for this many tokens is printed.
 SAMPLE_TOKENS = 1_000_000
 _HEADS: tuple[str, ...] = (
@@ -68,12 +69,13 @@ class AnswerSampling(NamedTuple):
     Attributes:
         seconds: the time to sample the answers of one update.
         calibrated: whether `seconds` was corrected by the times of earlier runs.
-        beside: {origin: bytes} of memory that the training step cannot use.
+        other_bytes: {origin: bytes} of memory that sampling holds, so that the training step
+            cannot use it.
     """
 
     seconds: float
     calibrated: bool
-    beside: Mapping[str, int]
+    other_bytes: Mapping[str, int]
 
 
 def screen(
@@ -81,8 +83,8 @@ def screen(
     model: str,
     request: PlanRequest,
     length: ShownLength,
-    drawing: AnswerSampling | None,
-    changes: Sequence[Remedy],
+    sampling: AnswerSampling | None,
+    remedies: Sequence[Remedy],
     supposed: Sequence[str],
 ) -> Iterator[str]:
     """Yield the lines of the screen.
@@ -92,40 +94,40 @@ def screen(
         model: the model's name.
         request: what was planned.
         length: the run's length.
-        drawing: the sampling of answers; None for a run without rewards.
-        changes: changes with which the run would fit or be faster.
+        sampling: the sampling of answers; None for a run without rewards.
+        remedies: changes with which the run would fit or be faster.
         supposed: the settings that the plan supposes because the user gave none, as arguments of
             `train`.
     """
     device = plan.device
-    # The planner was given a device without the memory in `beside`, so it is added again here.
-    beside = drawing.beside if drawing else {}
-    free = gibibytes(device.free_memory_bytes + sum(beside.values()))
+    # The planner was given a device without this memory, so it is added again here.
+    other_bytes = sampling.other_bytes if sampling else {}
+    free = gibibytes(device.free_memory_bytes + sum(other_bytes.values()))
     yield f"device   {device.name}, {free}, {gibibytes(plan.budget_bytes)} usable{_source_of_times(plan)}"
-    if beside:
-        sizes = ", ".join(f"{name} {gibibytes(size)}" for name, size in beside.items())
+    if other_bytes:
+        sizes = ", ".join(f"{name} {gibibytes(size)}" for name, size in other_bytes.items())
         yield f"         beside {sizes}"
     yield f"model    {_model_text(model, plan, request)}"
     usual = ", as usual for this size" if supposed else ""
     rows = f"{counted(request.rows, 'row')} of {request.training.length:,} tokens{usual}"
     yield f"update   {request.tokens_per_update:,} tokens: {rows}"
-    if drawing:
+    if sampling:
         yield "         rows as long as a prompt with its answer may be; shorter ones need less of all"
     if supposed:
         yield f"         add to train: {' '.join(supposed)}"
     yield from _choice_lines(plan, length)
-    if drawing:
-        if drawing.calibrated:
+    if sampling:
+        if sampling.calibrated:
             source = "as earlier runs took it"
         else:
             source = "by a formula that no run here has corrected"
-        yield f"drawing  at most {_short_duration(drawing.seconds)} for the answers of an update, {source}"
+        yield f"drawing  at most {_short_duration(sampling.seconds)} for the answers of an update, {source}"
     if plan.chosen:
         yield ""
         yield from _way_rows(plan)
-    if changes:
+    if remedies:
         yield ""
-        yield from _change_rows(plan, changes)
+        yield from _remedy_rows(plan, remedies)
 
 
 def _source_of_times(plan: Plan) -> str:
@@ -167,8 +169,8 @@ def _choice_lines(plan: Plan, length: ShownLength) -> Iterator[str]:
             yield f"         {describe_work(best.work)}"
         else:
             yield f"plan     fits, {describe_work(best.work)}"
-        use = "" if best.mfu is None else f", MFU {best.mfu:.0%}"
-        yield f"speed    {count(best.tokens_per_s, 'tok/s')}{use}, {_short_duration(best.update_s)} an update"
+        mfu = "" if best.mfu is None else f", MFU {best.mfu:.0%}"
+        yield f"speed    {count(best.tokens_per_s, 'tok/s')}{mfu}, {_short_duration(best.update_s)} an update"
         yield f"time     {_run_time(best, length)}"
     if best.by_origin:
         yield f"memory   {_bar(best.by_origin, plan.budget_bytes)} {gibibytes(best.peak_memory_bytes)}"
@@ -211,18 +213,18 @@ def _short_duration(seconds: float) -> str:
 
 def _way_rows(plan: Plan) -> Iterator[str]:
     """Yield the table of the first MOST_WAYS ways."""
-    shown = _worth_a_line(plan.candidates)[:MOST_WAYS]
+    shown = _without_other_graphs(plan.candidates)[:MOST_WAYS]
     lines = [_HEADS, *(_way_row(candidate, chosen=candidate is plan.chosen) for candidate in shown)]
     if not any(isinstance(candidate, StreamCandidate) for candidate in shown):
         streamed = _HEADS.index("streamed")
         lines = [(*line[:streamed], *line[streamed + 1 :]) for line in lines]
     yield from _table(lines)
-    more = len(plan.candidates) - len(shown)
-    if more:
-        yield f"and {more} slower or larger {'way' if more == 1 else 'ways'} (--json lists all)"
+    hidden = len(plan.candidates) - len(shown)
+    if hidden:
+        yield f"and {hidden} slower or larger {'way' if hidden == 1 else 'ways'} (--json lists all)"
 
 
-def _worth_a_line(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _without_other_graphs(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates without those that differ from an earlier one only in their graph."""
     firsts: dict[Any, Candidate] = {}
     for candidate in candidates:
@@ -256,17 +258,17 @@ def _streamed(candidate: StreamCandidate) -> str:
     return f"{counted(placement.blocks_per_stage, 'block')}, {placement.when}, {where}"
 
 
-def _change_rows(plan: Plan, changes: Sequence[Remedy]) -> Iterator[str]:
+def _remedy_rows(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
     """Yield the table of changes with which the run fits or is faster."""
     head = "what would fit" if plan.chosen is None else "what else fits"
     rows = [
         (
-            change.change,
-            f"~{gibibytes(change.best.peak_memory_bytes)}",
-            count(change.best.tokens_per_s),
-            change.cost,
+            remedy.arguments,
+            f"~{gibibytes(remedy.best.peak_memory_bytes)}",
+            count(remedy.best.tokens_per_s),
+            remedy.cost,
         )
-        for change in changes[:MOST_CHANGES]
+        for remedy in remedies[:MOST_REMEDIES]
     ]
     yield from _table([(head, "memory", "tok/s", "what it costs"), *rows])
 
@@ -297,11 +299,11 @@ def _bar(by_origin: Mapping[str, int], limit: int) -> str:
 
 
 def as_object(
-    plan: Plan, length: ShownLength, drawing: AnswerSampling | None, changes: Sequence[Remedy]
+    plan: Plan, length: ShownLength, sampling: AnswerSampling | None, remedies: Sequence[Remedy]
 ) -> dict[str, Any]:
     """Return the plan as the object that --json prints; the arguments are those of `screen`."""
     updates = length.updates
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "schema": "monograph.plan/1",
         "device": plan.device.name,
         "device_verified": plan.device.name in EFFICIENCIES,
@@ -313,15 +315,16 @@ def as_object(
         "refusal": None if plan.chosen else plan.refusal,
         "candidates": [_candidate_object(candidate, updates) for candidate in plan.candidates],
         "changes": [
-            {"change": change.change, "cost": change.cost} | _candidate_object(change.best, updates)
-            for change in changes
+            {"change": remedy.arguments, "cost": remedy.cost}
+            | _candidate_object(remedy.best, updates)
+            for remedy in remedies
         ],
     }
-    if drawing:
-        found["beside"] = _in_bytes(drawing.beside)
-        found["drawing_s"] = drawing.seconds
-        found["drawing_calibrated"] = drawing.calibrated
-    return found
+    if sampling:
+        entries["beside"] = _in_bytes(sampling.other_bytes)
+        entries["drawing_s"] = sampling.seconds
+        entries["drawing_calibrated"] = sampling.calibrated
+    return entries
 
 
 def _candidate_object(candidate: Candidate, updates: int | None) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from monograph.report.profile_report import (
 from monograph.report.quantities import clock_time, count, counted
 from monograph.run.folder import Run, standard_json
 from monograph.run.progress import Progress
-from monograph.run.writing import results_folder, write_whole
+from monograph.run.writing import results_folder, write_atomically
 from monograph.session.ladder import RUNGS, Ladder, Rung, RungMeasurement, RungWay
 from monograph.session.objectives.texts import Texts
 from monograph.session.plan import RunPlan
@@ -70,9 +70,9 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> None:
         size = session.plan.training.tokens_per_update
         tokens_per_s = session.text.stats.packed_share * size / measured.update_s
         drawing = draw_profile(measured.verdict, f"An update of {size:,} tokens")
-        write_whole(folder / PICTURE, themed(drawing))
+        write_atomically(folder / PICTURE, themed(drawing))
         config = session.plan.record.toml
-        write_whole(folder / REPORT, profile_page(folder.name, measured, tokens_per_s, config))
+        write_atomically(folder / REPORT, profile_page(folder.name, measured, tokens_per_s, config))
     _print_profile(measured, tokens_per_s, folder)
     if json:
         print(jsonlib.dumps(_json_object(measured, tokens_per_s, session, folder)))
@@ -115,7 +115,7 @@ def _plan_run(settings: Settings, progress: Progress) -> RunPlan:
     if "-" in sources:
         raise UsageError("profile keeps no text: give a file in the place of standard input")
     for run in map(Run, map(Path, sources)):
-        if run.begun and is_folder(run.checkpoints):
+        if run.has_begun and is_folder(run.checkpoints):
             raise UsageError(
                 f"{run.folder} is a run, not text: `monograph profile {shell_words(run.config)}` takes its settings"
             )
@@ -148,7 +148,10 @@ def _profile_session(session: Session, folder: Path, progress: Progress) -> Prof
     try:
         with progress.stage("profile", "timing a few updates (discarded)") as stage:
             measured = profile(session.engine, rows, folder / TRACE, used=used, packed=packed)
-            stage.result = f"{1e3 * measured.update_s:.3g} ms each, {1e3 * measured.watched_s:.3g} ms with the profiler"
+            profiled_ms = 1e3 * measured.profiled_s
+            stage.result = (
+                f"{1e3 * measured.update_s:.3g} ms each, {profiled_ms:.3g} ms with the profiler"
+            )
     finally:
         rows.close()
     warn_if_busy(progress)
@@ -157,22 +160,22 @@ def _profile_session(session: Session, folder: Path, progress: Progress) -> Prof
 
 def _print_profile(measured: Profile, tokens_per_s: float, folder: Path) -> None:
     """Print the times, the limits and the changes that would help."""
-    judged = measured.verdict
+    verdict = measured.verdict
     machine = measured.machine
     steps = counted(measured.micro_steps, "micro-step")
     print(f"update    {1e3 * measured.update_s:.3g} ms, {count(tokens_per_s, 'tok/s')}, {steps}\n")
     print(f"{'part':<14}{'share':>7}{'ms':>10}{'best ms':>10}  mostly limited by")
     for part in PARTS:
-        share = judged.spent.share(part)
-        spent_ms = 1e3 * judged.spent.parts[part]
-        best_ms = 1e3 * judged.floors[part]
-        limit = largest_bound(judged.bounds.get(part, {}))
+        share = verdict.spent.share(part)
+        spent_ms = 1e3 * verdict.spent.parts[part]
+        best_ms = 1e3 * verdict.floors[part]
+        limit = largest_bound(verdict.bounds.get(part, {}))
         print(f"{part:<14}{share:>7.1%}{spent_ms:>10.3g}{best_ms:>10.3g}  {limit}".rstrip())
-    faster = measured.update_s / max(judged.floor_s, 1e-12)
+    faster = measured.update_s / max(verdict.floor_s, 1e-12)
     rates = f"{count(machine.matmul_flops)}FLOP/s of a large product, {count(machine.copy_bytes_per_s)}B/s of a copy"
-    print(f"\nbest      {1e3 * judged.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
+    print(f"\nbest      {1e3 * verdict.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
     print(f"limit     {describe_limit(measured)}")
-    for index, change in enumerate(judged.changes):
+    for index, change in enumerate(verdict.changes):
         if index == 0:
             start = f"change    {change.what}"
             reason = f", as {change.why}"
@@ -180,7 +183,7 @@ def _print_profile(measured: Profile, tokens_per_s: float, folder: Path) -> None
             start = f"          or {change.what}"
             reason = ""
         other = "" if change.same_training else " (changes the training)"
-        print(f"{start}: predicted {judged.gain(change):.2f} × as fast{reason}{other}")
+        print(f"{start}: predicted {verdict.gain(change):.2f} × as fast{reason}{other}")
     print(
         f"written   {folder / REPORT}, {folder / PICTURE}, and {folder / TRACE} for ui.perfetto.dev"
     )
@@ -190,7 +193,7 @@ def _json_object(
     measured: Profile, tokens_per_s: float, session: Session, folder: Path
 ) -> dict[str, Any]:
     """Return the measurements as the object that --json prints."""
-    judged = measured.verdict
+    verdict = measured.verdict
     step = session.engine.step
     return {
         "schema": "monograph.profile/1",
@@ -199,29 +202,29 @@ def _json_object(
         "compile": step.scope,
         "micro_steps": measured.micro_steps,
         "update_s": measured.update_s,
-        "watched_update_s": measured.watched_s,
+        "watched_update_s": measured.profiled_s,
         "updates": measured.updates,
         "tokens_per_s": tokens_per_s,
-        "floor_s": judged.floor_s,
+        "floor_s": verdict.floor_s,
         "matmul_flops_per_s": measured.machine.matmul_flops,
         "copy_bytes_per_s": measured.machine.copy_bytes_per_s,
         "parts": {
             part: {
-                "share": judged.spent.share(part),
-                "seconds": judged.spent.parts[part],
-                "floor_s": judged.floors[part],
+                "share": verdict.spent.share(part),
+                "seconds": verdict.spent.parts[part],
+                "floor_s": verdict.floors[part],
                 "bound_s": {
                     kind: seconds / measured.updates
-                    for kind, seconds in judged.bounds.get(part, {}).items()
+                    for kind, seconds in verdict.bounds.get(part, {}).items()
                 },
             }
             for part in PARTS
         },
-        "gaps_s": dict(judged.spent.gaps),
-        "recoverable_s": dict(judged.recoverable),
-        "bound_by": judged.binds,
+        "gaps_s": dict(verdict.spent.gaps),
+        "recoverable_s": dict(verdict.recoverable),
+        "bound_by": verdict.bottleneck,
         "changes": [
-            {**asdict(change), "predicted_gain": judged.gain(change)} for change in judged.changes
+            {**asdict(change), "predicted_gain": verdict.gain(change)} for change in verdict.changes
         ],
         "report": str(folder / REPORT),
         "picture": str(folder / PICTURE),
@@ -244,9 +247,9 @@ def run_ladder(settings: Settings, *, out: Path | None, json: bool) -> None:
         result = _ladder_json(ladder, _climb_rungs(ladder, progress), folder)
         result["wall_s"] = clock() - began
         drawing = draw_ladder(result)
-        write_whole(folder / _LADDER, themed(drawing))
-        write_whole(folder / _NUMBERS, jsonlib.dumps(result, indent=1) + "\n")
-        write_whole(folder / REPORT, ladder_page(folder.name, result, ladder.plan.record.toml))
+        write_atomically(folder / _LADDER, themed(drawing))
+        write_atomically(folder / _NUMBERS, jsonlib.dumps(result, indent=1) + "\n")
+        write_atomically(folder / REPORT, ladder_page(folder.name, result, ladder.plan.record.toml))
     _print_ladder(result, folder)
     if json:
         print(jsonlib.dumps(result))
@@ -257,12 +260,13 @@ class Climb(NamedTuple):
 
     Attributes:
         rung: the rung.
-        over: the name of the rung that it is compared with; "" for the first rung.
+        base: the name of the rung that it changes, and with which it is compared; "" for the first
+            rung.
         outcome: the measurements, or the reason why the rung is impossible here.
     """
 
     rung: Rung
-    over: str
+    base: str
     outcome: RungMeasurement | str
 
 
@@ -273,21 +277,20 @@ def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
     ways = {"": RungWay()}
     began = clock()
     for number, rung in enumerate(RUNGS, start=1):
-        # The rung that this one changes, and is compared with. If it is not named or was impossible
-        # here, it is the last one in `ways`.
-        over = rung.base if rung.base in ways else [*ways][-1]
+        # The last rung in `ways`, unless this one names another rung, which was possible here.
+        base = rung.base if rung.base in ways else [*ways][-1]
         measured = sum(not isinstance(climb.outcome, str) for climb in climbs)
-        left = 0  # number of possible rungs, this one included
-        for later in RUNGS[number - 1 :]:
-            if not ladder.obstacle(later.applied_to(ways[over]), later):
-                left += 1
+        later_rungs = RUNGS[number - 1 :]  # this one included
+        possible = sum(
+            not ladder.obstacle(each.applied_to(ways[base]), each) for each in later_rungs
+        )
         estimate = ""
-        if measured and left:
-            left_s = (clock() - began) / measured * left
+        if measured and possible:
+            left_s = (clock() - began) / measured * possible
             estimate = f"   about {clock_time(left_s)} left"
         progress.line("rung", f"{number} of {len(RUNGS)}   {rung.name}{estimate}")
-        way, outcome = ladder.measure(rung, ways[over], progress)
-        climbs.append(Climb(rung, over, outcome))
+        way, outcome = ladder.measure(rung, ways[base], progress)
+        climbs.append(Climb(rung, base, outcome))
         if isinstance(outcome, str):
             progress.line("", f"not here: {outcome}")
         elif rung.base is None:
@@ -296,48 +299,49 @@ def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
     return climbs
 
 
-def _ladder_json(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[str, Any]:
+def _ladder_json(ladder: Ladder, climbs: list[Climb], folder: Path) -> dict[str, Any]:
     """Return the measurements of all rungs as the object that --json prints."""
     machine = ladder.machine
     plan = ladder.plan
     # On a CPU, time of the processor depends less on other programs than wall time does.
-    timed = "cpu" if machine.type == "cpu" else "wall"
+    compared_time = "cpu" if machine.type == "cpu" else "wall"
     return {
         "schema": "monograph.ladder/2",
         "device": machine.name,
-        "ratios_of": timed,
+        "ratios_of": compared_time,
         "cores": machine.cores,
         "params": ladder.params,
         "updates": ladder.updates,
         "tokens_per_update": plan.training.tokens_per_update,
         "tokens": ladder.updates * plan.training.tokens_per_update,
-        "rungs": measured_rungs(climbed, timed),
+        "rungs": rung_objects(climbs, compared_time),
         "picture": str(folder / _LADDER),
         "report": str(folder / REPORT),
     }
 
 
-def measured_rungs(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
+def rung_objects(climbs: list[Climb], compared_time: str) -> list[dict[str, Any]]:
     """Return the rungs as JSON objects.
 
     Args:
-        climbed: the rungs' measurements.
-        timed: "wall" or "cpu": the time to which the ratios of speeds refer.
+        climbs: the rungs' measurements.
+        compared_time: "wall" or "cpu": the time to which the ratios of speeds refer.
     """
     rungs = dict[str, dict[str, Any]]()
-    for rung, over, outcome in climbed:
+    compared_keys = {"times": SPEED_KEYS[compared_time], "memory_times": "peak_memory_bytes"}
+    for rung, base, outcome in climbs:
         values = {
             "rung": rung.name,
             "change": rung.change,
-            "over": over or None,
+            "over": base or None,
             **_rung_values(outcome),
         }
         rungs[rung.name] = values
-        reference = rungs.get(over)
-        for ratio, key in (("times", SPEED_KEYS[timed]), ("memory_times", "peak_memory_bytes")):
+        base_values = rungs.get(base)
+        for ratio, key in compared_keys.items():
             values[ratio] = None
-            if reference and values[key]:
-                values[ratio] = values[key] / reference[key]
+            if base_values and values[key]:
+                values[ratio] = values[key] / base_values[key]
     return [*rungs.values()]
 
 

@@ -8,10 +8,11 @@ def run(name: str | None) -> None:
     if name is not None:
         print(recipe_named(name).path.read_text(encoding="utf-8"), end="")
         return
-    found = recipes()
-    width = max(len(recipe.name) for recipe in found) + 2
-    for recipe in found:
-        print(f"{recipe.name:<{width}}{recipe.meaning}\n{'':<{width}}{recipe.command}\n")
+    listed = recipes()
+    width = max(len(recipe.name) for recipe in listed) + 2
+    for recipe in listed:
+        print(f"{recipe.name:<{width}}{recipe.meaning}")
+        print(f"{'':<{width}}{recipe.command}\n")
     print(
         "Keys after a recipe change it; `monograph recipes NAME > run.toml` makes a file of it that you can edit."
     )

@@ -5,6 +5,7 @@ marked.
 import json as jsonlib
 import shutil
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,22 @@ from monograph.config.keys import WAYS_TO_LEARN
 from monograph.errors import InputRefused
 from monograph.report.quantities import megabytes
 from monograph.run.folder import DEFAULT_ROOT
-from monograph.run.listing import DAMAGED, FINISHED, STOPPED, Listed, best_of, listed
+from monograph.run.listing import (
+    DAMAGED,
+    FINISHED,
+    STOPPED,
+    ListedRun,
+    best_runs,
+    list_runs,
+)
 from monograph.run.run_index import SWEEP
 from monograph.storage.reading import is_file, is_folder
 from monograph.terminal import is_terminal, one_line, shell_words
 
 HEAD = ("run", "kind", "model", "data", "result", "size", "state")
-SHORTENED = ("model", "data")  # the columns that give way on a narrow terminal
-LEAST_WIDTH = 12
+# On a narrow terminal these columns are cut, but not below MIN_WIDTH.
+CUT_COLUMNS = ("model", "data")
+MIN_WIDTH = 12
 
 
 def run(folder: Path | None, *, json: bool) -> None:
@@ -29,58 +38,72 @@ def run(folder: Path | None, *, json: bool) -> None:
         raise InputRefused(
             f"{folder}: there is no such folder; `monograph runs` alone lists those in {DEFAULT_ROOT}/"
         )
-    if is_file(root / "run.lock") and not is_file(root / SWEEP):
-        above = shell_words("monograph", "runs", root.parent)
-        raise InputRefused(f"{root} is a run: `{above}` lists it with those beside it")
-    found = listed(root, [way.kind for way in WAYS_TO_LEARN]) if is_folder(root) else []
-    best = best_of(found)
+    is_single_run = is_file(root / "run.lock") and not is_file(root / SWEEP)
+    if is_single_run:
+        command = shell_words("monograph", "runs", root.parent)
+        raise InputRefused(f"{root} is a run: `{command}` lists it with those beside it")
+    runs = list_runs(root, [way.kind for way in WAYS_TO_LEARN]) if is_folder(root) else []
+    best = best_runs(runs)
     if json:
-        print(
-            jsonlib.dumps(
-                {"schema": "monograph.runs/1", "runs": [_entry(each, best) for each in found]}
-            )
-        )
+        entries = [_json_entry(each, best) for each in runs]
+        print(jsonlib.dumps({"schema": "monograph.runs/1", "runs": entries}))
         return
-    if not found:
+    if not runs:
         print(f"no run in {root}/ yet: start one with `monograph train`", file=sys.stderr)
         return
     width = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
-    print(table([_cells(each, best) for each in found], width))
+    print(table([_cells(each, best) for each in runs], width))
+    _print_notes(runs, best)
+
+
+def _print_notes(runs: Sequence[ListedRun], best: Collection[Path]) -> None:
+    """Print what the mark of the best runs means, and how to resume the newest stopped run."""
+    resumable = [each for each in runs if each.resume]
+    if best or resumable:
+        print()
     if best:
-        print("\n* the best of the runs with the same data and the same measure")
-    if again := next((each for each in found if each.resume), None):
-        print(f"{'' if best else chr(10)}go on with the newest that stopped: {again.resume}")
+        print("* the best of the runs with the same data and the same measure")
+    if resumable:
+        print(f"go on with the newest that stopped: {resumable[0].resume}")
 
 
 def table(rows: list[tuple[str, ...]], width: int | None) -> str:
-    """Return rows under their heads as aligned text; on a terminal of `width` columns model and
-    data may be cut.
+    """Return rows under the heads as aligned text.
+
+    Args:
+        rows: the cells of each row.
+        width: the columns of the terminal, to which `CUT_COLUMNS` are cut; None: nothing is cut.
     """
     rows = [HEAD, *rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     if width is not None:
-        for column in sorted(map(HEAD.index, SHORTENED), key=lambda each: -widths[each]):
-            over = sum(widths) + 2 * (len(HEAD) - 1) - width
-            widths[column] -= max(0, min(over, widths[column] - LEAST_WIDTH))
+        # The widest column is cut first.
+        cut_columns = sorted(map(HEAD.index, CUT_COLUMNS), key=lambda column: -widths[column])
+        for column in cut_columns:
+            gaps = 2 * (len(HEAD) - 1)
+            excess = sum(widths) + gaps - width
+            widths[column] -= max(0, min(excess, widths[column] - MIN_WIDTH))
     lines = (
-        "  ".join(_fitted(cell, size) for cell, size in zip(row, widths, strict=True))
-        for row in rows
+        "  ".join(_fit(cell, size) for cell, size in zip(row, widths, strict=True)) for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _fitted(text: str, width: int) -> str:
-    """Return a text in so many columns; of a longer one its end is kept, which tells paths apart."""
+def _fit(text: str, width: int) -> str:
+    """Return a text that fills `width` columns. A longer one loses its beginning, since paths differ
+    at their ends.
+    """
     return text.ljust(width) if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
-def _cells(run: Listed, best: set[Path]) -> tuple[str, ...]:
+def _cells(run: ListedRun, best: Collection[Path]) -> tuple[str, ...]:
+    """Return the cells of a run, in the order of `HEAD`."""
     mark = " *" if run.folder in best else ""
     cells = (
         str(run.folder),
         run.kind,
-        _near(run.model),
-        _near(run.data),
+        _relative(run.model),
+        _relative(run.data),
         _result(run) + mark,
         megabytes(run.size_bytes),
         _state(run),
@@ -88,31 +111,31 @@ def _cells(run: Listed, best: set[Path]) -> tuple[str, ...]:
     return tuple(one_line(cell) for cell in cells)
 
 
-def _near(text: str) -> str:
-    """Return a text in which a path inside the working folder is short."""
+def _relative(text: str) -> str:
+    """Return a text; if it begins with a path inside the working folder, with the relative path."""
     return text.removeprefix(f"{Path.cwd()}/")
 
 
-def _result(run: Listed) -> str:
+def _result(run: ListedRun) -> str:
     if run.value is None or run.measure is None:
         return "none yet"
     if run.measure.is_share:
-        return f"{run.value:.1%} {run.measure.unit.removeprefix('share ')}"
-    of = " (best member)" if run.kind.startswith("sweep") else ""
-    return f"{run.value:.3f} {run.measure.unit}{of}"
+        return f"{run.value:.1%} {run.measure.unit.removeprefix('share ')}"  # such as 81.2% right
+    of_member = " (best member)" if run.kind.startswith("sweep") else ""
+    return f"{run.value:.3f} {run.measure.unit}{of_member}"
 
 
-def _state(run: Listed) -> str:
+def _state(run: ListedRun) -> str:
     if run.state == DAMAGED:
         return f"damaged: {run.fault}"
     if run.state == FINISHED or run.kind.startswith("sweep"):
         return run.state
-    of = "" if run.updates is None else f" of {run.updates:,}"
-    lost = ", nothing saved" if run.state == STOPPED and not run.resume else ""
-    return f"{run.state} at update {run.update:,}{of}{lost}"
+    total = "" if run.updates is None else f" of {run.updates:,}"
+    loss = ", nothing saved" if run.state == STOPPED and not run.resume else ""
+    return f"{run.state} at update {run.update:,}{total}{loss}"
 
 
-def _entry(run: Listed, best: set[Path]) -> dict[str, Any]:
+def _json_entry(run: ListedRun, best: Collection[Path]) -> dict[str, Any]:
     return {
         "run": str(run.folder),
         "kind": run.kind or None,

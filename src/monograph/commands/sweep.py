@@ -25,7 +25,7 @@ from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
 from monograph.sweeps import results, spec
 from monograph.sweeps.after_update import AfterUpdateOfRound
-from monograph.sweeps.batch import MemberBatch, resume_batch
+from monograph.sweeps.cohort import Cohort, resume_cohort
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.progress import SweepProgress
 from monograph.sweeps.results import require_teachers
@@ -46,41 +46,42 @@ def run(
     world = World(place(srun=True), lambda line: Progress().line("note", line))
     progress = ranks.progress_of(world)
     repeatable(default_device())
-    own = _sweep_of(world, arguments, samples, verify, out) if world.leads else None
-    folder = world.agreed(str(own.run.folder.absolute()) if own else None)
-    sweep = own or Sweep.open(Path(folder))
+    led_sweep = _open_or_create(world, arguments, samples, verify, out) if world.leads else None
+    # Rank 0 tells the other ranks which folder it is.
+    folder = world.broadcast(str(led_sweep.run.folder.absolute()) if led_sweep else None)
+    sweep = led_sweep or Sweep.open(Path(folder))
     with (
         sweep.run.lock() if world.leads else nullcontext(),
-        ranks.one_end(world, sweep.run, lambda: "groups" not in sweep.record),
+        ranks.one_end(world, sweep.run, unbegun=lambda: "groups" not in sweep.record),
     ):
         if world.leads:
             note_start(sweep.run)
-        if own and distill:
+        if world.leads and distill:
             require_teachers(sweep, world.size)
             sweep.record["distill"] = True
             sweep.write()
         state = SweepProgress(sweep, progress, world)
-        if not world.agreed(state.are_over(state.members)):
+        if not world.broadcast(state.are_over(state.members)):
             _train(state, progress)
-            world.gather()
-        code = _finish(state, verify, progress, json) if world.leads else 0
-        world.agreed(None)
+            world.let_rank_0_wait()
+        exit_code = _finish(state, verify, progress, json) if world.leads else 0
+        world.broadcast(None)  # the other ranks wait until rank 0 has written the results
         world.leave()
-    return code
+    return exit_code
 
 
-def _sweep_of(
+def _open_or_create(
     world: World,
     arguments: Sequence[str],
     samples: int | None,
     verify: int | None,
     out: Path | None,
 ) -> Sweep:
-    """Return the new or resumed sweep that the command line names, even if the launcher restarted
-    the ranks.
+    """Return the new or resumed sweep that the command line names. If a launcher restarted the
+    ranks, it is the sweep of the attempt before.
     """
-    known = world.recall("sweep") if world.again else None
-    out = Path(known) if known else out
+    remembered = world.recall("sweep") if world.again else None
+    out = Path(remembered) if remembered else out
     if spec.names_existing_sweep(out, arguments, samples) or (verify is not None and not arguments):
         sweep = Sweep.open(out)
         _require_member(verify, len(sweep.points))
@@ -100,9 +101,9 @@ def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: 
         eager = state.eager_updates_of(state.members[verify])
         result["verify"] = results.verify(state.outcomes[verify], progress, eager)
     if state.sweep.record.get("distill") and result["best"]:
-        result["distilled"] = _distilled(state, result["best"]["member"], progress)
+        result["distilled"] = _distill(state, result["best"]["member"], progress)
         state.sweep.write()
-    _next(state.sweep, result, verify, progress)
+    _print_next_commands(state.sweep, result, verify, progress)
     if json:
         print(jsonlib.dumps(result))
     if result["best"] is None:
@@ -110,8 +111,16 @@ def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: 
     return 0 if verify is None or result["verify"]["equal"] else 1
 
 
-def _distilled(state: SweepProgress, best: int, progress: Progress) -> dict[str, Any]:
-    """Train the model that learns from the members, or go on with it, and return its results."""
+def _distill(state: SweepProgress, best: int, progress: Progress) -> dict[str, Any]:
+    """Train the model that learns from the members, and return its results.
+
+    A training that was stopped is resumed, and a finished one is not repeated.
+
+    Args:
+        state: the sweep.
+        best: the best member's index.
+        progress: the display.
+    """
     student = results.open_student(state.sweep, state.outcomes, best)
     if not finished(student):
         progress.gap()
@@ -133,8 +142,10 @@ def _require_member(verify: int | None, members: int) -> None:
 
 
 def _train(state: SweepProgress, progress: Progress) -> None:
-    with state.world.first():
-        if not state.world.leads:  # rank 0 has decided which members train at once, and written it
+    """Train this rank's rounds, one after another."""
+    with state.world.rank_0_first():
+        # Rank 0 has decided which members train at once, and the others read it.
+        if not state.world.leads:
             state.sweep.record |= Sweep.open(state.sweep.run.folder).record
         state.prepare(default_device(), describe())
     with (
@@ -146,37 +157,40 @@ def _train(state: SweepProgress, progress: Progress) -> None:
                 if state.are_over(members):
                     continue
                 with state.sweep.lock_members(members) as runs:
-                    _round(
-                        timing.batch(members, runs, updates, progress),
-                        updates,
-                        state,
-                        block,
-                        stop,
-                        progress,
-                    )
+                    cohort = timing.begin_round(members, runs, updates, progress)
+                    _train_round(cohort, updates, state, block, stop, progress)
         finally:
-            state.keep_time()
+            state.record_time()
 
 
-def _round(
-    batch: MemberBatch,
+def _train_round(
+    cohort: Cohort,
     updates: int,
     state: SweepProgress,
     block: SweepDisplay,
     stop: StopSignal,
     progress: Progress,
 ) -> None:
-    """Train the members of a batch together, from where they stand to their end."""
-    had_metrics = any(session.run.metrics_offset for session in batch.sessions)
-    if not resume_batch(batch, state.ended(batch.members), progress):
+    """Train the members of a round together, from their common checkpoint or else their beginning.
+
+    Args:
+        cohort: the members of a round, and what trains them.
+        updates: the number of updates of each member.
+        state: the sweep.
+        block: the live display.
+        stop: the user's signals.
+        progress: the display's lines.
+    """
+    had_metrics = any(session.run.metrics_offset for session in cohort.sessions)
+    if not resume_cohort(cohort, state.divergences_by_place(cohort.members), progress):
         if had_metrics:
             progress.line(
                 "warning", "no update of which every member has a sound checkpoint: they begin anew"
             )
-        batch.save()
-    block.resume(state.count_resumed(batch))
-    after = AfterUpdateOfRound(batch, updates, state, block, stop)
-    for update in train(batch.engine, batch.windows, updates):
+        cohort.save()
+    block.resume(state.count_resumed(cohort))
+    after = AfterUpdateOfRound(cohort, updates, state, block, stop)
+    for update in train(cohort.engine, cohort.windows, updates):
         round_state = after.note(update)
         with after.paused():
             after.evaluate(round_state)
@@ -185,26 +199,24 @@ def _round(
         if round_state.all_lost:
             after.drop_work(round_state)
             break
-    state.write_summaries(batch)
-    batch.close()
+    state.write_summaries(cohort)
+    cohort.close()
 
 
-def _next(sweep: Sweep, result: dict[str, Any], verify: int | None, progress: Progress) -> None:
+def _print_next_commands(
+    sweep: Sweep, result: dict[str, Any], verify: int | None, progress: Progress
+) -> None:
+    """Print commands that go on from the best member; nothing if there is none."""
     progress.gap()
     best = result["best"]
-    if best is not None:
-        name = f"{sweep.run.handle}/best"
-        wide = is_file(sweep.wide)
-        if wide:
-            show_command(progress, "next", "train", str(sweep.wide))
-        show_command(progress, "" if wide else "next", "train", "--from", name, "--minutes", "5")
-        if verify is None:
-            show_command(
-                progress,
-                "",
-                "sweep",
-                "--out",
-                str(sweep.run.folder),
-                "--verify",
-                str(best["member"]),
-            )
+    if best is None:
+        return
+    has_wide_run = is_file(sweep.wide)
+    if has_wide_run:
+        show_command(progress, "next", "train", str(sweep.wide))
+    label = "" if has_wide_run else "next"  # the first line only
+    show_command(progress, label, "train", "--from", f"{sweep.run.handle}/best", "--minutes", "5")
+    if verify is None:
+        show_command(
+            progress, "", "sweep", "--out", str(sweep.run.folder), "--verify", str(best["member"])
+        )

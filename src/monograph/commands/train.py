@@ -37,23 +37,30 @@ def run(
     resume: str | None,
     from_: str | None,
     json: bool,
-    asked_s: float | None = None,
+    program_start_s: float | None = None,
 ) -> None:
     """Train, or resume training; see the command line's help.
 
-    `asked_s` is the time of `clock` at which the program was started; None: now.
+    Args:
+        settings: the settings that the command line gives.
+        out: the folder of a new run; None: a new one in runs/.
+        resume: the run to resume, as --resume names it.
+        from_: the run to begin from, as --from names it.
+        json: whether to print the run's summary as JSON.
+        program_start_s: the time of `clock` at which the program was started; None: now.
     """
     if resume and out:
         raise UsageError(
             f"--out {out}: --resume goes on in the run's own folder; leave one of them out"
         )
-    asked_s = clock() if asked_s is None else asked_s
-    started = Started(asked_s, clock() - asked_s)
+    program_start_s = clock() if program_start_s is None else program_start_s
+    started = Started(program_start_s, clock() - program_start_s)
     # Before torch._dynamo is imported, which sets its own cache path in the environment.
     keep_compiled()
     settings, from_ = recorded.with_folder_as_init(settings, from_)
     settings = with_records(settings)
-    # Otherwise settings recorded by a run come first; `open_run` checks the result.
+    # A run that is resumed, or begun from another, adds the settings that the other run recorded.
+    # Those are checked together with these, by `open_run`.
     if not (resume or from_):
         require_possible(settings, describe())
         require_trained_model(objective_of(settings), settings.model.init)
@@ -63,43 +70,48 @@ def run(
     progress = ranks.progress_of(world)
     repeatable(default_device())
     parent = recorded.parent_named(from_) if from_ and world.leads else None
-    folder, resumed = ranks.folder_of(world, out, resume)
+    this_run, is_resumed = ranks.folder_of(world, out, resume)
     with (
-        folder.lock(new=not resumed),
+        this_run.lock(new=not is_resumed),
         ranks.one_end(
-            world, folder, unbegun=lambda: not resumed and not exists(folder.checkpoints)
+            world, this_run, unbegun=lambda: not is_resumed and not exists(this_run.checkpoints)
         ) as retry_rows,
     ):
-        strange = ""
-        if resumed:
+        warning = ""
+        if is_resumed:
             if world.leads:
-                checkpointing.remove_leftovers(folder.checkpoints)
-            settings = recorded.settings_to_resume(folder, settings if resume else Settings())
-            strange = foreign_text_warning(folder, settings.data.source, settings.programs)
+                checkpointing.remove_leftovers(this_run.checkpoints)
+            # Without --resume, a launcher has restarted the ranks of a run that had just begun. It
+            # has recorded what its command line gives.
+            changes = settings if resume else Settings()
+            settings = recorded.settings_to_resume(this_run, changes)
+            warning = foreign_text_warning(this_run, settings.data.source, settings.programs)
         elif parent:
             settings = recorded.settings_from_parent(parent.run, settings)
-            writing.record_parent(folder, *parent)
-            strange = foreign_text_warning(parent.run, settings.data.source, settings.programs)
-        if strange:
-            progress.line("warning", strange)
-        summary = world.agreed(finished(folder) if resumed and world.leads else None)
+            writing.record_parent(this_run, *parent)
+            warning = foreign_text_warning(parent.run, settings.data.source, settings.programs)
+        if warning:
+            progress.line("warning", warning)
+        summary = world.broadcast(finished(this_run) if is_resumed and world.leads else None)
         if summary:
             progress.line(
                 "done",
-                f"{folder.folder} has already finished, after {counted(summary['update'], 'update')}",
+                f"{this_run.folder} has already finished, after {counted(summary['update'], 'update')}",
             )
             if world.leads:
-                show_command(progress, "next", "train", "--from", folder.handle)
+                show_command(progress, "next", "train", "--from", this_run.handle)
         else:
             ranks.require_launched(
                 settings.train.parallel, settings.said("train.parallel"), world.own
             )
-            with ExitStack() as held:
-                session = open_run(folder, settings, world, progress, held, retry_rows, started)
+            with ExitStack() as resources:
+                session = open_run(
+                    this_run, settings, world, progress, resources, retry_rows, started
+                )
                 report = Reporter(session, progress)
                 _loop(session, report, progress)
-                measure_memory(session)
-                session.task.store_measurements()
+                measure_memory(session)  # for the summary
+                session.task.store_measurements()  # for the plans of later runs
                 summary = report.finish() if world.leads else {}
         world.leave()
     if json and world.leads:

@@ -55,7 +55,7 @@ def writes_in_place(operator: object) -> bool:
 
 # Dynamo calls it while it traces, when the transforms around the call are on torch's stack. It would
 # otherwise take the stack for an object, which is never None.
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def in_transform() -> bool:
     """Return whether the caller runs inside a transform of `torch.func`, such as vmap or grad."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,8 +1,8 @@
 """Parse the axes of a sweep, such as `key=1,2` or `key=log:1e-5..1e-2:8`, and list their points.
 
-An axis is a key with several values: a list of values, or a range of numbers from which values are
-sampled. A point is one value for each axis. Each point is a member of the sweep: a run that the
-sweep trains. Members may train in one graph (as an ensemble), or in a graph for each value.
+An *axis* is a key with several values: a list of values, or a range of numbers from which values
+are sampled. A *point* is one value for each axis. Each point is a *member* of the sweep: a run that
+the sweep trains. Members may train in one graph (as an ensemble), or in a graph for each value.
 """
 
 import itertools
@@ -14,30 +14,47 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from monograph.config.given import COMMAND_LINE, Given, raise_all
+from monograph.config.given import COMMAND_LINE, SourcedValue, raise_all
 from monograph.config.keys import KEYS, key_declaration
-from monograph.config.renamed import TextsByKey, joined, translated, translated_each
-from monograph.config.settings import a_run_each, as_typed, check
-from monograph.config.toml_file import from_toml
+from monograph.config.renamed import TextsByKey, new_spelling, new_spellings, texts_by_key
+from monograph.config.settings import advise_run_each, as_typed, check
+from monograph.config.toml_file import toml_values
 from monograph.ensemble.knobs import log_range, require_ends
 from monograph.errors import UsageError
 
 SEED = "train.seed"
-_DESCRIBED = {key: key_declaration(key) for key in KEYS}
+_DECLARATIONS = {key: key_declaration(key) for key in KEYS}
 # Keys that can be an axis, by how members may differ in them (`monograph.config.keys.Varies`).
-IN_ONE_GRAPH = tuple(key for key, about in _DESCRIBED.items() if about.varies == "in one graph")
-BETWEEN_GRAPHS = tuple(key for key, about in _DESCRIBED.items() if about.varies == "between graphs")
-AXES = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
-AMOUNTS = tuple(key for key, about in _DESCRIBED.items() if about.is_amount)
-# By each other key, the reason why it cannot be an axis.
-_WHY_NO_AXIS = {key: about.fixed for key, about in _DESCRIBED.items() if key not in AXES}
+IN_ONE_GRAPH = tuple(key for key, each in _DECLARATIONS.items() if each.varies == "in one graph")
+BETWEEN_GRAPHS = tuple(
+    key for key, each in _DECLARATIONS.items() if each.varies == "between graphs"
+)
+AXIS_KEYS = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
+# Keys of which a larger value nearly always scores better (`monograph.config.keys.Key.is_amount`).
+AMOUNT_KEYS = tuple(key for key, each in _DECLARATIONS.items() if each.is_amount)
+# {each other key: the reason why it cannot be an axis}.
+_WHY_NO_AXIS = {key: each.fixed for key, each in _DECLARATIONS.items() if key not in AXIS_KEYS}
 
 _PAIR_KEYS = ("optim.betas",)  # keys whose value is a pair
 _RANGE_FORMS = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"
 # [log:|lin:]FIRST..LAST[:COUNT]
 _RANGE = re.compile(r"(?:(log|lin):)?([^.:,]*(?:\.[^.:,]+)?)\.\.([^:,]*)(?::([^:,]*))?")
-Point = dict[str, Any]  # a value by each axis' key
+Point = dict[str, Any]  # {an axis' key: its value}
 MAX_MEMBERS = 10_000  # a larger range is a typing error, and its points would fill the memory
+
+
+class SampledRange(NamedTuple):
+    """A range of numbers from which values are sampled, such as `log:1e-4..1e-2`.
+
+    Attributes:
+        scale: "lin" for uniform values, "log" for log-uniform ones.
+        first: the first end.
+        last: the last end, which may be below the first.
+    """
+
+    scale: Literal["log", "lin"]
+    first: float
+    last: float
 
 
 class Axis(NamedTuple):
@@ -46,18 +63,17 @@ class Axis(NamedTuple):
     Attributes:
         key: the dotted key.
         values: the values in the given order; empty for a range to sample from.
-        stretch: (log or lin, first end, last end) of a range to sample from; None for listed
-            values.
+        sampled_range: the range to sample from; None for listed values.
     """
 
     key: str
     values: tuple[Any, ...]
-    stretch: tuple[Literal["log", "lin"], float, float] | None = None
+    sampled_range: SampledRange | None = None
 
     @property
     def first(self) -> Any:
         """Return one of its values, or the first end of its range."""
-        return self.stretch[1] if self.stretch else self.values[0]
+        return self.sampled_range.first if self.sampled_range else self.values[0]
 
 
 def axes_of(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis]]:
@@ -104,29 +120,28 @@ def require_single_values(toml: Path) -> None:
         UsageError: a key has several values; the message says how to type them.
     """
     faults = []
-    for key, given in from_toml(toml).items():
-        typed_axis = _file_value_as_axis(key, given) if key in AXES else None
+    for key, given in toml_values(toml).items():
+        typed_axis = _file_value_as_axis(key, given) if key in AXIS_KEYS else None
         if typed_axis is not None:
-            why = "a file has one for each key; type the axis on the command line"
+            advice = "a file has one for each key; type the axis on the command line"
             faults.append(
-                UsageError(f"{given.origin}: {key} has several values, and {why}: {typed_axis}")
+                UsageError(f"{given.origin}: {key} has several values, and {advice}: {typed_axis}")
             )
     raise_all(faults)
 
 
-def _file_value_as_axis(key: str, given: Given) -> str | None:
-    """Return what to type for several values that a TOML file gives to a key.
+def _file_value_as_axis(key: str, given: SourcedValue) -> str | None:
+    """Return the axis, as a person types it, for several values that a TOML file gives to a key.
 
-    Returns:
-        The axis as it is typed; None for a single value, whether the key takes it or not.
+    The result is None for a single value, whether the key takes it or not.
     """
     value = given.value
     with suppress(UsageError):
         check(key, value, "", from_text=False)
         return None
     # A list of values in old spellings (`monograph.config.renamed`).
-    translations = translated_each(key, value)
-    if translations and not translated(key, value):
+    translations = new_spellings(key, value)
+    if translations and not new_spelling(key, value):
         return _new_axis_advice(key, translations).removeprefix("say ")
     text = _list_as_axis(value, given.written) if isinstance(value, list) else value
     with suppress(UsageError):
@@ -142,14 +157,14 @@ def _list_as_axis(values: list[Any], written: str) -> str:
         values: the values.
         written: the list as a person wrote it; "" if it is unknown.
     """
-    inside = re.sub(r"[\s\"']", "", written)[1:-1] or ",".join(map(_typed, values))
+    inside = re.sub(r"[\s\"']", "", written)[1:-1] or ",".join(map(_axis_text, values))
     return inside.rstrip(",")
 
 
-def _typed(value: object) -> str:
+def _axis_text(value: object) -> str:
     """Return a value as a person types it in an axis."""
     if isinstance(value, list):
-        return f"[{','.join(map(_typed, value))}]"
+        return f"[{','.join(map(_axis_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -170,11 +185,12 @@ def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
             than samples.
     """
     if samples is None:
-        ranges = [axis for axis in axes if axis.stretch]
-        if ranges:
-            raise UsageError(
-                f"{_range_text(ranges[0])}: say how many values, ...:8, or draw some with --samples N"
-            )
+        for axis in axes:
+            if axis.sampled_range:
+                raise UsageError(
+                    f"{_range_text(axis.key, axis.sampled_range)}: say how many values, ...:8, "
+                    "or draw some with --samples N"
+                )
         return _product(axes)
     if samples < 1:
         raise UsageError(f"--samples {samples}: expected a number above 0")
@@ -185,7 +201,7 @@ def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
     seeds = math.prod(len(axis.values) for axis in seed_axes)
     _require_few(f"--samples {samples}", samples * seeds)
     generator = random.Random(0)
-    if any(axis.stretch for axis in sampled_axes):
+    if any(axis.sampled_range for axis in sampled_axes):
         sampled_points = [
             {axis.key: _sample(axis, generator) for axis in sampled_axes} for _ in range(samples)
         ]
@@ -201,18 +217,18 @@ def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
     return [point | seed for point in sampled_points for seed in _product(seed_axes)]
 
 
-def _require_few(what: str, members: int) -> None:
+def _require_few(typed_text: str, members: int) -> None:
     """Refuse more than MAX_MEMBERS members.
 
     Args:
-        what: what a person typed for them, for the message.
+        typed_text: what a person typed to get them, for the message.
         members: the number of members.
 
     Raises:
         UsageError: there are too many members.
     """
     if members > MAX_MEMBERS:
-        raise UsageError(f"{what}: {members:,} members; a sweep has {MAX_MEMBERS:,} at most")
+        raise UsageError(f"{typed_text}: {members:,} members; a sweep has {MAX_MEMBERS:,} at most")
 
 
 def _product(axes: Sequence[Axis]) -> list[Point]:
@@ -226,20 +242,24 @@ def _product(axes: Sequence[Axis]) -> list[Point]:
 def _point(axes: Sequence[Axis], index: int) -> Point:
     """Return `_product(axes)[index]` without making the product, which may be large."""
     values = {}
+    # The index is a number whose digits are the indices of the values. The last axis has the lowest
+    # digit.
     for axis in reversed(axes):
-        index, place = divmod(index, len(axis.values))
-        values[axis.key] = axis.values[place]
+        index, value_index = divmod(index, len(axis.values))
+        values[axis.key] = axis.values[value_index]
     return dict(reversed(values.items()))
 
 
 def _sample(axis: Axis, generator: random.Random) -> Any:
-    """Return a random value of an axis; a range's is uniform, or log-uniform for `log`."""
-    if axis.stretch is None:
+    """Return a random value of an axis: one of its values, or a number from its range."""
+    if axis.sampled_range is None:
         return generator.choice(axis.values)
-    scale, first, last = axis.stretch
+    scale, first, last = axis.sampled_range
     if scale == "lin":
-        return _checked(axis.key, repr(generator.uniform(first, last)))
-    return _checked(axis.key, repr(math.exp(generator.uniform(math.log(first), math.log(last)))))
+        number = generator.uniform(first, last)
+    else:
+        number = math.exp(generator.uniform(math.log(first), math.log(last)))
+    return _check_value(axis.key, repr(number))
 
 
 def _axis(key: str, text: str) -> Axis | None:
@@ -248,28 +268,30 @@ def _axis(key: str, text: str) -> Axis | None:
     Raises:
         UsageError: the key cannot be an axis, a range is wrong, or a value is empty or given twice.
     """
-    if translated(key, text):
+    if new_spelling(key, text):
         return None  # an old spelling of a single value, which `check` will refuse with advice
-    if translations := translated_each(key, text):
+    translations = new_spellings(key, text)
+    if translations:
         raise UsageError(f"{key}={text}: {_new_axis_advice(key, translations)}")
     has_brackets = text[:1] + text[-1:] in ("[]", "()", "{}")
-    if key in AXES and key not in _PAIR_KEYS and has_brackets:
+    if key in AXIS_KEYS and key not in _PAIR_KEYS and has_brackets:
         inside = re.sub(r"[\s\"']", "", text[1:-1])
         raise UsageError(f"{key}={text}: values are written without brackets: {key}={inside}")
-    if suggested_range := _suggest_range(key, text):
+    suggested_range = _suggest_range(key, text)
+    if suggested_range:
         raise UsageError(f"{key}={text}: a range is typed as {key}={suggested_range}")
     # A text with a slash is a path, such as ../texts.
     range_match = _RANGE.fullmatch(text) if ".." in text and "/" not in text else None
-    parts = _parts(key, text)
+    parts = _split_values(key, text)
     if range_match is None and text.startswith(("log:", "lin:")):
         raise UsageError(f"{key}={text}: {_RANGE_FORMS}")
     if range_match is None and len(parts) < 2:
         return None
-    if key not in AXES:
+    if key not in AXIS_KEYS:
         try:
             check(key, text, COMMAND_LINE, from_text=True)
         except UsageError:
-            axes = ", ".join(AXES)
+            axes = ", ".join(AXIS_KEYS)
             raise UsageError(
                 f"{key}={text}: {key} cannot be an axis: {_WHY_NO_AXIS[key]}; axes are {axes}"
             ) from None
@@ -277,7 +299,7 @@ def _axis(key: str, text: str) -> Axis | None:
     if range_match:
         axis = _axis_of_range(key, text, *range_match.groups())
     else:
-        axis = Axis(key, tuple(_checked(key, part) for part in parts))
+        axis = Axis(key, tuple(_check_value(key, part) for part in parts))
     for index, value in enumerate(axis.values):
         if value in axis.values[:index]:
             raise UsageError(
@@ -289,14 +311,15 @@ def _axis(key: str, text: str) -> Axis | None:
 def _suggest_range(key: str, text: str) -> str:
     """Return how to type a range that is written as in another program; "" for other texts."""
     # 0-3 or 0:3
-    if integers := re.fullmatch(r"([0-9]+)[-:]([0-9]+)", text):
+    integers = re.fullmatch(r"([0-9]+)[-:]([0-9]+)", text)
+    if integers:
         first, last = integers.groups()
         # Ranges of seeds are short. A longer range is probably another kind of value.
         if 0 < int(last) - int(first) <= 100:
             return f"{first}..{last}"
     # loguniform(1e-4, 1e-2) or linspace(0, 1, 5)
     call = re.fullmatch(r"(\w+)\(([^,()]+),([^,()]+)(?:,([^,()]+))?\)", text)
-    if not call or key not in AXES:
+    if not call or key not in AXIS_KEYS:
         return ""
     name, first, last, count = (part and part.strip() for part in call.groups())
     scale = "log" if re.search("log|geom", name) else "lin"
@@ -310,17 +333,17 @@ def _new_axis_advice(key: str, translations: Sequence[TextsByKey]) -> str:
         key: the key.
         translations: for each value, the new keys with their values.
     """
-    values_by_key = joined(translations)
-    varied_keys = [new_key for new_key, texts in values_by_key.items() if len(texts) > 1]
-    if key not in AXES or not set(varied_keys) <= set(AXES):
-        return f"{a_run_each(translations)}; {key} cannot be an axis: {_WHY_NO_AXIS[key]}"
-    advice = as_typed({new_key: ",".join(texts) for new_key, texts in values_by_key.items()})
+    new_texts = texts_by_key(translations)
+    varied_keys = [new_key for new_key, texts in new_texts.items() if len(texts) > 1]
+    if key not in AXIS_KEYS or not set(varied_keys) <= set(AXIS_KEYS):
+        return f"{advise_run_each(translations)}; {key} cannot be an axis: {_WHY_NO_AXIS[key]}"
+    advice = as_typed({new_key: ",".join(texts) for new_key, texts in new_texts.items()})
     # Two new axes have more points than the one axis that was typed.
     note = "; a sweep trains all combinations" if len(varied_keys) > 1 else ""
     return f"say {advice}{note}"
 
 
-def _parts(key: str, text: str) -> list[str]:
+def _split_values(key: str, text: str) -> list[str]:
     """Split a text at its commas.
 
     For a key whose value is a pair, `0.9,0.95` is one part, and `[0.9,0.95],[0.9,0.99]` are two.
@@ -356,7 +379,7 @@ def _axis_of_range(
             )
         integers = range(int(first), int(last) + 1)
         _require_few(f"{key}={text}", int(last) - int(first) + 1)
-        return Axis(key, tuple(_checked(key, str(integer)) for integer in integers))
+        return Axis(key, tuple(_check_value(key, str(integer)) for integer in integers))
     low = _number(key, text, first)
     high = _number(key, text, last)
     if scale == "log" and min(low, high) <= 0:
@@ -366,35 +389,37 @@ def _axis_of_range(
     if count is None:
         require_ends(f"{key}={text}", low, high, 2)
         # The key must accept both ends.
-        first_value = float(_checked(key, first))
-        last_value = float(_checked(key, last))
-        return Axis(key, (), ("log" if scale == "log" else "lin", first_value, last_value))
+        first_value = float(_check_value(key, first))
+        last_value = float(_check_value(key, last))
+        sampled_range = SampledRange("log" if scale == "log" else "lin", first_value, last_value)
+        return Axis(key, (), sampled_range)
     if not count.isdecimal():
         raise UsageError(
             f"{key}={text}: expected a whole number of values after the last colon, not {count!r}"
         )
-    n = int(count)
-    _require_few(f"{key}={text}", n)
-    require_ends(f"{key}={text}", low, high, n)
+    size = int(count)
+    _require_few(f"{key}={text}", size)
+    require_ends(f"{key}={text}", low, high, size)
     if scale == "log":
-        numbers = log_range(low, high, n)
+        numbers = log_range(low, high, size)
     else:
-        numbers = [low + (high - low) * i / max(1, n - 1) for i in range(n)]
+        numbers = [low + (high - low) * index / max(1, size - 1) for index in range(size)]
     texts = [f"{number:.4g}" for number in numbers]
     # The ends are as they were typed, not rounded. A range of one value has the last end.
     texts[0] = first
-    texts[n - 1] = last
-    return Axis(key, tuple(_checked(key, value_text) for value_text in texts))
+    texts[-1] = last
+    return Axis(key, tuple(_check_value(key, value_text) for value_text in texts))
 
 
 def _number(key: str, text: str, end: str) -> float:
+    """Return the number of one end of a range; `text` is the range as a person typed it."""
     try:
         return float(end)
     except ValueError:
         raise UsageError(f"{key}={text}: {end!r} is not a number") from None
 
 
-def _checked(key: str, text: str) -> Any:
+def _check_value(key: str, text: str) -> Any:
     """Return the value of one text of an axis.
 
     Raises:
@@ -405,8 +430,7 @@ def _checked(key: str, text: str) -> Any:
     return check(key, text, COMMAND_LINE, from_text=True)
 
 
-def _range_text(axis: Axis) -> str:
+def _range_text(key: str, sampled_range: SampledRange) -> str:
     """Return a range to sample from as it is typed."""
-    assert axis.stretch
-    scale, first, last = axis.stretch
-    return f"{axis.key}={scale}:{first:g}..{last:g}"
+    scale, first, last = sampled_range
+    return f"{key}={scale}:{first:g}..{last:g}"

@@ -12,11 +12,10 @@ from monograph.config.settings import EXCLUSIVE, Settings, toml_of
 from monograph.terminal import one_line
 
 TEXT = "## "  # the beginning of a line of text
-UNSET = (
-    "# "  # the beginning of the line of a key that is not set; without it, the line sets the key
-)
-WIDTH = 120  # columns
-ORIGIN_COLUMN = 48  # at which the comment with a key's origin begins
+# The beginning of the line of a key that is not set. If a person removes it, the line sets the key.
+UNSET = "# "
+WIDTH = 120  # the longest line, in columns
+ORIGIN_COLUMN = 48  # the column at which the comment with a key's origin begins
 _HEAD = (
     "Every key of a run: its meaning, the values that it accepts, and where its value comes from.",
     'A line "# KEY = VALUE" is a key that is not set, with its default or an example: remove the "# " to set it.',

@@ -9,6 +9,7 @@ torchtune, nanoGPT, nanochat, vLLM and llama.cpp.
 
 from monograph.optim_table import OPTIMIZERS
 
+# Sentences that several names share.
 _BETAS = "say optim.betas=0.9,0.95, which holds both"
 _OPTIMIZERS = " or ".join(f"optim.name={name}" for name in OPTIMIZERS)
 _TRACKER = (
@@ -22,7 +23,7 @@ _PATHS = "name the text as it is: monograph train my_texts/"
 _RESUME = "say --resume RUN"
 _CHOSEN = "leave it out: it is chosen by itself"
 
-# Options of any command that choose a device: by the name, a sentence.
+# {option of any command that chooses a device: a sentence}.
 DEVICES = dict.fromkeys(
     ("use_cpu", "no_cuda", "cpu"), "say CUDA_VISIBLE_DEVICES= before the command"
 ) | dict.fromkeys(
@@ -30,7 +31,7 @@ DEVICES = dict.fromkeys(
     "say CUDA_VISIBLE_DEVICES=0 before the command; monograph plan --device NAME plans for another card",
 )
 
-# Keys: by the name in another program, the key that takes the value that was typed, or a sentence.
+# {another program's name of a key: the key that takes the value that was typed, or a sentence}.
 ELSEWHERE: dict[str, str] = {
     # transformers: TrainingArguments and its scripts
     "learning_rate": "optim.lr",
@@ -465,7 +466,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     },
 }
 
-# Commands of other programs: by the name, a sentence that names the command that does the same.
+# {another program's command: a sentence that names the command that does the same}.
 COMMANDS: dict[str, str] = {
     "init": "monograph train --print-config > run.toml writes a commented file of settings",
     "config": "monograph keys explains settings, and monograph train --print-config prints all of them",

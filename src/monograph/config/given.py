@@ -1,4 +1,4 @@
-"""Hold a value with its origin, and raise several faults of values as one error."""
+"""A setting's value with its origin, and one error for several faults of settings."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -6,17 +6,17 @@ from typing import Any, NamedTuple
 from monograph.errors import MonographError, UsageError
 
 COMMAND_LINE = "command line"
-MAX_FAULTS = 5  # an error names at most this many faults
+MAX_FAULTS = 5  # the largest number of faults that an error names
 
 
-class Given(NamedTuple):
+class SourcedValue(NamedTuple):
     """A value with its origin.
 
     Attributes:
         value: the value.
         origin: where the value was written, for messages, such as "run.toml:7".
-        rank: the kind of origin: 1 (TOML), 2 (environment) or 3 (command line). If keys exclude
-            each other, the one with the highest rank counts.
+        rank: the precedence of the origin: 1 (TOML), 2 (environment) or 3 (command line). If keys
+            exclude each other, the one with the highest rank counts.
         from_text: whether the value may be a text that stands for a number, as in a shell.
         written: the value as a person wrote it, for messages; "" if `value` itself is to be shown.
     """

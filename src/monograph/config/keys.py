@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypedDict, Unp
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
+from monograph.data import MAX_HELD_OUT, MAX_WEIGHT, MIN_WEIGHT
 from monograph.errors import join_with_or
 from monograph.model.families import DEFAULT_FAMILY, FAMILIES, PRESETS
 from monograph.optim_table import FORMATS, OPTIMIZERS
@@ -95,39 +95,42 @@ Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 TextList = Annotated[
     Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_parse_texts)
 ]
-# Larger numbers are refused at once. No model needs them, and building such a model, or only
-# counting its parameters, would take hours before it could be refused for want of memory.
-MOST_LAYERS = 2**12
-MOST_SIZE = 2**24
-MOST_LENGTH = 2**22
-MOST_RANK = 2**16
-MOST_PER_UPDATE = 2**32
-MOST_COUNT = 10**15
+# Larger numbers are refused at once. No model needs them. Building such a model, or only counting
+# its parameters, would take hours, and only then could it be refused because it does not fit into
+# memory.
+MAX_LAYERS = 2**12
+MAX_SIZE = 2**24
+MAX_LENGTH = 2**22
+MAX_RANK = 2**16
+MAX_PER_UPDATE = 2**32
+MAX_COUNT = 10**15
 DEFAULT_MINUTES = 3.0
-Size = Annotated[int, Field(ge=1, le=MOST_SIZE)]
-Whole = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+# The types of keys. A size is a number of rows, columns, heads and the like. A count may be written
+# with a suffix, as in "512k", and any other whole number may not.
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
+Whole = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Count = Annotated[Whole, BeforeValidator(_parse_count)]
 PositiveFloat = Annotated[float, AfterValidator(ABOVE_0.checked)]
 NonNegativeFloat = Annotated[float, AfterValidator(NOT_NEGATIVE.checked)]
 Fraction = Annotated[float, AfterValidator(FRACTION.checked)]
 Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
-Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
+HeldOutShare = Annotated[float, Field(ge=0, le=MAX_HELD_OUT)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
-Weight = Annotated[float, Field(ge=LIGHTEST, le=HEAVIEST)]
+Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 Weights = Annotated[list[Weight], Field(min_length=1), BeforeValidator(_parse_numbers)]
 Momentum = Annotated[float, AfterValidator(DECAY.checked)]
 
 # How the members of a sweep, the runs that it trains, may differ in a key.
 #   in one graph:    members with different values train in one graph: the key is a number that an
 #                    update reads, or the seed of weights and row order
-#   between graphs:  each value has a graph of its own, as the key changes shapes, the graph or the
-#                    length
+#   between graphs:  members with different values train in different graphs, as the key changes
+#                    shapes, the graph or the length
 Varies = Literal["in one graph", "between graphs"]
 # Reasons why members cannot differ in a key.
 _SAME_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"
-_OF_ONE_TIME = "how much a member learns in a given time depends on the machine"
-_OF_TEXTS = "members of one graph learn from texts alone: start a run for each value"
+_DEPENDS_ON_MACHINE = "how much a member learns in a given time depends on the machine"
+_TEXTS_ALONE = "members of one graph learn from texts alone: start a run for each value"
 
 
 class Key(NamedTuple):
@@ -138,17 +141,17 @@ class Key(NamedTuple):
         expected: the values that it accepts, which completes the sentence "expected ...".
         default: the value that applies if the key is not set; None if no single value does.
         otherwise: what applies if the key is not set, in words; "" if `default` says it.
-        example: a value that somebody might set; None if the default is a good example.
+        example: a possible value; None if the default is a good example.
         auto: what "auto" stands for; "" if the key does not take "auto". The meaning ends with it.
-        choices: by each word that it takes, except "auto", what the word stands for.
+        choices: {word that it takes, except "auto": what the word stands for}.
         belongs_to: the key about whose value this key says something; "" if there is none.
         varies: how the members of a sweep may differ in it; None if they cannot.
         fixed: why the members of a sweep cannot differ in it; "" if they can.
-        is_amount: whether a larger value nearly always scores better, as that of a width. If the
-            best value of such an axis is its last one, that is no reason to extend the axis.
-        is_of_place: whether a resumed run may change it. Such a key says on which devices and in
-            which graphs the run trains, or which records it can read. It changes no equation.
-        is_of_one_run: whether it does not carry over to a run that begins from this one: the
+        is_amount: whether a larger value nearly always scores better, as for a width. If the best
+            value of such an axis is its last one, that is no reason to extend the axis.
+        is_changeable_on_resume: whether a resumed run may change it, because it changes no equation: on which
+            devices and in which graphs the run trains, or which records it can read.
+        is_run_specific: whether a run that begins from this one does not take over its value: the
             length, what depends on the length, and the ranks.
     """
 
@@ -163,8 +166,8 @@ class Key(NamedTuple):
     varies: Varies | None = None
     fixed: str = ""
     is_amount: bool = False
-    is_of_place: bool = False
-    is_of_one_run: bool = False
+    is_changeable_on_resume: bool = False
+    is_run_specific: bool = False
 
 
 class _Details(TypedDict, total=False):
@@ -182,8 +185,8 @@ class _Details(TypedDict, total=False):
     varies: Varies
     fixed: str
     is_amount: bool
-    is_of_place: bool
-    is_of_one_run: bool
+    is_changeable_on_resume: bool
+    is_run_specific: bool
 
 
 def _key(default: Any, expected: str, meaning: str, **details: Unpack[_Details]) -> Any:
@@ -214,8 +217,8 @@ def _choice(
     Args:
         default: see `_key`.
         meaning: see `_key`.
-        words: by each word except "auto", what it stands for.
-        also: the other values that the key takes, in words; "" for none.
+        words: {word, except "auto": what it stands for}.
+        also: a description of the other values that the key takes; "" for none.
         details: see `_key`. With `auto` the key also takes the word "auto".
     """
     values = ["auto"] if "auto" in details else []
@@ -245,30 +248,31 @@ class Section(BaseModel):
 def _with_parameters(
     section: type[Section], chosen_by: str, declared: Mapping[str, Sequence[Parameter]]
 ) -> Any:
-    """Return a section with more keys: the parameters of a table's rows.
+    """Return a section with more keys: the parameters of the choices in a table.
 
-    Such a table is the losses of preferences. Its rows have parameters, such as beta.
+    Such a table is the losses of preferences. The losses have parameters, such as beta.
 
     Args:
-        section: the section, which has the key that chooses a row.
-        chosen_by: the key that chooses a row, such as "prefer.loss".
-        declared: the parameters of each row, by the row's name. Several rows may have the same
-            parameter with different defaults.
+        section: the section, which has the key that makes the choice.
+        chosen_by: the key that makes the choice, such as "prefer.loss".
+        declared: {choice: its parameters}. Several choices may have the same parameter with
+            different defaults.
     """
     parameters: dict[str, Parameter] = {}
-    # By the parameter's name and its default, the rows that have it with this default.
-    rows_by_default: dict[str, dict[float | str | None, list[str]]] = {}
-    for row, row_parameters in declared.items():
-        for parameter in row_parameters:
+    # For each parameter: {a default: the choices that have the parameter with this default}.
+    choices_by_default: dict[str, dict[float | str | None, list[str]]] = {}
+    for choice, choice_parameters in declared.items():
+        for parameter in choice_parameters:
             name = parameter.field
             parameters.setdefault(name, parameter)
-            rows_by_default.setdefault(name, {}).setdefault(parameter.default, []).append(row)
+            choices = choices_by_default.setdefault(name, {}).setdefault(parameter.default, [])
+            choices.append(choice)
     fields: dict[str, Any] = {}
     for name, parameter in parameters.items():
-        if len(rows_by_default[name]) == 1:
+        if len(choices_by_default[name]) == 1:
             details = _Details(implied=parameter.default, otherwise="", example=parameter.example)
         else:
-            words = _defaults_in_words(rows_by_default[name])
+            words = _defaults_in_words(choices_by_default[name])
             details = _Details(implied=None, otherwise=words, example=parameter.default)
         details["belongs_to"] = chosen_by
         values = parameter.values
@@ -285,16 +289,16 @@ def _type_of(values: Range | str) -> Any:
     return Annotated[int if values.whole else float, AfterValidator(values.checked)]
 
 
-def _defaults_in_words(rows_by_default: Mapping[float | str | None, Sequence[str]]) -> str:
+def _defaults_in_words(choices_by_default: Mapping[float | str | None, Sequence[str]]) -> str:
     """Return several defaults in words, such as "0.1, and 2 for simpo".
 
     Args:
-        rows_by_default: by each default, the names of the rows that have it.
+        choices_by_default: {a default: the names of the choices that have it}.
     """
-    most_frequent = max(rows_by_default, key=lambda default: len(rows_by_default[default]))
+    most_frequent = max(choices_by_default, key=lambda default: len(choices_by_default[default]))
     others = [
-        f"{_default_text(default)} for {' and '.join(rows)}"
-        for default, rows in rows_by_default.items()
+        f"{_default_text(default)} for {' and '.join(choices)}"
+        for default, choices in choices_by_default.items()
         if default != most_frequent
     ]
     return f"{_default_text(most_frequent)}, and {', '.join(others)}"
@@ -305,10 +309,10 @@ def _default_text(default: float | str | None) -> str:
 
 
 # `Key.expected` of the types `Size`, `Whole` and `Count`.
-_EXPECTS_SIZE = f"a whole number above 0, at most {MOST_SIZE}"
+_EXPECTS_SIZE = f"a whole number above 0, at most {MAX_SIZE}"
 _EXPECTS_WHOLE = "a whole number above 0, at most 1e15"
 _EXPECTS_COUNT = f'{_EXPECTS_WHOLE} ("512k" is 512000, "512Ki" is 524288)'
-_OF_PRESET = "the preset's"  # `Key.otherwise` of the sizes of a model
+_PRESET_VALUE = "the preset's"  # `Key.otherwise` of the sizes of a model
 
 
 class ModelSection(Section):
@@ -352,7 +356,7 @@ class ModelSection(Section):
         None,
         _EXPECTS_SIZE,
         "Width of the residual stream.",
-        otherwise=_OF_PRESET,
+        otherwise=_PRESET_VALUE,
         example=192,
         varies="between graphs",
         is_amount=True,
@@ -361,16 +365,16 @@ class ModelSection(Section):
         None,
         _EXPECTS_SIZE,
         "Width of the feed-forward layer.",
-        otherwise=f"{_OF_PRESET}, or 8/3 of hidden_size",
+        otherwise=f"{_PRESET_VALUE}, or 8/3 of hidden_size",
         example=512,
         varies="between graphs",
         is_amount=True,
     )
-    num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] | None = _key(
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = _key(
         None,
-        f"a whole number above 0, at most {MOST_LAYERS}",
+        f"a whole number above 0, at most {MAX_LAYERS}",
         "Number of transformer blocks.",
-        otherwise=_OF_PRESET,
+        otherwise=_PRESET_VALUE,
         example=4,
         varies="between graphs",
         is_amount=True,
@@ -379,7 +383,7 @@ class ModelSection(Section):
         None,
         _EXPECTS_SIZE,
         "Number of query heads.",
-        otherwise=_OF_PRESET,
+        otherwise=_PRESET_VALUE,
         example=6,
         varies="between graphs",
         is_amount=True,
@@ -388,7 +392,7 @@ class ModelSection(Section):
         None,
         _EXPECTS_SIZE,
         "Number of key and value heads. It divides num_attention_heads.",
-        otherwise=f"{_OF_PRESET}, or num_attention_heads",
+        otherwise=f"{_PRESET_VALUE}, or num_attention_heads",
         example=2,
         varies="between graphs",
         is_amount=True,
@@ -405,7 +409,7 @@ class ModelSection(Section):
         None,
         "true or false",
         "Whether the output head is the embedding's transpose.",
-        otherwise=_OF_PRESET,
+        otherwise=_PRESET_VALUE,
         example=True,
         varies="between graphs",
     )
@@ -427,7 +431,7 @@ class DataSection(Section):
     )
     weights: Weights | None = _key(
         None,
-        f"a list of numbers from {LIGHTEST:g} to {HEAVIEST:g}, one for each source",
+        f"a list of numbers from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}, one for each source",
         "How often an epoch sees each source.",
         otherwise="once each",
         example=[2.0, 1.0],
@@ -452,9 +456,9 @@ class DataSection(Section):
         varies="between graphs",
         is_amount=True,
     )
-    sequence_length: Auto | Annotated[Count, Field(le=MOST_LENGTH)] = _key(
+    sequence_length: Auto | Annotated[Count, Field(le=MAX_LENGTH)] = _key(
         "auto",
-        _EXPECTS_COUNT.replace("1e15", str(MOST_LENGTH)) + ", or auto",
+        _EXPECTS_COUNT.replace("1e15", str(MAX_LENGTH)) + ", or auto",
         "Tokens in a row.",
         auto="256 for a new model, else what the model has, at most 1,024",
         example=1024,
@@ -467,7 +471,7 @@ class DataSection(Section):
         {"packed": "documents share a row", "padded": "each document has rows of its own"},
         varies="between graphs",
     )
-    held_out: Share = _key(
+    held_out: HeldOutShare = _key(
         0.05,
         "a number from 0 (none) to 0.5",
         "Share of the bytes that is kept for evaluation.",
@@ -487,7 +491,7 @@ class DataSection(Section):
         "Keys of records to leave out. A record with an unknown key is refused otherwise.",
         example=["my_key"],
         fixed=_SAME_TEXT,
-        is_of_place=True,
+        is_changeable_on_resume=True,
     )
     bad_records: Literal["refuse", "skip"] = _choice(
         "refuse",
@@ -592,14 +596,14 @@ class OptimSection(Section):
         belongs_to="optim.schedule",
         varies="in one graph",
     )
-    warmup_updates: Auto | Annotated[int, Field(ge=0, le=MOST_COUNT)] = _key(
+    warmup_updates: Auto | Annotated[int, Field(ge=0, le=MAX_COUNT)] = _key(
         "auto",
         "a whole number from 0 to 1e15, or auto",
         "Updates of linear warm-up.",
         auto="5 % of the run, at least 10 (or half of a shorter run), at most 2,000",
         example=100,
         varies="in one graph",
-        is_of_one_run=True,
+        is_run_specific=True,
     )
     ema: Literal["none"] | Fraction = _key(
         "none",
@@ -638,7 +642,7 @@ class TrainSection(Section):
         example=1000,
         varies="between graphs",
         is_amount=True,
-        is_of_one_run=True,
+        is_run_specific=True,
     )
     tokens: Count | None = _key(
         None,
@@ -647,7 +651,7 @@ class TrainSection(Section):
         example=10_000_000,
         varies="between graphs",
         is_amount=True,
-        is_of_one_run=True,
+        is_run_specific=True,
     )
     epochs: Whole | None = _key(
         None,
@@ -655,15 +659,15 @@ class TrainSection(Section):
         "Stop after this many passes over the data.",
         example=1,
         fixed="say it in train.updates or train.tokens",
-        is_of_one_run=True,
+        is_run_specific=True,
     )
     minutes: Minutes | None = _key(
         None,
         "a number above 0, at most 1e7",
         "Train for about this many minutes.",
         implied=DEFAULT_MINUTES,
-        fixed=_OF_ONE_TIME,
-        is_of_one_run=True,
+        fixed=_DEPENDS_ON_MACHINE,
+        is_run_specific=True,
     )
     wall_minutes: Minutes | None = _key(
         None,
@@ -671,12 +675,12 @@ class TrainSection(Section):
         "End the whole run within about this many minutes, with preparation, compiling and report, or else refuse it.",
         otherwise="no limit",
         example=10,
-        fixed=_OF_ONE_TIME,
-        is_of_one_run=True,
+        fixed=_DEPENDS_ON_MACHINE,
+        is_run_specific=True,
     )
-    tokens_per_update: Auto | Annotated[Count, Field(le=MOST_PER_UPDATE)] = _key(
+    tokens_per_update: Auto | Annotated[Count, Field(le=MAX_PER_UPDATE)] = _key(
         "auto",
-        _EXPECTS_COUNT.replace("1e15", str(MOST_PER_UPDATE)) + ", or auto",
+        _EXPECTS_COUNT.replace("1e15", str(MAX_PER_UPDATE)) + ", or auto",
         "Tokens of an update.",
         auto="2,048, or one row if that is longer",
         example=65_536,
@@ -720,8 +724,8 @@ class TrainSection(Section):
         auto="whole; blocks for a model of 16 layers or more, or a streamed one",
         example="none",
         fixed=_NO_EFFECT,
-        is_of_place=True,
-        is_of_one_run=True,
+        is_changeable_on_resume=True,
+        is_run_specific=True,
     )
     remat: Literal["auto", "none", "pointwise", "full", "offload"] | Fraction = _choice(
         "auto",
@@ -744,7 +748,7 @@ class TrainSection(Section):
         auto="stream if nothing else fits a GPU",
         example="stream",
         fixed=_NO_EFFECT,
-        is_of_place=True,
+        is_changeable_on_resume=True,
     )
     parallel: Literal["none", "ddp", "fsdp", "hsdp"] = _choice(
         "none",
@@ -756,8 +760,8 @@ class TrainSection(Section):
             "hsdp": "fsdp within each machine, ddp between them",
         },
         fixed=_NO_EFFECT,
-        is_of_place=True,
-        is_of_one_run=True,
+        is_changeable_on_resume=True,
+        is_run_specific=True,
     )
     gather_dtype: Literal["fp32", "bf16"] = _choice(
         "fp32",
@@ -765,8 +769,8 @@ class TrainSection(Section):
         {"fp32": "as they are", "bf16": "rounded, with half the traffic"},
         belongs_to="train.parallel",
         fixed=_NO_EFFECT,
-        is_of_place=True,
-        is_of_one_run=True,
+        is_changeable_on_resume=True,
+        is_run_specific=True,
     )
     eval_every: Auto | Whole = _key(
         "auto",
@@ -775,7 +779,7 @@ class TrainSection(Section):
         auto="about 12 evaluations in a run",
         example=100,
         fixed=_NO_EFFECT,
-        is_of_one_run=True,
+        is_run_specific=True,
     )
     save_every: Auto | Whole = _key(
         "auto",
@@ -784,7 +788,7 @@ class TrainSection(Section):
         auto="about 6 checkpoints in a run",
         example=500,
         fixed=_NO_EFFECT,
-        is_of_one_run=True,
+        is_run_specific=True,
     )
     keep: Whole = _key(
         2,
@@ -799,9 +803,9 @@ class LoraSection(Section):
     rank.
     """
 
-    rank: Annotated[int, Field(ge=1, le=MOST_RANK)] | None = _key(
+    rank: Annotated[int, Field(ge=1, le=MAX_RANK)] | None = _key(
         None,
-        f"a whole number above 0, at most {MOST_RANK}",
+        f"a whole number above 0, at most {MAX_RANK}",
         "Rank of the adapters.",
         otherwise="no adapters",
         example=16,
@@ -872,7 +876,7 @@ class LoraSection(Section):
 class _RewardSection(Section):
     """The key that chooses a reward, before the keys of the rewards' parameters."""
 
-    fixed = _OF_TEXTS
+    fixed = _TEXTS_ALONE
 
     reward: Text | None = _choice(
         None,
@@ -884,12 +888,12 @@ class _RewardSection(Section):
     )
 
 
-_OfRewards: Any = _with_parameters(
+_RewardSectionWithParameters: Any = _with_parameters(
     _RewardSection, "rl.reward", {name: reward.parameters for name, reward in REWARDS.items()}
 )
 
 
-class RlSection(_OfRewards):  # type: ignore[misc]
+class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
     """Reinforcement learning: the model's own answers to prompts are scored and learned from. To
     use it, set reward.
     """
@@ -910,8 +914,8 @@ class RlSection(_OfRewards):  # type: ignore[misc]
         implied="dr_grpo",
     )
     prompts: Size | None = _key(None, _EXPECTS_SIZE, "Prompts of an update.", implied=16)
-    group: Annotated[int, Field(ge=2, le=MOST_SIZE)] | None = _key(
-        None, f"a whole number from 2 to {MOST_SIZE}", "Answers to each prompt.", implied=8
+    group: Annotated[int, Field(ge=2, le=MAX_SIZE)] | None = _key(
+        None, f"a whole number from 2 to {MAX_SIZE}", "Answers to each prompt.", implied=8
     )
     draws: Size | None = _key(
         None,
@@ -979,7 +983,7 @@ class RlSection(_OfRewards):  # type: ignore[misc]
 class _PreferenceSection(Section):
     """The key that chooses a loss, before the keys of the losses' parameters."""
 
-    fixed = _OF_TEXTS
+    fixed = _TEXTS_ALONE
 
     loss: Literal[tuple(LOSSES)] | None = _choice(  # type: ignore[valid-type]
         None,
@@ -990,12 +994,12 @@ class _PreferenceSection(Section):
     )
 
 
-_OfLosses: Any = _with_parameters(
+_PreferenceSectionWithParameters: Any = _with_parameters(
     _PreferenceSection, "prefer.loss", {name: loss.parameters for name, loss in LOSSES.items()}
 )
 
 
-class PreferSection(_OfLosses):  # type: ignore[misc]
+class PreferSection(_PreferenceSectionWithParameters):  # type: ignore[misc]
     """Preferences: pairs of a chosen and a rejected answer, or labelled answers, are compared and
     learned from.
     """
@@ -1038,9 +1042,12 @@ class WayToLearn(NamedTuple):
 REWARDS_WAY = WayToLearn(
     RunKind(
         "rewards",
-        (Measure("eval_reward", "reward held out", True), Measure("reward", "reward", True)),
+        (
+            Measure("eval_reward", "reward held out", higher_is_better=True),
+            Measure("reward", "reward", higher_is_better=True),
+        ),
         "rl.reward",
-        alike=("rl.reward",),
+        result_keys=("rl.reward",),
     ),
     RlSection,
     names_code=("rl.reward",),
@@ -1050,7 +1057,7 @@ PREFERENCES_WAY = WayToLearn(
     RunKind(
         "preferences",
         (
-            Measure("eval_accuracy", "share right", True, is_share=True),
+            Measure("eval_accuracy", "share right", higher_is_better=True, is_share=True),
             Measure("eval_loss", "loss"),
         ),
         "prefer.loss",
@@ -1058,7 +1065,7 @@ PREFERENCES_WAY = WayToLearn(
     PreferSection,
 )
 TEXTS_WAY = WayToLearn(listing.TEXTS)
-# The last one applies if no key chooses a way.
+# The last way applies if no key chooses one.
 WAYS_TO_LEARN: tuple[WayToLearn, ...] = (REWARDS_WAY, PREFERENCES_WAY, TEXTS_WAY)
 
 SECTIONS: dict[str, type[Section]] = {
@@ -1087,12 +1094,14 @@ def key_declaration(key: str) -> Key:
 
 
 def dependent_keys() -> dict[str, tuple[str, ...]]:
-    """Return, by a key, the keys that say something about its value (`Key.belongs_to`).
+    """Return {key: the keys that say something about its value} (`Key.belongs_to`).
 
-    If another value overrides the key's value, these keys no longer apply.
+    If another value overrides the key's value, the keys that say something about it no longer
+    apply.
     """
     dependents: dict[str, tuple[str, ...]] = {}
     for key in KEYS:
-        if owner := key_declaration(key).belongs_to:
+        owner = key_declaration(key).belongs_to
+        if owner:
             dependents[owner] = (*dependents.get(owner, ()), key)
     return dependents

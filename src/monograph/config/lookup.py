@@ -12,20 +12,20 @@ from monograph.config.settings import toml_of
 from monograph.errors import UsageError, did_you_mean
 
 
-class Found(NamedTuple):
+class KeyMatches(NamedTuple):
     """The keys that a word stands for.
 
     Attributes:
         keys: the keys, in the order of the configuration.
-        advice: by the name in another program, a sentence that says what to do here. Only names
-            that do not stand for a single key have one.
+        advice: {a name in another program: a sentence that says what to do here}, for names that do
+            not stand for a single key.
     """
 
     keys: tuple[str, ...]
     advice: dict[str, str]
 
 
-def keys_named(word: str) -> Found:
+def keys_named(word: str) -> KeyMatches:
     """Return the keys that a word stands for.
 
     Raises:
@@ -33,14 +33,15 @@ def keys_named(word: str) -> Found:
     """
     word = word.strip().lower().partition("=")[0]
     if word in KEYS:
-        return Found((word,), {})
+        return KeyMatches((word,), {})
     section = word.strip("[].")
     if section in SECTIONS:
-        return Found(tuple(key for key in KEYS if key.startswith(f"{section}.")), {})
+        return KeyMatches(tuple(key for key in KEYS if key.startswith(f"{section}.")), {})
     name = word.rpartition(".")[2].replace("-", "_").strip("_")
     keys = {key for key in KEYS if name and name in key.partition(".")[2]}
-    # `ELSEWHERE` maps another program's name to a key or a sentence. Names that have the word as a
-    # part count only if the word is not a whole name, here or elsewhere.
+    # `ELSEWHERE` maps another program's name to a key or a sentence. If the word is a complete
+    # name, here or in another program, only that name counts, and otherwise all names that contain
+    # it.
     is_name_elsewhere = name in ELSEWHERE
     is_name_here = any(key.endswith(f".{name}") for key in keys)
     if is_name_elsewhere:
@@ -56,7 +57,7 @@ def keys_named(word: str) -> Found:
         suggestion = suggestion or f"; the sections are {', '.join(SECTIONS)}"
         raise UsageError(f"no key is called {word}{suggestion}")
     advice = {other: text for other, text in elsewhere.items() if text not in KEYS}
-    return Found(tuple(key for key in KEYS if key in keys), advice)
+    return KeyMatches(tuple(key for key in KEYS if key in keys), advice)
 
 
 def keys_in(text: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from monograph.storage.reading import exists
 
-# By key, the value as a person types it; a list for a key that takes a list.
+# {new key: its value as a person types it}; the value is a list for a key that takes a list.
 TextsByKey = dict[str, str | list[str]]
 
 
@@ -26,8 +26,8 @@ class OldSpelling(NamedTuple):
         pattern: a regular expression that matches the whole value, with a named group for each
             part.
         examples: values of this form, for tests and docs.
-        new_texts: returns the new keys with their values, from the pattern's groups by name. None
-            means that the key is not set.
+        new_texts: returns {new key: its value} for the pattern's groups, which are given by name.
+            If the value is None, the key is not set.
     """
 
     key: str
@@ -45,7 +45,7 @@ _FREE_TEXT = {
     "rl.reward_schema",
     "rl.teacher",
 }
-# The key of prefer for the second number of prefer.loss, by the loss.
+# {loss: the key of [prefer] that now has the second number of an old prefer.loss}.
 _KEY_OF_SECOND_NUMBER = {"robust": "label_smoothing", "simpo": "gamma", "kto": "undesirable_weight"}
 
 
@@ -59,9 +59,9 @@ def _answer_texts(which: str | None, key: str, value: str) -> dict[str, str | No
     return {"data.answers": which or "every", key: value}
 
 
-def _true_if(part: str | None) -> str | None:
-    """Return "true" if the pattern's group has matched, else None."""
-    return part and "true"
+def _true_if_matched(group: str | None) -> str | None:
+    """Return "true" if a pattern's group has matched, else None."""
+    return group and "true"
 
 
 NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?"
@@ -120,8 +120,8 @@ OLD_SPELLINGS = (
         ("16:dora", "16:rslora", "16:dora:rslora", "16:rslora:DoRA"),
         lambda rank, dora, rslora: {
             "lora.rank": rank,
-            "lora.dora": _true_if(dora),
-            "lora.rslora": _true_if(rslora),
+            "lora.dora": _true_if_matched(dora),
+            "lora.rslora": _true_if_matched(rslora),
         },
     ),
     OldSpelling(
@@ -130,8 +130,8 @@ OLD_SPELLINGS = (
         ("32:sqrt", "32:sqrt:dora"),
         lambda alpha, dora, rslora: {
             "lora.alpha": alpha,
-            "lora.rslora": _true_if(rslora),
-            "lora.dora": _true_if(dora),
+            "lora.rslora": _true_if_matched(rslora),
+            "lora.dora": _true_if_matched(dora),
         },
     ),
     OldSpelling(
@@ -229,11 +229,10 @@ def _sources_and_weights(sources: object) -> TextsByKey | None:
     return {"data.source": paths, "data.weights": weights} if has_weight else None
 
 
-def translated(key: str, value: object) -> TextsByKey | None:
-    """Return the new keys and values for an old spelling of a key's value.
+def new_spelling(key: str, value: object) -> TextsByKey | None:
+    """Return the new keys and values that stand for an old spelling of a key's value.
 
-    Returns:
-        The values as texts, by key; None if the value is not an old spelling.
+    The result is None if the value is not an old spelling.
     """
     if key == "data.source":
         return _sources_and_weights([value] if isinstance(value, str) else value)
@@ -255,20 +254,19 @@ def translated(key: str, value: object) -> TextsByKey | None:
 
 def _in_small_letters(key: str, text: str) -> str:
     """Return a text in small letters; free texts and numbers, such as 1E-4, stay as they are."""
-    is_kept = key in _FREE_TEXT or re.fullmatch(NUMBER, text, re.IGNORECASE)
-    return text if is_kept else text.lower()
+    may_have_capitals = key in _FREE_TEXT or re.fullmatch(NUMBER, text, re.IGNORECASE)
+    return text if may_have_capitals else text.lower()
 
 
-def translated_each(key: str, value: object) -> list[TextsByKey]:
-    """Return the translation of each of several values, as an axis or a list has them.
+def new_spellings(key: str, value: object) -> list[TextsByKey]:
+    """Return the `new_spelling` of each value of an axis or a list; [] if no value is an old spelling.
+
+    A value that is not an old spelling keeps its key. The result is also [] if there are fewer than
+    two values.
 
     Args:
         key: the key.
         value: a list of texts, or texts with commas between them.
-
-    Returns:
-        The new keys and values for each; a value that is not an old spelling keeps its key. The
-        list is empty if none is an old spelling, or if there are fewer than two values.
     """
     parts = value.split(",") if isinstance(value, str) else value
     if key == "data.source" or not isinstance(parts, list) or len(parts) < 2:
@@ -276,7 +274,7 @@ def translated_each(key: str, value: object) -> list[TextsByKey]:
     if not all(isinstance(part, str) for part in parts):
         return []
     texts = [part.strip() for part in parts]
-    translations = [translated(key, text) for text in texts]
+    translations = [new_spelling(key, text) for text in texts]
     if not any(translations):
         return []
     return [
@@ -284,12 +282,12 @@ def translated_each(key: str, value: object) -> list[TextsByKey]:
     ]
 
 
-def joined(texts_of_each: Sequence[TextsByKey]) -> dict[str, list[str]]:
-    """Return the distinct values of each key in several translations, in order of appearance."""
-    values: dict[str, list[str]] = {}
+def texts_by_key(texts_of_each: Sequence[TextsByKey]) -> dict[str, list[str]]:
+    """Return the distinct values of each key in the results of `new_spellings`, in their order."""
+    texts_by_key: dict[str, list[str]] = {}
     for texts in texts_of_each:
         for key, text in texts.items():
-            values_of_key = values.setdefault(key, [])
-            if isinstance(text, str) and text not in values_of_key:
-                values_of_key.append(text)
-    return values
+            texts_of_key = texts_by_key.setdefault(key, [])
+            if isinstance(text, str) and text not in texts_of_key:
+                texts_of_key.append(text)
+    return texts_by_key

@@ -1,4 +1,4 @@
-"""Hold the settings of one run: checked and frozen values, their origins, and their text as TOML.
+"""The settings of one run: checked and frozen values, their origins, and their text as TOML.
 
 A key is written with its section, as in "optim.lr". The key's type is that of a field of the
 section's model in `monograph.config.keys`.
@@ -24,7 +24,7 @@ from monograph.config.keys import (
     Section,
     key_declaration,
 )
-from monograph.config.renamed import TextsByKey, translated, translated_each
+from monograph.config.renamed import TextsByKey, new_spelling, new_spellings
 from monograph.config.slips import meant_value
 from monograph.errors import UsageError
 from monograph.model.config import TORCH_FILE_SUFFIXES
@@ -33,21 +33,25 @@ from monograph.terminal import shell_words
 
 # The keys whose values may name a function in a Python file.
 CODE_KEYS = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
-# By key, the default of each key that a resumed run may change (`is_of_place` of
-# `monograph.config.keys.Key`). In the fingerprint it stands for all values of the key. An ignored
-# key of records may change since the fingerprint of the records shows whether the records changed.
+# {key that a resumed run may change: its default} (`is_changeable_on_resume` of `monograph.config.keys.Key`).
+# The fingerprint has the default in place of the key's value, so that it does not depend on the
+# value. data.ignore_keys is one of these keys, because the fingerprint of the records shows whether
+# the records changed.
 CHANGEABLE_ON_RESUME = {
-    key: key_declaration(key).default for key in KEYS if key_declaration(key).is_of_place
+    key: key_declaration(key).default
+    for key in KEYS
+    if key_declaration(key).is_changeable_on_resume
 }
 # The keys that a run that begins from another run decides anew.
-RUN_SPECIFIC_KEYS = frozenset(key for key in KEYS if key_declaration(key).is_of_one_run)
-# At most one key of each group counts: the one that was given at the highest rank (`Given.rank`).
+RUN_SPECIFIC_KEYS = frozenset(key for key in KEYS if key_declaration(key).is_run_specific)
+# At most one key of each group counts: the one that was given at the highest rank
+# (`SourcedValue.rank`).
 EXCLUSIVE = (
     ("train.updates", "train.tokens", "train.epochs", "train.minutes"),
     ("model.preset", "model.init"),
     *(group for way in WAYS_TO_LEARN for group in way.exclusive),
 )
-# By key, the keys that say something about its value, such as prefer.gamma about prefer.loss.
+# {key: the keys that say something about its value}, such as prefer.gamma about prefer.loss.
 DEPENDENT_KEYS = keys.dependent_keys()
 WaySection = TypeVar("WaySection", bound=Section)
 
@@ -55,16 +59,16 @@ WaySection = TypeVar("WaySection", bound=Section)
 class Settings(BaseModel):
     """All settings of a run, checked.
 
-    `settings.optim.lr` reads a value, and `settings.section(RlSection).kl` a value of a way to
-    learn. None means that the key is not set, and "auto" that the program chooses a value.
+    `settings.optim.lr` is the value of a key, and `settings.section(RlSection).kl` that of a key of
+    a way to learn. None means that the key is not set, and "auto" that the program chooses a value.
 
     Attributes:
-        way_sections: by name, the sections each of which belongs to one way to learn.
-        origins: by key, the origin of each value that was set, such as "run.toml:7",
+        way_sections: {name: section} of the sections that belong to one way to learn, such as [rl].
+        origins: {key: origin} of each value that was set, such as "run.toml:7",
             "MONOGRAPH_TRAIN_SEED" or "command line".
-        written: by key, the values as a person wrote them, for messages.
-        vouched: by the value that names a Python file, the digest of the file. These files may be
-            run (`monograph.run.trust`).
+        written: {key: the value as a person wrote it}, for messages.
+        vouched: {value that names a Python file: digest of the file}. These files may be run
+            (`monograph.run.trust`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -83,7 +87,7 @@ class Settings(BaseModel):
 
     def section(self, section: type[WaySection]) -> WaySection:
         """Return the values of a section that belongs to one way to learn."""
-        return next(each for each in self.way_sections.values() if isinstance(each, section))
+        return next(values for values in self.way_sections.values() if isinstance(values, section))
 
     @property
     def programs(self) -> list[str]:
@@ -103,7 +107,7 @@ class Settings(BaseModel):
         }
 
     def said(self, key: str) -> str:
-        """Return a key for the beginning of a message: "run.toml:7: train.seed = 3"."""
+        """Return the beginning of a message about a key: "run.toml:7: train.seed = 3"."""
         return f"{self.origins.get(key, 'default')}: {key} = {self.as_written(key)}"
 
     def as_written(self, key: str) -> str:
@@ -160,13 +164,13 @@ class Settings(BaseModel):
             raise UsageError(
                 f"{origin}: model.family is that of a new model, and model.init names a model with its own; give one"
             )
-        shape = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-        given = [key for key in shape if key in sizes]
-        missing = [f"model.{key}" for key in shape if key not in sizes]
+        shape_keys = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        set_keys = [key for key in shape_keys if key in sizes]
+        missing = [f"model.{key}" for key in shape_keys if key not in sizes]
         is_new_shape = model.preset == "auto" and model.init is None
-        if is_new_shape and given and missing:
+        if is_new_shape and set_keys and missing:
             raise UsageError(
-                f"model.{given[0]} alone is not a shape: give {', '.join(missing)} too, or a model.preset to change"
+                f"model.{set_keys[0]} alone is not a shape: give {', '.join(missing)} too, or a model.preset to change"
             )
         per_update = train.tokens_per_update
         length = data.sequence_length
@@ -177,7 +181,7 @@ class Settings(BaseModel):
             )
 
     def to_toml(self) -> str:
-        """Return the TOML text that loads as these settings."""
+        """Return a TOML text that loads as these settings."""
         return "\n".join(self._lines()) + "\n"
 
     @property
@@ -192,9 +196,9 @@ class Settings(BaseModel):
         if self.model.init is not None:
             values["model.preset"] = None  # the default preset would exclude model.init
         for name, section in SECTIONS.items():
-            given = {key: values[f"{name}.{key}"] for key in section.model_fields}
+            table = {key: values[f"{name}.{key}"] for key in section.model_fields}
             lines = [
-                f"{key} = {toml_of(value)}" for key, value in given.items() if value is not None
+                f"{key} = {toml_of(value)}" for key, value in table.items() if value is not None
             ]
             if lines:
                 yield f"[{name}]"
@@ -240,7 +244,8 @@ def check(key: str, value: object, origin: str, *, from_text: bool, written: str
         UsageError: the key does not take the value; the message names the origin, the key, the
             value and the expected values.
     """
-    if advice := _new_spelling_advice(key, value, from_text):
+    advice = _new_spelling_advice(key, value, from_text)
+    if advice:
         raise UsageError(f"{origin}: {key} = {written or _text_of(value)}: {advice}")
     section, _, name = key.partition(".")
     adapter = _adapter(section, name)
@@ -257,7 +262,10 @@ def check(key: str, value: object, origin: str, *, from_text: bool, written: str
 
 
 def _hint(key: str, text: str) -> str:
-    """Return what a person may have meant by a text that is not a value of a key; "" if unknown."""
+    """Return the end of a message about a text that is not a value of a key: what was perhaps meant.
+
+    The result is "" if that is unknown.
+    """
     adapter = _adapter(*key.split("."))
     if _is_valid(adapter, text):
         return " (write it without quotes)"
@@ -270,7 +278,7 @@ def choices(key: str) -> tuple[str, ...]:
     annotation = SECTIONS[section].model_fields[name].annotation
     is_union = get_origin(annotation) in (Union, UnionType)
     types = get_args(annotation) if is_union else (annotation,)
-    literals = [each for each in types if get_origin(each) is Literal]
+    literals = [word_type for word_type in types if get_origin(word_type) is Literal]
     return tuple(word for literal in literals for word in get_args(literal))
 
 
@@ -280,7 +288,7 @@ def translated_values(key: str, value: object) -> dict[str, Any] | None:
     Returns:
         The values by key; None if the value is not an old spelling (`monograph.config.renamed`).
     """
-    new_texts = translated(key, value)
+    new_texts = new_spelling(key, value)
     if not new_texts:
         return None
     origin = f"{key} = {value}"
@@ -317,13 +325,14 @@ def _number(text: str) -> int | float | None:
 
 def _new_spelling_advice(key: str, value: object, from_text: bool) -> str:
     """Return what to write instead of one or more old spellings; "" for other values."""
-    if new_texts := translated(key, value):
+    new_texts = new_spelling(key, value)
+    if new_texts:
         return f"say {as_typed(new_texts) if from_text else in_toml(new_texts)}"
-    new_texts_of_each = translated_each(key, value)
-    return a_run_each(new_texts_of_each) if new_texts_of_each else ""
+    new_texts_of_each = new_spellings(key, value)
+    return advise_run_each(new_texts_of_each) if new_texts_of_each else ""
 
 
-def a_run_each(texts_of_each: Sequence[TextsByKey]) -> str:
+def advise_run_each(texts_of_each: Sequence[TextsByKey]) -> str:
     """Return the advice to start several runs, each with its own keys and values."""
     return f"start a run for each: {', and '.join(map(as_typed, texts_of_each))}"
 

@@ -12,7 +12,7 @@ _MINUTES_PER_UNIT = {"h": Decimal(60), "m": Decimal(1), "s": Decimal(1) / 60}
 
 
 def meant_value(key: str, text: str, words: Sequence[str], accepts: Callable[[str], bool]) -> str:
-    """Return the end of a message about a wrong value: what was perhaps meant.
+    """Return the end of a message about a wrong value: the value that was perhaps meant.
 
     Args:
         key: the key.
@@ -23,9 +23,11 @@ def meant_value(key: str, text: str, words: Sequence[str], accepts: Callable[[st
     Returns:
         The suggestion, which begins with "; ", or "" if no value is similar.
     """
-    # What other programs call a value: a value of this key, or a sentence that says what to do.
-    if elsewhere := VALUES.get(key, {}).get(text.lower()):
-        return f"; did you mean {elsewhere}?" if accepts(elsewhere) else f"; {elsewhere}"
+    # If another program has such a value: the value that stands for it here, or a sentence that
+    # says what to do.
+    replacement = VALUES.get(key, {}).get(text.lower())
+    if replacement:
+        return f"; did you mean {replacement}?" if accepts(replacement) else f"; {replacement}"
     for candidate in _candidates(key, text):
         if accepts(candidate):
             return f"; did you mean {candidate}?"
@@ -48,8 +50,9 @@ def _candidates(key: str, text: str) -> Iterator[str]:
     if re.fullmatch(r"[0-9]+,[0-9]+(e[-+]?[0-9]+)?", plain):
         yield plain.replace(",", ".")
     # 5 % for 0.05
-    if share := re.fullmatch(r"([0-9.]+)\s*%", plain):
-        yield _times(share[1], Decimal(1) / 100)
+    percentage = re.fullmatch(r"([0-9.]+)\s*%", plain)
+    if percentage:
+        yield _times(percentage[1], Decimal(1) / 100)
     # 2h for 120 minutes
     time = re.fullmatch(r"([0-9.]+)\s*([hms])[a-z]*", plain)
     if time and key.endswith("minutes"):

@@ -1,7 +1,7 @@
 """Load settings from a command's arguments, the environment, a TOML file and defaults.
 
-Each value remembers its origin. A fault is something wrong with a value or an argument: faults are
-collected in a list, so that one error names all of them.
+Each value has its origin with it (`SourcedValue`). A *fault* is something wrong with a value or an
+argument: faults are collected in a list, so that one error names all of them.
 """
 
 import difflib
@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monograph.config.given import COMMAND_LINE, Given, raise_all
+from monograph.config.given import COMMAND_LINE, SourcedValue, raise_all
 from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.recipes import recipes
-from monograph.config.renamed import translated
+from monograph.config.renamed import new_spelling
 from monograph.config.settings import (
     CHANGEABLE_ON_RESUME,
     DEPENDENT_KEYS,
@@ -26,9 +26,9 @@ from monograph.config.settings import (
     check,
     digest_of,
 )
-from monograph.config.toml_file import MAX_TOML_BYTES, given_and_faults
+from monograph.config.toml_file import MAX_TOML_BYTES, toml_values_and_faults
 from monograph.config.unknown import key_advice, require_known
-from monograph.data import HEAVIEST, LIGHTEST
+from monograph.data import MAX_WEIGHT, MIN_WEIGHT
 from monograph.errors import InputRefused, MonographError, UsageError, did_you_mean
 from monograph.model.families import FAMILIES, PRESETS
 from monograph.storage.code import HUB
@@ -37,9 +37,9 @@ from monograph.terminal import shell_words
 
 # The number in "books/@2".
 _WEIGHT = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?"
-# The key by the name of its variable: MONOGRAPH_OPTIM_LR is optim.lr.
-_ENVIRONMENT = {f"MONOGRAPH_{key.replace('.', '_').upper()}": key for key in KEYS}
-_ENVIRONMENT_PREFIXES = tuple(f"MONOGRAPH_{name.upper()}_" for name in SECTIONS)
+# {name of an environment variable: its key}: MONOGRAPH_OPTIM_LR is optim.lr.
+_KEYS_OF_VARIABLES = {f"MONOGRAPH_{key.replace('.', '_').upper()}": key for key in KEYS}
+_VARIABLE_PREFIXES = tuple(f"MONOGRAPH_{name.upper()}_" for name in SECTIONS)
 
 
 def load(
@@ -67,18 +67,18 @@ def load(
         MonographError: `faults` has other errors alone.
     """
     all_faults: list[UsageError] = []
-    given: Mapping[str, Given] = {}
+    sourced: Mapping[str, SourcedValue] = {}
     if toml is not None:
-        given, all_faults = given_and_faults(toml)
+        sourced, all_faults = toml_values_and_faults(toml)
     if recorded:
-        given = _with_new_spellings(given)
+        sourced = _with_new_spellings(sourced)
     if environment is None:
         environment = os.environ
-    given = _overridden(given, _from_environment(environment, all_faults))
-    given = _overridden(given, _from_command_line(overrides or {}, all_faults))
-    in_force = _one_of_each_exclusive_group(given, all_faults)
+    sourced = _override(sourced, _from_environment(environment, all_faults))
+    sourced = _override(sourced, _from_command_line(overrides or {}, all_faults))
+    sourced = _drop_excluded(sourced, all_faults)
     values = dict[str, Any]()
-    for key, entry in in_force.items():
+    for key, entry in sourced.items():
         try:
             values[key] = check(
                 key, entry.value, entry.origin, from_text=entry.from_text, written=entry.written
@@ -86,32 +86,32 @@ def load(
         except UsageError as fault:
             all_faults.append(fault)
     raise_all([*faults, *all_faults])
-    origins = {key: entry.origin for key, entry in in_force.items()}
+    origins = {key: entry.origin for key, entry in sourced.items()}
     written = {}
-    for key, entry in in_force.items():
+    for key, entry in sourced.items():
         text = entry.written or entry.value
         if isinstance(text, str):
             written[key] = text
     return build(values, origins, written)
 
 
-def _with_new_spellings(given: Mapping[str, Given]) -> dict[str, Given]:
+def _with_new_spellings(sourced: Mapping[str, SourcedValue]) -> dict[str, SourcedValue]:
     """Return values in which old spellings are replaced by the keys that say the same now."""
-    new_given: dict[str, Given] = {}
-    for key, entry in given.items():
-        new_texts = translated(key, entry.value)
+    result: dict[str, SourcedValue] = {}
+    for key, entry in sourced.items():
+        new_texts = new_spelling(key, entry.value)
         if new_texts is None:
-            # The values of an old spelling, such as optim.name = "muon:8bit", come before those of
-            # the keys that say the same now.
-            new_given.setdefault(key, entry)
+            # A value that an old spelling of another key has set stays, such as that of optim.state
+            # by optim.name = "muon:8bit".
+            result.setdefault(key, entry)
             continue
         for new_key, text in new_texts.items():
-            new_given[new_key] = entry._replace(value=text, from_text=True, written="")
-    return new_given
+            result[new_key] = entry._replace(value=text, from_text=True, written="")
+    return result
 
 
 def written_fingerprint(toml: Path) -> str:
-    """Return the fingerprint of a run's config.toml, as the version that wrote the file took it.
+    """Return the fingerprint of a run's config.toml, as computed by the version that wrote the file.
 
     It is the digest of the file's own keys and spellings. `Settings.fingerprint` is the digest of
     the keys and spellings of this version.
@@ -127,49 +127,54 @@ def written_fingerprint(toml: Path) -> str:
     return digest_of(tables)
 
 
-def _from_environment(environment: Mapping[str, str], faults: list[UsageError]) -> dict[str, Given]:
+def _from_environment(
+    environment: Mapping[str, str], faults: list[UsageError]
+) -> dict[str, SourcedValue]:
     """Return the values of MONOGRAPH_ variables; append to `faults` for each that names no key."""
-    given = {}
+    sourced = {}
     for name, value in environment.items():
-        if name in _ENVIRONMENT:
-            given[_ENVIRONMENT[name]] = Given(value, name, 2, from_text=True)
-        elif name.startswith(_ENVIRONMENT_PREFIXES):
-            faults.append(
-                UsageError(f"environment: {name} names no key{did_you_mean(name, _ENVIRONMENT)}")
-            )
-    return given
+        if name in _KEYS_OF_VARIABLES:
+            sourced[_KEYS_OF_VARIABLES[name]] = SourcedValue(value, name, 2, from_text=True)
+        elif name.startswith(_VARIABLE_PREFIXES):
+            suggestion = did_you_mean(name, _KEYS_OF_VARIABLES)
+            faults.append(UsageError(f"environment: {name} names no key{suggestion}"))
+    return sourced
 
 
-def _from_command_line(overrides: Mapping[str, Any], faults: list[UsageError]) -> dict[str, Given]:
+def _from_command_line(
+    overrides: Mapping[str, Any], faults: list[UsageError]
+) -> dict[str, SourcedValue]:
     """Return the values of the command line; append to `faults` for each unknown key."""
-    given = {}
+    sourced = {}
     for key, value in overrides.items():
         try:
             require_known(key, COMMAND_LINE, str(value))
         except UsageError as error:
             faults.append(error)
         else:
-            given[key] = Given(value, COMMAND_LINE, 3, isinstance(value, str))
-    return given
+            sourced[key] = SourcedValue(value, COMMAND_LINE, 3, from_text=isinstance(value, str))
+    return sourced
 
 
-def _overridden(given: Mapping[str, Given], higher: Mapping[str, Given]) -> dict[str, Given]:
-    """Return the values `given`, overridden by the values `higher` of a higher rank.
+def _override(
+    lower: Mapping[str, SourcedValue], higher: Mapping[str, SourcedValue]
+) -> dict[str, SourcedValue]:
+    """Return the values of `lower`, overridden by those of `higher`, which have a higher rank.
 
     A key such as prefer.gamma says something about the value of another key (`DEPENDENT_KEYS`),
     here prefer.loss. If a different value overrides that value, the key is dropped, too.
     """
     dropped: set[str] = set()
     for key, entry in higher.items():
-        if key in given and given[key].value != entry.value:
+        if key in lower and lower[key].value != entry.value:
             dropped.update(DEPENDENT_KEYS.get(key, ()))
-    kept = {key: entry for key, entry in given.items() if key not in dropped}
+    kept = {key: entry for key, entry in lower.items() if key not in dropped}
     return kept | dict(higher)
 
 
-def _one_of_each_exclusive_group(
-    given: Mapping[str, Given], faults: list[UsageError]
-) -> dict[str, Given]:
+def _drop_excluded(
+    sourced: Mapping[str, SourcedValue], faults: list[UsageError]
+) -> dict[str, SourcedValue]:
     """Return the values with at most one key of each group of `EXCLUSIVE`.
 
     The key with the highest rank stays. If two keys of a group have the same rank, a fault is
@@ -177,17 +182,19 @@ def _one_of_each_exclusive_group(
     """
     dropped: set[str] = set()
     for group in EXCLUSIVE:
-        keys = sorted((key for key in group if key in given), key=lambda key: given[key].rank)
-        if not keys:
+        by_rank = sorted(
+            (key for key in group if key in sourced), key=lambda key: sourced[key].rank
+        )
+        if not by_rank:
             continue
-        winner = keys[-1]
-        origin = given[winner].origin
-        for key in keys[:-1]:
+        *others, winner = by_rank
+        origin = sourced[winner].origin
+        for key in others:
             dropped.add(key)
-            if given[key].rank == given[winner].rank:
+            if sourced[key].rank == sourced[winner].rank:
                 message = f"{origin}: {key} and {winner} exclude each other; give one"
                 faults.append(UsageError(message))
-    return {key: value for key, value in given.items() if key not in dropped}
+    return {key: value for key, value in sourced.items() if key not in dropped}
 
 
 class Arguments(NamedTuple):
@@ -195,8 +202,8 @@ class Arguments(NamedTuple):
 
     Attributes:
         toml: the TOML file; None for no file.
-        overrides: values by dotted key, which need not exist. Paths are the value of `data.source`.
-        faults: a fault for each argument that is none of these.
+        overrides: values by dotted key, which may be unknown. Paths are the value of `data.source`.
+        faults: a fault for each argument that is neither a file, a key with its value nor a path.
     """
 
     toml: Path | None
@@ -301,35 +308,35 @@ def _data_keys(sources: Sequence[str], overrides: Mapping[str, Any]) -> dict[str
     if "data.source" in overrides:
         message = f"data.source and {sources[0]} both name the data; give one"
         raise UsageError(f"{COMMAND_LINE}: {message}")
-    has_weights = any(weighted(source)[1] != 1 for source in sources)
+    paths, weights = zip(*map(path_and_weight, sources), strict=True)
+    has_weights = any(weight != 1 for weight in weights)
     if "data.weights" in overrides and has_weights:
         message = f"data.weights and {sources[0]} both say weights; give one"
         raise UsageError(f"{COMMAND_LINE}: {message}")
-    paths, weights = zip(*map(weighted, sources), strict=True)
     values: dict[str, Any] = {"data.source": paths[0] if len(paths) == 1 else list(paths)}
     if has_weights:
         values["data.weights"] = list(weights)
     return values
 
 
-def weighted(argument: str) -> tuple[str, float]:
-    """Return a path and its weight: ("books/", 2.0) for "books/@2".
+def path_and_weight(argument: str) -> tuple[str, float]:
+    """Return (path, weight) of an argument: ("books/", 2.0) for "books/@2".
 
-    The weight is 1 if the argument has none, or if a file has the whole argument as its name.
+    The weight is 1 if the argument has none, or if the whole argument is the name of a file.
 
     Raises:
         UsageError: the weight is out of range.
     """
-    place, _, number = argument.rpartition("@")
-    if not place or not re.fullmatch(_WEIGHT, number) or exists(argument):
+    path, _, number = argument.rpartition("@")
+    if not path or not re.fullmatch(_WEIGHT, number) or exists(argument):
         return argument, 1.0
     weight = float(number)
-    if not LIGHTEST <= weight <= HEAVIEST:
-        bounds = f"a number from {LIGHTEST:g} to {HEAVIEST:g}"
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        bounds = f"a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
         raise UsageError(
             f"{COMMAND_LINE}: {argument}: a weight is how often an epoch sees the text, {bounds}"
         )
-    return place, weight
+    return path, weight
 
 
 def _require_text(argument: str) -> None:
@@ -340,16 +347,17 @@ def _require_text(argument: str) -> None:
             range.
         InputRefused: no file or folder has this name.
     """
-    place, _ = weighted(argument)
-    if argument.lower().endswith((".yaml", ".yml")) and exists(place):
+    path, _ = path_and_weight(argument)
+    if argument.lower().endswith((".yaml", ".yml")) and exists(path):
         raise UsageError(
             f"{COMMAND_LINE}: {argument}: a configuration is a TOML file here: `monograph train "
             f"--print-config > run.toml` writes one; to train on its text: data.source={argument}"
         )
     # "stdlib" is Python's standard library, and "-" is stdin.
-    if place in ("stdlib", "-") or place.startswith(HUB) or exists(place) or matching(place):
+    if path in ("stdlib", "-") or path.startswith(HUB) or exists(path) or matching(path):
         return
-    if advice := _advice_for_no_path(argument):
+    advice = _advice_for_no_path(argument)
+    if advice:
         raise UsageError(f"{COMMAND_LINE}: {argument} is not a file; {advice}")
     if glob.has_magic(argument):
         raise InputRefused(f"{argument}: no file matches this pattern")
@@ -357,7 +365,6 @@ def _require_text(argument: str) -> None:
     siblings = [entry.name for entry in entries(parent or ".")]
     if name in siblings:
         raise InputRefused(f"{argument}: a link that leads to no file")
-    advice = ""
     similar_names = difflib.get_close_matches(name, siblings, n=1)
     is_owner_and_name = re.fullmatch(r"[A-Za-z][\w.-]*/[A-Za-z][\w.-]*", argument)
     if similar_names:

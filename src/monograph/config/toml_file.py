@@ -1,7 +1,7 @@
-"""Read the values of a TOML file, each with its line and as it was written.
+"""Read the values of a TOML file, each with its line and the text that a person wrote.
 
-A fault is something that is wrong with the file. Faults are collected, so that one error names all
-of them.
+A *fault* is something that is wrong with the file. Faults are collected, so that one error names
+all of them.
 """
 
 import re
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monograph.config.given import Given, raise_all
+from monograph.config.given import SourcedValue, raise_all
 from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.lookup import example_of
 from monograph.config.settings import toml_of
@@ -21,7 +21,7 @@ from monograph.errors import UsageError, did_you_mean
 from monograph.storage.reading import read_input
 
 MAX_TOML_BYTES = 1 << 20
-MAX_WRITTEN = 500  # characters after the `=`; a longer value is not searched for a comment
+MAX_WRITTEN = 500  # the characters after an `=`; a longer value is not searched for a comment
 _HEADER = re.compile(r"\s*\[+\s*([\w.\"'-]+)\s*\]")  # [NAME] or [[NAME]]
 _ENTRY = re.compile(r"\s*([\w.\"' -]+?)\s*=(.*)")  # NAME = TEXT
 
@@ -38,18 +38,18 @@ class _Line(NamedTuple):
     text: str
 
 
-def from_toml(path: Path) -> dict[str, Given]:
+def toml_values(path: Path) -> dict[str, SourcedValue]:
     """Return the values in a TOML file by dotted key, not yet checked.
 
     Raises:
-        UsageError: see `given_and_faults`.
+        UsageError: the file has one of the faults of `toml_values_and_faults`.
     """
-    given, faults = given_and_faults(path)
+    values, faults = toml_values_and_faults(path)
     raise_all(faults)
-    return given
+    return values
 
 
-def given_and_faults(path: Path) -> tuple[dict[str, Given], list[UsageError]]:
+def toml_values_and_faults(path: Path) -> tuple[dict[str, SourcedValue], list[UsageError]]:
     """Return the values in a TOML file by dotted key, not yet checked, and the file's faults.
 
     There is a fault if the file cannot be read or is not TOML, and for each unknown section or key,
@@ -67,14 +67,14 @@ def given_and_faults(path: Path) -> tuple[dict[str, Given], list[UsageError]]:
     # A section may be mentioned in several lines, and its first line is shown. A dict keeps the
     # last item of a key, hence `reversed`.
     lines = dict(reversed([*_lines_by_name(text)]))
-    given: dict[str, Given] = {}
+    values: dict[str, SourcedValue] = {}
     faults: list[UsageError] = []
     for section, table in tables.items():
         try:
-            given |= _values_of_section(path, lines, section, table, faults)
+            values |= _values_of_section(path, lines, section, table, faults)
         except UsageError as error:
             faults.append(error)
-    return given, faults
+    return values, faults
 
 
 def _read_text(path: Path) -> str:
@@ -102,7 +102,7 @@ def _values_of_section(
     section: str,
     table: Any,
     faults: list[UsageError],
-) -> dict[str, Given]:
+) -> dict[str, SourcedValue]:
     """Return the values of a section; append to `faults` for each key that is wrong.
 
     Args:
@@ -128,7 +128,7 @@ def _values_of_section(
         require_known(first_key, _origin(path, lines, first_key))
     if not isinstance(table, dict):
         raise UsageError(_not_a_table_message(origin, section, table))
-    given: dict[str, Given] = {}
+    values: dict[str, SourcedValue] = {}
     for name, value in table.items():
         key = f"{section}.{name}"
         origin = _origin(path, lines, key)
@@ -137,10 +137,10 @@ def _values_of_section(
             if isinstance(value, dict):
                 raise UsageError(_not_a_value_message(origin, key, value))
             written = _written_value(value, lines[key].text) if key in lines else ""
-            given[key] = Given(value, origin, rank=1, from_text=False, written=written)
+            values[key] = SourcedValue(value, origin, rank=1, from_text=False, written=written)
         except UsageError as error:
             faults.append(error)
-    return given
+    return values
 
 
 def _not_a_table_message(origin: str, section: str, value: object) -> str:
@@ -173,13 +173,15 @@ def _not_a_value_message(origin: str, key: str, table: dict[str, Any]) -> str:
 
 
 def _lines_by_name(text: str) -> Iterator[tuple[str, _Line]]:
-    """Yield (dotted name, line) for each section and key that a line begins or assigns."""
+    """Yield (dotted name, line) for each section that a line begins, and each key that it assigns."""
     section = ""
     for number, line in enumerate(text.split("\n"), start=1):
-        if header := _HEADER.match(line):
+        header = _HEADER.match(line)
+        entry = _ENTRY.match(line)
+        if header:
             section = _without_quotes(header[1])
             yield section, _Line(number, "")
-        elif entry := _ENTRY.match(line):
+        elif entry:
             name = _without_quotes(entry[1])
             if section:
                 name = f"{section}.{name}"
@@ -198,10 +200,14 @@ def _origin(path: Path, lines: Mapping[str, _Line], name: str) -> str:
 
 
 def _written_value(value: object, text: str) -> str:
-    """Return the part of `text`, which follows an `=`, that was parsed as this value.
+    """Return the part of a line that is the value, without a comment.
 
-    A comment is not part of it. "" means that the value continues in the next line, or that the
-    text has more than `MAX_WRITTEN` characters.
+    The result is "" if the value continues in the next line, or if the text has more than
+    `MAX_WRITTEN` characters.
+
+    Args:
+        value: the value, as tomllib has parsed it.
+        text: the line after its `=`.
     """
     if len(text) > MAX_WRITTEN:
         return ""

@@ -18,10 +18,10 @@ _KEY = r"\s*[\w.\"'-]+\s*"
 _HEADER = re.compile(r"\s*\[\s*([\w.\"'-]+)\s*\]")
 # Typographic quotes, and the straight quotes of TOML.
 _QUOTES = str.maketrans({"“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "‘": "'", "’": "'"})
-# Characters that look like a space, or like nothing.
+# Characters that look like a space, or are invisible.
 _SPACES = re.compile("[\u00a0\u1680\u2000-\u200d\u202f\u205f\u2060\u3000\ufeff]")
-# Other spellings of TOML's truth values.
-_WORDS = {
+# Other spellings of TOML's booleans.
+_BOOLEANS = {
     "True": "true",
     "False": "false",
     "TRUE": "true",
@@ -30,11 +30,12 @@ _WORDS = {
     "no": "false",
 }
 # What people write for a key without a value.
-_NOTHING = {"", "None", "none", "null", "nil", "~"}
-_MAX_SHOWN = 120  # characters of a line that a message shows
+_NO_VALUE = {"", "None", "none", "null", "nil", "~"}
+_MAX_SHOWN = 120  # the characters of a line that a message shows
 # A longer line is not corrected: no person types one, and the patterns take time.
 _MAX_CORRECTED = 500
-_MAX_OPEN_LINES = 20  # lines with an open bracket that are tried, before the line of the parser
+# The number of earlier lines with an open bracket for which corrections are tried.
+_MAX_OPEN_LINES = 20
 
 
 def toml_error_message(path: Path, text: str, parser_message: str) -> str:
@@ -51,9 +52,10 @@ def toml_error_message(path: Path, text: str, parser_message: str) -> str:
         return f"{path}: not TOML, but JSON: `monograph train --print-config` writes a file to edit"
     lines = re.split("\r\n|\n", text)
     number = _line_number(parser_message, lines)
-    # The message without the place, which is said differently here.
+    # The place is left out of the parser's message, because this message begins with it.
     reason = re.sub(r" \(at .*\)$", "", parser_message)
-    if repetition := _repetition(lines, number, reason):
+    repetition = _repetition(lines, number, reason)
+    if repetition:
         return f"{path}:{number}: not TOML: {repetition}"
     # The slip may be in an earlier line that opens a bracket: the parser notices it later.
     open_lines = [*islice(_open_lines_before(number, lines), _MAX_OPEN_LINES)]
@@ -63,7 +65,8 @@ def toml_error_message(path: Path, text: str, parser_message: str) -> str:
         numbers_to_try = [number, *open_lines]
     for tried_number in numbers_to_try:
         section = _last_section(lines[:tried_number])
-        if correction := _correction(lines[tried_number - 1], section):
+        correction = _correction(lines[tried_number - 1], section)
+        if correction:
             return f"{path}:{tried_number}: not TOML: {correction}"
     line = lines[number - 1].strip()[:_MAX_SHOWN]
     return f"{path}:{number}: not TOML: {reason} in `{line}`: a line is `key = value`, `[section]` or `# a comment`"
@@ -95,21 +98,23 @@ def _open_lines_before(number: int, lines: list[str]) -> Iterator[int]:
 def _repetition(lines: list[str], number: int, reason: str) -> str:
     """Return the message for a section or key that line `number` repeats; "" if it repeats none."""
     section = ""
-    line_of_section = dict[str, int]()
-    line_of_key = dict[tuple[str, str], int]()  # by section and name
+    section_lines = dict[str, int]()  # {section: number of its line}
+    key_lines = dict[tuple[str, str], int]()  # {(section, name): number of the key's line}
     for current, line in enumerate(lines[:number], start=1):
-        if header := _HEADER.match(line):
+        header = _HEADER.match(line)
+        entry = re.match(r"\s*([\w.\"'-]+)\s*=", line)
+        if header:
             section = header[1]
-            if section in line_of_section and current == number:
-                numbers = f"lines {line_of_section[section]} and {number}"
+            if section in section_lines and current == number:
+                numbers = f"lines {section_lines[section]} and {number}"
                 return f"[{section}] is there twice, in {numbers}: keep one, with all of its keys"
-            line_of_section[section] = current
-        elif entry := re.match(r"\s*([\w.\"'-]+)\s*=", line):
+            section_lines[section] = current
+        elif entry:
             name = entry[1]
-            if (section, name) in line_of_key and current == number:
-                numbers = f"lines {line_of_key[section, name]} and {number}"
+            if (section, name) in key_lines and current == number:
+                numbers = f"lines {key_lines[section, name]} and {number}"
                 return f"{name} is there twice, in {numbers}: keep one of them"
-            line_of_key[section, name] = current
+            key_lines[section, name] = current
     if re.match("Cannot (declare|overwrite|mutate|redefine)", reason):
         name = section or lines[number - 1].partition("=")[0].strip()
         return f"{name} is there twice, as a section and as a key with a dot: write all of its keys under one [{name}]"
@@ -123,10 +128,10 @@ def _last_section(lines: list[str]) -> str:
 
 
 def _correction(line: str, section: str) -> str:
-    """Return a line's slip, and the line as it should be.
+    """Return a message with a line's slip and the line as it should be.
 
     If each correction has a value that its key does not take, the message says what the key takes.
-    "" means that no correction is valid TOML.
+    The result is "" if no correction is valid TOML.
     """
     if len(line) > _MAX_CORRECTED:
         return ""
@@ -143,7 +148,7 @@ def _correction(line: str, section: str) -> str:
 
 
 def _wrong_value_message(line: str, section: str) -> str:
-    """Return the message for a value that its key does not take; "" for others and unknown keys."""
+    """Return a message if the line gives a key a value that the key does not take, else ""."""
     for name, value in tomllib.loads(line).items():
         key = f"{section}.{name}"
         if key not in KEYS:
@@ -166,7 +171,8 @@ def _is_toml(line: str) -> bool:
 
 def _corrections(line: str) -> Iterator[tuple[str, str]]:
     """Yield (slip, corrected line) for each slip that the line may have, the likeliest first."""
-    if wrong_space := _SPACES.search(line):
+    wrong_space = _SPACES.search(line)
+    if wrong_space:
         line = _SPACES.sub(" ", line)
         yield f"it has a space that TOML does not take as one (U+{ord(wrong_space[0]):04X})", line
     straight = line.translate(_QUOTES)
@@ -177,7 +183,8 @@ def _corrections(line: str) -> Iterator[tuple[str, str]]:
     yield "a comment begins with #", re.sub(r"\s*(?://|;|--)\s*(.*)", r"  # \1", line, count=1)
     yield from _corrected_headers(line)
     yield from _corrected_signs(line)
-    if entry := re.match(rf"({_KEY})(?:==|=>|:=|=|:)\s*(.*?)\s*(#.*)?$", line):
+    entry = re.match(rf"({_KEY})(?:==|=>|:=|=|:)\s*(.*?)\s*(#.*)?$", line)
+    if entry:
         key, value, comment = entry.groups()
         corrected_values = (
             *_corrected_numbers(value),
@@ -186,18 +193,22 @@ def _corrections(line: str) -> Iterator[tuple[str, str]]:
         )
         for slip, corrected_value in corrected_values:
             yield slip, f"{key.strip()} = {corrected_value}  {comment or ''}"
-        if value in _NOTHING:
+        if value in _NO_VALUE:
             yield "a key without a value is left out", f"# {key.strip()} ="
 
 
 def _split_lines(line: str) -> Iterator[tuple[str, str]]:
     """Yield the corrections of a line that should be two lines."""
     # [optim] lr = 1
-    if two := re.fullmatch(rf"\s*(\[[^\[\]]*\])\s*({_KEY}=.*)", line):
-        yield "a section has a line of its own", f"{two[1]}\n{two[2]}"
+    section_and_key = re.fullmatch(rf"\s*(\[[^\[\]]*\])\s*({_KEY}=.*)", line)
+    if section_and_key:
+        section, entry = section_and_key.groups()
+        yield "a section has a line of its own", f"{section}\n{entry}"
     # lr = 1, eps = 2
-    if two := re.fullmatch(rf"({_KEY}=.*?)[,;\s]+([\w.\"'-]+\s*=.*)", line):
-        yield "a line has one key", f"{two[1].strip()}\n{two[2].strip()}"
+    two_keys = re.fullmatch(rf"({_KEY}=.*?)[,;\s]+([\w.\"'-]+\s*=.*)", line)
+    if two_keys:
+        first, second = two_keys.groups()
+        yield "a line has one key", f"{first.strip()}\n{second.strip()}"
 
 
 def _corrected_headers(line: str) -> Iterator[tuple[str, str]]:
@@ -212,10 +223,12 @@ def _corrected_headers(line: str) -> Iterator[tuple[str, str]]:
 def _corrected_signs(line: str) -> Iterator[tuple[str, str]]:
     """Yield the corrections of a line with another sign than `=`, or with none."""
     slip = "= stands between a key and its value"
-    if entry := re.match(rf"({_KEY})(:=|==|=>|:)\s*(.*)", line):
-        yield slip, f"{entry[1].strip()} = {entry[3]}"
-    if entry := re.fullmatch(r"\s*([\w.-]+)\s+([^=\s].*)", line):
-        yield slip, f"{entry[1]} = {entry[2]}"
+    other_sign = re.match(rf"({_KEY})(:=|==|=>|:)\s*(.*)", line)
+    if other_sign:
+        yield slip, f"{other_sign[1].strip()} = {other_sign[3]}"
+    no_sign = re.fullmatch(r"\s*([\w.-]+)\s+([^=\s].*)", line)
+    if no_sign:
+        yield slip, f"{no_sign[1]} = {no_sign[2]}"
 
 
 def _corrected_numbers(value: str) -> Iterator[tuple[str, str]]:
@@ -224,14 +237,15 @@ def _corrected_numbers(value: str) -> Iterator[tuple[str, str]]:
     unquoted = value.strip("\"'")
     if unquoted != value and re.fullmatch(r"[-+0-9.e]+", unquoted):
         yield "a number is not in quotes", unquoted
-    if word in _WORDS:
-        yield "true and false are in small letters", _WORDS[word]
+    if word in _BOOLEANS:
+        yield "true and false are in small letters", _BOOLEANS[word]
     if word != value:
         yield "nothing stands after a value", word
-    # As in .5, 5. or 007.
-    if number := re.fullmatch(
+    # .5, 5. or 007
+    number = re.fullmatch(
         r"([-+]?)0*([0-9_]*)(\.?)([0-9_]*)((?:e[-+]?[0-9]+)?)", value, re.IGNORECASE
-    ):
+    )
+    if number:
         sign, integer, point, fraction, exponent = number.groups()
         digits = f"{sign}{integer or 0}"
         if point:
@@ -265,5 +279,5 @@ def _corrected_texts(value: str) -> Iterator[tuple[str, str]]:
         yield "a backslash is itself only in single quotes", f"'{unquoted}'"
     if value[:1] in "\"'" or value[-1:] in "\"'":
         yield "a text begins and ends with the same quote", toml_of(unquoted)
-    elif value not in _NOTHING - {"none"} and not re.search(r"[=,\[\]{}]", value):
+    elif value not in _NO_VALUE - {"none"} and not re.search(r"[=,\[\]{}]", value):
         yield "a text is in quotes", toml_of(value)

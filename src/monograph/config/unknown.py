@@ -33,20 +33,24 @@ def key_advice(name: str, value: str | None = None) -> str:
 
     Args:
         name: the unknown name, with or without a section.
-        value: the value that was typed; "" if there was none, None if the advice shall not repeat
-            the value.
+        value: the value that was typed; "" if there was none; None: the advice does not repeat the
+            value.
 
     Returns:
         The advice, which begins with "; ", or "" if no key has a similar name or meaning.
     """
     section, _, short_name = name.lower().rpartition(".")
-    if keys := _keys_with_words(section, short_name, value):
+    keys = _keys_with_words(section, short_name, value)
+    if keys:
         return _suggest(keys, value)
-    if elsewhere := ELSEWHERE.get(short_name):
-        if elsewhere in KEYS:
-            return _suggest([elsewhere], value)
-        return f"; {elsewhere if value is not None else _with_toml_assignments(elsewhere)}"
-    if keys := [key for key in KEYS if key.endswith(f".{short_name}")]:
+    # The entry for another program's name is a key, or a sentence that says what to do.
+    replacement = ELSEWHERE.get(short_name)
+    if replacement in KEYS:
+        return _suggest([replacement], value)
+    if replacement:
+        return f"; {replacement if value is not None else _with_toml_assignments(replacement)}"
+    keys = [key for key in KEYS if key.endswith(f".{short_name}")]
+    if keys:
         return _suggest(keys, value)
     similar_key = did_you_mean(name, KEYS).removeprefix("; did you mean ").removesuffix("?")
     return _suggest([similar_key], value) if similar_key else ""
@@ -79,12 +83,12 @@ def _suggest(keys: list[str], value: str | None) -> str:
         assignments = [as_typed({key: value}) for key in accepting_keys]
         return f"; did you mean {' or '.join(assignments)}?"
     for key in keys:
-        elsewhere = VALUES.get(key, {}).get(value.lower())
-        if not elsewhere:
+        replacement = VALUES.get(key, {}).get(value.lower())
+        if not replacement:
             continue
-        if accepts(key, elsewhere):
-            return f"; did you mean {as_typed({key: elsewhere})}?"
-        return f"; {elsewhere}"
+        if accepts(key, replacement):
+            return f"; did you mean {as_typed({key: replacement})}?"
+        return f"; {replacement}"
     key = keys[0]
     example = as_typed({key: typed(example_of(key))})
     return f"; did you mean {key}? It takes {key_declaration(key).expected}, as in {example}"

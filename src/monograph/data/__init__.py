@@ -4,7 +4,7 @@ rows in a fixed order.
 
 # The largest share of the bytes that may be held out. With a larger one, there would be less to
 # train on than to measure on.
-LARGEST_SHARE = 0.5
-# Bounds of a source's weight: how often an epoch sees the source.
-LIGHTEST = 1e-3
-HEAVIEST = 1e3
+MAX_HELD_OUT = 0.5
+# The bounds of a source's weight: the number of times that an epoch sees the source.
+MIN_WEIGHT = 1e-3
+MAX_WEIGHT = 1e3

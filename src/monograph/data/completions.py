@@ -1,7 +1,7 @@
-"""Turn a prompt and its completion, which are both texts, into tokens, and train on the completion.
+"""Turn a prompt and its completion, both of them texts, into tokens, of which only the completion is
+trained on.
 
-There is no chat template. The model reads the prompt unchanged, continues it with the completion, and
-ends the text.
+There is no chat template: the tokens are those of the prompt, of the completion, and the end token.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,16 @@ from monograph.data.conversations import (
     keyed_records,
 )
 from monograph.data.forms import COMPLETION, PROMPT, RecordKeys
-from monograph.data.loss_mask import Answering, MaskedRow
-from monograph.data.records import Fault, Record, Unusable, quote
+from monograph.data.loss_mask import AnswerOptions, MaskedRow
+from monograph.data.records import Fault, NumberedText, Unusable, quote
 from monograph.data.sources import SourceFile
 from monograph.text.tokenizer import Tokenizer
 
 
 def completed_row(tokenizer: Tokenizer, prompt: str, completion: str) -> MaskedRow:
-    """Return the tokens of a prompt and its completion, with the completion and the end as targets.
+    """Return the row of a prompt and its completion. The completion and the end token are trained on.
 
-    The texts are encoded separately, because at inference the prompt is encoded alone.
+    The two texts are encoded separately, because at inference the prompt is encoded alone.
     """
     prompt_ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     # Some tokenizers put a space before a text, but only at the beginning of a document.
@@ -37,10 +37,11 @@ def are_texts(record: Mapping[str, Any]) -> bool:
     return isinstance(record.get(PROMPT), str) and isinstance(record.get(COMPLETION), str)
 
 
-def completion_records(file: SourceFile, keys: RecordKeys) -> Iterator[Record]:
-    """Yield the number, from 1, and the text of every record whose prompt and completion are texts.
+def completion_records(file: SourceFile, keys: RecordKeys) -> Iterator[NumberedText]:
+    """Yield (record number from 1, conversation as a text or a fault) for every record of a file.
 
-    The text is that of `conversation_text`. Other records have a `Fault` instead.
+    The text is that of `conversation_text`. A record whose prompt and completion are not both texts
+    has a fault.
 
     Raises:
         InputRefused: a record has an unknown key.
@@ -66,32 +67,39 @@ def _text_of(record: Mapping[str, Any]) -> str | Fault:
 
 
 def prompt_and_completion(text: str) -> tuple[str, str]:
-    """Return the prompt and the completion of a record's text, as `completion_records` yields it."""
+    """Return the prompt and the completion of a record's text.
+
+    Args:
+        text: as `completion_records` yields it.
+    """
     prompt, completion = Conversation.of_text(text).messages
     return prompt["content"], completion["content"]
 
 
-class Completions:
-    """A converter of records to rows; chats have `monograph.data.loss_mask.ConversationConverter`."""
+class CompletionEncoder:
+    """A converter of prompts and completions to rows.
 
-    def __init__(self, tokenizer: Tokenizer, answering: Answering) -> None:
+    `monograph.data.loss_mask.ConversationConverter` is the converter of chats.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, answer_options: AnswerOptions) -> None:
         self._tokenizer = tokenizer
-        self._longest = answering.longest
+        self._max_inputs = answer_options.max_inputs
 
     def row(self, text: str) -> MaskedRow:
-        """Return the row of a record's text.
+        """Return the row of a record's text, as `completion_records` yields it.
 
         Raises:
             Unusable: the record is longer than a row.
-            InputRefused: the tokenizer would lose a part of the text.
+            InputRefused: the tokenizer would change the text.
         """
         prompt, completion = prompt_and_completion(text)
         row = completed_row(self._tokenizer, prompt, completion)
         inputs = len(row.ids) - 1
-        if inputs > self._longest:
+        if inputs > self._max_inputs:
             raise Unusable(
                 "too long",
-                f"prompt and completion take {inputs:,} tokens, more than data.sequence_length = {self._longest}; "
+                f"prompt and completion take {inputs:,} tokens, more than data.sequence_length = {self._max_inputs}; "
                 "raise it",
             )
         return row

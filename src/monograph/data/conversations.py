@@ -23,18 +23,18 @@ from monograph.data.forms import (
     TOOLS,
     RecordKeys,
 )
-from monograph.data.messages import is_trained_on, message_of, read_messages, trainable_message
+from monograph.data.messages import checked_message, is_trained_on, message_of, read_messages
 from monograph.data.records import (
     EMPTY_VALUES,
     JSON_TYPES,
     Fault,
-    Record,
+    NumberedText,
     Unusable,
     checked_text,
     json_objects,
     quote,
 )
-from monograph.data.sources import LINES, SourceFile, place_of
+from monograph.data.sources import LINE_SUFFIXES, SourceFile, place_of
 from monograph.data.tables import first_row_with_value, table_columns, table_objects
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
@@ -42,8 +42,8 @@ from monograph.storage.reading import parse_json
 # The largest number of messages. Each answer is rendered together with all messages before it, so
 # the time grows with the square of this number.
 MAX_MESSAGES = 1000
-# Names that a record must not give to variables of the chat template. Other variables of the template
-# have these names, or arguments of the code that renders it.
+# Names that a record must not give to variables of the chat template, because they are the names of
+# other variables of the template, or of arguments of the code that renders it.
 _RESERVED_NAMES = frozenset(
     "self template tokenizer messages chats tools documents marker marks counts add_generation_prompt".split()
 )
@@ -66,7 +66,7 @@ class Conversation(NamedTuple):
     variables: Mapping[str, Any] = {}
 
     @property
-    def answers(self) -> list[int]:
+    def answer_indices(self) -> list[int]:
         """Return the indices of the messages that can be trained on."""
         indices = range(self.trained_from, len(self.messages))
         return [index for index in indices if is_trained_on(self.messages[index])]
@@ -83,7 +83,7 @@ class Conversation(NamedTuple):
         return cls(*json.loads(text))
 
 
-def conversation_records(file: SourceFile, keys: RecordKeys) -> Iterator[Record]:
+def conversation_records(file: SourceFile, keys: RecordKeys) -> Iterator[NumberedText]:
     """Yield (record number from 1, conversation as a text or a fault) for every record of a file.
 
     The text is that of `conversation_text`.
@@ -111,7 +111,7 @@ def keyed_records(
     """
     records = (
         json_objects(file.path, exact=True)
-        if file.suffix in LINES
+        if file.suffix in LINE_SUFFIXES
         else _keyed_rows(file.path, keys)
     )
     for number, record in records:
@@ -200,31 +200,31 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
         messages = prompt + completion
         trained_from = len(prompt)
         answers_key = COMPLETION
-        place = "message {} of 'prompt' and 'completion'"
+        place_pattern = "message {} of 'prompt' and 'completion'"
     else:
         key = next(iter(form.needs))
         messages = read_messages(record[key], key)
         require_copy(record.get(PROMPT), messages)
         trained_from = 0
         answers_key = key
-        place = key + "[{}]"
+        place_pattern = key + "[{}]"
     if len(messages) > MAX_MESSAGES:
         raise Unusable("too long", f"has {len(messages):,} messages, more than {MAX_MESSAGES:,}")
-    _require_order(messages, place)
+    _require_order(messages, place_pattern)
     conversation = with_chat_keys(messages, record)
     if trained_from:
         # "system" may have put one message before the prompt's.
         inserted = len(conversation.messages) - len(messages)
         conversation = conversation._replace(trained_from=trained_from + inserted)
-    if not conversation.answers:
-        has_answer = any(message["role"] == "assistant" for message in messages[trained_from:])
-        which = " with another weight than 0" if has_answer else ""
+    if not conversation.answer_indices:
+        has_untrained = any(message["role"] == "assistant" for message in messages[trained_from:])
+        which = " with another weight than 0" if has_untrained else ""
         raise Unusable("no answer", f"{quote(answers_key)} has no message of an assistant{which}")
     return conversation
 
 
 def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conversation:
-    """Return the conversation of these messages and of the record's `CHAT_KEYS`.
+    """Return the conversation that these messages and the values of a record's `CHAT_KEYS` make.
 
     All of its messages may be trained on.
 
@@ -247,9 +247,9 @@ def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) ->
 
 
 def require_copy(prompt: object, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Require that a prompt beside a whole chat is a part of the chat.
+    """Require that the prompt of a record that also has a whole chat is a part of the chat.
 
-    Such a prompt is not trained on, so anything else that it says would be lost.
+    Such a prompt is not trained on, so a prompt with another text would be lost.
 
     Args:
         prompt: what the record has under "prompt"; None or empty: there is nothing to compare.
@@ -283,17 +283,18 @@ def first_chat_only_key(record: Mapping[str, Any]) -> str | None:
 
 
 def _side_messages(record: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
-    """Return the messages of a prompt or a completion; a text becomes one message of this role."""
+    """Return the messages under "prompt" or "completion"; a text becomes one message of this role."""
     value = record[key]
     if not isinstance(value, str):
         return read_messages(value, key)
-    message = message_of({"role": role, "content": value}, key, content_key=key)
-    return [trainable_message(message, key, content_key=key)]
+    message = message_of({"role": role, "content": value}, key, content_place=key)
+    return [checked_message(message, key, content_place=key)]
 
 
 def _from_json(value: object, key: str) -> Any:
-    """Return the value that a text of JSON stands for, because tables often store JSON as a text.
-    Any other value is returned unchanged.
+    """Return the value in a text of JSON. Any other value is returned unchanged.
+
+    Tables often store JSON as a text.
     """
     if not isinstance(value, str):
         return value
@@ -349,7 +350,7 @@ def require_question(messages: Sequence[Mapping[str, Any]], key: str) -> None:
     Raises:
         Unusable: roles are out of order, or the last message is not one of a user or a tool.
     """
-    _require_order(messages, key + "[{}]")
+    _require_order(messages, place_pattern=key + "[{}]")
     last_role = messages[-1]["role"]
     if last_role not in ("user", "tool"):
         raise Unusable(
@@ -358,28 +359,29 @@ def require_question(messages: Sequence[Mapping[str, Any]], key: str) -> None:
         )
 
 
-def _require_order(messages: Sequence[Mapping[str, Any]], place: str) -> None:
-    """Require that the roles of messages are in an order of `_PREVIOUS_ROLES`.
+def _require_order(messages: Sequence[Mapping[str, Any]], place_pattern: str) -> None:
+    """Require that the roles of messages are in an order that `_PREVIOUS_ROLES` allows.
 
     Args:
         messages: the messages.
-        place: a message's place for the error, with "{}" for its number.
+        place_pattern: a message's place for the error, with "{}" for its number.
 
     Raises:
         Unusable: they are not, or a tool's message follows an assistant's that called no tool.
     """
-    previous: str | None = None
+    previous: str | None = None  # the role of the previous message
     for number, message in enumerate(messages):
         role = message["role"]
-        # Several tools' messages may follow one assistant's message with several calls.
-        is_called = (
-            role != "tool" or previous == "tool" or bool(messages[number - 1].get("tool_calls"))
+        # The first of a tool's messages needs a call in the message before it. Further ones may
+        # follow, because an assistant's message may have several calls.
+        lacks_call = (
+            role == "tool" and previous != "tool" and not messages[number - 1].get("tool_calls")
         )
-        if previous not in _PREVIOUS_ROLES[role] or not is_called:
+        if previous not in _PREVIOUS_ROLES[role] or lacks_call:
             fault = f"follows {previous}" if previous else "begins"
-            detail = "" if is_called else ", which called no tool"
+            detail = ", which called no tool" if lacks_call else ""
             raise Unusable(
                 "roles out of order",
-                f"{place.format(number)}: roles out of order, {role} {fault}{detail}",
+                f"{place_pattern.format(number)}: roles out of order, {role} {fault}{detail}",
             )
         previous = role

@@ -1,5 +1,5 @@
-"""Turn a source into rows to train on: `corpus()` finds the text, splits off a held-out part,
-tokenises and packs it.
+"""Turn a source into rows to train on: `corpus()` finds the text, holds some of it out, tokenises it
+and packs it.
 
 `render_row` shows a row as text, with its documents and the tokens that are trained on.
 """
@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from monograph.data.documents import Reading
+from monograph.data.documents import ReadingPlan
 from monograph.data.forms import (
     CONVERSATION_TEXT_KEYS,
     LABELLED_FORM,
@@ -26,16 +26,16 @@ from monograph.data.forms import (
     needed_keys,
 )
 from monograph.data.kinds import are_completions, kind_of_records
-from monograph.data.loss_mask import Answering
+from monograph.data.loss_mask import AnswerOptions
 from monograph.data.progress import ProgressCallback
 from monograph.data.rows import IGNORE, Rows
-from monograph.data.sources import Sources, find
+from monograph.data.sources import Sources, find_sources
 from monograph.data.store import CorpusRequest, StoredCorpus, open_or_build
 from monograph.errors import InputRefused, UsageError
 from monograph.ranges import COUNT
 from monograph.storage.writing import temporary_folder, writing
 from monograph.terminal import visible
-from monograph.text.tokenizer import Tokenizer, parse
+from monograph.text.tokenizer import Tokenizer, parse_setting
 
 if TYPE_CHECKING:
     from monograph.data.batches import Batches
@@ -51,9 +51,9 @@ class Stats:
             `monograph.data.loss_mask.MaskedRow`s. A text that the split cuts in two counts twice.
         conversations: number of conversations in the training part, 0 for texts.
         bytes: bytes of all text; with conversations, of the text that is trained on.
-        tokens: number of training targets in one pass over all rows.
-        trained_share: share of the training part's tokens that are targets, where each document's
-            first token is not counted.
+        tokens: number of targets in one pass over all training rows.
+        trained_share: `tokens` / (tokens of the training part that could be targets: all but each
+            document's first).
         bytes_per_token: mean number of bytes of a token of the training part.
         packed_share: share of the training rows' positions that have an input.
         held_out_documents: number of `documents` that are held out.
@@ -76,15 +76,16 @@ class Stats:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised and packed text in two parts: one to train on, and one held out to measure on.
+    """Tokenised and packed text in two parts: one to train on, and one that is held out to evaluate
+    on.
 
     Attributes:
         name: the source as it was given.
         tokenizer: the tokenizer of the rows' ids.
         train: rows to train on.
-        held_out: rows to measure on; empty if held_out = 0.
-        fingerprint: hex sha256 of the text, the split, the tokenizer and the form of the rows.
-            Equal fingerprints mean equal rows.
+        held_out: rows to evaluate on; empty if held_out = 0.
+        fingerprint: hex sha256 of everything on which the rows depend: the text, the split, the
+            tokenizer, the rows' length, packing and weights.
         stats: numbers to show.
         notes: lines to show once, such as a rebuilt cache, skipped files, or a tokenizer that is
             smaller than requested.
@@ -107,9 +108,9 @@ class Corpus:
 
     @property
     def record_noun(self) -> str:
-        """Return what a record is called if only its answers are trained on.
+        """Return the noun for a record of which only answers are trained on.
 
-        The noun is "conversation", or "completion" if the tokenizer has no chat template.
+        It is "conversation", or "completion" if the tokenizer has no chat template.
         """
         return "completion" if self.tokenizer.config.template is None else "conversation"
 
@@ -176,12 +177,12 @@ def corpus(
             piece into a row.
         held_out: fraction of the bytes to hold out, 0 for none. Complete packages of the standard
             library are held out, or else complete documents (`monograph.data.documents.split`).
-        text_key: the key or column of a record that has its text; None: "text". Records without this
-            key that have "messages", "conversations", or "prompt" and "completion" are
+        text_key: the key or column of a record that has its text; None: "text". Records without
+            this key that have "messages", "conversations", or "prompt" and "completion" are
             conversations, and the assistant's answers are trained on (docs/finetune.md).
-            Conversations need a tokenizer with a chat template, unless their prompts and completions
-            are texts. If a record has both a text and a conversation, give the key that counts,
-            which may also be one of the keys of conversations.
+            Conversations need a tokenizer with a chat template, unless their prompts and
+            completions are texts. If a record has both a text and a conversation, give the key that
+            counts, which may also be one of the keys of conversations.
         ignore_keys: keys of records that are ignored. Every other key of a conversation is used or
             refused.
         bad_records: "refuse" to raise an error for a bad record or a damaged file of records, or
@@ -202,24 +203,24 @@ def corpus(
     _check_settings(packing, bad_records, answers, too_long, sequence_length)
     # The caller may give a numpy integer, which json cannot write.
     sequence_length = int(sequence_length)
-    tokenizer_or_size = parse(tokenizer, vocab_size)
+    tokenizer_or_size = parse_setting(tokenizer, vocab_size)
     held_out = float(held_out)
     with temporary_folder() as spool:
-        sources = find(source, spool, progress, weights)
-        answering = Answering(
+        sources = find_sources(source, spool, progress, weights)
+        answer_options = AnswerOptions(
             every=answers == "every",
             truncate=too_long == "truncate",
-            longest=sequence_length,
+            max_inputs=sequence_length,
         )
         record_settings = RecordSettings.of(text_key, ignore_keys)
-        reading = Reading(
+        reading = ReadingPlan(
             text_key=text_key or TEXT,
             skip_bad=bad_records == "skip",
-            answering=answering,
-            ignored=tuple(sorted(record_settings.ignored)),
+            answer_options=answer_options,
+            ignored_keys=tuple(sorted(record_settings.ignored_keys)),
             is_kind_set=text_key in CONVERSATION_TEXT_KEYS,
         )
-        reading = _reading_of(sources, reading, record_settings, tokenizer_or_size)
+        reading = _decide_reading(sources, reading, record_settings, tokenizer_or_size)
         request = CorpusRequest(sources, held_out, tokenizer_or_size, reading)
         stored = open_or_build(request, cache, progress)
     return _pack(request, stored, sequence_length, packing)
@@ -228,17 +229,17 @@ def corpus(
 def _pack(
     request: CorpusRequest, stored: StoredCorpus, sequence_length: int, packing: str
 ) -> Corpus:
-    """Arrange stored tokens in rows.
+    """Arrange stored tokens in rows, and return the corpus.
 
     Raises:
         InputRefused: there are too few tokens.
     """
-    sources = request.text
+    sources = request.sources
     weights = [file.weight for file in sources.files]
     train, held_out = _rows(stored, weights, sequence_length, packing == "packed")
-    _check_size(sources.name, stored, train, held_out, request.held_out)
-    # The identity is everything on which the rows depend.
-    identity = [*request.sources, stored.tokenizer.hash, sequence_length, packing, weights]
+    _require_enough(sources.name, stored, train, held_out, request.held_out)
+    # Everything on which the rows depend.
+    identity = [*request.document_values, stored.tokenizer.hash, sequence_length, packing, weights]
     skipped_files = Counter(reason for _, reason in sources.skipped)
     skipped = dict(skipped_files + Counter(stored.skipped))
     notes = [*stored.notes, _skipped_note(sources)]
@@ -254,15 +255,14 @@ def _pack(
     )
 
 
-_WITH_TEMPLATE = (
-    "the tokenizer and chat template of a model: start from one with model.init = FOLDER, or name its folder here "
-    "(records of 'prompt' and 'completion', texts, need none)"
-)
-
-
 def _check_settings(
     packing: str, bad_records: str, answers: str, too_long: str, sequence_length: int
 ) -> None:
+    """Refuse a setting that is out of range.
+
+    Raises:
+        UsageError: the message names the setting.
+    """
     choices = (
         ("packing", packing, ("packed", "padded")),
         ("bad_records", bad_records, ("refuse", "skip")),
@@ -280,8 +280,8 @@ def _rows(
     stored: StoredCorpus, weights: Sequence[float], sequence_length: int, packed: bool
 ) -> tuple[Rows, Rows]:
     """Return the rows to train on and the held-out rows."""
-    # A large plan is stored next to the tokens, because a temporary folder may be in memory. A cache
-    # folder that belongs to another user cannot be written to.
+    # The arrays of a large plan are stored next to the tokens, because a temporary folder may be in
+    # memory. But a cache folder may belong to another user.
     scratch = stored.folder if os.access(stored.folder, os.W_OK) else Path(tempfile.gettempdir())
     with writing(scratch):
         train = Rows(stored.train, stored.tokenizer, sequence_length, packed, weights, scratch)
@@ -289,14 +289,23 @@ def _rows(
     return train, held_out
 
 
-def _reading_of(
-    sources: Sources, reading: Reading, record_settings: RecordSettings, tokenizer: Tokenizer | int
-) -> Reading:
-    """Return how to read the records of these sources.
+_NEEDS_TEMPLATE = (
+    "the tokenizer and chat template of a model: start from one with model.init = FOLDER, or name its folder here "
+    "(records of 'prompt' and 'completion', texts, need none)"
+)
+
+
+def _decide_reading(
+    sources: Sources,
+    reading: ReadingPlan,
+    record_settings: RecordSettings,
+    tokenizer: Tokenizer | int,
+) -> ReadingPlan:
+    """Return how to read the records of these sources, after looking at a sample of the records.
 
     Args:
         sources: the files.
-        reading: how to read conversations with a chat template.
+        reading: how to read them if they are conversations and there is a chat template.
         record_settings: what the user's settings say about the keys of records.
         tokenizer: the tokenizer, or the size of one that is trained later.
 
@@ -313,20 +322,25 @@ def _reading_of(
                 f"learns from with {form.setting}; for their texts name a key as data.text_key"
             )
     if kind is not RecordKind.CONVERSATIONS:
-        return reading._replace(answering=None)
+        return reading._replace(answer_options=None)
     if isinstance(tokenizer, Tokenizer) and tokenizer.config.template is not None:
         return reading
     if are_completions(paths, record_settings, reading.skip_bad):
-        return reading._replace(plain=True)
+        return reading._replace(without_template=True)
     if not isinstance(tokenizer, Tokenizer):
-        raise UsageError(f"data.tokenizer = bpe: conversations need {_WITH_TEMPLATE}")
+        raise UsageError(f"data.tokenizer = bpe: conversations need {_NEEDS_TEMPLATE}")
+    # `ConversationConverter` refuses a tokenizer without a template.
     return reading
 
 
-def _check_size(
+def _require_enough(
     name: str, stored: StoredCorpus, train: Rows, held_out: Rows, held_out_share: float
 ) -> None:
-    """Raise InputRefused unless there is enough to train on and enough held out."""
+    """Require that there is something to train on, and enough held out.
+
+    Raises:
+        InputRefused: there is not; the message begins with the source's name.
+    """
     if not train.tokens:
         reason = stored.notes[0] if stored.notes else "give a file with text"
         raise InputRefused(f"{name}: no text in it: {reason}")
@@ -365,7 +379,7 @@ def stats_of(files: int, skipped: dict[str, int], train: Rows, held_out: Rows) -
         tokens=train.tokens,
         trained_share=train.tokens / train.inputs,
         bytes_per_token=train.bytes / train.tokens,
-        packed_share=train.filled,
+        packed_share=train.filled_share,
         held_out_documents=held_out.documents,
         held_out_bytes=held_out.bytes,
         skipped=skipped,
@@ -374,28 +388,28 @@ def stats_of(files: int, skipped: dict[str, int], train: Rows, held_out: Rows) -
 
 def _skipped_note(sources: Sources) -> str | None:
     """Return a line about the skipped files, or None if there are only hidden ones."""
-    unexpected = [(path, reason) for path, reason in sources.skipped if reason != "hidden"]
-    if not unexpected or sources.name == "stdlib":
+    not_hidden = [(path, reason) for path, reason in sources.skipped if reason != "hidden"]
+    if not not_hidden or sources.name == "stdlib":
         return None
-    path, reason = unexpected[0]
-    more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
+    path, reason = not_hidden[0]
+    more = f" and {len(not_hidden) - 1} more" if len(not_hidden) > 1 else ""
     return f"skipped: {path} ({reason}){more}"
 
 
-# The colours of terminals: green, dim, cyan, and the default.
-_TRAINED = "\x1b[32m"
-_CONTEXT = "\x1b[2m"
-_BORDER = "\x1b[36m"
-_PLAIN = "\x1b[0m"
+# The codes of a terminal's colours: green, dim, cyan, and the default.
+_TRAINED_COLOUR = "\x1b[32m"
+_CONTEXT_COLOUR = "\x1b[2m"
+_RULE_COLOUR = "\x1b[36m"
+_DEFAULT_COLOUR = "\x1b[0m"
 
 
 def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
     """Return one training row as text for a terminal.
 
-    A ruled line names each piece's document. Targets are green. Tokens that are only inputs are
-    dim, or in [brackets] without colour. These are a piece's first token, which may be a target of
-    the piece before, and in a conversation everything except the answers. Special tokens appear by
-    name.
+    A ruled line above each piece names its document. Targets are green. Tokens that are only inputs
+    are dim, or in [brackets] without colour. These are a piece's first token, which may be a target
+    of the previous piece, and in a conversation everything except the answers. Special tokens
+    appear by name.
 
     Args:
         corpus: the corpus.
@@ -423,32 +437,34 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
         columns = slice(column, column + piece.length)
         inputs = row["tokens"][columns]
         targets = row["targets"][columns]
-        tokens = f"tokens {piece.begin:,} to {piece.begin + piece.length:,} of {piece.tokens:,}"
-        lines.append(_paint(f"── {visible(piece.document)}, {tokens} ──", _BORDER, colour))
-        # A piece's last target is not among its inputs, and it is always trained on.
+        end = piece.begin + piece.length
+        place = f"tokens {piece.begin:,} to {end:,} of {piece.document_tokens:,}"
+        lines.append(_paint(f"── {visible(piece.document)}, {place} ──", _RULE_COLOUR, colour))
+        # A piece's tokens are its inputs and its last target, which is always trained on.
         ids = [*inputs.tolist(), int(targets[-1])]
         is_target = [False, *(targets != IGNORE).tolist()]
         lines.append(_render_tokens(tokenizer, ids, is_target, colour))
         column += piece.length
     if column < length:
         padding = _counted(length - column, "position")
-        lines.append(_paint(f"── padding, {padding} ──", _BORDER, colour))
+        lines.append(_paint(f"── padding, {padding} ──", _RULE_COLOUR, colour))
     return "\n".join(lines)
 
 
 def answer_ends(corpus: Corpus) -> str:
-    """Return the tokens that end answers of the training conversations, by name, id and count."""
-    names = {index: name for name, index in corpus.tokenizer.special.items()}
-    ends = corpus.train.answer_ends().items()
+    """Return the last tokens of the training conversations' answers: name, id and count of each."""
+    names = {token_id: name for name, token_id in corpus.tokenizer.special.items()}
+    counts = corpus.train.answer_ends().items()
     return ", ".join(
-        f"{visible(names.get(index, '?'))} (id {index}) {count:,}x" for index, count in ends
+        f"{visible(names.get(token_id, '?'))} (id {token_id}) {count:,}x"
+        for token_id, count in counts
     )
 
 
 def _render_tokens(
     tokenizer: Tokenizer, ids: list[int], is_target: list[bool], colour: bool
 ) -> str:
-    """Return tokens as text in which targets differ from tokens that are only inputs."""
+    """Return tokens as text in which targets look different from tokens that are only inputs."""
     rendered = ""
     begin = 0
     for are_targets, run in groupby(is_target):
@@ -456,7 +472,7 @@ def _render_tokens(
         text = _text(tokenizer, ids[begin:end])
         begin = end
         if colour:
-            rendered += _paint(text, _TRAINED if are_targets else _CONTEXT, colour)
+            rendered += _paint(text, _TRAINED_COLOUR if are_targets else _CONTEXT_COLOUR, colour)
         elif are_targets:
             rendered += text
         else:
@@ -469,10 +485,11 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    names = {index: name.encode() for name, index in tokenizer.special.items()}
-    text = b"".join([names.get(index, tokenizer.pieces[index]) for index in ids])
+    """Return the text of ids, with special tokens by name. It is safe to print."""
+    names = {token_id: name.encode() for name, token_id in tokenizer.special.items()}
+    text = b"".join([names.get(token_id, tokenizer.pieces[token_id]) for token_id in ids])
     return visible(text.decode(errors="replace"))
 
 
 def _paint(text: str, code: str, colour: bool) -> str:
-    return f"{code}{text}{_PLAIN}" if colour else text
+    return f"{code}{text}{_DEFAULT_COLOUR}" if colour else text

@@ -3,8 +3,8 @@
 A document is a text file or a record (a line of a .jsonl file, or a row of a table). A text file
 that is partly held out is two documents. `Documents` can be iterated any number of times.
 
-A keyed hash decides which documents are held out, so the split needs neither state nor random
-numbers.
+The *split* says which documents are held out. A keyed hash decides it, so it needs neither state
+nor random numbers.
 """
 
 import hashlib
@@ -18,24 +18,24 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from monograph.data import LARGEST_SHARE
+from monograph.data import MAX_HELD_OUT
 from monograph.data.completions import completion_records, prompt_and_completion
 from monograph.data.conversations import conversation_records
 from monograph.data.forms import RecordKeys, RecordKind, RecordSettings
-from monograph.data.loss_mask import Answering
+from monograph.data.loss_mask import AnswerOptions
 from monograph.data.progress import Meter, ProgressCallback
-from monograph.data.reading import Damaged, cut_position, parts_of, read_text
-from monograph.data.records import Fault, Record, json_lines
-from monograph.data.sources import LINES, SourceFile, place_of
-from monograph.data.tables import table_rows
+from monograph.data.reading import Damaged, cut_position, read_text, text_parts
+from monograph.data.records import Fault, NumberedText, json_texts
+from monograph.data.sources import LINE_SUFFIXES, SourceFile, place_of
+from monograph.data.tables import table_texts
 from monograph.errors import InputRefused, UsageError
 
 _KEY = b"monograph held out 1"
-# Records are held out by the bucket of their text's hash. A split of millions of records then takes
-# no more memory than a split of a few.
+# A record is in one of these buckets, by its text's hash, and a bucket is held out as a whole. So
+# the split of millions of records takes no more memory than a split of a few.
 BUCKETS = 1 << 16
 
-# The split holds out whole units. A unit is a group of text files, or a bucket of records.
+# What is held out as a whole: a group of text files (`SourceFile.group`), or a bucket of records.
 Unit = TypeVar("Unit", bound=Hashable)
 
 
@@ -43,40 +43,41 @@ class Split(NamedTuple):
     """The choice of held-out documents.
 
     Attributes:
-        cuts: for each file, by its index, the first byte of a text file that is held out. 0: the
-            whole file is held out. The file's size: nothing of it is held out.
-        buckets: bool [BUCKETS], true where the bucket's records are held out.
+        cuts: for each file, the position of the first byte that is held out: a text file is held
+            out from there to its end. 0: the whole file. The file's size: nothing of it, as for
+            files of records.
+        held_out_buckets: bool [BUCKETS], true where the bucket's records are held out.
         notes: lines for the user, if a text was cut in two, or if the share of held-out records is
             not the requested one.
     """
 
     cuts: tuple[int, ...]
-    buckets: NDArray[np.bool_]
+    held_out_buckets: NDArray[np.bool_]
     notes: tuple[str, ...]
 
 
-def fingerprint(text: bytes) -> bytes:
-    """Return the keyed hash of a text.
+def split_hash(text: bytes) -> bytes:
+    """Return the keyed hash of a text, by which it is held out or not.
 
-    Equal records have equal hashes, so the split never separates them.
+    Equal texts have equal hashes, so they are always on the same side of the split.
     """
     return hashlib.sha256(_KEY + b"\0" + text).digest()
 
 
-def bucket(digest: bytes) -> int:
-    """Return the bucket of a text with this fingerprint."""
+def bucket_of(digest: bytes) -> int:
+    """Return the bucket of a text with this `split_hash`."""
     return int.from_bytes(digest[:2])
 
 
-def check_fraction(fraction: float) -> None:
+def check_held_out(fraction: float) -> None:
     """Check the share to hold out.
 
     Raises:
-        UsageError: the share is outside [0, LARGEST_SHARE].
+        UsageError: the share is outside [0, MAX_HELD_OUT].
     """
-    if not 0 <= fraction <= LARGEST_SHARE:
+    if not 0 <= fraction <= MAX_HELD_OUT:
         raise UsageError(
-            f"data.held_out = {fraction}: must be a fraction from 0 to {LARGEST_SHARE}, such as 0.05"
+            f"data.held_out = {fraction}: must be a fraction from 0 to {MAX_HELD_OUT}, such as 0.05"
         )
 
 
@@ -84,18 +85,19 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
     """Hold out about `fraction` of the bytes of the text files, and about `fraction` of the bytes
     of the records.
 
-    Text files are held out in groups. A group is a package, or all files with the same bytes.
-    A group is not considered if other groups have near copies of its text, unless this holds for
-    all groups. The budget is fraction · bytes. Groups are considered in the order of sha256(key,
-    group), and buckets of records in the order of their numbers:
+    Text files are held out in groups. A group is a package, or all files with the same bytes. A
+    group is not considered if other groups have near copies of its text, unless this holds for all
+    groups. Records are held out in buckets. For groups and for buckets the budget is fraction ·
+    (their bytes). Groups are considered in the order of sha256(key, group), and buckets in the
+    order of their numbers:
 
     1. Each is held out if it still fits the budget.
-    2. If they fill less than half of the budget, the next one that is no larger than the whole
-       budget is held out as well.
-    3. If every remaining group is larger than the budget, no group is held out. The end of the
-       largest one is cut off at the end of a line instead.
-    4. If every remaining bucket is larger than the budget, the buckets that fit are held out, or
-       the smallest one if none fits.
+    2. If those fill less than half of the budget, one more is held out: the next one that is no
+       larger than the whole budget.
+    3. If step 2 finds no such group, no group is held out. Instead, the end of the largest one is
+       held out, cut off at the end of a line.
+    4. If step 2 finds no such bucket, the buckets of step 1 are held out, or the smallest one if
+       there are none.
 
     Args:
         files: all files; those with records are ignored.
@@ -115,20 +117,20 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
         for group, members in groups.items()
         if not any(files[index].has_near_copies for index in members)
     ]
-    order = sorted(without_near_copies or groups, key=lambda group: fingerprint(group.encode()))
-    held_out, is_enough = _fill_budget(order, sizes, budget)
+    order = sorted(without_near_copies or groups, key=lambda group: split_hash(group.encode()))
+    held_out_groups, is_enough = _fill_budget(order, sizes, budget)
     cuts = [file.size for file in files]
     notes = []
     if is_enough:
-        for index in chain.from_iterable(groups[group] for group in held_out):
+        for index in chain.from_iterable(groups[group] for group in held_out_groups):
             cuts[index] = 0
     else:
-        # All files of the largest group are cut by the same size, because they may be copies of one
-        # text.
+        # The same number of bytes is cut off every file of the largest group, because they may be
+        # copies of one text.
         largest = groups[max(order, key=sizes.__getitem__)]
+        tail_bytes = budget // len(largest)
         for index in largest:
             file = files[index]
-            tail_bytes = budget // len(largest)
             # A file's first byte is never held out, so that a part of the file is trained on.
             earliest_cut = max(1, file.size - tail_bytes)
             cuts[index] = cut_position(file.path, earliest_cut, file.size)
@@ -142,13 +144,13 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
 def _split_buckets(
     bucket_bytes: NDArray[np.int64], fraction: float
 ) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
-    """Return `Split.buckets`, and notes for the user."""
-    order = np.flatnonzero(bucket_bytes).tolist()
+    """Return `Split.held_out_buckets`, and notes for the user."""
+    order = np.flatnonzero(bucket_bytes).tolist()  # the buckets that have records
     sizes = {bucket: int(bucket_bytes[bucket]) for bucket in order}
     total = sum(sizes.values())
     notes = tuple[str, ...]()
     held_out, is_enough = _fill_budget(order, sizes, math.floor(fraction * total))
-    # A single bucket is not held out, because nothing would be left to train on.
+    # The only bucket is not held out, because nothing would be left to train on.
     if not is_enough and len(order) > 1:
         held_out = held_out or {min(order, key=sizes.__getitem__)}
         share = sum(sizes[bucket] for bucket in held_out) / total
@@ -170,30 +172,31 @@ def _fill_budget(
         if held_out_bytes + sizes[unit] <= budget:
             held_out.add(unit)
             held_out_bytes += sizes[unit]
-    if 2 * held_out_bytes < budget:
-        # Less than half of the budget is filled. So one more unit, which is no larger than the
-        # budget, exceeds the budget by less than half.
-        fitting = [unit for unit in order if unit not in held_out and sizes[unit] <= budget]
-        if not fitting:
-            return held_out, False
-        held_out.add(fitting[0])
+    if 2 * held_out_bytes >= budget:
+        return held_out, True
+    # Less than half of the budget is filled. So together with one more unit that is no larger than
+    # the budget, they exceed the budget by less than half of it.
+    small_units = [unit for unit in order if unit not in held_out and sizes[unit] <= budget]
+    if not small_units:
+        return held_out, False
+    held_out.add(small_units[0])
     return held_out, True
 
 
-EMPTY_TEXT = "empty text"
-_REMEDY = "correct or remove it, or train with data.bad_records=skip"
+EMPTY_TEXT = "empty text"  # the reason to skip a record with an empty text
+_BAD_RECORD_REMEDY = "correct or remove it, or train with data.bad_records=skip"
 
 
 class Document(NamedTuple):
-    """A text that gets one beginning token and one end token.
+    """A text file, a part of a text file, or a record. It gets one beginning and one end token.
 
     Attributes:
         file: index of the document's source file.
         record: the document's line or row in the file, from 1; 0 for a text file.
         held_out: whether the document is held out of training.
         bytes: length of the text in UTF-8.
-        parts: an iterator over (part of the text, bytes of the text that are read so far). It can
-            be consumed once. The bytes are for progress only.
+        parts: an iterator over (part of the text, bytes of the text that have been read so far). It
+            can be consumed once. The bytes are for reports of progress, and may be estimates.
     """
 
     file: int
@@ -203,31 +206,35 @@ class Document(NamedTuple):
     parts: Iterator[tuple[str, int]]
 
 
-class Reading(NamedTuple):
-    """How the records of a corpus are read, as `monograph.data.corpus` decides from the settings.
+class ReadingPlan(NamedTuple):
+    """How the records of a corpus are read.
+
+    `monograph.data.corpus` decides it from the settings and a sample of the records.
 
     Attributes:
         text_key: the key of a record's text.
         skip_bad: whether bad records are skipped; otherwise they are errors.
-        answering: how conversations become rows of tokens; None if records are texts.
-        ignored: the keys of records that are ignored.
+        answer_options: how conversations become rows of tokens; None if records are texts.
+        ignored_keys: the keys of records that are ignored.
         is_kind_set: whether the user asked for conversations by `text_key`. If so, keys of other
             kinds of records are ignored.
-        plain: whether each conversation is a prompt and a completion, both of them texts, which no
-            chat template renders.
+        without_template: whether each conversation is a prompt and a completion, both of them
+            texts, which no chat template renders.
     """
 
     text_key: str
     skip_bad: bool
-    answering: Answering | None = None
-    ignored: tuple[str, ...] = ()
+    answer_options: AnswerOptions | None = None
+    ignored_keys: tuple[str, ...] = ()
     is_kind_set: bool = False
-    plain: bool = False
+    without_template: bool = False
 
     @property
     def record_settings(self) -> RecordSettings:
         """Return what the settings say about the records."""
-        return RecordSettings(self.text_key if self.is_kind_set else None, frozenset(self.ignored))
+        return RecordSettings(
+            self.text_key if self.is_kind_set else None, frozenset(self.ignored_keys)
+        )
 
     @property
     def ignored_training_keys(self) -> list[str]:
@@ -247,30 +254,31 @@ class Survey(NamedTuple):
 
     Attributes:
         bucket_bytes: int64 [BUCKETS], bytes of the usable records' texts in each bucket.
-        unusable: indices of the damaged files, which are skipped as a whole.
+        damaged_files: indices of the damaged files, which are skipped as a whole.
         skipped: {reason: count} of the skipped records and files.
         notes: lines for the user about skipped records and ignored keys.
     """
 
     bucket_bytes: NDArray[np.int64]
-    unusable: frozenset[int]
+    damaged_files: frozenset[int]
     skipped: dict[str, int]
     notes: tuple[str, ...]
 
 
-def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Survey:
-    """Read every record once, before the first one is used.
+def survey(files: Sequence[SourceFile], reading: ReadingPlan, meter: Meter) -> Survey:
+    """Read every record once, to find bad records and to count the bytes of each bucket.
 
-    This is necessary because damage of a compressed file or a table may show only at its end.
+    This happens before any record is used, because damage of a compressed file or a table may show
+    only at its end.
 
     Raises:
         InputRefused: a record is bad or a file is damaged, and `reading.skip_bad` is false. The
             message names the record or the file.
     """
     bucket_bytes = np.zeros(BUCKETS, dtype=np.int64)
-    unusable: set[int] = set()
+    damaged_files: set[int] = set()
     skipped: Counter[str] = Counter()
-    first_bad = ""
+    first_bad = ""  # the place and the fault of the first bad record
     records = 0
     keys = reading.keys()
     for index, file in enumerate(files):
@@ -282,14 +290,14 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
             for number, text in _records(file, reading, keys):
                 records += 1
                 if isinstance(text, Fault):
-                    line = f"{place_of(file.path, number)}: {text.detail}"
+                    place_and_fault = f"{place_of(file.path, number)}: {text.detail}"
                     if not reading.skip_bad:
-                        raise bad_record_error(line)
-                    first_bad = first_bad or line
+                        raise bad_record_error(place_and_fault)
+                    first_bad = first_bad or place_and_fault
                     reasons[text.reason] += 1
                 elif text:
                     content = text.encode()
-                    bucket_bytes[bucket(fingerprint(content))] += len(content)
+                    bucket_bytes[bucket_of(split_hash(content))] += len(content)
                     meter.add(len(content))
                 else:
                     reasons[EMPTY_TEXT] += 1
@@ -301,19 +309,15 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
             bucket_bytes = bytes_before_file
             reasons = Counter({"damaged file": 1})
             first_bad = first_bad or f"{file.path}: {error.fault}"
-            unusable.add(index)
+            damaged_files.add(index)
         skipped += reasons
     notes = (*_skipped_notes(skipped, records, first_bad), *keys.notes())
-    return Survey(bucket_bytes, frozenset(unusable), dict(skipped), notes)
+    return Survey(bucket_bytes, frozenset(damaged_files), dict(skipped), notes)
 
 
-def bad_record_error(line: str) -> InputRefused:
-    """Return the error for a bad record that is not skipped.
-
-    Args:
-        line: the record's place and its fault.
-    """
-    return InputRefused(f"{line}; {_REMEDY}")
+def bad_record_error(place_and_fault: str) -> InputRefused:
+    """Return the error for a bad record that is not skipped, given "PLACE: FAULT"."""
+    return InputRefused(f"{place_and_fault}; {_BAD_RECORD_REMEDY}")
 
 
 def _skipped_notes(skipped: Counter[str], records: int, first_bad: str) -> tuple[str, ...]:
@@ -324,15 +328,15 @@ def _skipped_notes(skipped: Counter[str], records: int, first_bad: str) -> tuple
     return (f"skipped of {records:,} records: {reasons}{first}",)
 
 
-def _records(file: SourceFile, reading: Reading, keys: RecordKeys) -> Iterator[Record]:
+def _records(file: SourceFile, reading: ReadingPlan, keys: RecordKeys) -> Iterator[NumberedText]:
     """Yield (record number from 1, text or fault) for every record of a file."""
-    if reading.plain:
+    if reading.without_template:
         return completion_records(file, keys)
-    if reading.answering:
+    if reading.answer_options:
         return conversation_records(file, keys)
-    if file.suffix in LINES:
-        return json_lines(file.path, reading.text_key)
-    return table_rows(file.path, reading.text_key)
+    if file.suffix in LINE_SUFFIXES:
+        return json_texts(file.path, reading.text_key)
+    return table_texts(file.path, reading.text_key)
 
 
 class Documents:
@@ -347,6 +351,12 @@ class Documents:
         split: the choice of held-out documents.
         notes: lines for the user about the survey and the split.
 
+    Args:
+        files: the files.
+        reading: how records are read.
+        held_out: the fraction of the bytes to hold out.
+        progress: called to report progress; None: nothing is reported.
+
     Raises:
         InputRefused: as in `survey`.
     """
@@ -354,7 +364,7 @@ class Documents:
     def __init__(
         self,
         files: Sequence[SourceFile],
-        reading: Reading,
+        reading: ReadingPlan,
         held_out: float,
         progress: ProgressCallback | None = None,
     ) -> None:
@@ -377,10 +387,12 @@ class Documents:
     @cached_property
     def train_bytes(self) -> int:
         """Return the bytes of the texts that are not held out."""
-        return self._train_file_bytes + int(self.survey.bucket_bytes[~self.split.buckets].sum())
+        train_buckets = ~self.split.held_out_buckets
+        return self._train_file_bytes + int(self.survey.bucket_bytes[train_buckets].sum())
 
     @cached_property
     def _train_file_bytes(self) -> int:
+        """Return the bytes of the text files that are not held out."""
         return sum(
             cut
             for file, cut in zip(self.files, self.split.cuts, strict=True)
@@ -395,7 +407,7 @@ class Documents:
         for index, file in enumerate(self.files):
             if file.has_records:
                 for record in self._usable_records(index):
-                    is_held_out = bool(self.split.buckets[bucket(record.digest)])
+                    is_held_out = bool(self.split.held_out_buckets[bucket_of(record.digest)])
                     parts = _record_parts(record.text, record.size_bytes)
                     yield Document(index, record.number, is_held_out, record.size_bytes, parts)
                 continue
@@ -407,13 +419,14 @@ class Documents:
                     yield Document(index, 0, is_held_out, stop - start, parts)
 
     def sample(self, budget_bytes: int) -> Iterator[str]:
-        """Yield parts of about `budget_bytes` of training text.
+        """Yield about `budget_bytes` of the training text, in parts.
 
-        If there is more training text than that, the files come in the order of sha256(name), and
-        the records are those whose hash falls below the share of the text that is wanted.
+        If there is more training text than that, a share of it is taken. Text files are taken in
+        the order of sha256(name) until they fill the share of their bytes. A record is taken if its
+        hash, as a fraction of the largest hash, is below the share.
         """
         share = min(1.0, budget_bytes / max(1, self.train_bytes))
-        left_bytes = round(share * self._train_file_bytes)  # of the text files
+        left_bytes = round(share * self._train_file_bytes)  # still to be taken from text files
         order: Sequence[int] = range(len(self.files))
         if share < 1:
             order = sorted(
@@ -424,8 +437,8 @@ class Documents:
             stop = self.split.cuts[index]
             if file.has_records:
                 for record in self._usable_records(index):
-                    is_held_out = self.split.buckets[bucket(record.digest)]
-                    # The first two bytes of the hash have chosen the bucket.
+                    is_held_out = self.split.held_out_buckets[bucket_of(record.digest)]
+                    # The first two bytes of the hash have chosen the bucket, so others are used.
                     is_sampled = int.from_bytes(record.digest[2:6]) < share * 2**32
                     if not is_held_out and is_sampled:
                         yield from self._sampled_parts(record.text)
@@ -437,20 +450,21 @@ class Documents:
 
     def _sampled_parts(self, text: str) -> Iterator[str]:
         """Yield the parts of a record's text on which a tokenizer is trained."""
-        # The text of a plain conversation is JSON, on whose syntax no tokenizer should be trained.
-        texts = prompt_and_completion(text) if self.reading.plain else (text,)
-        for inner in texts:
-            yield from parts_of(inner)
+        # The text of a prompt with its completion is JSON, on whose syntax no tokenizer should be
+        # trained.
+        texts = prompt_and_completion(text) if self.reading.without_template else (text,)
+        for each_text in texts:
+            yield from text_parts(each_text)
 
     def _usable_records(self, index: int) -> Iterator["_UsableRecord"]:
         """Yield the records of a file that have a text and no fault."""
-        if index in self.survey.unusable:
+        if index in self.survey.damaged_files:
             return
-        # A new reader of keys, because `survey` has already counted them in its own.
+        # The counts of these keys are not used: `survey` has counted the ignored keys.
         for number, text in _records(self.files[index], self.reading, self.reading.keys()):
             if text and not isinstance(text, Fault):
                 content = text.encode()
-                yield _UsableRecord(number, text, len(content), fingerprint(content))
+                yield _UsableRecord(number, text, len(content), split_hash(content))
 
 
 class _UsableRecord(NamedTuple):
@@ -458,9 +472,9 @@ class _UsableRecord(NamedTuple):
 
     Attributes:
         number: its line or row in the file, from 1.
-        text: its text; of a conversation, what `conversation_text` returns.
+        text: its text; if it is a conversation, what `conversation_text` returns.
         size_bytes: length of the text in UTF-8.
-        digest: the text's `fingerprint`.
+        digest: the text's `split_hash`.
     """
 
     number: int
@@ -472,6 +486,6 @@ class _UsableRecord(NamedTuple):
 def _record_parts(text: str, size: int) -> Iterator[tuple[str, int]]:
     """Yield `Document.parts` of a record's text, with bytes that are estimated from characters."""
     chars = 0
-    for part in parts_of(text):
+    for part in text_parts(text):
         chars += len(part)
         yield part, size * chars // len(text)

@@ -1,16 +1,16 @@
 """Declare the forms of training records: the keys that each form needs and may have, and what they
 do.
 
-A *kind* says what a record is trained as (`RecordKind`). A *form* is one way to write a record of a
-kind; it is recognised by its keys (`Form`).
+A *kind* says what a record is trained as (`RecordKind`). A *form* is one way to write a record of a kind;
+it is recognised by its keys (`Form`).
 
-No key is dropped silently. Each key of a record has one of these fates:
+No key is dropped silently. A key of a record is one of these:
 
-- The key is obeyed, because it belongs to the record's form.
-- The key changes nothing and is counted, so that the user is told. This happens to metadata
+- *obeyed*, because it belongs to the record's form;
+- *ignored*: it changes nothing, and is counted, so that the user is told. This happens to metadata
   (`METADATA`), to a key in data.ignore_keys, to a key whose value is empty, and, if a setting chose
-  the kind, to the needed keys of other forms that the record matches.
-- Any other key causes an error that names it.
+  the kind, to the needed keys of other forms that the record matches;
+- *unknown*: any other key causes an error that names it.
 
 docs/make_records.py writes the tables of the pages from these declarations.
 """
@@ -38,11 +38,11 @@ TOOLS = "tools"
 DOCUMENTS = "documents"
 TEMPLATE_VARIABLES = "chat_template_kwargs"
 FUNCTIONS = "functions"
-# The key belongs to records of `RecordKind.PROMPTS`. If the reward comes from a teacher model, the
-# teacher reads this text instead of the prompt.
+# A key of records of `RecordKind.PROMPTS`. If the reward comes from a teacher model, the teacher reads
+# this text instead of the prompt.
 TEACHER_PROMPT = "teacher_prompt"
-# If the setting data.text_key is one of these, the value under that key is a conversation. With any
-# other setting, the value is a plain text.
+# If the setting data.text_key is one of these, records are conversations, and it says in which
+# form. Otherwise it names the key of a plain text.
 CONVERSATION_TEXT_KEYS = (MESSAGES, CONVERSATIONS, PROMPT)
 
 
@@ -62,8 +62,8 @@ class Form:
 
     Attributes:
         kind: what the record is trained as.
-        needs: the keys by which the form is recognised, each with a description of its value.
-        optional: further keys that are obeyed, each with what it does.
+        needs: {key: description of its value} of the keys by which the form is recognised.
+        optional: {key: what it does} of further keys that are obeyed.
         setting: the setting that chooses this form for records that could also have another form.
     """
 
@@ -142,7 +142,7 @@ PROMPT_FORM = Form(
     },
     "rl.reward",
 )
-# All forms except that of prompts to reward, which only the setting rl.reward asks for.
+# All forms except PROMPT_FORM, which is never recognised by its keys: only rl.reward asks for it.
 FORMS = (MESSAGES_FORM, SHAREGPT_FORM, COMPLETED_FORM, PAIR_FORM, LABELLED_FORM)
 
 # Keys with which datasets describe a record. They change nothing in what is trained.
@@ -157,7 +157,7 @@ METADATA = frozenset(
     "score_rejected chosen_rating rejected_rating score_diff length num_tokens n_tokens token_count num_turns n_turns "
     "turn turns redacted toxic moderation openai_moderation comment comments note notes".split()
 )
-# Keys that other programs obey, each with what to do instead.
+# Keys that other programs obey and Monograph refuses, with what to do instead.
 REMEDIES = {
     FUNCTIONS: f"write them under {TOOLS!r}, each as {{'type': 'function', 'function': ...}}",
     "system_prompt": f"call it {SYSTEM!r}",
@@ -171,34 +171,33 @@ class RecordSettings(NamedTuple):
 
     Attributes:
         text_key: data.text_key; None if it was not given.
-        ignored: data.ignore_keys: keys of records that are to be ignored.
+        ignored_keys: data.ignore_keys, the keys of records that are to be ignored.
     """
 
     text_key: str | None = None
-    ignored: frozenset[str] = frozenset()
+    ignored_keys: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, text_key: str | None, ignored: str | Sequence[str] | None) -> "RecordSettings":
+    def of(cls, text_key: str | None, ignore_keys: str | Sequence[str] | None) -> "RecordSettings":
         """Return the settings from the values of data.text_key and data.ignore_keys."""
-        keys = [ignored] if isinstance(ignored, str) else ignored or ()
+        keys = [ignore_keys] if isinstance(ignore_keys, str) else ignore_keys or ()
         return cls(text_key, frozenset(keys))
 
     @property
     def ignored_training_keys(self) -> list[str]:
         """Return the ignored keys that would otherwise say what is trained, sorted.
 
-        To ignore one of these keys changes the tokens that are trained; to ignore any other key
-        changes no token. So stored tokens are found again by these keys alone
-        (`monograph.data.store`).
+        Ignoring one of these keys changes the tokens that are trained, and ignoring any other key
+        does not. So only these keys are part of the key of stored tokens (`monograph.data.store`).
         """
-        return sorted(key for key in self.ignored if _is_training_key(key))
+        return sorted(key for key in self.ignored_keys if _is_training_key(key))
 
     def drop_ignored(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of a record that have a value and are not ignored."""
+        """Return a record without its nulls and without the keys of data.ignore_keys."""
         return {
             key: value
             for key, value in record.items()
-            if value is not None and key not in self.ignored
+            if value is not None and key not in self.ignored_keys
         }
 
 
@@ -210,8 +209,8 @@ IGNORE_KEY = "name it in data.ignore_keys to train without it"
 def forms_of(keys: Iterable[str], record_settings: RecordSettings) -> list[Form]:
     """Return the forms that a record with these keys may have.
 
-    If data.text_key selects one of these forms, the list holds only that one. Otherwise it holds
-    all forms whose needed keys are there, and the form of texts if there is a text.
+    These are all forms whose needed keys are there, and the form of texts if there is a text. If
+    data.text_key selects one of them, it is the only one.
     """
     return _forms_of(frozenset(keys), record_settings)
 
@@ -221,15 +220,15 @@ def _forms_of(keys: frozenset[str], record_settings: RecordSettings) -> list[For
     text_key = record_settings.text_key or TEXT
     forms = [form for form in FORMS if all(key in keys for key in form.needs)]
     if LABELLED_FORM in forms:
-        # The labelled form needs all keys of the completed form and the label, so both match. The
-        # one that needs more keys is meant, because the other would drop the label.
+        # A labelled record may also have the keys of a prompt with its completion. The labelled
+        # form is meant, because the other one would drop the label.
         forms = [form for form in forms if form is not COMPLETED_FORM]
     setting = f"data.text_key={text_key}"
     if forms and text_key in CONVERSATION_TEXT_KEYS:
         selected = [form for form in forms if form.setting == setting]
         return selected or forms
-    # Under a conversation's key, a record without any form may still have a text, such as a record
-    # with nothing but a "prompt".
+    # A record without any form may still have a text under data.text_key, even if that is a key of
+    # conversations: a record with nothing but a "prompt", for example.
     if text_key not in keys:
         return forms
     text_form = Form(RecordKind.TEXTS, {text_key: "the text"}, {}, setting)
@@ -239,12 +238,12 @@ def _forms_of(keys: frozenset[str], record_settings: RecordSettings) -> list[For
 
 
 def needed_keys(form: Form) -> str:
-    """Return the keys by which a form is recognised, in the words of an error message."""
+    """Return the keys by which a form is recognised, as a phrase for an error message."""
     return " and ".join(quote(key) for key in form.needs)
 
 
 class RecordKeys:
-    """A reader of the keys of records that are all of one kind.
+    """A filter of the keys of records of one kind: each is obeyed, ignored and counted, or refused.
 
     Attributes:
         record_settings: what the settings say about the keys.
@@ -254,7 +253,7 @@ class RecordKeys:
     def __init__(
         self, kind: RecordKind, record_settings: RecordSettings, is_kind_set: bool
     ) -> None:
-        """Make a reader that has counted nothing.
+        """Begin with no counts.
 
         Args:
             kind: what the records are: conversations, pairs or labelled answers.
@@ -268,12 +267,12 @@ class RecordKeys:
         self._is_kind_set = is_kind_set
 
     def is_read(self, key: str) -> bool:
-        """Return whether a key may say what is trained."""
-        return key not in self.record_settings.ignored and _is_training_key(key)
+        """Return whether a table's column with this name must be read: it may say what is trained."""
+        return key not in self.record_settings.ignored_keys and _is_training_key(key)
 
     def is_ignored(self, key: str) -> bool:
         """Return whether a key is ignored in records of every form."""
-        return key in self.record_settings.ignored or key in METADATA
+        return key in self.record_settings.ignored_keys or key in METADATA
 
     def unknown_column_error(self, column: str, columns: Sequence[str]) -> InputRefused:
         """Return the error for an unknown column of a table.
@@ -287,31 +286,31 @@ class RecordKeys:
         return _unknown_key_error(column, form)
 
     def read(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Count the ignored keys of a record, and return the keys that are obeyed.
+        """Count the ignored keys of a record, and return the record with the obeyed keys alone.
 
-        Keys with the value null are left out. If a needed key is missing, all other keys are
-        returned, and nothing is counted.
+        Keys with the value null are left out. If a needed key is missing, the record is returned
+        with all of its keys, and nothing is counted.
 
         Raises:
             Unusable: the record is not of this kind, or it could have two forms.
             InputRefused: a key is unknown, and none of the exceptions in the module's docstring
                 applies.
         """
-        given = self.record_settings.drop_ignored(record)
-        form = self._form_of(given)
-        if any(key not in given for key in form.needs):
+        kept = self.record_settings.drop_ignored(record)
+        form = self._form_of(kept)
+        if any(key not in kept for key in form.needs):
             # The code that reads this form's values has a better message about the missing key.
-            return given
-        possible_keys = self._keys_of_possible_forms(given)
+            return kept
+        other_forms_keys = self._keys_of_other_forms(kept)
         obeyed = {}
-        for key, value in given.items():
+        for key, value in kept.items():
             if form.knows(key):
                 obeyed[key] = value
                 continue
-            is_harmless = key in METADATA or key in possible_keys or value in EMPTY_VALUES
-            if not is_harmless:
+            is_ignored = key in METADATA or key in other_forms_keys or value in EMPTY_VALUES
+            if not is_ignored:
                 raise _unknown_key_error(key, form)
-        # This counts over `record`, because `given` lacks the keys of data.ignore_keys. Comparing
+        # This counts over `record`, because `kept` lacks the keys of data.ignore_keys. Comparing
         # the lengths first saves time for records whose keys are all obeyed.
         if len(obeyed) < len(record):
             self.counts.update(
@@ -326,17 +325,17 @@ class RecordKeys:
         counts = ", ".join(f"{quote(key)} in {count:,}" for key, count in self.counts.most_common())
         return (f"ignored keys, which change nothing, by the number of their records: {counts}",)
 
-    def _form_of(self, given: Mapping[str, Any]) -> Form:
+    def _form_of(self, record: Mapping[str, Any]) -> Form:
         """Return the form of a record.
 
-        If the kind has one form, it is that form, even if needed keys are missing.
+        If the kind has only one form, it is that form, even if needed keys are missing.
 
         Raises:
             Unusable: the kind has several forms, and the record has none of them, or several.
         """
         if len(self._forms) == 1:
             return self._forms[0]
-        forms = forms_of(given, self.record_settings)
+        forms = forms_of(record, self.record_settings)
         of_this_kind = [form for form in forms if form in self._forms]
         if len(of_this_kind) > 1:
             raise Unusable(
@@ -353,23 +352,28 @@ class RecordKeys:
             raise Unusable("no conversation", f"has none of the keys {needs}")
         return of_this_kind[0]
 
-    def _keys_of_possible_forms(self, given: Mapping[str, Any]) -> set[str]:
-        """Return the needed keys of all forms that the record matches; the empty set if no setting
-        chose the kind.
+    def _keys_of_other_forms(self, record: Mapping[str, Any]) -> set[str]:
+        """Return the needed keys of all forms that the record matches, if a setting chose the kind.
+
+        These keys are ignored. If no setting chose the kind, none is ignored, and the set is empty.
         """
         if not self._is_kind_set:
             return set()
-        # The default settings, because those of the user may select a single form.
-        forms = forms_of(given, DEFAULT_SETTINGS)
+        # The user's settings may select one form, and all forms are needed here.
+        forms = forms_of(record, DEFAULT_SETTINGS)
         return {key for form in forms for key in form.needs}
 
 
 def _is_training_key(key: str) -> bool:
+    """Return whether a key says what is trained in some form of record."""
     return key == TEXT or any(form.knows(key) for form in (*FORMS, PROMPT_FORM))
 
 
 def describe_choices(forms: Sequence[Form]) -> str:
-    """Return what a record of several forms could be, and how to choose one, for an error message."""
+    """Return the end of an error message about a record that could have any of these forms.
+
+    It says what the record could be read as, and how to choose.
+    """
     readings = " or ".join(f"as one of {form.kind.value} by {needed_keys(form)}" for form in forms)
     choices = " or ".join(form.setting for form in forms)
     return f"{readings}; choose by {choices}, or name the keys to leave out in data.ignore_keys"

@@ -24,31 +24,33 @@ from monograph.data.forms import (
     describe_choices,
     forms_of,
 )
-from monograph.data.reading import Damaged, read_blocks
+from monograph.data.reading import Damaged, decompressed_blocks
 from monograph.data.records import Fault, json_objects
-from monograph.data.sources import LINES, STDIN, TABLES, place_of, suffix_of
+from monograph.data.sources import LINE_SUFFIXES, STDIN, TABLE_SUFFIXES, place_of, suffix_of
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
 
-SAMPLE = 100  # records of each file
-# How much of a text file is searched for a record at its beginning.
+SAMPLE_RECORDS = 100  # the size of the sample of each file
+# The size of the beginning of a text file that is examined for a record.
 _BEGINNING_BYTES = 1 << 16
 
 
-def sample(path: Path, record_settings: RecordSettings) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (record number from 1, record) of the first `SAMPLE` records without a fault.
+def sample_records(
+    path: Path, record_settings: RecordSettings
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (record number from 1, record) of the first `SAMPLE_RECORDS` records without a fault.
 
     The records of a table have only the columns by which a form is recognised.
     """
     records = (
         json_objects(path)
-        if suffix_of(path) in LINES
+        if suffix_of(path) in LINE_SUFFIXES
         else table_objects(path, _form_columns(path, record_settings))
     )
     without_fault = (
         (number, record) for number, record in records if not isinstance(record, Fault)
     )
-    return islice(without_fault, SAMPLE)
+    return islice(without_fault, SAMPLE_RECORDS)
 
 
 def _form_columns(path: Path, record_settings: RecordSettings) -> list[str]:
@@ -62,7 +64,8 @@ def kind_of_records(
 ) -> RecordKind | None:
     """Return what the records of these files are trained as.
 
-    Text files count as records of texts. The result is None if no record of the samples has a form.
+    Text files count as records of texts. The result is None if no sampled record has one of
+    `FORMS`.
 
     Args:
         paths: text files and files of records.
@@ -76,7 +79,7 @@ def kind_of_records(
     """
     first_kind: RecordKind | None = None
     first_path: Path | None = None
-    text_files = [path for path in paths if suffix_of(path) not in LINES | TABLES]
+    text_files = [path for path in paths if suffix_of(path) not in LINE_SUFFIXES | TABLE_SUFFIXES]
     _refuse_hidden_records(text_files, record_settings)
     for path in paths:
         kind = RecordKind.TEXTS if path in text_files else _kind_in(path, record_settings, skip_bad)
@@ -99,15 +102,15 @@ def are_completions(paths: Sequence[Path], record_settings: RecordSettings, skip
     """
     has_completion = False
     for path in paths:
-        if suffix_of(path) not in LINES | TABLES:
+        if suffix_of(path) not in LINE_SUFFIXES | TABLE_SUFFIXES:
             continue
         try:
-            for _, record in sample(path, record_settings):
-                given = record_settings.drop_ignored(record)
-                forms = forms_of(given, record_settings)
+            for _, record in sample_records(path, record_settings):
+                kept = record_settings.drop_ignored(record)
+                forms = forms_of(kept, record_settings)
                 if COMPLETED_FORM in forms:
                     has_completion = True
-                    if not are_texts(given):
+                    if not are_texts(kept):
                         return False
                 elif forms:
                     return False
@@ -118,40 +121,39 @@ def are_completions(paths: Sequence[Path], record_settings: RecordSettings, skip
 
 
 def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> RecordKind | None:
-    """Return the kind of a file's records, or None if no record of the sample has a form."""
-    places: dict[Form, str] = {}  # the first record of each form
+    """Return the kind of a file's records, or None if no sampled record has one of `FORMS`."""
+    form_places: dict[Form, str] = {}  # the place of the first record of each form
     try:
-        for number, record in sample(path, record_settings):
+        for number, record in sample_records(path, record_settings):
             forms = forms_of(record_settings.drop_ignored(record), record_settings)
             if len(forms) > 1:
                 raise InputRefused(
                     f"{place_of(path, number)}: could be read in two ways: {describe_choices(forms)}"
                 )
             for form in forms:
-                places.setdefault(form, place_of(path, number))
-        if not places and suffix_of(path) in TABLES:
+                form_places.setdefault(form, place_of(path, number))
+        if not form_places and suffix_of(path) in TABLE_SUFFIXES:
             # All sampled rows are bad. The names of the columns say what good rows would be.
             row = dict.fromkeys(_form_columns(path, record_settings), "")
-            places = dict.fromkeys(
-                forms_of(record_settings.drop_ignored(row), record_settings), str(path)
-            )
+            forms = forms_of(record_settings.drop_ignored(row), record_settings)
+            form_places = dict.fromkeys(forms, str(path))
     except Damaged:
         if not skip_bad:
             raise
-    if LABELLED_FORM in places:
+    if LABELLED_FORM in form_places:
         # Among labelled answers, an answer without its label is a bad record, not a conversation.
-        places.pop(COMPLETED_FORM, None)
-    kinds: dict[RecordKind, str] = {}  # the first record of each kind
-    for form, place in places.items():
-        kinds.setdefault(form.kind, place)
-    if len(kinds) > 1:
-        (first, first_place), (second, second_place) = list(kinds.items())[:2]
-        settings_to_choose = " or ".join(dict.fromkeys(form.setting for form in places))
+        form_places.pop(COMPLETED_FORM, None)
+    kind_places: dict[RecordKind, str] = {}  # the place of the first record of each kind
+    for form, place in form_places.items():
+        kind_places.setdefault(form.kind, place)
+    if len(kind_places) > 1:
+        (first, first_place), (second, second_place) = list(kind_places.items())[:2]
+        settings_to_choose = " or ".join(dict.fromkeys(form.setting for form in form_places))
         raise InputRefused(
             f"{first_place}: is one of {first.value}, and {second_place} is one of {second.value}; give one kind, or "
             f"choose by {settings_to_choose}, which makes the others bad records"
         )
-    return next(iter(kinds), None)
+    return next(iter(kind_places), None)
 
 
 def _refuse_hidden_records(text_files: Sequence[Path], record_settings: RecordSettings) -> None:
@@ -170,7 +172,7 @@ def _refuse_hidden_records(text_files: Sequence[Path], record_settings: RecordSe
 
 def _begins_with_record(path: Path, record_settings: RecordSettings) -> bool:
     """Return whether a text file begins with a JSON object that has the keys of a form."""
-    block = next(read_blocks(path), b"")[:_BEGINNING_BYTES]
+    block = next(decompressed_blocks(path), b"")[:_BEGINNING_BYTES]
     text = block.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     if text.startswith("["):  # an array of records
         text = text[1:].lstrip()

@@ -8,10 +8,11 @@ without P_i, with which R_i begins, up to and including the first token that sto
 This works with any template for which R_i begins with P_i. With any other template, the
 conversation is refused. Nothing is guessed from special tokens or from lengths.
 
-A *turn* is a user's message and all messages before the next message of a user. A *marker* is a
-character that is put between the letters of a special token's name, if a message has this name as
-plain text, so that it stays plain text (`monograph.text.chat`). The marker is "" if no message has
-such a name.
+A *turn* is a user's message and all messages before the next message of a user.
+
+If a message has the letters of a special token as plain text, a *marker* is put between these
+letters, so that they stay plain text (`monograph.text.chat`). The marker is a character that the
+chat does not have, or "" if no message has such letters.
 """
 
 import os
@@ -23,83 +24,85 @@ from monograph.data.conversations import Conversation
 from monograph.data.records import Unusable
 from monograph.errors import InputRefused
 from monograph.text.chat import marker_for, rendered, require_system, template_of
-from monograph.text.messages import Unread, for_template, unread_notes
-from monograph.text.template import AT_ONCE, ChatTemplate, Message, Unspeakable
+from monograph.text.messages import UnreadKey, for_template, unread_notes
+from monograph.text.template import MAX_BATCH, ChatTemplate, Message, TemplateRefusal
 from monograph.text.tokenizer import Tokenizer
 
 # The date that templates read, so that a conversation has the same tokens on every day. It is the
 # default date of the templates of the Llama 3 family.
 TEMPLATE_DATE = "2024-07-26"
-_SHOWN_CHARS = 40  # of a text in an error message
-# Marks that are put around the text that a template tags as the assistant's.
-_OPEN = "\ue000"
-_CLOSE = "\ue001"
+_SHOWN_CHARS = 40  # the length of a text that an error message shows
+# Some templates tag the assistant's text ({% generation %}). In the rendered chat, these characters
+# are put before and after tagged text.
+_TAG_BEGIN = "\ue000"
+_TAG_END = "\ue001"
 
 
 class MaskedRow(NamedTuple):
-    """A stretch of a conversation to train on.
+    """The tokens of a conversation, or of some of its turns, and which of them are trained on.
 
     Attributes:
-        ids: the ids of the stretch's tokens, up to the last trained token.
-        spans: (begin, end) of the trained tokens, in order.
+        ids: the ids of the tokens, up to the last trained token.
+        spans: (begin, end) of each stretch of trained tokens, in order.
     """
 
     ids: list[int]
     spans: tuple[tuple[int, int], ...]
 
 
-class Answering(NamedTuple):
+class AnswerOptions(NamedTuple):
     """The options that decide the rows of conversations.
 
     Attributes:
         every: whether to train on every answer; otherwise only on the last one.
         truncate: whether the first turns of a row that is too long are left out; otherwise such a
             row is refused.
-        longest: maximum number of inputs in a row.
+        max_inputs: the maximum number of inputs in a row.
     """
 
     every: bool
     truncate: bool
-    longest: int
+    max_inputs: int
 
 
 class ConversationConverter:
     """A converter of conversations to rows, for one tokenizer and its template.
 
     Attributes:
-        stops: the ids that stop inference (`stops_of`).
+        stops: the ids that stop inference (`configured_stop_ids`).
         counts: the number of "answers", and how many of them are "truncated" (turns before them
-            were left out), "parted" (a token spans the end of the prompt) and "untagged" (the
-            template's own tags mark another text); and also the counts of `for_template`.
-        untagged: a description of the first untagged answer; "" if there is none.
+            were left out), "split" (encoded apart from the prompt, because a token spans its end)
+            and "untagged" (the template's own tags mark another text); and also the counts of
+            `for_template`.
+        first_untagged: a description of the first untagged answer; "" if there is none.
 
     Raises:
         InputRefused: the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, answering: Answering) -> None:
+    def __init__(self, tokenizer: Tokenizer, answer_options: AnswerOptions) -> None:
         self._tokenizer = tokenizer
-        self._answering = answering
-        self._plain = template_of(tokenizer).on(TEMPLATE_DATE)
-        with_tools = template_of(tokenizer, tools=[])
-        if with_tools.source == self._plain.source:
+        self._options = answer_options
+        self._template_without_tools = template_of(tokenizer).with_date(TEMPLATE_DATE)
+        template_with_tools = template_of(tokenizer, tools=[])
+        if template_with_tools.source == self._template_without_tools.source:
             # Most models have one template for chats with and without tools.
-            self._with_tools = self._plain
+            self._template_with_tools = self._template_without_tools
         else:
-            self._with_tools = with_tools.on(TEMPLATE_DATE)
-        self.stops = stops_of(tokenizer)
+            self._template_with_tools = template_with_tools.with_date(TEMPLATE_DATE)
+        self.stops = configured_stop_ids(tokenizer)
         self.counts: Counter[str] = Counter()
-        self.untagged = ""
-        self._names = {index: name for name, index in tokenizer.special.items()}
+        self.first_untagged = ""
+        self._special_names = {token_id: name for name, token_id in tokenizer.special.items()}
         self._encoder = _Encoder(tokenizer)
 
     def rows(self, conversation: Conversation) -> list[MaskedRow]:
         """Return the rows of a conversation. Each answer is trained on in exactly one row.
 
-        An answer's row is its prompt and the answer. If the next answer's row begins with all of
-        this row, the two become one row. So most templates give one row per conversation. Some
-        templates rewrite earlier turns when the chat continues, and give one row per answer. The
-        template of Qwen 3, for example, removes earlier thoughts.
+        At first each answer has a row: its prompt and the answer. If the row of the next answer
+        begins with all of this row, the two are merged. So most templates give one row per
+        conversation. Some templates rewrite earlier turns when the chat continues, and give one row
+        per answer. The template of Qwen 3, for example, removes earlier thoughts.
 
         Raises:
             Unusable: the template refuses the messages, or does not read one of their keys, or an
@@ -107,31 +110,35 @@ class ConversationConverter:
             InputRefused: the template changes the text before an answer once the answer is there,
                 or it writes no stop token after an answer.
         """
-        answers = conversation.answers if self._answering.every else conversation.answers[-1:]
+        answer_indices = conversation.answer_indices
+        if not self._options.every:
+            answer_indices = answer_indices[-1:]
         template = self._template(conversation)
         variables = conversation.template_variables
         try:
             messages = for_template(template, conversation.messages, self.counts, **variables)
-        except (Unread, Unspeakable) as error:
+        except (UnreadKey, TemplateRefusal) as error:
             raise _unusable(error) from None
         conversation = conversation._replace(messages=messages)
         marker = marker_for(self._tokenizer, template, conversation)
         rows: list[MaskedRow] = []
+        # The index of the first message, after the system message, that is in the row.
         begin = _system_count(conversation.messages)
         # There are two renderings per answer: without and with the answer.
-        answers_at_once = AT_ONCE // 2
-        for number, answer in enumerate(answers):
-            if number % answers_at_once == 0:
-                next_answers = answers[number : number + answers_at_once]
+        batch_answers = MAX_BATCH // 2
+        for number, answer in enumerate(answer_indices):
+            if number % batch_answers == 0:
+                next_answers = answer_indices[number : number + batch_answers]
                 self._render_ahead(conversation, next_answers, begin)
             row, begin = self._fit_row(conversation, answer, begin, marker)
             if rows:
-                # The rows become one if this answer's prompt begins with the last row. Only the
-                # prompt is compared. In a chat that repeats itself, this answer may be equal to the
-                # end of the last row, which is an earlier answer.
+                # The rows are merged if this answer's prompt begins with the last row. The answer
+                # itself is not compared: in a chat that repeats itself, it may be equal to the end
+                # of the last row, which is an earlier answer.
                 answer_begin = row.spans[0][0]
+                prompt_ids = row.ids[:answer_begin]
                 last_ids = rows[-1].ids
-                if row.ids[:answer_begin][: len(last_ids)] == last_ids:
+                if prompt_ids[: len(last_ids)] == last_ids:
                     row = MaskedRow(row.ids, rows.pop().spans + row.spans)
             rows.append(row)
         return rows
@@ -150,21 +157,25 @@ class ConversationConverter:
                 f"turns were left out before {counts['truncated']:,} of {counts['answers']:,} answers to fit"
             )
         lines += unread_notes(counts)
-        if self._plain.reads_the_date or self._with_tools.reads_the_date:
+        templates = (self._template_without_tools, self._template_with_tools)
+        if any(template.reads_the_date for template in templates):
             lines.append(
                 f"the chat template reads the date; in all of these conversations it is {TEMPLATE_DATE}"
             )
         if counts["untagged"]:
             share = f"{counts['untagged']:,} of {counts['answers']:,} answers"
             lines.append(
-                f"the template's own generation tags differ in {share}; the first: {self.untagged}"
+                f"the template's own generation tags differ in {share}; the first: {self.first_untagged}"
             )
         return tuple(lines)
 
     def _template(self, conversation: Conversation) -> ChatTemplate:
-        return self._with_tools if conversation.tools else self._plain
+        """Return the template for a conversation, which may have tools."""
+        return self._template_with_tools if conversation.tools else self._template_without_tools
 
-    def _render_ahead(self, conversation: Conversation, answers: Sequence[int], begin: int) -> None:
+    def _render_ahead(
+        self, conversation: Conversation, answer_indices: Sequence[int], begin: int
+    ) -> None:
         """Render the chats of some answers at once, each without and with the answer.
 
         If `_fit_row` has to leave out turns, it needs further chats. These are rendered one by one
@@ -173,42 +184,47 @@ class ConversationConverter:
         messages = conversation.messages
         system = messages[: _system_count(messages)]
         chats = []
-        for answer in answers:
+        for answer in answer_indices:
             chats.append(([*system, *messages[begin:answer]], True))
             chats.append(([*system, *messages[begin : answer + 1]], False))
-        self._template(conversation).expect(chats, **conversation.template_variables)
+        self._template(conversation).render_ahead(chats, **conversation.template_variables)
 
     def _fit_row(
         self, conversation: Conversation, answer: int, begin: int, marker: str
     ) -> tuple[MaskedRow, int]:
-        """Return (the row of an answer with as many earlier turns as fit, index of its first message).
+        """Return the row of an answer with as many earlier turns as fit.
 
         Args:
             conversation: the conversation.
             answer: index of the answer's message.
             begin: index of the first message, after the system message, in the row of the previous
-                answer.
+                answer. The turns before it are left out here, too.
             marker: the marker of the conversation, or "".
+
+        Returns:
+            The row.
+            The index of its first message after the system message.
 
         Raises:
             Unusable: the row is too long.
         """
         messages = conversation.messages
         system_count = _system_count(messages)
-        begins = [begin]
+        possible_begins = [begin]
         # All messages before a user's message may be left out.
-        if self._answering.truncate:
-            begins += [
+        if self._options.truncate:
+            possible_begins += [
                 index for index in range(begin + 1, answer) if messages[index]["role"] == "user"
             ]
-        for first in begins:
-            kept = [*messages[:system_count], *messages[first : answer + 1]]
-            row = self._last_row(conversation._replace(messages=kept), marker)
+        for first in possible_begins:
+            kept_messages = [*messages[:system_count], *messages[first : answer + 1]]
+            row = self._last_row(conversation._replace(messages=kept_messages), marker)
             inputs = len(row.ids) - 1
-            if inputs <= self._answering.longest:
-                self.counts.update(answers=1, truncated=int(first > system_count))
+            if inputs <= self._options.max_inputs:
+                is_truncated = first > system_count
+                self.counts.update(answers=1, truncated=int(is_truncated))
                 return row, first
-        if self._answering.truncate:
+        if self._options.truncate:
             kept_turns = "the least"
             remedy = ""
         else:
@@ -217,7 +233,7 @@ class ConversationConverter:
         raise Unusable(
             "too long",
             f"messages[{answer}], an answer, with {kept_turns} that has to stand before it takes {inputs:,} tokens, "
-            f"more than data.sequence_length = {self._answering.longest}; raise it{remedy}",
+            f"more than data.sequence_length = {self._options.max_inputs}; raise it{remedy}",
         )
 
     def _last_row(self, conversation: Conversation, marker: str) -> MaskedRow:
@@ -231,27 +247,28 @@ class ConversationConverter:
         template = self._template(conversation)
         try:
             prompt = rendered(template, self._tokenizer, messages[:-1], marker, True, **variables)
-            whole = rendered(template, self._tokenizer, messages, marker, False, **variables)
+            chat = rendered(template, self._tokenizer, messages, marker, False, **variables)
             require_system(prompt.replace(marker, ""), messages[:-1])
-        except Unspeakable as error:
+        except TemplateRefusal as error:
             raise _unusable(error) from None
-        if not whole.startswith(prompt):
-            raise InputRefused(_changed_prompt_fault(prompt, whole, marker))
+        if not chat.startswith(prompt):
+            raise InputRefused(_changed_prompt_fault(prompt, chat, marker))
+        answer_text = chat[len(prompt) :]
         prompt_ids = self._encoder.ids(prompt, marker)
-        whole_ids = self._encoder.ids(whole, marker)
-        answer_ids = whole_ids[len(prompt_ids) :]
-        if whole_ids[: len(prompt_ids)] != prompt_ids:
+        chat_ids = self._encoder.ids(chat, marker)
+        answer_ids = chat_ids[len(prompt_ids) :]
+        if chat_ids[: len(prompt_ids)] != prompt_ids:
             # A token spans the end of the prompt. At inference the prompt is encoded alone, so the
             # answer is encoded alone as well.
-            self.counts["parted"] += 1
-            answer_ids = self._tokenizer.encode_rendered(whole[len(prompt) :], marker, inside=True)
+            self.counts["split"] += 1
+            answer_ids = self._tokenizer.encode_rendered(answer_text, marker, inside=True)
         if not answer_ids:
             raise InputRefused(
                 "the chat template leaves the answer out: with it or without, it writes the same"
             )
         stop_indices = [index for index, token in enumerate(answer_ids) if token in self.stops]
         if not stop_indices:
-            raise InputRefused(self._no_stop_fault(whole[len(prompt) :].replace(marker, "")))
+            raise InputRefused(self._no_stop_fault(answer_text.replace(marker, "")))
         if not prompt_ids:
             raise InputRefused(
                 "the chat template writes nothing before an answer: its first token has no input"
@@ -259,72 +276,75 @@ class ConversationConverter:
         trained_ids = answer_ids[: stop_indices[0] + 1]
         # `tagged` writes no markers, so its offsets are those of a prompt without markers.
         if template.tags_answers and not marker:
-            tagged = template.tagged(messages, (_OPEN, _CLOSE), **variables)
-            self._compare_tags(tagged, prompt, trained_ids)
+            tagged_chat = template.tagged(messages, (_TAG_BEGIN, _TAG_END), **variables)
+            self._compare_tags(tagged_chat, prompt, trained_ids)
         ids = prompt_ids + trained_ids
         return MaskedRow(ids, ((len(prompt_ids), len(ids)),))
 
-    def _no_stop_fault(self, ending: str) -> str:
+    def _no_stop_fault(self, answer_text: str) -> str:
         """Return the reason to refuse an answer without a stop token.
 
         Args:
-            ending: the text that the template writes for the answer.
+            answer_text: the text that the template writes for the answer.
         """
-        names = ", ".join(repr(self._names.get(stop, str(stop))) for stop in sorted(self.stops))
-        special_ids = [token for _, _, token in self._tokenizer.controls(ending)]
+        names = ", ".join(
+            repr(self._special_names.get(stop, str(stop))) for stop in sorted(self.stops)
+        )
+        special_ids = [token for _, _, token in self._tokenizer.special_tokens_in(answer_text)]
         remedy = ""
         if special_ids:
             first = special_ids[0]
-            remedy = f"; if {self._names[first]!r} ends a turn, add its id {first} there"
+            remedy = f"; if {self._special_names[first]!r} ends a turn, add its id {first} there"
         return (
             f"the model would never learn to stop: no token of generation_config.json's eos_token_id and no end of "
             f"text ({names}) is in what the chat template writes for an answer, which ends with "
-            f"{ending[-_SHOWN_CHARS:]!r}{remedy}"
+            f"{answer_text[-_SHOWN_CHARS:]!r}{remedy}"
         )
 
-    def _compare_tags(self, marked: str, prompt: str, trained_ids: Sequence[int]) -> None:
+    def _compare_tags(self, tagged_chat: str, prompt: str, trained_ids: Sequence[int]) -> None:
         """Count an answer whose text in the template's own tags differs from the trained text.
 
         Args:
-            marked: the rendered chat with `_OPEN` and `_CLOSE` around tagged text.
+            tagged_chat: the rendered chat with `_TAG_BEGIN` and `_TAG_END` around tagged text.
             prompt: the chat before the answer; tagged text in it belongs to earlier answers.
             trained_ids: the ids of the trained text.
         """
-        before, *parts = marked.split(_OPEN)
-        tagged_of_answer = ""
-        offset = len(before)  # in the chat without marks
+        before_tags, *parts = tagged_chat.split(_TAG_BEGIN)
+        tagged_in_answer = ""
+        # Where the next tagged text begins in the chat without these characters.
+        offset = len(before_tags)
         for part in parts:
-            tagged, _, untagged = part.partition(_CLOSE)
-            tagged_of_answer += tagged[max(0, len(prompt) - offset) :]
+            tagged, _, untagged = part.partition(_TAG_END)
+            tagged_in_answer += tagged[max(0, len(prompt) - offset) :]
             offset += len(tagged) + len(untagged)
         trained = self._decode(trained_ids)
-        if tagged_of_answer != trained:
+        if tagged_in_answer != trained:
             self.counts["untagged"] += 1
-            self.untagged = self.untagged or (
-                f"trained {_shorten(trained)!r}, tagged {_shorten(tagged_of_answer)!r}"
+            self.first_untagged = self.first_untagged or (
+                f"trained {_shorten(trained)!r}, tagged {_shorten(tagged_in_answer)!r}"
             )
 
     def _decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with special tokens by their names."""
+        names = self._special_names
         pieces = self._tokenizer.pieces
-        text = b"".join(
-            self._names[token].encode() if token in self._names else pieces[token] for token in ids
-        )
+        text = b"".join(names[token].encode() if token in names else pieces[token] for token in ids)
         return text.decode("utf-8", "replace")
 
 
 class _Encoder:
     """An encoder of rendered chats, which reuses ids of the last chat.
 
-    Successive chats mostly begin with the same text. The ids of that text are reused up to a
-    special token, since a special token is encoded the same whatever follows.
+    Successive chats mostly begin with the same text. The ids of that text are reused up to its last
+    special token, because text after a special token does not change the tokens before it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._text = ""
         self._ids = list[int]()
-        # (characters, ids) of the last chat up to and including each special token.
+        # (number of characters, number of ids) of the last chat up to and including each special
+        # token.
         self._special_ends: list[tuple[int, int]] = []
 
     def ids(self, text: str, marker: str) -> list[int]:
@@ -339,14 +359,14 @@ class _Encoder:
                 break
         ids = self._ids[:shared_ids]
         special_ends = [end for end in self._special_ends if end[1] <= shared_ids]
-        done_chars = shared_chars
-        for start, end, special_id in self._tokenizer.controls(text[shared_chars:]):
-            between = text[done_chars : shared_chars + start].replace(marker, "")
-            ids += encode(between, ids)
+        encoded_chars = shared_chars  # the number of characters whose ids are in `ids`
+        for start, end, special_id in self._tokenizer.special_tokens_in(text[shared_chars:]):
+            text_before = text[encoded_chars : shared_chars + start].replace(marker, "")
+            ids += encode(text_before, ids)
             ids.append(special_id)
-            done_chars = shared_chars + end
-            special_ends.append((done_chars, len(ids)))
-        ids += encode(text[done_chars:].replace(marker, ""), ids)
+            encoded_chars = shared_chars + end
+            special_ends.append((encoded_chars, len(ids)))
+        ids += encode(text[encoded_chars:].replace(marker, ""), ids)
         self._text = text
         self._ids = ids
         self._special_ends = special_ends
@@ -366,17 +386,19 @@ def skipped_notes(skipped: Mapping[str, int], first_bad: str) -> list[str]:
     return [f"skipped conversations: {reasons}; the first: {first_bad}"]
 
 
-def stops_of(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that stop inference.
+def configured_stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that stop inference: the tokenizer's end of text, and those of
+    generation_config.json.
 
-    They are the tokenizer's end of text, and those of generation_config.json.
+    Unlike `monograph.text.chat.stop_ids`, this leaves out the token that the chat template writes
+    after an answer: whether that token stops inference is what is checked here.
     """
     return frozenset({tokenizer.eos_id, *tokenizer.config.stops})
 
 
 def _unusable(error: InputRefused) -> Unusable:
-    """Return a template's refusal as the fault of a record, which may be skipped."""
-    if isinstance(error, Unread):
+    """Return a template's refusal as the error for a bad record, which may be skipped."""
+    if isinstance(error, UnreadKey):
         return Unusable("a key that no template reads", str(error))
     return Unusable("refused by the chat template", str(error))
 
@@ -386,17 +408,17 @@ def _system_count(messages: Sequence[Message]) -> int:
     return int(messages[0]["role"] == "system")
 
 
-def _changed_prompt_fault(prompt: str, whole: str, marker: str) -> str:
+def _changed_prompt_fault(prompt: str, chat: str, marker: str) -> str:
     """Return the reason to refuse a conversation whose text does not begin with an answer's
     prompt.
     """
     prompt = prompt.replace(marker, "")
-    whole = whole.replace(marker, "")
-    difference = len(os.path.commonprefix([prompt, whole]))
+    chat = chat.replace(marker, "")
+    difference = len(os.path.commonprefix([prompt, chat]))
     shown = slice(max(0, difference - _SHOWN_CHARS // 2), difference + _SHOWN_CHARS)
     return (
         f"the chat template writes the chat before an answer in another way once the answer is there: the prompt has "
-        f"{prompt[shown]!r} where the conversation has {whole[shown]!r}; a model trained on it would not be asked so"
+        f"{prompt[shown]!r} where the conversation has {chat[shown]!r}; a model trained on it would not be asked so"
     )
 
 

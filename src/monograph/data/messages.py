@@ -1,7 +1,7 @@
 """Read the messages of chats into one form.
 
 Training, prompts to reward, `generate --chat` and `serve` all read messages here. A message becomes
-an object with a role, and a content (one text) or calls of tools or both:
+an object with a role, and with a content (one text), tool calls, or both:
 
 - A key whose value is null is the same as a missing key: in the message, in its parts and in its
   calls, as in transformers and in tables. Inside the arguments of a call, a null is a value.
@@ -16,12 +16,12 @@ from monograph.data.records import JSON_TYPES, Unusable, checked_text, quote
 from monograph.text.messages import CALLS, THOUGHTS, WEIGHT
 
 ROLES = ("system", "user", "assistant", "tool")
-# ShareGPT's messages have "from" and "value" instead of "role" and "content", and other names of
+# ShareGPT's messages have "from" and "value" instead of "role" and "content", and these names of
 # roles.
-_SHARED_ROLES = {"human": "user", "gpt": "assistant"}
-# A message with one of these keys is refused, unless the value is empty. Each key has what to do
-# instead.
-_NOT_READ = {
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+# A message with one of these keys is refused, unless the value is empty. The values here say what
+# to do instead.
+_REFUSED_KEYS = {
     "function_call": 'give it as "tool_calls": [{"type": "function", "function": {"name": ..., "arguments": ...}}]',
     "refusal": "write what is said as the content",
     "audio": "only text is read: leave the message out",
@@ -29,7 +29,7 @@ _NOT_READ = {
 }
 # Keys whose values must be texts.
 _TEXT_KEYS = {"name", "tool_call_id", *THOUGHTS}
-# Keys that say whether a message is trained on.
+# Keys that say whether a message is trained on. `message_of` replaces them by WEIGHT alone.
 _TRAINING_KEYS = (WEIGHT, "train", "training")
 
 
@@ -51,36 +51,36 @@ def read_messages(value: object, key: str) -> list[dict[str, Any]]:
     if not value:
         raise Unusable("empty conversation", f"{quote(key)} is empty")
     return [
-        trainable_message(message_of(message, f"{key}[{number}]"), f"{key}[{number}]")
+        checked_message(message_of(message, f"{key}[{number}]"), f"{key}[{number}]")
         for number, message in enumerate(value)
     ]
 
 
-def trainable_message(
-    message: dict[str, Any], where: str, content_key: str | None = None
+def checked_message(
+    message: dict[str, Any], where: str, content_place: str | None = None
 ) -> dict[str, Any]:
-    """Return the message if its texts can be trained on.
+    """Return the message, after checking that its texts can be trained on.
 
     Args:
         message: as `message_of` returns it.
         where: the message's place in its record, for error messages.
-        content_key: the place of its content; None: under "content" in the message.
+        content_place: the place of its content, for error messages; None: WHERE.content.
 
     Raises:
         Unusable: a text has a NUL or a lone surrogate, or a message of a user or an assistant has
             neither a content nor calls.
     """
-    content_key = content_key or f"{where}.content"
+    content_place = content_place or f"{where}.content"
     for key in THOUGHTS & message.keys():
         checked_text(message[key], f"{where}.{key}")
-    is_empty = "content" in message and not checked_text(message["content"], content_key).strip()
+    is_empty = "content" in message and not checked_text(message["content"], content_place).strip()
     if is_empty and CALLS not in message and message["role"] in ("user", "assistant"):
-        raise Unusable("empty content", f"{content_key} is empty")
+        raise Unusable("empty content", f"{content_place} is empty")
     return message
 
 
 def message_of(
-    value: object, where: str, roles: Sequence[str] | None = ROLES, content_key: str | None = None
+    value: object, where: str, roles: Sequence[str] | None = ROLES, content_place: str | None = None
 ) -> dict[str, Any]:
     """Return a message in the form that the module's docstring describes.
 
@@ -88,12 +88,12 @@ def message_of(
         value: the message as it was given.
         where: its place, for error messages.
         roles: the roles that it may have; None: any role.
-        content_key: the place of its content; None: under "content" in the message.
+        content_place: the place of its content, for error messages; None: WHERE.content.
 
     Raises:
         Unusable: the value is not a message.
     """
-    content_key = content_key or f"{where}.content"
+    content_place = content_place or f"{where}.content"
     if not isinstance(value, dict):
         raise Unusable(
             "no message",
@@ -101,22 +101,24 @@ def message_of(
         )
     message = _without_nulls(value)
     role_key = "role"
-    accepted = list(roles or ())
+    accepted_roles = list(roles or ())
     if "role" not in message and "from" in message:
         role_key = "from"
-        accepted = [*_SHARED_ROLES, *accepted]
-        message = _from_shared(message)
+        accepted_roles = [*_SHAREGPT_ROLES, *accepted_roles]
+        message = _from_sharegpt(message)
     role = message.get("role")
     if not isinstance(role, str) or (roles is not None and role not in roles):
         found = quote(role) if isinstance(role, str) else JSON_TYPES[type(role)]
-        expected = f"{', '.join(accepted[:-1])} or {accepted[-1]}" if accepted else "a text"
+        expected = "a text"
+        if accepted_roles:
+            expected = f"{', '.join(accepted_roles[:-1])} or {accepted_roles[-1]}"
         raise Unusable("unknown role", f"{where}.{role_key} is {found}: expected {expected}")
-    _refuse_not_read(message, where)
+    _refuse_keys(message, where)
     _replace_training_keys(message, where)
     if CALLS in message:
-        _read_calls(message, where)
+        _clean_calls(message, where)
     if "content" in message:
-        message["content"] = _content(message["content"], content_key)
+        message["content"] = _content(message["content"], content_place)
     elif CALLS not in message:
         raise Unusable("no content", f"{where} has no content")
     for key in _TEXT_KEYS & message.keys():
@@ -132,11 +134,11 @@ def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
     return {key: inner for key, inner in value.items() if inner is not None}
 
 
-def _from_shared(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of ShareGPT's form with the usual keys."""
+def _from_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of ShareGPT's form with the usual keys and roles."""
     role = message["from"]
     if isinstance(role, str):
-        role = _SHARED_ROLES.get(role, role)
+        role = _SHAREGPT_ROLES.get(role, role)
     renamed = {"role": role}
     if "value" in message:
         renamed["content"] = message["value"]
@@ -145,20 +147,24 @@ def _from_shared(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**renamed, **rest}
 
 
-def _refuse_not_read(message: dict[str, Any], where: str) -> None:
-    """Refuse a message with a key of `_NOT_READ`, and delete those keys whose values are empty."""
-    for key in _NOT_READ.keys() & message.keys():
+def _refuse_keys(message: dict[str, Any], where: str) -> None:
+    """Refuse a message that has a key of `_REFUSED_KEYS`; delete such a key if its value is empty."""
+    for key in _REFUSED_KEYS.keys() & message.keys():
         if message[key]:
-            raise Unusable("a key that is not read", f"{where}.{key} is not read: {_NOT_READ[key]}")
+            raise Unusable(
+                "a key that is not read", f"{where}.{key} is not read: {_REFUSED_KEYS[key]}"
+            )
         del message[key]
 
 
 def _replace_training_keys(message: dict[str, Any], where: str) -> None:
-    """Replace the keys that say whether a message is trained on: by the weight 0 if an assistant's
-    message is not, else by nothing.
+    """Remove the keys that say whether a message is trained on.
+
+    If they say that a message of an assistant is not trained on, it gets the weight 0. All other
+    messages of an assistant are trained on, and need no key.
     """
-    given = {key: message.pop(key) for key in _TRAINING_KEYS if key in message}
-    for key, value in given.items():
+    values = {key: message.pop(key) for key in _TRAINING_KEYS if key in message}
+    for key, value in values.items():
         # `type`, not `isinstance`: a bool is an int.
         if type(value) not in (bool, int, float) or value not in (0, 1):
             expected = "0 or 1" if key == WEIGHT else "true or false"
@@ -167,30 +173,31 @@ def _replace_training_keys(message: dict[str, Any], where: str) -> None:
         if value and message["role"] != "assistant":
             detail = f"{where}.{key} asks to train on a message of {message['role']}, and only an assistant's are"
             raise Unusable("weight", f"{detail}: leave it out")
-    if len({bool(value) for value in given.values()}) > 1:
-        raise Unusable("weight", f"{where}: {' and '.join(given)} disagree")
-    is_left_out = bool(given) and not any(given.values())
-    if is_left_out and message["role"] == "assistant":
+    if len({bool(value) for value in values.values()}) > 1:
+        raise Unusable("weight", f"{where}: {' and '.join(values)} disagree")
+    is_excluded = bool(values) and not any(values.values())
+    if is_excluded and message["role"] == "assistant":
         message[WEIGHT] = 0
 
 
-def _read_calls(message: dict[str, Any], where: str) -> None:
-    """Delete the nulls in a message's calls of tools, or the list of calls if it is empty."""
-    given = message[CALLS]
-    if given == []:
+def _clean_calls(message: dict[str, Any], where: str) -> None:
+    """Remove the nulls from a message's tool calls, and the list of calls itself if it is empty."""
+    value = message[CALLS]
+    if value == []:
         del message[CALLS]
         return
-    calls = [_call(call) for call in given] if isinstance(given, list) else []
+    calls = [_clean_call(call) for call in value] if isinstance(value, list) else []
     if message["role"] != "assistant" or not calls or None in calls:
         expected = "an array of objects that name a function each, of an assistant"
         raise Unusable("tool calls", f"{where}.{CALLS}: expected {expected}")
     message[CALLS] = calls
 
 
-def _call(value: object) -> dict[str, Any] | None:
-    """Return a call without its nulls, or None if it does not name a function.
+def _clean_call(value: object) -> dict[str, Any] | None:
+    """Return a tool call without its nulls, or None if it does not name a function.
 
-    The name is in the call itself, or in the object under "function".
+    The name is under "name", in the call itself or in the object that the call has under
+    "function".
     """
     if not isinstance(value, dict):
         return None
@@ -202,19 +209,19 @@ def _call(value: object) -> dict[str, Any] | None:
     return call if has_name else None
 
 
-def _content(value: object, key: str) -> str:
-    """Return a content as one text. Parts of a content are joined."""
+def _content(value: object, where: str) -> str:
+    """Return a message's content as one text. A content may be a list of parts, which are joined."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise Unusable(
-            "text is no string", f"{quote(key)} is {JSON_TYPES[type(value)]}, not a string"
+            "text is no string", f"{quote(where)} is {JSON_TYPES[type(value)]}, not a string"
         )
-    return "".join(_part_text(part, f"{key}[{number}]") for number, part in enumerate(value))
+    return "".join(_part_text(part, f"{where}[{number}]") for number, part in enumerate(value))
 
 
 def _part_text(value: object, where: str) -> str:
-    """Return the text of a part of a content."""
+    """Return the text of one part of a content, which must be {"type": "text", "text": ...}."""
     part = _without_nulls(value) if isinstance(value, dict) else {}
     kind = part.get("type")
     has_text = kind == "text" and isinstance(part.get("text"), str)
@@ -230,5 +237,9 @@ def _part_text(value: object, where: str) -> str:
 
 
 def is_trained_on(message: Mapping[str, Any]) -> bool:
-    """Return whether a message, as `message_of` returns it, is an answer to train on."""
+    """Return whether a message is trained on: an assistant's, unless its weight is 0.
+
+    Args:
+        message: as `message_of` returns it.
+    """
     return bool(message["role"] == "assistant" and message.get(WEIGHT, 1) != 0)

@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monograph.data.reading import read_blocks
+from monograph.data.reading import decompressed_blocks
 from monograph.storage.reading import KeyTwice, object_once
 
-# The largest record. To parse a line of JSON can take about twenty times its size in memory.
-LONGEST_BYTES = 1 << 25
+# The size of the largest record that is read. Parsing a line of JSON can take about twenty times
+# its size in memory.
+MAX_RECORD_BYTES = 1 << 25
 
 
 class Fault(NamedTuple):
@@ -32,12 +33,13 @@ class Unusable(Exception):
         self.fault = Fault(reason, detail)
 
 
-# A record's number in its file, from 1, and its text or its fault.
-Record = tuple[int, str | Fault]
-# A key with one of these values says nothing.
+# A record's number in its file, from 1, and the record's text, or its fault if it is bad.
+NumberedText = tuple[int, str | Fault]
+# A key with one of these values is treated as if the record did not have it.
 EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 
-_TOO_LONG = Fault("too long", f"is longer than {LONGEST_BYTES >> 20} MiB")
+_TOO_LONG = Fault("too long", f"is longer than {MAX_RECORD_BYTES >> 20} MiB")
+# What JSON calls the type of a Python value, for error messages.
 JSON_TYPES: dict[type, str] = {
     dict: "an object",
     list: "an array",
@@ -55,16 +57,17 @@ def _refuse_constant(name: str) -> None:
 
 
 # This decoder reads integers as floats, because Python refuses to read integers of thousands of
-# digits. Nothing is lost: only the text of such a record is used, and a text is not a number.
+# digits. It is for records of which only the text is used, so no number matters. Both decoders
+# refuse an object that has a key twice (`object_once`).
 _LENIENT_DECODER = json.JSONDecoder(
     object_pairs_hook=object_once, parse_int=float, parse_constant=_refuse_constant
 )
-# In conversations numbers are written again, for example in the arguments of a tool call, where 3
-# must stay 3.
+# This decoder is for conversations. Their numbers are written into the text to train on, for
+# example in the arguments of a tool call, where 3 must stay 3.
 _EXACT_DECODER = json.JSONDecoder(object_pairs_hook=object_once, parse_constant=_refuse_constant)
 
 
-def json_lines(path: Path, key: str) -> Iterator[Record]:
+def json_texts(path: Path, key: str) -> Iterator[NumberedText]:
     """Yield (line number from 1, text under `key` or a fault) for every line that is not blank.
 
     Raises:
@@ -81,10 +84,7 @@ def json_lines(path: Path, key: str) -> Iterator[Record]:
 
 
 def _missing_key_hint(record: Mapping[str, Any]) -> str:
-    """Return what to do about a record without a text, or "".
-
-    A pair of answers has a hint, and a record that has only one of "prompt" and "completion".
-    """
+    """Return a hint on a record that has no text but looks like another kind of record, else ""."""
     if "chosen" in record and "rejected" in record:
         return "; such pairs are for `monograph train` with prefer.loss"
     if "prompt" in record:
@@ -123,10 +123,10 @@ def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[st
 
 
 def text_or_fault(text: object, key: str) -> str | Fault:
-    """Return `text` if it is empty or can be trained on, else its fault.
+    """Return `text` if it is valid, else its fault. A text may be empty, but not have a NUL.
 
     Args:
-        text: the value of a record under a key.
+        text: the value of a record under a key; any JSON value.
         key: the key, for the message.
     """
     if not isinstance(text, str):
@@ -143,14 +143,14 @@ def text_or_fault(text: object, key: str) -> str | Fault:
 
 
 def checked_text(text: object, key: str) -> str:
-    """Return `text` if it is empty or can be trained on.
+    """Return `text` if it is valid, as in `text_or_fault`.
 
     Raises:
         Unusable: it has a fault.
     """
     checked = text_or_fault(text, key)
     if isinstance(checked, Fault):
-        raise Unusable(*checked)
+        raise Unusable(checked.reason, checked.detail)
     return checked
 
 
@@ -189,7 +189,7 @@ def quote(name: str) -> str:
 
 
 def list_names(names: list[str]) -> str:
-    """Return the first six of these names, quoted, in one text."""
+    """Return the first six of these names, quoted, and the number of the others, for a message."""
     shown = ", ".join(map(quote, names[:6])) or "none"
     if len(names) > 6:
         shown += f" and {len(names) - 6} more"
@@ -199,23 +199,27 @@ def list_names(names: list[str]) -> str:
 def _lines(path: Path) -> Iterator[bytes | None]:
     """Yield the lines of a file without their line feeds.
 
-    A line of more than LONGEST_BYTES is not kept in memory; None is yielded for it.
+    A line of more than MAX_RECORD_BYTES is not kept in memory; None is yielded for it.
     """
-    parts: list[bytes] = []  # of the line that is being read
-    size = 0  # bytes of that line
+    line_parts: list[bytes] = []  # the parts of the line that is being read, one for each block
+    line_bytes = 0  # the size of that line so far
 
-    def line() -> bytes | None:
-        return b"".join(parts) if size <= LONGEST_BYTES else None
+    def complete_line() -> bytes | None:
+        return b"".join(line_parts) if line_bytes <= MAX_RECORD_BYTES else None
 
-    for block in read_blocks(path):
-        *line_ends, rest = block.split(b"\n")
-        for line_end in line_ends:
-            size += len(line_end)
-            parts.append(line_end)
-            yield line()
-            parts = []
-            size = 0
-        size += len(rest)
-        parts = [*parts, rest] if size <= LONGEST_BYTES else []
-    if size:
-        yield line()
+    for block in decompressed_blocks(path):
+        # The last part of a block has no line feed, so its line continues in the next block.
+        *last_parts, unfinished_part = block.split(b"\n")
+        for last_part in last_parts:
+            line_bytes += len(last_part)
+            line_parts.append(last_part)
+            yield complete_line()
+            line_parts = []
+            line_bytes = 0
+        line_bytes += len(unfinished_part)
+        if line_bytes <= MAX_RECORD_BYTES:
+            line_parts.append(unfinished_part)
+        else:
+            line_parts = []
+    if line_bytes:
+        yield complete_line()

@@ -1,10 +1,11 @@
 """Arrange one side of a corpus as rows of T positions, and give the order in which rows are visited.
 
 The order is a keyed permutation for each epoch. It has no state, so the row at any position can be
-computed directly.
+computed directly. A *visit* is one use of a row: an epoch may visit a row several times, or not at
+all, if its source has a weight.
 
-Shape suffixes: P pieces, R rows, T positions of a row, N inputs of all requested pieces, S shares, V
-visits to a share.
+Shape suffixes: P pieces, R rows, T positions of a row, N inputs of all requested pieces, S shares,
+V visits to a share.
 """
 
 import itertools
@@ -39,16 +40,18 @@ class RowShare(NamedTuple):
 
 
 def share(rows: int, weight: float) -> RowShare:
-    """Return a share with round(rows · weight) visits, but at least one if there are rows.
+    """Return a share with round(rows · weight) visits an epoch, but at least one if there are rows.
 
-    With the weight 1/2, epochs alternate between two halves of the rows.
+    With the weight 1/2, for example, an epoch visits half of the rows, and the next one the others.
     """
     if rows == 0:
         return RowShare(0, 0)
     return RowShare(rows, max(1, round(rows * weight)))
 
 
-def shares_at(start: int, count: int, shares: Sequence[RowShare], seed: int) -> NDArray[np.int64]:
+def weighted_rows_at(
+    start: int, count: int, shares: Sequence[RowShare], seed: int
+) -> NDArray[np.int64]:
     """Return the row at each of the positions start .. start + count - 1 of an endless sequence of
     epochs.
 
@@ -57,10 +60,10 @@ def shares_at(start: int, count: int, shares: Sequence[RowShare], seed: int) -> 
     visit in the epoch. Visits are numbered share by share, so this number gives the share, and the
     number j of the visit among the v visits of this epoch to this share.
 
-    The visits to a share with n rows are also numbered through all epochs, q = e·v + j. Visit q is to
-    row P_{seed',q // n}(q mod n) of the share, where seed' depends on the share. If v is a multiple
-    of n, every epoch sees every row equally often, and visit q is simply to row q mod n. In both
-    cases, n consecutive visits that begin at a multiple of n see every row exactly once.
+    The visits to a share with n rows are also numbered through all epochs, q = e·v + j. Visit q is
+    to row P_{seed',q // n}(q mod n) of the share, where seed' depends on the share. If v is a
+    multiple of n, every epoch sees every row equally often, and visit q is simply to row q mod n.
+    In both cases, n consecutive visits that begin at a multiple of n see every row exactly once.
 
     Args:
         start: first position, >= 0.
@@ -74,16 +77,17 @@ def shares_at(start: int, count: int, shares: Sequence[RowShare], seed: int) -> 
     visits_S = np.array([share.visits for share in shares], dtype=np.int64)
     visit_ends_S = np.cumsum(visits_S)
     epoch_visits = int(visits_S.sum())
-    # The next three arrays have, for each position, its epoch, the number of its visit in the epoch,
-    # and the index of its share.
+    # The next three arrays have, for each position, its epoch, the number of its visit in the
+    # epoch, and the index of its share.
     epochs = np.arange(start, start + count, dtype=np.int64) // epoch_visits
     visits = rows_at(start, count, epoch_visits, seed)
     share_indices = np.searchsorted(visit_ends_S, visits, side="right")
     result = np.empty(count, dtype=np.int64)
-    first_row = 0
+    first_row = 0  # of the share, among the rows of all shares
     for index, share in enumerate(shares):
         positions_V = np.flatnonzero(share_indices == index)
         first_visit = visit_ends_S[index] - share.visits
+        # The number q of the docstring.
         visit_V = epochs[positions_V] * share.visits + visits[positions_V] - first_visit
         if share.visits and share.visits % share.rows:
             share_seed = _mix(
@@ -99,13 +103,13 @@ def shares_at(start: int, count: int, shares: Sequence[RowShare], seed: int) -> 
 
 
 def rows_at(start: int, count: int, rows: int, seed: int) -> NDArray[np.int64]:
-    """Return the row at each of the positions start .. start + count - 1, where each epoch sees every
-    row once.
+    """Return the row at each of the positions start .. start + count - 1, in an order in which each
+    epoch sees every row once.
 
     Position p is in epoch e = p // rows, and its row is P_{seed,e}(p mod rows), where P_{seed,e} is
     a permutation of 0..rows-1. The row does not depend on earlier calls, or on how positions are
-    grouped into updates. Checkpoints store only a position, so the arithmetic below is part of their
-    format.
+    grouped into updates. Checkpoints store only a position, so the arithmetic below is part of
+    their format.
 
     P is a Feistel network over pairs (left, right) with left < a = ceil(sqrt(rows)) and right < b =
     ceil(rows / a). Rounds alternate between the halves, and add to one half a keyed hash of the
@@ -128,14 +132,20 @@ def rows_at(start: int, count: int, rows: int, seed: int) -> NDArray[np.int64]:
 
 
 def _permute(positions: UInt64, rows: int, seed: UInt64) -> NDArray[np.int64]:
-    """Return the row at each position, as `rows_at` does, for a mixed seed."""
+    """Return the row at each position, as `rows_at` does.
+
+    Args:
+        positions: uint64 [count].
+        rows: rows per epoch.
+        seed: uint64 [1], a seed that `_mix` has spread over all bits.
+    """
     epochs, index = np.divmod(positions, np.uint64(rows))
     keys = _mix(seed + epochs)
     left_size = math.isqrt(rows - 1) + 1
     right_size = -(-rows // left_size)  # rounded up
     result = _feistel(index, keys, left_size, right_size)
-    # At most sqrt(rows) of the a·b pairs are not rows. The network is applied again to such a result
-    # until the result is a row, which keeps the map one-to-one.
+    # At most sqrt(rows) of the a·b pairs are not rows. The network is applied again to such a
+    # result until the result is a row, which keeps the map one-to-one.
     outside = np.flatnonzero(result >= rows)
     while outside.size:
         result[outside] = _feistel(result[outside], keys[outside], left_size, right_size)
@@ -144,6 +154,7 @@ def _permute(positions: UInt64, rows: int, seed: UInt64) -> NDArray[np.int64]:
 
 
 def _feistel(index: UInt64, keys: UInt64, left_size: int, right_size: int) -> UInt64:
+    """Map each index below left_size · right_size to another one, one-to-one for each key."""
     a = np.uint64(left_size)
     b = np.uint64(right_size)
     left, right = np.divmod(index, b)
@@ -170,7 +181,7 @@ def _mix(value: UInt64) -> UInt64:
 if TYPE_CHECKING:
     from monograph.data.batches import Batch
 
-# The target at positions that have none: torch's ignore_index.
+# The id under `targets` at positions without a target: torch's ignore_index.
 IGNORE = -100
 
 Int64 = NDArray[np.int64]
@@ -181,15 +192,15 @@ class DocumentPiece(NamedTuple):
 
     Attributes:
         document: the document's name.
-        begin: index of the first input in the document.
-        length: number of inputs.
-        tokens: number of tokens of the document.
+        begin: index of the piece's first input in the document.
+        length: number of inputs of the piece.
+        document_tokens: number of tokens of the whole document.
     """
 
     document: str
     begin: int
     length: int
-    tokens: int
+    document_tokens: int
 
 
 class Rows:
@@ -199,16 +210,16 @@ class Rows:
         sequence_length: T.
         packed: whether a row may have several pieces. If so, batches have the keys `segments` and
             `positions`.
-        shares: the shares of rows with the same weight.
+        shares: consecutive rows with the same weight, in order.
         documents: number of documents; with conversations, number of
             `monograph.data.loss_mask.MaskedRow`s.
         conversations: number of conversations, 0 for texts.
         inputs: number of inputs: all tokens except each document's last.
-        tokens: number of targets: all tokens except each document's first; with conversations, the
-            trained tokens.
-        bytes: bytes of the text that the targets stand for. Bits per byte are (sum of losses) / ln 2
-            / bytes.
-        filled: share of all positions that have an input.
+        tokens: number of *targets*: all tokens except each document's first; with conversations,
+            only the trained tokens.
+        bytes: bytes of the text that the targets stand for. Bits per byte are (sum of losses) / ln
+            2 / bytes.
+        filled_share: share of all positions that have an input.
     """
 
     def __init__(
@@ -232,22 +243,25 @@ class Rows:
         """
         self._side = side
         self._tokenizer = tokenizer
-        parts = _parts(side, weights or [1.0] * len(side.files))
-        documents_of_parts = [documents for documents, _ in parts]
+        parts = _weighted_parts(side, weights or [1.0] * len(side.files))
         self._plan: Packing = plan_rows(
-            side.starts, sequence_length, packed, documents_of_parts, folder
+            side.starts, sequence_length, packed, [part.documents for part in parts], folder
         )
         self.shares = [
-            share(rows, weight) for rows, (_, weight) in zip(self._plan.rows, parts, strict=True)
+            share(rows, part.weight) for rows, part in zip(self._plan.part_rows, parts, strict=True)
         ]
         self.sequence_length = sequence_length
         self.packed = packed
         self.documents = len(side.starts) - 1
         self.conversations = side.conversations
         self.inputs = len(side.tokens) - self.documents
-        self.tokens = self.inputs if side.answers is None else int(np.diff(side.answers)[::2].sum())
+        if side.answers is None:
+            self.tokens = self.inputs
+        else:
+            # `answers` is begin, end, begin, end ..., so every second difference is a length.
+            self.tokens = int(np.diff(side.answers)[::2].sum())
         self.bytes = side.bytes
-        self.filled = self._plan.filled
+        self.filled_share = self._plan.filled_share
 
     def __len__(self) -> int:
         """Return the number of different rows."""
@@ -266,25 +280,26 @@ class Rows:
         """Return the rows with these indices.
 
         Returns:
-            int64 [R, T] under each key: `tokens`, the input ids; and `targets`, the id to predict at
-            each position, or -100 where there is none. Packed rows also have `segments`, which are
-            1, 2, 3... for the pieces of a row and 0 for padding, and `positions`, which are counted
-            from 0 in each piece.
+            int64 [R, T] under each key: `tokens`, the input ids; and `targets`, the id to predict
+            at each position, or -100 where there is none. Packed rows also have `segments`, which
+            are 1, 2, 3... for the pieces of a row and 0 for padding, and `positions`, which are
+            counted from 0 in each piece.
         """
         plan = self._plan
         pieces_R = plan.offsets[indices_R + 1] - plan.offsets[indices_R]
-        # For each piece: its row in the window, its number in the row, and its index in the plan.
+        # For each piece of the window, in order: its row in the window, its number in the row, and
+        # its index in the plan.
         row_P = np.repeat(np.arange(len(indices_R)), pieces_R)
         ordinal_P = _ordinals(pieces_R)
         piece_P = plan.offsets[indices_R][row_P] + ordinal_P
         lengths_P = plan.lengths[piece_P]
         # The column of a piece in its row is the number of inputs before the piece in the window,
         # less the number of inputs before the row's first piece.
-        before_P = np.cumsum(lengths_P) - lengths_P
-        row_first_P = np.arange(len(row_P)) - ordinal_P
-        column_P = before_P - before_P[row_first_P]
-        # For each input: its position in its piece, its index in the window, and its index in the
-        # side's array of tokens.
+        inputs_before_P = np.cumsum(lengths_P) - lengths_P
+        first_in_row_P = np.arange(len(row_P)) - ordinal_P
+        column_P = inputs_before_P - inputs_before_P[first_in_row_P]
+        # For each input: its position in its piece, its index in the flattened window, and its
+        # index in the side's array of tokens.
         positions_N = _ordinals(lengths_P)
         window_index_N = np.repeat(row_P * self.sequence_length + column_P, lengths_P) + positions_N
         shard_index_N = np.repeat(plan.starts[piece_P], lengths_P) + positions_N
@@ -301,20 +316,22 @@ class Rows:
         return window
 
     def _targets(self, index_N: Int64) -> NDArray[Any]:
-        """Return the tokens at these indices of the side's tokens; in conversations, tokens outside
-        answers are replaced by IGNORE.
+        """Return the tokens at these indices of the side's tokens, as targets.
+
+        In conversations, tokens outside the answers are replaced by IGNORE.
         """
         targets_N = self._side.tokens[index_N]
         answers = self._side.answers
         if answers is None:
             return targets_N
-        # `answers` has the begin and the end of each answer, in ascending order. An index lies in an
-        # answer if an odd number of these begins and ends are not above it.
-        is_trained_N = np.searchsorted(answers, index_N, side="right") % 2 == 1
+        # `answers` is begin, end, begin, end ... of the answers, in ascending order. An index lies
+        # in an answer if an odd number of them are at or before it: then the last one is a begin.
+        boundaries_before_N = np.searchsorted(answers, index_N, side="right")
+        is_trained_N = boundaries_before_N % 2 == 1
         return np.where(is_trained_N, targets_N.astype(np.int64), IGNORE)
 
     def empty(self, count: int) -> dict[str, Int64]:
-        """Return `count` rows of padding, in the form of `window`."""
+        """Return `count` rows that are all padding, under the keys of `window`."""
         padding = {"tokens": self._tokenizer.pad_id, "targets": IGNORE}
         if self.packed:
             padding |= {"segments": 0, "positions": 0}
@@ -333,24 +350,24 @@ class Rows:
             document = int(np.searchsorted(self._side.starts, start, side="right")) - 1
             document_begin, document_end = self._side.starts[document : document + 2].tolist()
             piece = DocumentPiece(
-                document=self._side.name(document),
+                document=self._side.document_name(document),
                 begin=int(start) - document_begin,
                 length=int(length),
-                tokens=document_end - document_begin,
+                document_tokens=document_end - document_begin,
             )
             pieces.append(piece)
         return pieces
 
-    def owners(self, indices_R: Int64) -> Int64:
+    def document_indices(self, indices_R: Int64) -> Int64:
         """Return the index of the document at each position, or -1 at padding, int64 [R, T]."""
-        owner_RT = np.full((len(indices_R), self.sequence_length), -1, dtype=np.int64)
+        document_RT = np.full((len(indices_R), self.sequence_length), -1, dtype=np.int64)
         for row, index in enumerate(indices_R):
             of_row = slice(self._plan.offsets[index], self._plan.offsets[index + 1])
             starts_P = self._plan.starts[of_row]
             lengths_P = self._plan.lengths[of_row]
             document_P = np.searchsorted(self._side.starts, starts_P, side="right") - 1
-            owner_RT[row, : lengths_P.sum()] = np.repeat(document_P, lengths_P)
-        return owner_RT
+            document_RT[row, : lengths_P.sum()] = np.repeat(document_P, lengths_P)
+        return document_RT
 
     def bytes_of(self, window: Mapping[str, Int64]) -> int:
         """Return the bytes of text that a window's targets stand for.
@@ -373,50 +390,61 @@ class Rows:
         assert self._side.answers is not None
         last_tokens = self._side.tokens[self._side.answers[1::2] - 1]
         ids, counts = np.unique(last_tokens, return_counts=True)
-        by_count = np.argsort(-counts, kind="stable")
-        return {int(ids[index]): int(counts[index]) for index in by_count}
+        most_frequent_first = np.argsort(-counts, kind="stable")
+        return {int(ids[index]): int(counts[index]) for index in most_frequent_first}
 
     def first_prompt(self) -> list[int]:
-        """Return the ids of the first conversation before its first answer."""
+        """Return the ids of the first conversation that stand before its first answer."""
         assert self._side.answers is not None
         ids: list[int] = self._side.tokens[: self._side.answers[0]].tolist()
         return ids
 
-    def in_order(self, batch_rows: int, limit: int | None = None) -> "Iterator[Batch]":
+    def batches_in_order(self, batch_rows: int, limit: int | None = None) -> "Iterator[Batch]":
         """Yield every row once, or `limit` evenly spaced rows, in batches of `batch_rows` rows.
 
         The last batch is padded with rows without targets.
         """
         # Importing torch takes seconds, and only training needs it here.
-        from monograph.data.batches import in_order
+        from monograph.data.batches import batches_in_order
 
-        return in_order(self, self.spread(limit), batch_rows)
+        return batches_in_order(self, self.evenly_spaced(limit), batch_rows)
 
-    def spread(self, limit: int | None = None) -> Int64:
+    def evenly_spaced(self, limit: int | None = None) -> Int64:
         """Return the indices of all rows, or of `limit` evenly spaced ones."""
         count = len(self) if limit is None else min(limit, len(self))
         return np.arange(count) * len(self) // max(1, count)
 
-    def coverage(self, limit: int | None = None) -> tuple[int, int]:
-        """Return the number of targets in the rows that `in_order` yields, and their bytes."""
+    def count_targets(self, limit: int | None = None) -> tuple[int, int]:
+        """Return (number of targets, bytes of their text) of the rows of `batches_in_order`."""
         if limit is None or limit >= len(self):
             return self.tokens, self.bytes
-        window = self.window(self.spread(limit))
+        window = self.window(self.evenly_spaced(limit))
         return int((window["targets"] != IGNORE).sum()), self.bytes_of(window)
 
 
-def _parts(side: Side, weights: Sequence[float]) -> list[tuple[int, float]]:
-    """Return (number of documents, weight) of each run of consecutive files with the same weight."""
+class _WeightedPart(NamedTuple):
+    """A part of the documents, as `monograph.data.pack` has it: consecutive files of one weight."""
+
+    documents: int
+    weight: float
+
+
+def _weighted_parts(side: Side, weights: Sequence[float]) -> list[_WeightedPart]:
+    """Return the parts of a side, given the weight of each of its files."""
     parts = []
-    begin = 0
+    first_file = 0
     for weight, run in itertools.groupby(weights):
-        end = begin + len(list(run))
-        parts.append((int(side.first_documents[end] - side.first_documents[begin]), weight))
-        begin = end
+        end_file = first_file + len(list(run))
+        documents = int(side.first_documents[end_file] - side.first_documents[first_file])
+        parts.append(_WeightedPart(documents, weight))
+        first_file = end_file
     return parts
 
 
 def _ordinals(counts: Int64) -> Int64:
-    """Return 0 .. counts[0]-1, 0 .. counts[1]-1, ... as one array."""
+    """Return 0 .. counts[0]-1, 0 .. counts[1]-1, ... as one array.
+
+    The counts [2, 3], for example, give [0, 1, 0, 1, 2].
+    """
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)

@@ -1,8 +1,9 @@
-"""Store flat arrays in memory-mapped files with checksums: the tokens of a split, and their index.
+"""Store flat arrays in memory-mapped files with checksums: the tokens of one side of the held-out
+split, and its indices, such as where each document starts.
 
-A file has unsigned integers in little-endian order, and then one crc32 for each 1 MiB of them. It is
-not a .npy file, because numpy reads a damaged or shortened .npy file without a warning. The manifest
-has the `seal` of each file, which protects the file's checksums.
+A file, a *shard*, has unsigned integers in little-endian order, and then one crc32 for each 1 MiB
+of them. It is not a .npy file, because numpy reads a damaged or shortened .npy file without a
+warning. The corpus's manifest.json has the `seal` of each file: a hash of these checksums.
 """
 
 import hashlib
@@ -22,7 +23,8 @@ from monograph.storage.reading import open_input, readable
 
 BLOCK_BYTES = 1 << 20
 _CHECKSUM = struct.Struct("<I")
-INDEX: np.dtype[Any] = np.dtype("<u8")
+# The dtype of all shards but those of tokens.
+INDEX_DTYPE: np.dtype[Any] = np.dtype("<u8")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -31,19 +33,22 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ShardWriter(AbstractContextManager["ShardWriter"]):
-    """A writer of one array in pieces.
+    """A writer of one shard, which is given the array piece by piece.
 
     The file is complete and synced after the `with` block, unless the block raises an error.
 
     Args:
         path: a file that does not exist yet.
         dtype: the items' dtype.
+
+    Attributes:
+        count: the number of items so far.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self.count = 0
         self._dtype = dtype
-        self._pending = bytearray()
+        self._pending = bytearray()  # bytes of items that do not fill a block yet
         self._checksums = bytearray()
         self._file = open(path, "xb")
 
@@ -54,10 +59,10 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         while len(self._pending) >= BLOCK_BYTES:
             self._write_block(BLOCK_BYTES)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         """Complete the file, or only close it after an error."""
         with self._file:
-            if kind is None:
+            if error_type is None:
                 if self._pending:
                     self._write_block(len(self._pending))
                 self._file.write(self._checksums)
@@ -74,7 +79,8 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
 def seal(path: Path) -> str:
     """Return the hex sha256 of a shard's checksums.
 
-    It identifies the content of the shard, but is much faster to compute than a hash of the content.
+    It identifies the content of the shard, but is much faster to compute than a hash of the
+    content.
     """
     with readable(path), open_input(path) as file:
         _, checksums = _size_and_checksums(file)
@@ -98,13 +104,13 @@ def open_shard(
     """
     try:
         with readable(path), open_input(path) as file:
-            size, checksums = _size_and_checksums(file)
+            items_bytes, checksums = _size_and_checksums(file)
             is_shortened = len(checksums) % _CHECKSUM.size != 0
             if is_shortened or hashlib.sha256(checksums).hexdigest() != expected_seal:
                 raise InputRefused(f"{path}: is damaged, or not the file that manifest.json lists")
             file.seek(0)
             blocks = len(checksums) // _CHECKSUM.size
-            left_bytes = size
+            left_bytes = items_bytes
             for number, (checksum,) in enumerate(_CHECKSUM.iter_unpack(checksums), 1):
                 block = file.read(min(BLOCK_BYTES, left_bytes))
                 if zlib.crc32(block) != checksum:
@@ -114,22 +120,23 @@ def open_shard(
                 left_bytes -= len(block)
                 if meter is not None:
                     meter.add(len(block))
-        if size < dtype.itemsize:
+        count = items_bytes // dtype.itemsize
+        if count == 0:
             # An empty file cannot be mapped.
             return np.empty(0, dtype)
         with readable(path):
-            return np.asarray(np.memmap(path, dtype, "r", shape=(size // dtype.itemsize,)))
+            return np.asarray(np.memmap(path, dtype, "r", shape=(count,)))
     except OSError as error:
         raise InputRefused(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _size_and_checksums(file: BinaryIO) -> tuple[int, bytes]:
-    """Return the number of bytes of the items, and the checksums after them.
+    """Return (bytes of the items, the checksums after them) of a shard.
 
-    The number follows from the file's size, because each block of items has one checksum.
+    The number of bytes follows from the file's size, because each block of items has one checksum.
     """
-    file_size = os.fstat(file.fileno()).st_size
-    blocks = -(-file_size // (BLOCK_BYTES + _CHECKSUM.size))  # rounded up
-    size = max(0, file_size - _CHECKSUM.size * blocks)
-    file.seek(size)
-    return size, file.read()
+    file_bytes = os.fstat(file.fileno()).st_size
+    blocks = -(-file_bytes // (BLOCK_BYTES + _CHECKSUM.size))  # rounded up
+    items_bytes = max(0, file_bytes - _CHECKSUM.size * blocks)
+    file.seek(items_bytes)
+    return items_bytes, file.read()

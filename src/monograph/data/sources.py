@@ -1,8 +1,8 @@
-"""Resolve a `source` to its files in a fixed order, with their hashes and weights.
+"""Resolve a `source` to its files in a fixed order, with their hashes and weights (`find_sources`).
 
-A source is the standard library, a folder, a pattern, a saved dataset, a dataset of the hub, or
-standard input. Packages of the standard library that have near copies in other packages
-(`near_duplicates`) are marked, so that they are never held out. A score on such a package would
+A source is the standard library, a file, a folder, a pattern, a saved dataset, a dataset of the
+hub, or standard input. Packages of the standard library that have near copies in other packages
+(`near_duplicates`) are marked, so that they are never held out: a score on such a package would
 measure how well a model recalls its training text.
 """
 
@@ -17,9 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from monograph.data import HEAVIEST, LIGHTEST
+from monograph.data import MAX_WEIGHT, MIN_WEIGHT
 from monograph.data.progress import Meter, ProgressCallback
-from monograph.data.reading import BLOCK_BYTES, COMPRESSIONS, raw_blocks, read_blocks, status_of
+from monograph.data.reading import (
+    BLOCK_BYTES,
+    COMPRESSIONS,
+    decompressed_blocks,
+    raw_blocks,
+    status_of,
+)
 from monograph.data.tables import hub_tables, saved_tables
 from monograph.errors import InputRefused, UsageError
 from monograph.storage.code import HUB
@@ -34,67 +40,74 @@ from monograph.storage.reading import (
 )
 from monograph.storage.writing import writing
 
-# The smallest size of a long line, without indentation. Two programmers hardly ever write an equal
-# line of this size by chance.
-LINE_BYTES = 24
-# The largest share of a group's long lines that other groups may also have. If only such packages of
-# Python 3.11 are held out, an order-6 byte model of the rest scores 1.87 bits per byte on them. If
-# near copies (ntpath of posixpath, wave of sunau) are held out as well, it scores 1.72.
-SHARED_LINES = 0.03
+# A line is *long* from this size on, without indentation. Two programmers hardly ever write an
+# equal line of this size by chance.
+LONG_LINE_BYTES = 24
+# The largest share of a group's long lines that other groups may also have, before the group counts
+# as a near duplicate. If no near duplicates among the packages of Python 3.11 are held out, an
+# order-6 byte model of the rest scores 1.87 bits per byte on what is held out. If near copies
+# (ntpath of posixpath, wave of sunau) are held out as well, it scores 1.72.
+MAX_SHARED_LINES = 0.03
 
 
 def near_duplicates(groups: Mapping[str, Iterable[Path]]) -> set[str]:
-    """Return the groups that share more than SHARED_LINES of their long lines with other groups.
+    """Return the groups that share more than MAX_SHARED_LINES of their long lines with other groups.
 
     Equal lines within a group count once.
+
+    Args:
+        groups: {name of a group: its files}.
     """
     lines = {
         name: {line for path in paths for line in _long_lines(path)}
         for name, paths in groups.items()
     }
+    # For each line, the number of groups that have it.
     group_counts = Counter(line for group_lines in lines.values() for line in group_lines)
-    result = set()
+    duplicates = set()
     for name, group_lines in lines.items():
         shared = sum(group_counts[line] > 1 for line in group_lines)
-        if shared > SHARED_LINES * len(group_lines):
-            result.add(name)
-    return result
+        if shared > MAX_SHARED_LINES * len(group_lines):
+            duplicates.add(name)
+    return duplicates
 
 
 def _long_lines(path: Path) -> Iterable[bytes]:
+    """Yield the long lines of a file, without indentation."""
     for line in read_input(path, None).split(b"\n"):
         stripped = line.strip()
-        if len(stripped) >= LINE_BYTES:
+        if len(stripped) >= LONG_LINE_BYTES:
             yield stripped
 
 
 # Folders of the standard library that are not library code: tests, generated tables, programs and
 # installed packages. Without the tests, all files are UTF-8.
-_NOT_LIBRARY = frozenset(
+_NOT_LIBRARY_CODE = frozenset(
     "test tests idle_test encodings pydoc_data idlelib turtledemo lib2to3 site-packages dist-packages".split()
 )
 # The beginning of the name of a file that records how this Python was compiled. It differs between
-# machines.
-_BUILD_TABLE = "_sysconfigdata"
+# machines, so it is left out.
+_BUILD_TABLE_PREFIX = "_sysconfigdata"
 
 # The name of the file that has a copy of standard input.
 STDIN = "stdin"
-MOST_STDIN_BYTES = 1 << 34
-BINARY = "has NUL bytes, so it is binary or UTF-16; give UTF-8 text"
-# (path, reason) of each skipped file.
+MAX_STDIN_BYTES = 1 << 34
+_BINARY_FAULT = "has NUL bytes, so it is binary or UTF-16; give UTF-8 text"
+# A list of (path, reason), to which functions append the files that they skip.
 Skipped = list[tuple[str, str]]
 
 
 class UnreadFile(NamedTuple):
-    """A file of a source before it is read. `SourceFile` has the same attributes.
+    """A file of a source before it is read.
 
-    `chosen` says whether the user named this file. A fault of such a file is an error. A file with a
-    fault that is in a folder, or that a pattern matches, is skipped and counted.
+    `is_named` says whether the user named this file. If so, a fault of the file is an error. A file
+    with a fault that is in a folder, or that a pattern matches, is skipped and counted. The other
+    attributes are those of `SourceFile`.
     """
 
     name: str
     path: Path
-    chosen: bool
+    is_named: bool
     group: str = ""
     has_near_copies: bool = False
     weight: float = 1.0
@@ -103,18 +116,25 @@ class UnreadFile(NamedTuple):
 def _locate(
     item: str, spool: Path, skipped: Skipped, progress: ProgressCallback | None
 ) -> list[UnreadFile]:
-    """Return the files of one item of a source, and append skipped files to `skipped`."""
+    """Return the files of one item of a source.
+
+    Args:
+        item: the item, such as a path.
+        spool: a folder for a copy of standard input.
+        skipped: the list to which skipped files are appended.
+        progress: called to report progress; None: nothing is reported.
+    """
     if item == "stdlib":
         return _standard_library()
     if item == "-":
-        return [UnreadFile(STDIN, spooled_stdin(spool, progress), chosen=True)]
+        return [UnreadFile(STDIN, spooled_stdin(spool, progress), is_named=True)]
     if item.startswith(HUB):
-        return [UnreadFile(f"{item}/{path.name}", path, chosen=True) for path in hub_tables(item)]
+        return [UnreadFile(f"{item}/{path.name}", path, is_named=True) for path in hub_tables(item)]
     path = Path(os.path.expanduser(item))
     if is_folder(path):
         return _folder(path, skipped)
     if is_file(path):
-        return [UnreadFile(path.name, path, chosen=True)]
+        return [UnreadFile(path.name, path, is_named=True)]
     if exists(path):
         raise InputRefused(f"{path}: not a regular file; for a pipe give '-' and standard input")
     if any(mark in item for mark in "*?["):
@@ -123,11 +143,13 @@ def _locate(
 
 
 def _standard_library() -> list[UnreadFile]:
+    """Return the files of this Python's standard library, grouped by package."""
     root = Path(sysconfig.get_path("stdlib"))
-    packages: dict[str, list[tuple[str, Path]]] = {}
-    for name, path in _walk(root, [], leave_out=_NOT_LIBRARY):
-        if path.suffix == ".py" and not path.name.startswith(_BUILD_TABLE):
-            packages.setdefault(name.split("/")[0].removesuffix(".py"), []).append((name, path))
+    packages: dict[str, list[tuple[str, Path]]] = {}  # (name, path) of the files of each package
+    for name, path in _walk(root, [], leave_out=_NOT_LIBRARY_CODE):
+        if path.suffix == ".py" and not path.name.startswith(_BUILD_TABLE_PREFIX):
+            package = name.split("/")[0].removesuffix(".py")
+            packages.setdefault(package, []).append((name, path))
     if not packages:
         raise InputRefused(
             f"{root}: this Python has no standard library as .py files; give your own text as data.source"
@@ -140,14 +162,14 @@ def _standard_library() -> list[UnreadFile]:
     )
     return [
         UnreadFile(
-            name, path, chosen=False, group=package, has_near_copies=package in with_near_copies
+            name, path, is_named=False, group=package, has_near_copies=package in with_near_copies
         )
         for name, path, package in in_order
     ]
 
 
 def spooled_stdin(spool: Path, progress: ProgressCallback | None) -> Path:
-    """Write standard input to the file `stdin` in a folder, and return its path.
+    """Write standard input to a file in the folder `spool`, and return the file's path.
 
     Raises:
         UsageError: standard input is a terminal.
@@ -160,13 +182,13 @@ def spooled_stdin(spool: Path, progress: ProgressCallback | None) -> Path:
     path = spool / STDIN
     meter = Meter(progress, STDIN, None)
     with writing(spool), open(path, "wb") as file:
-        limit_bytes = min(MOST_STDIN_BYTES, shutil.disk_usage(spool).free // 2)
+        limit_bytes = min(MAX_STDIN_BYTES, shutil.disk_usage(spool).free // 2)
         while block := sys.stdin.buffer.read(BLOCK_BYTES):
             if not meter.done and _looks_binary(block):
-                raise InputRefused(f"standard input: {BINARY}")
+                raise InputRefused(f"standard input: {_BINARY_FAULT}")
             if meter.done + len(block) > limit_bytes:
                 raise InputRefused(
-                    f"standard input: has more than {limit_bytes / 2**30:.3g} GiB ({MOST_STDIN_BYTES >> 30} GiB, "
+                    f"standard input: has more than {limit_bytes / 2**30:.3g} GiB ({MAX_STDIN_BYTES >> 30} GiB, "
                     f"or half of what is free in {spool}); write it to a file and give that"
                 )
             file.write(block)
@@ -184,14 +206,16 @@ def _looks_binary(begin: bytes) -> bool:
 
 
 def _folder(folder: Path, skipped: Skipped) -> list[UnreadFile]:
-    name = resolved(folder).name
+    """Return the files of a folder, named by their paths from the folder on."""
+    folder_name = resolved(folder).name
     return [
-        UnreadFile(f"{name}/{relative}", path, chosen=False)
-        for relative, path in _walk(folder, skipped)
+        UnreadFile(f"{folder_name}/{relative_name}", path, is_named=False)
+        for relative_name, path in _walk(folder, skipped)
     ]
 
 
 def _pattern(pattern: Path, skipped: Skipped) -> list[UnreadFile]:
+    """Return the files that a pattern matches, named by their paths below its base."""
     # The base is the innermost folder of the pattern whose path has no wildcards.
     base = next(
         parent for parent in pattern.parents if not any(mark in str(parent) for mark in "*?[")
@@ -199,12 +223,13 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[UnreadFile]:
     candidates: list[UnreadFile] = []
     for path in matching(pattern):
         if is_folder(path):
-            # If a pattern such as "texts/*" matches a folder, the folder's files are meant. A pattern
-            # with "**" also matches the files themselves, so the folder is passed over.
+            # If a pattern such as "texts/*" matches a folder, the folder's files are meant. A
+            # pattern with "**" also matches the files themselves, so there the folder is not
+            # needed.
             if "**" not in str(pattern):
                 candidates.extend(_folder(path, skipped))
         elif is_file(path):
-            candidates.append(UnreadFile(path.relative_to(base).as_posix(), path, chosen=False))
+            candidates.append(UnreadFile(path.relative_to(base).as_posix(), path, is_named=False))
         else:
             skipped.append((str(path), "not a regular file"))
     if not candidates:
@@ -215,9 +240,10 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[UnreadFile]:
 def _walk(
     folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset()
 ) -> list[tuple[str, Path]]:
-    """Return (relative name, path) of the regular files under a folder, sorted.
+    """Return (name relative to the folder, path) of the regular files under a folder, sorted.
 
-    A folder is entered once, even if links lead to it again.
+    A folder is entered once, even if links lead to it again. Of a saved dataset, only the tables
+    are returned.
 
     Args:
         folder: the folder.
@@ -225,15 +251,16 @@ def _walk(
         leave_out: names of files and folders that are left out and not counted as skipped.
     """
     files: list[tuple[str, Path]] = []
-    pending = [(folder, "")]
-    entered = set()
+    pending = [(folder, "")]  # (folder, the beginning of its files' names) of folders to enter
+    entered = set()  # the identities of folders that have been entered
     with refusing(folder):
         while pending:
             current, prefix = pending.pop()
             status = os.stat(current)
-            if (status.st_dev, status.st_ino) in entered:
+            identity = (status.st_dev, status.st_ino)
+            if identity in entered:
                 continue
-            entered.add((status.st_dev, status.st_ino))
+            entered.add(identity)
             tables = saved_tables(current)
             if tables is not None:
                 for path in tables:
@@ -253,22 +280,25 @@ def _walk(
     return sorted(files)
 
 
-LINES = frozenset((".jsonl", ".ndjson"))
-TABLES = frozenset((".parquet", ".arrow"))
-# Kinds of files that are refused. As plain text, they would teach a model their syntax, or nothing.
-_NOT_READ = frozenset(
+LINE_SUFFIXES = frozenset((".jsonl", ".ndjson"))
+TABLE_SUFFIXES = frozenset((".parquet", ".arrow"))
+# Files with these suffixes are refused. As plain text, they would teach a model their syntax, or
+# nothing.
+_UNSUPPORTED_SUFFIXES = frozenset(
     ".bz2 .xz .lz4 .zip .tar .tgz .7z .npy .npz .bin .safetensors .pt .pth .gguf .pdf .docx".split()
 ) | set(COMPRESSIONS)
 # Tables in plain text. They count as faulty, because a model would also learn their syntax.
-_TEXT_TABLES = frozenset((".csv", ".tsv"))
+_TEXT_TABLE_SUFFIXES = frozenset((".csv", ".tsv"))
 # The beginning of a .json file that is an array of records.
-_ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
+_ARRAY_OF_RECORDS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 # The beginnings of Arrow and Parquet files.
 _TABLE_MAGIC = (b"ARROW1", b"PAR1")
 _IF_TEXT = "call it .txt if its text is meant"
+# {a fault of a file, by which skipped files are counted: its message for a file that the user
+# named}.
 _FAULTS = {
     "empty": "empty file; give a file with text",
-    "binary": BINARY,
+    "binary": _BINARY_FAULT,
     "a table by another name": "an Arrow or a Parquet file: name it .arrow or .parquet, and its rows are read",
     "a table as text": f"a table, whose commas would be learned, too: write it as .parquet or .jsonl; {_IF_TEXT}",
     "an array of records": f"a JSON array that would be learned as text: write a record a line (.jsonl); {_IF_TEXT}",
@@ -283,7 +313,7 @@ class SourceFile(NamedTuple):
             stays the same when the data is moved.
         path: the file.
         size: bytes of a decompressed text, or bytes on the disk of a file of records.
-        modified_ns: time of the last change, which was read before the file was hashed.
+        modified_ns: time of the last change, as it was before the file was hashed.
         sha256: hex digest of the bytes that `size` counts.
         group: the name of the file's group: a package, or all files with the same bytes. A group is
             held out of training as a whole, or not at all.
@@ -309,7 +339,7 @@ class SourceFile(NamedTuple):
     @property
     def has_records(self) -> bool:
         """Return whether the file has records, each of which is a document."""
-        return self.suffix in LINES | TABLES
+        return self.suffix in LINE_SUFFIXES | TABLE_SUFFIXES
 
 
 class Sources(NamedTuple):
@@ -341,7 +371,7 @@ class Sources(NamedTuple):
         return digest.hexdigest()
 
 
-def find(
+def find_sources(
     source: str | Path | Sequence[str | Path],
     spool: Path,
     progress: ProgressCallback | None = None,
@@ -354,13 +384,12 @@ def find(
             hidden entries), a glob pattern, "hf://OWNER/NAME", or a list of these. A file called
             "-" or "stdlib" is written "./-" or "./stdlib".
         spool: a folder for a copy of standard input; it must exist as long as the result is used.
-        progress: called to report progress (`monograph.data.progress`); None: no progress is
-            reported.
+        progress: called to report progress (`monograph.data.progress`); None: nothing is reported.
         weights: number of times that an epoch sees each of the sources; None: once each.
 
     Raises:
-        UsageError: a weight is out of range, there are more or fewer weights than sources, or a file
-            has two weights.
+        UsageError: a weight is out of range, there are more or fewer weights than sources, or a
+            file has two weights.
         InputRefused: nothing is there, a kind of file is not supported, a file that the user named
             is empty or binary, a compressed text is damaged, or there is no text at all.
     """
@@ -384,6 +413,7 @@ def find(
 
 
 def _weights(items: Sequence[object], weights: Sequence[float] | None) -> Sequence[float]:
+    """Return the weight of each item, after checking the weights; 1 if there are none."""
     if weights is None:
         return [1.0] * len(items)
     if len(weights) != len(items):
@@ -391,18 +421,20 @@ def _weights(items: Sequence[object], weights: Sequence[float] | None) -> Sequen
             f"data.weights has {len(weights)} numbers and data.source {len(items)}: give one for each"
         )
     for weight in weights:
-        if not LIGHTEST <= weight <= HEAVIEST:
-            raise UsageError(f"data.weights: {weight:g} is not from {LIGHTEST:g} to {HEAVIEST:g}")
+        if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            raise UsageError(
+                f"data.weights: {weight:g} is not from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+            )
     return [float(weight) for weight in weights]
 
 
-def located(source: str | Sequence[str]) -> list[Path]:
-    """Return the files of a source without reading them.
+def source_paths(source: str | Sequence[str]) -> list[Path]:
+    """Return the paths of a source's files without reading the files.
 
     Standard input and the standard library are left out.
 
     Raises:
-        UsageError, InputRefused: as in `find`.
+        UsageError, InputRefused: as in `find_sources`.
     """
     items = [source] if isinstance(source, str) else source
     paths = list[Path]()
@@ -413,7 +445,11 @@ def located(source: str | Sequence[str]) -> list[Path]:
 
 
 def _deduplicated(candidates: Iterable[UnreadFile], skipped: Skipped) -> list[UnreadFile]:
-    """Return each file once, because a file that the source has twice would get twice its weight."""
+    """Return each file once. A file that is in a source twice would otherwise get twice its weight.
+
+    Raises:
+        UsageError: a file has two weights.
+    """
     unique: dict[Path, UnreadFile] = {}
     for candidate in candidates:
         first = unique.setdefault(resolved(candidate.path), candidate)
@@ -429,21 +465,21 @@ def _deduplicated(candidates: Iterable[UnreadFile], skipped: Skipped) -> list[Un
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix of a file's name in lower case, without a last .gz or .zst."""
-    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
-    return inner.suffix.lower()
+    """Return the suffix of a file's name in lower case; of NAME.jsonl.gz, for example, ".jsonl"."""
+    uncompressed = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
+    return uncompressed.suffix.lower()
 
 
 def place_of(path: Path, record: int) -> str:
     """Return a record's place for a message, such as FILE:LINE."""
-    separator = ":" if suffix_of(path) in LINES else ", row "
+    separator = ":" if suffix_of(path) in LINE_SUFFIXES else ", row "
     return f"{path}{separator}{record}"
 
 
 def _read_files(
     candidates: list[UnreadFile], skipped: Skipped, progress: ProgressCallback | None
 ) -> list[SourceFile]:
-    """Read and hash files, and append those with a fault to `skipped`.
+    """Read and hash files. Return those without a fault, and append the others to `skipped`.
 
     Raises:
         InputRefused: a kind of file is not read, or a file that the user named has a fault.
@@ -451,8 +487,8 @@ def _read_files(
     for candidate in candidates:
         path = candidate.path
         suffix = suffix_of(path)
-        is_compressed_table = suffix in TABLES and path.suffix.lower() in COMPRESSIONS
-        if suffix in _NOT_READ or is_compressed_table:
+        is_compressed_table = suffix in TABLE_SUFFIXES and path.suffix.lower() in COMPRESSIONS
+        if suffix in _UNSUPPORTED_SUFFIXES or is_compressed_table:
             raise InputRefused(
                 f"{path}: {suffix} files are not read; convert it to plain text, or choose other files with a pattern"
             )
@@ -461,7 +497,7 @@ def _read_files(
     files = []
     for candidate in candidates:
         file, fault = _read_file(candidate, meter)
-        if fault and candidate.chosen:
+        if fault and candidate.is_named:
             where = "standard input" if candidate.name == STDIN else candidate.path
             raise InputRefused(f"{where}: {_FAULTS[fault]}")
         if fault:
@@ -481,10 +517,12 @@ def _read_file(candidate: UnreadFile, meter: Meter) -> tuple[SourceFile, str]:
     """
     path = candidate.path
     suffix = suffix_of(path)
-    has_records = suffix in LINES | TABLES
+    has_records = suffix in LINE_SUFFIXES | TABLE_SUFFIXES
     # The time is read before the file, so that a change while it is read is noticed later.
     modified_ns = status_of(path).st_mtime_ns
-    blocks = raw_blocks(path, meter) if has_records else read_blocks(path, meter)
+    # Records are decompressed only when they are read. A text is decompressed here already, because
+    # its size is needed.
+    blocks = raw_blocks(path, meter) if has_records else decompressed_blocks(path, meter)
     digest = hashlib.sha256()
     size = 0
     fault = ""
@@ -519,8 +557,8 @@ def _text_fault(suffix: str, begin: bytes) -> str:
     """
     if _looks_binary(begin):
         return "a table by another name" if begin.startswith(_TABLE_MAGIC) else "binary"
-    if suffix in _TEXT_TABLES:
+    if suffix in _TEXT_TABLE_SUFFIXES:
         return "a table as text"
-    if suffix == ".json" and _ARRAY.match(begin):
+    if suffix == ".json" and _ARRAY_OF_RECORDS.match(begin):
         return "an array of records"
     return ""

@@ -1,16 +1,17 @@
 """Count the texts that spell special tokens, to warn the user about them.
 
-People put chats that a template has rendered into a column of texts. Other programs turn the
-letters "<|im_start|>" in such a text into one special token. In Monograph no text can write a
-special token (see `Tokenizer`), so a model would learn to spell it.
+Some datasets have a column of texts that are chats, already rendered by a chat template. Other
+programs turn the letters "<|im_start|>" in such a text into one special token. In Monograph the
+letters of a text never become a special token (see `Tokenizer`), so a model would learn to spell
+it.
 """
 
 from collections.abc import Iterable, Mapping
 
 from monograph.text.tokenizer import Tokenizer
 
-# Length of the beginnings of special tokens that are searched in a text first. There are far fewer
-# beginnings than special tokens.
+# A text is first searched for the first characters of special tokens: far fewer strings than there
+# are special tokens, because most begin alike.
 _PREFIX_CHARS = 2
 
 
@@ -22,14 +23,13 @@ class SpecialTokenSpellings:
         for token in tokenizer.special:
             self._tokens_by_prefix.setdefault(token[:_PREFIX_CHARS], []).append(token)
         self._count = 0
-        self._first = ""
-        self._last_place = ""
+        self._first = ""  # the first token that was found, and its place
+        self._last_place = ""  # the place that was counted last
 
     def count(self, where: str, texts: Iterable[str]) -> None:
         """Count a record or file if one of these texts has the letters of a special token.
 
-        A place that is given several times in succession, each time with other texts, is counted
-        once.
+        The texts of one record or file may be given in several calls in a row: it is counted once.
 
         Args:
             where: the place of the record or file.
@@ -52,6 +52,7 @@ class SpecialTokenSpellings:
         )
 
     def _spelled_tokens(self, text: str) -> Iterable[str]:
+        """Yield the special tokens whose letters a text has."""
         for prefix, tokens in self._tokens_by_prefix.items():
             if prefix in text:
                 yield from (token for token in tokens if token in text)

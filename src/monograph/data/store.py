@@ -1,7 +1,8 @@
 """Keep tokenised corpora in a cache.
 
 A corpus is built in a temporary folder, which is renamed when it is complete. Every file is checked
-when the corpus is opened. A corpus's `CorpusRequest` decides its tokens and the name of its folder.
+when the corpus is opened. A `CorpusRequest` says which corpus is wanted: it has everything on which
+the tokens depend, and its hash is the name of the corpus's folder.
 """
 
 import atexit
@@ -22,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monograph.data import encoding
-from monograph.data.documents import Documents, Reading, check_fraction
-from monograph.data.loss_mask import TEMPLATE_DATE, Answering, stops_of
+from monograph.data.documents import Documents, ReadingPlan, check_held_out
+from monograph.data.loss_mask import TEMPLATE_DATE, AnswerOptions, configured_stop_ids
 from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.reading import status_of
-from monograph.data.shards import INDEX, open_shard, seal, token_dtype
+from monograph.data.shards import INDEX_DTYPE, open_shard, seal, token_dtype
 from monograph.data.sources import Sources
 from monograph.errors import InputRefused
 from monograph.storage.cache_dir import cache_root
@@ -36,77 +37,82 @@ from monograph.text.chat import template_of
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
-FORMAT = 3
-# This number changes when the code reads conversations in another way, so that their tokens are made
-# again. Unlike `FORMAT` it is not in `CorpusRequest.sources`, which runs compare when they resume. So
-# runs can continue, because most conversations still give the same tokens.
-READER = 2
+_FORMAT_VERSION = 3
+# This number changes when the code reads conversations in another way, so that their tokens are
+# made again. Unlike `_FORMAT_VERSION` it is not in `CorpusRequest.document_values`, which runs
+# compare when they resume. So runs can continue, because most conversations still give the same
+# tokens.
+_CONVERSATION_READER_VERSION = 2
 
 
 class CorpusRequest(NamedTuple):
-    """The inputs that decide a corpus's tokens.
+    """Everything on which a corpus's tokens depend.
 
     Attributes:
-        text: the files.
+        sources: the files.
         held_out: the fraction of bytes to hold out.
         tokenizer: the tokenizer, or the number of entries of the one to train.
         reading: how records are read.
     """
 
-    text: Sources
+    sources: Sources
     held_out: float
     tokenizer: Tokenizer | int
-    reading: Reading
+    reading: ReadingPlan
 
     @property
-    def sources(self) -> list[Any]:
-        """Return the values that decide the documents.
+    def document_values(self) -> list[Any]:
+        """Return the values on which the documents and their split depend, for a hash.
 
-        They are the files, and how records are read if some files have records.
+        They are the files, the fraction to hold out, and how records are read if some files have
+        records.
         """
         # The values and their order are part of the format, because runs and the names of folders
         # depend on them. So values that were introduced later are appended only if they are not
         # empty.
-        reading: list[Any] | None = None
-        if any(file.has_records for file in self.text.files):
-            reading = [self.reading.text_key, self.reading.skip_bad]
-            if self.reading.answering:
-                reading += self._answer_values(self.reading.answering)
+        reading_values: list[Any] | None = None
+        if any(file.has_records for file in self.sources.files):
+            reading_values = [self.reading.text_key, self.reading.skip_bad]
+            if self.reading.answer_options:
+                reading_values += self._answer_values(self.reading.answer_options)
             if self.reading.ignored_training_keys:
-                reading.append(self.reading.ignored_training_keys)
-        return [FORMAT, self.text.sha256, self.held_out, reading]
+                reading_values.append(self.reading.ignored_training_keys)
+        return [_FORMAT_VERSION, self.sources.sha256, self.held_out, reading_values]
 
-    def _answer_values(self, answering: Answering) -> list[Any]:
-        """Return the values that decide the tokens of conversations."""
-        if self.reading.plain:
-            return ["prompt and completion", answering.longest]
+    def _answer_values(self, answer_options: AnswerOptions) -> list[Any]:
+        """Return the values on which the tokens of conversations depend."""
+        if self.reading.without_template:
+            return ["prompt and completion", answer_options.max_inputs]
         assert isinstance(self.tokenizer, Tokenizer)
         template = template_of(self.tokenizer)
         values = [
-            answering,
+            answer_options,
             template.source,
             sorted(template.tokens.items()),
-            sorted(stops_of(self.tokenizer)),
+            sorted(configured_stop_ids(self.tokenizer)),
             TEMPLATE_DATE,
         ]
-        named = sorted((name, other.source) for name, other in self.tokenizer.config.named.items())
+        # Further templates of the model, such as one for chats with tools.
+        named = sorted(
+            (name, other.source) for name, other in self.tokenizer.config.named_templates.items()
+        )
         if named:
             values.append(named)
         return values
 
     @property
     def key(self) -> str:
-        """Return the folder's name in hex. Equal requests have equal keys."""
+        """Return a hash of the request in hex, which is the folder's name."""
         if isinstance(self.tokenizer, Tokenizer):
             tokenizer = self.tokenizer.hash
         else:
             tokenizer = f"bpe:{self.tokenizer}"
-        reader = [READER] if self.reading.answering else []
-        values = json.dumps([*self.sources, tokenizer, *reader])
+        reader_version = [_CONVERSATION_READER_VERSION] if self.reading.answer_options else []
+        values = json.dumps([*self.document_values, tokenizer, *reader_version])
         return hashlib.sha256(values.encode()).hexdigest()[:32]
 
 
-_POLL_S = 0.2  # the time between two attempts to get the lock
+_LOCK_POLL_S = 0.2  # the time between two attempts to get the lock
 
 
 class Side(NamedTuple):
@@ -115,14 +121,14 @@ class Side(NamedTuple):
     Attributes:
         tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document. With
             conversations each `MaskedRow` counts as a document, and has the ids of the row alone.
-        starts: int64 [D + 1], memory-mapped: index of each document's first token, and the number
-            of tokens.
+        starts: int64 [D + 1], memory-mapped: index of each document's first token, and at last the
+            number of tokens.
         records: int64 [D], memory-mapped: the line or row of each document in its file, 0 for a
             text file.
         bytes: UTF-8 bytes of all texts; with conversations, of the trained text.
         files: names of the files [F].
-        first_documents: int64 [F + 1], index of the first document of each file, and the number of
-            documents.
+        first_documents: int64 [F + 1], index of the first document of each file, and at last the
+            number of documents.
         answers: int64 [2 S], memory-mapped, ascending: begin and end of each trained stretch of
             tokens in conversations; None for texts, all of whose tokens are trained on.
 
@@ -142,14 +148,15 @@ class Side(NamedTuple):
         """Return the number of conversations, 0 for texts."""
         if self.answers is None:
             return 0
-        # A document is a row of a conversation, and a conversation may have several rows. So a
-        # conversation begins where the record changes or a file begins. A file without documents
-        # has the beginning of the next file, which may be after the last document.
+        # Here a document is a row of a conversation, and a conversation may have several rows, all
+        # of them with the same record number. So a conversation begins where the record number
+        # changes or a file begins. A file without documents begins where the next one does, which
+        # may be after the last document: such begins are dropped.
         record_begins = np.flatnonzero(np.diff(self.records)) + 1
         begins = np.concatenate([[0], record_begins, self.first_documents[:-1]])
         return len(np.unique(begins[begins < len(self.records)]))
 
-    def name(self, document: int) -> str:
+    def document_name(self, document: int) -> str:
         """Return a document's name: FILE, or FILE:RECORD with its line or row in the file."""
         file = self.files[int(np.searchsorted(self.first_documents, document, side="right")) - 1]
         record = int(self.records[document])
@@ -196,7 +203,7 @@ def open_or_build(
             cannot be written.
         DiskFull: the cache has no room.
     """
-    check_fraction(request.held_out)
+    check_held_out(request.held_out)
     root, is_chosen = cache_root(cache)
     folder = root / "corpora" / request.key
     damage_notes: tuple[str, ...] = ()
@@ -254,7 +261,7 @@ def _locked(path: Path, progress: ProgressCallback | None) -> Iterator[None]:
                     progress, "waiting for another process that tokenises this text", None
                 )
                 meter.add(0)  # This call reports that the process still waits.
-                time.sleep(_POLL_S)
+                time.sleep(_LOCK_POLL_S)
         yield
 
 
@@ -263,8 +270,8 @@ def _build(
 ) -> tuple[str, ...]:
     """Build a corpus in its folder, and return the notes of `_write`."""
     building = folder.with_suffix(".building")
-    # A killed process may have left this folder behind. No other process can be using it now, because
-    # this process holds the lock.
+    # A killed process may have left this folder behind. No other process can be using it now,
+    # because this process holds the lock.
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     try:
@@ -287,24 +294,18 @@ def _write(
         Notes for the user that are shown only now. The other notes are in the manifest, and are
         shown whenever the corpus is opened.
     """
-    files = request.text.files
+    files = request.sources.files
     reading = request.reading
-    notes = tuple[str, ...]()
+    training_notes = tuple[str, ...]()
     documents = Documents(files, reading, request.held_out, progress)
     tokenizer = request.tokenizer
     if not isinstance(tokenizer, Tokenizer):
-        tokenizer, notes = encoding.train_tokenizer(documents, tokenizer, progress)
+        tokenizer, training_notes = encoding.train_tokenizer(documents, tokenizer, progress)
     meter = Meter(progress, "bytes tokenised", documents.text_bytes)
-    skipped = documents.survey.skipped
-    if reading.answering:
-        sides, unusable, encoding_notes = encoding.encode_conversations(
-            documents, files, tokenizer, building, meter
-        )
-        skipped = dict(Counter(skipped) + Counter(unusable))
+    if reading.answer_options:
+        encoded = encoding.encode_conversations(documents, files, tokenizer, building, meter)
     else:
-        sides, encoding_notes = encoding.encode_documents(
-            documents, files, tokenizer, building, meter
-        )
+        encoded = encoding.encode_documents(documents, files, tokenizer, building, meter)
     meter.finish()
     for file in files:
         if status_of(file.path).st_mtime_ns != file.modified_ns:
@@ -315,17 +316,19 @@ def _write(
     write_durably(building / "tokenizer.json", tokenizer_json)
     digests = {"tokenizer.json": hashlib.sha256(tokenizer_json.encode()).hexdigest()}
     for side_name in encoding.SIDES:
-        for path in _shards(building, side_name, reading):
+        for path in _shard_paths(building, side_name, reading):
             digests[path.name] = seal(path)
     manifest = {
         "key": request.key,
         "tokenizer": tokenizer.hash,
         "names": [file.name for file in files],
         "sides": {
-            name: {"bytes": side.bytes, "documents": side.counts} for name, side in sides.items()
+            side: {"bytes": writer.bytes, "documents": writer.document_counts}
+            for side, writer in encoded.writers.items()
         },
-        "skipped": skipped,
-        "notes": (*documents.notes, *tokenizer.notes, *encoding_notes),
+        # The survey has skipped bad records, and the encoding those that no template can render.
+        "skipped": dict(Counter(documents.survey.skipped) + Counter(encoded.skipped)),
+        "notes": (*documents.notes, *tokenizer.notes, *encoded.notes),
         "files": digests,
     }
     write_durably(
@@ -333,13 +336,13 @@ def _write(
         json.dumps(manifest | {"sha256": _digest(manifest)}, ensure_ascii=False),
     )
     sync(building)
-    return notes
+    return training_notes
 
 
-def _shards(folder: Path, side: str, reading: Reading) -> list[Path]:
-    """Return the files of one side, in the order of the fields of `Side`."""
+def _shard_paths(folder: Path, side: str, reading: ReadingPlan) -> list[Path]:
+    """Return the files of one side: its tokens first, then its indices, as `_open` reads them."""
     suffixes = ["tokens", "starts", "records"]
-    if reading.answering:
+    if reading.answer_options:
         suffixes.append("answers")
     return [folder / f"{side}.{suffix}" for suffix in suffixes]
 
@@ -354,7 +357,13 @@ def _open(
     progress: ProgressCallback | None,
     notes: tuple[str, ...] = (),
 ) -> StoredCorpus:
-    """Read and verify every file of a corpus folder.
+    """Read and verify every file of a corpus folder, and return the corpus.
+
+    Args:
+        folder: the corpus's folder.
+        request: the request that led to this folder.
+        progress: called to report progress; None: nothing is reported.
+        notes: lines for the user in addition to those of the manifest.
 
     Raises:
         InputRefused: a file is missing, damaged, or of another corpus; the message names it.
@@ -363,27 +372,29 @@ def _open(
     """
     manifest = _manifest(folder, request.key)
     tokenizer = _tokenizer(folder / "tokenizer.json", manifest, request.tokenizer)
-    paths = {side: _shards(folder, side, request.reading) for side in encoding.SIDES}
+    paths = {side: _shard_paths(folder, side, request.reading) for side in encoding.SIDES}
     statuses = (status(path) for side in encoding.SIDES for path in paths[side])
-    meter = Meter(progress, "verify", sum(entry.st_size for entry in statuses if entry))
+    meter = Meter(progress, "verify", sum(each.st_size for each in statuses if each is not None))
+    seals = manifest["files"]
     sides = {}
     for side in encoding.SIDES:
         tokens_path, *index_paths = paths[side]
-        seals = manifest["files"]
         tokens = open_shard(
             tokens_path, token_dtype(tokenizer.vocab_size), seals[tokens_path.name], meter
         )
+        # `answers` is a list of one array for conversations, and empty for texts.
         starts, records, *answers = [
-            open_shard(path, INDEX, seals[path.name], meter).view(np.int64) for path in index_paths
+            open_shard(path, INDEX_DTYPE, seals[path.name], meter).view(np.int64)
+            for path in index_paths
         ]
-        recorded = manifest["sides"][side]
+        counts = manifest["sides"][side]
         sides[side] = Side(
             tokens=tokens,
             starts=starts,
             records=records,
-            bytes=recorded["bytes"],
+            bytes=counts["bytes"],
             files=tuple(manifest["names"]),
-            first_documents=np.cumsum([0, *recorded["documents"]]),
+            first_documents=np.cumsum([0, *counts["documents"]]),
             answers=answers[0] if answers else None,
         )
     meter.finish()
@@ -411,7 +422,14 @@ def _manifest(folder: Path, key: str) -> dict[str, Any]:
 
 
 def _tokenizer(path: Path, manifest: dict[str, Any], requested: Tokenizer | int) -> Tokenizer:
-    """Return the requested tokenizer, or the trained one from its file, after checking the file."""
+    """Return the requested tokenizer, or the one that was trained for the corpus, after checking the
+    corpus's tokenizer.json.
+
+    Args:
+        path: the file.
+        manifest: the corpus's manifest.
+        requested: the tokenizer, or the number of entries of the one to train.
+    """
     try:
         text = read_input(path, MAX_FILE_BYTES)
     except OSError as error:

@@ -3,7 +3,8 @@
 Any file may be damaged, or made to exhaust memory. So sizes are checked before anything is
 unpacked, and offsets before pyarrow follows them.
 
-A *batch* is a number of consecutive rows, which pyarrow reads at once.
+A *batch* is a number of consecutive rows, which pyarrow reads at once. `pa` is the module pyarrow,
+which is optional and so imported only here, by `_read_by_pyarrow`.
 
 Shapes: N values of a column.
 """
@@ -20,9 +21,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 from monograph.data.reading import Damaged, import_library, refuse_bombs
 from monograph.data.records import (
     EMPTY_VALUES,
-    LONGEST_BYTES,
+    MAX_RECORD_BYTES,
     Fault,
-    Record,
+    NumberedText,
     list_names,
     quote,
     text_or_fault,
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pyarrow import Array, DataType, RecordBatch, Scalar, Schema
 
-# The largest batch that is read from a .parquet file. The batches of an .arrow file have the size that
-# its writer chose.
+# The largest batch that is read from a .parquet file. The batches of an .arrow file have the size
+# that its writer chose.
 _BATCH_ROWS = 256
 _BATCH_BYTES = 1 << 24
 # The largest batch of an .arrow file, which is unpacked as a whole before any of its rows can be
@@ -64,22 +65,22 @@ _SPLITS_FILE = "dataset_dict.json"
 _SAVE_AGAIN = "; save the dataset again"
 
 
-def table_rows(path: Path, key: str) -> Iterator[Record]:
+def table_texts(path: Path, key: str) -> Iterator[NumberedText]:
     """Yield (row number from 1, text in the column `key` or a fault) for every row.
 
     Raises:
         Damaged: the file is damaged, or has no column `key` of strings.
         InputRefused: the file cannot be read, or pyarrow is not installed.
     """
-    columns = _parquet_columns if path.suffix.lower() == ".parquet" else _arrow_columns
+    read_columns = _parquet_columns if path.suffix.lower() == ".parquet" else _arrow_columns
     with _read_by_pyarrow(path) as pa:
         _require_strings(pa, path, _schema(pa, path), key)
-        values = (value for column in columns(pa, path, key) for value in column)
+        values = (value for column in read_columns(pa, path, key) for value in column)
         texts = (_text(value, key) for value in values)
-        # A dictionary stores a text once for many rows, so each row counts its text's length here.
-        # A fault counts the length of its tuple, which is too small to matter.
-        sized = ((len(text), text) for text in texts)
-        yield from enumerate(refuse_bombs(path, sized), 1)
+        # A file may store a text once for many rows, so each row counts its text's length here. A
+        # fault counts the length of its tuple, which is too small to matter.
+        sized_texts = ((len(text), text) for text in texts)
+        yield from enumerate(refuse_bombs(path, sized_texts), 1)
 
 
 def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
@@ -92,15 +93,15 @@ def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[s
         keys: the columns to read; those that the table does not have are ignored.
 
     Raises:
-        Damaged, InputRefused: as in `table_rows`.
+        Damaged, InputRefused: as in `table_texts`.
     """
     number = 0
     with _read_by_pyarrow(path) as pa:
         columns = [key for key in keys if key in _schema(pa, path).names]
         read_batches = _parquet_batches if path.suffix.lower() == ".parquet" else _arrow_batches
         batches = (batch.select(columns) for batch in read_batches(pa, path, columns))
-        sized = ((_unshared_bytes(pa, batch), batch) for batch in batches)
-        for batch in refuse_bombs(path, sized):
+        sized_batches = ((_unshared_bytes(pa, batch), batch) for batch in batches)
+        for batch in refuse_bombs(path, sized_batches):
             for row in _rows(path, batch):
                 number += 1
                 yield number, _json_values(pa, row, batch.schema)
@@ -142,25 +143,25 @@ def _unshared_bytes(pa: ModuleType, batch: RecordBatch) -> int:
         ArrowException: the batch is damaged.
     """
     batch.validate(full=True)  # This comes first, because the code below follows the offsets.
-    pending = list(batch.columns)
+    arrays = list(batch.columns)
     total_bytes = 0
     # The list grows in the loop: the arrays inside a nested array are appended.
-    for array in pending:
+    for array in arrays:
         types = pa.types
         kind = array.type
         if types.is_struct(kind):
-            pending.extend(array.flatten())
+            arrays.extend(array.flatten())
         elif types.is_list(kind) or types.is_large_list(kind):
-            pending.append(array.flatten())
+            arrays.append(array.flatten())
         elif types.is_map(kind):
             offsets = array.offsets
             # The array may be a slice of a larger one, but `keys` and `items` have the entries of
             # the larger one.
             own_entries = slice(offsets[0].as_py(), offsets[-1].as_py())
-            pending += [array.keys[own_entries], array.items[own_entries]]
+            arrays += [array.keys[own_entries], array.items[own_entries]]
         elif types.is_dictionary(kind):
-            indices = array.indices.drop_null().to_numpy(zero_copy_only=False)
-            total_bytes += int(_value_bytes(pa, array.dictionary)[indices].sum())
+            row_indices = array.indices.drop_null().to_numpy(zero_copy_only=False)
+            total_bytes += int(_value_bytes(pa, array.dictionary)[row_indices].sum())
         else:
             total_bytes += int(_value_bytes(pa, array).sum())
     return total_bytes
@@ -175,9 +176,10 @@ def _value_bytes(pa: ModuleType, array: Array) -> NDArray[np.int64]:
     import numpy as np  # It is imported here, because a configuration is read without numpy.
 
     if array.type in (pa.string_view(), pa.binary_view()):
-        # A view has 16 bytes. The first four are the length.
-        views_N4 = np.frombuffer(array.buffers()[1], dtype=np.int32).reshape(-1, 4)
-        return views_N4[array.offset : array.offset + len(array), 0].astype(np.int64)
+        # Each value has a view of 16 bytes, of which the first four are its length. The buffer may
+        # be that of a larger array, from which this one is cut.
+        views_4 = np.frombuffer(array.buffers()[1], dtype=np.int32).reshape(-1, 4)
+        return views_4[array.offset : array.offset + len(array), 0].astype(np.int64)
     if array.type in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
         from pyarrow import compute
 
@@ -191,7 +193,7 @@ def table_columns(path: Path) -> list[str]:
     """Return the names of a table's columns.
 
     Raises:
-        Damaged, InputRefused: as in `table_rows`.
+        Damaged, InputRefused: as in `table_texts`.
     """
     with _read_by_pyarrow(path) as pa:
         return list(_schema(pa, path).names)
@@ -201,13 +203,13 @@ def first_row_with_value(path: Path, column: str) -> int | None:
     """Return the first row, from 1, whose value in a column is not empty; None if there is none.
 
     Raises:
-        Damaged, InputRefused: as in `table_rows`.
+        Damaged, InputRefused: as in `table_texts`.
     """
     number = 0
     with _read_by_pyarrow(path) as pa:
         read_batches = _parquet_batches if path.suffix.lower() == ".parquet" else _arrow_batches
-        sized = ((batch.nbytes, batch) for batch in read_batches(pa, path, [column]))
-        for batch in refuse_bombs(path, sized):
+        sized_batches = ((batch.nbytes, batch) for batch in read_batches(pa, path, [column]))
+        for batch in refuse_bombs(path, sized_batches):
             for value in batch.column(batch.schema.get_field_index(column)):
                 number += 1
                 if value.is_valid and value.as_py() not in EMPTY_VALUES:
@@ -224,15 +226,21 @@ def _read_by_pyarrow(path: Path) -> Iterator[ModuleType]:
         yield pa
     # Pyarrow raises any of these errors if a file is damaged.
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
+        # An OSError with a number is from the operating system, not about the file's content.
         if isinstance(error, OSError) and error_number(error):
             raise unreadable(path, error) from None
         raise Damaged(path, f"is damaged ({' '.join(str(error).split())[:120]})") from None
 
 
 def _json_values(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[str, Any] | Fault:
-    """Return a row as JSON values.
+    """Return a row as JSON values, or its fault.
 
     Nulls are left out, because a table has a null where a row has no value.
+
+    Args:
+        pa: the module pyarrow.
+        row: {column: value}, as pyarrow has read them.
+        schema: the types of the columns.
     """
     try:
         values = {
@@ -240,8 +248,8 @@ def _json_values(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[st
             for name, value in row.items()
             if value is not None
         }
-        # This refuses values that JSON does not have, such as NaN, and makes all other values equal
-        # to those that are read from a line of JSON.
+        # `dumps` refuses values that JSON does not have, such as NaN. Writing and reading the
+        # others makes them equal to values that are read from a line of JSON.
         json_values: dict[str, Any] = json.loads(json.dumps(values, allow_nan=False))
     except KeyTwice as error:
         return Fault("a key twice", f"has the key {quote(str(error))} twice in one map")
@@ -251,7 +259,7 @@ def _json_values(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[st
 
 
 def _with_objects(pa: ModuleType, value: Any, kind: DataType) -> Any:
-    """Return a value in which structs and maps have become objects.
+    """Return a value in which all structs and maps are dicts.
 
     Nulls in structs are left out, because a struct has a null where its writer gave no value.
 
@@ -272,8 +280,8 @@ def _with_objects(pa: ModuleType, value: Any, kind: DataType) -> Any:
             if value[field.name] is not None
         }
     if pa.types.is_map(kind):
-        # A map is a list of (key, value). A null in a map is kept, because its writer gave it: a
-        # map only has keys that were given.
+        # Pyarrow returns a map as a list of (key, value). A null in a map is kept: a map has only
+        # keys that its writer gave.
         return object_once(
             [(key, _with_objects(pa, inner, kind.item_type)) for key, inner in value]
         )
@@ -289,8 +297,8 @@ def _text(value: Scalar, key: str) -> str | Fault:
     if value is None or not value.is_valid:
         return text_or_fault(None, key)
     content = value.as_buffer()
-    if content.size > LONGEST_BYTES:
-        return Fault("too long", f"is longer than {LONGEST_BYTES >> 20} MiB")
+    if content.size > MAX_RECORD_BYTES:
+        return Fault("too long", f"is longer than {MAX_RECORD_BYTES >> 20} MiB")
     try:
         return text_or_fault(content.to_pybytes().decode(), key)
     except UnicodeDecodeError as error:
@@ -321,16 +329,17 @@ def _parquet_batches(
         buffer_size=1 << 20,
         read_dictionary=read_dictionary,
     ) as file:
-        # Only the metadata of row groups are read, because pyarrow ends the process if the metadata
-        # of a damaged column are read.
+        # The sizes are those of row groups, not of columns, because pyarrow ends the process if it
+        # reads the metadata of a damaged column.
         sizes = [
             file.metadata.row_group(group).total_byte_size
             for group in range(file.metadata.num_row_groups)
         ]
+        # Here the items that `refuse_bombs` checks and yields are the sizes themselves.
         total_bytes = sum(refuse_bombs(path, zip(sizes, sizes, strict=True)))
         rows = file.metadata.num_rows
-        fitting_rows = _BATCH_BYTES * rows // max(1, total_bytes)
-        batch_rows = max(1, min(_BATCH_ROWS, fitting_rows))
+        rows_in_batch_bytes = _BATCH_BYTES * rows // max(1, total_bytes)
+        batch_rows = max(1, min(_BATCH_ROWS, rows_in_batch_bytes))
         read_rows = 0
         for batch in file.iter_batches(batch_rows, columns=list(keys), use_threads=False):
             read_rows += batch.num_rows
@@ -340,6 +349,7 @@ def _parquet_batches(
 
 
 def _schema(pa: ModuleType, path: Path) -> Schema:
+    """Return the names and types of a table's columns."""
     if path.suffix.lower() == ".parquet":
         from pyarrow import parquet
 
@@ -349,8 +359,10 @@ def _schema(pa: ModuleType, path: Path) -> Schema:
 
 
 def _arrow_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Array]:
-    """Yield the column `key` of each batch of an .arrow file, as bytes or as a dictionary of
-    texts.
+    """Yield the column `key` of each batch of an .arrow file.
+
+    A column of texts is yielded as a column of bytes. A column that stores its texts in a
+    dictionary is yielded unchanged.
     """
     for batch in _arrow_batches(pa, path, [key]):
         column = batch.column(batch.schema.get_field_index(key))
@@ -370,33 +382,39 @@ def _arrow_columns(pa: ModuleType, path: Path, key: str) -> Iterator[Array]:
 def _arrow_batches(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[RecordBatch]:
     """Yield the batches of an .arrow file, with all of its columns.
 
+    The argument `keys` is not used: it is there so that this function can be called in the same way
+    as `_parquet_batches`.
+
     Raises:
         Damaged: the file is a compression bomb, or has a batch that is too large.
     """
     with _arrow_reader(pa, path) as reader:
-        count = getattr(reader, "num_record_batches", None)  # None for a stream
+        batch_count = getattr(reader, "num_record_batches", None)  # None for a stream
         with open_input(path) as file:
-            sizes = _stream_sizes(path, file) if count is None else _file_sizes(path, file)
-            # All sizes are checked before the first batch is unpacked.
+            if batch_count is None:
+                sizes = _stream_sizes(path, file)
+            else:
+                sizes = _file_sizes(path, file)
+            # This loop checks all sizes before the first batch is unpacked.
             for _ in refuse_bombs(path, ((size, None) for size in sizes)):
                 pass
-        batches = reader if count is None else map(reader.get_batch, range(count))
+        batches = reader if batch_count is None else map(reader.get_batch, range(batch_count))
         for batch in batches:
             batch.validate()
             yield batch
 
 
-# The functions below check the sizes in an .arrow file without unpacking anything. The format is
-# described at https://arrow.apache.org/docs/format/Columnar.html (IPC): a file or a stream is a
-# sequence of messages. A message has metadata, which are FlatBuffers tables, and a body, which has
-# the buffers of a batch. The bytes that a message *claims* are the size that its buffers will have
-# when they are unpacked, according to the message.
+# The functions from here to `_read_number` check the sizes in an .arrow file without unpacking
+# anything. The format is described at https://arrow.apache.org/docs/format/Columnar.html (IPC): a
+# file or a stream is a sequence of messages. A message has metadata, which are FlatBuffers tables,
+# and a body, which has the buffers of a batch. A message says how large its buffers become when
+# they are unpacked: these are the bytes that it *claims*.
 
 
 def _stream_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
-    """Check a stream, and yield the bytes that each message claims.
+    """Check a stream, and yield the bytes that each of its messages claims.
 
-    A stream is messages, one after the other, and an end mark.
+    A stream is messages, one after the other, and then an end mark.
     """
     file_bytes = path.stat().st_size
     begin = 0
@@ -409,11 +427,11 @@ def _stream_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
 
 
 def _file_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
-    """Check a file, and yield the bytes that each message claims.
+    """Check a file that has a footer, and yield the bytes that each of its messages claims.
 
-    The footer of a file lists blocks, each of which has one message. The blocks may be in any order:
-    polars, for example, writes dictionaries last. A footer may point anywhere, so blocks that
-    overlap, or whose size is not the one in the footer, are refused.
+    The footer of a file lists blocks, each of which has one message. The blocks may be in any
+    order: polars, for example, writes dictionaries last. A footer may point anywhere, so blocks
+    that overlap, or whose size is not the one in the footer, are refused.
     """
     file_bytes = path.stat().st_size
     ending_bytes = 4 + len(_MAGIC.rstrip(b"\0"))  # the footer's length, and the magic once more
@@ -437,7 +455,7 @@ def _file_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
 
 
 class _Block(NamedTuple):
-    """An entry of a footer: where a message begins in the file, and how long it is."""
+    """An entry of a footer: where a message begins in the file, and how long its two parts are."""
 
     begin: int
     metadata_bytes: int
@@ -449,26 +467,27 @@ def _footer_blocks(footer: bytes) -> Iterator[_Block]:
     offset_of = _field_offsets(footer, _read_number(footer, 0, 4))
     for field in (2, 3):  # `dictionaries` and `recordBatches` of Footer in Arrow's File.fbs
         if offset_of(field):
-            blocks = _follow_reference(footer, offset_of(field))
-            count = _read_number(footer, blocks, 4)
+            # A list begins with its length, in 4 bytes.
+            blocks_offset = _follow_reference(footer, offset_of(field))
+            count = _read_number(footer, blocks_offset, 4)
             for index in range(count):
                 # A block has 24 bytes: 8 for the first number, 4 for the second and 4 of padding,
                 # and 8 for the third.
-                begin = blocks + 4 + 24 * index
+                offset = blocks_offset + 4 + 24 * index
                 yield _Block(
-                    begin=_read_number(footer, begin, 8),
-                    metadata_bytes=_read_number(footer, begin + 8, 4),
-                    body_bytes=_read_number(footer, begin + 16, 8),
+                    begin=_read_number(footer, offset, 8),
+                    metadata_bytes=_read_number(footer, offset + 8, 4),
+                    body_bytes=_read_number(footer, offset + 16, 8),
                 )
 
 
 def _check_message(path: Path, file: BinaryIO, begin: int, limit: int) -> tuple[int, int]:
-    """Check a message, and return (the bytes that it claims, where it ends in the file).
+    """Check a message, and return (the bytes that it claims, the position in the file at its end).
 
     Args:
         path: the file, for errors.
         file: the opened file.
-        begin: where the message begins.
+        begin: the position at which the message begins.
         limit: the last position at which the message may end.
 
     Raises:
@@ -476,36 +495,38 @@ def _check_message(path: Path, file: BinaryIO, begin: int, limit: int) -> tuple[
         ValueError: the message refers to a position beyond `limit`.
     """
 
-    def seek(position: int) -> int:
+    def checked(position: int) -> int:
         if position > limit:
             raise ValueError("a message refers to what is beyond the file")
-        return file.seek(position)
+        return position
 
-    seek(begin)
+    file.seek(checked(begin))
     head = file.read(8)  # the 4 bytes that begin every message, and the length of the metadata
     if head[:4] != _END_OF_STREAM[:4]:
         raise Damaged(path, "is cut short, or of a format before Arrow 0.15", "write it again")
-    metadata_begin = begin + 8
-    body_begin = seek(metadata_begin + int.from_bytes(head[4:], "little"))
-    metadata = file.read(body_begin - seek(metadata_begin))
+    metadata_bytes = int.from_bytes(head[4:], "little")
+    body_begin = checked(begin + 8 + metadata_bytes)
+    metadata = file.read(metadata_bytes)
     # Fields of Message: 1 is the type of its content, 2 the content, 3 the length of the body.
-    message_offset = _field_offsets(metadata, _read_number(metadata, 0, 4))
-    kind = _read_number(metadata, message_offset(1), 1)
-    content = _follow_reference(metadata, message_offset(2))
+    message_field = _field_offsets(metadata, _read_number(metadata, 0, 4))
+    kind = _read_number(metadata, message_field(1), 1)
+    content_offset = _follow_reference(metadata, message_field(2))
     if kind == _DICTIONARY_BATCH:
-        # The batch of a dictionary is its field 1.
-        content = _follow_reference(metadata, _field_offsets(metadata, content)(1))
+        # The content is a DictionaryBatch, whose field 1 is a RecordBatch.
+        dictionary_field = _field_offsets(metadata, content_offset)
+        content_offset = _follow_reference(metadata, dictionary_field(1))
     # Fields of RecordBatch: 2 is the list of buffers, 3 the compression. A batch that is not
     # compressed claims nothing, because its buffers do not become larger.
-    batch_offset = _field_offsets(metadata, content)
+    batch_field = _field_offsets(metadata, content_offset)
     claimed_bytes = 0
-    if kind in (_DICTIONARY_BATCH, _RECORD_BATCH) and batch_offset(3):
-        buffers = _follow_reference(metadata, batch_offset(2))
-        count = _read_number(metadata, buffers, 4)
+    if kind in (_DICTIONARY_BATCH, _RECORD_BATCH) and batch_field(3):
+        buffers_offset = _follow_reference(metadata, batch_field(2))
+        count = _read_number(metadata, buffers_offset, 4)
         for index in range(count):
             # An entry has 16 bytes. The first 8 are the buffer's position in the body. A buffer
             # begins with its unpacked length, or with -1 if it is not compressed.
-            seek(body_begin + _read_number(metadata, buffers + 4 + 16 * index, 8))
+            buffer_begin = body_begin + _read_number(metadata, buffers_offset + 4 + 16 * index, 8)
+            file.seek(checked(buffer_begin))
             claimed_bytes += max(0, int.from_bytes(file.read(8), "little", signed=True))
     if claimed_bytes > _MAX_BATCH_BYTES:
         raise Damaged(
@@ -513,8 +534,8 @@ def _check_message(path: Path, file: BinaryIO, begin: int, limit: int) -> tuple[
             f"has a batch that becomes {claimed_bytes:,} bytes",
             "write it again in smaller batches",
         )
-    body_bytes = _read_number(metadata, message_offset(3), 8) if message_offset(3) else 0
-    return claimed_bytes, seek(body_begin + body_bytes)
+    body_bytes = _read_number(metadata, message_field(3), 8) if message_field(3) else 0
+    return claimed_bytes, checked(body_begin + body_bytes)
 
 
 def _field_offsets(data: bytes, table: int) -> Callable[[int], int]:
@@ -542,7 +563,7 @@ def _field_offsets(data: bytes, table: int) -> Callable[[int], int]:
 
 
 def _follow_reference(data: bytes, offset: int) -> int:
-    """Return the offset that the field at `offset` refers to: the field holds the distance."""
+    """Return the offset to which the field at `offset` refers. The field has the distance to it."""
     return offset + _read_number(data, offset, 4)
 
 
@@ -590,7 +611,7 @@ def _require_strings(pa: ModuleType, path: Path, schema: Schema, key: str) -> No
 
 
 def saved_tables(folder: Path) -> list[Path] | None:
-    """Return the .arrow files, in order, of a folder that `save_to_disk` of `datasets` wrote.
+    """Return the .arrow files, in order, of a dataset that the library `datasets` saved to a folder.
 
     The result is None if it is not such a folder.
 
@@ -610,7 +631,7 @@ def saved_tables(folder: Path) -> list[Path] | None:
         return None
     state = read_json(folder / _STATE_FILE, _SAVE_AGAIN)
     try:
-        paths = [folder / file["filename"] for file in state["_data_files"]]
+        paths = [folder / entry["filename"] for entry in state["_data_files"]]
     except (KeyError, TypeError):
         raise InputRefused(
             f"{folder / _STATE_FILE}: is not what save_to_disk writes{_SAVE_AGAIN}"

@@ -53,7 +53,7 @@ class Transcript:
             before: the ids before the text.
         """
         # The space that the tokenizer adds before a text, or nothing. It is removed from the text.
-        self._lead = tokenizer.lead(before)
+        self._lead = tokenizer.inserted_space(before)
         self._tokenizer = tokenizer
         self._stop = [text.encode() for text in stop]
         # The decoder is incremental, because several tokens may share the bytes of one character.
@@ -355,7 +355,9 @@ def _refuse_leading_spaces(
 ) -> None:
     """Refuse stop strings that begin with a space if the tokenizer adds a space before texts."""
     for text in strings:
-        if text.startswith(" ") and any(tokenizer.lead(request.prompt_ids) for request in requests):
+        if text.startswith(" ") and any(
+            tokenizer.inserted_space(request.prompt_ids) for request in requests
+        ):
             raise UsageError(
                 f"stop: {text!r} begins with a space, as the tokenizer has every text begin: leave it out"
             )

@@ -22,8 +22,8 @@ class ByRank(OnDevice):
 
     Attributes:
         world: the ranks.
-        joining: returns the context in which a micro-batch runs; its argument says whether the
-            micro-batch is the last of the window.
+        micro_batch_context: returns the context in which a micro-batch runs; its argument says
+            whether the micro-batch is the last of the window.
     """
 
     replays = False  # a replayed micro-step would contain collectives
@@ -34,19 +34,21 @@ class ByRank(OnDevice):
         # the ranks.
         super().__init__(fused=False)
         self.world = world
-        self.joining: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
+        self.micro_batch_context: Callable[[bool], AbstractContextManager[None]] = lambda last: (
+            nullcontext()
+        )
 
     def accumulate(self, batches: Sequence[Any]) -> None:
         """Add the gradient of this rank's micro-batches; the last one sums it over the ranks."""
         step = self.step
         step.link()
-        for unit, batch in enumerate(batches):
-            seed(self.world, step, unit)
-            with self.joining(unit + 1 == len(batches)):
+        for number, batch in enumerate(batches):
+            seed_micro_batch(self.world, step, number)
+            with self.micro_batch_context(number + 1 == len(batches)):
                 with unlinked(step.planes), step.context():
                     loss, loss_sum, count = self.forward(batch)
                 if not step.differentiate(loss, loss_sum, count):
-                    self.without_gradient()
+                    self.handle_missing_gradient()
 
     def complete(self) -> None:
         """Sum loss and count over the ranks."""
@@ -61,11 +63,13 @@ class ByRank(OnDevice):
         """
 
     @abstractmethod
-    def without_gradient(self) -> None:
-        """Do what the other ranks wait for, after a micro-batch whose loss has no gradient."""
+    def handle_missing_gradient(self) -> None:
+        """Do what the other ranks wait for, after a micro-batch whose loss has no gradient: they sum
+        gradients with this rank.
+        """
 
 
-def seed(world: World, step: Step, unit: int) -> None:
+def seed_micro_batch(world: World, step: Step, number: int) -> None:
     """Seed torch's random generator, e.g. for dropout, before a micro-batch.
 
     The seed depends on the number of the micro-batch in the window, so the number of ranks does not
@@ -74,7 +78,7 @@ def seed(world: World, step: Step, unit: int) -> None:
     Args:
         world: the ranks.
         step: the step.
-        unit: the number of the micro-batch among this rank's micro-batches.
+        number: the number of the micro-batch among this rank's micro-batches, from 0.
     """
-    number_in_window = unit * world.size + world.rank
+    number_in_window = number * world.size + world.rank
     torch.manual_seed(hash((step.optim.seed, step.index, number_in_window)) & LOW32)

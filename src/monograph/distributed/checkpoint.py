@@ -23,7 +23,7 @@ from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.checkpointing.folder import MODEL, OPTIMIZER
 from monograph.checkpointing.rotation import unfinished_folder
-from monograph.distributed.rows import place_of
+from monograph.distributed.rows import own_slice
 from monograph.distributed.world import World
 from monograph.errors import DiskFull, NoValidCheckpoint, Warn
 from monograph.storage import blocks, tensor_layout
@@ -67,7 +67,7 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
                     f"{error.filename}: rank {world.rank} cannot save its part of the checkpoint of update "
                     f"{checkpoint.update}: {error.strerror}; make room, then resume"
                 ) from error
-    world.wait()
+    world.barrier()
 
 
 def newest(
@@ -92,13 +92,13 @@ def newest(
             checkpoint = checkpointing.newest(checkpoints, warn, at, until)
         except NoValidCheckpoint as error:
             fault = str(error)
-    update, fault = world.agreed([checkpoint.update if checkpoint else None, fault])
+    update, fault = world.broadcast([checkpoint.update if checkpoint else None, fault])
     if update is None:
         raise NoValidCheckpoint(fault)
     return checkpoint or checkpointing.newest(checkpoints, warn, update)
 
 
-def not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
+def find_not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the tensors that are not finite on any rank; a collective."""
     own_parts = [
         tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()
@@ -132,14 +132,14 @@ def _write_together(world: World, path: Path, tensors: Mapping[str, Tensor]) -> 
             with open(path, "xb", buffering=0) as file:
                 file.truncate(length)
         # The other ranks must not open the file before it exists.
-        world.wait()
+        world.barrier()
         with open(path, "r+b", buffering=0) as file:
             for offset, piece in _own_pieces(world, header, length, tensors):
                 blocks.write_at(file.fileno(), piece, offset)
             os.fsync(file.fileno())
             # A block may have parts of several ranks, so blocks are hashed from the file, after all
             # ranks have written.
-            world.wait()
+            world.barrier()
             count = math.ceil(length / blocks.BLOCK_BYTES)
             # Each rank computes some digests. The other rows are zeros, so the sum over ranks has
             # all of them.
@@ -167,7 +167,7 @@ def _own_pieces(
             # coordinate, the machine, have the same rows, and the first of them writes.
             if any(tensor.device_mesh.get_coordinate()[:-1]):  # type: ignore[index]
                 continue
-            first_row = place_of(tensor).start
+            first_row = own_slice(tensor).start
             # A tensor without rows has 0 bytes.
             offset += first_row * (entry.end - entry.begin) // max(1, len(tensor))
             yield offset, tensor_layout.bytes_of(tensor.to_local())

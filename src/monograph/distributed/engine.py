@@ -16,7 +16,7 @@ from typing import TypedDict, Unpack, final
 from torch import nn
 
 from monograph.distributed.replicated import Replicas
-from monograph.distributed.retries import BeginAgain, Together
+from monograph.distributed.retries import RestartAll, RetryTogether
 from monograph.distributed.rows import OwnRows
 from monograph.distributed.sharded import Shards
 from monograph.distributed.world import World
@@ -69,7 +69,7 @@ class Replicated(Engine):
         """
         self.replicas = Replicas(world)
         step = Step(model, sum_over_ranks=world.sum, parameters=self.replicas, **others)
-        super().__init__(lambda: step, Together(micro_batch, self.replicas))
+        super().__init__(lambda: step, RetryTogether(micro_batch, self.replicas))
         self.replicas.wrap()
 
 
@@ -89,7 +89,7 @@ class Sharded(Engine):
         *,
         world: World,
         micro_batch: int | None = None,
-        halved: bool = False,
+        gathers_bf16: bool = False,
         by_machine: bool = False,
         **others: Unpack[StepOptions],
     ):
@@ -99,13 +99,13 @@ class Sharded(Engine):
             model: see `Replicated`.
             world: see `Replicated`.
             micro_batch: see `Replicated`.
-            halved: see `Shards`.
+            gathers_bf16: see `Shards`.
             by_machine: see `Shards`.
             others: other arguments of `Step`.
         """
-        self.shards = Shards(world, halved, by_machine)
+        self.shards = Shards(world, gathers_bf16, by_machine)
         step = Step(model, sum_over_ranks=world.sum, parameters=self.shards, **others)
-        super().__init__(lambda: step, BeginAgain(micro_batch, world))
+        super().__init__(lambda: step, RestartAll(micro_batch, world))
 
     def load_state(self, state: EngineState) -> None:
         """Load a state of whole tensors; each rank takes its rows. See `Engine.load_state`."""
@@ -139,5 +139,5 @@ def streamed_replica(
     if placement.when == "backward":
         # In the backward pass, an update would be decided on by the losses of one rank.
         placement = replace(placement, when="next forward")
-    retries = BeginAgain(micro_batch, world)
+    retries = RestartAll(micro_batch, world)
     return Streamed(model, placement=placement, sum_over_ranks=world.sum, retries=retries, **others)

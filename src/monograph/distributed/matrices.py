@@ -16,7 +16,7 @@ from monograph.distributed.rows import rows_of
 from monograph.distributed.world import World
 
 
-def orthogonalised(
+def orthogonalise_rows(
     world: World,
     own: Sequence[Tensor],
     rows: int,
@@ -44,19 +44,20 @@ def orthogonalised(
     cols = own[0].shape[-1]
     own_size = own[0].numel()
     ranks = range(world.size)
+    # For each rank, the numbers of the matrices that it owns.
     owned = [[i for i in range(len(own)) if (first + i) % world.size == rank] for rank in ranks]
-    rows_of_ranks = [rows_of(rank, world.size, rows) for rank in ranks]
+    slices = [rows_of(rank, world.size, rows) for rank in ranks]
     # Matrices are sent in the order of their owners.
     order = [i for matrices in owned for i in matrices]
     sent = [len(matrices) * own_size for matrices in owned]
     # From each rank, this rank receives that rank's rows of all matrices that this rank owns.
     own_count = len(owned[world.rank])
-    shapes = [(own_count, part.stop - part.start, cols) for part in rows_of_ranks]
+    shapes = [(own_count, part.stop - part.start, cols) for part in slices]
     received = [math.prod(shape) for shape in shapes]
-    flat = world.exchange(torch.cat([own[i].flatten() for i in order]), sent, received)
+    flat = world.all_to_all(torch.cat([own[i].flatten() for i in order]), sent, received)
     parts = [part.view(shape) for part, shape in zip(flat.split(received), shapes, strict=True)]
     orthogonal = orthogonalise(torch.cat(parts, dim=1), compute)
     # The rows are sent back in the same way, with the two lists of sizes exchanged.
-    flat = torch.cat([orthogonal[:, part].flatten() for part in rows_of_ranks])
-    own_orthogonal = world.exchange(flat, received, sent).view(len(own), *own[0].shape)
+    flat = torch.cat([orthogonal[:, part].flatten() for part in slices])
+    own_orthogonal = world.all_to_all(flat, received, sent).view(len(own), *own[0].shape)
     return [own_orthogonal[order.index(i)] for i in range(len(own))]

@@ -33,7 +33,7 @@ class Replicas(ByRank):
         self.buckets = list[Tensor]()
         self.summed = list[Tensor]()
         # Gradients are summed over ranks with the window's last micro-batch only.
-        self.joining = lambda last: nullcontext() if last else self.parallel.no_sync()
+        self.micro_batch_context = lambda last: nullcontext() if last else self.parallel.no_sync()
 
     def wrap(self) -> None:
         """Give the step's module to a new DDP, and make two backward passes.
@@ -67,14 +67,14 @@ class Replicas(ByRank):
         loss, loss_sum, count = self.parallel(batch, self.step.loss_factor)
         return loss, loss_sum, count
 
-    def without_gradient(self) -> None:
+    def handle_missing_gradient(self) -> None:
         """Give the other ranks, which wait for it, a gradient of zeros."""
         self.parallel.module(None, self.step.loss_factor).backward()
 
     def _sum_bucket(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
         """Start to sum a bucket over ranks, in place."""
         self.summed.append(torch.empty_like(bucket, device="meta"))
-        return self.world.summing(bucket)
+        return self.world.sum_async(bucket)
 
 
 class _ModelWithLoss(nn.Module):

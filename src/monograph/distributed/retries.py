@@ -15,7 +15,7 @@ from monograph.step.retries import RankShare, Retries, empty_cache, out_of_memor
 T = TypeVar("T")
 
 
-class BeginAgain(Retries):
+class RestartAll(Retries):
     """The retries of ranks that wait for each other in the middle of a pass.
 
     If one rank fails in a pass, the others wait for it, so all ranks must be restarted.
@@ -48,7 +48,7 @@ class BeginAgain(Retries):
             raise failed from error
 
 
-class Together(Retries):
+class RetryTogether(Retries):
     """The retries of ranks that each have the whole module.
 
     If memory runs out on one rank, all ranks repeat the work with smaller micro-batches.
@@ -64,7 +64,7 @@ class Together(Retries):
         world = self.replicas.world
         if any(isinstance(module, nn.SyncBatchNorm) for module in step.model.modules()):
             # With such a module, ranks wait for each other in the middle of a pass.
-            restarts = BeginAgain(self.micro_batch, world)
+            restarts = RestartAll(self.micro_batch, world)
             return restarts.fitting(step, rows, work)
 
         def work_together() -> T:

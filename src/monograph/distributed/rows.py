@@ -1,7 +1,7 @@
-"""Share out the rows of a tensor among ranks.
+"""Shard tensors by rows: cut one, assemble one, and say which rows a rank has.
 
 Of n rows, each of W ranks has the next ceil(n / W); the last ranks have fewer or none. On several
-machines a mesh of ranks has two dimensions, the machine and the rank within it, and only the last
+machines a mesh of ranks has two dimensions, the machine and the rank within it. Then only the last
 dimension shares out rows: each machine has all of them.
 """
 
@@ -15,52 +15,53 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 def rows_of(rank: int, size: int, rows: int) -> slice:
-    """Return the slice of `rows` rows that rank number `rank` of `size` ranks has."""
+    """Return the slice of `rows` rows that rank `rank` of `size` ranks has."""
     share = math.ceil(rows / size)
     return slice(min(rank * share, rows), min((rank + 1) * share, rows))
 
 
-def among(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return (this rank's number, the number of ranks) among the ranks that share out rows."""
+def rank_and_size(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return this rank's number among the ranks that share out rows, and their number."""
     return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
 
-def place_of(tensor: DTensor) -> slice:
+def own_slice(tensor: DTensor) -> slice:
     """Return the slice of a sharded tensor's rows that this rank has."""
-    place: slice | None = getattr(tensor, "place", None)
-    return place or rows_of(*among(tensor.device_mesh), len(tensor))
+    unusual_slice: slice | None = getattr(tensor, "unusual_slice", None)
+    return unusual_slice or rows_of(*rank_and_size(tensor.device_mesh), len(tensor))
 
 
-def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor, place: slice | None = None) -> DTensor:
+def shard_from_rows(
+    own: Tensor, mesh: DeviceMesh, whole: Tensor, unusual_slice: slice | None = None
+) -> DTensor:
     """Return a sharded tensor, of which this rank has the rows `own`.
 
     Args:
         own: this rank's rows.
         mesh: the ranks.
         whole: a tensor with the shape of the sharded tensor; its values are not used.
-        place: which rows `own` are, if they are not those of `rows_of`; torch's functions cannot
-            gather such a tensor. None: they are those of `rows_of`.
+        unusual_slice: which rows `own` are, if they are not those of `rows_of`; torch's functions
+            cannot gather such a tensor. None: they are those of `rows_of`.
     """
     shape = whole.shape
     stride = torch.empty(whole.shape, device="meta").stride()
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     sharded = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
-    # Read by `place_of`.
-    sharded.place = place  # type: ignore[attr-defined]
+    sharded.unusual_slice = unusual_slice  # type: ignore[attr-defined] # for `own_slice`
     return sharded
 
 
-def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Shard a whole tensor as `like` is sharded; if `like` is not, return the tensor itself."""
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
-    place = place_of(like)
-    return of_rows(tensor[place].to(mesh.device_type), mesh, tensor, place)
+    rows = own_slice(like)
+    return shard_from_rows(tensor[rows].to(mesh.device_type), mesh, tensor, rows)
 
 
-def whole_rows(tensor: Tensor) -> Tensor:
-    """Return all rows of a tensor, which may be sharded.
+def gather_rows(tensor: Tensor) -> Tensor:
+    """Return a tensor with all of its rows, whether it is sharded or not.
 
     For a sharded tensor this is a collective of the ranks that share out the rows.
     """
@@ -94,4 +95,4 @@ class OwnRows(Mapping[str, Tensor]):
         like = self._like.get(name)
         if like is None or like.shape != tensor.shape:
             return tensor
-        return own_rows(tensor, like)
+        return shard_like(tensor, like)

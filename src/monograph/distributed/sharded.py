@@ -1,8 +1,12 @@
-"""Shard a model by FSDP2: a rank holds some rows of each parameter, gradient and moment, and
-gathers block by block.
+"""Shard a model by FSDP2: each rank has some rows of each parameter, gradient and moment.
 
-Shapes: a parameter [n, ...] has rows 0 .. n - 1; each of W ranks has ceil(n / W), in order, the
-last ones fewer or none.
+FSDP2 gathers the parameters of one block after another for the forward and the backward pass.
+Which rows a rank has is said by `monograph.distributed.rows`.
+
+The updates of most optimizers need no other rank's rows. There are two exceptions. Muon
+orthogonalises whole matrices (`monograph.distributed.matrices`). And a format of the optimizer's
+state may pack moments in blocks that begin in one rank's rows and end in another's
+(`monograph.distributed.shared_blocks`); such blocks are called cut.
 """
 
 import copy
@@ -23,9 +27,14 @@ from torch.distributed.tensor import DTensor
 from monograph import compat
 from monograph.device import default_device, describe
 from monograph.distributed.by_rank import ByRank
-from monograph.distributed.matrices import orthogonalised
-from monograph.distributed.rows import among, of_rows, rows_of, whole_rows
-from monograph.distributed.shared_blocks import Cut, Ends, agree, ends
+from monograph.distributed.matrices import orthogonalise_rows
+from monograph.distributed.rows import gather_rows, rank_and_size, rows_of, shard_from_rows
+from monograph.distributed.shared_blocks import (
+    CutPlane,
+    EndBlocks,
+    find_end_blocks,
+    share_largest_numbers,
+)
 from monograph.distributed.world import World
 from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
@@ -40,19 +49,19 @@ from monograph.optim.state_format import StateFormat
 from monograph.step import Step
 from monograph.step.parameters import Sums
 
-# Share of the device's free memory that a whole copy of the model may take in addition to the
-# shards.
-ROOM = 0.5
+# The share of the device's free memory that an unsharded copy of the model may take.
+MAX_COPY_SHARE = 0.5
 
 
 class Shards(ByRank):
-    """The parameters of which each rank has some rows; an elementwise update needs no others.
+    """Parameters of which each rank has some rows.
 
     Attributes:
         root: the forward pass and loss as one module, whose parameters FSDP2 gathers and whose
             gradients it scatters.
         names: the names of the model's tensors, as in one process.
-        sharing: the ranks that share out the rows.
+        row_ranks: the ranks that share out the rows: those of this machine if `by_machine`,
+            otherwise all.
     """
 
     differentiable = False  # FSDP2 would wait for a backward pass
@@ -60,147 +69,178 @@ class Shards(ByRank):
     root: nn.Module
     names: list[str]
 
-    def __init__(self, world: World, halved: bool = False, by_machine: bool = False):
+    def __init__(self, world: World, gathers_bf16: bool = False, by_machine: bool = False):
         """Store the ranks; nothing is sharded until a step asks for its planes.
 
         Args:
             world: the ranks.
-            halved: whether the weights of blocks are rounded to bf16 before they are gathered.
-                Products read the bits that autocast would give them. Norms have rounded weights and
-                gradients. Sums over ranks are in fp32.
-            by_machine: whether the ranks of each machine share out the rows among them (HSDP):
-                blocks are gathered within a machine, and only gradients are summed between
-                machines, each of which has all rows.
+            gathers_bf16: whether the weights of blocks are rounded to bf16 before they are
+                gathered. Matrix products read the same bits as with autocast. The weights of norms
+                and their gradients are rounded, too, unlike with autocast. Sums over ranks are in
+                fp32.
+            by_machine: whether the ranks of each machine share out all rows among themselves
+                (HSDP). Blocks are then gathered within a machine, and only gradients are summed
+                over machines.
         """
         if world.size % world.machine_size and by_machine:
             raise UsageError(
                 f"hsdp: {world.size} ranks, {world.machine_size} of them here: let each machine have as many"
             )
         super().__init__(world)
-        self.halved = halved
+        self.gathers_bf16 = gathers_bf16
         self.by_machine = by_machine
-        self.sharing = world
+        self.row_ranks = world
         self._copy: nn.Module | None = None  # see `gathered`
-        # torch 2.13 compiles the padding of cut blocks to code that reads beyond their end
-        # (dev/log.md).
-        self.update_uncut = Compilable(self._update_uncut)
+        # For planes without cut blocks. torch 2.13 compiles the padding of cut blocks to code that
+        # reads beyond their end (dev/log.md).
+        self.captured_update = Compilable(self._update_plane_eagerly)
 
     def place(self, step: Step) -> list[Plane]:
-        """Shard the model block by block and return planes of this rank's rows."""
+        """Shard the model block by block, and return planes of this rank's rows."""
         self.step = step
-        require_rows(step, self.halved)
+        require_shardable(step, self.gathers_bf16)
         kinds = step.optim.kinds(step.model)
         model = step.model
         self.names = list(kept_state(model))
-        self._empty = hollow(model)
-        mesh = init_device_mesh(default_device().type, (self.world.size,))
+        self._without_values = without_values(model)
+        device = default_device()
+        mesh = init_device_mesh(device.type, (self.world.size,))
         if self.by_machine:
-            shape = (self.world.size // self.world.machine_size, self.world.machine_size)
+            machines = self.world.size // self.world.machine_size
             mesh = init_device_mesh(
-                default_device().type, shape, mesh_dim_names=("machine", "rank")
+                device.type,
+                (machines, self.world.machine_size),
+                mesh_dim_names=("machine", "rank"),
             )
-            self.sharing = self.world.within(mesh.get_group("rank"))
-        # Of a quantised base.
-        single = {parameter for parameter in model.parameters() if not parameter.ndim}
-        for parameter in single:
-            parameter.data = parameter.data.to(default_device())
+            self.row_ranks = self.world.subgroup(mesh.get_group("rank"))
+        # A quantised base has parameters without dimensions, which cannot be sharded by rows. Each
+        # rank keeps them whole.
+        scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
+        for parameter in scalars:
+            parameter.data = parameter.data.to(device)
         policy = MixedPrecisionPolicy()
-        if self.halved:
+        if self.gathers_bf16:
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        # Mapped weights are read from their file one block at a time, and a rank keeps only its
-        # rows.
+        # Weights that are still in their file are read one block at a time, and a rank keeps only
+        # its rows.
         with compat.integer_parameters():
             for block in blocks(model).values():
-                fully_shard(materialize_(block), mesh=mesh, ignored_params=single, mp_policy=policy)
-            self.root = _Summed(step)
-            fully_shard(self.root, mesh=mesh, ignored_params=single)  # in place
+                fully_shard(
+                    materialize_(block), mesh=mesh, ignored_params=scalars, mp_policy=policy
+                )
+            self.root = _ModelWithLoss(step)
+            fully_shard(self.root, mesh=mesh, ignored_params=scalars)  # in place
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
         form = FORMATS[step.optim.state]
-        return [step.prepare_plane(plane) for plane in rows_planes(model, kinds, form)]
+        return [step.prepare_plane(plane) for plane in make_rows_planes(model, kinds, form)]
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
-        """Return the functions of the step; between blocks, those of one plane."""
-        return (
-            super().captured(scope) if scope == "whole" else [self.step.squares, self.update_uncut]
-        )
+        """Return the functions that a capture compiles. In scope "blocks", the update is compiled
+        plane by plane.
+        """
+        if scope == "whole":
+            return super().captured(scope)
+        return [self.step.squares, self.captured_update]
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `Step.forward` returns."""
         return self.step.forward(batch, self.step.loss_factor)
 
-    def without_gradient(self) -> None:
-        """Refuse the loss, as every rank has to pass backward through every block."""
+    def handle_missing_gradient(self) -> None:
+        """Refuse the loss, since every rank has to take part in the backward pass of every block."""
         raise UsageError(
             "a micro-batch's loss does not depend on the parameters, and fsdp needs a backward pass through all of "
             "them: have the loss call the model for rows without targets too, or take train.parallel = ddp"
         )
 
     def sums(self, batch: Any) -> Sums:
-        """Return the batch's sums, by the module that gathers the parameters."""
+        """Return the batch's summed loss and number of targets, computed by `root`, since only its
+        calls gather the parameters.
+        """
         loss_sum, count = self.root(batch)
         return loss_sum, count
 
     def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
-        """Update a plane by its summed gradient, by the captured function unless its blocks are
-        cut.
+        """Update a plane by its summed gradient, with the compiled function unless it has cut
+        blocks.
         """
-        if plane.edge_maxima:
+        if plane.edge_maxima:  # set for planes with cut blocks, see `directed`
             self.step.update_plane(plane, total, scale, accepted)
         else:
-            self.update_uncut(plane, total, scale, accepted)
+            self.captured_update(plane, total, scale, accepted)
 
-    def _update_uncut(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
+    def _update_plane_eagerly(
+        self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor
+    ) -> None:
         self.step.update_plane(plane, total, scale, accepted)
 
     def add_squares(self, squares: Sequence[Tensor]) -> Tensor:
         """Add up the squares of all parts of all ranks."""
         # A rank may have no rows at all.
         zero = torch.zeros((), dtype=torch.float64, device=default_device())
-        return self.sharing.sum(functools.reduce(torch.add, squares, zero))
+        return self.row_ranks.sum(functools.reduce(torch.add, squares, zero))
 
     @contextmanager
     def directed(self, grads: Sequence[Tensor], scale: Tensor) -> Iterator[None]:
-        """Let planes hold in the block what takes other ranks' rows: orthogonal directions, and the
-        largest numbers of blocks that are cut.
+        """Let planes hold, during the `with` block, what their update needs of other ranks' rows.
+
+        These are the orthogonal directions of matrices, and the largest numbers of cut blocks.
         """
         step = self.step
-        form = FORMATS[step.optim.state]
-        of_kind: dict[ParameterKind, list[tuple[Plane, Tensor]]] = {}
-        for plane, total in zip(step.planes, grads, strict=True):
-            if plane.kind.matrix_shape is not None:
-                of_kind.setdefault(plane.kind, []).append((plane, total))
-        first = 0
-        for kind, members in of_kind.items():
-            assert kind.matrix_shape is not None and kind.rule.orthogonalise is not None
-            orthogonalise = kind.rule.orthogonalise
-            hyper = self._hyperparameters(kind, members[0][1])
-            directions = [
-                _direction(plane, total * scale.to(total.dtype), form, hyper)
-                for plane, total in members
-            ]
-            compute = hyper.compute
-            if len(kind.matrix_shape) == 2:
-                found = orthogonalised(
-                    self.sharing, directions, kind.matrix_shape[0], first, compute, orthogonalise
-                )
-                first += len(members)
-            else:  # a rank has whole matrices of a stack
-                found = [orthogonalise(each, compute) if len(each) else each for each in directions]
-            for (plane, _), each in zip(members, found, strict=True):
-                plane.orthogonal = each.flatten()
+        self._orthogonalise(grads, scale)
         planes = zip(cast(list[RowsPlane], step.planes), grads, strict=True)
-        cut = [Cut(plane, total, plane.cut) for plane, total in planes if plane.cut]
-        agree(self.sharing, cut, scale, form, self._hyperparameters)
+        cut_planes = [
+            CutPlane(plane, total, plane.end_blocks) for plane, total in planes if plane.end_blocks
+        ]
+        form = FORMATS[step.optim.state]
+        share_largest_numbers(self.row_ranks, cut_planes, scale, form, self._hyperparameters)
         yield
         for plane in step.planes:
             plane.orthogonal = None
 
+    def _orthogonalise(self, grads: Sequence[Tensor], scale: Tensor) -> None:
+        """Set `Plane.orthogonal` of the planes whose rule orthogonalises matrices; a collective."""
+        step = self.step
+        form = FORMATS[step.optim.state]
+        by_kind: dict[ParameterKind, list[tuple[Plane, Tensor]]] = {}
+        for plane, total in zip(step.planes, grads, strict=True):
+            if plane.kind.matrix_shape is not None:
+                by_kind.setdefault(plane.kind, []).append((plane, total))
+        # The rank that computes the next matrix, so that ranks take turns over all kinds.
+        first_owner = 0
+        for kind, planes in by_kind.items():
+            assert kind.matrix_shape is not None and kind.rule.orthogonalise is not None
+            orthogonalise = kind.rule.orthogonalise
+            hyper = self._hyperparameters(kind, planes[0][1])
+            directions = [
+                _direction(plane, total * scale.to(total.dtype), form, hyper)
+                for plane, total in planes
+            ]
+            compute = hyper.compute
+            if len(kind.matrix_shape) == 2:
+                orthogonal = orthogonalise_rows(
+                    self.row_ranks,
+                    directions,
+                    kind.matrix_shape[0],
+                    first_owner,
+                    compute,
+                    orthogonalise,
+                )
+                first_owner += len(planes)
+            else:
+                # The rows of a stack of matrices are whole matrices; a rank may have none.
+                orthogonal = [
+                    orthogonalise(stack, compute) if len(stack) else stack for stack in directions
+                ]
+            for (plane, _), rows in zip(planes, orthogonal, strict=True):
+                plane.orthogonal = rows.flatten()
+
     def _hyperparameters(self, kind: ParameterKind, total: Tensor) -> Hyperparameters:
-        """Return the numbers of the update that was decided, as if it were made, for a kind's summed
-        gradient.
+        """Return the hyperparameters of the current update of a kind, whose summed gradient is
+        `total`, as if the update were not skipped.
         """
         step = self.step
         return kind.hyperparameters(
@@ -226,27 +266,24 @@ class Shards(ByRank):
         return {name: state[name] for name in self.names}
 
     def whole(self) -> nn.Module:
-        """Return a module of the same shapes, without values."""
-        return self._empty
+        """Return an unsharded module of the same shapes, without values."""
+        return self._without_values
 
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
-        """Yield a copy of the model, with all weights on rank 0 and without values on the others; a
-        collective.
+        """Yield an unsharded copy of the model, which has values on rank 0 only; a collective.
 
         The copy is on the host if the device has no room for it.
         """
         step = self.step
-        whole = copy.deepcopy(self._empty)
-        own = step.model.state_dict()
-        needed = sum(parameter.nbytes for parameter in whole.parameters())
-        device = (
-            step.device
-            if needed < ROOM * describe(step.device).free_memory_bytes
-            else torch.device("cpu")
-        )
+        whole = copy.deepcopy(self._without_values)
+        own_tensors = step.model.state_dict()
+        needed_bytes = sum(parameter.nbytes for parameter in whole.parameters())
+        device = step.device
+        if needed_bytes >= MAX_COPY_SHARE * describe(device).free_memory_bytes:
+            device = torch.device("cpu")
         for name, empty in list(whole.named_parameters()):
-            full = whole_rows(own[name])
+            full = gather_rows(own_tensors[name])
             if self.world.leads:
                 _replace(whole, empty, nn.Parameter(full.to(device), empty.requires_grad))
         if self.world.leads:
@@ -256,74 +293,88 @@ class Shards(ByRank):
         yield whole
 
     def gathered(self) -> nn.Module:
-        """Return the model with the weights of this moment, whole on each rank, for evaluation; a
-        collective.
+        """Return an unsharded copy of the model on each rank, with the current weights, for
+        evaluation; a collective.
 
-        It is one copy, filled anew in the same memory each time, so graphs that read it stay right.
-        Weights that products alone read are rounded to the dtype of products before they are
-        gathered, to autocast's bits; so are all weights of blocks where they are `halved`, as in
-        training. Frozen weights are gathered the first time only.
+        Each call fills the same copy in the same memory, so that captured graphs can read it. Frozen
+        weights are gathered by the first call only.
+
+        Weights that only matrix products read are rounded to the dtype of products before they are
+        gathered, which gives the bits of autocast. With `gathers_bf16` all weights of blocks are
+        rounded, as in training.
         """
+        own_tensors = self.step.model.state_dict()
+        is_first_call = self._copy is None
+        if self._copy is None:
+            self._copy = self._unfilled_copy()
+        for name, parameter in self._copy.named_parameters():
+            if parameter.requires_grad or is_first_call:
+                parameter.data.copy_(gather_rows(own_tensors[name].to(parameter.dtype)))
+        return self._copy
+
+    def _unfilled_copy(self) -> nn.Module:
+        """Return an unsharded copy of the model on the device, for `gathered` to fill."""
         step = self.step
-        own = step.model.state_dict()
-        whole = self._copy
-        if whole is None:
-            whole = copy.deepcopy(self._empty)
-            for block in blocks(whole).values():
-                narrow(block, step.precision.products(torch.float32))
-                for parameter in block.parameters() if self.halved else ():
-                    parameter.data = parameter.data.bfloat16()
-            for empty in list(whole.parameters()):
-                _replace(
-                    whole,
-                    empty,
-                    nn.Parameter(torch.empty_like(empty, device=step.device), empty.requires_grad),
-                )
-            whole.to(step.device).eval()
-            for name, buffer in step.model.named_buffers():
-                whole.get_buffer(name).copy_(buffer)
-        for name, parameter in whole.named_parameters():
-            if parameter.requires_grad or self._copy is None:
-                parameter.data.copy_(whole_rows(own[name].to(parameter.dtype)))
-        self._copy = whole
+        whole = copy.deepcopy(self._without_values)
+        for block in blocks(whole).values():
+            narrow(block, step.precision.products(torch.float32))
+            for parameter in block.parameters() if self.gathers_bf16 else ():
+                parameter.data = parameter.data.bfloat16()
+        for empty in list(whole.parameters()):
+            memory = torch.empty_like(empty, device=step.device)
+            _replace(whole, empty, nn.Parameter(memory, empty.requires_grad))
+        whole.to(step.device).eval()
+        for name, buffer in step.model.named_buffers():
+            whole.get_buffer(name).copy_(buffer)
         return whole
 
 
 def _direction(plane: Plane, grad: Tensor, form: StateFormat, hyper: Hyperparameters) -> Tensor:
-    """Return this rank's rows of the matrices that the rule orthogonalises."""
-    local = cast(DTensor, plane.slots[0].parameter)
+    """Return this rank's rows of a plane's direction before it is orthogonalised.
+
+    Args:
+        plane: the plane, which holds one parameter.
+        grad: its gradient.
+        form: the form of the optimizer's state.
+        hyper: the hyperparameters of the update.
+    """
+    parameter = cast(DTensor, plane.slots[0].parameter)
     rule = plane.kind.rule
     assert rule.direction is not None
     moments = [form.read(plane.state, moment, grad, plane.block_offset) for moment in rule.moments]
-    return rule.direction(grad, moments, hyper).view(local.to_local().shape)
+    return rule.direction(grad, moments, hyper).view(parameter.to_local().shape)
 
 
-def require_rows(step: Step, halved: bool = False) -> None:
-    """Refuse a step that cannot be trained by rows.
+def require_shardable(step: Step, gathers_bf16: bool = False) -> None:
+    """Refuse a step whose parameters cannot be sharded by rows.
 
     Raises:
-        UsageError: FSDP2 would sum gradients in bf16, a trained parameter has no rows, or weights
-            are `halved` for other products than those in bf16.
+        UsageError: FSDP2 would sum gradients in bf16, a trained parameter has no rows, or
+            `gathers_bf16` is set although products are not in bf16.
     """
     if not step.optim.master_weights:
         raise UsageError(
             "master_weights = False: gradients would be summed in the weights' dtype: leave it out"
         )
-    if halved and step.precision.name != "bf16":
-        raise UsageError(f"halved is for precision bf16, not {step.precision.name}: leave it out")
-    if scalars := [name for name, parameter in trainable(step.model).items() if not parameter.ndim]:
+    if gathers_bf16 and step.precision.name != "bf16":
+        raise UsageError(
+            f"gathers_bf16 is for precision bf16, not {step.precision.name}: leave it out"
+        )
+    scalars = [name for name, parameter in trainable(step.model).items() if not parameter.ndim]
+    if scalars:
         raise UsageError(
             f"{scalars[0]} has no rows that fsdp could share out: take train.parallel = ddp"
         )
 
 
 def require_whole_elements(name: str, bounds: Sequence[tuple[int, int]], form: StateFormat) -> None:
-    """Refuse rows of a parameter that begin inside of an element of the optimizer's state.
+    """Require that each rank's rows of a parameter have elements of the optimizer's state of their
+    own.
 
     Args:
         name: the parameter's name.
-        bounds: the first number of each rank, and the one after its last.
-        form: the form of the optimizer's state.
+        bounds: for each rank, its first number in the parameter, and the one after its last.
+        form: the form of the optimizer's state, of which one element may hold several numbers.
 
     Raises:
         UsageError: a rank's rows begin between two numbers that are packed in one element.
@@ -335,7 +386,7 @@ def require_whole_elements(name: str, bounds: Sequence[tuple[int, int]], form: S
         )
 
 
-class _Summed(nn.Module):
+class _ModelWithLoss(nn.Module):
     """A model and its loss as one module."""
 
     def __init__(self, step: Step):
@@ -352,18 +403,19 @@ class _Summed(nn.Module):
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
     """Replace a parameter of a module in every place that shares it (tied weights)."""
     for owner in module.modules():
-        for name, held in owner._parameters.items():
-            if held is old:
+        for name, parameter in owner._parameters.items():
+            if parameter is old:
                 owner._parameters[name] = new
 
 
-def hollow(model: nn.Module) -> nn.Module:
+def without_values(model: nn.Module) -> nn.Module:
     """Return a copy of a module whose parameters have shapes but no values."""
-    empty: dict[int, Any] = {}
+    # `deepcopy` takes what this has under an object's id in place of a copy of the object.
+    copies: dict[int, Any] = {}
     for weight in model.parameters():
-        numbers = torch.empty(weight.shape, dtype=kept_dtype(weight), device="meta")
-        empty[id(weight)] = nn.Parameter(numbers, weight.requires_grad)
-    return copy.deepcopy(model, empty)
+        empty = torch.empty(weight.shape, dtype=kept_dtype(weight), device="meta")
+        copies[id(weight)] = nn.Parameter(empty, weight.requires_grad)
+    return copy.deepcopy(model, copies)
 
 
 @dataclass
@@ -373,71 +425,76 @@ class RowsPlane(Plane):
 
     Attributes:
         begin: the index of its first element in the parameter.
-        cut: the blocks at the ends of each rank's rows, if some of these blocks are not whole.
-        numbers_per_element: for the name of each of the moments' buffers how many of the
-            parameter's numbers share one element.
+        end_blocks: the blocks at the ends of each rank's rows; None if no block of the parameter is
+            cut.
+        numbers_per_element: by the name of each buffer of moments, how many of the parameter's
+            numbers share one element.
     """
 
     begin: int = field(kw_only=True)
-    cut: Ends | None = field(kw_only=True)
+    end_blocks: EndBlocks | None = field(kw_only=True)
     numbers_per_element: Mapping[str, int] = field(kw_only=True)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield views as `Plane.views` does, as DTensors in the parameter's shape."""
-        [(name, parameter, _)] = self.slots
-        local = cast(DTensor, parameter)
-        names = [key for key, buffer in self.state.items() if buffer is flat]
-        shared = self.numbers_per_element.get(names[0], 1) if names else 1
-        if shared > 1:
-            whole = torch.empty(-(-parameter.numel() // shared), device="meta")
-            first = self.begin // shared
-            yield name, of_rows(flat, local.device_mesh, whole, slice(first, first + len(flat)))
-        else:
-            yield name, of_rows(flat.view(local.to_local().shape), local.device_mesh, parameter)
+        """Yield the parameter's name and a buffer of the plane as a DTensor.
+
+        It has the parameter's shape. A buffer whose elements belong to several numbers is flat.
+        """
+        [(name, sharded, _)] = self.slots
+        parameter = cast(DTensor, sharded)
+        mesh = parameter.device_mesh
+        buffer_names = [key for key, buffer in self.state.items() if buffer is flat]
+        per_element = self.numbers_per_element.get(buffer_names[0], 1) if buffer_names else 1
+        if per_element == 1:
+            yield name, shard_from_rows(flat.view(parameter.to_local().shape), mesh, parameter)
+            return
+        elements = -(-parameter.numel() // per_element)  # rounded up
+        whole = torch.empty(elements, device="meta")
+        first = self.begin // per_element
+        yield name, shard_from_rows(flat, mesh, whole, slice(first, first + len(flat)))
 
 
-def rows_planes(
+def make_rows_planes(
     model: nn.Module, kinds: Mapping[str, ParameterKind], form: StateFormat
 ) -> list[RowsPlane]:
     """Make a plane for each trainable parameter of a sharded module.
 
-    Its `number` and `start` say which plane of a single process holds these elements, and where
-    they begin in it.
+    A single process has one plane for all parameters of a kind. `Plane.number` and `Plane.start`
+    say which of its planes holds the elements of a plane here, and where they begin in it.
 
     Raises:
         UsageError: a rank's rows begin between two numbers that the form of the optimizer's state
             packs in one element.
     """
     block = form.block
-    numbers: dict[ParameterKind, int] = {}
-    reached = Counter[ParameterKind]()  # elements so far of each kind
-    made = []
+    numbers: dict[ParameterKind, int] = {}  # each kind's `Plane.number`
+    elements_so_far = Counter[ParameterKind]()
+    planes = []
     for name, parameter in trainable(model).items():
-        sharded = parameter
         kind = kinds[name]
-        assert isinstance(sharded, DTensor)
-        rank, size = among(sharded.device_mesh)
-        width = math.prod(parameter.shape[1:])
-        places = [rows_of(r, size, len(parameter)) for r in range(size)]
-        bounds = [(place.start * width, place.stop * width) for place in places]
-        local = sharded.to_local().detach().view(-1)
-        begin = bounds[rank][0]
+        assert isinstance(parameter, DTensor)
+        rank, ranks = rank_and_size(parameter.device_mesh)
+        row_elements = math.prod(parameter.shape[1:])
+        slices = [rows_of(each, ranks, len(parameter)) for each in range(ranks)]
+        bounds = [(rows.start * row_elements, rows.stop * row_elements) for rows in slices]
         require_whole_elements(name, bounds, form)
-        start = torch.tensor(reached[kind] + begin, device=local.device)
-        reached[kind] += parameter.numel()
-        number = numbers.setdefault(kind, len(numbers))
+        has_cut_blocks = any(end % block for _, end in bounds)
+        begin = bounds[rank][0]
+        own = parameter.to_local().detach().view(-1)
+        start = torch.tensor(elements_so_far[kind] + begin, device=own.device)
+        elements_so_far[kind] += parameter.numel()
         plane = RowsPlane(
             kind,
             [PlacedParameter(name, parameter, 0)],
-            local,
-            torch.zeros_like(local),
-            number,
-            (local.numel(),),
-            start,
-            block_offset=begin % block if local.numel() else 0,
+            param=own,
+            grad=torch.zeros_like(own),
+            number=numbers.setdefault(kind, len(numbers)),
+            parts=(own.numel(),),
+            start=start,
+            block_offset=begin % block if own.numel() else 0,
             begin=begin,
-            cut=ends(bounds, rank, block) if any(end % block for _, end in bounds) else None,
+            end_blocks=find_end_blocks(bounds, rank, block) if has_cut_blocks else None,
             numbers_per_element=form.numbers_per_element(kind.rule.moments),
         )
-        made.append(plane)
-    return made
+        planes.append(plane)
+    return planes

@@ -1,7 +1,8 @@
 """Connect the processes that train one run together, which are called ranks.
 
-They meet at a store, a server of keys and values, agree on values, and sum tensors. A collective is
-a call that all ranks must make, in the same order; it returns after all of them have made it.
+They meet at a store, a server of keys and values, pass values to each other, and sum tensors. A
+collective is a call that all ranks must make, in the same order; it returns after all of them have
+made it.
 
 A launcher, torchrun or srun, starts the processes. When a process fails, torchrun ends all of them
 and starts them again, which is a new attempt.
@@ -29,16 +30,16 @@ T = TypeVar("T")
 
 # The longest wait for work that rank 0 does alone, e.g. reading a text. It need not be short,
 # because the launcher ends the other ranks if rank 0 dies.
-PATIENCE = timedelta(days=7)
+RANK_0_TIMEOUT = timedelta(days=7)
 # The longest wait for other ranks at the start.
-COMING = timedelta(minutes=10)
-# The interval at which rank 0 names absent ranks during this wait.
-SAYING = timedelta(seconds=15)
-POLL_S = 0.05  # the interval between two looks during a wait
-FINISHING_S = 60.0  # the longest wait for gloo's threads at the end
+START_TIMEOUT = timedelta(minutes=10)
+# The interval at which rank 0 prints which ranks are absent during this wait.
+WAITING_NOTE_INTERVAL = timedelta(seconds=15)
+POLL_S = 0.05  # the interval at which a wait looks whether it is over
+GLOO_TIMEOUT_S = 60.0  # the longest wait for gloo's threads at the end
 # If SLURM names no port, one of the 10,000 ports from here is taken. Systems use other ports for
 # outgoing connections.
-PORTS = 20_000
+FIRST_PORT = 20_000
 
 
 class Place(NamedTuple):
@@ -107,7 +108,9 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
     if srun and int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         # For example "4(x2)" or "4,3": the first machine has 4 tasks.
         tasks_per_node = environment.get("SLURM_TASKS_PER_NODE", "1")
-        port = environment.get("MASTER_PORT") or PORTS + int(environment["SLURM_JOB_ID"]) % 10_000
+        port = (
+            environment.get("MASTER_PORT") or FIRST_PORT + int(environment["SLURM_JOB_ID"]) % 10_000
+        )
         return Place(
             rank=int(environment["SLURM_PROCID"]),
             size=int(environment["SLURM_STEP_NUM_TASKS"]),
@@ -155,7 +158,7 @@ class World:
         """
         self.own = own
         self.alone = own is None
-        self._agreements = 0  # the number of calls of `agreed`
+        self._broadcasts = 0  # the number of calls of `broadcast`
         own = own or Place()
         self.rank = own.rank
         self.size = own.size
@@ -173,7 +176,7 @@ class World:
                 own.size,
                 is_master=holds_store,
                 wait_for_workers=False,
-                timeout=COMING,
+                timeout=START_TIMEOUT,
             )
         except dist.DistNetworkError as error:
             reason = str(error).split(". ")[0]
@@ -204,20 +207,20 @@ class World:
         keys = [f"there/{rank}" for rank in range(self.size)]
         self._attempt_store.set(keys[self.rank], str(self.attempt))
         began = time.monotonic()
-        said = began  # when absent ranks were named last
+        noted = began  # when absent ranks were named last
         # Polled, because torch prints messages when a wait times out.
         while not self._attempt_store.check(keys):
             now = time.monotonic()
             absent = [
                 str(rank) for rank, key in enumerate(keys) if not self._attempt_store.check([key])
             ]
-            if now - began > COMING.total_seconds():
+            if now - began > START_TIMEOUT.total_seconds():
                 raise PeerLost(
                     f"rank {self.rank}: of {self.size} ranks {', '.join(absent)} did not come"
                 )
-            if self.leads and now - said > SAYING.total_seconds():
+            if self.leads and now - noted > WAITING_NOTE_INTERVAL.total_seconds():
                 say(f"waiting for {len(absent)} of {self.size} ranks: {', '.join(absent)}")
-                said = now
+                noted = now
             time.sleep(POLL_S)
         self.attempt = max(int(self._attempt_store.get(key)) for key in keys)
         self.again |= self.attempt > 0
@@ -235,15 +238,15 @@ class World:
         dist.all_reduce(total, group=self.group)
         return total
 
-    def within(self, group: dist.ProcessGroup) -> Self:
+    def subgroup(self, group: dist.ProcessGroup) -> Self:
         """Return a world that sums and exchanges tensors among the processes of a group only."""
-        part = copy.copy(self)
-        part.group = group
-        part.rank = dist.get_rank(group)
-        part.size = dist.get_world_size(group)
-        return part
+        subgroup = copy.copy(self)
+        subgroup.group = group
+        subgroup.rank = dist.get_rank(group)
+        subgroup.size = dist.get_world_size(group)
+        return subgroup
 
-    def summing(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+    def sum_async(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
         """Start to sum a tensor over ranks, in place; a collective.
 
         Returns:
@@ -252,7 +255,7 @@ class World:
         work = dist.all_reduce(tensor, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
-    def exchange(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def all_to_all(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send a part of a flat tensor to each rank, and receive one from each; a collective.
 
         Args:
@@ -263,9 +266,9 @@ class World:
         Returns:
             The parts from rank 0, 1, ..., one after another.
         """
-        out = tensor.new_empty(sum(received))
-        dist.all_to_all_single(out, tensor, received, sent, group=self.group)
-        return out
+        result = tensor.new_empty(sum(received))
+        dist.all_to_all_single(result, tensor, received, sent, group=self.group)
+        return result
 
     def any(self, *flags: bool) -> list[bool]:
         """Return for each flag whether it is true on any rank; a collective."""
@@ -274,41 +277,42 @@ class World:
         counts = self.sum(torch.tensor([int(flag) for flag in flags]))
         return [count > 0 for count in counts.tolist()]
 
-    def number(self, value: int) -> int:
+    def broadcast_int(self, value: int) -> int:
         """Return rank 0's whole number on all ranks.
 
-        Unlike `agreed`, this is a collective, so it fails if a rank is gone.
+        Unlike `broadcast`, this is a collective, so it fails if a rank is gone.
         """
         return int(self.sum(torch.tensor(value if self.leads else 0)))
 
-    def agreed(self, value: object) -> Any:
-        """Return rank 0's value, which is passed as JSON, on all ranks.
+    def broadcast(self, value: object) -> Any:
+        """Return rank 0's value on all ranks. It is passed as JSON.
 
-        Rank 0 does not wait. The others wait for it, up to PATIENCE.
+        Rank 0 does not wait for the others. They wait for it, up to RANK_0_TIMEOUT.
         """
         if self.alone:
             return value
-        self._agreements += 1
-        key = f"agreed/{self._agreements}"
+        self._broadcasts += 1
+        key = f"broadcast/{self._broadcasts}"
         if self.leads:
             self._attempt_store.set(key, json.dumps(value))
         else:
             self._wait_for(key)
         return json.loads(self._attempt_store.get(key))
 
-    def once(self, work: Callable[[], T]) -> T:
-        """Call `work` on rank 0 only, and return its value on all ranks, as `agreed` does."""
+    def on_rank_0(self, work: Callable[[], T]) -> T:
+        """Call `work` on rank 0 only, and return its value on all ranks, as `broadcast` does."""
         if self.alone:
             return work()
         value = work() if self.leads else None
-        agreed: T = self.agreed(value)
-        return agreed
+        value_of_rank_0: T = self.broadcast(value)
+        return value_of_rank_0
 
-    def gathered(self, value: object) -> list[Any]:
+    def all_gather(self, value: object) -> list[Any]:
         """Return the values of all ranks, which are passed as JSON, in order; a collective."""
         if self.alone:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        # The sum over ranks of vectors that are 0 except at the rank's own place.
         own_size = torch.tensor([own.numel() * (rank == self.rank) for rank in range(self.size)])
         sizes = self.sum(own_size).tolist()
         # Padded, because gathered tensors must have the same length.
@@ -320,8 +324,11 @@ class World:
             for text, size in zip(texts, sizes, strict=True)
         ]
 
-    def shared(self, work: Callable[[Sequence[T]], list[Any]], items: Sequence[T]) -> list[Any]:
-        """Return `work(items)`, of which each rank computes a part; a collective.
+    def split_over_ranks(
+        self, work: Callable[[Sequence[T]], list[Any]], items: Sequence[T]
+    ) -> list[Any]:
+        """Return `work(items)` on all ranks, each of which computes the values of some items; a
+        collective.
 
         Args:
             work: returns a value of JSON for each item.
@@ -331,7 +338,7 @@ class World:
             return work(items)
         # Item i is computed on rank i mod size.
         own_items = items[self.rank :: self.size]
-        results_of_ranks = self.gathered(work(own_items) if own_items else [])
+        results_of_ranks = self.all_gather(work(own_items) if own_items else [])
         return [
             results_of_ranks[index % self.size][index // self.size] for index in range(len(items))
         ]
@@ -352,17 +359,19 @@ class World:
         return self.store.get(key).decode()
 
     @contextmanager
-    def first(self) -> Iterator[None]:
-        """Run the block on rank 0 before the other ranks, which can read what it wrote to disk."""
-        # The call of `agreed` makes the other ranks wait for rank 0's call.
+    def rank_0_first(self) -> Iterator[None]:
+        """Run the `with` block on rank 0 first, so that the other ranks can then read what it wrote
+        to disk.
+        """
+        # `broadcast` makes the other ranks wait until rank 0 calls it, too.
         if not self.leads:
-            self.agreed(None)
+            self.broadcast(None)
         yield
         if self.leads:
-            self.agreed(None)
+            self.broadcast(None)
 
-    def gather(self) -> None:
-        """Make rank 0 wait, up to PATIENCE, until all other ranks have called this method."""
+    def let_rank_0_wait(self) -> None:
+        """Make rank 0 wait, up to RANK_0_TIMEOUT, until all other ranks have called this method."""
         if self.leads:
             self._wait_for(*(f"here/{rank}" for rank in range(1, self.size)))
         else:
@@ -371,9 +380,9 @@ class World:
     def _wait_for(self, *keys: str) -> None:
         """Wait until these keys are in the store; without keys do nothing."""
         if keys:
-            self._attempt_store.wait([*keys], PATIENCE)
+            self._attempt_store.wait([*keys], RANK_0_TIMEOUT)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks have called this method; a collective."""
         if not self.alone:
             dist.barrier()
@@ -390,13 +399,13 @@ class World:
 
 
 def _let_gloo_finish() -> None:
-    """Wait until no thread of gloo is running, up to FINISHING_S; on Linux only.
+    """Wait until no thread of gloo is running, up to GLOO_TIMEOUT_S; on Linux only.
 
     Python aborts a process that ends while such a thread frees a tensor
     (https://github.com/pytorch/pytorch/issues/190489). To destroy the group would wait for its
     threads, but torch's caches of sharded tensors keep the group alive.
     """
-    until = time.monotonic() + FINISHING_S
+    until = time.monotonic() + GLOO_TIMEOUT_S
     while time.monotonic() < until:
         # To sleep also releases Python's global lock, for which such a thread may be waiting.
         time.sleep(POLL_S)
@@ -413,7 +422,9 @@ def _is_gloo_running(task: Path) -> bool:
 
 
 def lost(error: BaseException | None) -> bool:
-    """Return whether an error or one of its causes means that another rank cannot be reached."""
+    """Return whether an error, or an error that caused it, means that another rank cannot be
+    reached.
+    """
     if error is None:
         return False
     if isinstance(error, dist.DistError):

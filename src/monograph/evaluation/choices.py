@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from monograph.data.forms import TEXT, RecordSettings
-from monograph.data.kinds import sample
+from monograph.data.kinds import sample_records
 from monograph.data.progress import Meter, ProgressCallback
 from monograph.data.records import Fault, Unusable, checked_text, json_objects
-from monograph.data.sources import LINES, suffix_of
+from monograph.data.sources import LINE_SUFFIXES, suffix_of
 from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.significance import mean
 from monograph.graph.precision import Precision
@@ -317,9 +317,9 @@ def read_questions(places: Sequence[str]) -> list[Question]:
 
 
 def _holds_questions(path: Path, text_key: str | None) -> bool:
-    if not is_file(path) or suffix_of(path) not in LINES:
+    if not is_file(path) or suffix_of(path) not in LINE_SUFFIXES:
         return False
-    first_records = [record for _, record in sample(path, RecordSettings(text_key))]
+    first_records = [record for _, record in sample_records(path, RecordSettings(text_key))]
     any_choices = any(CHOICES in record for record in first_records)
     any_text = any((text_key or TEXT) in record for record in first_records)
     return any_choices and not any_text

@@ -110,16 +110,16 @@ def evaluate_members(
         raise UsageError(
             "there is nothing to evaluate on: data.held_out is 0; give other text (--data)"
         )
-    count = len(rows.spread(limit))
+    count = len(rows.evenly_spaced(limit))
     sums = []
     meter = Meter(progress, "row", count)
-    for batch in rows.in_order(batch_rows, limit):
+    for batch in rows.batches_in_order(batch_rows, limit):
         sums.append(engine.evaluate(batch))
         # The last batch may be padded with empty rows.
         meter.add(min(batch_rows, count - meter.done))
     totals_N = torch.stack([torch.atleast_1d(total).double() for total, _ in sums]).sum(0).tolist()
     counts_N = torch.stack([torch.atleast_1d(count) for _, count in sums]).sum(0).tolist()
-    targets, size_bytes = rows.coverage(limit)
+    targets, size_bytes = rows.count_targets(limit)
     return [
         _evaluation(total, counted, targets, size_bytes)
         for total, counted in zip(totals_N, counts_N, strict=True)
@@ -187,7 +187,7 @@ def by_document(engine: Evaluates, rows: Rows, progress: ProgressCallback | None
     units = np.array_split(np.arange(rows.documents), min(MOST_UNITS, rows.documents))
     unit_D = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
     # The document at each position; -1 at padding.
-    document_RT = rows.owners(np.arange(len(rows)))
+    document_RT = rows.document_indices(np.arange(len(rows)))
     unit_RT = np.where(document_RT < 0, -1, unit_D[document_RT])
     bits = []
     unit_bytes = []

@@ -174,7 +174,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     def _template(self) -> ChatTemplate:
         default = template_of(self._tokenizer)
-        templates = {DEFAULT: default, **self._tokenizer.config.named}
+        templates = {DEFAULT: default, **self._tokenizer.config.named_templates}
         if self._template_name not in templates:
             names = ", ".join(sorted(templates))
             raise UsageError(

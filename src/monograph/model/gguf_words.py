@@ -104,7 +104,7 @@ def add_tokenizer(
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(scores)
-        writer.add_add_space_prefix(tokenizer.space_first)
+        writer.add_add_space_prefix(tokenizer.inserts_space)
         unknown = content["model"]["unk_token"]
         for row, token in enumerate(tokens):
             # The token of a single byte has a text of six characters, such as <0x0A>.
@@ -138,7 +138,7 @@ def _add_named_templates(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
     """Add the named chat templates. llama.cpp finds the one for chats with tools by its name."""
     named = {
         re.sub("[^A-Za-z0-9]", "_", name): template.source
-        for name, template in tokenizer.config.named.items()
+        for name, template in tokenizer.config.named_templates.items()
     }
     for name, source in sorted(named.items()):
         writer.add_string(f"tokenizer.chat_template.{name}", source)

@@ -345,7 +345,7 @@ def save_model(
             )
             if template := tokenizer.config.template:
                 (new / "chat_template.jinja").write_text(template.source, encoding="utf-8")
-            for name, source in tokenizer.config.named_files().items():
+            for name, source in tokenizer.config.named_template_files().items():
                 (new / name).parent.mkdir(exist_ok=True)
                 (new / name).write_text(source, encoding="utf-8")
         write_tensors(new, to_file_tensors(plain_parameters(model), model.config), max_shard_bytes)
@@ -396,7 +396,7 @@ def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -
         "model_max_length": config.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
         # Without this key, transformers 4 would set it to false in tokenizer.json.
-        "add_prefix_space": tokenizer.space_first,
+        "add_prefix_space": tokenizer.inserts_space,
         **tokens,
     }
 

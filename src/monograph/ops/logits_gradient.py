@@ -42,7 +42,7 @@ def replace_logits_(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor) -> Ten
         from monograph.ops.logits_kernel import launch
 
         losses_C = torch.empty_like(mask_C)
-        launch(logits_CV, targets_C, mask_C, losses_C)
+        launch(logits_CV, targets_C, mask_C, losses_C, COLUMNS)
         return losses_C
     return _replace_slowly(logits_CV, targets_C, mask_C)
 

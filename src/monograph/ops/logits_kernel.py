@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from monograph.ops.logits_gradient import COLUMNS
-
 # With so many threads of a row, the rows that a GPU computes at once fit about into its L2 cache, from
 # which the second loop reads. Twice as many would spill registers where the vocabulary is odd.
 _WARPS: Final = 16
@@ -74,8 +72,18 @@ def _replace_row(logits, targets, masks, losses, stride, V, T: tl.constexpr):
         tl.store(line + rest_T, gradients_T.to(logits.dtype.element_ty), mask=rest_T < V)
 
 
-def launch(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor, losses_C: Tensor) -> None:
-    """Launch the kernel; see `monograph.ops.logits_gradient.replace_logits_`."""
+def launch(
+    logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor, losses_C: Tensor, at_once: int
+) -> None:
+    """Launch the kernel; see `monograph.ops.logits_gradient.replace_logits_`.
+
+    Args:
+        logits_CV: see there.
+        targets_C: see there.
+        mask_C: see there.
+        losses_C: receives the losses.
+        at_once: how many columns a program reads at once, a power of two.
+    """
     rows, columns = logits_CV.shape
     if not rows:
         return
@@ -86,6 +94,6 @@ def launch(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor, losses_C: Tenso
         losses_C,
         logits_CV.stride(0),
         columns,
-        T=COLUMNS,
+        T=at_once,
         num_warps=_WARPS,
     )

@@ -115,7 +115,7 @@ def default_seconds(minutes: float, seconds_per_update: float) -> float:
     return max(60 * minutes, needed)
 
 
-def updates_for(seconds: float, seconds_per_update: float, most: int) -> int:
+def updates_in_time(seconds: float, seconds_per_update: float, most: int) -> int:
     """Return the number of updates that fit the time, at least 1 and at most `most`."""
     return max(1, min(most, int(seconds / seconds_per_update)))
 
@@ -135,7 +135,7 @@ def in_whole_rows(tokens: int, length: int) -> int:
     return tokens // length * length
 
 
-def updates_of(tokens: int, tokens_per_update: int) -> int:
+def updates_for_tokens(tokens: int, tokens_per_update: int) -> int:
     """Return the number of updates that have about `tokens` tokens in all, at least 1."""
     return max(1, round(tokens / tokens_per_update))
 
@@ -163,7 +163,7 @@ def likely_updates(
         rows_per_update: rows of an update.
     """
     most = most_updates(rows_per_epoch, rows_per_update, MOST_DECAY)
-    return updates_for(UPDATES_SHARE * 60 * minutes, seconds_per_update, most)
+    return updates_in_time(UPDATES_SHARE * 60 * minutes, seconds_per_update, most)
 
 
 # Tokens of a row: for a small new model, enough for most texts; for an existing model, enough for

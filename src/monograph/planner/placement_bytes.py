@@ -53,16 +53,16 @@ class PlaneShape(NamedTuple):
     """A stage's plane without its data.
 
     Attributes:
-        place: number of the model's plane that it is a part of; planes with the same number share a
-            slot's memory.
-        numbers: number of parameters.
-        whole: how many numbers can only be updated together: those of a matrix, or 1.
+        plane_number: the number of the model's plane of which this is a part; parts with the same
+            number share a slot's memory.
+        numbers: how many parameters it has.
+        update_unit: how many parameters can only be updated together: those of a matrix, or 1.
         buffers: the buffers' sizes by name.
     """
 
-    place: int
+    plane_number: int
     numbers: int
-    whole: int
+    update_unit: int
     buffers: Mapping[str, BufferSize]
 
     def size_bytes(self, name: str) -> int:
@@ -82,7 +82,8 @@ class PlaneShape(NamedTuple):
         """Return (begin, end) of the largest and the smallest piece that is copied to a staging
         buffer. All others are as large as the first one.
         """
-        step = max(1, MAX_CHUNK_ELEMENTS // self.whole) * self.whole
+        units = max(1, MAX_CHUNK_ELEMENTS // self.update_unit)
+        step = units * self.update_unit
         begins = range(0, self.numbers, step)
         return {(begin, min(self.numbers, begin + step)) for begin in (begins[0], begins[-1])}
 
@@ -111,7 +112,7 @@ class Stages:
         return [self.first, *[self.middle] * (self.count - 2), self.last]
 
     @property
-    def names(self) -> list[str]:
+    def buffer_names(self) -> list[str]:
         """Return the names of all buffers."""
         planes = (*self.first, *self.middle, *self.last)
         return list(dict.fromkeys(name for plane in planes for name in plane.buffers))
@@ -125,7 +126,7 @@ class Stages:
         """Return for each stage the bytes by buffer name. They are kept, as a search asks for them
         millions of times.
         """
-        names = self.names
+        names = self.buffer_names
         return [
             {name: sum(plane.size_bytes(name) for plane in planes) for name in names}
             for planes in self.planes
@@ -174,8 +175,8 @@ def _plane_shapes(stage: Stage) -> tuple[PlaneShape, ...]:
             for name, buffer in entry.buffers.items()
         }
         # A plane of matrices holds matrices of one size, one in each of `plane.slots`.
-        whole = numbers // len(plane.slots) if plane.kind.matrix_shape else 1
-        shapes.append(PlaneShape(plane.number, numbers, whole, buffers))
+        update_unit = numbers // len(plane.slots) if plane.kind.matrix_shape else 1
+        shapes.append(PlaneShape(plane.number, numbers, update_unit, buffers))
     return tuple(shapes)
 
 
@@ -263,7 +264,7 @@ def turn_gradient_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
     for index, names in enumerate(resident):
         for plane in stages.planes[index]:
             if plane.is_off_device(names):
-                groups_by_turn[index % TURNS].append({plane.place: plane.buffers[GRADIENT]})
+                groups_by_turn[index % TURNS].append({plane.plane_number: plane.buffers[GRADIENT]})
     return sum(device_buffer_bytes(groups) for groups in groups_by_turn)
 
 
@@ -293,7 +294,7 @@ def _slot_bytes(kinds: Sequence[_StageKind]) -> int:
     total = 0
     for name in (WEIGHTS, GRADIENT):
         total += device_buffer_bytes(
-            {plane.place: plane.buffers[name] for plane in kind.planes}
+            {plane.plane_number: plane.buffers[name] for plane in kind.planes}
             for kind in kinds
             if name not in kind.resident
         )
@@ -346,14 +347,15 @@ class StreamWay:
         """
         # Resident stages are spread evenly over the model, so that copies are, too.
         spread_stages = sorted(range(self.stages.count), key=lambda index: index * GOLDEN % 1)
-        existing = self.stages.names
+        existing = self.stages.buffer_names
         preferred = [WEIGHTS, GRADIENT, REST]
         others = [name for name in existing if name not in preferred]
         names = [name for name in (*preferred, *others) if name in existing]
         if self.gradients_stay_in_slots:
             names = [name for name in names if name != GRADIENT]
-        # False sorts before True, and the sort keeps the order of equal names.
-        names.sort(key=lambda name: (name in self.on_disk) != self.files_first)
+        in_files = [name for name in names if name in self.on_disk]
+        in_memory = [name for name in names if name not in self.on_disk]
+        names = in_files + in_memory if self.files_first else in_memory + in_files
         if self.where == "host":
             groups = [
                 [(index, name) for name in names if self.stages.size_bytes(index, name)]
@@ -373,7 +375,9 @@ class StreamWay:
         """
         return self.when == "backward"
 
-    def host_updated(self, index: int, resident: Sequence[BufferNames]) -> list[PlaneShape]:
+    def planes_updated_on_host(
+        self, index: int, resident: Sequence[BufferNames]
+    ) -> list[PlaneShape]:
         """Return a stage's planes that the host updates.
 
         Args:
@@ -392,24 +396,28 @@ class StreamWay:
 
         Boundaries and masks are exact, all others are estimates.
         """
-        number = self.work.number_bytes
+        number_bytes = self.work.number_bytes
         config = self.work.config
         tokens = self.work.tokens
-        eager = self.work.compile == "none"
+        is_eager = self.work.compile == "none"
 
         # What the forward pass of a stage keeps for its backward pass. The first block's input is
         # the stage's, which is counted as a boundary.
         kept = (
-            stored_numbers(self.work, self.work.remat) * number * tokens * self.blocks_per_stage
+            stored_numbers(self.work, self.work.remat)
+            * number_bytes
+            * tokens
+            * self.blocks_per_stage
             - self.work.input_bytes
         )
-        matrices = [plane.whole for plane in self.stages.middle if plane.whole > 1]
+        matrices = [plane.update_unit for plane in self.stages.middle if plane.update_unit > 1]
         planes = (*self.stages.first, *self.stages.middle, *self.stages.last)
         largest_piece = max(end - begin for plane in planes for begin, end in plane.pieces())
-        if eager:
+        if is_eager:
             update = (FORMATS[self.work.optim.state].eager_update_bytes + 8) * largest_piece
         else:
-            update = max(4 * largest_piece, ORTHOGONAL_NUMBERS * number * max(matrices, default=0))
+            largest_matrix = max(matrices, default=0)
+            update = max(4 * largest_piece, ORTHOGONAL_NUMBERS * number_bytes * largest_matrix)
 
         # The peak is in a block's backward pass, in the loss, where an fp32 tensor of the head's
         # size is made, or in an update. Only the first of them needs what the forward pass has
@@ -424,7 +432,7 @@ class StreamWay:
             length = self.work.length
             masks = self.work.window_rows * length * (length + 4 * config.head_dim)
         return {
-            "boundaries": self._states * self.work.input_bytes,
+            "boundaries": self._max_boundaries * self.work.input_bytes,
             "activations": int(kept),
             "workspace": int(peak - kept) + masks,
         }
@@ -438,40 +446,43 @@ class StreamWay:
         to the plane.
         """
         work = self.work
-        eager = work.compile == "none"
         recomputed = stored_numbers(work, "none") - stored_numbers(work, work.remat)
         weights = sum(plane.numbers for plane in self.stages.middle) / self.blocks_per_stage
         gradient_bytes = 0 if work.fused else 4
-        numbers = recomputed + (3 if eager else 2) * work.inner_numbers
+        inner_gradients = 3 if work.compile == "none" else 2
+        numbers = recomputed + inner_gradients * work.inner_numbers
         return numbers * work.number_bytes * work.tokens + gradient_bytes * weights
 
     @property
     def _loss_bytes(self) -> float:
         """Return the estimated bytes of the loss, whose logits are computed in chunks of tokens."""
         work = self.work
-        eager = work.compile == "none"
+        is_eager = work.compile == "none"
         vocabulary = work.config.vocab_size
         head = vocabulary * work.config.hidden_size
         chunks = chunk_count(work.tokens, vocabulary, work.device_type)
         # The bytes of a number of the head that is rounded to 16 bits; 0 in fp32.
-        rounded = work.number_bytes % 4
+        rounded_bytes = work.number_bytes if work.number_bytes < 4 else 0
         gradient_bytes = 0 if work.fused else 4
         # A chunk's logits become their gradient, next to the rounded head.
-        logit_bytes = (8 if eager else work.number_bytes) + (rounded or 4 * (not eager))
+        if is_eager:
+            logit_bytes = 8 + rounded_bytes
+        else:
+            logit_bytes = work.number_bytes + (rounded_bytes or 4)
         loss = work.tokens / chunks * vocabulary * logit_bytes
         # The head's gradient adds up over chunks; that of one chunk follows its logits.
-        head_bytes = rounded + (4 if eager or chunks > 1 else gradient_bytes)
+        head_bytes = rounded_bytes + (4 if is_eager or chunks > 1 else gradient_bytes)
         loss += head * head_bytes + 2 * work.input_bytes
         return loss
 
     @property
-    def _states(self) -> int:
-        """Return the largest number of states on the device at once.
+    def _max_boundaries(self) -> int:
+        """Return the largest number of boundaries on the device at once. Each micro-batch has its
+        own.
 
-        A state is a micro-batch's tensor that passes from stage to stage. If states stay on the
-        device, they are the inputs of all stages and one gradient. If they are offloaded, they are
-        those of the stage that is read, those of the stage that is written, and INPUT_SETS sets of
-        copies.
+        If boundaries stay on the device, they are the inputs of all stages and one gradient. If
+        they are offloaded, they are those of the stage that is read, those of the stage that is
+        written, and INPUT_SETS sets of copies.
         """
         inner = self.stages.count - 1
         if not self.offload:
@@ -485,17 +496,17 @@ class StreamWay:
             return 0
         return (self.stages.count - 2) * self.work.micro_batches * self.work.input_bytes
 
-    def resident(self, count: int) -> list[BufferNames]:
+    def first_resident(self, count: int) -> list[BufferNames]:
         """Return for each stage the names of its resident buffers, if the first `count` buffers of
         `order` are resident.
         """
         buffers = list(itertools.chain.from_iterable(self.order))
-        names_of: list[set[str]] = [set() for _ in range(self.stages.count)]
+        names_of_stages: list[set[str]] = [set() for _ in range(self.stages.count)]
         for index, name in buffers[:count]:
-            names_of[index].add(name)
-        return [frozenset(names) for names in names_of]
+            names_of_stages[index].add(name)
+        return [frozenset(names) for names in names_of_stages]
 
-    def device(self, resident: Sequence[BufferNames]) -> dict[str, int]:
+    def device_bytes(self, resident: Sequence[BufferNames]) -> dict[str, int]:
         """Return the bytes on the device by origin."""
         return {**self._plane_bytes(resident), **self.pass_bytes}
 
@@ -515,7 +526,7 @@ class StreamWay:
         available = limit - int(MARGIN * estimated) - self.pass_bytes["boundaries"]
 
         def fits(count: int) -> bool:
-            return sum(self._plane_bytes(self.resident(count)).values()) <= available
+            return sum(self._plane_bytes(self.first_resident(count)).values()) <= available
 
         # Within a group memory only grows with `count`, so the count is bisected. At a group's end
         # slots may no longer be needed and memory falls, so all ends are tried.
@@ -523,21 +534,21 @@ class StreamWay:
         whole_groups = max((number for number, end in enumerate(ends) if fits(end)), default=0)
         low = ends[whole_groups]
         if self.where == "host":
-            return self.resident(low)
+            return self.first_resident(low)
         high = ends[min(whole_groups + 1, len(ends) - 1)]
         candidates = range(low + 1, high)
         further = bisect_left(candidates, True, key=lambda count: not fits(count))
-        return self.resident(low + further)
+        return self.first_resident(low + further)
 
-    def tiers(self, resident: Sequence[BufferNames]) -> Tiers:
+    def bytes_by_tier(self, resident: Sequence[BufferNames]) -> Tiers:
         """Return the bytes by origin on the device, on the host and on disk."""
         tiers = {
-            "device": self.device(resident),
+            "device": self.device_bytes(resident),
             "host": dict[str, int](),
             "disk": dict[str, int](),
         }
         for index in range(self.stages.count):
-            for name in self.stages.names:
+            for name in self.stages.buffer_names:
                 size = self.stages.size_bytes(index, name)
                 if not size or name in resident[index]:
                     continue
@@ -546,7 +557,7 @@ class StreamWay:
                 tier = tiers["disk" if name in self.on_disk else "host"]
                 origin = ORIGIN.get(name, "moments")
                 tier[origin] = tier.get(origin, 0) + size
-        # The host gets the gradients of the planes that it updates, although none is kept.
+        # The host gets the gradients of the planes that it updates, although it does not keep them.
         if self.where == "host" and self.gradients_stay_in_slots:
             gradients = turn_gradient_bytes(self.stages, resident)
             if gradients:

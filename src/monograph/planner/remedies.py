@@ -41,12 +41,12 @@ class Remedy(NamedTuple):
     """A change, and what it gives.
 
     Attributes:
-        change: what to add to the command line.
+        arguments: what to add to the command line.
         cost: what it costs, in words, apart from time.
         best: the fastest way with it.
     """
 
-    change: str
+    arguments: str
     cost: str
     best: Candidate
 
@@ -55,12 +55,12 @@ class TrainingChange(NamedTuple):
     """A change of a training.
 
     Attributes:
-        typed: what to add to the command line.
+        arguments: what to add to the command line.
         cost: what it costs, in words, apart from time.
         request: the changed training.
     """
 
-    typed: str
+    arguments: str
     cost: str
     request: PlanRequest
 
@@ -69,18 +69,19 @@ class Choices(NamedTuple):
     """What may be changed in a training.
 
     Attributes:
-        existing: whether the model has weights that adapters can be added to.
-        smaller: smaller shapes as (what to type, shape), the largest first.
-        card: whether another card may be taken.
+        has_weights: whether the model has trained weights, to which adapters can be added.
+        smaller_shapes: (what to add to the command line, shape) of smaller models, the largest
+            first.
+        may_change_card: whether another card may be taken.
         may_stream: whether weights may be streamed from the host.
-        halves: the 16-bit precision of the device; "" if it has none.
+        half_precision: the 16-bit precision of the device, such as bf16; "" if it has none.
     """
 
-    existing: bool
-    smaller: tuple[tuple[str, LlamaConfig], ...] = ()
-    card: bool = False
+    has_weights: bool
+    smaller_shapes: tuple[tuple[str, LlamaConfig], ...] = ()
+    may_change_card: bool = False
     may_stream: bool = False
-    halves: str = ""
+    half_precision: str = ""
 
 
 # If a training fits already, a change is worth a line if it gives at least this many times the
@@ -109,10 +110,11 @@ def remedies_worth_showing(
     if isinstance(best, StreamCandidate):
         choices = choices._replace(may_stream=False)
         return [*fitting_remedies(request, plan.device, peaks, choices, limits)]
-    narrower = _narrower(request, choices._replace(existing=False))
+    # Without adapters: what fits need not give up training all weights.
+    narrower_numbers = _narrower_numbers(request, choices._replace(has_weights=False))
     return [
         remedy
-        for remedy in _that_fit(narrower, plan.device, peaks)
+        for remedy in _that_fit(narrower_numbers, plan.device, peaks)
         if remedy.best.tokens_per_s >= MIN_SPEEDUP * best.tokens_per_s
         or remedy.best.peak_memory_bytes <= MAX_MEMORY_SHARE * best.peak_memory_bytes
     ]
@@ -126,28 +128,28 @@ def fitting_remedies(
 
     The arguments are those of `remedies_worth_showing`.
     """
-    narrower = [*_narrower(request, choices)]
-    narrower_that_fit = [*_that_fit(narrower, device, peaks)]
+    narrower_numbers = [*_narrower_numbers(request, choices)]
+    narrower_that_fit = [*_that_fit(narrower_numbers, device, peaks)]
     yield from narrower_that_fit
     yield from itertools.islice(_that_fit(_shorter(request), device, peaks), 1)
     if choices.may_stream:
         yield from itertools.islice(_streaming(request, device, peaks, limits), 1)
     smaller = (
         TrainingChange(
-            typed,
+            arguments,
             "a smaller model",
             request.with_training(replace(request.training, config=shape)),
         )
-        for typed, shape in choices.smaller
+        for arguments, shape in choices.smaller_shapes
     )
     yield from itertools.islice(_that_fit(smaller, device, peaks), 1)
-    if choices.card:
+    if choices.may_change_card:
         # On larger cards: the training itself, and with adapters if these do not fit here.
-        fitting_here = [remedy.change for remedy in narrower_that_fit]
+        fitting_here = [remedy.arguments for remedy in narrower_that_fit]
         adapters = [
             change
-            for change in narrower
-            if change.typed not in fitting_here and change.request.training.lora is not None
+            for change in narrower_numbers
+            if change.arguments not in fitting_here and change.request.training.lora is not None
         ]
         yield from _larger_cards([TrainingChange("", "", request), *adapters], device)
 
@@ -159,7 +161,7 @@ def _that_fit(
     for change in changes:
         best = fastest_fitting(change.request, device, peaks)
         if best is not None:
-            yield Remedy(change.typed, change.cost, best)
+            yield Remedy(change.arguments, change.cost, best)
 
 
 def fastest_fitting(request: PlanRequest, device: Device, peaks: ByDtype) -> Candidate | None:
@@ -178,14 +180,14 @@ def fastest_fitting(request: PlanRequest, device: Device, peaks: ByDtype) -> Can
     return min(fitting, key=lambda candidate: candidate.update_s, default=None)
 
 
-def _narrower(request: PlanRequest, choices: Choices) -> Iterator[TrainingChange]:
-    """Yield changes to narrower numbers, and to adapters in place of all weights."""
+def _narrower_numbers(request: PlanRequest, choices: Choices) -> Iterator[TrainingChange]:
+    """Yield changes to numbers of fewer bits, and to adapters in place of all weights."""
     training = request.training
-    if request.precisions == ("fp32",) and choices.halves:
+    if request.precisions == ("fp32",) and choices.half_precision:
         yield TrainingChange(
-            f"train.precision={choices.halves}",
+            f"train.precision={choices.half_precision}",
             "products in 16 bits",
-            replace(request, precisions=(choices.halves,)),
+            replace(request, precisions=(choices.half_precision,)),
         )
     lora = training.lora
     if lora is not None:
@@ -219,7 +221,7 @@ def _narrower(request: PlanRequest, choices: Choices) -> Iterator[TrainingChange
                 "weights, moments in 16 bits",
                 request.with_training(bits_16),
             )
-    if choices.existing:
+    if choices.has_weights:
         rank = Lora().rank
         adapted = replace(training, optim=AdamW(), lora=Lora())
         yield TrainingChange(
@@ -255,10 +257,10 @@ def _streaming(
     for tokens in (request.tokens_per_update, *FEWER_TOKENS):
         if not length <= tokens <= request.tokens_per_update:
             continue
-        typed = "train.memory=stream"
+        arguments = "train.memory=stream"
         further_cost = ""
         if tokens != request.tokens_per_update:
-            typed += f" train.tokens_per_update={binary(tokens)}"
+            arguments += f" train.tokens_per_update={binary(tokens)}"
             further_cost = ", small updates"
         changed = replace(request, remats=("none",), scopes=("blocks",))
         changed = changed.with_tokens(tokens, length)
@@ -267,7 +269,7 @@ def _streaming(
             limits = replace(given_limits, host_bytes=host_bytes, disk_bytes=0)
             with suppress(OutOfDeviceMemory):
                 best = stream_candidates(changed, device, limits, peaks)[0]
-                yield Remedy(typed, f"a host of {gibibytes} GiB{further_cost}", best)
+                yield Remedy(arguments, f"a host of {gibibytes} GiB{further_cost}", best)
 
 
 def _larger_cards(changes: Iterable[TrainingChange], device: Device) -> Iterator[Remedy]:
@@ -283,9 +285,9 @@ def _larger_cards(changes: Iterable[TrainingChange], device: Device) -> Iterator
                 continue
             best = fastest_fitting(change.request, card, card.peak_flops)
             if best is not None:
-                typed = f"{change.typed} --device {short_names[card.name]}".strip()
+                arguments = f"{change.arguments} --device {short_names[card.name]}".strip()
                 cost = f"{card.memory_bytes / 2**30:.0f} GiB"
                 if change.cost:
                     cost += f"; {change.cost}"
-                yield Remedy(typed, cost, best)
+                yield Remedy(arguments, cost, best)
                 break

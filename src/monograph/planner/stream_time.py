@@ -118,27 +118,27 @@ def stage_seconds(way: StreamWay, resident: Sequence[BufferNames], costs: Costs)
     stages = way.stages
     micro_batches = way.work.micro_batches
     blocks = way.blocks_per_stage
-    inner = stages.count - 2  # the stages of blocks
+    block_stages = stages.count - 2
     numbers = [sum(plane.numbers for plane in planes) for planes in stages.planes]
     host_numbers = [
-        sum(plane.numbers for plane in way.host_updated(index, resident))
+        sum(plane.numbers for plane in way.planes_updated_on_host(index, resident))
         for index in range(stages.count)
     ]
     return StageSeconds(
         # The last stage runs forward only with the backward pass: `loss_s` holds both.
         forward=[
             micro_batches * costs.first_s,
-            *[micro_batches * blocks * costs.forward_s] * inner,
+            *[micro_batches * blocks * costs.forward_s] * block_stages,
             0.0,
         ],
         backward=[
             micro_batches * costs.first_again_s,
-            *[micro_batches * blocks * costs.again_s] * inner,
+            *[micro_batches * blocks * costs.again_s] * block_stages,
             micro_batches * costs.loss_s,
         ],
         device_update=[
-            costs.number_s * (every - on_host)
-            for every, on_host in zip(numbers, host_numbers, strict=True)
+            costs.number_s * (all_numbers - on_host)
+            for all_numbers, on_host in zip(numbers, host_numbers, strict=True)
         ],
         host_update=[costs.host_number_s * on_host for on_host in host_numbers],
     )
@@ -158,7 +158,7 @@ def closed_form_seconds(
         costs: the seconds of each pass.
         link: the rates of copies.
     """
-    host_planes = [way.host_updated(index, resident) for index in range(way.stages.count)]
+    host_planes = [way.planes_updated_on_host(index, resident) for index in range(way.stages.count)]
 
     def off_device_bytes(names: Iterable[str], *, host_updated: bool) -> int:
         """Return the bytes off the device of these buffers, of planes that the host updates or of
@@ -182,7 +182,7 @@ def closed_form_seconds(
     weights = off_device_bytes([WEIGHTS], host_updated=False) + host_weights
     gradients = off_device_bytes([GRADIENT], host_updated=False)
     host_gradients = off_device_bytes([GRADIENT], host_updated=True)
-    update_bytes = off_device_bytes(way.stages.names, host_updated=False) - gradients
+    update_bytes = off_device_bytes(way.stages.buffer_names, host_updated=False) - gradients
     boundaries = way.offloaded_bytes
 
     # Each buffer in a file is read and written once.

@@ -157,10 +157,11 @@ def stream_candidates(
     ]
     candidates.sort(key=lambda candidate: (candidate.update_s, candidate.peak_memory_bytes))
     distinct = _distinct(candidates)
-    seen = Counter[Where]()
+    timed = Counter[Where]()
     for index, candidate in enumerate(distinct):
-        seen[candidate.placement.where] += 1
-        if seen[candidate.placement.where] <= MAX_TIMED:
+        where = candidate.placement.where
+        if timed[where] < MAX_TIMED:
+            timed[where] += 1
             distinct[index] = _time_by_clock(candidate, device, limits, peak_flops)
     # Candidates that the clock has timed come first (False sorts before True). The times of the
     # others cannot be compared with theirs, as the closed form is never longer than the clock.
@@ -178,13 +179,13 @@ FittingWays = list[tuple[StreamWay, list[BufferNames]]]
 
 def _fitting_ways(request: PlanRequest, device: Device, limits: Limits) -> FittingWays:
     """Return all ways that fit. Moments lie in files only if nothing fits otherwise."""
-    every = list(stream_ways(request, device))
-    fitting = _select_fitting(every, limits)
+    all_ways = list(stream_ways(request, device))
+    fitting = _select_fitting(all_ways, limits)
     for files_first in (True, False):
         if fitting or not limits.disk_bytes:
             break
         in_files = [
-            replace(way, on_disk=_moments(way.stages), files_first=files_first) for way in every
+            replace(way, on_disk=_moments(way.stages), files_first=files_first) for way in all_ways
         ]
         fitting = _select_fitting(in_files, limits)
     return fitting
@@ -195,10 +196,10 @@ def _select_fitting(ways: Sequence[StreamWay], limits: Limits) -> FittingWays:
     for way in ways:
         if limits.shared:
             # Device and host share one memory, so nothing is gained by keeping a buffer resident.
-            resident = way.resident(0)
+            resident = way.first_resident(0)
         else:
             resident = way.resident_within(limits.device_bytes)
-        if not _exceeded_tiers(way.tiers(resident), limits):
+        if not _exceeded_tiers(way.bytes_by_tier(resident), limits):
             fitting.append((way, resident))
     return fitting
 
@@ -212,16 +213,17 @@ def stream_ways(request: PlanRequest, device: Device) -> Iterator[StreamWay]:
     # inputs of stages itself (`StreamWay.offload`).
     scope: Compile = "none" if request.scopes == ("none",) else "blocks"
     remats = [remat for remat in request.remats if remat != "offload"] or ["none"]
-    whens: list[When] = ["next forward", "sweep"]
+    times: list[When] = ["next forward", "sweep"]
     if training.clip is None:
-        whens.append("backward")
-    updates: list[tuple[When, Where]] = [(when, "device") for when in whens]
-    # The host updates only if its memory's speed is the limit there: in compiled code, with exact
-    # moments, element by element. On the host a sweep equals "next forward".
-    compiled = scope != "none" and compiler_obstacle() is None
-    light = formats.FORMATS[training.optim.state].exact and not training.optim.updates_matrices
-    if device.type != "cpu" and compiled and light:
-        updates += [(when, "host") for when in whens if when != "sweep"]
+        times.append("backward")
+    updates: list[tuple[When, Where]] = [(when, "device") for when in times]
+    # The host updates only if nothing but its memory's speed limits it: in compiled code, with
+    # exact moments, element by element. On the host a sweep equals "next forward".
+    is_compiled = scope != "none" and compiler_obstacle() is None
+    has_exact_moments = formats.FORMATS[training.optim.state].exact
+    is_elementwise = not training.optim.updates_matrices
+    if device.type != "cpu" and is_compiled and has_exact_moments and is_elementwise:
+        updates += [(when, "host") for when in times if when != "sweep"]
     for precision, blocks_per_stage in itertools.product(request.precisions, BLOCKS_PER_STAGE):
         if training.config.num_hidden_layers % blocks_per_stage:
             continue
@@ -240,7 +242,7 @@ def stream_ways(request: PlanRequest, device: Device) -> Iterator[StreamWay]:
 
 
 def _moments(stages: Stages) -> BufferNames:
-    return frozenset(stages.names) - {WEIGHTS, REST, GRADIENT}
+    return frozenset(stages.buffer_names) - {WEIGHTS, REST, GRADIENT}
 
 
 def _exceeded_tiers(tiers: Tiers, limits: Limits) -> set[str]:
@@ -267,7 +269,7 @@ def _candidate(
     peak_flops: ByDtype,
 ) -> StreamCandidate:
     """Return the candidate of a way, with its time in closed form."""
-    tiers = way.tiers(resident)
+    tiers = way.bytes_by_tier(resident)
     costs = roofline.pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
     seconds = closed_form_seconds(way, resident, costs, limits.link)
     rate, share = speed(way.work, seconds, device)
@@ -333,21 +335,25 @@ def _refusal(request: PlanRequest, device: Device, limits: Limits) -> str:
     """Return one line that says which memory is too small for every way, by how much, and what
     would fit.
     """
-    every = [
-        way.tiers(way.resident_within(limits.device_bytes)) for way in stream_ways(request, device)
+    tiers_of_ways = [
+        way.bytes_by_tier(way.resident_within(limits.device_bytes))
+        for way in stream_ways(request, device)
     ]
-    smallest_on_device = min(every, key=lambda tiers: sum(tiers["device"].values()))
+    smallest_on_device = min(tiers_of_ways, key=lambda tiers: sum(tiers["device"].values()))
     if "device" in _exceeded_tiers(smallest_on_device, limits):
         return _device_refusal(smallest_on_device["device"], device, limits)
-    fitting_device = [tiers for tiers in every if "device" not in _exceeded_tiers(tiers, limits)]
+    fitting_device = [
+        tiers for tiers in tiers_of_ways if "device" not in _exceeded_tiers(tiers, limits)
+    ]
     smallest_on_host = min(fitting_device, key=lambda tiers: sum(tiers["host"].values()))
     return _host_refusal(smallest_on_host, request, device, limits)
 
 
 def _device_refusal(by_origin: Mapping[str, int], device: Device, limits: Limits) -> str:
     needed = sum(by_origin.values())
-    of_tokens = sum(by_origin[origin] for origin in ("boundaries", "activations", "workspace"))
-    if needed - of_tokens < limits.device_bytes:
+    # These bytes grow with the tokens of an update.
+    token_bytes = sum(by_origin[origin] for origin in ("boundaries", "activations", "workspace"))
+    if needed - token_bytes < limits.device_bytes:
         remedy = "use a smaller train.tokens_per_update, data.sequence_length or model"
     else:
         remedy = "use a smaller model, or a device with more memory: its stages alone are too large"
@@ -360,11 +366,11 @@ def _device_refusal(by_origin: Mapping[str, int], device: Device, limits: Limits
 def _host_refusal(tiers: Tiers, request: PlanRequest, device: Device, limits: Limits) -> str:
     host_bytes = dict(tiers["host"])
     device_bytes = sum(tiers["device"].values())
-    beside = ""
+    device_text = ""
     if limits.shared:
         host_bytes["computing"] = device_bytes
     else:
-        beside = f" next to {gibibytes(device_bytes)} of {device.name}"
+        device_text = f" next to {gibibytes(device_bytes)} of {device.name}"
     needed = sum(host_bytes.values())
     moments = host_bytes.get("moments", 0)
     if moments > limits.disk_bytes:
@@ -378,7 +384,7 @@ def _host_refusal(tiers: Tiers, request: PlanRequest, device: Device, limits: Li
             f"with the moments in files it would be {gibibytes(needed - moments)}, still too much"
         )
     return (
-        f"nothing fits: streamed, the host needs {gibibytes(needed)} ({_amounts(host_bytes)}){beside}, and "
+        f"nothing fits: streamed, the host needs {gibibytes(needed)} ({_amounts(host_bytes)}){device_text}, and "
         f"{gibibytes(limits.host_bytes)} of it may be taken; {_remedy(request, device, limits)}; {files}"
     )
 

@@ -54,7 +54,7 @@ from monograph.ops.attention import MAX_KEYS_IN_BLOCKS, QUERIES
 from monograph.ops.cross_entropy import chunk_count
 from monograph.ops.delta_rule import CHUNK
 from monograph.optim.formats import FORMATS
-from monograph.predict.footprint import ON_THEIR_WAY, Work, turn_of
+from monograph.predict.footprint import INPUTS_ON_DEVICE, Work, layer_period
 
 FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # bytes per number of a frozen linear layer
 # Memory of an attention score, in bf16 numbers: its probability in fp32 (2) and in bf16 (1).
@@ -336,23 +336,23 @@ class _AdaptedSizes(NamedTuple):
 def _adapted_sizes(config: LlamaConfig, lora: Lora, precision: str) -> _AdaptedSizes:
     """Return the sizes of a model with adapters.
 
-    Where all turns of blocks (see `turn_of`) get the same adapters, two shallow models are built
-    instead of the whole one, and their difference is what a further turn adds.
+    If all periods of blocks (see `layer_period`) get the same adapters, two shallow models are
+    built instead of the whole one. Their difference is what a further period adds.
     """
     layers = config.num_hidden_layers
-    turn = turn_of(config)
-    shallow = turn + layers % turn
+    period = layer_period(config)
+    shallow = period + layers % period
     # A pattern of module names may select adapters in some blocks only.
     may_differ = isinstance(lora.targets, str) and lora.targets != ALL_LINEAR
-    if may_differ or layers <= shallow + turn:
+    if may_differ or layers <= shallow + period:
         return _count_sizes(config, lora, precision)
     low = _count_sizes(config.shortened(shallow), lora, precision)
-    high = _count_sizes(config.shortened(shallow + turn), lora, precision)
-    turns = (layers - shallow) // turn
+    high = _count_sizes(config.shortened(shallow + period), lora, precision)
+    periods = (layers - shallow) // period
     return _AdaptedSizes(
-        low.adapters + turns * (high.adapters - low.adapters),
-        low.base_bytes + turns * (high.base_bytes - low.base_bytes),
-        low.multiplied + turns * (high.multiplied - low.multiplied),
+        low.adapters + periods * (high.adapters - low.adapters),
+        low.base_bytes + periods * (high.base_bytes - low.base_bytes),
+        low.multiplied + periods * (high.multiplied - low.multiplied),
     )
 
 
@@ -380,7 +380,7 @@ def trained_numbers(config: LlamaConfig, lora: Lora | None, precision: str) -> i
     return config.parameter_count()
 
 
-def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, halved: bool) -> int:
+def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, gathers_bf16: bool) -> int:
     """Return the bytes of the whole copy of a sharded model from which answers are sampled; see
     `Parameters.gathered`.
 
@@ -388,14 +388,14 @@ def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, halved:
         config: the model's shape.
         lora: the adapters; None: all weights are trained.
         precision: the compute precision. Below fp32, the blocks' matrices are kept in its 16 bits.
-        halved: whether all weights of the blocks are kept in 16 bits, not only matrices.
+        gathers_bf16: whether all weights of the blocks are kept in 16 bits, not only matrices.
     """
     if lora:
         sizes = _adapted_sizes(config, lora, precision)
         return sizes.base_bytes + 4 * sizes.adapters
     if precision == "fp32":
         narrow = 0
-    elif halved:
+    elif gathers_bf16:
         layers = range(config.num_hidden_layers)
         narrow = _count_numbers(
             [shape for layer in layers for shape in block_shapes(config, layer).values()]
@@ -431,62 +431,69 @@ def estimate_bytes(work: Work) -> int:
     """
     config = work.config
     lora = work.lora
-    number = work.number_bytes
+    number_bytes = work.number_bytes
     tokens = work.tokens
     optim = work.optim
     captured = work.compile != "none"
 
     # static
-    weight = 4 if optim.master_weights else 2
-    moments: float
+    weight_bytes = 4 if optim.master_weights else 2
+    moments: float  # of each trained parameter
     if lora:
         trained, frozen_bytes, _ = _adapted_sizes(config, lora, work.precision)
         moments = optim.moments_per_block_matrix
     else:
-        trained, frozen_bytes = config.parameter_count(), 0
+        trained = config.parameter_count()
+        frozen_bytes = 0
         moments = optim.moments_per_parameter
-    rounded = 2 if work.fused and work.remat == "none" and weight == 4 else 0
-    average = 0 if optim.ema is None else weight
+    keeps_rounded = work.fused and work.remat == "none" and weight_bytes == 4
+    rounded_bytes = 2 if keeps_rounded else 0
+    gradient_bytes = 4
+    moment_bytes = moments * FORMATS[optim.state].bytes_each
+    average_bytes = 0 if optim.ema is None else weight_bytes
     static = frozen_bytes + trained * (
-        weight + rounded + 4 + moments * FORMATS[optim.state].bytes_each + average
+        weight_bytes + rounded_bytes + gradient_bytes + moment_bytes + average_bytes
     )
 
     # stored
     adapter_inner = 0
     if lora and work.remat not in ("full", "offload"):
         shapes = block_active_matrix_shapes(config, config.num_hidden_layers - 1)
-        adapter_inner = sum(lora.rank + lora.dora * shape[0] for shape in shapes)
-    kept = (stored_numbers(work, work.remat) + adapter_inner) * tokens + _rounded_numbers(work) * (
-        work.remat == "none"
-    )
+        # With DoRA a number for each output is kept, too.
+        adapter_inner = sum(lora.rank + (shape[0] if lora.dora else 0) for shape in shapes)
+    kept_numbers = (stored_numbers(work, work.remat) + adapter_inner) * tokens
+    if work.remat == "none":
+        kept_numbers += _rounded_numbers(work)
     stored: float
     if work.remat == "offload":
-        stored = ON_THEIR_WAY * work.input_bytes
+        stored = INPUTS_ON_DEVICE * work.input_bytes
     else:
-        stored = config.num_hidden_layers * kept * number
+        stored = config.num_hidden_layers * kept_numbers * number_bytes
 
     # block: all its values, once as values and once as gradients, without those that are stored. An
     # offloaded input has come back for it.
-    dense = (4 + number) * _largest_weight(config) if lora and lora.base != "auto" else 0
-    values = stored_numbers(work, "none") * number * tokens
+    is_quantised = lora is not None and lora.base != "auto"
+    dense_weight_bytes = (4 + number_bytes) * _largest_weight(config) if is_quantised else 0
+    value_bytes = stored_numbers(work, "none") * number_bytes * tokens
     remat = "full" if work.remat == "offload" else work.remat
-    stored_values = stored_numbers(work, remat) * number * tokens
-    block = 2 * (values + dense) - stored_values
+    stored_value_bytes = stored_numbers(work, remat) * number_bytes * tokens
+    block = 2 * (value_bytes + dense_weight_bytes) - stored_value_bytes
 
     # head
-    head = 0 if lora else config.vocab_size * config.hidden_size
-    logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size
+    head_numbers = 0 if lora else config.vocab_size * config.hidden_size
+    chunk_tokens = tokens / chunk_count(tokens, config.vocab_size, work.device_type)
+    logits = chunk_tokens * config.vocab_size
     if work.fused:
         # Eagerly, a chunk's logits are in fp32 twice while they become their gradient.
-        logits_bytes = number if captured else 8 + number
-        loss = max(logits * logits_bytes, logits * number + 4 * head)
-    elif not head and captured and work.device_type == "cpu":
-        loss = 4 * logits
+        logit_bytes = number_bytes if captured else 8 + number_bytes
+        head = max(logits * logit_bytes, logits * number_bytes + 4 * head_numbers)
+    elif not head_numbers and captured and work.device_type == "cpu":
+        head = 4 * logits
     elif captured and work.device_type == "cuda":
-        loss = max(logits * number + head * (4 + number), 8 * head)
+        head = max(logits * number_bytes + head_numbers * (4 + number_bytes), 8 * head_numbers)
     else:
-        loss = max((logits + head) * (4 + number), 8 * head)
-    loss += 2 * work.input_bytes
+        head = max((logits + head_numbers) * (4 + number_bytes), 8 * head_numbers)
+    head += 2 * work.input_bytes
 
     # returned gradients and update
     stack = _largest_stack(config) if optim.updates_matrices and not lora else 0
@@ -494,16 +501,16 @@ def estimate_bytes(work: Work) -> int:
         # One graph of both passes returns all new gradients. Where products add them, or with a
         # graph for each block, only those of the head are new.
         returns_all = (work.compile == "whole" or lora) and not work.fused
-        returned = trained if returns_all else head
-        after = max(4 * returned, ORTHOGONAL_NUMBERS * number * stack)
+        returned_gradients = trained if returns_all else head_numbers
+        after = max(4 * returned_gradients, ORTHOGONAL_NUMBERS * number_bytes * stack)
     else:
-        update_bytes = FORMATS[optim.state].eager_update_bytes + (
-            0 if optim.master_weights else ROUNDED_WEIGHTS_BYTES
-        )
+        update_bytes = FORMATS[optim.state].eager_update_bytes
+        if not optim.master_weights:
+            update_bytes += ROUNDED_WEIGHTS_BYTES
         # The planes of an optimizer that updates matrices are these stacks, and one of all else.
         largest_plane = max(stack, trained - _matrix_numbers(config)) if stack else trained
         after = update_bytes * largest_plane
-    return int(static + max(stored + max(loss, block), after))
+    return int(static + max(stored + max(head, block), after))
 
 
 @functools.lru_cache(maxsize=64)

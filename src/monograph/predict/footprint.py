@@ -3,8 +3,8 @@ run.
 
 The traced models have two and three blocks. The difference of the traces is what a block adds at
 each moment, so a model of any depth takes the same few seconds to predict. In a model whose kinds
-of blocks alternate, such as attention and gated delta nets, a turn takes the place of a block: the
-shortest sequence of kinds that repeats. Nothing is computed and no device is needed.
+of blocks alternate, such as attention and gated delta nets, a period takes the place of a block:
+the shortest sequence of kinds that repeats. Nothing is computed and no device is needed.
 """
 
 import functools
@@ -35,11 +35,11 @@ from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, MemorySam
 from monograph.step import Clip, OnDevice, Step, accumulate, update
 
 Compile = Scope | Literal["none"]
-Judged = Literal["", "rows", "exact"]  # see `Training.judged`
+AnswerScoring = Literal["", "rows", "exact"]  # see `Training.answer_scoring`
 # An update's temporary values take fewer bytes than this for each trained number.
 UPDATE_BYTES = 32
 # With remat "offload", the inputs of this many blocks are on the device, all others on the host.
-ON_THEIR_WAY = 3
+INPUTS_ON_DEVICE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,9 @@ class Training:
         clip: the largest gradient norm; None: norms are not clipped.
         lora: the adapters that are trained next to the frozen model; None: the model itself is
             trained.
-        judged: for which answers the loss needs log-probabilities: "": none, the model learns from
-            text; "exact": answers, each in its own row, by the attention that reads a cache, so
-            that they get the same bits as in sampling; "rows": answers, by the usual attention.
+        answer_scoring: how the loss gets the log-probabilities of answers: "": there are no answers,
+            the model learns from text; "exact": each answer is in its own row, and the attention
+            that reads a cache gives the same bits as in sampling; "rows": by the usual attention.
     """
 
     rows: int
@@ -77,7 +77,7 @@ class Training:
     packed: bool = True
     clip: float | Clip | None = 1.0
     lora: Lora | None = None
-    judged: Judged = ""
+    answer_scoring: AnswerScoring = ""
 
     @property
     def tokens(self) -> int:
@@ -123,9 +123,9 @@ class Work(Training):
         """Return whether products add their results to the gradients, as
         `monograph.step.on_device.fuses` decides for the engine.
         """
-        # The losses of answers that are judged read gradients of their own.
-        computes_narrow = self.device_type == "cuda" and self.precision in ("bf16", "fp16")
-        return computes_narrow and not self.judged
+        computes_in_16_bits = self.device_type == "cuda" and self.precision in ("bf16", "fp16")
+        # The losses of answers read gradients of their own.
+        return computes_in_16_bits and not self.answer_scoring
 
     @property
     def inner_numbers(self) -> int:
@@ -276,12 +276,12 @@ def _full_depth_curves(work: Work) -> list[Curve]:
     If the two traces do not line up, the model is traced at its full depth.
     """
     layers = work.config.num_hidden_layers
-    turn = turn_of(work.config)
-    low_depth = 2 if turn == 1 else turn + layers % turn
-    high_depth = low_depth + turn
+    period = layer_period(work.config)
+    low_depth = 2 if period == 1 else period + layers % period
+    high_depth = low_depth + period
     if layers <= high_depth:
         return _curves(work)
-    further_turns = (layers - low_depth) // turn
+    further_periods = (layers - low_depth) // period
     graphs = Graphs()
     low_work = replace(work, config=work.config.shortened(low_depth))
     high_work = replace(work, config=work.config.shortened(high_depth))
@@ -290,21 +290,21 @@ def _full_depth_curves(work: Work) -> list[Curve]:
         # suffice, the traces below use its graphs again.
         low = _curves(low_work, graphs, with_update=False)
         high = _curves(high_work, graphs, with_update=False)
-        curves = _extend_curves(low, high, further_turns)
+        curves = _extend_curves(low, high, further_periods)
         if curves and not _may_peak_in_update(curves, work):
             return curves
     low = _curves(low_work, graphs)
     high = _curves(high_work, graphs)
-    return _extend_curves(low, high, further_turns) or _curves(work)
+    return _extend_curves(low, high, further_periods) or _curves(work)
 
 
-def _extend_curves(low: list[Curve], high: list[Curve], further_turns: int) -> list[Curve]:
+def _extend_curves(low: list[Curve], high: list[Curve], further_periods: int) -> list[Curve]:
     """Return the curves of a deeper model; an empty list if the given curves do not line up.
 
     Args:
         low: the curves of a shallow model.
-        high: those of a model with one turn of blocks more.
-        further_turns: how many turns more than `low` the deeper model has.
+        high: those of a model with one period of blocks more.
+        further_periods: how many periods more than `low` the deeper model has.
     """
     curves = []
     for low_curve, high_curve in zip(low, high, strict=True):
@@ -314,7 +314,7 @@ def _extend_curves(low: list[Curve], high: list[Curve], further_turns: int) -> l
             low_samples = corners(low_samples)
         if high_curve.stage == "update":
             high_samples = corners(high_samples)
-        samples = extend_samples(low_samples, high_samples, further_turns)
+        samples = extend_samples(low_samples, high_samples, further_periods)
         if samples is None:
             return []
         curves.append(Curve(low_curve.stage, samples))
@@ -338,7 +338,7 @@ def _may_peak_in_update(curves: list[Curve], work: Work) -> bool:
     return peak <= kept + UPDATE_BYTES // work.number_bytes * end["gradients"]
 
 
-def turn_of(config: LlamaConfig) -> int:
+def layer_period(config: LlamaConfig) -> int:
     """Return the number of blocks after which the kinds of blocks repeat; 1 if all are of one kind.
 
     A block's kind is whether it has a gated delta net, and whether it has a mixture of experts.
@@ -347,14 +347,14 @@ def turn_of(config: LlamaConfig) -> int:
         (config.is_delta_net(layer), config.is_mixture(layer))
         for layer in range(config.num_hidden_layers)
     ]
-    return next(turn for turn in itertools.count(1) if kinds[turn:] == kinds[:-turn])
+    return next(period for period in itertools.count(1) if kinds[period:] == kinds[:-period])
 
 
 def _without_offloaded(curves: list[Curve], work: Work) -> list[Curve]:
     """Return the curves without the blocks' inputs that are on the host. The inputs that are being
     copied stay.
     """
-    on_host_bytes = max(0, work.config.num_hidden_layers - ON_THEIR_WAY) * work.input_bytes
+    on_host_bytes = max(0, work.config.num_hidden_layers - INPUTS_ON_DEVICE) * work.input_bytes
     place = ORIGINS.index("activations")
 
     def subtract(sample: MemorySample) -> MemorySample:
@@ -460,9 +460,11 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
         # Fused attention without a mask takes the place of flex attention.
         if work.device_type == "cuda":
             model.use_attention("sdpa", "repeated" if work.repeats_heads else "torch", "cuda")
-        if work.judged == "exact":
+        if work.answer_scoring == "exact":
             model.use_attention("cached")
-        loss = _judged_loss(work.device_type) if work.judged else _token_loss(work.device_type)
+        loss = (
+            _answer_loss(work.device_type) if work.answer_scoring else _token_loss(work.device_type)
+        )
         if work.lora:
             install_adapters(model, work.lora, precision=Precision(work.precision))
         step = Step(
@@ -519,7 +521,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
 
 
 @functools.cache
-def _judged_loss(device_type: str) -> Loss:
+def _answer_loss(device_type: str) -> Loss:
     """Return a loss with the memory of those that read each token's log-probability, in as many
     chunks as on the planned device.
 

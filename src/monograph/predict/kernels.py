@@ -5,8 +5,8 @@ that a product, an extern operator or the graph's caller reads, and the results 
 reader needs a whole reduction before it can begin.
 
 A value that the compiler writes, or an argument of the graph, is a buffer here. An extern operator
-is one that the compiler calls, instead of generating its code. A dear value is one that a CPU takes
-long to compute, so that the compiler avoids computing it twice.
+is one that the compiler calls, instead of generating its code. An expensive value is one that a CPU
+takes long to compute, so that the compiler avoids computing it twice.
 """
 
 import operator
@@ -65,7 +65,7 @@ _REDUCTIONS = {
 # On a CPU, the compiler avoids computing these values twice, and values that read more than
 # MAX_LOADS buffers: `should_realize_on_reuse` of torch._inductor, and
 # `config.realize_reads_threshold`.
-_DEAR = {"exp", "sigmoid"}
+_EXPENSIVE = {"exp", "sigmoid"}
 MAX_LOADS = 4
 
 
@@ -75,14 +75,14 @@ class _Sources(NamedTuple):
 
     Attributes:
         buffers: the names of the buffers.
-        loads: the buffers, each with the names of the views on the way from it.
-        dear_sizes: for each buffer, the bytes of the dear values on the ways from it; 0 stands for
-            a way without a dear value.
+        loads: the buffers, each with the names of the views on the path from it.
+        expensive_sizes: for each buffer, the bytes of the expensive values on the paths from it; 0
+            stands for a path without an expensive value.
     """
 
     buffers: frozenset[BufferName]
     loads: frozenset[tuple[BufferName, ...]]
-    dear_sizes: dict[BufferName, set[int]]
+    expensive_sizes: dict[BufferName, set[int]]
 
     @classmethod
     def of_buffer(cls, name: BufferName) -> "_Sources":
@@ -126,21 +126,19 @@ def _written_kernels(
         loads = frozenset[tuple[BufferName, ...]]().union(*(each.loads for each in inputs))
         if _is_view(node):
             loads = frozenset((*load, node.name) for load in loads)
-        changed = _changed(node)
+        changed = _changed_in_place(node)
         if node.op == "output":
             returned = buffers
         elif changed:
             in_place = _only_name(sources[changed[0]].buffers, node)
             kernels += _in_place_kernels(node, changed, buffers, in_place, device_type)
             sources[node] = _Sources.of_buffer(node.name)
-        elif not _is_view(node) and (
-            _is_written(node) or (on_cpu and _is_read_twice(node, len(loads)))
-        ):
-            dear_sizes = _dear_sizes(node, sources, on_cpu)
-            kernels += _node_kernels(node, sources, buffers, dear_sizes, device_type)
+        elif _is_written(node, on_cpu, len(loads)):
+            expensive_sizes = _expensive_sizes(node, sources, on_cpu)
+            kernels += _node_kernels(node, sources, buffers, expensive_sizes, device_type)
             sources[node] = _Sources.of_buffer(node.name)
         else:
-            sources[node] = _Sources(buffers, loads, _dear_sizes(node, sources, on_cpu))
+            sources[node] = _Sources(buffers, loads, _expensive_sizes(node, sources, on_cpu))
             # A store writes into an argument. If its value was not written yet, the store's own
             # loop computes it.
             if _is_store(node) and node.all_input_nodes[1].name not in buffers:
@@ -165,7 +163,7 @@ def _in_place_kernels(
 
     Args:
         node: the call.
-        changed: the tensors that it changes, see `_changed`.
+        changed: the tensors that it changes, see `_changed_in_place`.
         buffers: the buffers that it reads.
         in_place: the buffer that it changes.
         device_type: "cpu" or "cuda".
@@ -210,7 +208,7 @@ def _node_kernels(
     node: Node,
     sources: dict[Node, _Sources],
     buffers: frozenset[BufferName],
-    dear_sizes: dict[BufferName, set[int]],
+    expensive_sizes: dict[BufferName, set[int]],
     device_type: str,
 ) -> list[PlannedKernel]:
     """Return the kernel of a node that is written, after that of its workspace if it needs one.
@@ -219,7 +217,7 @@ def _node_kernels(
         node: the node.
         sources: the sources of all earlier nodes.
         buffers: the buffers that it reads.
-        dear_sizes: see `_Sources`.
+        expensive_sizes: see `_Sources`.
         device_type: "cpu" or "cuda".
     """
     node_kernels = []
@@ -245,11 +243,11 @@ def _node_kernels(
     at_places = _name(node) in _WRITES_AT_PLACES
     if at_places:
         changes = _only_name(sources[node.all_input_nodes[0]].buffers, node)
-    # See `_dear_sizes` for which buffers the result can be written over.
+    # See `_expensive_sizes` for which buffers the result can be written over.
     not_over = frozenset(
-        name for name, sizes in dear_sizes.items() if sizes not in ({0}, {size_bytes})
+        name for name, sizes in expensive_sizes.items() if sizes not in ({0}, {size_bytes})
     )
-    largest_dear = max(set[int]().union(*dear_sizes.values()), default=0)
+    largest_expensive = max(set[int]().union(*expensive_sizes.values()), default=0)
     node_kernels.append(
         PlannedKernel(
             node.name,
@@ -260,7 +258,7 @@ def _node_kernels(
             fused=not _is_extern(node) or at_places,
             changes=changes,
             not_over=not_over,
-            intermediate_bytes=largest_dear,
+            intermediate_bytes=largest_expensive,
         )
     )
     return node_kernels
@@ -287,23 +285,25 @@ def _only_name(names: frozenset[BufferName], node: Node) -> BufferName:
     return next(iter(names)) if len(names) == 1 else node.name
 
 
-def _dear_sizes(
+def _expensive_sizes(
     node: Node, sources: dict[Node, _Sources], on_cpu: bool
 ) -> dict[BufferName, set[int]]:
-    """Return for each buffer that a node reads the bytes of the dear values on the ways from it,
-    see `_Sources`.
+    """Return for each buffer that a node reads the bytes of the expensive values on the paths from
+    it, see `_Sources`.
 
-    A dear value that is read twice counts as a buffer of its own until its loop is made. A result
-    is written over a buffer behind a dear value only if the result, the dear value and the buffer
-    have one size.
+    An expensive value that is read twice counts as a buffer of its own until its loop is made. A
+    result is written over a buffer behind an expensive value only if the result, the expensive
+    value and the buffer have one size.
     """
     inputs = node.all_input_nodes
-    if on_cpu and len(node.users) > 1 and _name(node) in _DEAR and _tensors(node):
+    if on_cpu and len(node.users) > 1 and _name(node) in _EXPENSIVE and _tensors(node):
         [value] = _tensors(node)
-        return {name: {value.nbytes} for source in inputs for name in sources[source].dear_sizes}
+        return {
+            name: {value.nbytes} for source in inputs for name in sources[source].expensive_sizes
+        }
     sizes_of: dict[BufferName, set[int]] = {}
     for source in inputs:
-        for name, sizes in sources[source].dear_sizes.items():
+        for name, sizes in sources[source].expensive_sizes.items():
             sizes_of[name] = sizes_of.get(name, set()) | sizes
     return sizes_of
 
@@ -316,17 +316,26 @@ def _copy_bytes(node: Node, device_type: str) -> int:
     return workspace_bytes(left, right)
 
 
-def _is_written(node: Node) -> bool:
-    """Return whether a node is written on any device."""
-    if not _tensors(node):
+def _is_written(node: Node, on_cpu: bool, loads: int) -> bool:
+    """Return whether the compiler writes a node's value to memory.
+
+    Args:
+        node: the node.
+        on_cpu: whether the graph is compiled for a CPU.
+        loads: the number of buffers that the node reads.
+    """
+    if _is_view(node) or not _tensors(node):
         return False
-    is_needed = any(reader.op == "output" or _is_extern(reader) for reader in _readers(node))
-    return is_needed or _is_extern(node) or _name(node) in _REDUCTIONS
+    if _is_extern(node) or _name(node) in _REDUCTIONS:
+        return True
+    if any(reader.op == "output" or _is_extern(reader) for reader in _readers(node)):
+        return True
+    return on_cpu and _would_be_computed_twice(node, loads)
 
 
-def _is_read_twice(node: Node, loads: int) -> bool:
-    """Return whether a CPU writes an elementwise node because a reduction reads all of it before
-    another reader does. Then a dear value is not computed twice.
+def _would_be_computed_twice(node: Node, loads: int) -> bool:
+    """Return whether an expensive elementwise value is read by a reduction, which reads all of it,
+    before another reader does.
 
     On a GPU one kernel holds the whole row, so no value is computed twice.
 
@@ -334,11 +343,11 @@ def _is_read_twice(node: Node, loads: int) -> bool:
         node: the node.
         loads: the number of buffers that it reads.
     """
-    if len(node.users) < 2 or not _tensors(node):
+    if len(node.users) < 2:
         return False
-    is_dear = _name(node) in _DEAR or loads > MAX_LOADS
+    is_expensive = _name(node) in _EXPENSIVE or loads > MAX_LOADS
     is_reduction = [_name(reader) in _REDUCTIONS for reader in _readers(node)]
-    return is_dear and any(is_reduction) and not all(is_reduction)
+    return is_expensive and any(is_reduction) and not all(is_reduction)
 
 
 def _readers(node: Node) -> list[Node]:
@@ -384,7 +393,7 @@ def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type
     return rows * total_VD.shape[-1] * number_bytes
 
 
-def _changed(node: Node) -> list[Node]:
+def _changed_in_place(node: Node) -> list[Node]:
     """Return the tensors that a node writes in place: the total of `add_product_`, and the logits of
     `replace_logits_`.
 

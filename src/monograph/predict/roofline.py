@@ -127,6 +127,8 @@ HOST_HALVES_SLOWDOWN = 3.7
 # Kernels of one block, forward and backward together, as a profiler counts them, by whether the
 # block is captured.
 KERNELS = {True: 40, False: 160}
+# How many times as long as in captured code the launch of a kernel takes.
+LAUNCH_FACTOR = {True: 1, False: 2}
 # The host's time for one call of a block's separate graph, forward or backward (16 layers, a CPU,
 # torch 2.13).
 CALL_S = 0.13e-3
@@ -264,21 +266,18 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         / (micro_batch_tokens + shares.saturating_tokens)
     )
     dense_bytes = dequantising_passes * micro_batches * estimate.dense_bytes(work)
+    kernels = KERNELS[captured] * layers * micro_batches
+    trained = estimate.trained_numbers(config, work.lora, work.precision)
+    transfer_s = 0.0
+    if work.remat == "offload":
+        transfer_s = tokens * offload_bytes / (LINK_SHARE * link)
     return UpdateTime(
         products_s=flops * tokens / product_rate,
         attention_s=attention_flops * tokens / (peak_flops * shares.attention),
         traffic_s=(traffic * tokens + dense_bytes) / bandwidth,
-        # Eager code takes twice as long to launch a kernel.
-        launch_s=KERNELS[captured]
-        * layers
-        * micro_batches
-        * shares.launch_s
-        * (1 if captured else 2)
-        + micro_batches * calls_s,
-        update_s=estimate.trained_numbers(config, work.lora, work.precision)
-        * UPDATE_BYTES[captured]
-        / bandwidth,
-        transfer_s=tokens * offload_bytes / (LINK_SHARE * link) if work.remat == "offload" else 0.0,
+        launch_s=kernels * shares.launch_s * LAUNCH_FACTOR[captured] + micro_batches * calls_s,
+        update_s=trained * UPDATE_BYTES[captured] / bandwidth,
+        transfer_s=transfer_s,
         launches_ahead=device.type != "cpu",
     )
 
@@ -308,9 +307,9 @@ def pass_times(
     attention_flops = 2 * config.num_attention_heads * config.head_dim * work.length
     recomputed_linear, recomputed_attention = estimate.recomputed_flops(work)
     # For a third of a block's work: its forward pass, or half of its backward pass.
-    kernels_s = KERNELS[captured] / 3 * shares.launch_s * (1 if captured else 2) + CALL_S * (
-        work.compile == "blocks"
-    )
+    kernels_s = KERNELS[captured] / 3 * shares.launch_s * LAUNCH_FACTOR[captured]
+    if work.compile == "blocks":
+        kernels_s += CALL_S
     activations_s = estimate.stored_numbers(work, "none") * number_bytes * tokens / bandwidth
 
     def block_seconds(linear_flops: float, attention_flops: float, passes: float) -> float:
@@ -583,7 +582,7 @@ def drawing_s(config: LlamaConfig, drawing: Drawing, device: Device, peak_flops:
     work_s = max(compute_s, read_s)
     # A third of a block's kernels are those of its forward pass.
     launch_s = (
-        layers * KERNELS[drawing.captured] / 3 * shares.launch_s * (1 if drawing.captured else 2)
+        layers * KERNELS[drawing.captured] / 3 * shares.launch_s * LAUNCH_FACTOR[drawing.captured]
         + MICRO_STEP_S
     )
     step_s = work_s + launch_s if device.type == "cpu" else max(work_s, launch_s)

@@ -23,28 +23,27 @@ from monograph.profiling.intervals import PARTS, Kernel, Part, Spent
 
 # What limits a kernel: FLOPs, bytes, neither of them, or unknown.
 Bound = Literal["compute", "memory", "latency", "unknown"]
-Bounds = Mapping[
-    Part, Mapping[Bound, float]
-]  # the seconds of a part's kernels, by what limits them
-Binds = Part | Literal["padding", "nothing"]
+# For each part the seconds of its kernels, by what limits them.
+Bounds = Mapping[Part, Mapping[Bound, float]]
+Bottleneck = Part | Literal["padding", "nothing"]
 
-# A kernel whose floor is a smaller share of its time is bound by neither compute nor memory.
-LATENCY = 0.15
-# A change that saves a smaller share of the update is not worth making.
-NOTHING = 0.05
+# A kernel is bound by compute or by memory if its floor is at least this share of its time.
+MIN_BOUND_SHARE = 0.15
+# A change is worth making if it saves at least this share of the update.
+MIN_SAVED_SHARE = 0.05
 # The share of the time of eager elementwise kernels that remains when a compiler fuses them
 # (docs/profile.md has the measurement).
-FUSED = 0.45
-# The share of the host's gaps between kernels that remains when the step is one graph: the share of
-# kernels that remain.
-LAUNCHED = KERNELS[True] / KERNELS[False]
+FUSED_TIME_SHARE = 0.45
+# The share of kernels that remain when the step is one graph, and so of the host's gaps between
+# them.
+REMAINING_KERNELS_SHARE = KERNELS[True] / KERNELS[False]
 # The host's seconds for a call of a graph. There is one call for each micro-step and one for the
 # optimizer.
-CALLED_S = MICRO_STEP_S
+GRAPH_CALL_S = MICRO_STEP_S
 # The share of the optimizer's bytes that remains when its operators are fused.
-UPDATED = UPDATE_BYTES[True] / UPDATE_BYTES[False]
+FUSED_UPDATE_SHARE = UPDATE_BYTES[True] / UPDATE_BYTES[False]
 # The parts that compute.
-COMPUTED: tuple[Part, ...] = (
+COMPUTING_PARTS: tuple[Part, ...] = (
     "matmul",
     "attention",
     "loss head",
@@ -74,7 +73,7 @@ class Situation(NamedTuple):
         can_compile: whether the step could be compiled.
         micro_steps: the number of micro-batches of an update.
         bf16: time in bf16 / time in the run's dtype, by part; empty if bf16 is not an option.
-        used: the share of positions that hold tokens.
+        used: the share of positions that hold tokens; the others are padding.
         packed: the share of positions that would hold tokens if rows were packed.
     """
 
@@ -113,7 +112,7 @@ class Verdict:
             with unknown work is its own time.
         bounds: the seconds of each part's kernels, by what limits them.
         recoverable: seconds that could be saved in each part, and by packing ("padding").
-        binds: the bottleneck: the key of the largest of `recoverable`, or "nothing" if that is a
+        bottleneck: the key of the largest of `recoverable`, or "nothing" if that is a
             small share of the update.
         changes: possible changes, the best first; changes of the trained model come last.
     """
@@ -122,7 +121,7 @@ class Verdict:
     floors: Mapping[Part, float]
     bounds: Bounds
     recoverable: Mapping[str, float]
-    binds: Binds
+    bottleneck: Bottleneck
     changes: Sequence[Change]
 
     @property
@@ -139,7 +138,8 @@ class Verdict:
     def unknown_s(self) -> float:
         """Return the seconds of kernels with unknown work, whose floor is their own time."""
         return sum(
-            self.spent.parts[part] * _share(self.bounds, part, "unknown") for part in COMPUTED
+            self.spent.parts[part] * _share(self.bounds, part, "unknown")
+            for part in COMPUTING_PARTS
         )
 
     def gain(self, change: Change) -> float:
@@ -161,7 +161,7 @@ def bound(kernel: Kernel, machine: Machine) -> Bound:
     if kernel.flops is None and kernel.moved_bytes is None:
         return "unknown"
     compute_s, memory_s = _floors_s(kernel, machine)
-    if max(compute_s, memory_s) < LATENCY * kernel.seconds:
+    if max(compute_s, memory_s) < MIN_BOUND_SHARE * kernel.seconds:
         return "latency"
     return "compute" if compute_s > memory_s else "memory"
 
@@ -192,7 +192,7 @@ def verdict(
         kernel_floor_s[kernel.part] += floor_s(kernel, machine)
         bounds.setdefault(kernel.part, defaultdict(float))[bound(kernel, machine)] += kernel.seconds
     floors: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-    for part in COMPUTED:
+    for part in COMPUTING_PARTS:
         if kernel_s[part]:
             # Scaled to the part's time, because the sum over kernels is longer: they overlap, and
             # they were profiled.
@@ -203,15 +203,15 @@ def verdict(
     recoverable: dict[str, float] = {part: spent.parts[part] - floors[part] for part in PARTS}
     recoverable["padding"] = (1 - situation.used) * spent.total_s
     largest = max(recoverable, key=lambda name: recoverable[name])
-    binds: Binds = "nothing"
-    if recoverable[largest] > NOTHING * spent.total_s:
-        binds = largest  # type: ignore[assignment]
+    bottleneck: Bottleneck = "nothing"
+    if recoverable[largest] > MIN_SAVED_SHARE * spent.total_s:
+        bottleneck = largest  # type: ignore[assignment]
     return Verdict(
         spent=spent,
         floors=floors,
         bounds=bounds,
         recoverable=recoverable,
-        binds=binds,
+        bottleneck=bottleneck,
         changes=changes(spent, floors, bounds, situation),
     )
 
@@ -256,7 +256,9 @@ def changes(
         *_narrower_numbers(spent, bounds, situation),
         *_less_work(spent, floors),
     ]
-    worth_making = [change for change in candidates if change.saved_s > NOTHING * spent.total_s]
+    worth_making = [
+        change for change in candidates if change.saved_s > MIN_SAVED_SHARE * spent.total_s
+    ]
     return sorted(worth_making, key=lambda change: (not change.same_training, -change.saved_s))
 
 
@@ -288,15 +290,15 @@ def _fewer_launches(
     )
     if situation.captured or not situation.can_compile:
         return [larger_batches]
-    launch_s = max(0.0, gaps_s * (1 - LAUNCHED) - launches * CALLED_S)
-    elementwise_s = spent.parts["elementwise"] * (1 - FUSED)
+    launch_s = max(0.0, gaps_s * (1 - REMAINING_KERNELS_SHARE) - launches * GRAPH_CALL_S)
+    elementwise_s = spent.parts["elementwise"] * (1 - FUSED_TIME_SHARE)
     # In an optimizer that multiplies matrices, such as Muon, a graph fuses only the work between
     # products.
     between_products_s = spent.parts["optimizer"] * (1 - _share(bounds, "optimizer", "compute"))
     one_graph = Change(
         "train.compile=whole",
         "operators run one by one, each over its own copy",
-        launch_s + elementwise_s + between_products_s * (1 - UPDATED),
+        launch_s + elementwise_s + between_products_s * (1 - FUSED_UPDATE_SHARE),
     )
     return [larger_batches, one_graph]
 
@@ -345,5 +347,5 @@ def _less_work(spent: Spent, floors: Mapping[Part, float]) -> list[Change]:
     return [
         Change(what, why, spent.parts[part] / 2, same_training=False)
         for part, what, why in candidates
-        if spent.parts[part] - floors[part] > NOTHING * spent.total_s
+        if spent.parts[part] - floors[part] > MIN_SAVED_SHARE * spent.total_s
     ]

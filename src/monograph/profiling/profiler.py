@@ -43,7 +43,9 @@ COLD_BYTES = 2**26
 # with 16-bit numbers directly.
 BF16_ON_CPU: Mapping[Part, float] = {"attention": 0.65, "elementwise": 1.1, "optimizer": 1.7}
 BF16: Mapping[Part, float] = {"elementwise": 0.5, "optimizer": 1.0}
-KINDS = 12  # the number of shapes of products that are timed in bf16; they are the slowest ones
+TIMED_SHAPES = (
+    12  # the number of shapes of products that are timed in bf16; they are the slowest ones
+)
 
 
 def machine_of(engine: Engine) -> Machine:
@@ -94,7 +96,7 @@ def _bf16_ratio(device: torch.device, kernels: Sequence[Kernel]) -> float:
     for kernel in kernels:
         if kernel.part in ("matmul", "loss head") and kernel.operands and kernel.flops:
             seconds[kernel.operands].append(kernel.seconds)
-    longest = sorted(seconds, key=lambda operands: -sum(seconds[operands]))[:KINDS]
+    longest = sorted(seconds, key=lambda operands: -sum(seconds[operands]))[:TIMED_SHAPES]
 
     def total_s(dtype: torch.dtype) -> float:
         return sum(
@@ -137,15 +139,16 @@ def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> 
     return min(times)
 
 
-WARM = 2  # updates before anything is measured
-UPDATES = 3  # profiled updates
-# Updates are profiled up to WATCHES times, until they take less than UNDISTURBED times their
+WARMUP_UPDATES = 2  # updates before anything is measured
+PROFILED_UPDATES = 3
+# Updates are profiled up to MAX_ATTEMPTS times, until they take less than MAX_SLOWDOWN times their
 # unprofiled time.
-WATCHES, UNDISTURBED = 3, 1.1
-MEASURED = 9  # unprofiled updates; the lower quartile of their times counts
-# The windows that `profile` needs at least; one update is profiled but not timed.
-NEEDED = WARM + MEASURED + 1 + UPDATES
-EVENTS = 1000  # operators in a round that measures the profiler's cost per event
+MAX_ATTEMPTS = 3
+MAX_SLOWDOWN = 1.1
+TIMED_UPDATES = 9  # without the profiler; the lower quartile of their times counts
+# The windows that `profile` needs at least. One more update is profiled but not timed.
+MIN_WINDOWS = WARMUP_UPDATES + TIMED_UPDATES + 1 + PROFILED_UPDATES
+EVENTS_PER_ROUND = 1000  # operators in a round that measures the profiler's cost per event
 ROUNDS = 3  # rounds of a measurement; the quickest round counts
 _ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 
@@ -156,7 +159,7 @@ class Profile:
 
     Attributes:
         update_s: seconds of an unprofiled update, the lower quartile of a few.
-        watched_s: seconds of an update under the profiler.
+        profiled_s: seconds of a profiled update.
         updates: the number of profiled updates.
         micro_steps: the number of micro-batches of an update.
         machine: the measured rates of the device.
@@ -165,7 +168,7 @@ class Profile:
     """
 
     update_s: float
-    watched_s: float
+    profiled_s: float
     updates: int
     micro_steps: int
     machine: Machine
@@ -185,7 +188,7 @@ def profile(
 
     Args:
         engine: the engine, captured or not; its weights and counters change as in any training.
-        windows: the rows of at least `NEEDED` updates.
+        windows: the rows of at least `MIN_WINDOWS` updates.
         file: the Chrome trace to write, `*.json`.
         packed: the share of positions that would hold tokens if rows were packed.
         used: the share of positions that hold tokens.
@@ -211,11 +214,11 @@ def profile(
     rows, *row_shape = next(iter(first.values())).shape
     micro_batch = engine.micro_batch or rows
     micro_steps = math.ceil(rows / micro_batch)
-    _time_updates(engine, chain([first], windows), WARM)
-    times = sorted(_time_updates(engine, windows, MEASURED))
+    _time_updates(engine, chain([first], windows), WARMUP_UPDATES)
+    times = sorted(_time_updates(engine, windows, TIMED_UPDATES))
     measured = times[len(times) // 4]
-    profiled, watched_s = _profile_updates(engine, windows, measured.whole_s)
-    events = _exported(profiled, file)
+    profiled, profiled_s = _profile_updates(engine, windows, measured.whole_s)
+    events = _export_trace(profiled, file)
     timeline = trace.read(
         events,
         has_kernel,
@@ -233,8 +236,8 @@ def profile(
     situation = situation_of(engine, timeline.kernels, micro_steps, used, packed)
     return Profile(
         update_s=measured.whole_s,
-        watched_s=watched_s,
-        updates=UPDATES,
+        profiled_s=profiled_s,
+        updates=PROFILED_UPDATES,
         micro_steps=micro_steps,
         machine=machine,
         verdict=verdict(spent, timeline.kernels, machine, situation),
@@ -257,7 +260,7 @@ class _Times(NamedTuple):
 def _profile_updates(
     engine: Engine, windows: Iterator[Batch], update_s: float
 ) -> tuple[torch.profiler.profile, float]:
-    """Profile UPDATES updates, again if the profiler disturbs them.
+    """Profile PROFILED_UPDATES updates, again if the profiler disturbs them.
 
     The profiler's own memory can make the allocator return an eager update's memory to the system,
     and get it back page by page, which takes long.
@@ -274,7 +277,7 @@ def _profile_updates(
     if engine.step.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     attempts: list[tuple[torch.profiler.profile, float]] = []
-    for _ in range(WATCHES):
+    for _ in range(MAX_ATTEMPTS):
         profiler = torch.profiler.profile(
             activities=activities, record_shapes=True, acc_events=True
         )
@@ -283,19 +286,19 @@ def _profile_updates(
                 parse_no_events(profiler)
                 # The first update under a profiler takes longer, so it is not timed.
                 _update(engine, _next_window(windows))
-                times = _time_updates(engine, windows, UPDATES)
+                times = _time_updates(engine, windows, PROFILED_UPDATES)
         except UsageError:  # there are no more windows
             if not attempts:
                 raise
             break
-        watched_s = sum(update.whole_s for update in times) / UPDATES
-        attempts.append((profiler, watched_s))
-        if watched_s < UNDISTURBED * update_s:
+        profiled_s = sum(update.whole_s for update in times) / PROFILED_UPDATES
+        attempts.append((profiler, profiled_s))
+        if profiled_s < MAX_SLOWDOWN * update_s:
             break
     return min(attempts, key=lambda attempt: attempt[1])
 
 
-def _exported(profiled: torch.profiler.profile, file: Path) -> dict[str, Any]:
+def _export_trace(profiled: torch.profiler.profile, file: Path) -> dict[str, Any]:
     """Write the trace, and return it.
 
     Torch writes it to a temporary file first, because torch neither reports a failed write nor
@@ -341,7 +344,7 @@ def _next_window(windows: Iterator[Batch]) -> Batch:
     window = next(windows, None)
     if window is None:
         raise UsageError(
-            f"too few windows: a profile takes {NEEDED} updates; give more text, or more epochs"
+            f"too few windows: a profile takes {MIN_WINDOWS} updates; give more text, or more epochs"
         )
     return window
 
@@ -436,7 +439,7 @@ def _event_s() -> float:
             # The first operator under a profiler takes longer.
             torch.neg(one)
             began = clock()
-            for _ in range(EVENTS):
+            for _ in range(EVENTS_PER_ROUND):
                 torch.neg(one)
             times[profiled].append(clock() - began)
-    return max(0.0, min(times[True]) - min(times[False])) / EVENTS
+    return max(0.0, min(times[True]) - min(times[False])) / EVENTS_PER_ROUND

@@ -197,13 +197,13 @@ def rounded(value: float | None) -> float | None:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def present(table: Columns, key: str) -> Floats:
+def known_values(table: Columns, key: str) -> Floats:
     """Return a column's values without None; no values if the table has no such column."""
     return np.array([value for value in table.get(key, []) if value is not None], dtype=np.float64)
 
 
 def limits(
-    metric: Metric, lines: Sequence[Floats], levels: Iterable[float] = (), room: float = 1.15
+    metric: Metric, lines: Sequence[Floats], levels: Iterable[float] = (), headroom: float = 1.15
 ) -> tuple[float, float]:
     """Return the lower and the upper end of a metric's vertical axis.
 
@@ -211,16 +211,16 @@ def limits(
         metric: its `limits` choose how (`monograph.report.metrics.AxisLimits`).
         lines: the values of each line, with at least one value in all.
         levels: values to compare the lines with, which must be visible, too.
-        room: the axis's upper end as a multiple of the highest value, if the axis begins at 0.
+        headroom: the axis's upper end as a multiple of the highest value, if the axis begins at 0.
     """
     values = np.concatenate([*lines, np.array(list(levels), dtype=np.float64)])
     low = float(values.min())
     high = float(values.max())
     # An axis must have a height. `or 1.0` gives one to values that are all 0.
     if metric.limits == "zero":
-        return min(0.0, low), room * high or 1.0
+        return min(0.0, low), headroom * high or 1.0
     if metric.limits == "spikes":
-        return min(0.0, low), room * float(np.quantile(values, 0.995)) or 1.0
+        return min(0.0, low), headroom * float(np.quantile(values, 0.995)) or 1.0
     if metric.limits == "late":
         last = max(float(line[-1]) for line in lines if len(line))
         # An untrained model's first values are cut off at 2.2 times the last value.
@@ -311,7 +311,7 @@ def _values_in_words(chart: Chart, tables: Sequence[Columns]) -> str:
     """Return the first and last values of the chart's first four lines, and its levels."""
     words = []
     for line in chart.lines[:4]:
-        values = present(tables[line.table], line.key)
+        values = known_values(tables[line.table], line.key)
         if len(values) > 1:
             first = count(values[0])
             last = count(values[-1])
@@ -325,7 +325,7 @@ def _values_in_words(chart: Chart, tables: Sequence[Columns]) -> str:
 def _still(chart: Chart, tables: Sequence[Columns], words: str) -> str:
     """Return a chart as an SVG element without text, which can be stretched to any width."""
     x_key = chart.axis.key if chart.axis else "tokens"
-    xs_by_line = [present(tables[line.table], x_key) for line in chart.lines]
+    xs_by_line = [known_values(tables[line.table], x_key) for line in chart.lines]
     begin = min((float(xs.min()) for xs in xs_by_line if len(xs)), default=0.0)
     end = max((float(xs.max()) for xs in xs_by_line if len(xs)), default=1.0)
     shapes = [

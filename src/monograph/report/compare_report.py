@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from monograph.report.charts import Chart, Line, MetricsRow, columns, limits, lines_of, present
+from monograph.report.charts import Chart, Line, MetricsRow, columns, known_values, limits, lines_of
 from monograph.report.metrics import metric_keys, shown_metrics
 from monograph.report.page import Cell, Drawings, number, page, section, table
 from monograph.report.quantities import count
@@ -86,7 +86,7 @@ def _drawings(sides: Sequence[Compared]) -> Drawings:
         for run_index, (side_index, _) in enumerate(runs):
             name = sides[side_index].name
             lines += lines_of(metric, tables[run_index], run_index, name, side_index % SHADES)
-        values = [present(tables[line.table], line.key) for line in lines]
+        values = [known_values(tables[line.table], line.key) for line in lines]
         ends = limits(metric, values)
         charts.append(Chart(metric.chart, metric.title, lines, ends, is_count=metric.is_count))
     return Drawings(tables, charts, halves=True)

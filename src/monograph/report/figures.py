@@ -264,7 +264,7 @@ def _draw_metric(
     last_tokens = max(float(tokens[-1]) for tokens, _ in series_by_key.values() if len(tokens))
     axes.set_xlim(0, last_tokens or 1)  # a run that has not trained yet needs a width, too
     values_by_line = [values for _, values in series_by_key.values()]
-    axes.set_ylim(*limits(metric, values_by_line, levels.values(), room=1.25))
+    axes.set_ylim(*limits(metric, values_by_line, levels.values(), headroom=1.25))
     if metric.is_count or metric.is_line:
         axes.yaxis.set_major_formatter(lambda value, _: quantities.count(value))
     tokens, values = series_by_key.get(metric.key, _NO_SERIES)

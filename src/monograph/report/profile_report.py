@@ -10,7 +10,7 @@ is a rung. It is drawn from the JSON object that `monograph profile --ladder --j
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from monograph.profiling.bottleneck import NOTHING, Bound, Verdict
+from monograph.profiling.bottleneck import MIN_SAVED_SHARE, Bound, Verdict
 from monograph.profiling.intervals import PARTS
 from monograph.profiling.profiler import Profile
 from monograph.report import quantities
@@ -35,7 +35,7 @@ def draw_profile(verdict: Verdict, title: str) -> str:
         for place, part in enumerate(parts):
             spent_ms = 1e3 * verdict.spent.parts[part]
             floor_ms = 1e3 * verdict.floors[part]
-            colour = ACCENT if part == verdict.binds else MUTED
+            colour = ACCENT if part == verdict.bottleneck else MUTED
             axes.barh(place, spent_ms, height=0.62, color=colour)
             axes.plot([floor_ms, floor_ms], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
             axes.text(
@@ -70,7 +70,7 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
     return page(
         kind="Profile",
         title=title,
-        headline=f"Limited by {verdict.binds}",
+        headline=f"Limited by {verdict.bottleneck}",
         standing=f"{standing[0].upper()}{standing[1:]}.",
         key_figures=[
             ("ms per update", f"{1e3 * profile.update_s:.3g}"),
@@ -100,12 +100,12 @@ def describe_limit(profile: Profile) -> str:
     if verdict.spent.total_s:
         unknown_share = verdict.unknown_s / verdict.spent.total_s
     unjudged = ""
-    if unknown_share > NOTHING:
+    if unknown_share > MIN_SAVED_SHARE:
         unjudged = f"; {unknown_share:.0%} of it is work that cannot be counted, and is not judged"
-    if verdict.binds == "nothing":
+    if verdict.bottleneck == "nothing":
         return f"nothing that could be won back: what can be judged is near its best time as it is set up{unjudged}"
-    share = verdict.recoverable[verdict.binds] / profile.update_s
-    limit = "empty positions" if verdict.binds == "padding" else verdict.binds
+    share = verdict.recoverable[verdict.bottleneck] / profile.update_s
+    limit = "empty positions" if verdict.bottleneck == "padding" else verdict.bottleneck
     no_key = "" if verdict.change else "; no key changes that"
     return f"{limit}: {share:.0%} of the time could be won back at most{no_key}{unjudged}"
 
@@ -125,7 +125,7 @@ def _part_bars(verdict: Verdict) -> str:
         text = f"{verdict.spent.share(part):.0%}"
         floor = min(1.0, verdict.floors[part] / longest_s)
         rows.append(
-            (part, part == verdict.binds, [Bar(text, spent_s[part] / longest_s, floor=floor)])
+            (part, part == verdict.bottleneck, [Bar(text, spent_s[part] / longest_s, floor=floor)])
         )
     note = '<p class="note">The line in a bar is the best time possible here; blue is what limits the run.</p>'
     return bars("Where an update's time goes", ["share of the time"], rows) + note

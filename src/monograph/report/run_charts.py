@@ -9,10 +9,10 @@ from monograph.report.charts import (
     MetricsRow,
     Yardsticks,
     columns,
+    known_values,
     last_memory_ledger,
     limits,
     lines_of,
-    present,
 )
 from monograph.report.metrics import (
     BITS_PER_BYTE,
@@ -66,16 +66,16 @@ def _chart(
         note = f"{counted(len(skipped), 'update')} skipped, each marked below." if skipped else ""
     labels = sum(bool(mark.label) for mark in marks)
     # Each label may need a line of its own above the curve.
-    room = 1.15 + 0.16 * labels
+    headroom = 1.15 + 0.16 * labels
     is_wide = metric.place == "first"
     if metric is LOSS and BITS_PER_BYTE.held_out not in table:
         is_wide = True  # no wide chart of held-out bits per byte stands before it
-    values = [present(table, key) for key in metric.keys]
+    values = [known_values(table, key) for key in metric.keys]
     return Chart(
         metric.chart,
         metric.title,
         lines_of(metric, table),
-        limits(metric, values, levels.values(), room),
+        limits(metric, values, levels.values(), headroom),
         levels=levels,
         marks=marks,
         note=note,

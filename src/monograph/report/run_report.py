@@ -304,11 +304,11 @@ def write_pages(folder: Path, text: str, pictures: Sequence[Picture]) -> None:
     if pictures:
         (folder / "figures").mkdir(exist_ok=True)
     for picture in pictures:
-        _write_whole(folder / "figures" / f"{picture.name}.png", picture.png)
-    _write_whole(folder / "report.html", text.encode())
+        _write_atomically(folder / "figures" / f"{picture.name}.png", picture.png)
+    _write_atomically(folder / "report.html", text.encode())
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def _write_atomically(path: Path, content: bytes) -> None:
     """Write a file completely or not at all.
 
     Raises:

@@ -4,10 +4,10 @@ An update minimises
 
     loss = sum over answers i of group g, tokens t of  - a[i] w(rho[i, t]) / sum over i of s[i]
 
-where a[i] is the advantage of answer i, s[i] its share of the denominator, r are the rewards of the
-G answers to a prompt, |o| is the number of tokens of an answer including the one that ends it, and L
-is the maximum number of tokens of an answer. rho is the probability of a token, or of an answer,
-divided by the probability with which it was sampled.
+where a[i] is the advantage of answer i, s[i] is its share of the denominator, r are the rewards of
+the G answers to a prompt, |o| is the number of tokens of an answer including the one that ends it,
+and L is the maximum number of tokens of an answer. rho is the probability of a token, or of an
+answer, divided by the probability with which it was sampled.
 
 | name      | a[i]                                   | s[i] | w                    | source             |
 |-----------|----------------------------------------|------|----------------------|--------------------|
@@ -42,9 +42,10 @@ from typing import Literal, NamedTuple
 
 # Added to a deviation, so that nearly equal rewards are not divided by nearly 0.
 _DEVIATION_EPSILON = 1e-4
-# How far rounding may move a reward, relative to the larger of 1 and the largest reward. In any order,
-# a sum of n parts is off by at most n 2^-53 of the sum of the parts' sizes. The limit allows for 2^12
-# parts whose sizes sum to twice the largest reward. A real difference of rewards is larger.
+# Rewards that differ by no more than this are equal up to rounding. It is relative to the larger of
+# 1 and the largest reward. In any order, a sum of n parts is off by at most n 2^-53 of the sum of
+# the parts' sizes. The limit allows for 2^12 parts whose sizes sum to twice the largest reward. A
+# real difference of rewards is larger.
 ROUNDING = 2.0**-40
 
 
@@ -112,6 +113,9 @@ def standardised_rewards(rewards: Sequence[float]) -> list[float]:
     return [value / deviation for value in centred_rewards(rewards)]
 
 
+# The functions below return the weights of a group's answers, see `Advantage.weights`.
+
+
 def _reinforce(
     rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
 ) -> list[AnswerWeight]:
@@ -130,18 +134,14 @@ def _rloo(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> 
     return [AnswerWeight(value * size / (size - 1), 1) for value in centred_rewards(rewards)]
 
 
-def _per_answer(
-    rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
-) -> list[AnswerWeight]:
+def _grpo(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> list[AnswerWeight]:
     return [
         AnswerWeight(value / length, 1)
         for value, length in zip(standardised_rewards(rewards), lengths, strict=True)
     ]
 
 
-def _per_token(
-    rewards: Sequence[float], lengths: Sequence[int], max_tokens: int
-) -> list[AnswerWeight]:
+def _dapo(rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> list[AnswerWeight]:
     return [
         AnswerWeight(value, length)
         for value, length in zip(standardised_rewards(rewards), lengths, strict=True)
@@ -158,8 +158,8 @@ class Advantage:
             their numbers of tokens including the one that ends an answer, and the maximum number of
             tokens of an answer.
         ratio: how rho is used if each sample is used for several updates.
-        k1_refused: what it does with a reward that makes k1, which is a part of the reward, another
-            term; completes "the reward, which this advantage ...". "" if k1 stays what it is.
+        k1_refused: why it does not go with the KL estimator k1, which is a part of the reward, to
+            complete "the reward, which this advantage ..."; "": it goes with k1.
         divides_by_length: whether it divides by the number of an answer's tokens. The answer's KL
             term is then divided, too.
         compares_answers: whether it compares the answers to a prompt, so that a group with equal
@@ -174,7 +174,7 @@ class Advantage:
     compares_answers: bool = True
 
 
-# What an advantage does that divides by the deviation of the rewards: see `k1_refused`.
+# The `k1_refused` of advantages that divide by the deviation of the rewards.
 _BY_DEVIATION = "divides by its deviation"
 # The names that the key rl.advantage takes.
 ADVANTAGES = {
@@ -182,26 +182,26 @@ ADVANTAGES = {
     "rloo": Advantage("its reward less the mean of the others", _rloo),
     "grpo": Advantage(
         "dr_grpo's, divided by the group's deviation and its own length",
-        _per_answer,
+        _grpo,
         k1_refused=_BY_DEVIATION,
         divides_by_length=True,
     ),
     "dapo": Advantage(
         "dr_grpo's, divided by the group's deviation, with a higher upper limit",
-        _per_token,
+        _dapo,
         RatioUse("clip", 0.2, 0.28),
         k1_refused=_BY_DEVIATION,
     ),
     "reinforce": Advantage("its reward", _reinforce, compares_answers=False),
     "cispo": Advantage(
         "dapo's, with truncated importance sampling",
-        _per_token,
+        _dapo,
         RatioUse("truncate", 0.0, 5.0),
         k1_refused=_BY_DEVIATION,
     ),
     "gspo": Advantage(
         "grpo's, with one ratio for the whole answer",
-        _per_answer,
+        _grpo,
         RatioUse("sequence", 3e-4, 4e-4),
         k1_refused=_BY_DEVIATION,
         divides_by_length=True,

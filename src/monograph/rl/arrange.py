@@ -1,5 +1,8 @@
 """Arrange sampled answers in the rows of a window, split values of the window by answer, and
-describe groups.
+describe groups of answers.
+
+A *group* is the answers to one prompt. It *teaches* if its rewards give a gradient, which needs
+different rewards for most advantages.
 
 Shapes: R rows, T positions.
 """
@@ -31,19 +34,20 @@ class RolloutOptions:
         max_new_tokens: maximum number of tokens of an answer.
         temperature: divides the logits, in sampling and in the loss.
         advantage: a name of `ADVANTAGES`.
-        draws: how often an update may sample, until it has enough groups that teach.
+        draws: the maximum number of times that an update samples, until it has enough groups that
+            teach.
         length: T, the positions of a row.
         packed: whether a row holds several answers, one after the other.
-        exact: whether each answer has its own row, which is as long as a row of decoding. The answer
-            then gets the same bits when it is scored as when it was sampled
+        exact: whether each answer has its own row, which is as long as a row of decoding. The
+            answer then gets the same bits when it is scored as when it was sampled
             (`monograph.ops.attention`, "cached"). This is for eager mode on a CPU.
         seed: the seed of the order of prompts and of all sampling.
         epochs: passes over the prompts; None: endless.
-        updates: updates that are made of each sample.
+        updates: the number of updates that use each sample.
         kl: the KL term; None: no such term.
         masks_truncated: whether answers that are cut at max_new_tokens are left out, as if they had
             not been sampled.
-        truncation_penalty: is subtracted from the reward of an answer that is cut.
+        truncation_penalty: the number that is subtracted from the reward of an answer that is cut.
     """
 
     prompts: int
@@ -83,30 +87,28 @@ class Rollout(NamedTuple):
     states: Sequence[int] = ()
 
 
-Rollouts = Sequence[Rollout]
-
-
 def arrange_window(
-    rollouts: Rollouts, weighed: Sequence[AnswerWeight], options: RolloutOptions
+    rollouts: Sequence[Rollout], weights: Sequence[AnswerWeight], options: RolloutOptions
 ) -> Batch:
     """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
 
-    An answer that does not change the gradient counts only in the denominator. It gets no place in a
-    row, and its share is added to the first row.
+    An answer that does not change the gradient counts only in the denominator. It gets no place in
+    a row, and its share is added to the first row.
 
     Args:
         rollouts: the answers; a prompt and its answer have at most T + 1 tokens.
-        weighed: the weights of the answers.
+        weights: the weights of the answers.
         options: the length of rows, and whether they are packed.
     """
-    alive = [index for index, weight in enumerate(weighed) if weight.changes_gradient]
+    # The indices of the answers that get a place, and the number of inputs and the row of each.
+    placed = [index for index, weight in enumerate(weights) if weight.changes_gradient]
     inputs = np.array(
-        [len(rollouts[i].prompt_ids) + len(rollouts[i].token_ids) - 1 for i in alive],
+        [len(rollouts[i].prompt_ids) + len(rollouts[i].token_ids) - 1 for i in placed],
         dtype=np.int64,
     )
     length = options.length
-    row_of = best_fit_decreasing(inputs, length) if options.packed else np.arange(len(alive))
-    rows = int(row_of.max()) + 1 if alive else 1
+    row_of = best_fit_decreasing(inputs, length) if options.packed else np.arange(len(placed))
+    rows = int(row_of.max()) + 1 if placed else 1
     int_names = ["tokens", "segments", "positions"]
     if any(rollout.states for rollout in rollouts):
         int_names.append("states")
@@ -118,33 +120,34 @@ def arrange_window(
     floats = {name: np.zeros((rows, length), dtype=np.float64) for name in float_names}
     filled = np.zeros(rows, dtype=np.int64)  # positions of each row that are filled
     segments = np.zeros(rows, dtype=np.int64)  # answers of each row so far
-    for index, row, size in zip(alive, row_of.tolist(), inputs.tolist(), strict=True):
+    for index, row, input_count in zip(placed, row_of.tolist(), inputs.tolist(), strict=True):
         rollout = rollouts[index]
-        weight = weighed[index]
-        begin = int(filled[row])
+        weight = weights[index]
         ids = [*rollout.prompt_ids, *rollout.token_ids]
-        end = begin + size
+        begin = int(filled[row])
+        end = begin + input_count
         # The last position of the prompt predicts the first token of the answer.
-        answer = begin + len(rollout.prompt_ids) - 1
+        first_target = begin + len(rollout.prompt_ids) - 1
+        targets = slice(first_target, end)
         segments[row] += 1
         ints["tokens"][row, begin:end] = ids[:-1]
         ints["segments"][row, begin:end] = segments[row]
-        ints["positions"][row, begin:end] = np.arange(size)
-        ints["targets"][row, answer:end] = rollout.token_ids
-        floats["factors"][row, answer:end] = weight.factor
-        floats["drawn"][row, answer:end] = rollout.logprobs
-        floats["shares"][row, answer] = weight.share
+        ints["positions"][row, begin:end] = np.arange(input_count)
+        ints["targets"][row, targets] = rollout.token_ids
+        floats["factors"][row, targets] = weight.factor
+        floats["drawn"][row, targets] = rollout.logprobs
+        floats["shares"][row, first_target] = weight.share
         if rollout.states:
-            ints["states"][row, answer:end] = rollout.states
+            ints["states"][row, targets] = rollout.states
         if rollout.reference:
-            floats["penalties"][row, answer:end] = weight.penalty
-            floats["reference"][row, answer:end] = rollout.reference
+            floats["penalties"][row, targets] = weight.penalty
+            floats["reference"][row, targets] = rollout.reference
         filled[row] = end
     floats["shares"][0, -1] += sum(
-        weight.share for weight in weighed if not weight.changes_gradient
+        weight.share for weight in weights if not weight.changes_gradient
     )
     # If all answers are left out, the denominator must not be 0.
-    if not any(weight.share for weight in weighed):
+    if not any(weight.share for weight in weights):
         floats["shares"][0, -1] = 1
     if not options.packed:
         del ints["segments"], ints["positions"]
@@ -152,38 +155,40 @@ def arrange_window(
 
 
 def keep_and_penalise(
-    rollouts: Rollouts, rewards: Sequence[float], options: RolloutOptions
+    rollouts: Sequence[Rollout], rewards: Sequence[float], options: RolloutOptions
 ) -> tuple[list[Rollout], list[float]]:
     """Return the answers of a group that are not left out, and their rewards minus penalties."""
     kept = list[Rollout]()
-    lowered = list[float]()
+    kept_rewards = list[float]()
     for rollout, reward in zip(rollouts, rewards, strict=True):
         if rollout.is_cut and options.masks_truncated:
             continue
+        penalty = options.truncation_penalty if rollout.is_cut else 0.0
         kept.append(rollout)
-        lowered.append(reward - options.truncation_penalty if rollout.is_cut else reward)
-    return kept, lowered
+        kept_rewards.append(reward - penalty)
+    return kept, kept_rewards
 
 
 def answer_weights(
-    rollouts: Rollouts, rewards: Sequence[float], options: RolloutOptions
+    rollouts: Sequence[Rollout], rewards: Sequence[float], options: RolloutOptions
 ) -> list[AnswerWeight]:
     """Return the weights of one group's answers, with the KL term.
 
     The weight of an answer that is left out is 0.
     """
-    kept, rewards = keep_and_penalise(rollouts, rewards, options)
-    weights_of_kept = iter(_weights_of_kept(kept, rewards, options) if kept else ())
+    kept, kept_rewards = keep_and_penalise(rollouts, rewards, options)
+    kept_weights = iter(_kept_weights(kept, kept_rewards, options) if kept else ())
     weights = list[AnswerWeight]()
     for rollout in rollouts:
         is_left_out = rollout.is_cut and options.masks_truncated
-        weights.append(AnswerWeight(0.0, 0.0) if is_left_out else next(weights_of_kept))
+        weights.append(AnswerWeight(0.0, 0.0) if is_left_out else next(kept_weights))
     return weights
 
 
-def _weights_of_kept(
-    rollouts: Rollouts, rewards: Sequence[float], options: RolloutOptions
+def _kept_weights(
+    rollouts: Sequence[Rollout], rewards: Sequence[float], options: RolloutOptions
 ) -> list[AnswerWeight]:
+    """Return the weights of answers, at least one, none of which is left out."""
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     kl = options.kl
     if kl is not None and kl.estimator == "k1":
@@ -193,9 +198,9 @@ def _weights_of_kept(
             for reward, log_ratio in zip(rewards, log_ratios, strict=True)
         ]
     # An advantage needs two answers. If all but one are left out, that one is compared with itself.
-    times = 2 if len(rollouts) == 1 else 1
+    copies = 2 if len(rollouts) == 1 else 1
     advantage = ADVANTAGES[options.advantage]
-    weights = advantage.weights([*rewards] * times, lengths * times, options.max_new_tokens)
+    weights = advantage.weights([*rewards] * copies, lengths * copies, options.max_new_tokens)
     weights = weights[: len(rollouts)]
     if kl is None or kl.estimator == "k1":
         return weights
@@ -208,7 +213,10 @@ def _weights_of_kept(
 
 
 def split_by_answer(
-    compute: Callable[[Batch], Tensor], rollouts: Rollouts, options: RolloutOptions, rows: int
+    compute: Callable[[Batch], Tensor],
+    rollouts: Sequence[Rollout],
+    options: RolloutOptions,
+    rows: int,
 ) -> list[list[float]]:
     """Return the values that `compute` returns at the positions of each answer's tokens.
 
@@ -218,8 +226,9 @@ def split_by_answer(
         options: the length of rows, and whether they are packed.
         rows: the number of rows that are computed at the same time.
     """
-    # Each answer's factor is its number, from 1. All other positions have the factor 0, so a stable
-    # sort by the factor puts them first, and then the positions of one answer after the other.
+    # To find an answer's positions in the window, its number, from 1, is arranged as its factor.
+    # All other positions have the factor 0. So a stable sort of the positions by factor puts those
+    # first, and then the positions of one answer after the other.
     numbers = [AnswerWeight(number, 1) for number in range(1, len(rollouts) + 1)]
     window = arrange_window(rollouts, numbers, options)
     values = list[Tensor]()
@@ -228,8 +237,8 @@ def split_by_answer(
         values.append(compute(batch).double().cpu())
     order = torch.argsort(window["factors"].flatten(), stable=True)
     lengths = [len(rollout.token_ids) for rollout in rollouts]
-    of_answers = torch.cat(values)[order][len(order) - sum(lengths) :]
-    return [part.tolist() for part in of_answers.split(lengths)]
+    answer_values = torch.cat(values)[order][len(order) - sum(lengths) :]
+    return [part.tolist() for part in answer_values.split(lengths)]
 
 
 class AnswerGroup(NamedTuple):

@@ -1,8 +1,8 @@
-"""The form of all answers of a run: a regular expression or a schema, compiled for the tokenizer's
-tokens.
+"""The form that all answers of a run must have: a regular expression or a schema, compiled for the
+tokenizer's tokens.
 
-A token is allowed if the answer can still get the form after it. Tokens are sampled from the softmax
-over the allowed tokens. The sampler, the loss, the reference and a teacher all compute
+A token is allowed if the answer can still get the form after it. Tokens are sampled from the
+softmax over the allowed tokens. The sampler, the loss, the reference and a teacher all compute
 log-probabilities of this distribution. So a token without an allowed alternative has the
 log-probability 0 and no gradient.
 
@@ -34,51 +34,56 @@ class AnswerForm:
     """
 
     def __init__(
-        self, name: FormName, prompts: Prompts, ends: Collection[int], device: torch.device
+        self, name: FormName, prompts: Prompts, end_ids: Collection[int], device: torch.device
     ) -> None:
         """Compile a form.
 
         Args:
-            name: the form.
-            prompts: the prompts. After them the tokenizer may begin every text with a space.
-            ends: the tokens that end an answer.
+            name: the regular expression or the schema.
+            prompts: the prompts. The tokenizer may insert a space between a prompt and its answer.
+            end_ids: the ids that end an answer.
             device: the device of the loss.
 
         Raises:
             InputRefused: the form cannot be used with these tokens or prompts.
         """
         tokenizer = prompts.tokenizer
-        leads = {tokenizer.lead(prompt.ids) for prompt in (*prompts.train, *prompts.held_out)}
-        if len(leads) > 1:
+        inserted_spaces = {
+            tokenizer.inserted_space(prompt.ids) for prompt in (*prompts.train, *prompts.held_out)
+        }
+        if len(inserted_spaces) > 1:
             raise InputRefused(
                 f"{prompts.name}: the tokenizer begins answers with a space after some prompts but not after others, "
                 "so answers cannot have a form"
             )
-        self.automaton = constraint(name.kind, name.value, tokenizer.pieces, ends, leads.pop())
+        self.automaton = constraint(
+            name.kind, name.value, tokenizer.pieces, end_ids, inserted_spaces.pop()
+        )
         tables = Arena.holding([self.automaton], tokenizer.vocab_size, device)
-        start = tables.take(self.automaton)
-        assert start is not None
-        self._start = start
+        # The automaton's states are numbered from 0, and in the tables from here on.
+        first_state = tables.take(self.automaton)
+        assert first_state is not None
+        self._first_state = first_state
         self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed, tables)
         states = len(tables.row_S)
-        # Looking a mask up takes less memory than computing it. A state of an automaton with counters
-        # has many masks.
-        fits = states * tokenizer.vocab_size <= _MAX_MASK_BYTES
-        if fits and not self.automaton.has_counters:
+        # Looking a mask up takes less memory than computing it. This is not possible for an
+        # automaton with counters, of which a state has many masks.
+        fits_in_memory = states * tokenizer.vocab_size <= _MAX_MASK_BYTES
+        if fits_in_memory and not self.automaton.has_counters:
             masks = [
                 allowed(tables, torch.tensor([state], device=device)) for state in range(states)
             ]
             self.allowed = functools.partial(_look_up, torch.cat(masks))
 
     def states(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the state before each of an answer's tokens, as `allowed` takes it.
+        """Return the state before each of an answer's tokens, numbered as `allowed` takes it.
 
-        The state 0 allows every token.
+        The state 0 of `allowed` is not the automaton's: it allows every token.
         """
         state = 0
         states = list[int]()
         for token in token_ids:
-            states.append(self._start + state)
+            states.append(self._first_state + state)
             state = self.automaton.after(state, token)
         return states
 

@@ -21,6 +21,7 @@ from monograph.rl.advantages import ADVANTAGES, NO_RATIO, RatioUse
 from monograph.rl.form import AnswerForm
 
 Estimator = Literal["k1", "k2", "k3", "entropy"]
+# The estimators that the key rl.kl takes; "entropy" has a key of its own.
 KLS: tuple[Estimator, ...] = ("k1", "k2", "k3")
 
 
@@ -34,10 +35,10 @@ class Kl(NamedTuple):
         k3       adds strength times e^-l - 1 + l to a token's loss
         entropy  is k2 with a reference that gives all tokens the same probability
 
-    On policy, the gradient of k1 is the gradient of KL(pi || ref) of whole answers. At the positions
-    that answers reach, the gradients of k2 and k3 are those of KL(pi || ref) and KL(ref || pi) of the
-    next token (Tang and Munos 2025, arXiv 2506.09477). The gradient of entropy is that of minus the
-    entropy of the next token.
+    On policy, the gradient of k1 is the gradient of KL(pi || ref) of whole answers. At the
+    positions that answers reach, the gradients of k2 and k3 are those of KL(pi || ref) and KL(ref
+    || pi) of the next token (Tang and Munos 2025, arXiv 2506.09477). The gradient of entropy is
+    that of minus the entropy of the next token.
 
     Attributes:
         estimator: the name of the term.
@@ -97,10 +98,11 @@ def kl_term(
                 f"{section}kl = k1 changes the rewards of whole answers, but a teacher scores each token: "
                 f"leave {section}kl out"
             )
-        if why := ADVANTAGES[advantage].k1_refused:
-            others = [name for name, each in ADVANTAGES.items() if not each.k1_refused]
+        reason = ADVANTAGES[advantage].k1_refused
+        if reason:
+            others = [name for name, other in ADVANTAGES.items() if not other.k1_refused]
             raise UsageError(
-                f"{section}kl = k1 is a part of the reward, which {section}advantage = {advantage} {why}: "
+                f"{section}kl = k1 is a part of the reward, which {section}advantage = {advantage} {reason}: "
                 f"take {', '.join(others)}, or k2 or k3"
             )
     return Kl(kl, kl_coef)
@@ -169,8 +171,9 @@ class PolicyLoss(nn.Module):
             temperature: divides the logits, as it does when tokens are sampled.
             ratio: how rho is used.
             kl: the KL term; None: no such term.
-            advantage: the name of the advantage, which `monograph.rollouts` reads here.
-            updates: updates that are made of each sample, which `monograph.rollouts` reads here.
+            advantage: the name of the advantage. The loss does not use it; `monograph.rollouts`
+                does.
+            updates: the number of updates that use each sample, for `monograph.rollouts` as well.
             form: the form of the answers; None: any.
         """
         super().__init__()
@@ -184,13 +187,13 @@ class PolicyLoss(nn.Module):
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sum and count; see the class."""
-        kept_N = batch["targets"].flatten() != IGNORE
+        has_target_N = batch["targets"].flatten() != IGNORE
         log_N = self.log_probabilities(model, batch)
         sampled_log_N = batch["drawn"].flatten()
         factors_N = batch["factors"].flatten().to(log_N.dtype)
-        log_ratio_N = torch.where(kept_N, log_N - sampled_log_N.to(log_N.dtype), 0.0)
+        log_ratio_N = torch.where(has_target_N, log_N - sampled_log_N.to(log_N.dtype), 0.0)
         if self.ratio.kind == "sequence":
-            log_ratio_N = self._answer_means(log_ratio_N, kept_N, batch)
+            log_ratio_N = self._answer_means(log_ratio_N, has_target_N, batch)
         rho_N = log_ratio_N.exp()
         terms_N, clipped_N = self._policy_terms(log_N, rho_N, factors_N)
         kl_log_ratio_N = torch.zeros_like(log_N)
@@ -198,7 +201,7 @@ class PolicyLoss(nn.Module):
             # Where there is no target, the difference means nothing, and its exponential could
             # overflow to a gradient of NaN.
             reference_N = batch["reference"].flatten().to(log_N.dtype)
-            kl_log_ratio_N = torch.where(kept_N, log_N - reference_N, 0.0)
+            kl_log_ratio_N = torch.where(has_target_N, log_N - reference_N, 0.0)
         # k1 is a part of the rewards.
         if self.kl is not None and self.kl.estimator != "k1":
             if self.kl.estimator == "k3":
@@ -208,16 +211,16 @@ class PolicyLoss(nn.Module):
             terms_N = terms_N - batch["penalties"].flatten().to(log_N.dtype) * kl_N
         with torch.no_grad():
             # The difference has the type of `sampled_log_N`, fp64.
-            gap_N = torch.where(kept_N, (log_N - sampled_log_N).abs(), 0.0).double()
-            self._add_to_totals(kept_N, gap_N, rho_N, clipped_N, kl_log_ratio_N)
-        return -torch.where(kept_N, terms_N, 0.0).sum(), self.count(batch)
+            gap_N = torch.where(has_target_N, (log_N - sampled_log_N).abs(), 0.0).double()
+            self._add_to_totals(has_target_N, gap_N, rho_N, clipped_N, kl_log_ratio_N)
+        return -torch.where(has_target_N, terms_N, 0.0).sum(), self.count(batch)
 
     def log_probabilities(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the log-probability of each target, [N], and of token 0 where there is no target."""
-        among = None
+        allowed_tokens = None
         if self.form and "states" in batch:
-            among = (self.form.allowed, batch["states"].flatten())
-        return target_log_probabilities(model, batch, self.temperature, among)
+            allowed_tokens = (self.form.allowed, batch["states"].flatten())
+        return target_log_probabilities(model, batch, self.temperature, allowed_tokens)
 
     def _policy_terms(
         self, log_N: Tensor, rho_N: Tensor, factors_N: Tensor
@@ -232,7 +235,7 @@ class PolicyLoss(nn.Module):
         terms_N = torch.minimum(rho_N * factors_N, within_N * factors_N)
         return terms_N, (rho_N - within_N) * factors_N > 0
 
-    def _answer_means(self, values_N: Tensor, kept_N: Tensor, batch: Batch) -> Tensor:
+    def _answer_means(self, values_N: Tensor, has_target_N: Tensor, batch: Batch) -> Tensor:
         """Return at each position the mean of the values over the targets of its answer."""
         rows, length = batch["targets"].shape
         segments = batch["segments"] if "segments" in batch else torch.zeros_like(batch["targets"])
@@ -242,12 +245,12 @@ class PolicyLoss(nn.Module):
         segment_N = (first_B + segments).flatten()
         zeros_S = torch.zeros(rows * segments_per_row, dtype=torch.float64, device=values_N.device)
         sums_S = zeros_S.index_add(0, segment_N, values_N.double())
-        counts_S = zeros_S.index_add(0, segment_N, kept_N.double())
+        counts_S = zeros_S.index_add(0, segment_N, has_target_N.double())
         return (sums_S / counts_S.clamp_min(1))[segment_N].to(values_N.dtype)
 
     def _add_to_totals(
         self,
-        kept_N: Tensor,
+        has_target_N: Tensor,
         gap_N: Tensor,
         rho_N: Tensor,
         clipped_N: Tensor,
@@ -255,13 +258,13 @@ class PolicyLoss(nn.Module):
     ) -> None:
         before = PolicyTotals(*self.totals.unbind())
         ratio, clipped, kl = (
-            torch.where(kept_N, each_N, 0.0).double().sum()
-            for each_N in (rho_N, clipped_N, kl_log_ratio_N)
+            torch.where(has_target_N, values_N, 0.0).double().sum()
+            for values_N in (rho_N, clipped_N, kl_log_ratio_N)
         )
         after = PolicyTotals(
             gap_sum=before.gap_sum + gap_N.sum(),
             gap_max=torch.maximum(before.gap_max, gap_N.amax()),
-            targets=before.targets + kept_N.sum(),
+            targets=before.targets + has_target_N.sum(),
             ratio_sum=before.ratio_sum + ratio,
             clipped=before.clipped + clipped,
             kl_sum=before.kl_sum + kl,

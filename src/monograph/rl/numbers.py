@@ -44,21 +44,21 @@ UNITS = frozenset(
     "hr hrs min mins sec secs ms h day days week weeks hour hours minute minutes second seconds USD EUR GBP".split()
 )
 
-# In a plain text, replaces every space that may separate groups of digits.
+# Characters that have a meaning of their own in a plain text. _GAP replaces every space that may
+# separate groups of digits. _BLOCKER replaces a part that keeps its neighbours from being numbers,
+# such as a root. _FRACTION is the line of a fraction.
 _GAP = "\u00a0"
-# In a plain text, replaces a part that keeps its neighbours from being numbers, such as a root.
-_NONE = "\ufffc"
-# In a plain text, the line of a fraction.
+_BLOCKER = "\ufffc"
 _FRACTION = "\u2044"
-# Characters that look like separators, and accents.
-_MARKS = "\u02b0-\u02ff\u0300-\u036f"
+# Accents, and characters that look like separators.
+_ACCENTS = "\u02b0-\u02ff\u0300-\u036f"
 _MINUS = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
 _CHARACTERS = str.maketrans(
     dict.fromkeys(_MINUS, "-")
     | dict.fromkeys("\u00a0\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f", _GAP)
     | dict.fromkeys("\u3000\u2000\u2001\u2002\u2003\t", " ")
     | dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", "")
-    | dict.fromkeys("√∛∜π∞", _NONE)
+    | dict.fromkeys("√∛∜π∞", _BLOCKER)
     | dict(zip("＋，．／：＾＊％＄（）＝＿｛｝＼", "+,./:^*%$()=_{}\\", strict=True))
     | {"·": "×", "⋅": "×", "∙": "×", "∗": "*", "∕": "/", "\u066b": ".", "\u066c": ","}
     | dict.fromkeys("’‘‛´`′＇\u02b9\u02bb\u02bc\u02bd\u02c8", "'")
@@ -128,13 +128,13 @@ _CURRENCY = "$€£¥₹₩"
 _TOKEN = re.compile(
     rf"""
     (?P<lead>
-        (?: (?: (?<![\w)\]{_NONE}-])[-+](?=[^ ]) | (?:\A|(?<=[=(:$])|(?<=[=:][ ]))[ ]*[-+][ ]+ ) )?
+        (?: (?: (?<![\w)\]{_BLOCKER}-])[-+](?=[^ ]) | (?:\A|(?<=[=(:$])|(?<=[=:][ ]))[ ]*[-+][ ]+ ) )?
         (?: [{_CURRENCY}][ ]?[-+]? )?
     )
     (?P<core>
         (?: (?<![A-Za-z0-9)])\. )? [0-9]
         (?: [0-9]
-          | [.,'_:{_GAP}{_MARKS}](?=[0-9])
+          | [.,'_:{_GAP}{_ACCENTS}](?=[0-9])
           | [eE][-+]?(?=[0-9])
           | [ ]?(?:[×÷/^{_FRACTION}+]|\*\*?)[ ]?-?[ ]?(?=\.?[0-9])
           | [ ](?=[0-9]+[ ]?[/{_FRACTION}][ ]?[0-9])  # one and a half: 1 1/2
@@ -172,8 +172,8 @@ _TIMES_TEN = re.compile(r"(?<=[0-9]) ?[xX] ?(?=10 ?(?:\^|\*\*))")
 _POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z]) ?\^ ?[23](?![0-9])")
 
 # What keeps the digits after it from being a number.
-_BEFORE = re.compile(
-    rf"(?:[A-Za-z0-9_^/×÷±\\-]|[A-Za-z)\]]\.|[0-9]\(|[A-Za-z0-9)][ ]?\*+[ ]?|[×÷±][ ]|{_NONE}[ {_GAP}]?)\Z"
+_JOINED_BEFORE = re.compile(
+    rf"(?:[A-Za-z0-9_^/×÷±\\-]|[A-Za-z)\]]\.|[0-9]\(|[A-Za-z0-9)][ ]?\*+[ ]?|[×÷±][ ]|{_BLOCKER}[ {_GAP}]?)\Z"
 )
 # A currency before a number.
 _MONEY_BEFORE = re.compile(r"(?:(?<![A-Za-z])(?:Rs\.?|USD|US|EUR|GBP))\Z")
@@ -181,12 +181,12 @@ _SIGN_IN_WORDS = re.compile(r"(?:minus|negative)[ ]\Z", re.IGNORECASE)
 # The first number of a range, and its hyphen.
 _RANGE_BEFORE = re.compile(r"[\w)\]]-\Z")
 # What keeps the digits before it from being a number, unless its letter or word is a unit.
-_AFTER = re.compile(
+_JOINED_AFTER = re.compile(
     rf"""
-      \.?[ {_GAP}]?{_NONE}
+      \.?[ {_GAP}]?{_BLOCKER}
     | [_^(]
     | [ ]?[×÷^±{_FRACTION}]
-    | [ ]?(?:\+|\*)[ ]?[A-Za-z0-9(\\{_NONE}]
+    | [ ]?(?:\+|\*)[ ]?[A-Za-z0-9(\\{_BLOCKER}]
     | /[ ]?[^A-Za-z] | /[A-Za-z](?![A-Za-z])
     | -[ ]?[A-Za-z](?![A-Za-z])
     | [ {_GAP}](?![aAI](?![A-Za-z]))(?P<letter>[A-Za-z])(?![A-Za-z'.])
@@ -223,7 +223,7 @@ class _Token(NamedTuple):
     value: Fraction | None
 
 
-def whole_number(answer: object) -> Fraction | None:
+def answer_number(answer: object) -> Fraction | None:
     """Return the number that is a record's right answer.
 
     Args:
@@ -246,8 +246,8 @@ def whole_number(answer: object) -> Fraction | None:
 def last_number(completion: str) -> Fraction | None:
     """Return the number that an answer of the model ends with; None if there is no number.
 
-    If the answer has a closed box, this is the number in the last closed box, and otherwise the last
-    number of the answer.
+    If the answer has a closed box, this is the number in the last closed box, and otherwise the
+    last number of the answer.
     """
     complete, box = _boxed(completion)
     if box is not None:
@@ -291,10 +291,10 @@ def _only_number(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """Return the plain text; see the module."""
+    """Return a text as a plain text; see the module."""
     text = text.translate(_CHARACTERS)
-    text = _OTHER_DIGIT.sub(lambda found: str(unicodedata.decimal(found[0])), text)
-    text = _SUPERSCRIPT.sub(lambda found: f"^{found[0].translate(_SUPERSCRIPT_TO_ASCII)}", text)
+    text = _OTHER_DIGIT.sub(lambda match: str(unicodedata.decimal(match[0])), text)
+    text = _SUPERSCRIPT.sub(lambda match: f"^{match[0].translate(_SUPERSCRIPT_TO_ASCII)}", text)
     text = _FRACTION_CHARACTER.sub(_fraction_of_character, text)
     text = _TIE.sub(_GAP, text)
     if "\\" in text or "{" in text:
@@ -304,12 +304,14 @@ def _plain(text: str) -> str:
     return _POWER_OF_UNIT.sub("", text)
 
 
-def _fraction_of_character(found: re.Match[str]) -> str:
-    part = unicodedata.normalize("NFKC", found["part"])
-    return f"{found['whole']} {part}" if found["whole"] else part
+def _fraction_of_character(match: re.Match[str]) -> str:
+    """Return the fraction of a match of _FRACTION_CHARACTER, such as "1 1/2" of "1½"."""
+    part = unicodedata.normalize("NFKC", match["part"])
+    return f"{match['whole']} {part}" if match["whole"] else part
 
 
 def _without_latex(text: str) -> str:
+    """Return a text without LaTeX's commands and braces."""
     # LaTeX ignores spaces after a command.
     text = re.sub(r"\\!\s*", "", text.replace("\\\\", "\n"))
     text = _THIN_SPACE.sub(_GAP, text)
@@ -319,62 +321,65 @@ def _without_latex(text: str) -> str:
             break
         text = shorter
     # The numerator and denominator of a remaining fraction could not be read.
-    text = re.sub(r"\\[dtc]?frac[^\n]*", _NONE, text)
+    text = re.sub(r"\\[dtc]?frac[^\n]*", _BLOCKER, text)
     text = _COMMAND.sub(_command, text)
     return re.sub(r"\^ ?°", "°", text)
 
 
-def _without_braces(found: re.Match[str]) -> str:
-    """Return the plain text of innermost braces and the command before them."""
-    if found["name"] is not None:
-        if found["name"] in _SHOWS_ARGUMENT:
-            return _shown(found, "argument")
-        return " " if found["name"] in _LAYOUT else _NONE
-    if found["shift"] is not None:
-        shifted = found["shifted"].strip()
-        if found["shift"] == "^" and re.fullmatch(r"[-+]?[0-9]+|°|\\circ|\\degree", shifted):
+def _without_braces(match: re.Match[str]) -> str:
+    """Return the plain text of a match of _INNERMOST: innermost braces and the command before them."""
+    if match["name"] is not None:
+        if match["name"] in _SHOWS_ARGUMENT:
+            return _argument_text(match, "argument")
+        return " " if match["name"] in _LAYOUT else _BLOCKER
+    if match["shift"] is not None:
+        shifted = match["shifted"].strip()
+        if match["shift"] == "^" and re.fullmatch(r"[-+]?[0-9]+|°|\\circ|\\degree", shifted):
             return f"^{shifted}"
-        return f"{found['shift']}{_NONE}"
-    if found["inner"] is not None:
-        return _shown(found, "inner")
-    over = (found["over"] or found["over_digit"] or "").strip()
-    under = (found["under"] or found["under_digit"] or "").strip()
+        return f"{match['shift']}{_BLOCKER}"
+    if match["inner"] is not None:
+        return _argument_text(match, "inner")
+    over = (match["over"] or match["over_digit"] or "").strip()
+    under = (match["under"] or match["under_digit"] or "").strip()
     if not (_SIMPLE.fullmatch(over) and _SIMPLE.fullmatch(under)):
-        return _NONE
-    return f"{_space_before_fraction(found)}{over}{_FRACTION}{under}"
+        return _BLOCKER
+    return f"{_space_before_fraction(match)}{over}{_FRACTION}{under}"
 
 
-def _space_before_fraction(found: re.Match[str]) -> str:
+def _space_before_fraction(match: re.Match[str]) -> str:
     """Return a space if a digit precedes the fraction, which makes a mixed number, else ""."""
-    follows_digit = found.start() > 0 and found.string[found.start() - 1].isdigit()
+    follows_digit = match.start() > 0 and match.string[match.start() - 1].isdigit()
     return " " if follows_digit else ""
 
 
-def _shown(found: re.Match[str], part: str) -> str:
-    text = found[part]
+def _argument_text(match: re.Match[str], group: str) -> str:
+    """Return the text in the braces of a match of _INNERMOST, which a command shows unchanged."""
+    text = match[group]
     if _FRACTION in text:
-        return _space_before_fraction(found) + text
+        return _space_before_fraction(match) + text
     # Spaces separate words from digits beside them. Other characters may belong to these digits.
     has_letters = any(letter.isalpha() for letter in text)
     return f" {text} " if has_letters else text
 
 
-def _command(found: re.Match[str]) -> str:
-    name, sign = found["name"], found["sign"]
+def _command(match: re.Match[str]) -> str:
+    """Return the plain text of a match of _COMMAND: a command that has no argument in braces."""
+    name = match["name"]
+    sign = match["sign"]
     if name is None:
         return " " if sign in "()[]\n" else sign
     if name in _SIGNS:
         return _SIGNS[name]
-    return " " if name in _LAYOUT or name in _SHOWS_ARGUMENT else _NONE
+    return " " if name in _LAYOUT or name in _SHOWS_ARGUMENT else _BLOCKER
 
 
 def _tokens(plain: str) -> Iterator[_Token]:
     """Yield the tokens of a plain text."""
-    for found in _TOKEN.finditer(plain):
-        begin, end = found.span()
+    for match in _TOKEN.finditer(plain):
+        begin, end = match.span()
         value = None
-        if _stands_alone(plain, begin, end, found["core"]):
-            value = _value(found)
+        if _stands_alone(plain, begin, end, match["core"]):
+            value = _value(match)
         yield _Token(begin, end, value)
 
 
@@ -382,32 +387,32 @@ def _stands_alone(plain: str, begin: int, end: int, core: str) -> bool:
     """Return whether the text before and after a token leaves it a number."""
     # No expression for the text before looks at more than 12 characters.
     before = plain[max(0, begin - 12) : begin]
-    is_joined = _BEFORE.search(before) is not None
+    is_joined = _JOINED_BEFORE.search(before) is not None
     if _MONEY_BEFORE.search(before) or _RANGE_BEFORE.search(before):
         is_joined = False
     if is_joined or _SIGN_IN_WORDS.search(before):
         return False
     if "." in core and _ELLIPSIS.match(plain, end):
         return False
-    after = _AFTER.match(plain, end)
+    after = _JOINED_AFTER.match(plain, end)
     if after is None:
         return True
     unit = after["letter"] or after["word"]
     return unit is not None and unit in UNITS
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
+def _value(match: re.Match[str]) -> Fraction | None:
     """Return the value of a token by the grammar of the module; None if it is not a number."""
-    signs = [sign for sign in found["lead"] if sign in "+-"]
-    value = _VALUE.fullmatch(_SPACED.sub(r"\1", found["core"]))
+    signs = [sign for sign in match["lead"] if sign in "+-"]
+    value = _VALUE.fullmatch(_SPACED.sub(r"\1", match["core"]))
     if value is None or len(signs) > 1:
         return None
-    digits = sum(map(str.isdigit, found["core"]))
+    digits = sum(map(str.isdigit, match["core"]))
     if digits > MAX_DIGITS:
         return None
     unsigned = _unsigned(value)
     exponent = sum(
-        power * len(re.findall(name, found["magnitude"])) for name, power in _MAGNITUDES.items()
+        power * len(re.findall(name, match["magnitude"])) for name, power in _MAGNITUDES.items()
     )
     if unsigned is None or exponent > MAX_DIGITS:
         return None
@@ -440,9 +445,11 @@ def _unsigned(value: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(text: str) -> Fraction:
+    """Return the value of a decimal, which may have separators of groups."""
     return Fraction(re.sub(rf"[,'_{_GAP}]", "", text))
 
 
 def _power(text: str) -> Fraction | None:
+    """Return the value of a power of ten; None if the exponent is too large."""
     exponent = int(re.split(r"\^|\*\*", text)[1])
     return Fraction(10) ** exponent if abs(exponent) <= MAX_DIGITS else None

@@ -1,9 +1,9 @@
 """Read pairs of answers, a chosen and a rejected one, and arrange them in rows.
 
 A row holds both answers of a pair, each after the prompt, so a micro-batch never separates them.
-Several pairs share a row; each answer is a separate document of the row (law 9). For kto, a single
-answer that is labelled good or bad is paired with an answer to another prompt, which is put after
-the prompt of the first answer.
+Several pairs share a row; each answer is a separate document of the row (law 9). For kto, records
+have single answers that are labelled good or bad. Such an answer is paired with another record's
+answer to another prompt, which is put after the prompt of the labelled answer.
 
 Shape suffixes: D pairs, R rows, T positions of a row.
 """
@@ -41,17 +41,17 @@ from monograph.data.forms import (
     RecordSettings,
 )
 from monograph.data.kinds import kind_of_records
-from monograph.data.loss_mask import Answering, ConversationConverter, MaskedRow
+from monograph.data.loss_mask import AnswerOptions, ConversationConverter, MaskedRow
 from monograph.data.messages import is_trained_on
 from monograph.data.options import ReadingOptions
 from monograph.data.progress import ProgressCallback
 from monograph.data.records import JSON_TYPES, Fault, Unusable, checked_text, list_names, quote
 from monograph.data.rows import IGNORE, Int64, Rows
-from monograph.data.sources import located
+from monograph.data.sources import source_paths
 from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.store import Side
 from monograph.errors import InputRefused
-from monograph.rl.prompts import JsonRecord, own_tokenizer, read_parts
+from monograph.rl.prompts import JsonRecord, model_tokenizer, read_items
 from monograph.text.chat import require_read
 from monograph.text.tokenizer import Tokenizer
 
@@ -64,11 +64,12 @@ class Pair(NamedTuple):
 
     Attributes:
         text: the prompt's text, or the JSON of a chat's messages.
-        chosen: the tokens of the prompt and of the better answer; its spans are the answer's tokens.
-            A labelled answer is here, too, whether it is good or bad.
-        rejected: the same for the other answer; for a labelled answer, the answer to another prompt.
+        chosen: the tokens of the prompt and of the better answer; its spans are the answer's
+            tokens. A labelled answer is here, too, whether it is good or bad.
+        rejected: the same for the other answer; for a labelled answer, the answer to another
+            prompt.
         bytes: UTF-8 bytes of the record's answers.
-        chat: whether the answers are messages of chats.
+        is_chat: whether the answers are messages of chats.
         label: 1 for a good answer, -1 for a bad one, 0 for a pair.
     """
 
@@ -76,7 +77,7 @@ class Pair(NamedTuple):
     chosen: MaskedRow
     rejected: MaskedRow
     bytes: int
-    chat: bool
+    is_chat: bool
     label: int = 0
 
 
@@ -88,8 +89,8 @@ class PairRows(Rows):
     Attributes:
         answers: the number of answers of all rows.
         labels: int64 [answers], each answer's label; 0 if it has none.
-        most: the maximum number of answers of a row.
-        chats: whether the answers are messages of chats.
+        max_row_answers: the maximum number of answers of a row.
+        has_chats: whether the answers are messages of chats.
     """
 
     def __init__(
@@ -107,17 +108,18 @@ class PairRows(Rows):
             name: the source's name.
             tokenizer: the tokenizer of the pairs' tokens.
             sequence_length: T.
-            first: the number of the first answer. The answers of a run are numbered from 1.
+            first: the number of the first answer. The answers of a run are numbered from 1, through
+                both sides of the held-out split.
         """
         self._chosen_lengths_D = np.array([len(pair.chosen.ids) for pair in pairs], dtype=np.int64)
         self.answers = 2 * len(pairs)
-        self._first = first
-        self.chats = any(pair.chat for pair in pairs)
+        self._first_number = first
+        self.has_chats = any(pair.is_chat for pair in pairs)
         self.labels = np.array(
             [label for pair in pairs for label in (pair.label, 0)], dtype=np.int64
         )
         super().__init__(_side(pairs, name), tokenizer, sequence_length, packed=True)
-        self.most = 2 * int(np.diff(self._plan.offsets).max(initial=0))
+        self.max_row_answers = 2 * int(np.diff(self._plan.offsets).max(initial=0))
 
     def window(self, indices_R: Int64) -> dict[str, Int64]:
         """Return the rows with these indices; the two answers of a pair are two documents.
@@ -127,22 +129,26 @@ class PairRows(Rows):
             answers: int64 [R, T], an answer's number at its first target, 0 elsewhere.
         """
         window = super().window(indices_R)
-        pair_RT = self.owners(indices_R)
-        inside_RT = pair_RT >= 0
-        # The number of the chosen answer's tokens, where the rejected answer begins.
-        length_RT = np.zeros_like(pair_RT)
+        pair_RT = self.document_indices(indices_R)
+        is_filled_RT = pair_RT >= 0
+        # The number of tokens of the chosen answer and its prompt: there the rejected answer's
+        # prompt begins.
+        chosen_length_RT = np.zeros_like(pair_RT)
         if len(self._chosen_lengths_D):
-            length_RT = self._chosen_lengths_D[pair_RT]
-        is_rejected_RT = inside_RT & (window["positions"] >= length_RT)
-        window["positions"] = window["positions"] - np.where(is_rejected_RT, length_RT, 0)
+            chosen_length_RT = self._chosen_lengths_D[pair_RT]
+        is_rejected_RT = is_filled_RT & (window["positions"] >= chosen_length_RT)
+        window["positions"] = window["positions"] - np.where(is_rejected_RT, chosen_length_RT, 0)
         # The pair s of a row has the segments 2 s - 1 and 2 s.
-        window["segments"] = np.where(inside_RT, 2 * window["segments"] - 1 + is_rejected_RT, 0)
+        window["segments"] = np.where(is_filled_RT, 2 * window["segments"] - 1 + is_rejected_RT, 0)
+        # An answer's number is at its first target: one that does not follow a target of the
+        # answer.
         is_target_RT = window["targets"] != IGNORE
         follows_target_RT = np.zeros_like(is_target_RT)
         is_same_answer = window["segments"][:, 1:] == window["segments"][:, :-1]
         follows_target_RT[:, 1:] = is_target_RT[:, :-1] & is_same_answer
-        number_RT = self._first + 2 * pair_RT + is_rejected_RT
-        return window | {"answers": np.where(is_target_RT & ~follows_target_RT, number_RT, 0)}
+        is_first_target_RT = is_target_RT & ~follows_target_RT
+        number_RT = self._first_number + 2 * pair_RT + is_rejected_RT
+        return window | {"answers": np.where(is_first_target_RT, number_RT, 0)}
 
     def empty(self, count: int) -> dict[str, Int64]:
         """Return `count` rows of padding, with the entries of `window`."""
@@ -180,9 +186,11 @@ def _side(pairs: Sequence[Pair], name: str) -> Side:
 
 
 def loss_for(
-    source: str | Sequence[str], asked: RecordSettings = DEFAULT_SETTINGS, skip_bad: bool = False
+    source: str | Sequence[str],
+    record_settings: RecordSettings = DEFAULT_SETTINGS,
+    skip_bad: bool = False,
 ) -> str | None:
-    """Return the default loss for a source.
+    """Return the default loss for a source, by the kind of its records.
 
     Returns:
         "dpo" for pairs, "kto" for labelled answers, None for anything else.
@@ -190,7 +198,7 @@ def loss_for(
     Raises:
         InputRefused, UsageError: see `kind_of_records`; or there is no source.
     """
-    kind = kind_of_records(located(source), asked, skip_bad)
+    kind = kind_of_records(source_paths(source), record_settings, skip_bad)
     if kind is RecordKind.PAIRS:
         return "dpo"
     return "kto" if kind is RecordKind.LABELLED else None
@@ -216,45 +224,45 @@ def read_pairs(
         progress: see `monograph.data.progress`.
 
     Raises:
-        InputRefused: a record is bad, or a pair is too long for a row; see also `read_parts`.
+        InputRefused: a record is bad, or a pair is too long for a row; see also `read_items`.
         UsageError: the tokenizer would have to be trained, or a source has a weight.
     """
-    tokenizer = own_tokenizer(reading, "prefer.loss")
+    tokenizer = model_tokenizer(reading, "prefer.loss")
     length = int(reading.sequence_length)
-    # The template, once the first chat has been read; texts need no template.
-    template: list[ConversationConverter] = []
+    # Made for the first chat, because it needs a chat template, and texts need none.
+    chat_answers: ConversationConverter | None = None
+    # The keys of a record's answers.
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
-    ignored = RecordSettings.of(None, reading.ignore_keys)
-    record_keys = RecordKeys(
-        RecordKind.LABELLED if labelled else RecordKind.PAIRS, ignored, is_kind_set=True
-    )
+    record_settings = RecordSettings.of(None, reading.ignore_keys)
+    kind = RecordKind.LABELLED if labelled else RecordKind.PAIRS
+    record_keys = RecordKeys(kind, record_settings, is_kind_set=True)
     spellings = SpecialTokenSpellings(tokenizer)
     # The places of records whose answers begin with the prompt.
     repeating = list[str]()
 
-    def rendered(conversation: Conversation) -> MaskedRow:
-        if not template:
-            template.append(
-                ConversationConverter(
-                    tokenizer, Answering(every=False, truncate=False, longest=length)
-                )
-            )
+    def chat_row(conversation: Conversation) -> MaskedRow:
+        """Return the row of a chat's last answer."""
+        nonlocal chat_answers
+        if chat_answers is None:
+            options = AnswerOptions(every=False, truncate=False, max_inputs=length)
+            chat_answers = ConversationConverter(tokenizer, options)
         require_read(tokenizer, conversation.template_variables)
-        return template[0].rows(conversation)[0]
+        [row] = chat_answers.rows(conversation)
+        return row
 
-    def read(where: str, record: JsonRecord) -> Pair | Fault:
+    def read_pair(where: str, record: JsonRecord) -> Pair | Fault:
         try:
-            chat = _are_chats(record, keys)
+            is_chat = _are_chats(record, keys)
             read_answer: _ReadAnswer = functools.partial(_answer_of_text, tokenizer)
-            if chat:
-                read_answer = functools.partial(_answer_of_chat, rendered)
-            read_pair = _labelled if labelled else _pair
-            pair = read_pair(record, read_answer, chat)
+            if is_chat:
+                read_answer = functools.partial(_answer_of_chat, chat_row)
+            make_pair = _labelled_pair if labelled else _pair
+            pair = make_pair(record, read_answer, is_chat)
         except Unusable as unusable:
             return unusable.fault
         except InputRefused as refused:
             raise InputRefused(f"{where}: {refused}") from None
-        if not chat:
+        if not is_chat:
             spellings.count(where, text_values(record, PROMPT, *keys))
             prompt = record.get(PROMPT)
             if prompt and all(record[key].startswith(prompt) for key in keys):
@@ -272,49 +280,51 @@ def read_pairs(
 
     needed_keys = (COMPLETION, LABEL) if labelled else keys
     needs = " and ".join(map(repr, needed_keys))
-    parts = read_parts(
-        reading, read, f"prefer.loss needs records with {needs}", progress, record_keys
+    pairs = read_items(
+        reading, read_pair, f"prefer.loss needs records with {needs}", progress, record_keys
     )
-    train_pairs = parts.train
-    held_out_pairs = parts.held_out
+    train_pairs = pairs.train
+    held_out_pairs = pairs.held_out
     if labelled:
-        add_others = functools.partial(
+        pair_up = functools.partial(
             _with_others,
-            others=parts.train,
+            others=pairs.train,
             length=length,
-            skipped=parts.skipped,
+            skipped=pairs.skipped,
             refuse=not reading.skips_bad,
         )
-        train_pairs = add_others(parts.train)
-        held_out_pairs = add_others(parts.held_out)
+        train_pairs = pair_up(pairs.train)
+        held_out_pairs = pair_up(pairs.held_out)
         if not train_pairs:
             raise InputRefused(
-                f"{parts.sources.name}: no answer has room beside one to another prompt: give more"
+                f"{pairs.sources.name}: no answer has room beside one to another prompt: give more"
             )
-    decisive = [
-        parts.sources.sha256,
+    # Everything on which the rows depend.
+    identity = [
+        pairs.sources.sha256,
         tokenizer.hash,
         length,
         reading.held_out,
         reading.bad_records,
         keys[0],
     ]
-    if ignored.ignored_training_keys:
-        decisive.append(ignored.ignored_training_keys)
-    digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
-    name = parts.sources.name
+    if record_settings.ignored_training_keys:
+        identity.append(record_settings.ignored_training_keys)
+    fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    name = pairs.sources.name
     train = PairRows(train_pairs, name, tokenizer, length, first=1)
     held_out = PairRows(held_out_pairs, name, tokenizer, length, first=1 + train.answers)
-    stats = stats_of(len(parts.sources.files), parts.skipped, train, held_out)
-    of_template = template[0].notes({}, "") if template else ()
-    notes = (*record_keys.notes(), *of_template, *spellings.notes(), *_repeating_note(repeating))
-    return Corpus(name, tokenizer, train, held_out, digest, stats, notes, Path())
+    stats = stats_of(len(pairs.sources.files), pairs.skipped, train, held_out)
+    chat_notes = chat_answers.notes({}, "") if chat_answers is not None else ()
+    notes = (*record_keys.notes(), *chat_notes, *spellings.notes(), *_repeating_note(repeating))
+    return Corpus(name, tokenizer, train, held_out, fingerprint, stats, notes, Path())
 
 
 def _repeating_note(places: Sequence[str]) -> tuple[str, ...]:
-    """Return a line for the user on records whose answers begin with their prompt.
+    """Return a line for the user on records whose answers begin with their prompt; () if none do.
 
-    Without such records there is no line.
+    Args:
+        places: the places of these records.
     """
     if not places:
         return ()
@@ -323,7 +333,7 @@ def _repeating_note(places: Sequence[str]) -> tuple[str, ...]:
 
 
 def _are_chats(record: JsonRecord, keys: Sequence[str]) -> bool:
-    """Return whether the answers under these keys are lists of messages, and not texts.
+    """Return whether the answers under these keys are lists of messages; otherwise they are texts.
 
     Raises:
         Unusable: they are neither, or the record lacks a key, or they are equal.
@@ -366,13 +376,14 @@ class _Answer(NamedTuple):
     bytes: int
 
 
-# Reads the answer under a key of a record.
+# A function that reads the answer under a key of a record.
 _ReadAnswer = Callable[[JsonRecord, str], _Answer]
 
 
 def _answer_of_text(tokenizer: Tokenizer, record: JsonRecord, key: str) -> _Answer:
-    given_prompt = record.get(PROMPT, "")
-    if isinstance(given_prompt, list):
+    """Return the answer under a key of a record whose answers are texts."""
+    prompt_value = record.get(PROMPT, "")
+    if isinstance(prompt_value, list):
         message = f"{quote(PROMPT)} is a list of messages, but the answers are texts: give lists of messages"
         raise Unusable("no pair", message)
     chat_key = first_chat_only_key(record)
@@ -380,7 +391,7 @@ def _answer_of_text(tokenizer: Tokenizer, record: JsonRecord, key: str) -> _Answ
         raise InputRefused(
             f"{quote(chat_key)} is for chats, and the answers are texts: remove it, or {IGNORE_KEY}"
         )
-    prompt = checked_text(given_prompt, PROMPT)
+    prompt = checked_text(prompt_value, PROMPT)
     answer = checked_text(record[key], key)
     if not answer:
         raise Unusable("empty answer", f"{quote(key)} is empty")
@@ -388,13 +399,20 @@ def _answer_of_text(tokenizer: Tokenizer, record: JsonRecord, key: str) -> _Answ
 
 
 def _answer_of_chat(
-    rendered: Callable[[Conversation], MaskedRow], record: JsonRecord, key: str
+    chat_row: Callable[[Conversation], MaskedRow], record: JsonRecord, key: str
 ) -> _Answer:
+    """Return the answer under a key of a record whose answers are lists of messages.
+
+    Args:
+        chat_row: returns the row of a chat's last answer.
+        record: the record.
+        key: the key.
+    """
     prompt = record.get(PROMPT)
     # If the prompt is a text or missing, the answers are whole chats.
-    before = prompt if isinstance(prompt, list) else []
+    messages_before = prompt if isinstance(prompt, list) else []
     chat_keys = {name: value for name, value in record.items() if name in CHAT_KEYS}
-    conversation = read_conversation({MESSAGES: [*before, *record[key]], **chat_keys})
+    conversation = read_conversation({MESSAGES: [*messages_before, *record[key]], **chat_keys})
     if isinstance(prompt, str):
         require_copy(prompt, conversation.messages)
     *prompt_messages, last = conversation.messages
@@ -407,11 +425,19 @@ def _answer_of_chat(
             "no answer",
             f"{quote(key)} ends with a message of the weight 0: nothing of it would be learned",
         )
-    size = len(last.get("content", "").encode())
-    return _Answer(json.dumps(prompt_messages, ensure_ascii=False), rendered(conversation), size)
+    return _Answer(
+        prompt=json.dumps(prompt_messages, ensure_ascii=False),
+        row=chat_row(conversation),
+        bytes=len(last.get("content", "").encode()),
+    )
 
 
-def _pair(record: JsonRecord, read_answer: _ReadAnswer, chat: bool) -> Pair:
+def _pair(record: JsonRecord, read_answer: _ReadAnswer, is_chat: bool) -> Pair:
+    """Return the pair of a record.
+
+    Raises:
+        Unusable: the answers have different prompts, or their tokens are equal.
+    """
     chosen = read_answer(record, CHOSEN)
     rejected = read_answer(record, REJECTED)
     chosen_prompt_ids, rejected_prompt_ids = (
@@ -423,17 +449,18 @@ def _pair(record: JsonRecord, read_answer: _ReadAnswer, chat: bool) -> Pair:
             f"{quote(CHOSEN)} and {quote(REJECTED)} differ before their last message",
         )
     if chosen.row.ids == rejected.row.ids:
-        maker = "chat template" if chat else "tokenizer"
+        maker = "chat template" if is_chat else "tokenizer"
         both = f"{quote(CHOSEN)} and {quote(REJECTED)}"
         raise Unusable(
             "equal answers",
             f"the {maker} makes both answers, {both}, the same text: nothing is preferred",
         )
-    return Pair(chosen.prompt, chosen.row, rejected.row, chosen.bytes + rejected.bytes, chat)
+    size_bytes = chosen.bytes + rejected.bytes
+    return Pair(chosen.prompt, chosen.row, rejected.row, size_bytes, is_chat)
 
 
-def _labelled(record: JsonRecord, read_answer: _ReadAnswer, chat: bool) -> Pair:
-    """Return an answer with its label. It has no other answer yet; see `_with_others`."""
+def _labelled_pair(record: JsonRecord, read_answer: _ReadAnswer, is_chat: bool) -> Pair:
+    """Return an answer with its label, as a pair that `_with_others` will complete."""
     label = record.get(LABEL)
     if not isinstance(label, bool | int | float | str) or label not in _LABELS:
         if LABEL not in record:
@@ -445,10 +472,11 @@ def _labelled(record: JsonRecord, read_answer: _ReadAnswer, chat: bool) -> Pair:
         else:
             problem = f"is {JSON_TYPES[type(label)]}"
         raise Unusable("no label", f"expected true or false under {quote(LABEL)}, which {problem}")
-    prompt, row, size = read_answer(record, COMPLETION)
-    # The prompt and one token: the least room that another answer takes in the row.
-    prompt_and_token = MaskedRow(row.ids[: row.spans[0][0] + 1], ())
-    return Pair(prompt, row, prompt_and_token, size, chat, _LABELS[label])
+    answer = read_answer(record, COMPLETION)
+    # The prompt and one token stand for the other answer until it is known: it takes at least as
+    # much room in the row.
+    prompt_and_token = MaskedRow(answer.row.ids[: answer.row.spans[0][0] + 1], ())
+    return Pair(answer.prompt, answer.row, prompt_and_token, answer.bytes, is_chat, _LABELS[label])
 
 
 def _with_others(
@@ -462,7 +490,7 @@ def _with_others(
     """Return labelled answers, each paired with one of `others` to another prompt.
 
     The other answer must fit into a row together with the labelled one. Consecutive answers to the
-    same prompt get different other answers, as long as there are enough of them.
+    same prompt get different other answers, if there are enough.
 
     Args:
         pairs: the labelled answers.
@@ -481,17 +509,21 @@ def _with_others(
         for other, prompt_length in zip(others, prompt_lengths, strict=True)
     ]
     next_prompts = _next_prompts(others)
-    # How many of the pairs just before have the same prompt.
+    # The number of pairs directly before this one that have the same prompt.
     repeats = 0
     for number, pair in enumerate(pairs):
         is_repeat = number > 0 and pairs[number - 1].text == pair.text
         repeats = repeats + 1 if is_repeat else 0
         prompt_length = pair.chosen.spans[0][0]
+        # The number of tokens that the other answer may have: all tokens of the pair are at most T
+        # + 1.
         room = length + 1 - len(pair.chosen.ids) - prompt_length
+        # All others are tried in order. The search begins at the next record with another prompt,
+        # and one record later for each repeat.
         first = next_prompts[number % len(others)] + repeats
         index = None
-        for step in range(len(others)):
-            candidate = (first + step) % len(others)
+        for offset in range(len(others)):
+            candidate = (first + offset) % len(others)
             if answer_lengths[candidate] <= room and others[candidate].text != pair.text:
                 index = candidate
                 break
@@ -502,8 +534,10 @@ def _with_others(
                 "data.bad_records = skip"
             )
         if index is None:
-            skipped["no other answer has room"] = skipped.get("no other answer has room", 0) + 1
+            reason = "no other answer has room"
+            skipped[reason] = skipped.get(reason, 0) + 1
             continue
+        # The other answer is put after this pair's prompt.
         other = others[index].chosen
         ids = pair.chosen.ids[:prompt_length] + other.ids[prompt_lengths[index] :]
         shift = prompt_length - prompt_lengths[index]
@@ -514,8 +548,8 @@ def _with_others(
 
 def _next_prompts(pairs: Sequence[Pair]) -> list[int]:
     """Return for each pair the index of the next pair with another prompt, or 0 if there is none."""
-    following = [0] * len(pairs)
+    next_prompts = [0] * len(pairs)
     for index in range(len(pairs) - 2, -1, -1):
-        differs = pairs[index + 1].text != pairs[index].text
-        following[index] = index + 1 if differs else following[index + 1]
-    return following
+        has_other_prompt = pairs[index + 1].text != pairs[index].text
+        next_prompts[index] = index + 1 if has_other_prompt else next_prompts[index + 1]
+    return next_prompts

@@ -1,6 +1,6 @@
 """The parameters of rewards and of losses of preferences, each of which is set by a key of its own.
 
-Where a reward or a loss declares a `Parameter`, `monograph.config.keys` makes the key from it, with
+A reward or a loss declares a `Parameter`, and `monograph.config.keys` makes the key from it, with
 its type, its help and its errors. Nothing here needs torch, as the keys are read without it.
 """
 
@@ -20,11 +20,11 @@ class Parameter(NamedTuple):
     Attributes:
         key: the key that sets it, such as "rl.reward_regex".
         meaning: what the key means, in one sentence.
-        values: the numbers that it may be. Of a text: what the text is, to complete the sentence
-            "expected ...".
-        default: its value where nobody sets it; None: somebody must set it.
-        example: a value that somebody might set, if it has no default.
-        is_model: whether the text names a model. Whoever makes the reward loads that model.
+        values: for a number, the range of its values; for a text, a description of the text that
+            completes the sentence "expected ...".
+        default: its value if it is not set; None: it must be set.
+        example: a possible value, if it has no default.
+        is_model: whether the text names a model. The code that makes the reward loads that model.
     """
 
     key: str
@@ -41,7 +41,7 @@ class Parameter(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return its name in Python, such as "regex", where the reward stands beside it."""
+        """Return the name of the Python argument, such as "regex": the field without "reward_"."""
         return self.field.removeprefix("reward_")
 
     def require(self, value: object) -> None:
@@ -57,25 +57,25 @@ class Parameter(NamedTuple):
 
 
 def values_of(
-    parameters: Sequence[Parameter], given: Mapping[str, object], chosen: str
+    parameters: Sequence[Parameter], arguments: Mapping[str, object], choice: str
 ) -> dict[str, Any]:
-    """Return the value of each parameter by its name: the given value, or else its default.
+    """Return the value of each parameter by its name: the value in `arguments`, or else its default.
 
     Args:
         parameters: the parameters of a reward or of a loss.
-        given: values by the parameters' names; None stands for a value that is not given.
-        chosen: the choice that has the parameters, as an error names it: "rl.reward = regex".
+        arguments: values by the parameters' names; None stands for a value that is not given.
+        choice: the reward or loss, as an error names it: "rl.reward = regex".
 
     Raises:
         UsageError: a value is missing or out of range; the message names the key.
     """
     values: dict[str, Any] = {}
     for parameter in parameters:
-        value = given.get(parameter.name)
+        value = arguments.get(parameter.name)
         if value is None:
             value = parameter.default
         if value is None:
-            raise UsageError(f"{chosen}: give {parameter.key}, too")
+            raise UsageError(f"{choice}: give {parameter.key}, too")
         parameter.require(value)
         values[parameter.name] = value
     return values

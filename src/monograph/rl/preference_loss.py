@@ -1,8 +1,9 @@
 """The loss of pairs of answers, as an engine takes it: sums over the rows of a batch, and the reference.
 
-The equations of each loss are in `monograph.rl.preferences`.
+The equations of each loss are in `monograph.rl.preferences`, with the meaning of h, z and o'.
 
-Shapes: B rows, T positions, N = B T, S places for answers, P = S / 2 pairs, A answers of all rows.
+Shapes: B rows, T positions, N = B T, S places for answers in a batch, P = S / 2 pairs, A answers of
+all rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,14 +58,14 @@ class PreferenceLoss(nn.Module):
         answers: an answer's number, from 1, at its first target; 0 elsewhere.
 
     Attributes:
-        sides: all rows with answers, if the weights of the first update shall be the reference;
-            empty if the caller calls `remember`.
-        known: 0-d bool, whether the reference of `sides` is known.
+        sides: all rows with answers, if the first update is to compute the reference, with the
+            weights before it; empty if the caller calls `remember`.
+        known: 0-d bool, whether the reference of `sides` has been computed.
         reference: [A + 1] fp64, the reference's log-probability of each answer, by its number.
         recording: 0-d bool, whether `forward` writes its log-probabilities into `reference`.
         labels: [A + 1] int64, each answer's label, by its number.
-        apart: [2] fp64, of the present update: the sum of h(o') and the number of o'.
-        expected: 0-d fp64, z during an update, else 0.
+        apart: [2] fp64, for kto: the sum of h(o') and the number of o', over the present update.
+        expected: 0-d fp64, for kto: z during an update, else 0.
         totals: [6] fp64, `PreferenceTotals` over all pairs since `take_figures` was last called.
         fill: what pads each entry of a batch; 0 if it is not named.
     """
@@ -78,17 +79,17 @@ class PreferenceLoss(nn.Module):
     totals: Tensor
     fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
 
-    def __init__(self, preference: Preference, answers: int, most: int):
-        """Take the loss.
+    def __init__(self, preference: Preference, answers: int, max_row_answers: int):
+        """Allocate the buffers.
 
         Args:
             preference: the loss and its parameters.
             answers: A, the largest number of an answer.
-            most: the maximum number of answers of a row, even.
+            max_row_answers: the maximum number of answers of a row, even.
         """
         super().__init__()
         self.preference = preference
-        self.most = most
+        self.max_row_answers = max_row_answers
         self.sides: Sequence[Rows] = ()
         self.register_buffer("reference", torch.zeros(answers + 1, dtype=torch.float64))
         self.register_buffer("known", torch.zeros((), dtype=torch.bool))
@@ -119,7 +120,7 @@ class PreferenceLoss(nn.Module):
         try:
             for side in sides:
                 meter = Meter(progress, "row", len(side))
-                for batch in side.in_order(rows):
+                for batch in side.batches_in_order(rows):
                     score(batch)
                     meter.add(min(rows, len(side) - meter.done))
         finally:
@@ -135,7 +136,9 @@ class PreferenceLoss(nn.Module):
         score: Callable[[Sequence[Batch]], object],
         sum_over_ranks: Callable[[Tensor], Tensor],
     ) -> Iterator[None]:
-        """Prepare the block, in which an update's gradient is computed; see `monograph.loss`.
+        """Prepare for the block, in which the gradient of an update is computed; see `monograph.loss`.
+
+        Compute the reference, if it is not known yet, and for kto z.
 
         Raises:
             UsageError: the reference is unknown after the first update.
@@ -151,7 +154,7 @@ class PreferenceLoss(nn.Module):
             device = self.reference.device
 
             def score_on_device(batch: Batch) -> None:
-                score([{name: each.to(device) for name, each in batch.items()}])
+                score([{name: tensor.to(device) for name, tensor in batch.items()}])
 
             self.remember(self.sides, score_on_device, len(batches[0]["tokens"]), None)
             self.known.fill_(True)
@@ -159,15 +162,15 @@ class PreferenceLoss(nn.Module):
             # Without sides the host need not wait for the value of `known` in later updates.
             self.sides = ()
         if self.preference.labelled:
-            totals = self.totals.clone()
+            totals_before = self.totals.clone()
             self.apart.zero_()
             try:
                 score(batches)
             finally:
                 # The update itself will count these pairs.
-                self.totals.copy_(totals)
-            total, number = (sum_over_ranks(each) for each in self.apart.clone().unbind())
-            self.expected.copy_((total / number.clamp_min(1)).clamp_min(0))
+                self.totals.copy_(totals_before)
+            gain_sum, count = (sum_over_ranks(value) for value in self.apart.clone().unbind())
+            self.expected.copy_((gain_sum / count.clamp_min(1)).clamp_min(0))
         try:
             yield
         finally:
@@ -176,16 +179,17 @@ class PreferenceLoss(nn.Module):
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sum and count; see the class."""
         log_N = target_log_probabilities(model, batch)
-        kept_N = batch["targets"].flatten() != IGNORE
+        has_target_N = batch["targets"].flatten() != IGNORE
         rows = len(batch["tokens"])
-        # A row has `most` places for answers. Padding adds zeros to the first of them.
-        first_B = torch.arange(rows, device=log_N.device)[:, None] * self.most
+        # A row has `max_row_answers` places for answers. Padding adds zeros to the first of them.
+        first_B = torch.arange(rows, device=log_N.device)[:, None] * self.max_row_answers
         place_N = (first_B + (batch["segments"] - 1).clamp_min(0)).flatten()
-        zeros_S = torch.zeros(rows * self.most, dtype=torch.float64, device=log_N.device)
-        log_S = zeros_S.index_add(0, place_N, torch.where(kept_N, log_N.double(), 0.0))
-        tokens_S = zeros_S.index_add(0, place_N, kept_N.double())
+        zeros_S = torch.zeros(rows * self.max_row_answers, dtype=torch.float64, device=log_N.device)
+        log_S = zeros_S.index_add(0, place_N, torch.where(has_target_N, log_N.double(), 0.0))
+        tokens_S = zeros_S.index_add(0, place_N, has_target_N.double())
         number_S = zeros_S.long().index_add(0, place_N, batch["answers"].flatten())
         reference_S = self.reference[number_S]
+        # This writes the reference if `recording` is set, and otherwise the values that are there.
         self.reference.index_put_(
             (number_S,), torch.where(self.recording, log_S.detach(), reference_S)
         )
@@ -206,7 +210,7 @@ class PreferenceLoss(nn.Module):
 
     def _add_to_totals(self, pairs: PreferenceInputs, exists_P: Tensor) -> None:
         gains = pairs.gains if self.preference.needs_reference else pairs.means
-        chosen_P, rejected_P = (each.detach() for each in gains)
+        chosen_P, rejected_P = (gain_P.detach() for gain_P in gains)
         margin_P = chosen_P - rejected_P
         tokens_P = pairs.chosen_tokens + pairs.rejected_tokens
         counts_as_chosen_P = exists_P
@@ -219,7 +223,7 @@ class PreferenceLoss(nn.Module):
             counts_as_chosen_P = pairs.labels > 0
         # 1 if ahead, 0 if behind, and half for a margin of 0, which all pairs have at first.
         ahead_P = (margin_P.sign() + 1) / 2
-        of_pairs = PreferenceTotals(
+        pair_values = PreferenceTotals(
             pairs=torch.ones_like(margin_P),
             ahead=ahead_P,
             margin=margin_P,
@@ -227,7 +231,7 @@ class PreferenceLoss(nn.Module):
             tokens=tokens_P,
             chosen=counts_as_chosen_P.double(),
         )
-        sums = [torch.where(exists_P, each_P, 0.0).sum() for each_P in of_pairs]
+        sums = [torch.where(exists_P, value_P, 0.0).sum() for value_P in pair_values]
         self.totals.add_(torch.stack(sums))
 
     def count(self, batch: Batch) -> Tensor:

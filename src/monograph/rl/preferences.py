@@ -43,8 +43,9 @@ from monograph.rl.parameters import Parameter, values_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Far above any useful factor of a loss, and far below one that overflows fp32 gradients.
-_MOST = 1e9
+# The largest factor of a loss. It is far above any useful one, and far below one that overflows
+# fp32 gradients.
+_MAX_FACTOR = 1e9
 
 
 class Preference(NamedTuple):
@@ -69,12 +70,12 @@ class Preference(NamedTuple):
         return LOSSES[self.name].labelled
 
 
-def preference(name: str, **given: float | None) -> Preference:
-    """Return a loss of preferences.
+def preference(name: str, **arguments: float | None) -> Preference:
+    """Return the choice of a loss, after checking its parameters.
 
     Args:
         name: a name of `LOSSES`.
-        given: values of its parameters; None, or a missing one: the default.
+        arguments: values of its parameters by name; None, or a missing one: the default.
 
     Raises:
         UsageError: there is no such loss, it has no such parameter, or a value is out of range.
@@ -83,12 +84,12 @@ def preference(name: str, **given: float | None) -> Preference:
         raise UsageError(f"prefer.loss = {name}: expected {', '.join(LOSSES)}")
     parameters = LOSSES[name].parameters
     names = [parameter.name for parameter in parameters]
-    for strange, value in given.items():
-        if strange not in names and value is not None:
+    for argument, value in arguments.items():
+        if argument not in names and value is not None:
             raise UsageError(
-                f"prefer.{strange} does not go with prefer.loss = {name}, which has {', '.join(names)}"
+                f"prefer.{argument} does not go with prefer.loss = {name}, which has {', '.join(names)}"
             )
-    return Preference(name, values_of(parameters, given, f"prefer.loss = {name}"))
+    return Preference(name, values_of(parameters, arguments, f"prefer.loss = {name}"))
 
 
 class PreferenceInputs(NamedTuple):
@@ -137,10 +138,9 @@ def _dpo(pairs: PreferenceInputs, *, beta: float) -> Tensor:
 def _robust(pairs: PreferenceInputs, *, beta: float, label_smoothing: float) -> Tensor:
     chosen, rejected = pairs.gains
     margin = beta * (chosen - rejected)
-    right = 1 - label_smoothing
-    return (label_smoothing * _log_sigmoid(-margin) - right * _log_sigmoid(margin)) / (
-        1 - 2 * label_smoothing
-    )
+    swapped_term = label_smoothing * _log_sigmoid(-margin)
+    right_term = (1 - label_smoothing) * _log_sigmoid(margin)
+    return (swapped_term - right_term) / (1 - 2 * label_smoothing)
 
 
 def _ipo(pairs: PreferenceInputs, *, beta: float) -> Tensor:
@@ -189,8 +189,10 @@ class LossOfPairs:
     labelled: bool = False
 
 
-_ABOVE_0 = Range("a number above 0 and below 1e9", 0, _MOST, excludes_low=True, excludes_high=True)
-_NOT_NEGATIVE = Range("a number, 0 or more and below 1e9", 0, _MOST, excludes_high=True)
+_ABOVE_0 = Range(
+    "a number above 0 and below 1e9", 0, _MAX_FACTOR, excludes_low=True, excludes_high=True
+)
+_NOT_NEGATIVE = Range("a number, 0 or more and below 1e9", 0, _MAX_FACTOR, excludes_high=True)
 _BETA = Parameter("prefer.beta", "Strength of the comparison.", _ABOVE_0, 0.1)
 # The names that the key prefer.loss takes.
 LOSSES = {

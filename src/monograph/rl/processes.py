@@ -16,13 +16,13 @@ system forbids that, as in some containers.
 
 If the system allows this user to make namespaces, the processes see no other process, and only the
 files of the standard library and of the system's libraries, read-only, in a root in memory that
-ends with them. `Solutions.confinement` tells whether the system allows it. If not, as in most
+ends with them. `ProgramScorer.confinement` tells whether the system allows it. If not, as in most
 containers, a solution can read and remove this user's files and end this user's processes.
 `monograph.rl.rewards` then refuses to begin, unless the user has allowed it.
 
-A score is the share of passed tests. It is computed in the trainer, which reads one verdict for each
-test, whatever the tests' process writes. A test passes if it runs to its end. An exception of the
-solution arrives in the test as a builtin exception, but never as one that ends an iterator.
+A score is the share of passed tests. It is computed in the trainer, which reads one verdict for
+each test, whatever the tests' process writes. A test passes if it runs to its end. An exception of
+the solution arrives in the test as a builtin exception, but never as one that ends an iterator.
 """
 
 import json
@@ -47,11 +47,11 @@ from monograph.terminal import one_line
 
 _MAX_VERDICT_BYTES = len(b"false\n")
 # The time limit for all tests of one solution.
-SECONDS = 10.0
-# A solution and its tests. The first test passes if solutions can run at all, and the second one if
-# they see no files of the system.
+TESTS_TIMEOUT_S = 10.0
+# A solution and its tests, by which `ProgramScorer.confinement` tries out the system. The first test
+# passes if solutions can run at all, and the second one if they see no files of the system.
 _TRIAL = "import heapq, os\ndef least(of): return heapq.nsmallest(1, of)\ndef sees(path): return os.path.exists(path)"
-_TRIALS = ["assert least([3, 2]) == [2]", "assert not sees('/etc')"]
+_TRIAL_TESTS = ["assert least([3, 2]) == [2]", "assert not sees('/etc')"]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -63,8 +63,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-class Solutions:
-    """Scores programs, as many at the same time as there are cores."""
+class ProgramScorer:
+    """A scorer of programs. It runs as many at the same time as there are cores."""
 
     def __init__(self) -> None:
         libraries = {str(Path(os.__file__).parents[1]), "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
@@ -72,15 +72,17 @@ class Solutions:
         self._stopped = False
 
     def confinement(self) -> bool | None:
-        """Return whether the system hides files and the network; None if no solution can run."""
-        [share] = self.scores([(_TRIAL, _TRIALS)])
-        return share == 1 if share else None
+        """Return whether files and the network are hidden from solutions; None if none can run."""
+        [share] = self.scores([(_TRIAL, _TRIAL_TESTS)])
+        if share == 0:
+            return None
+        return share == 1
 
     def scores(self, solutions: Sequence[tuple[str, Sequence[str]]]) -> list[float]:
         """Return the share of passed tests of each (code, tests).
 
-        The tests of a solution run one after another. Tests that have not passed when a process dies
-        or SECONDS are over have failed.
+        The tests of a solution run one after another. A test that has not passed when a process
+        dies or TESTS_TIMEOUT_S are over has failed.
         """
         import torch  # here, since the settings read the table of rewards without torch
 
@@ -89,15 +91,16 @@ class Solutions:
         self._stopped = False
         with ThreadPoolExecutor(describe(torch.device("cpu")).cores) as pool:
             try:
-                return list(pool.map(self._share, solutions))
+                return list(pool.map(self._passed_share, solutions))
             except BaseException:
                 self._stopped = True
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _share(self, solution: tuple[str, Sequence[str]]) -> float:
+    def _passed_share(self, solution: tuple[str, Sequence[str]]) -> float:
+        """Return the share of passed tests of (code, tests)."""
         code, tests = solution
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + TESTS_TIMEOUT_S
         verdicts = b""
         processes = []
         # The trainer talks to the tests, and the tests talk to the solution.
@@ -128,6 +131,13 @@ class Solutions:
         return verdicts.split(b"\n")[: len(tests)].count(b"true") / len(tests)
 
     def _start(self, role: str, channel: socket.socket, other: int = 0) -> subprocess.Popen[bytes]:
+        """Start the program `worker` in a process.
+
+        Args:
+            role: its role, see `worker`.
+            channel: the socket that becomes its standard input.
+            other: the descriptor of a further socket that it gets; 0: none.
+        """
         # A new session keeps Ctrl-C from ending the process, since the run may still have to save.
         return subprocess.Popen(
             [sys.executable, "-I", "-S", worker.__file__, role, str(other), *self._folders],
@@ -142,16 +152,17 @@ class Solutions:
 
 
 # The largest absolute value of a score.
-LARGEST = 1e6
-# The time limit for one answer, and for running the file at first.
-ANSWER_SECONDS = 60.0
+MAX_SCORE = 1e6
+# The time limit for the score of one answer, and for running the file at first.
+ANSWER_TIMEOUT_S = 60.0
 
 
 class FunctionProcess:
-    """A function `score(prompt, completion, record)` of a Python file, run in a separate process.
+    """A user's function of (prompt, completion, record) in a Python file, run in a separate process.
 
-    It returns a number, or {name: number} of parts, whose sum is the score. Its output goes to
-    standard error. The process starts at the first call, and ends with the thread that made it.
+    The function returns a number, or {name: number} of parts, whose sum is the score. Its output
+    goes to standard error. The process starts at the first call, and ends with the thread that
+    started it.
     """
 
     def __init__(self, code: Code, sha256: str) -> None:
@@ -171,15 +182,16 @@ class FunctionProcess:
             return
         source = self._code.vouched_source(self._sha256)
         self._socket, child_end = socket.socketpair()
-        self._socket.settimeout(ANSWER_SECONDS)
+        self._socket.settimeout(ANSWER_TIMEOUT_S)
         self._replies = self._socket.makefile("rb")
         with child_end:
-            # A new session keeps Ctrl-C from ending the process, since the run may still have to save.
+            # A new session keeps Ctrl-C from ending the process, since the run may still have to
+            # save.
             command = [sys.executable, "-P", "-u", worker.__file__, "function"]
             self._process = subprocess.Popen(
                 command, stdin=child_end.fileno(), stdout=2, start_new_session=True
             )
-        # Also called if this object is collected without `close`.
+        # A finalizer also ends the process if this object is collected without `close`.
         self._end_process = weakref.finalize(self, _end, self._process)
         self._ask(
             "rl.reward",
@@ -195,8 +207,8 @@ class FunctionProcess:
 
         Raises:
             InputRefused: see `start`; or the function raises an exception, returns neither a number
-                within +-LARGEST nor such parts, takes more than ANSWER_SECONDS, or ends its process.
-                The message begins with `where`.
+                within +-MAX_SCORE nor such parts, takes more than ANSWER_TIMEOUT_S, or ends its
+                process. The message begins with `where`.
         """
         self.start()
         reply = self._ask(
@@ -206,9 +218,9 @@ class FunctionProcess:
             worker.encoded({}),
         )
         score = worker.decoded(reply)
-        parts = parts_of(score)
+        parts = score_parts(score)
         if parts is None:
-            raise self._refused(where, f"returned {score!r:.60}")
+            raise self._error(where, f"returned {score!r:.60}")
         return parts
 
     def close(self) -> None:
@@ -229,7 +241,7 @@ class FunctionProcess:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
             reply = self._replies.readline()
         except TimeoutError:
-            problem = f"took more than {ANSWER_SECONDS:.0f} s"
+            problem = f"took more than {ANSWER_TIMEOUT_S:.0f} s"
         except ConnectionError:
             # The process is dead, as the incomplete reply shows.
             pass
@@ -239,37 +251,41 @@ class FunctionProcess:
                 self.close()
         if not reply.endswith(b"\n"):
             problem = problem or f"ended its process (exit code {process.returncode})"
-            raise self._refused(where, problem)
+            raise self._error(where, problem)
         raised, result = json.loads(reply)
         if raised:
-            raise self._refused(where, f"raised {raised}: {result}")
+            raise self._error(where, f"raised {raised}: {result}")
         return result
 
-    def _refused(self, where: str, problem: str) -> InputRefused:
+    def _error(self, where: str, problem: str) -> InputRefused:
         """End the process, and return the error."""
         self.close()
-        return refused(where, self._code.value, problem)
+        return function_error(where, self._code.value, problem)
 
 
-def parts_of(score: Any) -> dict[str, float] | None:
+def score_parts(score: Any) -> dict[str, float] | None:
     """Return the named parts of a function's score of an answer; None if it is not a score."""
     parts = score if isinstance(score, Mapping) and score else {"": score}
-    found: dict[str, float] = {}
+    valid_parts: dict[str, float] = {}
     for name, part in parts.items():
         # The comparison is false for NaN. Larger numbers would overflow in sums and gradients.
-        if not (isinstance(part, int | float) and abs(part) <= LARGEST):
+        if not (isinstance(part, int | float) and abs(part) <= MAX_SCORE):
             return None
         # The name "" is that of a plain number.
         if not (isinstance(name, str) and (name == "" or name.isidentifier())):
             return None
-        if not isinstance(name, str) or not (name == "" or name.isidentifier()):
-            return None
-        found[name] = float(part)
-    return found
+        valid_parts[name] = float(part)
+    return valid_parts
 
 
-def refused(where: str, function: str, problem: str) -> InputRefused:
-    """Return the error of a function that has not returned a score."""
-    number = f"a number from -{LARGEST:g} to {LARGEST:g}"
+def function_error(where: str, function: str, problem: str) -> InputRefused:
+    """Return the error for a user's function that has not returned a score.
+
+    Args:
+        where: the place of the record, or the key that names the function.
+        function: the function, as the user named it.
+        problem: what it did instead, such as "raised KeyError: 'answer'".
+    """
+    number = f"a number from -{MAX_SCORE:g} to {MAX_SCORE:g}"
     advice = f"correct it, so that it returns {number}, or such numbers by name, for every answer"
     return InputRefused(one_line(f"{where}: {function} {problem}: {advice}"))

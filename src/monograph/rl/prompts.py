@@ -1,6 +1,7 @@
-"""Read the records of a run on rewards or preferences, and prompts from them.
+"""Read the records of a run on rewards or preferences (`read_items`), and the prompts of a run on
+rewards (`read_prompts`).
 
-The records are split in two parts: one to train on, and one that is held out to measure on.
+The records are split in two parts: one to train on, and one that is held out to evaluate on.
 """
 
 import hashlib
@@ -40,17 +41,17 @@ from monograph.data.records import (
     list_names,
     quote,
 )
-from monograph.data.sources import LINES, Sources, find
+from monograph.data.sources import LINE_SUFFIXES, Sources, find_sources
 from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
 from monograph.model.config import LlamaConfig
-from monograph.rl.rewards import Reward, Taught
+from monograph.rl.rewards import Reward, TeacherReward
 from monograph.storage.writing import temporary_folder
 from monograph.text.chat import chat_ids, require_read, stop_ids, template_of
-from monograph.text.messages import Unread
-from monograph.text.template import Unspeakable
-from monograph.text.tokenizer import Tokenizer, parse
+from monograph.text.messages import UnreadKey
+from monograph.text.template import TemplateRefusal
+from monograph.text.tokenizer import Tokenizer, parse_setting
 
 # A record as it was read.
 JsonRecord = Mapping[str, Any]
@@ -61,13 +62,13 @@ _OR_IGNORE_IT = "name it in data.ignore_keys, if only the reward reads it"
 class SplitItems(NamedTuple):
     """The items of all records, in two parts.
 
-    An item is what the caller of `read_parts` makes of a record, such as a `Prompt`. It has the
+    An item is what the caller of `read_items` makes of a record, such as a `Prompt`. It has the
     attribute `text`, whose hash decides whether the item is held out.
 
     Attributes:
         sources: the files.
         train: the items to train on, at least one.
-        held_out: the items to measure on.
+        held_out: the items to evaluate on.
         skipped: {reason: count} of the records that were skipped.
     """
 
@@ -77,8 +78,8 @@ class SplitItems(NamedTuple):
     skipped: dict[str, int]
 
 
-def own_tokenizer(reading: ReadingOptions, key: str) -> Tokenizer:
-    """Return the tokenizer of a run's model.
+def model_tokenizer(reading: ReadingOptions, key: str) -> Tokenizer:
+    """Return the tokenizer of a run's model, which exists before the records are read.
 
     Args:
         reading: how records are read.
@@ -87,28 +88,28 @@ def own_tokenizer(reading: ReadingOptions, key: str) -> Tokenizer:
     Raises:
         UsageError: the tokenizer would have to be trained.
     """
-    own = parse(reading.tokenizer, reading.vocab_size)
-    if not isinstance(own, Tokenizer):
+    tokenizer = parse_setting(reading.tokenizer, reading.vocab_size)
+    if not isinstance(tokenizer, Tokenizer):
         raise UsageError(
             f"data.tokenizer = {reading.tokenizer}: {key} needs a model's tokenizer: name one by model.init"
         )
-    return own
+    return tokenizer
 
 
-def read_parts(
+def read_items(
     reading: ReadingOptions,
-    item: Callable[[str, JsonRecord], Any | Fault],
+    make_item: Callable[[str, JsonRecord], Any | Fault],
     needs: str,
     progress: ProgressCallback | None = None,
     keys: RecordKeys | None = None,
 ) -> SplitItems:
-    """Read records from JSON lines or tables.
+    """Read records from JSON lines or tables, and make an item of each.
 
     Args:
         reading: how records are read.
-        item: makes an item (see `SplitItems`) of a record's file and line and the record; or
-            returns the fault of a record that can be skipped.
-        needs: says what a record must have, for messages.
+        make_item: returns the item (see `SplitItems`) of (the record's file and line, the record); or
+            the fault of a record that can be skipped.
+        needs: what a record must have, for messages.
         progress: see `monograph.data.progress`.
         keys: the keys that a record may have; None: any.
 
@@ -121,9 +122,9 @@ def read_parts(
     held_out = list[Any]()
     skipped: Counter[str] = Counter()
     with temporary_folder() as spool:
-        sources = find(reading.source, spool, progress, reading.weights)
+        sources = find_sources(reading.source, spool, progress, reading.weights)
         for where, record in _records(sources, needs, keys):
-            result = record if isinstance(record, Fault) else item(where, record)
+            result = record if isinstance(record, Fault) else make_item(where, record)
             if not isinstance(result, Fault):
                 is_held_out = _is_held_out(result.text, reading.held_out)
                 (held_out if is_held_out else train).append(result)
@@ -141,7 +142,7 @@ def read_parts(
 def _records(
     sources: Sources, needs: str, keys: RecordKeys | None
 ) -> Iterator[tuple[str, dict[str, Any] | Fault]]:
-    """Yield (file and line, record or its fault)."""
+    """Yield (the record's file and line, the record or its fault) for every record."""
     for file in sources.files:
         if file.weight != 1:
             raise UsageError(
@@ -153,7 +154,7 @@ def _records(
             )
         if keys is not None:
             records = keyed_records(file, keys)
-        elif file.suffix in LINES:
+        elif file.suffix in LINE_SUFFIXES:
             records = json_objects(file.path, exact=True)
         else:
             records = table_objects(file.path, table_columns(file.path))
@@ -161,11 +162,12 @@ def _records(
 
 
 def _is_held_out(text: str, share: float) -> bool:
-    """Return whether a text is held out, which is the case for about this share of all texts.
+    """Return whether a text is held out; about this share of all texts are.
 
     A hash of the text decides, so that equal texts are in the same part.
     """
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") < share * 2**48
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:6], "big") < share * 2**48
 
 
 class Prompt(NamedTuple):
@@ -194,9 +196,9 @@ class Prompts:
         name: the source as the user gave it.
         tokenizer: the model's tokenizer.
         train: the prompts to train on.
-        held_out: the prompts to measure on; empty if none are held out.
-        fingerprint: hex sha256 of everything that decides the prompts and their order.
-        chats: whether prompts are messages of a chat, not texts.
+        held_out: the prompts to evaluate on; empty if none are held out.
+        fingerprint: hex sha256 of everything on which the prompts and their order depend.
+        has_chats: whether prompts are messages of chats; otherwise they are texts.
         longest: the number of tokens of the longest prompt, including the teacher's prompts.
         skipped: {reason: count} of the records that were skipped.
         notes: lines for the user.
@@ -207,14 +209,14 @@ class Prompts:
     train: list[Prompt]
     held_out: list[Prompt]
     fingerprint: str
-    chats: bool
+    has_chats: bool
     longest: int
     skipped: dict[str, int]
     notes: tuple[str, ...] = ()
 
-    def ends(self, config: LlamaConfig) -> tuple[int, ...]:
-        """Return the tokens that end an answer of the model with this configuration."""
-        if self.chats:
+    def end_ids(self, config: LlamaConfig) -> tuple[int, ...]:
+        """Return the ids that end an answer of the model with this configuration."""
+        if self.has_chats:
             return stop_ids(self.tokenizer, config.eos_token_ids)
         return (self.tokenizer.eos_id,)
 
@@ -234,44 +236,46 @@ def read_prompts(
 
     Args:
         reading: how records are read. Equal prompts are held out together. A record has its prompt
-            under `text_key`, or under "prompt" if `text_key` is not given or is its default, "text".
+            under `text_key`, or under "prompt" if `text_key` is not given or is its default,
+            "text".
         room: the maximum number of tokens of a prompt.
-        reward: requires what else a record must have.
+        reward: the reward, which checks that a record has what it reads.
         progress: see `monograph.data.progress`.
 
     Raises:
-        InputRefused: a record is bad or its prompt is too long; see also `read_parts`.
+        InputRefused: a record is bad or its prompt is too long; see also `read_items`.
         UsageError: the tokenizer would have to be trained, or a source has a weight.
     """
-    tokenizer = own_tokenizer(reading, "rl.reward")
+    tokenizer = model_tokenizer(reading, "rl.reward")
     key = PROMPT if reading.text_key in (None, TEXT) else reading.text_key
-    record_settings = RecordSettings.of(text_key=None, ignored=reading.ignore_keys)
-    refuse = not reading.skips_bad
-
-    reader = _Reader(
+    record_settings = RecordSettings.of(text_key=None, ignore_keys=reading.ignore_keys)
+    prompt_settings = _PromptSettings(
         key=key,
-        tokenizer=tokenizer.on(TEMPLATE_DATE),
+        tokenizer=tokenizer.with_date(TEMPLATE_DATE),
         room=_Room(
             room, "data.sequence_length less rl.max_new_tokens: raise one or lower the other"
         ),
-        for_teacher=isinstance(reward, Taught),
+        for_teacher=isinstance(reward, TeacherReward),
         record_settings=record_settings,
     )
     spellings = SpecialTokenSpellings(tokenizer)
 
-    def read(where: str, record: JsonRecord) -> Prompt | Fault:
+    def read_prompt(where: str, record: JsonRecord) -> Prompt | Fault:
         try:
-            prompt = _prompt(record, where, reader)
+            prompt = _prompt(record, where, prompt_settings)
         except Unusable as unusable:  # only this record is bad, and it may be skipped
             return unusable.fault
         except InputRefused as refused:  # probably all records have this problem: never skipped
             raise InputRefused(f"{where}: {refused}") from None
         spellings.count(where, text_values(record, key))
-        return _checked(prompt, reward, refuse)
+        return _check_for_reward(prompt, reward, refuse_bad=not reading.skips_bad)
 
-    parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
-    decisive = [
-        parts.sources.sha256,
+    prompts = read_items(
+        reading, read_prompt, "rl.reward needs records with a prompt each", progress
+    )
+    # Everything on which the prompts and their order depend.
+    identity = [
+        prompts.sources.sha256,
         tokenizer.hash,
         key,
         room,
@@ -280,25 +284,25 @@ def read_prompts(
     ]
     # Only if there are any, so that the fingerprint of other prompts does not depend on this key.
     if record_settings.ignored_training_keys:
-        decisive.append(record_settings.ignored_training_keys)
-    chats, longest = _kind_and_longest([*parts.train, *parts.held_out], key)
+        identity.append(record_settings.ignored_training_keys)
+    has_chats, longest = _kind_and_longest([*prompts.train, *prompts.held_out], key)
     notes = spellings.notes()
-    if chats and template_of(tokenizer).reads_the_date:
-        decisive.append(TEMPLATE_DATE)
+    if has_chats and template_of(tokenizer).reads_the_date:
+        identity.append(TEMPLATE_DATE)
         notes = (
             *notes,
             f"the chat template reads the date; in all of these prompts it is {TEMPLATE_DATE}",
         )
-    fingerprint = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+    fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     return Prompts(
-        name=parts.sources.name,
+        name=prompts.sources.name,
         tokenizer=tokenizer,
-        train=parts.train,
-        held_out=parts.held_out,
+        train=prompts.train,
+        held_out=prompts.held_out,
         fingerprint=fingerprint,
-        chats=chats,
+        has_chats=has_chats,
         longest=longest,
-        skipped=parts.skipped,
+        skipped=prompts.skipped,
         notes=notes,
     )
 
@@ -311,37 +315,37 @@ def prompts_of(
     Args:
         records: records as `read_prompts` reads them from files, at least one.
         tokenizer: the model's tokenizer.
-        reward: requires what else a record must have.
+        reward: the reward, which checks that a record has what it reads.
         room: the maximum number of tokens of a prompt.
 
     Raises:
         InputRefused: there is no record, or a record is bad; the message has its number, from 1.
     """
     prompts = list[Prompt]()
-    reader = _Reader(
+    prompt_settings = _PromptSettings(
         key=PROMPT,
-        tokenizer=tokenizer.on(TEMPLATE_DATE),
+        tokenizer=tokenizer.with_date(TEMPLATE_DATE),
         room=_Room(room, "the model's positions less max_new_tokens: lower that"),
-        for_teacher=isinstance(reward, Taught),
+        for_teacher=isinstance(reward, TeacherReward),
         record_settings=DEFAULT_SETTINGS,
     )
     for number, record in enumerate(records, 1):
         where = f"record {number}"
         try:
-            prompts.append(_prompt(record, where, reader))
-        except (Unusable, InputRefused) as unusable:
-            raise InputRefused(f"{where}: {unusable}") from None
+            prompts.append(_prompt(record, where, prompt_settings))
+        except (Unusable, InputRefused) as error:
+            raise InputRefused(f"{where}: {error}") from None
         reward.require(record, where)
     if not prompts:
         raise InputRefused("there are no records: give some, each with a 'prompt'")
-    chats, longest = _kind_and_longest(prompts, PROMPT)
+    has_chats, longest = _kind_and_longest(prompts, PROMPT)
     return Prompts(
         name="records",
         tokenizer=tokenizer,
         train=prompts,
         held_out=[],
         fingerprint="",
-        chats=chats,
+        has_chats=has_chats,
         longest=longest,
         skipped={},
     )
@@ -349,8 +353,10 @@ def prompts_of(
 
 def _kind_and_longest(prompts: Sequence[Prompt], key: str) -> tuple[bool, int]:
     """Return whether any prompt is a chat, and the number of tokens of the longest prompt."""
-    chats = any(not isinstance(prompt.record[key], str) for prompt in prompts)
-    return chats, max(len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids))
+    has_chats = any(not isinstance(prompt.record[key], str) for prompt in prompts)
+    return has_chats, max(
+        len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids)
+    )
 
 
 class _Room(NamedTuple):
@@ -365,15 +371,15 @@ class _Room(NamedTuple):
     meaning: str
 
 
-class _Reader(NamedTuple):
-    """The settings by which a record's prompt is read.
+class _PromptSettings(NamedTuple):
+    """How the prompt of a record is read.
 
     Attributes:
         key: the key of the prompt.
         tokenizer: the tokenizer, whose template reads the date `TEMPLATE_DATE`.
         room: the maximum number of tokens.
         for_teacher: whether the prompt for a teacher is read, too.
-        record_settings: has the keys that are ignored.
+        record_settings: the settings that name the keys to ignore.
     """
 
     key: str
@@ -383,7 +389,7 @@ class _Reader(NamedTuple):
     record_settings: RecordSettings
 
 
-def _prompt(record: JsonRecord, where: str, reader: _Reader) -> Prompt:
+def _prompt(record: JsonRecord, where: str, settings: _PromptSettings) -> Prompt:
     """Return the prompt of a record.
 
     Raises:
@@ -391,17 +397,23 @@ def _prompt(record: JsonRecord, where: str, reader: _Reader) -> Prompt:
         InputRefused: the record has a key that asks for something this run cannot do; see
             `_require_followable`.
     """
-    given = reader.record_settings.drop_ignored(record)
-    text, ids = _text_and_ids(given, reader.key, reader)
+    kept = settings.record_settings.drop_ignored(record)
+    text, ids = _text_and_ids(kept, settings.key, settings)
     teacher_ids: tuple[int, ...] = ()
-    if reader.for_teacher and TEACHER_PROMPT in given:
-        _, teacher_ids = _text_and_ids(given, TEACHER_PROMPT, reader)
+    if settings.for_teacher and TEACHER_PROMPT in kept:
+        _, teacher_ids = _text_and_ids(kept, TEACHER_PROMPT, settings)
     return Prompt(text, ids, record, where, teacher_ids)
 
 
-def _text_and_ids(record: JsonRecord, key: str, reader: _Reader) -> tuple[str, tuple[int, ...]]:
-    """Return the text and the tokens of the prompt under a key; the errors are those of `_prompt`."""
-    tokenizer = reader.tokenizer
+def _text_and_ids(
+    record: JsonRecord, key: str, settings: _PromptSettings
+) -> tuple[str, tuple[int, ...]]:
+    """Return (`Prompt.text`, `Prompt.ids`) of the prompt under a key.
+
+    Raises:
+        Unusable, InputRefused: as in `_prompt`.
+    """
+    tokenizer = settings.tokenizer
     if key not in record:
         raise Unusable(
             "no prompt", f"has no key {quote(key)}; its keys are {list_names(list(record))}"
@@ -418,7 +430,7 @@ def _text_and_ids(record: JsonRecord, key: str, reader: _Reader) -> tuple[str, t
             ids = chat_ids(
                 tokenizer, chat.messages, add_generation_prompt=True, **chat.template_variables
             )
-        except (Unread, Unspeakable) as refused:
+        except (UnreadKey, TemplateRefusal) as refused:
             raise Unusable("refused by the chat template", str(refused)) from None
     elif isinstance(value, str):
         text = checked_text(value, key)
@@ -428,7 +440,7 @@ def _text_and_ids(record: JsonRecord, key: str, reader: _Reader) -> tuple[str, t
             "no prompt",
             f"{quote(key)} is {JSON_TYPES[type(value)]}, not a text or a list of messages",
         )
-    room = reader.room
+    room = settings.room
     if len(ids) > room.tokens:
         raise Unusable(
             "too long",
@@ -440,8 +452,8 @@ def _text_and_ids(record: JsonRecord, key: str, reader: _Reader) -> tuple[str, t
 def _require_followable(record: JsonRecord, is_chat: bool) -> None:
     """Refuse keys that ask for something this run cannot do.
 
-    These are the functions that a model may call, and a chat's settings beside a prompt that is a
-    text. All other keys are for the reward.
+    These are "functions", and the keys of chats in a record whose prompt is a text. All other keys
+    are for the reward.
     """
     if record.get(FUNCTIONS) not in EMPTY_VALUES:
         raise InputRefused(
@@ -454,18 +466,18 @@ def _require_followable(record: JsonRecord, is_chat: bool) -> None:
         )
 
 
-def _checked(prompt: Prompt, reward: Reward, refuse: bool) -> Prompt | Fault:
+def _check_for_reward(prompt: Prompt, reward: Reward, refuse_bad: bool) -> Prompt | Fault:
     """Return the prompt, or a fault if its record lacks what the reward reads.
 
     Raises:
-        InputRefused: the reward cannot be used, or the record is bad and `refuse` is set.
+        InputRefused: the reward cannot be used, or the record is bad and `refuse_bad` is set.
     """
     try:
         reward.require(prompt.record, prompt.where)
-    except InputRefused as refused:
+    except InputRefused as error:
         # A message that does not begin with the record's place is about the reward itself.
-        if refuse or not str(refused).startswith(prompt.where):
+        if refuse_bad or not str(error).startswith(prompt.where):
             raise
-        # Records are skipped here, so the detail is not shown.
+        # The record is skipped, so the detail of its fault is not shown.
         return Fault("no answer", "")
     return prompt

@@ -31,7 +31,7 @@ from monograph.rl.pairs import PairRows, read_pairs
 from monograph.rl.preference_loss import PreferenceLoss
 from monograph.rl.preferences import preference
 from monograph.rl.prompts import prompts_of
-from monograph.rl.rewards import Called, Reward, Taught, reward_of
+from monograph.rl.rewards import FunctionReward, Reward, TeacherReward, reward_of
 from monograph.rl.rollouts import Drawer, Rollouts
 from monograph.text.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ def policy_loss(
     Args:
         advantage: a name of `monograph.rl.advantages`, which has the equations.
         temperature: divides the logits, in sampling and in the loss.
-        updates: updates that are made of each sample.
+        updates: the number of updates that use each sample.
         kl: "k1", "k2" or "k3", see `monograph.rl.loss.Kl`; "none": no KL term.
         kl_coef: the strength of the KL term.
         entropy_coef: the strength of a term that favours entropy, instead of a KL term; None: no
@@ -98,8 +98,8 @@ def rollouts(
         tokenizer: the model's tokenizer.
         records: records with a "prompt", which is a text or a list of messages, and the keys that
             the reward reads.
-        reward: a value of the key rl.reward; or a `Reward`, such as `distill` returns; or a function
-            of (prompt, answer, record), called in this process, which returns a number, or
+        reward: a value of the key rl.reward; or a `Reward`, such as `distill` returns; or a
+            function of (prompt, answer, record), called in this process, which returns a number, or
             {name: number} of parts, whose sum is the score.
         prompts: number of prompts of a window.
         group: number of answers to each prompt, at least two.
@@ -133,19 +133,20 @@ def rollouts(
     _require_counts(
         prompts=prompts, group=group, max_new_tokens=max_new_tokens, draws=draws, epochs=epochs or 1
     )
-    given = {name: value for name, value in parameters.items() if value is not None}
+    arguments = {name: value for name, value in parameters.items() if value is not None}
     if isinstance(reward, str):
-        reward = reward_of(reward, None, **given)
-    elif given:
+        reward = reward_of(reward, None, **arguments)
+    elif arguments:
         raise UsageError(
-            f"{next(iter(given))} is no argument of rollouts, nor a parameter of this reward, which has no name"
+            f"{next(iter(arguments))} is no argument of rollouts, nor a parameter of this reward, which has no name"
         )
-    scorer = reward if isinstance(reward, Reward) else Called(reward)
+    scorer = reward if isinstance(reward, Reward) else FunctionReward(reward)
     _require_scorer(scorer, loss, model, truncated, truncation_penalty)
     scorer.unconfined = scorer.unconfined or trust_code
     max_prompt_tokens = model.config.max_position_embeddings - max_new_tokens
-    read = prompts_of(records, tokenizer, scorer, max_prompt_tokens)
-    # Only these compute an answer's log-probabilities with the same bits in sampling and in the loss.
+    run_prompts = prompts_of(records, tokenizer, scorer, max_prompt_tokens)
+    # Only such engines compute an answer's log-probabilities with the same bits in sampling and in
+    # the loss.
     exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
     options = RolloutOptions(
         prompts=prompts,
@@ -154,7 +155,7 @@ def rollouts(
         temperature=loss.temperature,
         advantage=loss.advantage,
         draws=draws,
-        length=read.longest + max_new_tokens,
+        length=run_prompts.longest + max_new_tokens,
         packed=not exact,
         exact=exact,
         seed=seed,
@@ -167,7 +168,7 @@ def rollouts(
     if exact:
         model.use_attention("cached")
     # The number of updates is unknown here, which 0 stands for.
-    drawer = Drawer(engine, read, scorer, options, updates=lambda: 0)
+    drawer = Drawer(engine, run_prompts, scorer, options, updates=lambda: 0)
     if loss.kl and loss.kl.needs_reference:
         drawer.reference = [plane.param.clone() for plane in engine.step.planes]
     return Rollouts(drawer)
@@ -183,7 +184,11 @@ def _require_counts(**counts: int) -> None:
 def _require_scorer(
     scorer: Reward, loss: PolicyLoss, model: Llama, truncated: str, truncation_penalty: float
 ) -> None:
-    """Refuse truncation and a teacher that do not go together, or not with loss and model."""
+    """Refuse a reward, a loss and settings of truncation that do not go together.
+
+    Raises:
+        UsageError: the message says which.
+    """
     if truncated not in ("keep", "mask"):
         raise UsageError(f"truncated = {truncated!r}: expected 'keep' or 'mask'")
     if not isinstance(truncation_penalty, int | float) or not 0 <= truncation_penalty < math.inf:
@@ -192,7 +197,7 @@ def _require_scorer(
         raise UsageError(
             "truncation_penalty lowers the reward of answers that truncated = 'mask' leaves out"
         )
-    if not isinstance(scorer, Taught):
+    if not isinstance(scorer, TeacherReward):
         return
     if scorer.teacher is None:
         raise UsageError("a teacher is given as a model: reward=monograph.distill(teacher)")
@@ -204,10 +209,11 @@ def _require_scorer(
         raise UsageError(
             "a teacher says what each token is worth: leave kl, truncated and truncation_penalty out"
         )
-    theirs, own = scorer.teacher.config, model.config
+    teacher_config = scorer.teacher.config
+    student_config = model.config
     if (
-        theirs.vocab_size != own.vocab_size
-        or theirs.max_position_embeddings < own.max_position_embeddings
+        teacher_config.vocab_size != student_config.vocab_size
+        or teacher_config.max_position_embeddings < student_config.max_position_embeddings
     ):
         raise UsageError("the teacher has another vocabulary or fewer positions than the model")
 
@@ -222,7 +228,7 @@ def distill(teacher: Llama) -> Reward:
     Args:
         teacher: a model with the student's tokenizer, on the student's device.
     """
-    reward = Taught()
+    reward = TeacherReward()
     reward.teacher = teacher.requires_grad_(False).train(False)
     return reward
 
@@ -302,7 +308,7 @@ def preference_loss(pairs: Corpus, loss: str = "dpo", **parameters: float) -> Pr
         else:
             expected = "pairs, not labelled answers"
         raise UsageError(f"loss = {loss!r} compares {expected}")
-    result = PreferenceLoss(chosen, len(labels), max(side.most for side in rows))
+    result = PreferenceLoss(chosen, len(labels), max(side.max_row_answers for side in rows))
     result.labels[1:] = torch.from_numpy(labels)
     result.sides = rows if chosen.needs_reference else ()
     return result

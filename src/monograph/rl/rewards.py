@@ -2,8 +2,8 @@
 
 A user's file and a model's programs run in separate processes (`monograph.rl.processes`).
 
-The settings read `REWARDS`, of which `monograph.config.keys` makes keys, and they load neither torch
-nor numpy. So a reward that needs one of them imports it where it is used.
+The settings read `REWARDS`, of which `monograph.config.keys` makes keys, and they load neither
+torch nor numpy. So a reward that needs one of them imports it where it is used.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from monograph.data.records import list_names
 from monograph.errors import InputRefused, UsageError
 from monograph.rl import worker
-from monograph.rl.numbers import last_number, whole_number
+from monograph.rl.numbers import answer_number, last_number
 from monograph.rl.parameters import Parameter, values_of
-from monograph.rl.processes import FunctionProcess, Solutions, parts_of, refused
+from monograph.rl.processes import FunctionProcess, ProgramScorer, function_error, score_parts
 from monograph.storage.code import Code, code_named
 from monograph.storage.reading import read_json
 from monograph.terminal import warn
@@ -42,13 +42,14 @@ if TYPE_CHECKING:
 # The relative difference up to which two numbers are equal, unless both are whole.
 TOLERANCE = Fraction(1, 10**6)
 MAX_SCHEMA_BYTES = 1 << 20
-# How many characters of a refused value a message shows.
+# The number of characters of a refused value that a message shows.
 MAX_SHOWN_CHARACTERS = 60
+# A fenced block of Markdown; the group is its content. The last block may lack its end.
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
 class FormName(NamedTuple):
-    """The name of a form of answers.
+    """The form that answers must have, as the settings give it.
 
     Attributes:
         kind: "regex" or "json_schema".
@@ -60,7 +61,7 @@ class FormName(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Return the hex sha256 of a schema; "" for a regular expression, which no file holds."""
+        """Return the hex sha256 of a schema; "" for a regular expression, which is not from a file."""
         if self.kind != "json_schema":
             return ""
         return hashlib.sha256(json.dumps(self.value).encode()).hexdigest()
@@ -108,7 +109,7 @@ class Answer(NamedTuple):
 
 
 class Reward:
-    """A reward: what a model's answers are worth.
+    """A reward: it scores a model's answers.
 
     Attributes:
         field: the key that each record needs; None: no key.
@@ -116,8 +117,8 @@ class Reward:
         digest: hex sha256 of the file on which its scores depend; "" if they depend on no file.
         teacher: the model whose probabilities of an answer's tokens give its score; None for all
             other rewards.
-        unconfined: whether the model's programs may run where the system cannot confine them; the
-            caller decides.
+        unconfined: whether the model's programs may run where the system cannot confine them; set
+            by the caller.
     """
 
     field: str | None = None
@@ -127,14 +128,14 @@ class Reward:
     unconfined = False
 
     def parts(self) -> dict[str, float]:
-        """Reset the named parts of the scores, and return the mean of each since the last call.
+        """Return {name: mean} of each named part of the scores since the last call of this method.
 
         The result is empty if the scores have no parts.
         """
         return {}
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
-        """Require that a record holds what the reward needs.
+        """Require that a record has what the reward reads.
 
         Raises:
             InputRefused: it does not, or the reward cannot work on this machine.
@@ -143,7 +144,7 @@ class Reward:
             return
         if self.field not in record:
             problem = f"is missing; its keys are {list_names(list(record))}"
-        elif not self._fits(record[self.field]):
+        elif not self._is_valid(record[self.field]):
             problem = f"is {_shown(record[self.field])}"
         else:
             return
@@ -162,14 +163,15 @@ class Reward:
     def close(self) -> None:
         """End the processes of this reward."""
 
-    def _fits(self, value: object) -> bool:
+    def _is_valid(self, value: object) -> bool:
+        """Return whether a value can stand under `field`."""
         return True
 
     def _score_one(self, answer: Answer) -> float:
         raise NotImplementedError
 
 
-class _Number(Reward):
+class _NumberReward(Reward):
     """1 if the last number of the completion equals the number under "answer", else 0.
 
     `monograph.rl.numbers` says what a number is.
@@ -180,16 +182,16 @@ class _Number(Reward):
         "one number (such as 9500, or a text that ends with #### 9500 or has it in \\boxed{})"
     )
 
-    def _fits(self, value: object) -> bool:
-        return whole_number(value) is not None
+    def _is_valid(self, value: object) -> bool:
+        return answer_number(value) is not None
 
     def _score_one(self, answer: Answer) -> float:
-        found = last_number(answer.completion)
-        wanted = whole_number(answer.record["answer"])
-        return float(found is not None and wanted is not None and _equal(found, wanted))
+        number = last_number(answer.completion)
+        expected = answer_number(answer.record["answer"])
+        return float(number is not None and expected is not None and _equal(number, expected))
 
 
-class _Exact(Reward):
+class _ExactReward(Reward):
     """1 if the completion is the text under "answer", or a text of the list there, else 0.
 
     Spaces around the texts are ignored.
@@ -198,7 +200,7 @@ class _Exact(Reward):
     field = "answer"
     expected = "a text or a list of texts"
 
-    def _fits(self, value: object) -> bool:
+    def _is_valid(self, value: object) -> bool:
         return _are_texts(value)
 
     def _score_one(self, answer: Answer) -> float:
@@ -206,7 +208,7 @@ class _Exact(Reward):
         return float(answer.completion.strip() in accepted)
 
 
-class _Formed(Reward):
+class _FormReward(Reward):
     """1 if the whole completion, without spaces around it, has a form, else 0."""
 
     def __init__(self, form: FormName) -> None:
@@ -220,7 +222,7 @@ class _Formed(Reward):
         return float(self._automaton.accepts(text))
 
 
-class _Python(Reward):
+class _ProgramReward(Reward):
     """The share of the texts under "tests" that the completion's program passes.
 
     The program is the last fenced block of the completion, or all of it if there is no such block.
@@ -230,20 +232,20 @@ class _Python(Reward):
     expected = "Python code that calls what it tests, a text or a list of texts,"
 
     def __init__(self) -> None:
-        self._solutions: Solutions | None = None
+        self._scorer: ProgramScorer | None = None
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
         super().require(record, where)
-        if self._solutions is not None:
+        if self._scorer is not None:
             return
-        confined = self._started().confinement()
-        if confined is None:
+        is_confined = self._start().confinement()
+        if is_confined is None:
             self.close()
             raise InputRefused(
                 "rl.reward = python: no program can run in a process with limits here; it needs Linux on x86-64 or "
                 "arm64 with seccomp, and as root also a Python that every user can read"
             )
-        if confined:
+        if is_confined:
             return
         danger = (
             "rl.reward = python: this system allows no namespaces, so the model's programs can use this user's "
@@ -259,21 +261,22 @@ class _Python(Reward):
 
     def score(self, answers: Sequence[Answer]) -> list[float]:
         pairs = [(_code(answer.completion), _as_list(answer.record["tests"])) for answer in answers]
-        return self._started().scores(pairs)
+        return self._start().scores(pairs)
 
     def close(self) -> None:
-        self._solutions = None
+        self._scorer = None
 
-    def _fits(self, value: object) -> bool:
+    def _is_valid(self, value: object) -> bool:
         return _are_texts(value) and all(map(_tests_something, _as_list(value)))
 
-    def _started(self) -> Solutions:
-        self._solutions = self._solutions or Solutions()
-        return self._solutions
+    def _start(self) -> ProgramScorer:
+        """Return the scorer of programs, which is made at the first call."""
+        self._scorer = self._scorer or ProgramScorer()
+        return self._scorer
 
 
-class _InParts(Reward):
-    """The sum of the parts that a function names, or the number that it returns."""
+class _RewardOfParts(Reward):
+    """The sum of the named parts that a function returns, or the number that it returns."""
 
     def __init__(self) -> None:
         self._parts: defaultdict[str, list[float]] = defaultdict(list)
@@ -284,18 +287,18 @@ class _InParts(Reward):
         return means
 
     def _score_one(self, answer: Answer) -> float:
-        parts = self._scored(answer)
+        parts = self._call(answer)
         for name, part in parts.items():
             self._parts[name].append(part)
         # fsum rounds once, so the order of the parts does not matter.
         return math.fsum(parts.values())
 
-    def _scored(self, answer: Answer) -> dict[str, float]:
-        """Return what the function returns, by part."""
+    def _call(self, answer: Answer) -> dict[str, float]:
+        """Return the parts that the function returns; a plain number is the part ""."""
         raise NotImplementedError
 
 
-class Called(_InParts):
+class FunctionReward(_RewardOfParts):
     """The score that a function of (prompt, answer, record) returns.
 
     The function returns a number, or {name: number} of parts, whose sum is the score.
@@ -306,14 +309,14 @@ class Called(_InParts):
         super().__init__()
         self._function = function
 
-    def _scored(self, answer: Answer) -> dict[str, float]:
+    def _call(self, answer: Answer) -> dict[str, float]:
         score = self._function(answer.prompt, answer.completion, answer.record)
         parts = None
         # Encoding raises these for a score that is not plain data.
         with suppress(TypeError, ValueError, RuntimeError):
-            parts = parts_of(worker.decoded(worker.encoded(score)))
+            parts = score_parts(worker.decoded(worker.encoded(score)))
         if parts is None:
-            raise refused(
+            raise function_error(
                 answer.where,
                 getattr(self._function, "__name__", "the reward"),
                 f"returned {score!r:.60}",
@@ -321,8 +324,11 @@ class Called(_InParts):
         return parts
 
 
-class _CalledFromFile(_InParts):
-    """The same for a function in a file, which is called in a separate process."""
+class _FileFunctionReward(_RewardOfParts):
+    """The score that a function in a file returns, as in `FunctionReward`.
+
+    The function is called in a separate process.
+    """
 
     def __init__(self, code: Code, sha256: str) -> None:
         super().__init__()
@@ -335,15 +341,15 @@ class _CalledFromFile(_InParts):
     def close(self) -> None:
         self._function.close()
 
-    def _scored(self, answer: Answer) -> dict[str, float]:
+    def _call(self, answer: Answer) -> dict[str, float]:
         return self._function.score(answer.prompt, answer.completion, answer.record, answer.where)
 
 
-class Taught(Reward):
+class TeacherReward(Reward):
     """The mean over an answer's tokens of teacher's log-probability - student's.
 
     It estimates minus the reverse KL per token. The caller loads and sets `teacher`;
-    `Drawer.advantages` computes the differences.
+    `Drawer.teacher_advantages` computes the differences.
     """
 
 
@@ -356,8 +362,8 @@ class NamedReward:
         make: returns the reward, given the values of its parameters by name. A model is not among
             the values: the caller loads it and sets it as `Reward.teacher`.
         parameters: its parameters, each of which is a key of [rl].
-        judges_tokens: whether it says what each token of an answer is worth. Keys that weigh whole
-            answers have no meaning then.
+        judges_tokens: whether it scores each token of an answer. Keys about the scores of whole
+            answers then have no meaning.
     """
 
     meaning: str
@@ -366,21 +372,21 @@ class NamedReward:
     judges_tokens: bool = False
 
 
-def _matched(regex: str) -> Reward:
-    return _Formed(FormName("regex", regex))
+def _regex_reward(regex: str) -> Reward:
+    return _FormReward(FormName("regex", regex))
 
 
-def _allowed(schema: str) -> Reward:
-    return _Formed(_schema_in(Path(schema)))
+def _schema_reward(schema: str) -> Reward:
+    return _FormReward(_schema_in(Path(schema)))
 
 
 # The names that the key rl.reward takes, besides FILE.py:FUNCTION.
 REWARDS = {
-    "number": NamedReward("1 if its last number is the record's answer", _Number),
-    "exact": NamedReward("1 if it is the record's answer", _Exact),
+    "number": NamedReward("1 if its last number is the record's answer", _NumberReward),
+    "exact": NamedReward("1 if it is the record's answer", _ExactReward),
     "regex": NamedReward(
         "1 if rl.reward_regex matches it",
-        _matched,
+        _regex_reward,
         (
             Parameter(
                 "rl.reward_regex",
@@ -392,7 +398,7 @@ REWARDS = {
     ),
     "json-schema": NamedReward(
         "1 if it is JSON that rl.reward_schema allows",
-        _allowed,
+        _schema_reward,
         (
             Parameter(
                 "rl.reward_schema",
@@ -402,10 +408,10 @@ REWARDS = {
             ),
         ),
     ),
-    "python": NamedReward("the share of the record's tests that its code passes", _Python),
+    "python": NamedReward("the share of the record's tests that its code passes", _ProgramReward),
     "teacher": NamedReward(
         "how much likelier rl.teacher finds its tokens than the model does",
-        Taught,
+        TeacherReward,
         (
             Parameter(
                 "rl.teacher",
@@ -435,7 +441,7 @@ def reward_of(name: str, vouched: Mapping[str, str] | None = None, **parameters:
       that `generate --json-schema` writes.
     - "python": the share of the record's "tests" that the completion's code passes; see
       `monograph.rl.processes`.
-    - "teacher": see `Taught`; the caller loads the teacher.
+    - "teacher": see `TeacherReward`; the caller loads the teacher.
     - "FILE.py:FUNCTION": the number that the function returns for (prompt, completion, record), or
       the sum of the numbers if it returns several by name.
 
@@ -445,14 +451,14 @@ def reward_of(name: str, vouched: Mapping[str, str] | None = None, **parameters:
         name: the reward's name.
         vouched: the digest of each Python file that may run, by the value that names the file; None
             if the caller itself names the reward now, and thereby trusts the file as it is.
-        parameters: values of the reward's parameters, by their names in `REWARDS`; None stands for a
-            value that is not given. Models are left out.
+        parameters: values of the reward's parameters, by their names in `REWARDS`; None stands for
+            a value that is not given. Models are left out.
 
     Raises:
-        UsageError: there is no such reward or no such parameter, or a parameter is missing or out of
-            range.
-        InputRefused: `vouched` lacks the Python file, the file cannot be read, or the pattern or the
-            schema cannot be used.
+        UsageError: there is no such reward or no such parameter, or a parameter is missing or out
+            of range.
+        InputRefused: `vouched` lacks the Python file, the file cannot be read, or the pattern or
+            the schema cannot be used.
         Unreadable: the system failed to read the schema.
     """
     code = code_named(name)
@@ -462,18 +468,18 @@ def reward_of(name: str, vouched: Mapping[str, str] | None = None, **parameters:
         raise UsageError(
             f"rl.reward = {name!r}: expected {', '.join(REWARDS)} or {OWN_FUNCTION}{hint}"
         )
-    own = [each for each in parameters_of(name) if not each.is_model]
-    names = [each.name for each in own]
-    for given, value in parameters.items():
-        if value is not None and given not in names:
+    declared = [parameter for parameter in parameters_of(name) if not parameter.is_model]
+    names = [parameter.name for parameter in declared]
+    for argument, value in parameters.items():
+        if value is not None and argument not in names:
             has = ", ".join(names) or "no parameters"
-            raise UsageError(f"{given} does not go with rl.reward = {name}, which has {has}")
+            raise UsageError(f"{argument} does not go with rl.reward = {name}, which has {has}")
     if code is None:
-        return REWARDS[name].make(**values_of(own, parameters, f"rl.reward = {name}"))
+        return REWARDS[name].make(**values_of(declared, parameters, f"rl.reward = {name}"))
     sha256 = code.digest() if vouched is None else vouched.get(name)
     if sha256 is None:
         raise InputRefused(f"rl.reward = {name}: nobody has said that this file may run")
-    return _CalledFromFile(code, sha256)
+    return _FileFunctionReward(code, sha256)
 
 
 def parameters_of(name: str) -> tuple[Parameter, ...]:
@@ -482,7 +488,7 @@ def parameters_of(name: str) -> tuple[Parameter, ...]:
 
 
 def _shown(value: object) -> str:
-    """Return a value in one short line, shortened to its end, where the answer of a long text is."""
+    """Return a value in one short line. Of a long text, this is the end, where its answer is."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"...{text[-MAX_SHOWN_CHARACTERS:]}"
 
@@ -510,11 +516,12 @@ def _tests_something(test: str) -> bool:
         return False
     definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
     executed = [line for line in tree.body if not isinstance(line, definition)]
-    calls = any(isinstance(node, ast.Call) for line in executed for node in ast.walk(line))
+    has_call = any(isinstance(node, ast.Call) for line in executed for node in ast.walk(line))
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    known = stored | set(dir(builtins))
-    return calls and any(node.id not in known for node in names)
+    own_names = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    known_names = own_names | set(dir(builtins))
+    reads_solution = any(node.id not in known_names for node in names)
+    return has_call and reads_solution
 
 
 def _code(completion: str) -> str:
@@ -526,7 +533,8 @@ def _code(completion: str) -> str:
     return textwrap.dedent(blocks[-1] if blocks else completion)
 
 
-def _equal(found: Fraction, wanted: Fraction) -> bool:
-    if found.denominator == wanted.denominator == 1:
-        return found == wanted
-    return abs(found - wanted) <= TOLERANCE * abs(wanted)
+def _equal(number: Fraction, expected: Fraction) -> bool:
+    """Return whether a number is right; only one that is not whole may differ by TOLERANCE."""
+    if number.denominator == expected.denominator == 1:
+        return number == expected
+    return abs(number - expected) <= TOLERANCE * abs(expected)

@@ -2,10 +2,10 @@
 update.
 
 An update's answers are sampled just before the update, from the tensors that the previous update
-has changed. Nothing is kept from one sample to the next. An answer is a function of the weights, the
-prompt, the options and a seed, which is made from the run's seed, the prompt's position in the order
-and the answer's number in its group. The answer does not depend on what else is sampled at the same
-time. So a run that was killed while it sampled samples the same answers again.
+has changed. Nothing is kept from one sample to the next. An answer is a function of the weights,
+the prompt, the options and a seed, which is made from the run's seed, the prompt's position in the
+order and the answer's number in its group. The answer does not depend on what else is sampled at
+the same time. So a run that was killed while it sampled samples the same answers again.
 
 Shapes: R rows, T positions.
 """
@@ -56,29 +56,30 @@ from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import Answer, Reward
 
-# Answers that are decoded at the same time.
-MOST_ROWS = 256
-# Prompts that are read at the same time.
-MOST_PROMPTS = 32
-# How many steps are decoded between two times that the host reads which answers have ended. A read
-# costs as much as a step of a small model.
-STEPS = 16
+# The maximum number of answers that are decoded at the same time.
+MAX_DECODED_ROWS = 256
+# The maximum number of prompts that are read into the cache at the same time.
+MAX_PREFILL_PROMPTS = 32
+# The number of steps that are decoded before the host reads which answers have ended. A read costs
+# as much as a step of a small model.
+BLOCK_STEPS = 16
 # The smallest reward of a right answer. It is below 1, since 0.7 + 0.2 + 0.1 is below 1 in floats.
-SOLVED = 1.0 - ROUNDING
-# The position of the first held-out prompt, beyond all positions that a run trains on.
-HELD_OUT = 1 << 62
+SOLVED_REWARD = 1.0 - ROUNDING
+# The seeds of held-out prompts are made as if the prompts had the positions from here on, which no
+# run reaches.
+FIRST_HELD_OUT_POSITION = 1 << 62
 
 
 def decoded_rows(answers: int) -> int:
     """Return the number of rows in which this number of answers is decoded at the same time."""
-    return min(padded_count(answers), MOST_ROWS)
+    return min(padded_count(answers), MAX_DECODED_ROWS)
 
 
-def slots_of(options: RolloutOptions, config: LlamaConfig, tokens: int) -> int:
-    """Return the positions of a row for a prompt and its answer of `tokens` tokens together.
+def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> int:
+    """Return the number of positions of a row for a prompt and its answer of `tokens` tokens in all.
 
-    For exact scoring it is padded as `monograph.ops.filled` says. The number of positions of several
-    rows is then padded, too.
+    For exact scoring it is padded as `monograph.ops.filled` says. The number of positions of
+    several rows is then padded, too.
     """
     if not options.exact:
         return tokens
@@ -91,7 +92,8 @@ class Sharing:
 
     Attributes:
         ranks: the number of ranks.
-        share: returns work(items), a JSON value for each item. Each rank computes a part of them.
+        share: given (work, items), returns work(items), a list of one JSON value for each item.
+            Each rank computes a part of the list, and all ranks get the whole list.
         once: calls a function on one rank, and returns the result on all ranks.
     """
 
@@ -114,7 +116,7 @@ class Drawer:
         updates: returns the number of updates of the run; 0 as long as the number is unknown.
         model: the model that is sampled from: the one in training, or a copy with gathered weights
             if each rank trains only a part of every tensor.
-        ends: the tokens that end an answer.
+        end_ids: the ids that end an answer.
         reference: the planes of the weights that the run begins from; None without a KL term.
     """
 
@@ -135,15 +137,16 @@ class Drawer:
         self.options = options
         self.updates = updates
         self.model = cast(Llama, engine.model)
-        self.ends = prompts.ends(self.model.config)
+        self.end_ids = prompts.end_ids(self.model.config)
         self.reference: list[Tensor] | None = None
-        self._made: tuple[Mode, Generator] | None = None
+        # The generator of the last call of `generator`, and its mode.
+        self._cached_generator: tuple[Mode, Generator] | None = None
 
-    def take(self, options: RolloutOptions) -> None:
+    def set_options(self, options: RolloutOptions) -> None:
         """Sample and weigh by other options from now on."""
         self.options = options
-        # The rows of the present generator have the shape of the former options.
-        self._made = None
+        # The rows of the cached generator have the shape of the former options.
+        self._cached_generator = None
 
     @property
     def form(self) -> AnswerForm | None:
@@ -151,14 +154,14 @@ class Drawer:
         return cast(PolicyLoss, self.engine.step.loss).form
 
     @property
-    def _is_raw(self) -> bool:
+    def _samples_raw_softmax(self) -> bool:
         """Return whether answers are sampled from the softmax of the model's own logits."""
         return self.options.temperature == 1 and self.form is None
 
     @property
     def slots(self) -> int:
-        """Return the positions of a row of decoding; a row of exact scoring has the same number."""
-        return slots_of(
+        """Return the number of positions of a row of decoding, and of a row of exact scoring."""
+        return slots_per_row(
             self.options, self.model.config, self.prompts.longest + self.options.max_new_tokens
         )
 
@@ -175,26 +178,27 @@ class Drawer:
         prompts = self.prompts
         step = self.engine.step
         answers = options.prompts * options.group
-        weight = model.lm_head.weight
-        batches = math.ceil(answers / MOST_ROWS)
+        device_type = model.lm_head.weight.device.type
         # A run that compiles nothing must not compile its decoder: 0 steps are never worth it.
         decode_steps = 0
         if step.scope != "none":
-            decode_steps = self.updates() // options.updates * batches * options.max_new_tokens
-        mode = mode_for(decode_steps, weight.device.type, casts=step.precision.name != "fp32")
-        if self._made and self._made[0] == mode:
-            return self._made[1]
-        prompts_at_once = min(options.prompts, MOST_PROMPTS)
+            samples = self.updates() // options.updates
+            batches = math.ceil(answers / MAX_DECODED_ROWS)
+            decode_steps = samples * batches * options.max_new_tokens
+        mode = mode_for(decode_steps, device_type, casts=step.precision.name != "fp32")
+        if self._cached_generator and self._cached_generator[0] == mode:
+            return self._cached_generator[1]
+        prefill_prompts = min(options.prompts, MAX_PREFILL_PROMPTS)
         slots = CacheSizes(
-            self.slots, block_of(self.slots), prompts_at_once, options.exact, prompts.longest
+            self.slots, block_of(self.slots), prefill_prompts, options.exact, prompts.longest
         )
         answers_of_rank = math.ceil(answers / self.sharing.ranks)
         # Memory may hold fewer rows than there are answers.
         rows = unpadded_count(
             rows_that_fit(model, slots, decoded_rows(answers_of_rank), "lower rl.max_new_tokens")
         )
-        chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
-        chain = replace(chain, processed=not self._is_raw)
+        chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.end_ids))
+        chain = replace(chain, processed=not self._samples_raw_softmax)
         with modes_kept(model):
             generator = Generator(
                 model,
@@ -202,18 +206,19 @@ class Drawer:
                 rows=rows,
                 slots=slots,
                 vocabulary=prompts.vocab_size,
-                block=min(STEPS, options.max_new_tokens),
+                block=min(BLOCK_STEPS, options.max_new_tokens),
                 mode=mode,
                 automata=[self.form.automaton] if self.form else (),
             )
-        self._made = mode, generator
+        self._cached_generator = mode, generator
         return generator
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        """Compute in the block without gradients, in the step's precision."""
+        """Prepare for decoding: no gradients, the step's precision, and no captured graphs."""
         step = self.engine.step
-        # Answers are in no cycles of references, but their number would start many collections.
+        # Answers are in no cycles of references, but their number would start many garbage
+        # collections.
         collects_garbage = gc.isenabled()
         gc.disable()
         try:
@@ -226,7 +231,7 @@ class Drawer:
                 gc.enable()
 
     def draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
-        """Sample an answer to each prompt, and return them with their log-probabilities.
+        """Sample an answer to each prompt, and return the answers with their log-probabilities.
 
         Ranks share the work.
 
@@ -238,28 +243,32 @@ class Drawer:
             Diverged: the model's logits are not finite.
         """
 
-        def json_answers(part: Sequence[tuple[Prompt, int]]) -> list[Any]:
+        def json_answers(prompts_and_seeds: Sequence[tuple[Prompt, int]]) -> list[Any]:
             return [
                 (answer.text, answer.token_ids, answer.finish_reason, answer.logprobs)
-                for answer in self._draw(*zip(*part, strict=True))
+                for answer in self._draw_on_this_rank(*zip(*prompts_and_seeds, strict=True))
             ]
 
-        self._gather()
+        self._gather_model()
         answers = self.sharing.share(json_answers, list(zip(prompts, seeds, strict=True)))
         return [
-            Completion(text, token_ids, finish, [LogProbability(*one) for one in logprobs])
+            Completion(text, token_ids, finish, [LogProbability(*fields) for fields in logprobs])
             for text, token_ids, finish, logprobs in answers
         ]
 
-    def _gather(self) -> None:
+    def _gather_model(self) -> None:
+        """Set `model` to a model that has all weights; see the attribute."""
         self.model = cast(Llama, self.engine.step.parameters.gathered())
 
-    def _draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
+    def _draw_on_this_rank(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int]
+    ) -> list[Completion]:
+        """Do what `draw` does, without other ranks."""
         sampling = Sampling(temperature=self.options.temperature, logprobs=0)
         max_tokens = self.options.max_new_tokens
         automaton = self.form.automaton if self.form else None
         requests = [
-            Request(prompt.ids, sampling, max_tokens, self.ends, automaton, seed=seed)
+            Request(prompt.ids, sampling, max_tokens, self.end_ids, automaton, seed=seed)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         # The generator depends on whether the step is captured, and `_decoding` sets that aside.
@@ -275,26 +284,26 @@ class Drawer:
         return completions
 
     @property
-    def held(self) -> list[Tensor]:
-        """Return the tensors that are held in addition to the step's.
+    def extra_tensors(self) -> list[Tensor]:
+        """Return the tensors that this object keeps in memory, in addition to the step's.
 
         They are keys and values, the reference, the teacher's weights and the copy of the weights.
         """
-        held = list[Tensor]()
-        if self._made:
-            _, generator = self._made
+        tensors = list[Tensor]()
+        if self._cached_generator:
+            _, generator = self._cached_generator
             for cache in (generator.cache, generator.reader.cache):
-                held += [*cache.keys, *cache.values]
-        held += self.reference or ()
+                tensors += [*cache.keys, *cache.values]
+        tensors += self.reference or ()
         if self.reward.teacher:
-            held += self.reward.teacher.parameters()
+            tensors += self.reward.teacher.parameters()
         if self.model is not self.engine.model:
-            held += self.model.parameters()
-        return held
+            tensors += self.model.parameters()
+        return tensors
 
     @property
     def arrangement(self) -> RolloutOptions:
-        """Return the options, with the rows in which answers are scored."""
+        """Return the options with the rows in which the loss reads answers."""
         if not self.options.exact:
             return self.options
         return replace(self.options, length=self.slots, packed=False)
@@ -306,16 +315,17 @@ class Drawer:
 
         With a KL term they also have the reference's log-probabilities.
         """
-        # The log-probabilities of the model's own softmax are computed as the loss computes them. Of
-        # another distribution there are only those that the sampler computes in its own way.
+        # `drawn` is the log-probability in the model's own softmax, computed as the loss computes
+        # it. `processed_drawn` is that in the distribution that was sampled from, computed by the
+        # sampler.
         logprobs_of_answers = [
             [
-                one.drawn if self._is_raw else one.processed_drawn
-                for one in completion.logprobs or ()
+                token.drawn if self._samples_raw_softmax else token.processed_drawn
+                for token in completion.logprobs or ()
             ]
             for completion in completions
         ]
-        made = [
+        rollouts = [
             Rollout(
                 prompt.ids,
                 completion.token_ids,
@@ -328,18 +338,21 @@ class Drawer:
             )
         ]
         if self.options.kl is None:
-            return made
+            return rollouts
         if not self.options.kl.needs_reference:
-            return [rollout._replace(reference=[0.0] * len(rollout.token_ids)) for rollout in made]
+            return [
+                rollout._replace(reference=[0.0] * len(rollout.token_ids)) for rollout in rollouts
+            ]
+        # In this block the planes have the reference's weights.
         with temporary_params(self.engine.step.planes, self.reference or ()):
-            self._gather()
-            references = self.scored(made, self.model)
+            self._gather_model()
+            references = self.log_probabilities_of(rollouts, self.model)
         return [
             rollout._replace(reference=reference)
-            for rollout, reference in zip(made, references, strict=True)
+            for rollout, reference in zip(rollouts, references, strict=True)
         ]
 
-    def scored(self, rollouts: Sequence[Rollout], model: Llama) -> list[list[float]]:
+    def log_probabilities_of(self, rollouts: Sequence[Rollout], model: Llama) -> list[list[float]]:
         """Return a model's log-probabilities of each answer's tokens.
 
         They are computed as the loss computes them, but without captured graphs.
@@ -348,44 +361,47 @@ class Drawer:
         device = self.engine.step.device
 
         def log_probabilities(batch: Batch) -> Tensor:
-            on_device = {name: each.to(device) for name, each in batch.items()}
+            on_device = {name: tensor.to(device) for name, tensor in batch.items()}
             return loss.log_probabilities(model, on_device)
 
-        def logprobs_of(part: Sequence[Rollout]) -> list[list[float]]:
+        def score_on_this_rank(part: Sequence[Rollout]) -> list[list[float]]:
+            rows = self.engine.micro_batch or len(part)
             with self._decoding():
-                return split_by_answer(
-                    log_probabilities, part, self.arrangement, self.engine.micro_batch or len(part)
-                )
+                return split_by_answer(log_probabilities, part, self.arrangement, rows)
 
-        return self.sharing.share(logprobs_of, rollouts)
+        return self.sharing.share(score_on_this_rank, rollouts)
 
-    def advantages(
+    def teacher_advantages(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> list[list[float]] | None:
         """Return teacher's log-probability - student's for each token of each answer.
 
-        It is None without a teacher.
+        The result is None if there is no teacher.
         """
         teacher = self.reward.teacher
         if teacher is None:
             return None
-        of_teacher = [
+        with_teacher_prompts = [
             rollout._replace(prompt_ids=prompt.teacher_ids or prompt.ids)
             for prompt, rollout in zip(prompts, rollouts, strict=True)
         ]
-        return [
-            [theirs - ours for theirs, ours in zip(logprobs, rollout.logprobs, strict=True)]
-            for logprobs, rollout in zip(self.scored(of_teacher, teacher), rollouts, strict=True)
-        ]
+        teacher_logprobs = self.log_probabilities_of(with_teacher_prompts, teacher)
+        advantages = []
+        for of_teacher, rollout in zip(teacher_logprobs, rollouts, strict=True):
+            of_student = rollout.logprobs
+            advantages.append(
+                [theirs - own for theirs, own in zip(of_teacher, of_student, strict=True)]
+            )
+        return advantages
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         """Return the rewards of these answers, see `Reward.score`.
 
-        With a teacher a reward is the mean of the answer's `advantages`.
+        With a teacher, the reward is the mean of the answer's `teacher_advantages`.
         """
         if self.reward.teacher is not None:
-            advantages = self.advantages(prompts, self.rollouts(prompts, completions)) or []
-            return [statistics.fmean(each) for each in advantages]
+            advantages = self.teacher_advantages(prompts, self.rollouts(prompts, completions)) or []
+            return [statistics.fmean(of_answer) for of_answer in advantages]
         answers = [
             Answer(prompt.text, completion.text, prompt.record, prompt.where)
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -399,12 +415,14 @@ class Drawer:
 
     def sample(self) -> tuple[str, str, float]:
         """Sample an answer to the first prompt by a fixed seed; return prompt, answer and reward."""
-        first = self.prompts.train[:1]
-        [answer] = self.draw(first, rollout_seeds(self.options.seed, [HELD_OUT - 1], 1))
-        [reward] = self.score(first, [answer])
+        prompt = self.prompts.train[0]
+        # No prompt of a run has this position.
+        seeds = rollout_seeds(self.options.seed, [FIRST_HELD_OUT_POSITION - 1], 1)
+        [answer] = self.draw([prompt], seeds)
+        [reward] = self.score([prompt], [answer])
         # The parts of this reward belong to no update, so they are discarded.
         self.reward.parts()
-        return first[0].text, answer.text, reward
+        return prompt.text, answer.text, reward
 
     def reward_figures(self, rewards: Sequence[float]) -> dict[str, float]:
         """Return figures on the rewards of groups of answers.
@@ -421,14 +439,14 @@ class Drawer:
         best = [max(rewards[first : first + group]) for first in range(0, len(rewards), group)]
         return {
             "reward": mean,
-            "pass_at_1": statistics.fmean(reward >= SOLVED for reward in rewards),
-            "pass_at_k": statistics.fmean(reward >= SOLVED for reward in best),
+            "pass_at_1": statistics.fmean(reward >= SOLVED_REWARD for reward in rewards),
+            "pass_at_k": statistics.fmean(reward >= SOLVED_REWARD for reward in best),
         }
 
-    def measure(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Sample a group of answers to each of the first held-out prompts; return figures on them.
 
-        It uses as many prompts as an update.
+        There are as many of these prompts as an update has.
 
         Returns:
             eval_reward, eval_pass_at_1, eval_pass_at_k: the figures of `reward_figures`.
@@ -439,7 +457,7 @@ class Drawer:
         held_out = self.prompts.held_out[: self.options.prompts]
         prompts = [prompt for prompt in held_out for _ in range(group)]
         # The seeds are the same each time, so that less of a change is due to chance.
-        positions = range(HELD_OUT, HELD_OUT + len(held_out))
+        positions = range(FIRST_HELD_OUT_POSITION, FIRST_HELD_OUT_POSITION + len(held_out))
         answers = self.draw(prompts, rollout_seeds(self.options.seed, positions, group))
         figures = self.reward_figures(self.score(prompts, answers))
         figures |= {f"reward.{name}": mean for name, mean in self.reward.parts().items()}
@@ -448,7 +466,7 @@ class Drawer:
 
 
 class Rollouts(Iterator[Batch]):
-    """An iterator over the windows of a run; a window's answers are sampled when it is asked for.
+    """An iterator over the windows of a run. Their answers are sampled when a window is asked for.
 
     Window k has the answers to the prompts at positions start + k P .. start + (k + 1) P - 1 of the
     endless order that the seed gives (`monograph.data.rows.rows_at`). The interface is that of
@@ -460,17 +478,19 @@ class Rollouts(Iterator[Batch]):
         rows_consumed: the position after the last prompt that was answered.
         skip: (begin, end) of the positions that are skipped.
         numbers: figures on the window that was returned last, for the metrics.
-        is_fresh: whether the last window has new answers, and not those of the window before.
+        is_fresh: whether the last window had new answers; otherwise it was the window before it
+            again.
     """
 
     def __init__(self, drawer: Drawer, start: int = 0, skip: Sequence[Sequence[int]] = ()) -> None:
         """Begin at the position `start`; see the class."""
-        self.drawer, self.rows_consumed = drawer, start
+        self.drawer = drawer
+        self.rows_consumed = start
         self.rows_per_window = drawer.options.prompts
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)
         self.numbers: dict[str, float] = {}
         self._window: Batch = {}
-        # How often the present window will be returned again, for further updates of one sample.
+        # How often the last window will be returned again, for further updates with one sample.
         self._repeats_left = 0
         self.is_fresh = True
 
@@ -483,7 +503,7 @@ class Rollouts(Iterator[Batch]):
             self._repeats_left -= 1
             self.is_fresh = False
             return self._window
-        wanted = self.rows_per_window
+        wanted_groups = self.rows_per_window
         groups = list[AnswerGroup]()
         drawn_s = 0.0
         scored_s = 0.0
@@ -492,13 +512,13 @@ class Rollouts(Iterator[Batch]):
             if not positions:
                 break
             began = clock()
-            prompts, completions = self._drawn(positions)
-            drawn_s = drawn_s + clock() - began
+            prompts, completions = self._draw_groups(positions)
+            drawn_s += clock() - began
             began = clock()
-            groups += self._weighed(prompts, completions)
+            groups += self._score_groups(prompts, completions)
             scored_s += clock() - began
             self.rows_consumed = positions[-1] + 1
-            if sum(group.teaches for group in groups) >= wanted:
+            if sum(group.teaches for group in groups) >= wanted_groups:
                 break
         if not groups:
             raise StopIteration
@@ -512,23 +532,28 @@ class Rollouts(Iterator[Batch]):
             **seconds,
         }
         # With several draws, an update uses only groups that teach, unless there are none.
-        teaching = [group for group in groups if group.teaches]
-        use_teaching_only = self.drawer.options.draws > 1 and bool(teaching)
-        used = (teaching if use_teaching_only else groups)[:wanted]
-        rollouts = [rollout for group in used for rollout in group.rollouts]
-        weighed = [weight for group in used for weight in group.weights]
-        self._window = arrange_window(rollouts, weighed, self.drawer.arrangement)
+        if self.drawer.options.draws > 1:
+            groups = [group for group in groups if group.teaches] or groups
+        used_groups = groups[:wanted_groups]
+        rollouts = [rollout for group in used_groups for rollout in group.rollouts]
+        weights = [weight for group in used_groups for weight in group.weights]
+        self._window = arrange_window(rollouts, weights, self.drawer.arrangement)
         self._repeats_left = self.drawer.options.updates - 1
         self.is_fresh = True
         return self._window
 
     @property
     def is_between_draws(self) -> bool:
-        """Return whether the next window is sampled anew, so that a run can resume from `state`."""
+        """Return whether the next window will have new answers; then a run can resume from `state`."""
         return not self._repeats_left
 
-    def _drawn(self, positions: Sequence[int]) -> tuple[list[Prompt], list[Completion]]:
-        """Sample a group of answers to the prompt at each position; return prompts and answers."""
+    def _draw_groups(self, positions: Sequence[int]) -> tuple[list[Prompt], list[Completion]]:
+        """Sample a group of answers to the prompt at each position.
+
+        Returns:
+            The prompt of each answer.
+            The answers, group by group.
+        """
         options = self.drawer.options
         train = self.drawer.prompts.train
         first, last = positions[0], positions[-1]
@@ -540,16 +565,19 @@ class Rollouts(Iterator[Batch]):
         seeds = rollout_seeds(options.seed, positions, options.group)
         return prompts, self.drawer.draw(prompts, seeds)
 
-    def _weighed(
+    def _score_groups(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[AnswerGroup]:
-        """Score and weigh the answers; return their groups."""
+        """Score and weigh the answers, and return their groups.
+
+        The arguments are what `_draw_groups` returns.
+        """
         drawer = self.drawer
         options = drawer.options
         rollouts = drawer.rollouts(prompts, completions)
-        teacher_advantages = drawer.advantages(prompts, rollouts)
+        teacher_advantages = drawer.teacher_advantages(prompts, rollouts)
         if teacher_advantages:
-            rewards = [statistics.fmean(each) for each in teacher_advantages]
+            rewards = [statistics.fmean(of_answer) for of_answer in teacher_advantages]
         else:
             rewards = drawer.score(prompts, completions)
         groups = []
@@ -562,11 +590,12 @@ class Rollouts(Iterator[Batch]):
                 ]
             else:
                 weights = answer_weights(rollouts[members], rewards[members], options)
-                _, compared = keep_and_penalise(rollouts[members], rewards[members], options)
-                # An advantage that compares no answers has no gradient only if all rewards are 0.
+                _, kept_rewards = keep_and_penalise(rollouts[members], rewards[members], options)
+                # There is no gradient if all rewards are equal. For an advantage that does not
+                # compare the answers, they also have to be 0.
                 if not ADVANTAGES[options.advantage].compares_answers:
-                    compared = [*compared, 0.0]
-                teaches = not rewards_are_equal(compared)
+                    kept_rewards = [*kept_rewards, 0.0]
+                teaches = not rewards_are_equal(kept_rewards)
             groups.append(
                 AnswerGroup(
                     prompts[first],

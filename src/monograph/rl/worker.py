@@ -40,30 +40,30 @@ LIMITS = {
     resource.RLIMIT_CORE: 0,
 }
 ENDS_OF_ITERATORS = (StopIteration, StopAsyncIteration)
-# How long a confined process may live. This matters only if the trainer died before the process could
-# ask the system to end it with the trainer.
-LONGEST_S = 20.0
+# The longest life of a confined process. This matters only if the trainer died before the process
+# could ask the system to end it with the trainer.
+MAX_LIFETIME_S = 20.0
 # The user without rights.
 NOBODY = 65534
-# Linux's constants, which Python does not define.
-_NEW_NETWORK = 1 << 30
-_NEW_PROCESSES = 1 << 29
-_NEW_USER = 1 << 28
-_NEW_IPC = 1 << 27
-_NEW_MOUNTS = 1 << 17
-_PRIVATE = 1 << 18
-_BIND = 1 << 12
-_RECURSIVE = 1 << 14
-_MOUNT_SETATTR = 442
-_CURRENT_FOLDER = -100
-_WITH_MOUNTS_BELOW = 0x8000
-_READ_ONLY_WITHOUT_DEVICES = 7
-_END_WITH_PARENT = 1
-_OPEN_TO_OTHERS = 4
-_NO_NEW_RIGHTS = 38
-_CAPABILITIES_VERSION = 0x20080522
-_FILTER_CALLS = 22
-_BY_PROGRAM = 2
+# Constants that Python does not define, with their names in Linux.
+_NEW_NETWORK = 1 << 30  # CLONE_NEWNET
+_NEW_PROCESSES = 1 << 29  # CLONE_NEWPID
+_NEW_USER = 1 << 28  # CLONE_NEWUSER
+_NEW_IPC = 1 << 27  # CLONE_NEWIPC
+_NEW_MOUNTS = 1 << 17  # CLONE_NEWNS
+_PRIVATE = 1 << 18  # MS_PRIVATE
+_BIND = 1 << 12  # MS_BIND
+_RECURSIVE = 1 << 14  # MS_REC
+_MOUNT_SETATTR = 442  # SYS_mount_setattr
+_CURRENT_FOLDER = -100  # AT_FDCWD
+_WITH_MOUNTS_BELOW = 0x8000  # AT_RECURSIVE
+_READ_ONLY_WITHOUT_DEVICES = 7  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
+_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_OPEN_TO_OTHERS = 4  # PR_SET_DUMPABLE
+_NO_NEW_RIGHTS = 38  # PR_SET_NO_NEW_PRIVS
+_CAPABILITIES_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
+_FILTER_CALLS = 22  # PR_SET_SECCOMP
+_BY_PROGRAM = 2  # SECCOMP_MODE_FILTER
 # Where the new root is mounted. Every Linux has this folder, and no library is in it.
 ROOT = b"/proc"
 
@@ -146,7 +146,10 @@ class _Channel:
     """Lines of JSON in both directions over a socket."""
 
     def __init__(self, descriptor: int) -> None:
-        """Take over the socket; its descriptor is then of /dev/null, so foreign code cannot use it."""
+        """Take over the socket with this descriptor.
+
+        The descriptor then leads to /dev/null, so that foreign code cannot use the socket.
+        """
         self._descriptors = os.dup(descriptor), os.dup(descriptor)
         self._reader = os.fdopen(self._descriptors[0], "rb")
         self._writer = os.fdopen(self._descriptors[1], "wb")
@@ -201,7 +204,11 @@ def _confine(folders: Sequence[str]) -> None:
 
 
 def _forbid(libc: ctypes.CDLL) -> None:
-    """Let the calls of FORBIDDEN fail with EPERM in this process and its children."""
+    """Let the calls of FORBIDDEN fail with EPERM in this process and its children.
+
+    Raises:
+        OSError: the system takes no filter, or no filter is known for this kind of processor.
+    """
     machine = MACHINES.get(os.uname().machine)
     if machine is None:
         raise OSError(f"no filter of system calls is known for {os.uname().machine}")
@@ -221,6 +228,7 @@ def _forbid(libc: ctypes.CDLL) -> None:
         for numbers in FORBIDDEN.values()
         if numbers[machine.column] is not None
     ]
+    # An instruction is (operation, instructions to skip if true, the same if false, operand).
     code = [
         (load, 0, 0, architecture),
         (jump_if_equal, 1, 0, machine.number),
@@ -234,8 +242,9 @@ def _forbid(libc: ctypes.CDLL) -> None:
     program = ctypes.create_string_buffer(
         b"".join(struct.pack("HBBI", *instruction) for instruction in code)
     )
-    described = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(program))
-    if libc.prctl(_FILTER_CALLS, _BY_PROGRAM, described, 0, 0):
+    # The kernel's struct sock_fprog: the number of instructions and their address.
+    program_struct = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(program))
+    if libc.prctl(_FILTER_CALLS, _BY_PROGRAM, program_struct, 0, 0):
         raise OSError(ctypes.get_errno(), "the system takes no filter of system calls")
 
 
@@ -275,15 +284,16 @@ def _hide(libc: ctypes.CDLL, folders: list[bytes]) -> None:
     for _ in range(2):
         libc.prctl(_END_WITH_PARENT, signal.SIGKILL)
         if os.fork():
-            signal.sigtimedwait({signal.SIGCHLD}, LONGEST_S)
+            signal.sigtimedwait({signal.SIGCHLD}, MAX_LIFETIME_S)
             os._exit(0)
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set}
+# The types of containers, apart from dicts, by the names that `encoded` gives them.
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set}
 
 
 def encoded(value: object) -> Any:
-    """Return plain data in JSON's types; a container becomes [kind, items].
+    """Return plain data as a JSON value, in which a container is [kind, items].
 
     A value of a subclass becomes one of its base class.
 
@@ -311,47 +321,52 @@ def decoded(value: object) -> Any:
     kind, items = value
     if kind == "dict":
         return {decoded(key): decoded(each) for key, each in items}
-    return _KINDS[kind](map(decoded, items))
+    return _CONTAINERS[kind](map(decoded, items))
 
 
 def _serve(channel: _Channel) -> None:
+    """Run the source of the first message, and call a function for each further message."""
     module = ModuleType("foreign")
     # Dataclasses look up their module there.
     sys.modules["foreign"] = module
 
-    def run(source: str, path: str, wanted: str | None) -> None:
+    def run_source(source: str, path: str, function: str | None) -> None:
         module.__file__ = path
         # The file can import modules of its folder, as if Python ran it.
         sys.path.append(os.path.dirname(path))
         # The message holds the source's bytes as Latin-1. The source itself declares its encoding.
         exec(compile(source.encode("latin-1"), path, "exec"), module.__dict__)
-        if wanted and not callable(getattr(module, wanted, None)):
+        if function and not callable(getattr(module, function, None)):
             # Imported only here, since it would delay the start of each process.
             import difflib
 
             functions = [name for name, value in module.__dict__.items() if callable(value)]
-            near = difflib.get_close_matches(wanted, functions, n=1)
+            near = difflib.get_close_matches(function, functions, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise NameError(f"the file has no function {wanted!r}{hint}")
+            raise NameError(f"the file has no function {function!r}{hint}")
 
     def call(name: str, positional: object, named: object) -> Any:
         if not hasattr(module, name):
             raise NameError(f"name {name!r} is not defined")
         return getattr(module, name)(*decoded(positional), **decoded(named))
 
-    perform: Callable[..., Any] = run
+    # The first message has the source, and once that has run, each further message is a call.
+    handle: Callable[..., Any] = run_source
     while True:
         message = channel.receive()
         try:
-            reply = [None, encoded(perform(*message))]
-            perform = call
+            reply = [None, encoded(handle(*message))]
+            handle = call
         except BaseException as error:
             reply = [type(error).__name__, str(error)]
         channel.send(reply)
 
 
 def _test(parent: _Channel, solution: _Channel) -> None:
+    """Run the tests that `parent` sends, and send it for each test whether it passed."""
+
     def ask(*message: object) -> Any:
+        """Send a message to the solution, and return its result or raise its exception."""
         try:
             solution.send(message)
             raised, value = solution.receive()
@@ -393,6 +408,7 @@ def _exception(name: str, message: str) -> Exception:
 
 
 def _passes(test: str, call: Callable[..., Any]) -> bool:
+    """Return whether a test runs to its end. `call` calls a function of the solution by name."""
     try:
         tree = ast.parse(test)
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

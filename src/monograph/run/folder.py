@@ -28,13 +28,13 @@ from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
 from monograph.report import metrics
 from monograph.run.run_index import (
     SWEEP,
-    checkpoint_named,
+    folders_with_lock,
+    json_object,
     lock_record,
-    locked_in,
-    parsed,
     resolve_checkpoint,
     runs_in,
     serial_number,
+    update_of_checkpoint,
 )
 from monograph.storage.reading import (
     contents,
@@ -73,9 +73,9 @@ _LOCK_RECORD_START = b'{"serial": '  # the first bytes of run.lock
 
 # The numbers that a row may have, besides times, whose names end in their unit.
 _NUMBERS = (*metrics.metric_keys(), "share")
-# A function of a run's folder. It returns why "last" cannot mean this run, such as "is a sweep", or
-# "" if it can.
-Obstacle = Callable[[Path], str]
+# A function of a run's folder, which returns why "last" cannot mean this run, such as "is a sweep",
+# or "" if it can.
+ObstacleOf = Callable[[Path], str]
 _STRICT = ConfigDict(strict=True)
 _Summary = create_model("_Summary", __config__=_STRICT, update=(int, 0))
 # The entries of a row that commands rely on, as name=(type, default). A row may have other entries.
@@ -111,13 +111,13 @@ class Run:
 
     Attributes:
         folder: the run's folder.
-        at: the update of the checkpoint to read, if the user named the run by the folder of a
+        at_update: the update of the checkpoint to read, if the user named the run by the folder of a
             checkpoint; None for the newest checkpoint.
     """
 
-    def __init__(self, folder: Path, at: int | None = None) -> None:
+    def __init__(self, folder: Path, at_update: int | None = None) -> None:
         self.folder = folder
-        self.at = at
+        self.at_update = at_update
         self.config = folder / "config.toml"
         self.checkpoints = folder / "checkpoints"
         self.report = folder / "report.html"
@@ -147,7 +147,7 @@ class Run:
             else:
                 folder = _claim_given_folder(Path(out))
             run = cls(folder)
-            others = locked_in(run.folder.parent)
+            others = folders_with_lock(run.folder.parent)
             number = 1 + (serial_number(others[-1]) if others else 0)
             for other in others:
                 _remove_stdin_copy(other)
@@ -164,42 +164,46 @@ class Run:
         """Return the run that a user names.
 
         Args:
-            name: the path of a run or of one of its checkpoints, which sets `Run.at`. "last" is the
+            name: the path of a run or of one of its checkpoints, which sets `Run.at_update`. "last" is the
                 run in `root` with the highest serial number, so that the clock does not matter.
                 "last/PATH" is a path inside that run.
             root: the folder of all runs.
-            saved: whether "last" passes over sweeps and over runs without a checkpoint. A line on
-                standard error then says which run was passed over.
+            saved: whether "last" must be a run with a checkpoint, and newer sweeps and runs without
+                one are passed over. A line on standard error then says so.
 
         Raises:
             InputRefused: there is no such run, or the name is that of a whole sweep.
         """
         name = resolve_checkpoint(Path(name))
-        folder = _located(name, root, _obstacle_to_one_model if saved else _no_obstacle)
-        at = checkpoint_named(name)
+        folder = _locate(name, root, _obstacle_to_one_model if saved else _no_obstacle)
+        at_update = update_of_checkpoint(name)
         if is_file(folder / SWEEP):
             example = "best" if exists(folder / "best") else "members/000"
             raise InputRefused(
                 f"{folder} is a sweep: name one of its runs, such as {Path(name) / example}"
             )
-        return cls(folder, at)
+        return cls(folder, at_update)
 
     @staticmethod
-    def located(name: str | Path, root: str | Path = DEFAULT_ROOT, *, saved: bool = True) -> Path:
+    def locate(name: str | Path, root: str | Path = DEFAULT_ROOT, *, saved: bool = True) -> Path:
         """Return the folder of the run or of the sweep that a user names; see `open`.
 
         Raises:
             InputRefused: there is no such run or sweep.
         """
-        return _located(name, root, _obstacle_to_models if saved else _no_obstacle)
+        return _locate(name, root, _obstacle_to_models if saved else _no_obstacle)
 
     @property
-    def named(self) -> Path:
-        """Return the path that names this run: the checkpoint of update `at`, or the run's folder."""
-        return self.folder if self.at is None else self.checkpoints / f"step-{self.at:08d}"
+    def named_path(self) -> Path:
+        """Return the path that names this run: the checkpoint of update `at_update`, or the run's folder."""
+        return (
+            self.folder
+            if self.at_update is None
+            else self.checkpoints / f"step-{self.at_update:08d}"
+        )
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Return whether config.toml is written. From then on the run can be resumed."""
         return is_file(self.config)
 
@@ -228,7 +232,7 @@ class Run:
             InputRefused: the run is `new` here, but another process has begun it.
         """
         with _locked(self.lock_file) as descriptor:
-            if new and self.begun:
+            if new and self.has_begun:
                 raise _already_a_run(self.folder)
             self._write_lock_record(descriptor, serial_number(self.folder))
             yield
@@ -244,10 +248,10 @@ class Run:
         content = json.dumps(lock_record).encode()
         # Bytes that the file has already are not written again: a power cut during the write then
         # cannot lose the serial number.
-        unchanged = len(os.path.commonprefix([contents(self.lock_file) or b"", content]))
+        unchanged_bytes = len(os.path.commonprefix([contents(self.lock_file) or b"", content]))
         with write_errors_explained(self.lock_file):
-            os.lseek(descriptor, unchanged, os.SEEK_SET)
-            _write_all(descriptor, content[unchanged:])
+            os.lseek(descriptor, unchanged_bytes, os.SEEK_SET)
+            _write_all(descriptor, content[unchanged_bytes:])
             # The file is truncated after the write, so that no reader finds an empty file.
             os.ftruncate(descriptor, len(content))
             os.fsync(descriptor)
@@ -298,10 +302,10 @@ class Run:
 
     def _checked_rows(self, content: bytes) -> list[dict[str, Any]]:
         """Return the rows in whole lines of metrics.jsonl; raises InputRefused for a damaged row."""
-        rows = [parsed(line) for line in content.splitlines()]
+        rows = [json_object(line) for line in content.splitlines()]
         for number, row in enumerate(rows, 1):
             try:
-                # `parsed` returns {} for a line that is not a JSON object. None makes it invalid.
+                # `json_object` returns {} for a line that is not a JSON object. None makes it invalid.
                 _Row.model_validate(row or None)
                 for key, value in row.items():
                     if key.endswith("_s"):
@@ -366,7 +370,7 @@ class Run:
                 )
 
 
-def _located(name: str | Path, root: str | Path, obstacle_of: Obstacle) -> Path:
+def _locate(name: str | Path, root: str | Path, obstacle_of: ObstacleOf) -> Path:
     """Return the folder of the run or sweep that a user names; raises InputRefused."""
     first, *inner = Path(name).parts or (".",)  # Path(".") has no parts
     folder = resolve_checkpoint(Path(name))
@@ -375,7 +379,7 @@ def _located(name: str | Path, root: str | Path, obstacle_of: Obstacle) -> Path:
         if not runs:
             raise InputRefused(f"no run in {Path(root)}/ yet: start one with `monograph train`")
         folder = _newest_usable(runs, inner, obstacle_of)
-    if checkpoint_named(folder) is not None:
+    if update_of_checkpoint(folder) is not None:
         folder = folder.parent.parent  # from RUN/checkpoints/step-UPDATE to RUN
     if names_mixture(folder):
         distill = f"monograph sweep --out {shell_words(folder.parent)} --distill"
@@ -415,7 +419,7 @@ def no_folder(name: str | Path) -> str:
     return f"{name}: no such folder; expected a run (`last` is the newest), a Hugging Face folder or hf://OWNER/NAME"
 
 
-# Three functions of the type `Obstacle`.
+# Three functions of the type `ObstacleOf`.
 
 
 def _no_obstacle(folder: Path) -> str:
@@ -426,7 +430,7 @@ def _obstacle_to_models(folder: Path) -> str:
     """Return why a folder has no model: it has no checkpoint and is not a sweep."""
     if is_file(folder / SWEEP):
         return ""
-    saved = any(checkpoint_named(path) is not None for path in entries(folder / "checkpoints"))
+    saved = any(update_of_checkpoint(path) is not None for path in entries(folder / "checkpoints"))
     return "" if saved else "has no checkpoint yet"
 
 
@@ -435,7 +439,7 @@ def _obstacle_to_one_model(folder: Path) -> str:
     return "is a sweep" if is_file(folder / SWEEP) else _obstacle_to_models(folder)
 
 
-def _newest_usable(runs: Sequence[Path], inner: Sequence[str], obstacle_of: Obstacle) -> Path:
+def _newest_usable(runs: Sequence[Path], inner: Sequence[str], obstacle_of: ObstacleOf) -> Path:
     """Return the path that "last" or "last/PATH" means.
 
     Args:
@@ -593,10 +597,10 @@ def _remove_stdin_copy(folder: Path) -> None:
     """
     run = Run(folder)
     with suppress(RunInUse, InputRefused, Unreadable, OSError):
-        if exists(folder / "stdin") and not run.begun:
+        if exists(folder / "stdin") and not run.has_begun:
             with _locked(run.lock_file):
                 # Asked again, since another process may have begun the run before we had the lock.
-                if not run.begun:
+                if not run.has_begun:
                     (folder / "stdin").unlink()
 
 

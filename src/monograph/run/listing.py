@@ -1,5 +1,6 @@
-"""List runs with what a person chooses one by: kind, model, data, result, size and state, read from
-small files.
+"""List runs with what helps a person choose one: kind, model, data, result, size and state.
+
+All of it is read from small files, and from the beginning and the end of metrics.jsonl.
 """
 
 import fcntl
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monograph.errors import MonographError
-from monograph.run.run_index import CONFIG, SWEEP, locked_in, parsed
+from monograph.run.run_index import CONFIG, SWEEP, folders_with_lock, json_object
 from monograph.storage.reading import contents, entries, exists, is_file, open_input, parse_json
 from monograph.terminal import shell_words
 
-# What is read of the beginning and the end of a run's metrics, which may be long.
+# So much is read of the beginning and of the end of a run's metrics, which may be long.
 PIECE_BYTES = 1 << 16
+# The states of a run.
 FINISHED = "finished"
 RUNNING = "running"
 STOPPED = "stopped"
@@ -24,18 +26,18 @@ DAMAGED = "damaged"
 
 
 class Measure(NamedTuple):
-    """What a run's result is.
+    """What is measured of a model, such as bits per byte.
 
     Attributes:
-        key: the key of a row of metrics that has it.
+        key: its key in the rows of metrics.
         unit: its unit.
-        higher: whether higher is better.
+        higher_is_better: whether a higher value is better.
         is_share: whether it is a share of all answers.
     """
 
     key: str
     unit: str
-    higher: bool = False
+    higher_is_better: bool = False
     is_share: bool = False
 
 
@@ -43,17 +45,17 @@ class RunKind(NamedTuple):
     """A kind of run.
 
     Attributes:
-        name: what it is called.
-        measures: its results, in the order in which they say most.
+        name: its name.
+        measures: what is measured of such a run, the most informative first.
         key: the key of config.toml, SECTION.KEY, that makes a run one of this kind; "" if none does.
-        alike: keys of config.toml on which the result depends; only runs in which they are equal
-            are compared.
+        result_keys: keys of config.toml on which the result depends. Only runs with equal values of
+            them are compared.
     """
 
     name: str
     measures: tuple[Measure, ...]
     key: str = ""
-    alike: tuple[str, ...] = ()
+    result_keys: tuple[str, ...] = ()
 
 
 TEXTS = RunKind(
@@ -62,23 +64,24 @@ TEXTS = RunKind(
 CONVERSATIONS = RunKind("conversations", (Measure("eval_loss", "nats/token"),))
 
 
-class Listed(NamedTuple):
-    """A run or a sweep.
+class ListedRun(NamedTuple):
+    """A run or a sweep, as a list shows it.
 
     Attributes:
         folder: its folder.
         kind: its kind's name or, of a sweep, "sweep of N"; "" if that cannot be read.
-        model: what the model is or begins from.
+        model: what the model is, or what it begins from.
         data: what it is trained on.
         value: its newest result; None before the first.
-        measure: what that is.
+        measure: what `value` measures.
         size_bytes: the bytes of its files.
         state: one of FINISHED, RUNNING, STOPPED and DAMAGED.
-        update: the updates that its metrics have.
-        updates: the updates that it is to have; None if that is not known yet.
-        resume: the command that goes on with it; "" if none does.
+        update: the last update in its metrics.
+        updates: the number of updates after which it ends; None if that is not known yet.
+        resume: the command that continues it; "" if it cannot be continued.
         fault: what is damaged.
-        compared_on: runs in which this is equal have comparable results.
+        comparable_if_equal: what its result depends on besides the model. Two results can be
+            compared if this is equal.
     """
 
     folder: Path
@@ -93,72 +96,76 @@ class Listed(NamedTuple):
     updates: int | None = None
     resume: str = ""
     fault: str = ""
-    compared_on: tuple[str, ...] = ()
+    comparable_if_equal: tuple[str, ...] = ()
 
 
 class _Damaged(Exception):
     """A file of a run cannot be read; the text says which and why."""
 
 
-def listed(root: Path, kinds: Sequence[RunKind]) -> list[Listed]:
+def list_runs(root: Path, kinds: Sequence[RunKind]) -> list[ListedRun]:
     """Return the runs and sweeps of a folder, or the members of a sweep, newest first.
 
     Args:
         root: the folder.
-        kinds: the kinds of runs that a key makes; all others are on texts or conversations.
+        kinds: the kinds of runs that have a key of config.toml. A run without any of these keys is
+            on texts or conversations.
 
     Raises:
         Unreadable: the system failed to read the folder.
     """
-    inner = root / "members" if is_file(root / SWEEP) else root
+    parent = root / "members" if is_file(root / SWEEP) else root
     begun = [
         folder
-        for folder in locked_in(inner)
+        for folder in folders_with_lock(parent)
         if exists(folder / CONFIG) or exists(folder / "checkpoints")
     ]
-    return [_listed(folder, kinds) for folder in reversed(begun)]
+    return [_read_folder(folder, kinds) for folder in reversed(begun)]
 
 
-def best_of(runs: Sequence[Listed]) -> set[Path]:
-    """Return the folders of the best run of each set of at least two that can be compared."""
-    groups: dict[tuple[Any, ...], list[Listed]] = {}
+def best_runs(runs: Sequence[ListedRun]) -> set[Path]:
+    """Return the folders of the best runs: one of each group of comparable runs, unless it is the
+    only one in its group.
+    """
+    groups: dict[tuple[Any, ...], list[ListedRun]] = {}
     for run in runs:
         if run.value is not None and run.measure is not None:
-            groups.setdefault((run.measure, *run.compared_on), []).append(run)
+            groups.setdefault((run.measure, *run.comparable_if_equal), []).append(run)
     return {_best(group).folder for group in groups.values() if len(group) > 1}
 
 
-def _best(runs: Sequence[Listed]) -> Listed:
-    sign = -1 if runs[0].measure and runs[0].measure.higher else 1
-    return min(runs, key=lambda run: sign * (run.value or 0.0))
+def _best(group: Sequence[ListedRun]) -> ListedRun:
+    """Return the best of comparable runs, each of which has a result."""
+    measure = group[0].measure
+    sign = -1 if measure and measure.higher_is_better else 1
+    return min(group, key=lambda run: sign * (run.value or 0.0))
 
 
-def _listed(folder: Path, kinds: Sequence[RunKind]) -> Listed:
-    size = _size_bytes(folder)
+def _read_folder(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
+    """Return the run or sweep in a folder; if it cannot be read, with the fault."""
+    size_bytes = _size_bytes(folder)
     try:
-        found = _sweep(folder) if is_file(folder / SWEEP) else _run(folder, kinds)
-        return found._replace(size_bytes=size)
-    except _Damaged as damaged:
-        return Listed(folder, size_bytes=size, fault=str(damaged))
-    except (MonographError, OSError) as error:
-        return Listed(folder, size_bytes=size, fault=str(error))
+        run = _read_sweep(folder) if is_file(folder / SWEEP) else _read_run(folder, kinds)
+        return run._replace(size_bytes=size_bytes)
+    except (_Damaged, MonographError, OSError) as error:
+        return ListedRun(folder, size_bytes=size_bytes, fault=str(error))
 
 
-def _run(folder: Path, kinds: Sequence[RunKind]) -> Listed:
-    config = _config(folder)
-    first, lines = _metrics(folder)
-    kind = _kind(config, first, kinds)
-    value, measure = _result(kind, lines)
-    last = _row(lines[-1]) if lines else {}
-    update = last.get("update")
+def _read_run(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
+    config = _read_config(folder)
+    first_row, last_lines = _read_metrics(folder)
+    kind = _kind(config, first_row, kinds)
+    value, measure = _newest_result_in_lines(kind, last_lines)
+    last_row = _row(last_lines[-1]) if last_lines else {}
+    update = last_row.get("update")
     state = FINISHED
     resume = ""
-    if not isinstance(last.get("summary"), dict):
-        state = RUNNING if _in_use(folder) else STOPPED
+    if not isinstance(last_row.get("summary"), dict):
+        state = RUNNING if _is_in_use(folder) else STOPPED
     if state == STOPPED and entries(folder / "checkpoints", "step-"):
         resume = f"monograph train --resume {shell_words(folder)}"
     updates = config.get("train", {}).get("updates")
-    return Listed(
+    return ListedRun(
         folder,
         kind.name,
         _model(config),
@@ -169,25 +176,30 @@ def _run(folder: Path, kinds: Sequence[RunKind]) -> Listed:
         update=update if isinstance(update, int) else 0,
         updates=updates if isinstance(updates, int) else None,
         resume=resume,
-        compared_on=_compared_on(kind, config, measure),
+        comparable_if_equal=_result_conditions(kind, config, measure),
     )
 
 
-def _sweep(folder: Path) -> Listed:
-    config = _config(folder)
+def _read_sweep(folder: Path) -> ListedRun:
+    config = _read_config(folder)
     try:
         record = parse_json(contents(folder / SWEEP) or b"")
-        points = record["points"]
+        count = len(record["points"])
         result = record.get("result") or {}
         members = result.get("members", [])
         best = result.get("best")
-        numbers = members[best["member"]] if best else {}
-        count = len(points)
+        best_scores = members[best["member"]] if best else {}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise _Damaged(f"{SWEEP} cannot be read") from None
-    value, measure = _newest(TEXTS, [numbers])
-    state = FINISHED if result else RUNNING if _in_use(folder) else STOPPED
-    return Listed(
+    value, measure = _newest_result(TEXTS, [best_scores])
+    state = FINISHED
+    resume = ""
+    if not result and _is_in_use(folder):
+        state = RUNNING
+    elif not result:
+        state = STOPPED
+        resume = f"monograph sweep --out {shell_words(folder)}"
+    return ListedRun(
         folder,
         f"sweep of {count}",
         _model(config),
@@ -195,12 +207,12 @@ def _sweep(folder: Path) -> Listed:
         value,
         measure,
         state=state,
-        resume=f"monograph sweep --out {shell_words(folder)}" if state == STOPPED else "",
-        compared_on=_compared_on(TEXTS, config, measure),
+        resume=resume,
+        comparable_if_equal=_result_conditions(TEXTS, config, measure),
     )
 
 
-def _config(folder: Path) -> dict[str, dict[str, Any]]:
+def _read_config(folder: Path) -> dict[str, dict[str, Any]]:
     text = contents(folder / CONFIG)
     if text is None:
         raise _Damaged(f"there is no {CONFIG}")
@@ -211,42 +223,42 @@ def _config(folder: Path) -> dict[str, dict[str, Any]]:
     return {name: table for name, table in tables.items() if isinstance(table, dict)}
 
 
-def _metrics(folder: Path) -> tuple[dict[str, Any], list[bytes]]:
-    """Return the first row of a run's metrics, and the last lines, as many as a piece of the file
-    has.
-    """
+def _read_metrics(folder: Path) -> tuple[dict[str, Any], list[bytes]]:
+    """Return the first row of a run's metrics, and the lines in the last PIECE_BYTES of them."""
     path = folder / "metrics.jsonl"
     if not exists(path):
         return {}, []
     with open_input(path) as file:
         size = os.fstat(file.fileno()).st_size
-        begin = file.read(PIECE_BYTES)
+        first_piece = file.read(PIECE_BYTES)
         file.seek(max(0, size - PIECE_BYTES))
-        end = file.read(PIECE_BYTES)
-    # The last line may be cut off while it is written, and the first one of the last piece begins
-    # in the middle.
-    lines = end[: end.rfind(b"\n") + 1].splitlines()
+        last_piece = file.read(PIECE_BYTES)
+    # The last line may be half written.
+    lines = last_piece[: last_piece.rfind(b"\n") + 1].splitlines()
     if size > PIECE_BYTES:
-        lines = lines[1:]
-    first, newline, _ = begin.partition(b"\n")
-    return _row(first) if newline else {}, lines
+        lines = lines[1:]  # the piece begins in the middle of a line
+    first_line, line_end, _ = first_piece.partition(b"\n")
+    first_row = _row(first_line) if line_end else {}
+    return first_row, lines
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    row = parsed(line)
+    row = json_object(line)
     if not row:
         raise _Damaged("metrics.jsonl has a line that is no row")
     return row
 
 
 def _kind(
-    config: Mapping[str, Mapping[str, Any]], first: Mapping[str, Any], kinds: Sequence[RunKind]
+    config: Mapping[str, Mapping[str, Any]], first_row: Mapping[str, Any], kinds: Sequence[RunKind]
 ) -> RunKind:
+    """Return a run's kind: that of `kinds` whose key it has, or else CONVERSATIONS or TEXTS."""
     for kind in kinds:
         if kind.key and _value(config, kind.key) is not None:
             return kind
-    # Only a run on conversations measures the model before the first update.
-    return CONVERSATIONS if first.get("update") == 0 and "eval_loss" in first else TEXTS
+    # Of the other runs, only those on conversations measure the model before the first update.
+    is_measured_at_0 = first_row.get("update") == 0 and "eval_loss" in first_row
+    return CONVERSATIONS if is_measured_at_0 else TEXTS
 
 
 def _value(config: Mapping[str, Mapping[str, Any]], key: str) -> object:
@@ -255,38 +267,43 @@ def _value(config: Mapping[str, Mapping[str, Any]], key: str) -> object:
     return config.get(section, {}).get(name)
 
 
-def _result(kind: RunKind, lines: Sequence[bytes]) -> tuple[float | None, Measure | None]:
-    """Return the newest result in lines of metrics, and what it is; only lines that may have one
-    are parsed.
-    """
+def _newest_result_in_lines(
+    kind: RunKind, lines: Sequence[bytes]
+) -> tuple[float | None, Measure | None]:
+    """Return the newest result in lines of metrics, and its measure; None, None if there is none."""
     keys = [measure.key.encode() for measure in kind.measures]
+    # Only lines that may have a result are parsed.
     rows = (_row(line) for line in reversed(lines) if any(key in line for key in keys))
-    return _newest(kind, rows)
+    return _newest_result(kind, rows)
 
 
-def _newest(
+def _newest_result(
     kind: RunKind, rows: Iterable[Mapping[str, Any]]
 ) -> tuple[float | None, Measure | None]:
-    """Return the first result in rows, the newest of which comes first, of the measure that says
-    most.
+    """Return the newest value of the first of the kind's measures that rows have, and that measure;
+    None, None if they have none.
+
+    Args:
+        kind: the kind of the run.
+        rows: rows of metrics, the newest first.
     """
-    found: dict[str, float] = {}
-    best, *_ = kind.measures
+    newest: dict[str, float] = {}  # by the measure's key
     for row in rows:
         numbers = row["summary"] if isinstance(row.get("summary"), dict) else row
         for measure in kind.measures:
             value = numbers.get(measure.key)
             if isinstance(value, int | float):
-                found.setdefault(measure.key, float(value))
-        if best.key in found:
+                newest.setdefault(measure.key, float(value))
+        if kind.measures[0].key in newest:
             break
-    return next(
-        ((found[measure.key], measure) for measure in kind.measures if measure.key in found),
-        (None, None),
-    )
+    for measure in kind.measures:
+        if measure.key in newest:
+            return newest[measure.key], measure
+    return None, None
 
 
 def _model(config: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the model in a few words, such as "olmo2 4 layers of 64, LoRA 8"."""
     model = config.get("model", {})
     lora = config.get("lora", {})
     if "init" in model:
@@ -301,25 +318,26 @@ def _model(config: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _data(config: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the source of the data, or the first of several and the number of the others."""
     source = config.get("data", {}).get("source", "stdlib")
-    first, *more = source if isinstance(source, list) and source else [source]
-    return f"{first} and {len(more)} more" if more else str(first)
+    first, *others = source if isinstance(source, list) and source else [source]
+    return f"{first} and {len(others)} more" if others else str(first)
 
 
-def _compared_on(
+def _result_conditions(
     kind: RunKind, config: Mapping[str, Mapping[str, Any]], measure: Measure | None
 ) -> tuple[str, ...]:
-    """Return what results of this kind depend on besides the model: the text, and for tokens the
-    tokenizer.
+    """Return what results of this kind depend on besides the model: the text and, for nats per
+    token, the tokenizer.
     """
     data = config.get("data", {})
-    parts = [kind.name, str(data.get("source")), str(data.get("held_out"))]
+    conditions = [kind.name, str(data.get("source")), str(data.get("held_out"))]
     if measure is not None and measure.unit == "nats/token":
-        parts += [str(data.get("tokenizer")), str(data.get("vocab_size"))]
-    return (*parts, *(str(_value(config, key)) for key in kind.alike))
+        conditions += [str(data.get("tokenizer")), str(data.get("vocab_size"))]
+    return (*conditions, *(str(_value(config, key)) for key in kind.result_keys))
 
 
-def _in_use(folder: Path) -> bool:
+def _is_in_use(folder: Path) -> bool:
     """Return whether a process holds the run's lock."""
     with suppress(OSError, MonographError), open_input(folder / "run.lock") as file:
         try:
@@ -330,17 +348,18 @@ def _in_use(folder: Path) -> bool:
 
 
 def _size_bytes(folder: Path) -> int:
-    """Return the bytes of a folder's files, without following links; what cannot be read counts as
-    nothing.
+    """Return the bytes of the files in a folder and in the folders in it.
+
+    Links are not followed, and what cannot be read counts as nothing.
     """
-    return sum(_sizes(str(folder)))
+    return sum(_file_sizes(str(folder)))
 
 
-def _sizes(folder: str) -> Iterator[int]:
-    with suppress(OSError), os.scandir(folder) as found:
-        for entry in found:
+def _file_sizes(folder: str) -> Iterator[int]:
+    with suppress(OSError), os.scandir(folder) as folder_entries:
+        for entry in folder_entries:
             with suppress(OSError):
                 if entry.is_dir(follow_symlinks=False):
-                    yield from _sizes(entry.path)
+                    yield from _file_sizes(entry.path)
                 else:
                     yield entry.stat(follow_symlinks=False).st_size

@@ -16,7 +16,7 @@ from monograph.run.folder import Run
 from monograph.step import Update
 from monograph.step.parts import seconds
 
-# This many skipped updates in a row are taken for divergence rather than for an accident.
+# A run has diverged after this many skipped updates in a row. Fewer may be an accident.
 PATIENCE = 20
 
 
@@ -77,7 +77,7 @@ class MetricsLog(_PendingUpdates):
         run: the run.
         last: the row of the last update that was written; empty before the first.
         skipped: number of skipped updates since the run's start.
-        streak: number of skipped updates in a row up to `last`; 0 if `last` was applied.
+        skipped_in_a_row: number of skipped updates in a row up to `last`; 0 if `last` was applied.
     """
 
     def __init__(self, run: Run, every: int):
@@ -88,7 +88,7 @@ class MetricsLog(_PendingUpdates):
         self.last: dict[str, Any] = rows[-1] if rows else {}
         self.skipped = sum(row["skipped"] for row in rows)
         last_skipped = itertools.takewhile(lambda row: row["skipped"], reversed(rows))
-        self.streak = len(list(last_skipped))
+        self.skipped_in_a_row = len(list(last_skipped))
 
     def _write(
         self, rows: Sequence[Sequence[dict[str, Any]]], extras: Sequence[dict[str, Any]]
@@ -96,9 +96,9 @@ class MetricsLog(_PendingUpdates):
         self.write([members[0] for members in rows], extras)
 
     @property
-    def is_lost(self) -> bool:
+    def has_diverged(self) -> bool:
         """Return whether the run has diverged, by the number of skipped updates in a row."""
-        return self.streak >= PATIENCE
+        return self.skipped_in_a_row >= PATIENCE
 
     def write(self, rows: Sequence[dict[str, Any]], extras: Sequence[dict[str, Any]]) -> None:
         """Append a row for each update to the run's metrics.
@@ -111,14 +111,15 @@ class MetricsLog(_PendingUpdates):
         written = []
         for row, extra in zip(rows, extras, strict=True):
             was_skipped = row["skipped"] > self.skipped
-            self.streak = self.streak + 1 if was_skipped else 0
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if was_skipped else 0
             self.skipped = row["skipped"]
             self.last = {**row, "skipped": was_skipped, **extra}
             written.append(self.last)
         self.run.log(*written)
 
-    def has_lost(self, updates: int) -> bool:
-        """Return whether a run that ends now has diverged.
+    def diverges_at_end(self, updates: int) -> bool:
+        """Return whether a run that ends now has diverged. For that, fewer skipped updates are enough
+        than for `has_diverged`.
 
         It has diverged if its last update was skipped and either the loss is not finite, or at
         least the last half of all updates was skipped.
@@ -126,11 +127,11 @@ class MetricsLog(_PendingUpdates):
         Args:
             updates: the run's number of updates.
         """
-        if self.streak == 0:
+        if self.skipped_in_a_row == 0:
             return False
         loss = self.last.get("train_loss")
         is_finite = loss is not None and math.isfinite(loss)
-        return not is_finite or 2 * self.streak >= updates
+        return not is_finite or 2 * self.skipped_in_a_row >= updates
 
 
 class MetricsLogs(_PendingUpdates):
@@ -138,46 +139,46 @@ class MetricsLogs(_PendingUpdates):
 
     Attributes:
         logs: the log of each member.
-        ended: {index of a diverged member: the last update that it applied}.
+        divergences: {index of a diverged member: the last update that it applied}.
     """
 
     def __init__(self, runs: Sequence[Run], every: int):
         """Open the log of each member's run; see `MetricsLog`."""
         super().__init__(every)
         self.logs = [MetricsLog(run, every) for run in runs]
-        self.ended: dict[int, int] = {}
+        self.divergences: dict[int, int] = {}
         for index, run in enumerate(runs):
             for row in run.rows():
                 if "diverged" in row:
-                    self.ended[index] = row["diverged"]
+                    self.divergences[index] = row["diverged"]
 
     def _write(
         self, rows: Sequence[Sequence[dict[str, Any]]], extras: Sequence[dict[str, Any]]
     ) -> None:
         """Write the rows of all members that have not diverged."""
         for index, log in enumerate(self.logs):
-            if index not in self.ended:
+            if index not in self.divergences:
                 log.write([members[index] for members in rows], extras)
 
-    def diverged(self, updates: int | None = None) -> list[int]:
+    def find_diverged(self, updates: int | None = None) -> list[int]:
         """Record the members that have diverged since the last call, and return their indices.
 
-        Each of them gets an entry in `ended` and a row with `diverged` in its metrics. After that
-        no rows of updates are written for it.
+        Each of them gets an entry in `divergences` and a row with `diverged` in its metrics. No
+        further rows of updates are written for it.
 
         Args:
             updates: the run's number of updates if the run ends now; None if it goes on. At the end
-                fewer skipped updates count as divergence, see `MetricsLog.has_lost`.
+                fewer skipped updates count as divergence, see `MetricsLog.diverges_at_end`.
         """
-        lost = []
+        newly_diverged = []
         for index, log in enumerate(self.logs):
-            if index in self.ended:
+            if index in self.divergences:
                 continue
-            if log.is_lost or (updates and log.has_lost(updates)):
-                lost.append(index)
-                self.ended[index] = log.last["update"] - log.streak
-                log.run.log({"update": log.last["update"], "diverged": self.ended[index]})
-        return lost
+            if log.has_diverged or (updates and log.diverges_at_end(updates)):
+                newly_diverged.append(index)
+                self.divergences[index] = log.last["update"] - log.skipped_in_a_row
+                log.run.log({"update": log.last["update"], "diverged": self.divergences[index]})
+        return newly_diverged
 
 
 def rows_of(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
@@ -195,7 +196,7 @@ def rows_of(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
         losses, norms, tokens, skipped = values_of_members
         if isinstance(update.lr, tuple):
             rates = update.lr
-            times = {}  # the measured times are those of all members together
+            times = {}  # not written: they are those of all members together
         else:
             rates = (update.lr,) * len(losses)
             times = seconds(update.marks)

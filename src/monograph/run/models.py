@@ -35,6 +35,7 @@ from monograph.run.recipe import (
     build_from_file,
     compare_tokenizers,
     digest,
+    find_run,
     find_tokenizer,
     is_weight_file,
     no_tokenizer_error,
@@ -43,9 +44,8 @@ from monograph.run.recipe import (
     require_base_of,
     require_same_file,
     require_tokenizer,
-    run_named,
 )
-from monograph.run.repository import fetched
+from monograph.run.repository import fetch_if_on_hub
 from monograph.run.source import ModelSource
 from monograph.run.trust import require_trusted
 from monograph.storage.reading import contents, exists
@@ -107,7 +107,7 @@ def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tok
     Args:
         folder: a run, a checkpoint of one, "last", a Hugging Face folder, an adapter, a weight file
             or hf://OWNER/NAME. Only the last of these uses the network
-            (`monograph.run.repository.fetched`).
+            (`monograph.run.repository.fetch_if_on_hub`).
         warn: called with each line that the user should read.
 
     Returns:
@@ -118,8 +118,8 @@ def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tok
         InputRefused: the name is none of these, or a file is damaged.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
-    folder = fetched(folder)
-    run = run_named(folder)
+    folder = fetch_if_on_hub(folder)
+    run = find_run(folder)
     if run:
         return load_run(run, warn)[:2]
     model = materialize_(_merge_adapters(_load_unmerged(folder, warn, None, {})))
@@ -137,7 +137,7 @@ def load_with_tokenizer(
         InputRefused: there is no tokenizer.json, or any reason of `load`.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
-    folder = fetched(folder)
+    folder = fetch_if_on_hub(folder)
     model, tokenizer = load(folder, warn)
     if tokenizer is None:
         raise no_tokenizer_error(folder)
@@ -177,7 +177,7 @@ def load_to_export(
     Raises:
         InputRefused, NoValidCheckpoint: see `load`.
     """
-    run = run_named(folder)
+    run = find_run(folder)
     if run is None:
         left_out = ModelSource.open(str(folder)).left_out
         if left_out:
@@ -273,7 +273,7 @@ def _dtype_to_merge_in(init: str) -> torch.dtype | None:
 
     It is fp32 for a run, and for a Hugging Face folder whose tensors have several dtypes.
     """
-    if run_named(init):
+    if find_run(init):
         # The run may have adapters itself. Merged in fewer bits they would give other weights.
         return torch.float32
     if is_weight_file(init):
@@ -296,7 +296,7 @@ def _load_unmerged(
     Raises:
         InputRefused, NoValidCheckpoint: see `load`.
     """
-    run = run_named(folder)
+    run = find_run(folder)
     if run:
         return _load_run_unmerged(run, recorded_state.newest(run, warn), dtype)[0]
     if adapter.is_adapter(folder):

@@ -31,7 +31,7 @@ from monograph.model.families import DEFAULT_FAMILY
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import set_new_rows
 from monograph.run.folder import Run, names_mixture
-from monograph.run.run_index import checkpoint_named, resolve_checkpoint
+from monograph.run.run_index import resolve_checkpoint, update_of_checkpoint
 from monograph.storage.code import Code, code_named
 from monograph.storage.reading import is_file, is_folder, without_links
 from monograph.text import tokenizer_file
@@ -155,7 +155,7 @@ def require_same_file(recipe: ModelRecipe, run: Run) -> None:
         )
 
 
-def run_named(folder: str | Path) -> Run | None:
+def find_run(folder: str | Path) -> Run | None:
     """Return the run that a path or "last" names; None if it does not name a run."""
     return Run.open(folder) if names_run(folder) else None
 
@@ -167,7 +167,7 @@ def names_run(folder: str | Path) -> bool:
     if isinstance(folder, str) and code_named(folder):
         return False
     path = resolve_checkpoint(Path(folder))
-    if checkpoint_named(path) is not None:
+    if update_of_checkpoint(path) is not None:
         path = path.parent.parent  # from RUN/checkpoints/step-UPDATE to RUN
     return path.parts[:1] == ("last",) or is_file(path / "run.lock") or names_mixture(path)
 
@@ -313,12 +313,12 @@ def no_tokenizer_error(folder: str | Path) -> InputRefused:
     return InputRefused(f"{folder}: there is no tokenizer.json: copy the model's own there")
 
 
-def tokenizer_named(name: str) -> str:
+def resolve_tokenizer(name: str) -> str:
     """Return the path or word for the value of a `tokenizer` key.
 
     It is the tokenizer.json of a run if the value names a run, and otherwise the value itself.
     """
-    run = None if name in ("auto", "bytes") else run_named(name)
+    run = None if name in ("auto", "bytes") else find_run(name)
     return str(run.tokenizer) if run else name
 
 
@@ -329,7 +329,7 @@ def tokenizer_path(folder: str | Path) -> Path | None:
         folder: a run, a file of torch.save or a Hugging Face folder. The tokenizer.json of a file
             of torch.save is next to it. The result may be None for a Hugging Face folder.
     """
-    run = run_named(folder)
+    run = find_run(folder)
     if run:
         return run.tokenizer
     return hub.tokenizer_file(Path(folder).parent if is_weight_file(folder) else folder)

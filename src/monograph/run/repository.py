@@ -40,7 +40,8 @@ SHAPE_FILES = (
 )
 _NAME = re.compile(rf"{HUB}([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
 _UNREACHED = "the Hub cannot be reached; is HF_HUB_OFFLINE set?"
-_REASONS = {  # by the classes of huggingface_hub's errors, and of the errors of what it asks with
+# What an error means, by the name of its class in huggingface_hub or in its network library.
+_REASONS = {
     "LocalTokenNotFoundError": "there is no token: log in with `hf auth login`, or set HF_TOKEN",
     "GatedRepoError": "is gated: accept its terms on its page, and log in with `hf auth login`",
     "RepositoryNotFoundError": "there is no such model, or only others may see it: check the name, or `hf auth login`",
@@ -49,16 +50,15 @@ _REASONS = {  # by the classes of huggingface_hub's errors, and of the errors of
 }
 
 
-def fetched(name: str | Path, files: tuple[str, ...] = FILES) -> str | Path:
-    """Fetch a model from the Hub into the Hub's own cache.
+def fetch_if_on_hub(name: str | Path, files: tuple[str, ...] = FILES) -> str | Path:
+    """Fetch a model into the Hub's own cache, if its name is that of a model on the Hub.
 
     Args:
         name: hf://OWNER/NAME or hf://OWNER/NAME@REVISION.
         files: patterns of the files to fetch.
 
     Returns:
-        The model's folder in the cache. Any name that does not begin with hf:// is returned
-        unchanged.
+        The model's folder in the cache; a name that does not begin with hf:// is returned as it is.
 
     Raises:
         UsageError: the name has another form, or the library `huggingface_hub` is not installed.
@@ -81,7 +81,7 @@ def require_account(name: str) -> None:
     """Require that the Hub can be reached and accepts the user's token. Call it before an export.
 
     Raises:
-        UsageError, InputRefused: see `fetched`.
+        UsageError, InputRefused: see `fetch_if_on_hub`.
     """
     with _hub_access(name) as (library, *_):
         library.HfApi().whoami()
@@ -94,9 +94,9 @@ def push(folder: Path, name: str) -> str:
     If the repository does not exist, a private one is made.
 
     Raises:
-        UsageError, InputRefused: see `fetched`.
+        UsageError, InputRefused: see `fetch_if_on_hub`.
     """
-    new = {
+    new_files = {
         path.relative_to(folder).as_posix(): path
         for path in matching(folder / "**" / "*")
         if is_file(path)
@@ -104,10 +104,11 @@ def push(folder: Path, name: str) -> str:
     with _hub_access(name) as (library, repository, revision):
         api = library.HfApi()
         address = api.create_repo(repository, private=True, exist_ok=True)
-        changes = [library.CommitOperationAdd(file, str(path)) for file, path in new.items()]
+        changes = [library.CommitOperationAdd(file, str(path)) for file, path in new_files.items()]
         stale = list[str]()
         for file in api.list_repo_files(repository, revision=revision):
-            if file not in new and any(_matches_pattern(file, pattern) for pattern in FILES):
+            is_of_model = any(_matches_pattern(file, pattern) for pattern in FILES)
+            if is_of_model and file not in new_files:
                 stale.append(file)
         changes += map(library.CommitOperationDelete, stale)
         api.create_commit(repository, changes, commit_message="Upload a model", revision=revision)
@@ -124,7 +125,7 @@ def _hub_access(name: str) -> Iterator[tuple[Any, str, str | None]]:
     """Yield (library, repository, revision), and turn errors of the `with` block into one line.
 
     Raises:
-        UsageError, InputRefused, DiskFull: see `fetched`.
+        UsageError, InputRefused, DiskFull: see `fetch_if_on_hub`.
     """
     match = _NAME.fullmatch(name)
     if not match:
@@ -141,9 +142,12 @@ def _hub_access(name: str) -> Iterator[tuple[Any, str, str | None]]:
             raise DiskFull(
                 f"{name}: there is no room in the Hub's cache; free some, or set HF_HOME"
             ) from None
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        said = " ".join(str(getattr(error, "server_message", None) or error).split())[:160]
-        if "HfHubHTTPError" in kinds:
-            said = f"the Hub answers {error.response.status_code}: {said}"  # type: ignore[attr-defined]
-        reason = next((_REASONS[kind] for kind in kinds if kind in _REASONS), said or kinds[0])
+        class_names = [kind.__name__ for kind in type(error).__mro__]
+        message = str(getattr(error, "server_message", None) or error)
+        message = " ".join(message.split())[:160]
+        if "HfHubHTTPError" in class_names:
+            status = error.response.status_code  # type: ignore[attr-defined]
+            message = f"the Hub answers {status}: {message}"
+        known_reasons = [_REASONS[kind] for kind in class_names if kind in _REASONS]
+        reason = known_reasons[0] if known_reasons else message or class_names[0]
         raise InputRefused(f"{name}: {reason}") from None

@@ -29,7 +29,7 @@ _CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 _SERIAL = re.compile(rb'\{"serial": (\d{1,18})[,}]')
 
 
-def checkpoint_named(path: Path) -> int | None:
+def update_of_checkpoint(path: Path) -> int | None:
     """Return UPDATE if a path is RUN/checkpoints/step-UPDATE; None for any other path."""
     # A run may itself be in a folder called "checkpoints".
     if path.parent.name != "checkpoints" or is_file(path / "run.lock"):
@@ -39,23 +39,23 @@ def checkpoint_named(path: Path) -> int | None:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return the path of a checkpoint in the form that `checkpoint_named` knows; any other path
+    """Return the path of a checkpoint in the form that `update_of_checkpoint` knows; any other path
     unchanged.
 
     The path of a checkpoint has another form if it is a link, or "." in the checkpoint's folder.
     """
-    if checkpoint_named(path) is not None or not is_folder(path):
+    if update_of_checkpoint(path) is not None or not is_folder(path):
         return path
     resolved = without_links(path)
-    return path if checkpoint_named(resolved) is None else resolved
+    return path if update_of_checkpoint(resolved) is None else resolved
 
 
 def runs_in(root: Path) -> list[Path]:
     """Return the folders in `root` that are runs and have begun, oldest first."""
-    return [folder for folder in locked_in(root) if is_file(folder / CONFIG)]
+    return [folder for folder in folders_with_lock(root) if is_file(folder / CONFIG)]
 
 
-def locked_in(root: Path) -> list[Path]:
+def folders_with_lock(root: Path) -> list[Path]:
     """Return the folders in `root` that contain a run.lock, sorted by serial number and then by
     name.
 
@@ -100,7 +100,7 @@ def lock_record(folder: Path) -> dict[str, Any]:
     Raises:
         Unreadable: run.lock exists but cannot be read.
     """
-    return parsed(contents(folder / "run.lock") or b"")
+    return json_object(contents(folder / "run.lock") or b"")
 
 
 def wait_until_free(folder: Path, limit_s: float) -> bool:
@@ -124,7 +124,7 @@ def wait_until_free(folder: Path, limit_s: float) -> bool:
     return True
 
 
-def parsed(text: str | bytes) -> dict[str, Any]:
+def json_object(text: str | bytes) -> dict[str, Any]:
     """Return the JSON object in a text; an empty dict if the text is not a JSON object."""
     with suppress(ValueError, RecursionError):
         value = parse_json(text)

@@ -19,9 +19,9 @@ from monograph.run import recorded_state
 from monograph.run.folder import Run, no_folder
 from monograph.run.recipe import (
     ModelRecipe,
+    find_run,
     is_weight_file,
     require_tokenizer,
-    run_named,
     tokenizer_path,
 )
 from monograph.storage.code import Code, code_named, folder_named
@@ -92,7 +92,7 @@ class ModelSource:
     @cached_property
     def run(self) -> Run | None:
         """Return the run that is the base; None if the base is anything else."""
-        return run_named(self.base)
+        return find_run(self.base)
 
     @cached_property
     def is_weight_file(self) -> bool:
@@ -158,7 +158,7 @@ class ModelSource:
         Not "last", which means the new run as soon as it has begun.
         """
         if self.run and not self.adapter:
-            return folder_named(self.run.named)
+            return folder_named(self.run.named_path)
         return self.name
 
     @cached_property

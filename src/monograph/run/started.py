@@ -17,7 +17,7 @@ import torch
 from monograph import __version__
 from monograph.errors import DiskFull, InputRefused, Unreadable
 from monograph.run.folder import Run
-from monograph.run.writing import write_whole
+from monograph.run.writing import write_atomically
 from monograph.storage.reading import contents, exists, is_file, parse_json
 from monograph.terminal import shell_words
 
@@ -40,7 +40,7 @@ def note_start(run: Run) -> None:
         start["commit"] = _commit()
     lines = [json.dumps(known) for known in [*starts_of(run), start]]
     with suppress(DiskFull):
-        write_whole(run.starts, "".join(f"{line}\n" for line in lines))
+        write_atomically(run.starts, "".join(f"{line}\n" for line in lines))
 
 
 def starts_of(run: Run) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def starts_of(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def told(run: Run) -> list[tuple[str, str]]:
+def describe_start(run: Run) -> list[tuple[str, str]]:
     """Return (name, text) pairs that tell a person how a run was started."""
     starts = starts_of(run)
     if not starts:

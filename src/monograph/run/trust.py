@@ -49,7 +49,7 @@ def carries_mark(toml: Path) -> bool:
     return f"\n{_MARK}".encode() in (contents(toml) or b"")
 
 
-def marked(text: str, digests: Mapping[str, str]) -> str:
+def with_mark(text: str, digests: Mapping[str, str]) -> str:
     """Return a text for config.toml with this user's mark at its end.
 
     Args:

@@ -20,7 +20,7 @@ from monograph.text.template import NAMED_FOLDER
 from monograph.text.tokenizer import Tokenizer
 
 
-def write_whole(
+def write_atomically(
     path: Path, content: str | bytes, kept: str = "what was there before is untouched"
 ) -> None:
     """Write a file. After a crash it has either the old content or the new one.
@@ -28,7 +28,7 @@ def write_whole(
     Args:
         path: the file.
         content: its new content.
-        kept: what the error says about the old content.
+        kept: what the error message says about the old content.
 
     Raises:
         DiskFull: the file cannot be written.
@@ -44,25 +44,22 @@ def write_whole(
 
 
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
-    """Write tokenizer.json and the files that belong to it; see `write_whole`.
+    """Write tokenizer.json and the files that belong to it; see `write_atomically`.
 
-    tokenizer.json is written last, since `mended_tokenizer` looks at this file alone.
+    tokenizer.json is written last, since `repair_tokenizer` looks at this file alone.
     """
     for name, text in tokenizer.config.files().items():
         (run.folder / name).parent.mkdir(exist_ok=True)
-        write_whole(run.folder / name, text)
-    write_whole(run.tokenizer, tokenizer.to_json() + "\n")
+        write_atomically(run.folder / name, text)
+    write_atomically(run.tokenizer, tokenizer.to_json() + "\n")
 
 
-def mended_tokenizer(run: Run, tokenizer: Tokenizer) -> bool:
-    """Write a run's tokenizer again if the run's file is damaged or differs.
+def repair_tokenizer(run: Run, tokenizer: Tokenizer) -> bool:
+    """Write a run's tokenizer again if the run's file is damaged or differs; return whether it did.
 
     Args:
         run: the run.
         tokenizer: the tokenizer of the run's text.
-
-    Returns:
-        Whether the tokenizer was written.
     """
     with suppress(InputRefused):
         if Tokenizer.from_file(run.tokenizer).digest == tokenizer.digest:
@@ -76,17 +73,17 @@ class Parent(NamedTuple):
 
     Attributes:
         run: the parent.
-        at: the update of the parent's checkpoint; None for its newest checkpoint.
+        at_update: the update of the parent's checkpoint; None for its newest checkpoint.
     """
 
     run: Run
-    at: int | None
+    at_update: int | None
 
 
-def record_parent(run: Run, parent: Run, at: int | None) -> None:
+def record_parent(run: Run, parent: Run, at_update: int | None) -> None:
     """Record where a run branches from, for a process that resumes it before its first checkpoint."""
-    write_whole(
-        run.parent_file, json.dumps({"run": str(without_links(parent.folder)), "update": at})
+    write_atomically(
+        run.parent_file, json.dumps({"run": str(without_links(parent.folder)), "update": at_update})
     )
 
 
@@ -113,11 +110,12 @@ def recorded_parent(run: Run) -> Parent | None:
 def discard(run: Run) -> None:
     """Remove the files of a new run that never began, and its folder if nothing else is in it."""
     templates = run.folder / NAMED_FOLDER
-    others = [run.folder / name for name in (*tokenizer_config.NAMES, "stdin", SWEEP)] + entries(
-        templates
-    )
-    written = [run.config, run.starts, run.parent_file, run.tokenizer, *others, run.lock_file]
-    for path in [*written, *(entry for entry in entries(run.folder) if entry.suffix == ".partial")]:
+    files = [run.config, run.starts, run.parent_file, run.tokenizer]
+    files += [run.folder / name for name in (*tokenizer_config.NAMES, "stdin", SWEEP)]
+    files += entries(templates)
+    files.append(run.lock_file)
+    files += [entry for entry in entries(run.folder) if entry.suffix == ".partial"]
+    for path in files:
         path.unlink(missing_ok=True)
     with suppress(FileNotFoundError):
         templates.rmdir()
@@ -140,9 +138,9 @@ def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
     """
     if out is not None and (is_file(out) or entries(out)):
         raise InputRefused(f"--out {out}: holds something already; name a new folder")
-    given = root if out is None else out
-    new = [made for made in (given, *given.parents) if not exists(made)]
-    with write_errors_explained(given):
+    target = root if out is None else out
+    new_folders = [each for each in (target, *target.parents) if not exists(each)]
+    with write_errors_explained(target):
         folder = claim_new_folder(root) if out is None else out
         folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -152,6 +150,8 @@ def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
         with suppress(OSError):  # another program may have put something there in the meantime
             for file in folder.iterdir():
                 file.unlink()
-            for made in [*([folder] if out is None else []), *new]:
-                made.rmdir()
+            if out is None:
+                folder.rmdir()
+            for new_folder in new_folders:  # the innermost first
+                new_folder.rmdir()
         raise

@@ -150,7 +150,7 @@ class TextBuilder:
         # Entries of tokens whose text is not certain yet, and the number of bytes before each token.
         self._held: list[tuple[int, ScoredToken]] = []
         self._byte_count = 0
-        self._offsets = CharacterOffsets(self._tokenizer.lead(prompt_ids), len(echo))
+        self._offsets = CharacterOffsets(self._tokenizer.inserted_space(prompt_ids), len(echo))
         self.token_count = 0
 
     def add(self, event: Event) -> TextPiece:
@@ -229,7 +229,7 @@ def prompt_entries(
     tokenizer: Tokenizer, ids: Sequence[int], scores: Sequence[TokenScore]
 ) -> list[ScoredToken]:
     """Return the entries of a prompt's tokens; the first token has no score."""
-    offsets = CharacterOffsets(tokenizer.lead(ids[:1]))
+    offsets = CharacterOffsets(tokenizer.inserted_space(ids[:1]))
     entries = []
     for token, (logprob, likeliest) in zip(ids, [(None, ()), *scores], strict=True):
         entries.append(ScoredToken(token, offsets.add(tokenizer.pieces[token]), logprob, likeliest))

@@ -210,7 +210,7 @@ class TextEndpoint:
         if request.likeliest_count is not None:
             logprobs = min(request.likeliest_count, tokenizer.vocab_size)
             sampling = replace(sampling, logprobs=logprobs)
-        leads = {bytes(tokenizer.lead(ids)) for ids in prompts}
+        leads = {bytes(tokenizer.inserted_space(ids)) for ids in prompts}
         if any(leads) and any(text.startswith(" ") for text in request.stop):
             message = "stop: the tokenizer begins every text with a space: leave out the stop's own"
             raise Refused(400, message, "stop")

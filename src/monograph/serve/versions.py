@@ -19,7 +19,7 @@ from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.models import load_run, load_with_tokenizer
-from monograph.run.recipe import digest, run_named
+from monograph.run.recipe import digest, find_run
 from monograph.serve import shapes
 from monograph.session.recorded import run_settings
 from monograph.storage.reading import without_links
@@ -134,7 +134,7 @@ class Source:
         """Load the newest sound version; see `monograph.run.models.load` for what it raises."""
         # Before the checkpoint is chosen: one that is saved in between counts as new next time.
         self._seen = self._versions()
-        run = run_named(self.name)
+        run = find_run(self.name)
         if run is None:
             model, tokenizer = load_with_tokenizer(self.name, self.warn)
             name = without_links(self.name).name
@@ -149,8 +149,8 @@ class Source:
         self._seen = _NO_VERSIONS
 
     def _versions(self) -> "_Versions":
-        run = run_named(self.name)
-        if run is None or run.at is not None:
+        run = find_run(self.name)
+        if run is None or run.at_update is not None:
             return _Versions(self.name, frozenset())
         # All names, not just the newest: what has the newest name may be damaged for good.
         names = frozenset(folder.name for _, folder in candidates(run.checkpoints))

@@ -116,8 +116,8 @@ class AfterUpdate:
         stop_requested, save_requested, is_lost, is_skipping = session.world.any(
             self.stop_signal.requested is not None,
             self.stop_signal.save_requested,
-            log.is_lost,
-            log.streak > 0,
+            log.has_diverged,
+            log.skipped_in_a_row > 0,
         )
         is_due = self._save_is_overdue or done % session.plan.intervals.save_every == 0
         # While updates are skipped, a due checkpoint is not written, since it might replace the one
@@ -185,7 +185,7 @@ class AfterUpdate:
     def sample(self, due: DueWork) -> None:
         """Show what the model writes if that is due. The last sample is in `end`."""
         is_due = due.updates_done in self.report.sample_updates() and not due.is_last
-        if is_due and self.session.world.agreed(self.report.deadline.can_sample_midway):
+        if is_due and self.session.world.broadcast(self.report.deadline.can_sample_midway):
             self.log.flush()
             self.report.sample(self.block, due.updates_done)
 

@@ -18,7 +18,7 @@ from monograph.model.files import has_weights
 from monograph.optim import OPTIMIZERS
 from monograph.planner import defaults
 from monograph.predict.footprint import Training
-from monograph.run.recipe import ModelRecipe, tokenizer_named
+from monograph.run.recipe import ModelRecipe, resolve_tokenizer
 from monograph.run.source import ModelSource, checked_recipe
 from monograph.session.adapting import adapter_values, lora_of, rates
 from monograph.session.by_key import by_field
@@ -110,7 +110,7 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
     data = settings.data.model_dump() | copies_of_missing_files(settings.data, settings.origins)
     updates = span.updates
     if not updates and span.tokens:
-        updates = defaults.updates_of(span.tokens, tokens_per_update)
+        updates = defaults.updates_for_tokens(span.tokens, tokens_per_update)
     job = Job(
         record=ConfigRecord(settings),
         objective=objective,
@@ -240,7 +240,7 @@ def _look_up(
     if transfer:
         rule = transfer.of(None if model.init else recipe.shape(vocab_size=1))
         decided["optim.transfer_base"] = rule.base.hidden_size
-    tokenizer = tokenizer_named(data.tokenizer)
+    tokenizer = resolve_tokenizer(data.tokenizer)
     if data.tokenizer == "auto" and not shape_alone:
         tokenizer = "bpe" if source is None or recipe.code else _own_tokenizer(source)
     if tokenizer != data.tokenizer:

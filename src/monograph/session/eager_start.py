@@ -248,7 +248,7 @@ def _likely_updates(session: Session) -> int:
             extra_s, _ = extra
             update_s += extra_s
     updates_s = defaults.UPDATES_SHARE * 60 * plan.job.span.minutes
-    return defaults.updates_for(updates_s, update_s, _max_updates(session))
+    return defaults.updates_in_time(updates_s, update_s, _max_updates(session))
 
 
 def compile_run(folder: str, window: str) -> None:

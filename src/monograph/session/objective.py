@@ -32,7 +32,7 @@ from monograph.graph.trial import Trial
 from monograph.loss import Loss
 from monograph.model.config import LlamaConfig
 from monograph.planner import defaults
-from monograph.predict.footprint import Judged
+from monograph.predict.footprint import AnswerScoring
 from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
@@ -244,7 +244,7 @@ class Objective(ABC):
         """
         return DecidedObjective(self, {})
 
-    def judged(self, plan: RunPlan) -> Judged:
+    def answer_scoring(self, plan: RunPlan) -> AnswerScoring:
         """Return for which answers the loss needs log-probabilities (see `Training.judged`)."""
         return ""
 

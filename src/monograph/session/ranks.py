@@ -29,7 +29,7 @@ from monograph.errors import (
 from monograph.graph.trial import refused_by_others
 from monograph.run.folder import Follower, Run
 from monograph.run.progress import Progress
-from monograph.run.run_index import parsed, wait_until_free
+from monograph.run.run_index import json_object, wait_until_free
 from monograph.run.writing import discard
 from monograph.session.record import ConfigRecord
 from monograph.session.recorded import run_settings
@@ -139,7 +139,7 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
         known = out or (Path(stored) if stored else None)
         if resume:
             run = Run.open(resume, saved=False)
-            if run.at is not None:
+            if run.at_update is not None:
                 raise UsageError(
                     f"--resume {resume}: a run is resumed from its newest checkpoint: name {run.folder}, "
                     f"or start a new run from this one with --from {resume}"
@@ -148,14 +148,14 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
             raise UsageError(
                 "the ranks were started again: name the run's folder with --out, so that a restart can resume it"
             )
-        elif world.again and known and Run(known).begun:
+        elif world.again and known and Run(known).has_begun:
             run = Run(known)
             is_resumed = True
         else:
             run = Run.create(known)
         folder = str(run.folder if world.alone else run.folder.absolute())
         world.remember("run", folder)
-    folder, is_resumed = world.agreed([folder, is_resumed])
+    folder, is_resumed = world.broadcast([folder, is_resumed])
     run_class = Run if world.leads else Follower
     return run_class(Path(folder)), is_resumed
 
@@ -165,7 +165,7 @@ def agreed(world: World, record: ConfigRecord) -> ConfigRecord:
     if world.alone:
         return record
     settings = record.settings
-    values, origins, vouched = world.agreed(
+    values, origins, vouched = world.broadcast(
         [settings.pinned(), dict(settings.origins), dict(settings.vouched)]
     )
     checked = {
@@ -202,7 +202,7 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[int
     try:
         yield retry_rows
     except KeyboardInterrupt:
-        if not (world.alone and run.begun):
+        if not (world.alone and run.has_begun):
             raise
         raise KeyboardInterrupt(
             f"continue: {command_line('train', '--resume', run.handle)}"
@@ -261,11 +261,11 @@ def _require_not_ended(world: World, file: Path) -> int:
     """
     end: dict[str, Any] | None = None  # of the attempt before; None if it was not an error
     if world.leads and world.attempt:
-        end = parsed(contents(file) or b"")
+        end = json_object(contents(file) or b"")
     # A run that the user stopped can continue.
     if end and end["exit_code"] == Stopped.exit_code:
         end = None
-    end = world.agreed(end or None)
+    end = world.broadcast(end or None)
     retry_rows = int(end.get("retry_rows", 0)) if end else 0
     # With fewer rows, an attempt may have enough memory.
     if end and not retry_rows:

@@ -6,8 +6,8 @@ from typing import Any
 
 from monograph.config import Settings
 from monograph.run.folder import Run
-from monograph.run.trust import marked
-from monograph.run.writing import write_whole
+from monograph.run.trust import with_mark
+from monograph.run.writing import write_atomically
 
 ORIGIN = "plan"  # the origin of a value that was decided, not given
 
@@ -57,5 +57,5 @@ def write_config(run: Run, settings: Settings, sweep_programs: Sequence[str] = (
     programs = [*settings.programs, *sweep_programs]
     text = settings.to_toml()
     if all(value in settings.vouched for value in programs):
-        text = marked(text, {value: settings.vouched[value] for value in programs})
-    write_whole(run.config, text)
+        text = with_mark(text, {value: settings.vouched[value] for value in programs})
+    write_atomically(run.config, text)

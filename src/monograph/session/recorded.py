@@ -20,9 +20,9 @@ from monograph.planner import defaults
 from monograph.report.quantities import counted
 from monograph.run import recorded_state
 from monograph.run.folder import Follower, Run
-from monograph.run.recipe import names_run, tokenizer_named
-from monograph.run.repository import FILES, fetched
-from monograph.run.run_index import checkpoint_named
+from monograph.run.recipe import names_run, resolve_tokenizer
+from monograph.run.repository import FILES, fetch_if_on_hub
+from monograph.run.run_index import update_of_checkpoint
 from monograph.run.source import ModelSource
 from monograph.run.trust import carries_mark, is_ours, require_trusted
 from monograph.run.writing import Parent
@@ -188,11 +188,11 @@ def with_fetched_model(settings: Settings, files: tuple[str, ...] = FILES) -> Se
     The folder is in the Hub's cache, and has the files of one commit.
 
     Raises:
-        UsageError, InputRefused, DiskFull: see `monograph.run.repository.fetched`.
+        UsageError, InputRefused, DiskFull: see `monograph.run.repository.fetch_if_on_hub`.
     """
     init = settings.model.init
     if init and init.startswith(HUB):
-        return settings.resolve({"model.init": fetched(init, files)}, init)
+        return settings.resolve({"model.init": fetch_if_on_hub(init, files)}, init)
     return settings
 
 
@@ -236,7 +236,7 @@ def refuse_model_as_text(settings: Settings) -> None:
     source = settings.data.source
     for place in [source] if isinstance(source, str) else source:
         folder = Path(os.path.expanduser(place))
-        if is_file(folder / "run.lock") or checkpoint_named(folder) is not None:
+        if is_file(folder / "run.lock") or update_of_checkpoint(folder) is not None:
             raise UsageError(
                 f"{place} is a run, no text: give its config.toml, or model.init={place}"
             )
@@ -285,7 +285,7 @@ def settings_to_resume(run: Run, given: Settings) -> Settings:
         UsageError: a given setting contradicts the run's.
         InputRefused: the run was stopped before its settings were written; or see `run_settings`.
     """
-    if not run.begun and not entries(run.checkpoints):
+    if not run.has_begun and not entries(run.checkpoints):
         raise InputRefused(
             f"{run.folder} was stopped before it began: start it with `monograph train --out {shell_words(run.folder)}`"
         )
@@ -301,7 +301,7 @@ def settings_to_resume(run: Run, given: Settings) -> Settings:
             continue
         # A run records its length as train.updates, whichever key the user gave.
         if key == "train.tokens":
-            if defaults.updates_of(value, tokens_per_update) == settings.train.updates:
+            if defaults.updates_for_tokens(value, tokens_per_update) == settings.train.updates:
                 continue
         if key == "train.minutes" and origin != "command line":
             continue
@@ -344,15 +344,15 @@ def parent_named(name: str) -> Parent:
     has_number = re.fullmatch("[0-9]{1,18}", update)
     if not run or _can_be_located(name) or (exists(name) and not has_number):
         parent = Run.open(name)
-        return Parent(parent, parent.at)
+        return Parent(parent, parent.at_update)
     if not has_number:
         raise UsageError(
             f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}"
         )
     parent = Run.open(run)
-    if parent.at not in (None, int(update)):
+    if parent.at_update not in (None, int(update)):
         raise UsageError(
-            f"--from {name}: {run} is the checkpoint of update {parent.at}; leave one of them out"
+            f"--from {name}: {run} is the checkpoint of update {parent.at_update}; leave one of them out"
         )
     return Parent(parent, int(update))
 
@@ -360,7 +360,7 @@ def parent_named(name: str) -> Parent:
 def _can_be_located(name: str) -> bool:
     """Return whether a name, which may begin with `last`, leads to an existing run or sweep."""
     with suppress(InputRefused):
-        Run.located(name)
+        Run.locate(name)
         return True
     return False
 
@@ -394,7 +394,7 @@ def settings_from_parent(parent: Run, given: Settings) -> Settings:
             `run_settings`.
         UsageError: a given value does not fit the parent's weights or optimizer state.
     """
-    if not parent.begun and not entries(parent.checkpoints):
+    if not parent.has_begun and not entries(parent.checkpoints):
         raise InputRefused(
             f"{parent.folder} was stopped before it began: nothing can start from it"
         )
@@ -458,7 +458,7 @@ def _require_same_weights(
             )
     if "data.tokenizer" in new_keys:
         source = ModelSource.open(str(parent.folder))
-        tokenizer = tokenizer_named(given.data.tokenizer)
+        tokenizer = resolve_tokenizer(given.data.tokenizer)
         tokens_of(given, source, tokenizer, is_adapted=False).require_no_new(str(parent.folder))
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from monograph.distributed.rows import own_rows, whole_rows
+from monograph.distributed.rows import gather_rows, shard_like
 from monograph.distributed.world import World
 from monograph.errors import InputRefused
 from monograph.model.files import open_tensors
 from monograph.run.folder import Run
-from monograph.run.writing import write_whole
+from monograph.run.writing import write_atomically
 from monograph.storage.reading import exists
 from monograph.storage.writing import sync
 
@@ -56,7 +56,7 @@ def write_reference(
     whole_tensors = dict[str, torch.Tensor]()
     # Tensors are gathered one after another, so that the device needs memory for only one.
     for name, tensor in tensors.items():
-        whole = whole_rows(tensor)  # all ranks take part
+        whole = gather_rows(tensor)  # all ranks take part
         if world.leads:
             whole_tensors[name] = whole.cpu()
     if not world.leads:
@@ -64,7 +64,7 @@ def write_reference(
     # Both values are in one entry of the metadata, because safetensors writes several entries in
     # any order, and equal references should be equal files.
     content = save(whole_tensors, {"whose": f"{fingerprint} {_digest(whole_tensors)}"})
-    write_whole(
+    write_atomically(
         run.folder / REFERENCE, content, "nothing was trained yet: make room there, and start again"
     )
     sync(run.folder)
@@ -91,7 +91,7 @@ def read_reference(run: Run, fingerprint: str, tensors: Mapping[str, torch.Tenso
     if not fits or stored_fingerprint != fingerprint:
         raise InputRefused(UNUSABLE.format(path, DAMAGED))
     for name, tensor in tensors.items():
-        tensor.copy_(own_rows(stored[name], tensor))
+        tensor.copy_(shard_like(stored[name], tensor))
 
 
 def _read_verified(path: Path) -> tuple[dict[str, torch.Tensor], str]:

@@ -24,7 +24,7 @@ from monograph.evaluation.yardsticks import accepted_share, yardsticks
 from monograph.graph import capture as graph
 from monograph.graph.inspect import modes_kept
 from monograph.model.llama import Llama
-from monograph.planner.defaults import updates_for
+from monograph.planner.defaults import updates_in_time
 from monograph.predict.roofline import flops_per_token, mfu
 from monograph.profiling.memory import reset_peak_memory
 from monograph.report.in_progress import PageInProgress
@@ -32,7 +32,7 @@ from monograph.report.quantities import count, counted, duration, memory
 from monograph.report.run_report import About, write_report, write_run_page
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
-from monograph.run.started import told
+from monograph.run.started import describe_start
 from monograph.session.deadline import Deadline
 from monograph.session.eager_start import MARK
 from monograph.session.gauges import Alarm, Gauges
@@ -236,7 +236,7 @@ class Reporter:
         else:
             new_length = self._shorter_by_deadline(update)
         # Clocks of ranks differ, but all ranks must end at the same update.
-        new_length = self.session.world.number(new_length)
+        new_length = self.session.world.broadcast_int(new_length)
         if not new_length:
             return
         was_cooling = self.session.early_cool_down is not None
@@ -268,7 +268,7 @@ class Reporter:
         # A short cool-down would cost more loss than the run gains by ending in time, so the run
         # may take longer than `budget_s` for it.
         left_s = max(updates_end_s - spent_s, (1 - COOLING_FROM) / 2 * session.budget_s)
-        new_length = update + updates_for(left_s, per_update_s, session.updates - update)
+        new_length = update + updates_in_time(left_s, per_update_s, session.updates - update)
         return new_length if new_length < session.updates else 0
 
     def _shorter_by_deadline(self, update: int) -> int:
@@ -288,16 +288,16 @@ class Reporter:
         A model of Python's standard library also writes `CHECKED_TEXTS`.
         """
         # Clocks of ranks differ, but all ranks must do the same. So rank 0 decides.
-        agreed = self.session.world.agreed
-        limit = agreed(self.deadline.affordable_rows(self.recent_s))
+        broadcast = self.session.world.broadcast
+        limit = broadcast(self.deadline.affordable_rows(self.recent_s))
         self.evaluate(block, self.session.updates, limit=limit)
-        if agreed(self.deadline.has_time_for_samples(1)):
+        if broadcast(self.deadline.has_time_for_samples(1)):
             self.sample(block, self.session.updates)
         if not self.is_stdlib:
             return
         # The checked texts, which are written together, take about as long as this many samples.
         samples = 1 + CHECKED_TOKENS / SAMPLE_TOKENS
-        if agreed(self.deadline.has_time_for_samples(samples)):
+        if broadcast(self.deadline.has_time_for_samples(samples)):
             texts = self._write_texts(CHECKED_TEXTS, CHECKED_TOKENS)
             counts = [accepted_share(text) for text in texts if text]
             accepted = sum(accepted for accepted, _ in counts)
@@ -313,7 +313,7 @@ class Reporter:
         """Return what the page of the run shows in addition to its rows and its summary."""
         samples = [(row["share"], row["sample"]) for row in rows if "sample" in row]
         origin = [
-            *told(self.session.run),
+            *describe_start(self.session.run),
             ("seed", str(self.session.plan.job.seed)),
             ("data", self.session.task.description),
         ]

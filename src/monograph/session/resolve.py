@@ -33,7 +33,7 @@ from monograph.session.plan import Length, RunPlan, Shape, is_sharded, ranks_tha
 from monograph.session.record import ConfigRecord
 from monograph.session.requirements import require_room_for_weights
 from monograph.storage.cache_dir import cache_root, calibration_file
-from monograph.text.tokenizer import parse
+from monograph.text.tokenizer import parse_setting
 
 # The values of train.remat among which the planner chooses for "auto". A CPU has no other memory to
 # offload to, so it leaves out "offload", which is the last.
@@ -93,9 +93,9 @@ def _plan_from_job(job: Job, machine: Device) -> RunPlan:
         intervals=job.intervals.of(job.updates),
         updates=job.updates,
     )
-    judged = job.objective.judged(plan)
-    packed = job.reading.is_packed and judged != "exact"
-    return plan.with_training(replace(training, judged=judged, packed=packed))
+    answer_scoring = job.objective.answer_scoring(plan)
+    packed = job.reading.is_packed and answer_scoring != "exact"
+    return plan.with_training(replace(training, answer_scoring=answer_scoring, packed=packed))
 
 
 # ── from the model's shape ──────────────────────────────────────────────────────────────────────
@@ -354,7 +354,7 @@ def shape_of(plan: RunPlan, tokens: NewTokens | None = None) -> LlamaConfig:
         return with_rows(source.shape or hub.read_config(source.base), tokens)
     sizes: dict[str, Any] = {"max_position_embeddings": plan.training.length}
     if tokenizer == "bpe":
-        sizes["vocab_size"] = parse(tokenizer, job.reading.vocab_size)
+        sizes["vocab_size"] = parse_setting(tokenizer, job.reading.vocab_size)
     elif tokenizer == "bytes":
         sizes["vocab_size"] = 259  # the bytes and three special tokens
     elif "vocab_size" not in job.recipe.sizes and job.recipe.preset == "auto":

@@ -68,7 +68,7 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     log.flush()
     # Ranks other than 0 have not read the metrics from before a resume, so all take rank 0's
     # counts. Weights can become non-finite without a skipped update, so the streak is at least 1.
-    last, streak = session.world.agreed([log.last["update"], max(1, log.streak)])
+    last, streak = session.world.broadcast([log.last["update"], max(1, log.skipped_in_a_row)])
     earlier_stretches = session.batches.skip
     rows = session.batches.rows_per_window
     skipped_windows = math.ceil(streak / session.task.updates_per_window)
@@ -127,7 +127,7 @@ def require_end(session: Session, log: MetricsLog) -> None:
         Diverged: at least the second half of its updates were skipped. They were too few for
             `go_back`.
     """
-    if 2 * log.streak >= session.updates:
+    if 2 * log.skipped_in_a_row >= session.updates:
         raise _diverged(session, log)
 
 
@@ -139,7 +139,7 @@ def _diverged(session: Session, log: MetricsLog) -> Diverged:
     is_finite = math.isfinite(last["train_loss"]) and math.isfinite(last["grad_norm"])
     reason = "spikes" if is_finite else "not finite"
     return Diverged(
-        f"{counted(log.streak, 'update')} in a row, up to {last['update']}, skipped as "
+        f"{counted(log.skipped_in_a_row, 'update')} in a row, up to {last['update']}, skipped as "
         f"{reason}{earlier}: {find_non_finite(session)}; lower optim.lr, and look for bad data "
         "around there; the last checkpoint is sound"
     )

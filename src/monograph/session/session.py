@@ -14,7 +14,7 @@ from monograph.checkpointing import Checkpoint
 from monograph.config.sources import written_fingerprint
 from monograph.data.corpus import Corpus
 from monograph.device import clock, describe
-from monograph.distributed.checkpoint import not_finite, save
+from monograph.distributed.checkpoint import find_not_finite, save
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import Diverged, InputRefused
@@ -217,7 +217,7 @@ class Session:
         """
         state = self.engine.state().model
         names = dict(self.engine.model.named_parameters())
-        return not_finite(self.world, {name: state[name] for name in names if name in state})
+        return find_not_finite(self.world, {name: state[name] for name in names if name in state})
 
     def restore(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Restore a checkpoint of this run: weights, optimizer, counters, random generators,

@@ -310,7 +310,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
             model,
             world=world,
             micro_batch=rows,
-            halved=plan.job.gather_dtype == "bf16",
+            gathers_bf16=plan.job.gather_dtype == "bf16",
             by_machine=plan.job.parallel == "hsdp",
             **step_options,
         )

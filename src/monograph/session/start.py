@@ -79,14 +79,14 @@ def open_run(
         InputRefused: the records, the model or the tokenizer cannot be used.
         OutOfDeviceMemory: nothing fits according to the planner.
     """
-    has_begun = folder.begun
+    has_begun = folder.has_begun
     plan = _first_plan(folder, settings, world, progress, started, has_begun)
     require_time = partial(_require_time, plan, started)
     # Reading a text may take longer than train.wall_minutes, so each report of progress checks the
     # time.
     checking_time = nullcontext() if has_begun else progress.watched(require_time)
     # Rank 0 is the first to read the records, and the others find its results in the cache.
-    with world.first(), checking_time:
+    with world.rank_0_first(), checking_time:
         task = exit_stack.enter_context(closing(open_task(folder, plan, progress, world.size)))
     open_or_resume = partial(_open_or_resume, folder, task=task, world=world, retry_rows=retry_rows)
     began = clock()
@@ -297,9 +297,9 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     # Only eager updates come before the first checkpoint. So a run with rows of other updates had a
     # checkpoint. If that is gone, the run must not begin anew: `newest` then raises. If there is a
     # checkpoint, the rows are not read here, since a resume is possible even if one is damaged.
-    if world.agreed(is_saved or any(eager_start.MARK not in row for row in folder.rows())):
+    if world.broadcast(is_saved or any(eager_start.MARK not in row for row in folder.rows())):
         session.restore(newest(world, folder.checkpoints, warn), progress)
-        if world.leads and writing.mended_tokenizer(folder, session.records.tokenizer):
+        if world.leads and writing.repair_tokenizer(folder, session.records.tokenizer):
             warn(f"{folder.tokenizer}: was damaged, and is written again")
         progress.line(
             "resume", f"{folder.folder} from update {session.engine.index} of {session.updates}"
@@ -309,7 +309,7 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     folder.truncate_metrics(0)
     parent = writing.recorded_parent(folder)
     if parent:
-        checkpoint = newest(world, parent.run.checkpoints, warn, at=parent.at)
+        checkpoint = newest(world, parent.run.checkpoints, warn, at=parent.at_update)
         session.begin_from(checkpoint, parent.run)
         progress.line(
             "from", f"weights and optimizer of {parent.run.folder} after update {checkpoint.update}"

@@ -68,7 +68,7 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
         Precision(session.plan.training.precision).dtype,
         engine.step.device,
     )
-    session.kernel = session.world.agreed(kept_or_fastest(times, session.kernel))
+    session.kernel = session.world.broadcast(kept_or_fastest(times, session.kernel))
     assert session.kernel
     model.use_attention(model.attention, session.kernel)
     if times:
@@ -131,7 +131,7 @@ def calibrate(session: Session) -> float:
 
     with session.undisturbed():
         seconds = seconds_per_update(engine, make_updates, session.world, time_s)
-    return float(session.world.agreed(seconds)) / updates_per_window
+    return float(session.world.broadcast(seconds)) / updates_per_window
 
 
 def seconds_per_update(
@@ -164,7 +164,7 @@ def seconds_per_update(
         return sum(times) < CALIBRATION_S and len(times) < MAX_TIMED
 
     with engine.step.counters_kept():
-        while world.agreed(needs_more()):
+        while world.broadcast(needs_more()):
             synchronize(engine.step.device)
             began = clock()
             update()
@@ -457,7 +457,7 @@ def fix_length(session: Session, progress: Progress) -> None:
             closing_s = Deadline(session).closing_s(seconds)
             # However long scoring takes, a quarter of the time is for updates.
             updates_s = max(updates_s / 4, updates_s - curve_s - closing_s)
-        affordable = defaults.updates_for(updates_s, seconds, max_updates)
+        affordable = defaults.updates_in_time(updates_s, seconds, max_updates)
         # One update is always made, even if it takes longer than the budget.
         session.budget_s = max(session.budget_s, affordable * seconds)
         # Eager updates may have been made before the step was compiled (`session.eager_start`).

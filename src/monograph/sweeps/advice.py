@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from monograph.config import Settings
-from monograph.config.axes import AMOUNTS, SEED
+from monograph.config.axes import AMOUNT_KEYS, SEED
 from monograph.config.settings import check
 from monograph.errors import UsageError
 from monograph.evaluation.significance import Setting, Table, pooled, seeds_needed, t_quantile
@@ -170,7 +170,7 @@ def _tie_advice(
 
 def _is_ordered(key: str, values: Sequence[Any]) -> bool:
     """Return whether the values have an order, and the best one is expected somewhere inside."""
-    return all(map(_is_number, values)) and key not in AMOUNTS
+    return all(map(_is_number, values)) and key not in AMOUNT_KEYS
 
 
 def _is_number(value: object) -> bool:

@@ -13,7 +13,7 @@ from monograph.run.progress import SweepDisplay
 from monograph.run.signals import StopSignal
 from monograph.session.shown_commands import command_line
 from monograph.step import Update
-from monograph.sweeps.batch import MemberBatch
+from monograph.sweeps.cohort import Cohort
 from monograph.sweeps.progress import SweepProgress
 
 READ_EVERY = 10  # updates between two reads of losses from the device
@@ -40,7 +40,7 @@ class AfterUpdateOfRound:
 
     def __init__(
         self,
-        batch: MemberBatch,
+        cohort: Cohort,
         updates: int,
         state: SweepProgress,
         block: SweepDisplay,
@@ -49,21 +49,21 @@ class AfterUpdateOfRound:
         """Open the members' logs and start the clock.
 
         Args:
-            batch: the round.
+            cohort: the members of a round, and what trains them.
             updates: the number of updates of each member.
             state: the sweep.
             block: the live display.
             stop: the user's signals.
         """
-        self.batch = batch
+        self.cohort = cohort
         self.updates = updates
         self.state = state
         self.block = block
         self.stop_signal = stop
-        self.logs = MetricsLogs([session.run for session in batch.sessions], READ_EVERY)
-        self._intervals = batch.sessions[0].plan.intervals
+        self.logs = MetricsLogs([session.run for session in cohort.sessions], READ_EVERY)
+        self._intervals = cohort.sessions[0].plan.intervals
         # The number of updates at the last time that numbers were shown, and that time.
-        self._shown_updates = batch.engine.index
+        self._shown_updates = cohort.engine.index
         self._shown_s = clock()
 
     def note(self, update: Update) -> RoundState:
@@ -71,27 +71,27 @@ class AfterUpdateOfRound:
 
         After some updates the members' numbers are shown, and members that diverged are frozen.
         """
-        batch = self.batch
+        cohort = self.cohort
         done = update.index + 1
         is_last = done == self.updates
         stopping = self.stop_signal.requested is not None
-        rate = self.state.rate / len(batch.members) or None  # 0 before the first measurement
+        rate = self.state.rate / len(cohort.members) or None  # 0 before the first measurement
         were_written = self.logs.add(update, {"tokens_per_s": rate, "wall_s": self.state.spent_s})
         if were_written or is_last or stopping:
             self._show(done, is_last)
-        all_lost = len(batch.ended) == len(batch.members)
+        all_lost = len(cohort.divergences) == len(cohort.members)
         return RoundState(done, is_last, all_lost, stopping)
 
     def _show(self, done: int, is_last: bool) -> None:
         """Write and show the members' numbers, and freeze members that diverged."""
         logs = self.logs
         logs.flush()
-        self.state.count_trained(self.batch, done - self._shown_updates, clock() - self._shown_s)
+        self.state.count_trained(self.cohort, done - self._shown_updates, clock() - self._shown_s)
         self.block.update(self.state.done, self.state.figures)
         self._shown_updates = done
         self._shown_s = clock()
-        newly_diverged = logs.diverged(self.updates if is_last else None)
-        self.batch.freeze({place: logs.ended[place] for place in newly_diverged})
+        newly_diverged = logs.find_diverged(self.updates if is_last else None)
+        self.cohort.freeze({place: logs.divergences[place] for place in newly_diverged})
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ class AfterUpdateOfRound:
             or round_state.all_lost
         ):
             self.logs.flush()
-            self.state.evaluate(self.batch, round_state.updates_done, last=round_state.is_last)
+            self.state.evaluate(self.cohort, round_state.updates_done, last=round_state.is_last)
             self.block.refresh_table()
 
     def save(self, round_state: RoundState) -> None:
@@ -119,7 +119,7 @@ class AfterUpdateOfRound:
         if is_due or round_state.stopping or self.stop_signal.save_requested:
             self.logs.flush()
             self.stop_signal.save_requested = False
-            self.batch.save()
+            self.cohort.save()
         if self.state.world.leads:
             self.state.page.refresh()
 
@@ -141,4 +141,4 @@ class AfterUpdateOfRound:
     def drop_work(self, round_state: RoundState) -> None:
         """Subtract updates that the round will not make from the display's total."""
         remaining = self.updates - round_state.updates_done
-        self.block.drop_work(len(self.batch.members) * remaining)
+        self.block.drop_work(len(self.cohort.members) * remaining)

@@ -34,10 +34,10 @@ from monograph.session.brief import COMPILE_S, MIN_COMPILE_S
 from monograph.session.eager_start import has_spare_core
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
-from monograph.sweeps.batch import (
+from monograph.sweeps.cohort import (
     EVALUATIONS,
-    MemberBatch,
-    begin_batch,
+    Cohort,
+    begin_cohort,
     build_models,
     make_members_engine,
     reuse_engine,
@@ -78,7 +78,7 @@ class Width(NamedTuple):
     why: str
 
 
-def round_sizes(members: int, width: int) -> list[int]:
+def sizes_of_rounds(members: int, width: int) -> list[int]:
     """Return the number of members of each round of at most `width` members: as few rounds as
     possible, of sizes as equal as possible, larger rounds first.
     """
@@ -121,8 +121,9 @@ def predict_total_s(
         width: the width.
         updates: the number of updates of each member.
     """
-    sizes = round_sizes(members, width)
+    sizes = sizes_of_rounds(members, width)
     compile_s = 0.0
+    # A width that was measured is compiled already.
     for size in {size for size in sizes if size not in timed}:
         nearest = min(timed, key=lambda measured: abs(measured - size))
         compile_s += timed[nearest].compile_s
@@ -152,15 +153,17 @@ def next_width(
     """
     if 1 not in timed:
         return 1
-    widths = {
-        round_sizes(members, width)[0] for width in range(1, min(most, members) + 1)
-    } - timed.keys()
+    # 8 members in rounds of at most 5 are two rounds of 4, so a width of 5 is not worth measuring.
+    used_widths = {sizes_of_rounds(members, width)[0] for width in range(1, min(most, members) + 1)}
+    widths = used_widths - timed.keys()
     if not widths:
         return None
     if len(timed) == 1:
         widest = max(widths)
-        saved = updates * (members - len(round_sizes(members, widest))) * timed[1].update_s
-        return widest if saved > MIN_SAVING * compile_ratio * timed[1].compile_s else None
+        rounds = len(sizes_of_rounds(members, widest))
+        # At best, a round takes as long as one member.
+        saved_s = updates * (members - rounds) * timed[1].update_s
+        return widest if saved_s > MIN_SAVING * compile_ratio * timed[1].compile_s else None
     predicted_s = {width: predict_total_s(timed, members, width, updates) for width in widths}
     fastest = min(widths, key=lambda width: predicted_s[width])
     measured_s = min(predict_total_s(timed, members, width, updates) for width in timed)
@@ -191,7 +194,7 @@ def choose_width(timed: Mapping[int, WidthTime], members: int, updates: int) -> 
 
 def _update_all_s(timed: Mapping[int, WidthTime], members: int, width: int) -> float:
     """Return the seconds of one update of all members."""
-    return sum(predict_update_s(timed, size) for size in round_sizes(members, width))
+    return sum(predict_update_s(timed, size) for size in sizes_of_rounds(members, width))
 
 
 def _why(
@@ -227,8 +230,10 @@ CURVE_ROWS = 16  # held-out rows scored for a point of a curve; the last point u
 
 
 class Timing:
-    """The timed widths of one group, and the engines captured for them. One of these engines later
-    trains the first round.
+    """The timed widths of one group, and the engines captured for them.
+
+    It decides the group's rounds and opens them. One of the captured engines trains the first
+    round.
 
     Attributes:
         group: the group.
@@ -245,7 +250,7 @@ class Timing:
     """
 
     def __init__(self, group: MemberGroup, text: Corpus, device: torch.device, machine: Device):
-        """Store the arguments, which are described by the class; nothing is built yet."""
+        """Store the arguments, which are attributes of the class; nothing is built yet."""
         self.group = group
         self.text = text
         self.device = device
@@ -285,16 +290,17 @@ class Timing:
         built_runs = build_models(self.group.members[:1], self.text, self.machine)
         engine = make_members_engine(built_runs, False, self.device)
         window = first_window(built_runs, self.text)
-        opening_s = clock() - began
-        if opening_s >= MIN_COMPILE_S:
+        building_s = clock() - began
+        # An update of a model that takes so long to build takes long, too, so none is timed.
+        if building_s >= MIN_COMPILE_S:
             return False
         with buffers_kept(engine.model, engine.step.loss), engine.step.counters_kept():
             engine.rehearse(window)  # not timed, as the first one takes longer
             began = clock()
             engine.rehearse(window)
             synchronize(self.device)
-            seconds = clock() - began
-        return len(self.group.members) * updates * seconds < MIN_COMPILE_S
+            update_s = clock() - began
+        return len(self.group.members) * updates * update_s < MIN_COMPILE_S
 
     def leave_uncompiled(self) -> None:
         """Change the settings of all members so that they train without a graph."""
@@ -331,15 +337,17 @@ class Timing:
         needs.
         """
         choice = choose_width(self.timed, len(self.group.members), updates)
-        self.group.rounds = round_sizes(len(self.group.members), choice.members)
+        self.group.round_sizes = sizes_of_rounds(len(self.group.members), choice.members)
         self.group.why = choice.why
         if self.refusal:
             members = counted(len(self.group.members), "member")
             self.group.why = f"{members}, one after another: {self.refusal}"
-        self.group.update_s = sum(predict_update_s(self.timed, size) for size in self.group.rounds)
+        self.group.update_s = sum(
+            predict_update_s(self.timed, size) for size in self.group.round_sizes
+        )
         self.group.compile_s = max(0.0, choice.total_s - updates * self.group.update_s)
-        self.group.held_out_s = self.held_out_s(self.group.rounds)
-        for width in [width for width in self.engines if width not in self.group.rounds]:
+        self.group.held_out_s = self.held_out_s(self.group.round_sizes)
+        for width in [width for width in self.engines if width not in self.group.round_sizes]:
             del self.engines[width]
 
     def held_out_s(self, rounds: Sequence[int]) -> float:
@@ -347,9 +355,9 @@ class Timing:
         rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
         return rows * sum(self.held_out_row_s.get(size, self.held_out_row_s[1]) for size in rounds)
 
-    def batch(
+    def begin_round(
         self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress
-    ) -> MemberBatch:
+    ) -> Cohort:
         """Return the members of a round, ready to train from their beginning.
 
         The first round gets the engine that was timed. A later round of one member takes over the
@@ -360,7 +368,7 @@ class Timing:
         is_first = members[0] is self.group.members[0]
         if is_first and size in self.engines:
             built_runs, engine = self.engines[size]
-            return begin_batch(members, runs, with_length(built_runs, updates), self.text, engine)
+            return begin_cohort(members, runs, with_length(built_runs, updates), self.text, engine)
         built_runs = with_length(build_models(members, self.text, self.machine), updates)
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
         if size == 1 and 1 in self.engines and reuse_engine(self.engines[1][1], engine):
@@ -374,7 +382,7 @@ class Timing:
             )
             if size == 1:
                 self.engines[1] = (built_runs, engine)
-        return begin_batch(members, runs, built_runs, self.text, engine)
+        return begin_cohort(members, runs, built_runs, self.text, engine)
 
     def _time(self, width: int, progress: Progress) -> WidthTime:
         """Build and capture the engine of the first members, keep it, and return its times."""
@@ -397,13 +405,13 @@ class Timing:
             # may not be in the cache.
             self.compile_ratio = WIDE_COMPILE_RATIO / CACHED_COMPILE_RATIO
         with buffers_kept(engine.model, engine.step.loss):
-            seconds = timed_update(engine, window)
-            size = engine.micro_batch or CURVE_ROWS
+            update_s = timed_update(engine, window)
+            rows = engine.micro_batch or CURVE_ROWS
             began = clock()
-            evaluate_members(engine, self.text.held_out, batch_rows=size, limit=size)
-            self.held_out_row_s[width] = (clock() - began) / size
+            evaluate_members(engine, self.text.held_out, batch_rows=rows, limit=rows)
+            self.held_out_row_s[width] = (clock() - began) / rows
         self.engines[width] = built_runs, engine
-        return WidthTime(seconds, compile_s)
+        return WidthTime(update_s, compile_s)
 
 
 def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> None:
@@ -427,7 +435,7 @@ def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> No
 
 
 def timed_update(engine: Engine, window: Batch) -> float:
-    """Time an update of all members, and return its seconds. Weights and counters do not change."""
+    """Return the seconds of an update of all members. Weights and counters do not change."""
     if not isinstance(engine, Ensemble):
         return warmup.seconds_per_update(engine, lambda: engine.rehearse(window))
 
@@ -452,32 +460,29 @@ def have_different_seeds(built_runs: Sequence[BuiltRun]) -> bool:
 
 def first_window(built_runs: Sequence[BuiltRun], text: Corpus) -> Batch:
     """Return the first window of the members: [R, ...] for one seed, else [N, R, ...]."""
+    differ = have_different_seeds(built_runs)
     windows = []
-    for built in built_runs if have_different_seeds(built_runs) else built_runs[:1]:
+    for built in built_runs if differ else built_runs[:1]:
         batches = text.batches(built.plan.training.tokens_per_update, seed=built.plan.job.seed)
         windows.append(next(batches))
         batches.close()
-    return (
-        stack_windows(windows, range(len(windows)))
-        if have_different_seeds(built_runs)
-        else windows[0]
-    )
+    return stack_windows(windows, range(len(windows))) if differ else windows[0]
 
 
 def choose_updates(
     timings: Sequence[Timing], least_tokens: int, progress: Progress, done: int = 0
 ) -> list[int]:
-    """Return the number of updates for each group's members, as given or as the time allows, and
-    set each group's rounds.
+    """Time widths, set each group's rounds, and return the number of updates of each group's
+    members.
 
-    Widths are timed for that. Given minutes are those of the whole sweep. Every member then learns
-    from equally many tokens.
+    The settings give the number of updates, or else the minutes of the whole sweep. Minutes are
+    shared out so that every member learns from equally many tokens.
 
     Args:
-        timings: a timing for each group.
+        timings: for each group, its measured times and engines.
         least_tokens: the minimum number of tokens of a member, even if they take longer.
         progress: the display.
-        done: updates that each member has already made. They take nothing from the time.
+        done: updates that each member has already made. The time is for further ones.
     """
     for timing in timings:
         if timing.given_updates:
@@ -494,13 +499,15 @@ def choose_updates(
         timing.measure(1, progress)  # for one update, only width 1 is timed
     one_after_another = [[1] * len(timing.group.members) for timing in open_ended]
     per_token_s, evaluations_s = _costs(open_ended, one_after_another)
-    tokens = max(least_tokens, _affordable_tokens(budget_s, per_token_s, evaluations_s))
+    estimated_tokens = max(least_tokens, _affordable_tokens(budget_s, per_token_s, evaluations_s))
     for timing in open_ended:
-        updates = max(1, round(tokens / _tokens_per_update(timing)))
+        updates = max(1, round(estimated_tokens / _tokens_per_update(timing)))
         timing.measure(updates, progress)
         timing.decide(updates)
     # Then it is computed for the rounds that were decided.
-    per_token_s, evaluations_s = _costs(open_ended, [timing.group.rounds for timing in open_ended])
+    per_token_s, evaluations_s = _costs(
+        open_ended, [timing.group.round_sizes for timing in open_ended]
+    )
     tokens = _affordable_tokens(budget_s, per_token_s, evaluations_s)
     if tokens < least_tokens:
         longer = duration(least_tokens * per_token_s + evaluations_s)
@@ -515,7 +522,7 @@ def choose_updates(
         most = defaults.most_updates(
             timing.text.train.per_epoch, training.window_rows, training.optim.weight_decay
         )
-        affordable = defaults.updates_for(tokens, _tokens_per_update(timing), most)
+        affordable = defaults.updates_in_time(tokens, _tokens_per_update(timing), most)
         updates_of_groups.append(timing.given_updates or min(most, done + affordable))
     return updates_of_groups
 
@@ -529,7 +536,7 @@ def _costs(timings: Sequence[Timing], rounds: Sequence[Sequence[int]]) -> tuple[
     evaluations.
 
     Args:
-        timings: a timing for each group.
+        timings: for each group, its measured times and engines.
         rounds: for each group, the number of members of each round.
     """
     per_token_s = 0.0

@@ -36,12 +36,12 @@ from monograph.session.plan import Length
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
 from monograph.storage.cache_dir import is_compiled, mark_compiled
-from monograph.sweeps.batch import (
-    MemberBatch,
+from monograph.sweeps.cohort import (
+    Cohort,
     begin_run,
     build_models,
     make_members_engine,
-    open_batch,
+    open_cohort,
     set_schedules,
     with_length,
 )
@@ -51,7 +51,7 @@ from monograph.sweeps.folder import Sweep
 _COMPILING_PROGRAM = (
     "import sys; from monograph.sweeps.progress import compile_sweep; compile_sweep(sys.argv[1])"
 )
-# How many times a member's memory is taken at once: by the members that train eagerly, and by each
+# How many times a member's memory is needed at once: by the cohort that trains eagerly, and by each
 # of the two processes when it measures a width.
 MEMORY_FACTOR = 3
 
@@ -64,71 +64,70 @@ class EagerStart:
         updates: the number of updates that each member made; 0: nothing was done.
         length: the number of updates of the whole training that was expected then. The warm-up was
             a share of it.
-        groups: each group's models and round.
+        groups: each group's models and cohort.
         keys: for each group, the name of its graphs in the cache, see `compiled_key`.
     """
 
     updates: int = 0
     length: int = 0
-    groups: list[tuple[list[BuiltRun], MemberBatch]] = field(default_factory=list)
+    groups: list[tuple[list[BuiltRun], Cohort]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
 
     def settle(self, updates: Sequence[int]) -> None:
         """Write settings and a checkpoint of every member.
 
         Args:
-            updates: the number of updates of each group's members, which is now decided.
+            updates: for each group, the number of updates of its members, which is now decided.
         """
         if not self.updates:
             return
-        for (built_runs, batch), group_updates in zip(self.groups, updates, strict=True):
+        for (built_runs, cohort), group_updates in zip(self.groups, updates, strict=True):
             completed_runs = with_length(built_runs, group_updates)
-            for session, built in zip(batch.sessions, completed_runs, strict=True):
+            for session, built in zip(cohort.sessions, completed_runs, strict=True):
                 session.set_plan(built.plan)
                 begin_run(session)
-            batch.save()
+            cohort.save()
         for key in self.keys:
             mark_compiled(key)
 
     def leave_uncompiled(self, timings: Sequence[Timing]) -> None:
         """Make plans without a graph for all members."""
-        # No graph will be marked as compiled.
-        self.keys.clear()
+        self.keys.clear()  # so that no graph is marked as compiled
         for index, timing in enumerate(timings):
             timing.leave_uncompiled()
+            # The models are built again for the sake of their plans; the cohort has been trained.
             built_runs = build_models(timing.group.members, timing.text, timing.machine)
-            _, batch = self.groups[index]
-            self.groups[index] = (built_runs, batch)
+            _, cohort = self.groups[index]
+            self.groups[index] = (built_runs, cohort)
 
 
 @contextmanager
 def start_eagerly(
     sweep: Sweep, timings: Sequence[Timing], progress: Progress, *, alone: bool
 ) -> Iterator[EagerStart]:
-    """Train all members until another process has compiled the graphs, if that pays, and yield what
-    was done. The members' runs stay locked in the block.
+    """Train all members until another process has compiled the graphs, if that is possible, and
+    yield what was done. The members' runs stay locked in the block.
 
     Args:
         sweep: the sweep, of which nothing was trained yet.
-        timings: a timing for each group of its members.
+        timings: for each group, its measured times and engines.
         progress: the display.
         alone: whether no other process trains members of the sweep.
     """
-    with ExitStack() as opened:
+    with ExitStack() as resources:
         start = EagerStart()
         if alone and _is_possible(timings):
-            if _open_batches(start, sweep, timings, opened):
+            if _open_cohorts(start, sweep, timings, resources):
                 _train(start, sweep, timings, progress)
             else:
-                # Some rounds may have been opened.
-                opened.close()
+                resources.close()  # the cohorts that were opened before one could not be
                 start = EagerStart()
         yield start
 
 
 def _is_possible(timings: Sequence[Timing]) -> bool:
-    """Return whether the members train for a given time, and each group's graphs would be compiled,
-    on another core.
+    """Return whether a sweep can begin eagerly: its length is given as a time, its graphs are to be
+    compiled, and there is a core for the compiler.
     """
     if not has_spare_core(timings[0].machine):
         return False
@@ -143,20 +142,20 @@ def _is_possible(timings: Sequence[Timing]) -> bool:
     )
 
 
-def _open_batches(
-    start: EagerStart, sweep: Sweep, timings: Sequence[Timing], opened: ExitStack
+def _open_cohorts(
+    start: EagerStart, sweep: Sweep, timings: Sequence[Timing], resources: ExitStack
 ) -> bool:
-    """Build the round of each group, and return whether all members can train while the graphs
+    """Build a cohort of each group, and return whether all members can train while the graphs
     compile.
 
     They cannot if memory does not hold all members, if no graph can hold a group, or if all graphs
     are already in the cache.
 
     Args:
-        start: gets the rounds and the names of the graphs.
+        start: gets the cohorts and the names of the graphs.
         sweep: the sweep.
-        timings: a timing for each group.
-        opened: gets what must be closed afterwards: locks and rounds.
+        timings: for each group, its measured times and engines.
+        resources: gets what must be closed afterwards: locks and cohorts.
     """
     needed_bytes = 2 * PROCESS_BYTES
     engines = []
@@ -164,8 +163,9 @@ def _open_batches(
     for timing in timings:
         try:
             built_runs = build_models(timing.group.members, timing.text, timing.machine)
-            each = have_different_seeds(built_runs)
-            engine = make_members_engine(built_runs, each, timing.device)
+            engine = make_members_engine(
+                built_runs, have_different_seeds(built_runs), timing.device
+            )
         except (UsageError, InputRefused, OutOfDeviceMemory):
             # The reason is reported when `Timing` tries fewer members.
             return False
@@ -179,22 +179,23 @@ def _open_batches(
         return False
     for timing, (built_runs, engine), window in zip(timings, engines, windows, strict=True):
         members = timing.group.members
-        runs = opened.enter_context(sweep.lock_members(members))
-        batch = open_batch(members, runs, built_runs, timing.text, engine)
-        opened.callback(batch.close)
-        start.groups.append((built_runs, batch))
-        graph_key = compiled_key(batch.sessions[0], window)
+        runs = resources.enter_context(sweep.lock_members(members))
+        cohort = open_cohort(members, runs, built_runs, timing.text, engine)
+        resources.callback(cohort.close)
+        start.groups.append((built_runs, cohort))
+        graph_key = compiled_key(cohort.sessions[0], window)
         start.keys.append(f"{counted(len(members), 'member')} {graph_key}")
     if all(map(is_compiled, start.keys)):
         return False
     return all(
-        _can_train(batch, window) for (_, batch), window in zip(start.groups, windows, strict=True)
+        _can_train(cohort, window)
+        for (_, cohort), window in zip(start.groups, windows, strict=True)
     )
 
 
-def _can_train(batch: MemberBatch, window: Batch) -> bool:
+def _can_train(cohort: Cohort, window: Batch) -> bool:
     """Compute an update without applying it, and return whether that succeeds."""
-    engine = batch.engine
+    engine = cohort.engine
     # Dropout's count of micro-batches, which a rehearsal increases.
     draw = engine.stacked.members.draw.clone() if isinstance(engine, Ensemble) else None
     try:
@@ -209,14 +210,16 @@ def _can_train(batch: MemberBatch, window: Batch) -> bool:
 
 def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress: Progress) -> None:
     """Train all members until the graphs are compiled or the patience for that is over."""
-    batches = [batch for _, batch in start.groups]
+    cohorts = [cohort for _, cohort in start.groups]
     start.length, most_updates = _expected_updates(timings, start)
-    for built_runs, batch in start.groups:
+    for built_runs, cohort in start.groups:
         plans = [
             resolve(built.plan, timings[0].machine, Length(start.length)) for built in built_runs
         ]
-        set_schedules(batch.engine, [constant(plan.intervals.warmup_updates) for plan in plans])
-    logs = [MetricsLogs([session.run for session in batch.sessions], every=1) for batch in batches]
+        set_schedules(cohort.engine, [constant(plan.intervals.warmup_updates) for plan in plans])
+    logs = [
+        MetricsLogs([session.run for session in cohort.sessions], every=1) for cohort in cohorts
+    ]
     began = clock()
     patience_s = patience_for(timings[0].group.plan.job.span.minutes, len(timings))
     with (
@@ -224,7 +227,7 @@ def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress:
         progress.stage("start", "training eagerly while the graphs compile") as stage,
     ):
         # One update of each group's members at a time.
-        trainings = [train(batch.engine, batch.windows) for batch in batches]
+        trainings = [train(cohort.engine, cohort.windows) for cohort in cohorts]
         for updates in zip(*trainings, strict=True):
             spent_s = clock() - began
             for log, update in zip(logs, updates, strict=True):
@@ -233,8 +236,8 @@ def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress:
             stage.report("update", start.updates)
             if is_over() or spent_s > patience_s or start.updates >= max(1, most_updates // 2):
                 break
-        # Of a short text, the updates above end before the graphs are compiled: it must not be read
-        # too often.
+        # The updates on a short text end before the graphs are compiled, since a run must not read
+        # it too often.
         while not is_over() and clock() - began < patience_s:
             time.sleep(0.1)
         is_compiled_now = is_over()
@@ -264,4 +267,4 @@ def _expected_updates(timings: Sequence[Timing], start: EagerStart) -> tuple[int
         )
         most = min(most, most_of_group)
     training_s = defaults.UPDATES_SHARE * 60 * timings[0].group.plan.job.span.minutes
-    return defaults.updates_for(training_s, seconds, most), most
+    return defaults.updates_in_time(training_s, seconds, most), most

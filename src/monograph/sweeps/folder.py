@@ -22,7 +22,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.recorded_state import Natural, Seconds, Strict
 from monograph.run.run_index import SWEEP, runs_in
-from monograph.run.writing import write_whole
+from monograph.run.writing import write_atomically
 from monograph.session.record import write_config
 from monograph.session.recorded import run_settings
 from monograph.storage.reading import contents, is_file, parse_json
@@ -190,9 +190,9 @@ class Sweep:
         if not self.record.get("target"):
             return []
         # The recorded settings are read as a file's, so they are written first.
-        write_whole(self.wide, self.record["target"])
+        write_atomically(self.wide, self.record["target"])
         target = load_settings(self.wide, {}, {}, recorded=True).resolve(best, "sweep")
-        write_whole(self.wide, target.to_toml())
+        write_atomically(self.wide, target.to_toml())
         updates = self.record["groups"][0]["updates"]
         return transfer_notes(target, self.settings, target.train.updates or updates, updates)
 
@@ -221,8 +221,8 @@ class Sweep:
             runs = []
             for member in members:
                 run = self.member(member.index)
-                run = run if run.begun else Run.create(run.folder)
-                locks.enter_context(run.lock(new=not run.begun))
+                run = run if run.has_begun else Run.create(run.folder)
+                locks.enter_context(run.lock(new=not run.has_begun))
                 runs.append(run)
             yield runs
 
@@ -233,7 +233,7 @@ class Sweep:
             DiskFull: the disk is full or fails.
         """
         content = {**self.record, "sha256": _digest(self.record)}
-        write_whole(self.run.folder / SWEEP, json.dumps(content, indent=1) + "\n")
+        write_atomically(self.run.folder / SWEEP, json.dumps(content, indent=1) + "\n")
 
     def write_table(self, members: Sequence[dict[str, Any]]) -> Path:
         """Write sweep.csv, with a line for each member and a column for each knob and result, and
@@ -252,7 +252,7 @@ class Sweep:
                 is_sequence = isinstance(value, list | tuple)
                 cells.append(" ".join(map(str, value)) if is_sequence else value)
             table.writerow([index, *cells, *(member[key] for key in results)])
-        write_whole(path, text.getvalue())
+        write_atomically(path, text.getvalue())
         return path
 
     def link_best(self, index: int) -> None:

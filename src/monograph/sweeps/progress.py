@@ -13,6 +13,7 @@ import torch
 from monograph.data.corpus import Corpus
 from monograph.device import Device, clock, default_device, describe
 from monograph.distributed.world import World
+from monograph.evaluation.significance import Table
 from monograph.evaluation.text import evaluate_members
 from monograph.planner import defaults
 from monograph.report.in_progress import PageInProgress
@@ -20,7 +21,7 @@ from monograph.report.quantities import count, counted, duration
 from monograph.report.sweep_charts import MemberCurve
 from monograph.report.sweep_report import write_page_so_far, write_sweep_report
 from monograph.run.progress import Progress, SweepDisplay, silent
-from monograph.run.started import told
+from monograph.run.started import describe_start
 from monograph.session.brief import CACHED_S, COMPILE_S
 from monograph.session.objectives.texts import open_corpus
 from monograph.session.plan import Length
@@ -31,10 +32,10 @@ from monograph.session.shown_commands import show_command
 from monograph.storage.cache_dir import keep_compiled
 from monograph.sweeps import eager_start, results
 from monograph.sweeps.advice import advise
-from monograph.sweeps.batch import MemberBatch
+from monograph.sweeps.cohort import Cohort
 from monograph.sweeps.concurrency import CURVE_ROWS, Timing, choose_updates
 from monograph.sweeps.folder import Sweep
-from monograph.sweeps.results import Outcome
+from monograph.sweeps.results import NO_EAGER_UPDATES, EagerUpdates, Outcome
 from monograph.sweeps.spec import Member, groups_of, members_of, short_key, spread_rounds
 
 
@@ -42,7 +43,7 @@ class Round(NamedTuple):
     """Members that train at once.
 
     Attributes:
-        timing: the timing of their group.
+        timing: the measured times and the captured engines of their group.
         updates: the number of updates of each member.
         members: the members.
     """
@@ -62,12 +63,13 @@ class SweepProgress:
         members: all members.
         groups: the members, grouped by what one graph can hold.
         outcomes: each member's results so far.
-        timings: a timing for each group; empty until `open` or `prepare`.
+        timings: for each group, its measured times and captured engines; empty until `open` or
+            `prepare`.
         updates: for each group, the number of updates of its members; empty until `prepare`.
         rate: targets per second of the last updates, over all members that train at once; 0 before
             the first updates.
         done: number of updates so far, summed over this rank's members.
-        page: the page of the sweep so far.
+        page: the web page that shows the sweep while it runs.
     """
 
     def __init__(self, sweep: Sweep, progress: Progress, world: World | None = None):
@@ -101,7 +103,7 @@ class SweepProgress:
         """Return this rank's rounds."""
         rounds = []
         for timing, updates in zip(self.timings, self.updates, strict=True):
-            for members in timing.group.batches():
+            for members in timing.group.rounds():
                 rounds.append(Round(timing, updates, members))
         return rounds[self.world.rank :: self.world.size]
 
@@ -128,12 +130,12 @@ class SweepProgress:
             self._recall_rounds()
         else:
             self._decide_rounds()
-        self._tell_plan()
+        self._print_plan()
 
     def _recall_rounds(self) -> None:
         """Take over what an earlier process has decided."""
         for timing, saved in zip(self.timings, self._saved_groups, strict=True):
-            timing.group.rounds = saved["rounds"]
+            timing.group.round_sizes = saved["rounds"]
             timing.group.why = saved["why"]
             if saved.get("compile") == "none":
                 timing.leave_uncompiled()
@@ -151,7 +153,7 @@ class SweepProgress:
                     "eager", "not compiled: the members train in less time than compiling takes"
                 )
         self.sweep.forget_members()
-        self._tell_time()
+        self._print_time()
         with eager_start.start_eagerly(
             self.sweep, self.timings, self.progress, alone=self.world.alone
         ) as start:
@@ -165,7 +167,7 @@ class SweepProgress:
             first_updates = {"eager_updates": start.updates, "eager_length": start.length}
         self.sweep.record["groups"] = [
             {
-                "rounds": group.rounds,
+                "rounds": group.round_sizes,
                 "updates": updates,
                 "why": group.why,
                 "compile": group.plan.training.compile,
@@ -192,18 +194,16 @@ class SweepProgress:
         """Return the minimum number of tokens of a member."""
         return self.sweep.record.get("least_tokens", 0)  # type: ignore[no-any-return]
 
-    def eager_updates_of(self, member: Member) -> tuple[int, int]:
-        """Return how many updates the member made before its graph was compiled, and the warm-up of
-        the schedule that it had then, as a number of updates.
-        """
+    def eager_updates_of(self, member: Member) -> EagerUpdates:
+        """Return the updates that a member made before its graph was compiled."""
         groups = zip(self._saved_groups, self.groups, strict=True)
         saved = next(saved for saved, group in groups if member in group.members)
         if not saved.get("eager_updates"):
-            return 0, 0
+            return NO_EAGER_UPDATES
         machine = describe()
         plan = resolve(member.settings, machine)
         expected_plan = resolve(plan, machine, Length(saved["eager_length"]))
-        return saved["eager_updates"], expected_plan.intervals.warmup_updates
+        return EagerUpdates(saved["eager_updates"], expected_plan.intervals.warmup_updates)
 
     @property
     def _saved_groups(self) -> list[dict[str, Any]]:
@@ -221,31 +221,31 @@ class SweepProgress:
             texts.append(opened[key])
         return texts
 
-    def _tell_time(self) -> None:
+    def _print_time(self) -> None:
         """Print how long a sweep with a given time trains, and how long it will take in all."""
         if any(timing.given_updates for timing in self.timings):
             return
         training_s = 60 * self.groups[0].plan.job.span.minutes
         compiled = [group for group in self.groups if group.plan.training.compile != "none"]
         compile_s = len(compiled) * (COMPILE_S + CACHED_S)
-        whole_s = self.spent_s + compile_s + training_s + defaults.END_S
-        parts = "preparation, compiling and report" if compiled else "preparation and report"
+        total_s = self.spent_s + compile_s + training_s + defaults.END_S
+        rest = "preparation, compiling and report" if compiled else "preparation and report"
         self.progress.line(
             "time",
-            f"{duration(training_s)} of training, about {duration(whole_s)} in all with {parts}",
+            f"{duration(training_s)} of training, about {duration(total_s)} in all with {rest}",
         )
 
-    def _tell_plan(self) -> None:
+    def _print_plan(self) -> None:
         """Print for each group the number of updates, the reason for its rounds, and the time."""
         for group, updates, saved in zip(
             self.groups, self.updates, self._saved_groups, strict=True
         ):
             size = group.plan.training.tokens_per_update
             remaining = updates - saved.get("eager_updates", 0)
-            # It is 0 if an earlier process has timed the group.
-            seconds = group.compile_s + remaining * group.update_s + group.held_out_s
+            # The times of a group are 0 if an earlier process has measured them.
+            predicted_s = group.compile_s + remaining * group.update_s + group.held_out_s
             name = f"{group.name}: " if group.name else ""
-            time = f", about {duration(seconds)}" if seconds else ""
+            time = f", about {duration(predicted_s)}" if predicted_s else ""
             self.progress.line(
                 "plan",
                 f"{name}{counted(updates, 'update')} of {size:,} tokens = {count(updates * size)} each; "
@@ -265,9 +265,9 @@ class SweepProgress:
     def table(self) -> list[str]:
         """Return the table of results so far."""
         table = results.compare_settings(self.outcomes)
-        return results.table_lines(table, self._divergences())
+        return results.table_lines(table, self._divergences_by_index())
 
-    def _divergences(self) -> dict[int, int]:
+    def _divergences_by_index(self) -> dict[int, int]:
         """Return for each diverged member, by its index, the update after which it diverged."""
         return {
             outcome.member.index: outcome.diverged
@@ -279,55 +279,55 @@ class SweepProgress:
         """Return whether each of these members has finished or diverged."""
         return all(self.outcomes[member.index].is_over for member in members)
 
-    def ended(self, members: Sequence[Member]) -> dict[int, int]:
+    def divergences_by_place(self, members: Sequence[Member]) -> dict[int, int]:
         """Return for each diverged member, by its place among `members`, the update after which it
         diverged.
         """
-        divergences = self._divergences()
+        divergences = self._divergences_by_index()
         return {
             place: divergences[member.index]
             for place, member in enumerate(members)
             if member.index in divergences
         }
 
-    def count_resumed(self, batch: MemberBatch) -> int:
+    def count_resumed(self, cohort: Cohort) -> int:
         """Count the updates of a round that earlier processes made, and return their number, summed
         over its members.
         """
-        before = len(batch.members) * batch.engine.index
-        self.done += before
-        return before
+        resumed = len(cohort.members) * cohort.engine.index
+        self.done += resumed
+        return resumed
 
-    def count_trained(self, batch: MemberBatch, updates: int, seconds: float) -> None:
+    def count_trained(self, cohort: Cohort, updates: int, seconds: float) -> None:
         """Record that a round's members were trained for `updates` updates in `seconds`."""
-        first = batch.sessions[0]
+        first = cohort.sessions[0]
         targets = first.text.stats.packed_share * first.plan.training.tokens_per_update
-        self.rate = len(batch.members) * updates * targets / max(seconds, 1e-9)
-        self.done += len(batch.members) * updates
+        self.rate = len(cohort.members) * updates * targets / max(seconds, 1e-9)
+        self.done += len(cohort.members) * updates
         self._training_s += seconds
 
-    def evaluate(self, batch: MemberBatch, update: int, *, last: bool) -> None:
+    def evaluate(self, cohort: Cohort, update: int, *, last: bool) -> None:
         """Score some held-out rows by every member that still learns, and record the scores.
 
         Args:
-            batch: the round.
+            cohort: the members of a round, and what trains them.
             update: the number of updates so far.
             last: whether the round is over. Then all held-out rows are scored, too.
         """
-        self._score(batch, update, CURVE_ROWS)
+        self._score(cohort, update, CURVE_ROWS)
         if last:
-            self._score(batch, update, None)
-        self._refresh_outcomes(batch)
+            self._score(cohort, update, None)
+        self._refresh_outcomes(cohort)
 
-    def _score(self, batch: MemberBatch, update: int, limit: int | None) -> None:
-        held_out = batch.sessions[0].text.held_out
+    def _score(self, cohort: Cohort, update: int, limit: int | None) -> None:
+        held_out = cohort.sessions[0].text.held_out
         scores = evaluate_members(
-            batch.engine, held_out, batch_rows=batch.engine.micro_batch or 16, limit=limit
+            cohort.engine, held_out, batch_rows=cohort.engine.micro_batch or 16, limit=limit
         )
         rows = min(limit or len(held_out), len(held_out))
-        tokens = torch.atleast_1d(batch.engine.step.tokens).tolist()
-        for place, (session, score) in enumerate(zip(batch.sessions, scores, strict=True)):
-            if place in batch.ended:
+        tokens = torch.atleast_1d(cohort.engine.step.tokens).tolist()
+        for place, (session, score) in enumerate(zip(cohort.sessions, scores, strict=True)):
+            if place in cohort.divergences:
                 continue
             session.run.log(
                 {
@@ -339,27 +339,27 @@ class SweepProgress:
                 }
             )
 
-    def _refresh_outcomes(self, batch: MemberBatch) -> None:
-        for member in batch.members:
+    def _refresh_outcomes(self, cohort: Cohort) -> None:
+        for member in cohort.members:
             self.outcomes[member.index] = results.read_outcome(self.sweep, member)
 
-    def write_summaries(self, batch: MemberBatch) -> None:
+    def write_summaries(self, cohort: Cohort) -> None:
         """Write the summary row into the metrics of each member that finished, as any run does."""
-        self._refresh_outcomes(batch)
-        for place, session in enumerate(batch.sessions):
-            if place in batch.ended:
+        self._refresh_outcomes(cohort)
+        for place, session in enumerate(cohort.sessions):
+            if place in cohort.divergences:
                 continue
-            known = {
+            further_entries = {
                 "dtype": session.plan.training.precision,
                 "params": session.params,
                 "eval_weights": "averaged" if session.plan.averaged else "last",
             }
-            rows = self.outcomes[batch.members[place].index].rows
-            summary = results.summary(rows, session.run, known)
+            rows = self.outcomes[cohort.members[place].index].rows
+            summary = results.summary(rows, session.run, further_entries)
             session.run.log({"update": summary["update"], "summary": summary})
-        self._refresh_outcomes(batch)
+        self._refresh_outcomes(cohort)
 
-    def keep_time(self) -> None:
+    def record_time(self) -> None:
         """Store how long this process worked, for the next process or the final report."""
         record = self.sweep.record
         record["elapsed_s"] = self.spent_s
@@ -377,7 +377,7 @@ class SweepProgress:
         folder = self.sweep.run.folder
         settings = results.chart_settings(table)
         curves = _curves(outcomes)
-        write_page_so_far(folder, result, settings, curves, told(self.sweep.run), state)
+        write_page_so_far(folder, result, settings, curves, describe_start(self.sweep.run), state)
 
     def finish(self) -> dict[str, Any]:
         """Compare the settings, write tables and figures, print the results, and return the object
@@ -394,19 +394,27 @@ class SweepProgress:
             transfer_lines = self.sweep.write_wide(dict(table.best.setting.knobs))
         self.sweep.record["result"] = result
         self.sweep.write()
-        path = self.sweep.write_table(result["members"])
-        report = self.sweep.run.report
-        with self.progress.stage("report", f"{report}, {path}"):
-            table_lines = results.table_lines(table, self._divergences())
-            origin = told(self.sweep.run)
+        csv_path = self.sweep.write_table(result["members"])
+        with self.progress.stage("report", f"{self.sweep.run.report}, {csv_path}"):
             write_sweep_report(
                 self.sweep.run.folder,
                 result,
                 results.chart_settings(table),
                 _curves(self.outcomes),
-                origin,
+                describe_start(self.sweep.run),
             )
+        self._print_results(table, transfer_lines)
+        return result
+
+    def _print_results(self, table: Table, transfer_lines: Sequence[str]) -> None:
+        """Print the table, the best setting, advice, and how long it took.
+
+        Args:
+            table: the compared settings.
+            transfer_lines: see `Sweep.write_wide`.
+        """
         self.progress.gap()
+        table_lines = results.table_lines(table, self._divergences_by_index())
         for number, line in enumerate(table_lines):
             self.progress.line("members" if number == 0 else "", line)
         self.progress.line("best", results.verdict(table))
@@ -420,7 +428,6 @@ class SweepProgress:
         self.progress.line(
             "done", f"{counted(len(self.members), 'member')} in {spent}   {self.sweep.run.folder}"
         )
-        return result
 
 
 def compile_sweep(folder: str) -> None:

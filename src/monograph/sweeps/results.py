@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -110,7 +110,7 @@ def mixture_members(name: str) -> list[Run]:
     path = Path(name)
     if path.name != MIXTURE or not names_run(path.parent):
         return []
-    folder = Run.located(path.parent)
+    folder = Run.locate(path.parent)
     if not names_mixture(folder / MIXTURE):
         return []
     sweep = Sweep.open(folder)
@@ -143,6 +143,7 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
         "model.vocab_size",
         "model.init",
     )
+    # What a user would have to leave out, and whether this sweep has it.
     obstacles = {
         **{f"{key} as an axis": key in axes for key in token_keys},
         "a model.init that is a Python file": code_named(settings.model.init) is not None,
@@ -150,8 +151,8 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
         "train.memory = stream": settings.train.memory == "stream",
         f"{ranks} processes": ranks > 1,
     }
-    for obstacle, exists in obstacles.items():
-        if exists:
+    for obstacle, is_present in obstacles.items():
+        if is_present:
             raise UsageError(
                 f"--distill trains one language model, on one device, on all members: leave out {obstacle}"
             )
@@ -173,7 +174,7 @@ def open_student(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
         InputRefused: the members cannot teach one model.
     """
     run = Run(sweep.run.folder / DISTILLED)
-    if run.begun:
+    if run.has_begun:
         return run
     run = Run.create(run.folder)
     with run.lock(new=True):
@@ -181,11 +182,11 @@ def open_student(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
         seeds = {each.member.settings.train.seed for each in outcomes}
         unused_seed = next(seed for seed in range(len(seeds) + 1) if seed not in seeds)
         changed: dict[str, Any] = {SEED: unused_seed}
-        given = outcomes[best].member.settings
-        decided = run_settings(outcomes[best].run)
-        if given.train.compile == "auto" and decided.train.compile == "whole":
+        settings_given = outcomes[best].member.settings
+        settings_used = run_settings(outcomes[best].run)
+        if settings_given.train.compile == "auto" and settings_used.train.compile == "whole":
             changed["train.compile"] = "blocks"
-        write_config(run, decided.resolve(changed, ORIGIN))
+        write_config(run, settings_used.resolve(changed, ORIGIN))
     return run
 
 
@@ -287,14 +288,14 @@ def as_json(
 
 
 def summary(
-    rows: Sequence[Mapping[str, Any]], run: Run, known: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]], run: Run, further_entries: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the summary that marks a member's run as finished, as the summary of any run does.
 
     Args:
         rows: the rows of its metrics.
         run: the run.
-        known: further entries.
+        further_entries: entries that the metrics do not have.
     """
     trained = [row for row in rows if "train_loss" in row]
     evaluation: Mapping[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
@@ -307,7 +308,7 @@ def summary(
         "train_loss": trained[-1]["train_loss"],
         **{key: evaluation.get(key) for key in (NATS, BITS)},
         "tokens_per_s": statistics.median(rates) if rates else None,
-        **known,
+        **further_entries,
     }
 
 
@@ -369,7 +370,24 @@ def chart_settings(table: Table) -> list[dict[str, Any]]:
 MAX_DIFFERENCE_RATIO = 4.0
 
 
-def verify(outcome: Outcome, progress: Progress, eager: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+class EagerUpdates(NamedTuple):
+    """The first updates of a member, which it made eagerly while its graph was compiled.
+
+    Attributes:
+        number: the number of these updates; 0 if the graph was compiled before the first update.
+        warmup: the warm-up of the schedule that the member had then, as a number of updates.
+    """
+
+    number: int
+    warmup: int
+
+
+NO_EAGER_UPDATES = EagerUpdates(0, 0)
+
+
+def verify(
+    outcome: Outcome, progress: Progress, eager: EagerUpdates = NO_EAGER_UPDATES
+) -> dict[str, Any]:
     """Compare a member's training losses with those of the same run trained alone, and print and
     return the result.
 
@@ -383,7 +401,7 @@ def verify(outcome: Outcome, progress: Progress, eager: tuple[int, int] = (0, 0)
     Args:
         outcome: the member's results.
         progress: the display.
-        eager: see `SweepProgress.eager_updates_of`.
+        eager: the member's eager updates.
 
     Raises:
         InputRefused: the member has no metrics, or its run is damaged.
@@ -430,16 +448,12 @@ def largest_difference(one: list[float], other: list[float]) -> float:
     return max(difference(a, b) for a, b in zip(one, other, strict=True))
 
 
-def first_schedule(course: Schedule, updates: int, warmup: int) -> Schedule:
-    """Return the schedule of a member that made some updates before its length was known.
-
-    Args:
-        course: the schedule of all later updates.
-        updates: the number of the first updates.
-        warmup: the warm-up of the first updates, as a number of updates.
+def schedule_after_eager(schedule: Schedule, eager: EagerUpdates) -> Schedule:
+    """Return the schedule of a member that made its eager updates before its length was known: a
+    constant rate after a warm-up, then `schedule`.
     """
-    first_course = constant(warmup)
-    return lambda index: first_course(index) if index < updates else course(index)
+    eager_schedule = constant(eager.warmup)
+    return lambda index: eager_schedule(index) if index < eager.number else schedule(index)
 
 
 def train_alone(
@@ -449,7 +463,7 @@ def train_alone(
     progress: Progress,
     *,
     compiled: bool,
-    eager: tuple[int, int] = (0, 0),
+    eager: EagerUpdates = NO_EAGER_UPDATES,
 ) -> list[float]:
     """Train a run alone from its beginning, by the schedule that the member had, and return its
     training losses.
@@ -460,11 +474,11 @@ def train_alone(
         updates: how many updates to make.
         progress: the display.
         compiled: whether to compile it.
-        eager: see `SweepProgress.eager_updates_of`.
+        eager: the member's eager updates.
     """
     built = build_run(plan, TextTask(text), describe())
     engine = make_engine(built, default_device())
-    engine.step.schedule = first_schedule(plan.schedule(plan.updates or updates), *eager)
+    engine.step.schedule = schedule_after_eager(plan.schedule(plan.updates or updates), eager)
     batches = text.batches(plan.training.tokens_per_update, seed=plan.job.seed)
     seed_all(plan.job.seed)
     how = "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}"

@@ -70,7 +70,7 @@ class MemberGroup:
     Attributes:
         members: one or more members.
         shared: the values of those knobs that cannot differ inside one graph.
-        rounds: for each round, how many members train at once; empty until that is decided.
+        round_sizes: for each round, how many members train at once; empty until that is decided.
         why: the reason for these rounds, in one line.
         update_s: predicted seconds of an update of all members.
         compile_s: predicted seconds of compiling that is still to do.
@@ -79,7 +79,7 @@ class MemberGroup:
 
     members: list[Member]
     shared: Point
-    rounds: list[int] = field(default_factory=list)
+    round_sizes: list[int] = field(default_factory=list)
     why: str = ""
     update_s: float = 0.0
     compile_s: float = 0.0
@@ -99,10 +99,12 @@ class MemberGroup:
             f"{short_key(key)}={value_text(value)}" for key, value in self.shared.items()
         )
 
-    def batches(self) -> list[list[Member]]:
+    def rounds(self) -> list[list[Member]]:
         """Return the members of each round."""
-        ends = itertools.accumulate(self.rounds)
-        return [self.members[end - size : end] for size, end in zip(self.rounds, ends, strict=True)]
+        ends = itertools.accumulate(self.round_sizes)
+        return [
+            self.members[end - size : end] for size, end in zip(self.round_sizes, ends, strict=True)
+        ]
 
 
 def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
@@ -139,13 +141,13 @@ def spread_rounds(groups: Sequence[MemberGroup], ranks: int) -> None:
     """Halve rounds in place, the largest first, until there is one for every rank or every round
     has one member.
     """
-    while sum(len(group.rounds) for group in groups) < ranks:
-        group = max(groups, key=lambda candidate: max(candidate.rounds))
-        largest = max(group.rounds)
+    while sum(len(group.round_sizes) for group in groups) < ranks:
+        group = max(groups, key=lambda candidate: max(candidate.round_sizes))
+        largest = max(group.round_sizes)
         if largest == 1:
             return
-        index = group.rounds.index(largest)
-        group.rounds[index : index + 1] = [largest - largest // 2, largest // 2]
+        index = group.round_sizes.index(largest)
+        group.round_sizes[index : index + 1] = [largest - largest // 2, largest // 2]
 
 
 def describe_knobs(knobs: Point) -> str:
@@ -187,7 +189,7 @@ _WITHOUT_TRANSFER: Point = {"optim.transfer": "none", "optim.transfer_base": Non
 
 
 class SweepSpec(NamedTuple):
-    """The task of a sweep.
+    """What a sweep trains, as its command line says it.
 
     Attributes:
         settings: the settings that all members share.
@@ -217,9 +219,27 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
         UsageError: a key, value or axis is invalid, there is no held-out text to compare on, or
             there is no narrower proxy.
     """
+    settings, axes = _settings_and_axes(arguments)
+    _require_comparable(settings)
+    target: Settings | None = None
+    if settings.optim.transfer != "none":
+        settings, target = _proxy_and_target(settings)
+    elif not arguments:
+        # A model without a narrower shape is swept itself.
+        with suppress(UsageError):
+            with_transfer = settings.resolve({"optim.transfer": WIDTH}, ORIGIN)
+            settings, target = _proxy_and_target(with_transfer)
+    return SweepSpec(settings, points(axes or _default_axes(settings), samples), target)
+
+
+def _settings_and_axes(arguments: Sequence[str]) -> tuple[Settings, list[Axis]]:
+    """Return the settings of a command line, with the first value of each axis, and the axes.
+
+    Raises:
+        UsageError: a key, value or axis is invalid.
+    """
     toml, overrides, faults = classify(arguments)
     fixed, axes, axis_faults = axes_and_faults(overrides)
-    # The settings are checked with the first value of each axis.
     first_values = {axis.key: axis.first for axis in axes}
     try:
         if arguments:
@@ -234,10 +254,17 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
         if toml is not None:
             require_single_values(toml)
         raise
-    target: Settings | None = None
-    settings = settings.vouching(
-        digests(value for axis in axes if axis.key in CODE_KEYS for value in axis.values)
-    )
+    # The user has typed these values, so the code that they name may run.
+    programs = [value for axis in axes if axis.key in CODE_KEYS for value in axis.values]
+    return settings.vouching(digests(programs)), axes
+
+
+def _require_comparable(settings: Settings) -> None:
+    """Refuse settings whose members cannot be compared.
+
+    Raises:
+        UsageError: see `spec_of`.
+    """
     refuse_model_as_text(settings)
     require_texts(settings, "sweep")
     require_one_device(settings, "sweep")
@@ -250,20 +277,14 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
         raise UsageError(
             "data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05"
         )
-    if settings.optim.transfer != "none":
-        settings, target = _proxy_and_target(settings)
-    elif not arguments:
-        # A model without a narrower shape is swept itself.
-        with suppress(UsageError):
-            settings, target = _proxy_and_target(
-                settings.resolve({"optim.transfer": WIDTH}, ORIGIN)
-            )
-    return SweepSpec(settings, points(axes or _default_axes(settings), samples), target)
 
 
 def _proxy_and_target(settings: Settings) -> tuple[Settings, Settings]:
     """Return the settings of the narrow proxy, and those of the wide run with the width of its
     proxy.
+
+    Args:
+        settings: the settings of the wide run, with transfer on.
 
     Raises:
         UsageError: no narrower shape keeps the model's ratios.
@@ -271,8 +292,8 @@ def _proxy_and_target(settings: Settings) -> tuple[Settings, Settings]:
     # Values that depend on the model are decided without transfer, which is set again afterwards.
     plan = resolve(settings.resolve(_WITHOUT_TRANSFER, ORIGIN), describe())
     shape = None if plan.job.recipe.init else plan.job.recipe.shape(vocab_size=1)
-    given_transfer = {key: settings.values()[key] for key in _WITHOUT_TRANSFER}
-    wide = plan.record.settings.resolve(given_transfer, ORIGIN)
+    transfer_values = {key: settings.values()[key] for key in _WITHOUT_TRANSFER}
+    wide = plan.record.settings.resolve(transfer_values, ORIGIN)
     transfer = transfer_of(wide, shape)
     assert transfer is not None and shape is not None
     target = wide.resolve({"optim.transfer_base": transfer.base.hidden_size}, ORIGIN)
@@ -298,14 +319,16 @@ def _newest_run_settings() -> Settings:
     if not runs:
         return load(None, {}).resolve(sweep_length, ORIGIN)
     run = Run(runs[-1])
-    own = run_settings(run)
-    kept = {key: value for key, value in own.pinned().items() if key not in _NOT_TAKEN_OVER}
+    settings_of_run = run_settings(run)
+    kept = {
+        key: value for key, value in settings_of_run.pinned().items() if key not in _NOT_TAKEN_OVER
+    }
     if is_file(run.tokenizer):
         kept["data.tokenizer"] = str(run.tokenizer)
         # This key is for a tokenizer that is still to be trained.
         kept.pop("data.vocab_size", None)
     settings = load(None, {}).resolve(kept, str(run.config)).resolve(sweep_length, ORIGIN)
-    return settings.vouching(own.vouched)
+    return settings.vouching(settings_of_run.vouched)
 
 
 def names_existing_sweep(out: Path | None, arguments: Sequence[str], samples: int | None) -> bool:

@@ -1,7 +1,8 @@
 """Turn a chat into token ids, and find the ids that end an answer.
 
 Control tokens are special tokens that structure a chat, e.g. <|im_end|>. They come only from the
-template, never from the text of a message.
+template, never from the text of a message. If a message has the letters of a control token, the
+token is *typed*: such letters stay letters.
 """
 
 import json
@@ -11,11 +12,12 @@ from typing import Any
 
 from monograph.errors import InputRefused
 from monograph.text.messages import for_template
-from monograph.text.template import TOOL_USE, ChatTemplate, Message, Unspeakable
+from monograph.text.template import TOOL_USE, ChatTemplate, Message, TemplateRefusal
 from monograph.text.tokenizer import Tokenizer
 
-_PRIVATE_USE = range(0xE000, 0xF900)
-_SYSTEM = ("system", "developer")  # the roles whose messages are instructions for the whole chat
+_PRIVATE_USE = range(0xE000, 0xF900)  # Unicode's private characters; a marker is one of them
+# The roles whose messages are instructions for the whole chat.
+_SYSTEM_ROLES = ("system", "developer")
 # A chat of one turn, which every template can render.
 _QUESTION, _ANSWER = "What is it?", "It is an answer."
 
@@ -36,7 +38,7 @@ def template_of(tokenizer: Tokenizer, tools: object = None) -> ChatTemplate:
         )
     if tools is None:
         return template
-    return tokenizer.config.named.get(TOOL_USE, template)
+    return tokenizer.config.named_templates.get(TOOL_USE, template)
 
 
 def chat_ids(
@@ -48,9 +50,8 @@ def chat_ids(
     """Return the ids of a chat; they begin with a bos token only if the template writes one.
 
     The letters of a control token in a message are encoded as letters, so no message can end its
-    turn. To tell them from the control tokens of the template, a chat with such letters is rendered
-    a second time. In this rendering a marker, a character that occurs nowhere else, is inside the
-    typed letters.
+    turn. To tell typed control tokens from those of the template, a chat that has them is rendered
+    with a marker inside their letters: a character that the chat does not have.
 
     Args:
         tokenizer: the tokenizer, with the chat template.
@@ -63,15 +64,17 @@ def chat_ids(
             parts of the text, because the template does not copy the letters unchanged.
     """
     template = template_of(tokenizer, variables.get("tools"))
-    read = for_template(template, messages, **variables)
-    marker = marker_for(tokenizer, template, [read, variables])
-    text = rendered(template, tokenizer, read, marker, add_generation_prompt, **variables)
-    require_system(text.replace(marker, ""), read)
+    template_messages = for_template(template, messages, **variables)
+    marker = marker_for(tokenizer, template, [template_messages, variables])
+    text = rendered(
+        template, tokenizer, template_messages, marker, add_generation_prompt, **variables
+    )
+    require_system(text.replace(marker, ""), template_messages)
     return tokenizer.encode_rendered(text, marker)
 
 
 def require_read(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
-    """Require that the chat template reads each variable of a chat besides its messages.
+    """Require that the chat template reads each of these variables of a chat.
 
     Raises:
         InputRefused: the template does not read a variable, which would be lost; or there is no
@@ -90,25 +93,25 @@ def require_system(text: str, messages: Sequence[Message]) -> None:
     """Require that a rendered chat contains its system messages; some templates leave them out.
 
     Raises:
-        Unspeakable: a system message is missing in `text`.
+        TemplateRefusal: a system message is missing in `text`.
     """
     for message in messages:
         role = message.get("role")
         content = message.get("content")
-        if role not in _SYSTEM or not isinstance(content, str):
+        if role not in _SYSTEM_ROLES or not isinstance(content, str):
             continue
         instructions = content.strip()
         # A template may write a message as a string of JSON.
         in_json = json.dumps(instructions, ensure_ascii=False)[1:-1]
         if instructions not in text and in_json not in text:
-            raise Unspeakable(
+            raise TemplateRefusal(
                 f"the chat template leaves out what the {role} says, {instructions[:40]!r}: "
                 "say it in the user's first message"
             )
 
 
 def marker_for(tokenizer: Tokenizer, template: ChatTemplate, content: object) -> str:
-    """Return a character to split typed control tokens with.
+    """Return the marker of a chat: a character to put between the letters of typed control tokens.
 
     Args:
         tokenizer: the tokenizer.
@@ -186,10 +189,10 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
         return None
     special_ids = set(tokenizer.special.values())
     ids_after = tokenizer.encode_rendered(text_after)
-    return next((index for index in ids_after if index in special_ids), None)
+    return next((token_id for token_id in ids_after if token_id in special_ids), None)
 
 
-def stop_ids(tokenizer: Tokenizer, own: Collection[int] = ()) -> tuple[int, ...]:
+def stop_ids(tokenizer: Tokenizer, model_eos_ids: Collection[int] = ()) -> tuple[int, ...]:
     """Return all ids that stop inference, each once.
 
     They are the tokenizer's eos token, the ids in generation_config.json, and the special token
@@ -197,30 +200,29 @@ def stop_ids(tokenizer: Tokenizer, own: Collection[int] = ()) -> tuple[int, ...]
 
     Args:
         tokenizer: the tokenizer.
-        own: the eos tokens in the model's configuration; if generation_config.json lists no ids,
-            those that are special tokens stop inference as well.
+        model_eos_ids: the eos tokens in the model's configuration; if generation_config.json lists
+            no ids, those that are special tokens stop inference as well.
 
     Raises:
         InputRefused: the template does not render.
     """
     stops = [tokenizer.eos_id, *tokenizer.config.stops, end_of_turn(tokenizer)]
     if not tokenizer.config.stops:
-        stops += sorted({*own} & {*tokenizer.special.values()})
-    return tuple(
-        dict.fromkeys(stop for stop in stops if stop is not None and stop < tokenizer.vocab_size)
-    )
+        stops += sorted({*model_eos_ids} & {*tokenizer.special.values()})
+    valid_stops = (stop for stop in stops if stop is not None and stop < tokenizer.vocab_size)
+    return tuple(dict.fromkeys(valid_stops))
 
 
 def _typed_tokens(tokenizer: Tokenizer, content: object) -> list[str]:
     """Return the special tokens whose letters occur in the texts of `content`."""
-    # The texts are joined, because there may be a thousand special tokens, and each of them is then
-    # searched once.
-    letters = "\0".join(_texts(content))
-    return [token for token in tokenizer.special if token in letters]
+    # There may be a thousand special tokens. The texts are joined, so that each token is searched
+    # for only once.
+    all_texts = "\0".join(_texts(content))
+    return [token for token in tokenizer.special if token in all_texts]
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield all texts in a value of JSON's types, except the keys of objects."""
+    """Yield all texts in a JSON value, except the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -232,7 +234,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _with_markers(value: object, tokens: Sequence[str], marker: str) -> Any:
-    """Return a value of JSON's types, with `marker` after the first letter of each token in it."""
+    """Return a JSON value, with `marker` after the first letter of each token in its texts."""
     if isinstance(value, dict):
         return {key: _with_markers(inner, tokens, marker) for key, inner in value.items()}
     if isinstance(value, list | tuple):

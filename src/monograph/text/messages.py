@@ -1,8 +1,8 @@
 """The keys of a chat's messages, and the form in which a chat template reads them.
 
 `monograph.data.messages` reads messages from records and requests. Whether a key of a message has
-an effect depends on the template. So unknown keys are refused here, where the template is known,
-unless it reads them.
+an effect depends on the template. So it is here, where the template is known, that a key which the
+template does not read is refused.
 """
 
 from collections import Counter
@@ -39,13 +39,14 @@ METADATA = frozenset(
 # The key that a message has after it was read, if it is not trained on; its value is 0.
 WEIGHT = "weight"
 CALLS = "tool_calls"
+# The keys of an assistant's thoughts. They are names of one thing, and a template may read any one.
 THOUGHTS = frozenset({"reasoning_content", "thinking", "reasoning"})
 # Keys that may be there although the template does not read them.
-_ALWAYS = frozenset({"role", "content", "name", "tool_call_id", *METADATA})
+_NEVER_REFUSED = frozenset({"role", "content", "name", "tool_call_id", *METADATA})
 
 
-class Unread(InputRefused):
-    """A part of a chat would be lost, because the template does not read it."""
+class UnreadKey(InputRefused):
+    """A message has a key that the template does not read, so its value would be lost."""
 
 
 def for_template(
@@ -54,50 +55,51 @@ def for_template(
     counts: Counter[str] | None = None,
     **variables: object,
 ) -> list[dict[str, Any]]:
-    """Return messages as a template reads them.
+    """Return messages in the form in which a template reads them.
 
-    The weight of a message is left out. The arguments of a tool call, if they are the text of a
-    JSON object, become this object if the template needs it (`ChatTemplate.wants_objects`).
+    The weight of a message is left out. If the template needs the arguments of a tool call as an
+    object (`ChatTemplate.wants_objects`), and they are a text with the JSON of an object, they
+    become that object.
 
     Args:
         template: the template.
         messages: the messages.
-        counts: is increased by the number of messages with each known key that the template does
-            not read ("unread KEY"), by the number of arguments that became objects ("parsed"), and
-            by the number of arguments that are not the text of an object ("kept"); None: nothing is
-            counted.
+        counts: the counter to increase; None: nothing is counted. It counts "unread KEY", the
+            messages with a known key that the template does not read; "parsed", the arguments that
+            became objects; and "kept", the arguments that should, but are not the text of an
+            object.
         variables: the template's other variables.
 
     Raises:
-        Unread: the template does not read an unknown key of a message, or tool calls.
+        UnreadKey: the template does not read an unknown key of a message, or tool calls.
     """
-    counted = Counter[str]() if counts is None else counts
-    read = [_read_message(template, message, counted) for message in messages]
+    counter = Counter[str]() if counts is None else counts
+    converted = [_convert_message(template, message, counter) for message in messages]
     words = template.words
-    for number, message in enumerate(read):
+    for number, message in enumerate(converted):
         for key in message.keys() - words - {"role", "content"}:
-            # A template that reads one name of the thoughts gets them by this name.
+            # If the template reads thoughts by another key, `ChatTemplate` gives them by that key.
             if key in THOUGHTS and not THOUGHTS.isdisjoint(words):
                 continue
-            if key in _ALWAYS or key in THOUGHTS:
-                counted[f"unread {key}"] += 1
+            if key in _NEVER_REFUSED or key in THOUGHTS:
+                counter[f"unread {key}"] += 1
                 continue
             # A template may read all keys without naming them, so it is tried out.
-            if _has_effect(template, read, number, key, variables):
+            if _has_effect(template, converted, number, key, variables):
                 continue
             if key in MESSAGE_KEYS:
-                raise Unread(
+                raise UnreadKey(
                     f"message {number} has {key}, which the chat template does not read: they would be lost"
                 )
-            raise Unread(
+            raise UnreadKey(
                 f"message {number} has the key {ascii(key[:40])}, which the chat template does not read, and which "
                 f"is none of {', '.join(MESSAGE_KEYS)}: it would be lost; leave it out"
             )
-    return read
+    return converted
 
 
 def unread_notes(counts: Mapping[str, int]) -> list[str]:
-    """Return lines for the user on what `for_template` counted."""
+    """Return lines for the user about the counts of `for_template`."""
     notes = []
     unread = [
         (key.removeprefix("unread "), count)
@@ -122,41 +124,43 @@ def unread_notes(counts: Mapping[str, int]) -> list[str]:
     return notes
 
 
-def _read_message(
-    template: ChatTemplate, message: Message, counted: Counter[str]
+def _convert_message(
+    template: ChatTemplate, message: Message, counter: Counter[str]
 ) -> dict[str, Any]:
-    """Return a message as the template reads it."""
+    """Return a message in the form in which the template reads it, see `for_template`."""
     if not isinstance(message, Mapping):
         raise InputRefused(
             f"a chat's message is {type(message).__name__}: expected an object with a role and a content"
         )
-    read = {key: value for key, value in message.items() if key != WEIGHT and value is not None}
-    if isinstance(read.get(CALLS), list):
-        read[CALLS] = [_read_call(template, call, counted) for call in read[CALLS]]
-    return read
+    converted = {
+        key: value for key, value in message.items() if key != WEIGHT and value is not None
+    }
+    if isinstance(converted.get(CALLS), list):
+        converted[CALLS] = [_convert_call(template, call, counter) for call in converted[CALLS]]
+    return converted
 
 
-def _read_call(template: ChatTemplate, call: object, counted: Counter[str]) -> object:
-    """Return a tool call as the template reads it: with arguments as an object if it needs that."""
+def _convert_call(template: ChatTemplate, call: object, counter: Counter[str]) -> object:
+    """Return a tool call, with its arguments as an object if the template needs that."""
     if not isinstance(call, dict):
         return call
     # Some records have the name and the arguments in the call itself.
     function = call.get("function", call)
     if not isinstance(function, dict):
         return call
-    text = function.get("arguments")
-    if not isinstance(text, str) or not template.wants_objects:
+    arguments_text = function.get("arguments")
+    if not isinstance(arguments_text, str) or not template.wants_objects:
         return call
     try:
-        arguments = parse_json(text)
+        arguments = parse_json(arguments_text)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        counted["kept"] += 1
+        counter["kept"] += 1
         return call
-    counted["parsed"] += 1
-    read_function = {**function, "arguments": arguments}
-    return read_function if function is call else {**call, "function": read_function}
+    counter["parsed"] += 1
+    converted_function = {**function, "arguments": arguments}
+    return converted_function if function is call else {**call, "function": converted_function}
 
 
 def _has_effect(

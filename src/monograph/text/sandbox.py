@@ -9,8 +9,9 @@ The program reads and writes lines of JSON:
 
 - The first line of standard input is [source of the template, date]. The template sees the date as
   today's; null: the real date.
-- Each further line is a list of requests. A request is again a text of JSON, [variables of the
-  template, marks]. The marks are two texts that are put around text tagged as an answer, or null.
+- Each further line is a list of requests. A request is a string, which itself contains JSON:
+  [variables of the template, marks]. The marks are two texts that are put before and after text
+  that the template tags as an answer, or null.
 - The reply to a line is a list with one {"text": ...} or {"error": ...} for each request.
 
 A template has the filters, functions and extensions that transformers gives it
@@ -32,8 +33,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MEMORY_BYTES = 1 << 29  # of address space; Python and jinja take a tenth of it
-SECONDS = 2  # of processor time for one rendering
-OLDEST = (3, 1, 6)  # the oldest safe release of jinja2; earlier ones have ways out of the sandbox
+CPU_LIMIT_S = 2  # of processor time for one rendering
+# The oldest safe release of jinja2. Earlier ones have ways out of the sandbox.
+OLDEST_JINJA2 = (3, 1, 6)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -56,7 +58,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` for templates, without the attributes of the type."""
+    """`dict` for templates: it can be called like the type, but does not have its attributes."""
 
     def __call__(self, *pairs: object, **values: object) -> dict[Any, Any]:
         return dict(*pairs, **values)
@@ -71,10 +73,10 @@ class _Namespace(Namespace):
     # There is no parameter `self`, because a template may give a value this name.
     def __init__(*self_and_pairs: object, **values: object) -> None:
         self, *pairs = self_and_pairs
-        given = dict(*pairs, **values)
-        for name in given:
+        all_values = dict(*pairs, **values)
+        for name in all_values:
             _require_public(name)
-        Namespace.__init__(self, given)
+        Namespace.__init__(self, all_values)
 
     def __setitem__(self, name: str, value: object) -> None:
         _require_public(name)
@@ -121,7 +123,7 @@ def compiled(source: str, day: str | None) -> jinja2.Template:
         now = datetime.fromisoformat(day) if day else datetime.now()
         return now.strftime(form)
 
-    if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < OLDEST:
+    if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < OLDEST_JINJA2:
         raise jinja2.exceptions.SecurityError(
             f"jinja2 {jinja2.__version__} is not safe; install 3.1.6 or newer"
         )
@@ -138,13 +140,17 @@ def compiled(source: str, day: str | None) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def _pieces(template: jinja2.Template, variables: dict[str, Any], limit: int) -> Iterator[str]:
-    """Yield the pieces of the rendered text, up to `limit` characters."""
-    length = 0
+def _pieces(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> Iterator[str]:
+    """Yield the pieces of the rendered text.
+
+    Raises:
+        jinja2.exceptions.SecurityError: they have more than `max_chars` characters.
+    """
+    chars = 0
     for piece in template.generate(**variables):
-        length += len(piece)
-        if length > limit:
-            raise jinja2.exceptions.SecurityError(f"it writes more than {limit} characters")
+        chars += len(piece)
+        if chars > max_chars:
+            raise jinja2.exceptions.SecurityError(f"it writes more than {max_chars} characters")
         yield piece
 
 
@@ -161,10 +167,10 @@ class _Renderer:
 
     def render(self, request: str) -> dict[str, str]:
         """Return {"text": ...} or {"error": ...} for a request."""
-        # The limit is in whole seconds of processor time since the process began. When it is
+        # RLIMIT_CPU is in whole seconds of processor time since the process began. When it is
         # reached, the kernel ends the process.
         used = resource.getrusage(resource.RUSAGE_SELF)
-        limit_s = int(used.ru_utime + used.ru_stime) + SECONDS
+        limit_s = int(used.ru_utime + used.ru_stime) + CPU_LIMIT_S
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, resource.RLIM_INFINITY))
         try:
             if self._template is None:
@@ -172,8 +178,8 @@ class _Renderer:
             variables, marks = json.loads(request)
             environment = self._template.environment
             environment.generation_marks = marks or ("", "")  # type: ignore[attr-defined]
-            limit = 64 * len(request) + (1 << 20)
-            return {"text": "".join(_pieces(self._template, variables, limit))}
+            max_chars = 64 * len(request) + (1 << 20)
+            return {"text": "".join(_pieces(self._template, variables, max_chars))}
         except MemoryError:
             return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
         except RecursionError:

@@ -1,9 +1,9 @@
 """Read the parts of a `tokenizer.json` that write text as SentencePiece does (Llama 2, Mistral 7B,
 Phi-3, Gemma).
 
-Each space is written as the letter ▁. Most of these tokenizers insert one ▁ before a text. A
-character that the vocabulary lacks is written as one token <0xXX> for each byte of its UTF-8. Only
-known parts, which take linear time, are accepted.
+Each space is written as the letter ▁, the *mark*. Most of these tokenizers insert one ▁ before a
+text. A character that the vocabulary lacks is written as one token <0xXX> for each byte of its
+UTF-8. Only known parts, which take linear time, are accepted.
 """
 
 import re
@@ -20,7 +20,7 @@ _SPLIT = {
     "behavior": "MergedWithPrevious",
     "invert": False,
 }
-# The decoder's steps that undo the encoding.
+# The steps of the usual decoder, which undo the encoding. _STRIP may follow them.
 _DECODERS = [
     {"type": "Replace", "pattern": {"String": MARK}, "content": " "},
     {"type": "ByteFallback"},
@@ -31,28 +31,28 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Marks(NamedTuple):
-    """How a tokenizer of this kind writes spaces and bytes. A stretch is text between added tokens.
+    """How a tokenizer of this kind writes spaces and bytes.
 
     Attributes:
-        scheme: where a ▁ is inserted.
+        scheme: where a ▁ is inserted. A *stretch* is text between added tokens.
             "prepend": before a text, and before each stretch after an added token that is matched
             before normalisation.
             "always": before each stretch, unless it begins with a space.
             "first": only at the beginning of a text.
             "never": nowhere.
-        strips: whether decoding leaves out one space at the beginning.
-        byte_tokens: whether decoding turns the token <0xXX> into that byte.
+        strips_space: whether decoding leaves out one space at the beginning.
+        has_byte_tokens: whether decoding turns the token <0xXX> into that byte.
     """
 
     scheme: str
-    strips: bool
-    byte_tokens: bool
+    strips_space: bool
+    has_byte_tokens: bool
 
     def piece(self, token: str) -> bytes:
         """Return the bytes that a vocabulary entry stands for."""
-        byte = _BYTE.fullmatch(token) if self.byte_tokens else None
-        if byte:
-            return bytes([int(byte[1], 16)])
+        byte_token = _BYTE.fullmatch(token) if self.has_byte_tokens else None
+        if byte_token:
+            return bytes([int(byte_token[1], 16)])
         return token.replace(MARK, " ").encode()
 
 
@@ -78,7 +78,7 @@ def scheme_of(step: dict[str, Any]) -> str:
     return "always" if step.get("add_prefix_space", True) else "never"
 
 
-def marks(
+def read_marks(
     normalizers: list[Any],
     pre_tokenizers: list[Any],
     decoders: list[Any],
@@ -102,8 +102,8 @@ def marks(
     schemes = {scheme_of(step) for step in metaspaces}
     if PREPEND in normalizers:
         schemes.add("prepend")
-    unknown = not schemes <= {"prepend", "always", "first", "never"}
-    if unknown or len(schemes) > 1 or normalizers.count(PREPEND) > 1:
+    is_unknown = not schemes <= {"prepend", "always", "first", "never"}
+    if is_unknown or len(schemes) > 1 or normalizers.count(PREPEND) > 1:
         shown = ", ".join(sorted(schemes))
         raise ValueError(
             f"puts spaces before a text in more ways than one, or in an unknown one ({shown[:80]})"
@@ -123,8 +123,10 @@ def marks(
         for merge in (merges if isinstance(merges, list) else [])
     ]
     merged = ["".join(map(str, pair)) for pair in pairs if isinstance(pair, list)]
-    from_text = model.get("ignore_merges") or any(map(_BYTE.fullmatch, [*merged, *added]))
-    if marks.byte_tokens and from_text:
+    text_gives_byte_token = model.get("ignore_merges") or any(
+        map(_BYTE.fullmatch, [*merged, *added])
+    )
+    if marks.has_byte_tokens and text_gives_byte_token:
         raise ValueError(
             r"reads the letters of a byte's token as the byte: '<0x0A>' would come back as '\n'"
         )
@@ -134,13 +136,19 @@ def marks(
 def _marks_of_decoder(
     decoders: list[Any], scheme: str, metaspaces: list[Any], byte_fallback: bool
 ) -> Marks:
-    """Return the marks of a tokenizer, whose decoder must be a known one.
+    """Return how a tokenizer writes spaces and bytes, as far as its decoder decides it.
+
+    Args:
+        decoders: the steps of the decoder.
+        scheme: see `Marks`.
+        metaspaces: the pre-tokenizer's steps that are Metaspaces.
+        byte_fallback: whether the model writes unknown characters as tokens of bytes.
 
     Raises:
         ValueError: the decoder is unknown, or would lose text.
     """
     if decoders in (_DECODERS, [*_DECODERS, _STRIP]):
-        return Marks(scheme, decoders[-1] == _STRIP, byte_tokens=True)
+        return Marks(scheme, strips_space=decoders[-1] == _STRIP, has_byte_tokens=True)
     if len(decoders) != 1 or not is_metaspace(decoders[0]):
         raise ValueError(
             "decoder is not one of the known ones: Replace, ByteFallback, Fuse, maybe Strip; or Metaspace"
@@ -153,7 +161,8 @@ def _marks_of_decoder(
         raise ValueError(
             "decoder Metaspace leaves out all spaces of the first token: '   a' would come back as 'a'"
         )
-    return Marks(scheme, scheme_of(decoders[0]) != "never", byte_tokens=False)
+    strips_space = scheme_of(decoders[0]) != "never"
+    return Marks(scheme, strips_space, has_byte_tokens=False)
 
 
 def pre_tokenizer(step: object) -> dict[str, Any] | None:

@@ -30,21 +30,21 @@ _SUFFIX = ".jinja"
 # The names of the templates for chats without and with tools, as in transformers.
 DEFAULT, TOOL_USE = "default", "tool_use"
 MAX_SOURCE_BYTES = 1 << 16
-MOST_NAMED = 64  # the maximum of files in NAMED_FOLDER
+MAX_NAMED_TEMPLATES = 64  # the maximum number of files in NAMED_FOLDER
 _NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-AT_ONCE = 16  # the maximum of renderings that are requested in one line
+MAX_BATCH = 16  # the maximum number of renderings that are requested in one line
 # The longest wait for the reply to one line; it is long enough for a busy machine.
-PATIENCE_S = 30.0 + 2 * sandbox.SECONDS * AT_ONCE
+REPLY_TIMEOUT_S = 30.0 + 2 * sandbox.CPU_LIMIT_S * MAX_BATCH
 
 Message = Mapping[str, Any]  # "role", "content", and any other keys that a template reads
-# The names that transformers accepts for a model's reasoning; templates read the first.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+# The keys that transformers accepts for a model's reasoning; templates read the first.
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Arguments of a tool call that is rendered to find out which form of arguments a template needs.
 _PROBE_ARGUMENTS = {"key": "needle"}
 
 
-class Unspeakable(InputRefused):
-    """A template refuses a chat with its own message, such as that roles must take turns."""
+class TemplateRefusal(InputRefused):
+    """A template cannot express a chat, such as one whose roles do not take turns."""
 
 
 class ChatTemplate:
@@ -82,20 +82,20 @@ class ChatTemplate:
         self.tokens = dict(tokens or {})
         self.day = day
         self._where = where
-        # Ends the process that renders; None: there is no process.
+        # A function that ends the process that renders; None: there is no process.
         self._end_process: Callable[[], object] | None = None
         # Held while a thread waits for the process, so that no thread reads the reply to another
         # thread's request.
         self._lock = threading.Lock()
-        # The answers to requests of `expect`.
-        self._ready: dict[str, dict[str, str]] = {}
+        # {request: its reply} of the chats of `render_ahead` that `render` has not taken yet.
+        self._rendered_ahead: dict[str, dict[str, str]] = {}
 
     @functools.cached_property
     def words(self) -> frozenset[str]:
-        """Return all words of the source, including each name that the template reads."""
+        """Return all words of the source. They include every name that the template reads."""
         return frozenset(re.findall(r"\w+", self.source))
 
-    def on(self, day: str) -> Self:
+    def with_date(self, day: str) -> Self:
         """Return a copy of the template that sees `day` as today's date."""
         return type(self)(self.source, self._where, self.tokens, day)
 
@@ -108,9 +108,9 @@ class ChatTemplate:
     def wants_objects(self) -> bool:
         """Return whether the arguments of a tool call must be an object, not the text of its JSON.
 
-        To find out, a call is rendered with its arguments in both forms. A template that writes
-        arguments as JSON would escape the quotes of a text a second time, so it needs an object.
-        Another template writes the text unchanged, so it needs a text.
+        To find out, a call is rendered with its arguments in both forms. Some templates write
+        arguments as JSON. Such a template would escape the quotes of a text a second time, so it
+        needs an object. Others write the text unchanged, so they need a text.
         """
         probe_json = json.dumps(_PROBE_ARGUMENTS)
         rendered_with_text = self._render_call(probe_json)
@@ -119,7 +119,7 @@ class ChatTemplate:
         return needle in rendered_with_object and probe_json not in rendered_with_text
 
     def _render_call(self, arguments: object) -> str:
-        """Return a chat with a tool call as text; "" if the template refuses it."""
+        """Return a chat with a tool call with these arguments as text; "" if it is refused."""
         function = {
             "name": "probe",
             "description": "Probes.",
@@ -156,35 +156,37 @@ class ChatTemplate:
             variables: other variables of the template, e.g. enable_thinking or date_string.
 
         Raises:
-            Unspeakable: the template refuses the messages with its own message.
+            TemplateRefusal: the template refuses the messages with its own message.
             InputRefused: the template is not valid Jinja, or does what no template needs: it
                 accesses Python's internals, computes for more than 2 s, takes more than 512 MiB, or
                 writes more than 64 times its input plus 1 MiB.
         """
         return self._render_request(self._request(messages, add_generation_prompt, variables, None))
 
-    def expect(self, chats: Iterable[tuple[Sequence[Message], bool]], **variables: object) -> None:
+    def render_ahead(
+        self, chats: Iterable[tuple[Sequence[Message], bool]], **variables: object
+    ) -> None:
         """Render chats in advance, for later calls of `render`.
 
-        To render them together is faster. Results of an earlier call of `expect` are dropped.
+        To render them together is faster. Results of an earlier call of `render_ahead` are dropped.
 
         Args:
             chats: the chats, as (messages, add_generation_prompt).
             variables: other variables of the template.
         """
-        self._ready = {}
+        self._rendered_ahead = {}
         requests = [self._request(messages, prompt, variables, None) for messages, prompt in chats]
-        for begin in range(0, len(requests), AT_ONCE):
-            batch = requests[begin : begin + AT_ONCE]
-            # If the process ends, these requests have no answers. `render` then renders each of
+        for begin in range(0, len(requests), MAX_BATCH):
+            batch = requests[begin : begin + MAX_BATCH]
+            # If the process ends, these requests have no replies. `render` then renders each of
             # them alone, so that the error names the right chat.
-            answers = self._answers(batch) or ()
-            self._ready |= zip(batch, answers, strict=False)
+            replies = self._replies(batch) or ()
+            self._rendered_ahead |= zip(batch, replies, strict=False)
 
     def tagged(
         self, messages: Sequence[Message], marks: tuple[str, str], **variables: object
     ) -> str:
-        """Return the chat as text like `render`, with marks around tagged text.
+        """Return the chat as text like `render`, with marks around the text that the template tags.
 
         Args:
             messages: the chat.
@@ -197,7 +199,7 @@ class ChatTemplate:
     def _request(
         self,
         messages: Sequence[Message],
-        prompt: bool,
+        add_generation_prompt: bool,
         variables: Mapping[str, Any],
         marks: tuple[str, str] | None,
     ) -> str:
@@ -208,7 +210,7 @@ class ChatTemplate:
             **self.tokens,
             **variables,
             "messages": [_with_reasoning(message) for message in messages],
-            "add_generation_prompt": prompt,
+            "add_generation_prompt": add_generation_prompt,
         }
         try:
             return json.dumps([request, marks])
@@ -216,53 +218,56 @@ class ChatTemplate:
             raise InputRefused(f"a chat's messages must be JSON: {error}") from None
 
     def _render_request(self, request: str) -> str:
-        """Return the text of a request; `expect` may have rendered it already."""
-        answer = self._ready.pop(request, None)
-        if answer is None:
-            answers = self._answers([request])
-            if answers is None:
-                seconds = sandbox.SECONDS
+        """Return the text of a request; `render_ahead` may have rendered it already."""
+        reply = self._rendered_ahead.pop(request, None)
+        if reply is None:
+            replies = self._replies([request])
+            if replies is None:
+                seconds = sandbox.CPU_LIMIT_S
                 fault = f"it computes for more than {seconds} s, or breaks its interpreter"
-                answers = [{"error": fault}]
-            [answer] = answers
-        if "text" not in answer:
+                replies = [{"error": fault}]
+            [reply] = replies
+        if "text" not in reply:
+            message = f"{self._where}: the chat template does not render: {reply['error']}"
             # "TemplateError" is the type of the error that a template raises itself.
-            refused = Unspeakable if answer["error"].startswith("TemplateError: ") else InputRefused
-            raise refused(f"{self._where}: the chat template does not render: {answer['error']}")
-        return str(answer["text"])
+            if reply["error"].startswith("TemplateError: "):
+                raise TemplateRefusal(message)
+            raise InputRefused(message)
+        return str(reply["text"])
 
-    def _answers(self, requests: list[str]) -> list[dict[str, str]] | None:
-        """Return the process's answers to requests; None if the process ended instead."""
+    def _replies(self, requests: list[str]) -> list[dict[str, str]] | None:
+        """Return the process's replies to requests; None if the process ended instead."""
         with self._lock:
-            line = json.dumps(requests)
+            lines = json.dumps(requests)
             if self._end_process is None:
                 self._start_process()
-                line = json.dumps([self.source, self.day]) + "\n" + line
+                lines = json.dumps([self.source, self.day]) + "\n" + lines
             assert self._end_process is not None
             try:
-                self._pipe.write(line.encode() + b"\n")
+                self._pipe.write(lines.encode() + b"\n")
                 self._pipe.flush()
-                reply = self._pipe.readline()
-            except OSError:  # the process ended, or has not answered in time
-                reply = b""
-            if reply.endswith(b"\n"):
-                answers: list[dict[str, str]] = json.loads(reply)
-                return answers
+                reply_line = self._pipe.readline()
+            except OSError:  # the process ended, or has not replied in time
+                reply_line = b""
+            if reply_line.endswith(b"\n"):
+                replies: list[dict[str, str]] = json.loads(reply_line)
+                return replies
             self._end_process()
             self._end_process = None
             return None
 
     def _start_process(self) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            ours.settimeout(PATIENCE_S)
-            self._pipe = ours.makefile("rwb")
+        """Start the process, and set `_pipe` and `_end_process`."""
+        our_end, child_end = socket.socketpair()
+        with our_end, child_end:
+            our_end.settimeout(REPLY_TIMEOUT_S)
+            self._pipe = our_end.makefile("rwb")
             # The process has its own session, so that Ctrl-C does not end it: the run still has to
             # save.
             process = subprocess.Popen(
                 [sys.executable, "-P", sandbox.__file__],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
+                stdin=child_end.fileno(),
+                stdout=child_end.fileno(),
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -279,17 +284,18 @@ def _end_process(process: subprocess.Popen[bytes], pipe: BufferedRWPair) -> None
 def _with_reasoning(message: Message) -> dict[str, Any]:
     """Return a message as transformers gives it to a template.
 
-    Keys with null are left out, and the model's reasoning has the two names that templates read.
+    Keys with null are left out. The model's reasoning, if there is any, is under both keys that
+    templates read: "reasoning_content" and "thinking".
     """
     if not isinstance(message, Mapping):
         raise InputRefused(
             f"a chat's message is {type(message).__name__}: expected an object with a role and a content"
         )
     without_nulls = {key: value for key, value in message.items() if value is not None}
-    for key in _REASONING:
+    for key in _REASONING_KEYS:
         if key in without_nulls:
             reasoning = without_nulls[key]
-            # A template may read "thinking" as well; a value that the message has there is kept.
+            # If the message has another value under "thinking", that one is kept.
             return {"thinking": reasoning, **without_nulls, "reasoning_content": reasoning}
     return without_nulls
 
@@ -310,7 +316,7 @@ def read_sources(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str,
         InputRefused: a file cannot be read, is too large or not UTF-8, `chat_template` has another
             form, or there are templates but none is named "default".
     """
-    sources = {}
+    sources: dict[str, str] = {}
     if status(folder / FILE, follow=False) is not None:
         sources[DEFAULT] = _read_source(folder, FILE)
     for path in _named_files(folder / NAMED_FOLDER):
@@ -334,18 +340,21 @@ def read_sources(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str,
 
 def _named_files(folder: Path) -> list[Path]:
     """Return the files of named chat templates in `folder`, which may be missing."""
-    entry = status(folder, follow=False)
-    if entry is None:
+    folder_status = status(folder, follow=False)
+    if folder_status is None:
         return []
-    if stat.S_ISLNK(entry.st_mode):
+    if stat.S_ISLNK(folder_status.st_mode):
         raise InputRefused(f"{folder}: is a link; put the folder of chat templates itself there")
     files = [path for path in entries(folder) if path.name.endswith(_SUFFIX)]
-    if len(files) > MOST_NAMED:
-        raise InputRefused(f"{folder}: has {len(files):,} chat templates, more than {MOST_NAMED}")
+    if len(files) > MAX_NAMED_TEMPLATES:
+        raise InputRefused(
+            f"{folder}: has {len(files):,} chat templates, more than {MAX_NAMED_TEMPLATES}"
+        )
     return files
 
 
 def _read_source(folder: Path, name: str) -> str:
+    """Return the source of a chat template from a file of this name in a folder."""
     try:
         return (
             read_input(file_inside(folder, name), MAX_SOURCE_BYTES).decode().replace("\r\n", "\n")
@@ -366,15 +375,17 @@ def _stored_sources(stored: object, path: Path) -> dict[str, str]:
     refusal = InputRefused(
         f"{path}: chat_template is {str(stored)[:60]!r}: expected a text, or texts by name"
     )
-    named: dict[Any, Any]
+    sources: dict[Any, Any]
     if isinstance(stored, str):
-        named = {DEFAULT: stored}
+        sources = {DEFAULT: stored}
     elif isinstance(stored, dict):
-        named = dict(stored)
+        sources = dict(stored)
     elif isinstance(stored, list) and all(isinstance(entry, dict) for entry in stored):
-        named = {entry.get("name"): entry.get("template") for entry in stored[:MOST_NAMED]}
+        sources = {
+            entry.get("name"): entry.get("template") for entry in stored[:MAX_NAMED_TEMPLATES]
+        }
     else:
         raise refusal
-    if not all(isinstance(text, str) for pair in named.items() for text in pair):
+    if not all(isinstance(text, str) for pair in sources.items() for text in pair):
         raise refusal
-    return named
+    return sources

@@ -1,8 +1,8 @@
 """Train, read and apply BPE tokenizers that lose no text.
 
-A tokenizer is trained here, read from a `tokenizer.json`, or has one id for each byte. An added
-token is a token in addition to the BPE vocabulary; it is found in a text before BPE runs. A special
-token is an added token that stands for no text, such as <|eos|>.
+A tokenizer is trained here, read from a `tokenizer.json`, or has one id for each byte. An *added
+token* is a token in addition to the BPE vocabulary; it is found in a text before BPE runs. A
+*special token* is an added token that stands for no text, such as <|eos|>.
 """
 
 import copy
@@ -24,7 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from monograph.errors import InputRefused, UsageError
 from monograph.storage.reading import is_folder
 from monograph.text import tokenizer_config, tokenizer_file, tokenizer_trial
-from monograph.text.losses import Losses, require_distinct_texts
+from monograph.text.lossless import LosslessCheck, require_distinct_texts
 from monograph.text.tokenizer_config import TokenizerConfig
 
 BOS = "<|bos|>"
@@ -33,7 +33,8 @@ PAD = "<|pad|>"
 DEFAULT_VOCABULARY = 4096  # entries of a tokenizer that is trained here
 SMALLEST_VOCABULARY = 256 + 3  # the bytes, and three special tokens
 
-# The tokens that begin and end documents in published tokenizers, the most specific names first.
+# The special tokens that begin, end and pad documents in published tokenizers, the most specific
+# names first.
 _BOS_NAMES = (BOS, "<|begin_of_text|>", "<|startoftext|>", "[BOT]", "[BOS]", "<s>", "<bos>")
 _EOS_NAMES = (
     EOS,
@@ -63,16 +64,17 @@ class Tokenizer:
 
     Attributes:
         special: {content: id} of the special tokens.
-        space_first: whether a space is inserted before a text that does not begin with a space.
+        inserts_space: whether a space is inserted before a text that does not begin with a space.
         pieces: the bytes that each id stands for, [V]; empty for special tokens.
         token_bytes: the lengths of `pieces`, int32 [V].
         vocab_size: V; the ids are 0 to V - 1 without gaps.
         bos_id: the id that begins a document; equal to `eos_id` if the file has only that one.
         eos_id: the id that ends a document; equal to `bos_id` if the file has only that one.
         pad_id: the id for unused positions, which is never a target; `eos_id` if the file has none.
-        strips: whether decoding leaves out one space at the beginning of a text; that space is not
-            a byte of the text.
-        hash: the hex sha256 of all that decides ids: patterns, vocabulary, merges, special tokens.
+        strips_space: whether decoding leaves out one space at the beginning of a text; that space
+            is not a byte of the text.
+        hash: the hex sha256 of everything on which ids depend: patterns, vocabulary, merges,
+            special tokens.
         config: the settings next to the tokenizer file, e.g. the chat template; empty if the
             tokenizer is not from a file.
     """
@@ -103,30 +105,30 @@ class Tokenizer:
         try:
             checked = tokenizer_file.CheckedTokenizer(content, where)
         except InputRefused as error:
-            lost = None if trusted else tokenizer_trial.loss(json.dumps(content))
-            if lost is None:
+            example = None if trusted else tokenizer_trial.find_changed_text(json.dumps(content))
+            if example is None:
                 raise
-            text, changed_text = lost
+            text, changed_text = example
             raise InputRefused(
                 f"{error}. With it {text!r} would come back as {changed_text[:40]!r}"
             ) from None
         self.special: dict[str, int] = checked.special
         self._json = checked.json
-        self.space_first = checked.space_first
+        self.inserts_space = checked.inserts_space
         # The ids of special tokens after which a space is inserted.
-        self._opening = checked.opening
+        self._ids_before_space = checked.ids_before_space
         # The library's tokenizers: `_engine` for a text at the beginning, and `_inner` for a text
         # that follows other text, without the inserted space.
         self._engine = _load(checked, where, trusted)
         self._inner = self._engine
-        if self.space_first:
+        if self.inserts_space:
             self._inner = _load_literal(tokenizer_file.without_inserted_space(self._json))
         require_distinct_texts(self._json["added_tokens"], self._engine, where)
         added = [token["id"] for token in self._json["added_tokens"] if not token["special"]]
-        for index in added:
+        for token_id in added:
             # `id_to_token` returns the normal form, which is what is decoded.
-            checked.pieces[index] = checked.piece(self._engine.id_to_token(index) or "")
-        self._losses = Losses(checked, added, self._engine, self._inner)
+            checked.pieces[token_id] = checked.piece(self._engine.id_to_token(token_id) or "")
+        self._lossless_check = LosslessCheck(checked, added, self._engine, self._inner)
         self.pieces: list[ByteString] = checked.pieces
         self.token_bytes: NDArray[np.int32] = np.array(
             [len(piece) for piece in checked.pieces], dtype=np.int32
@@ -138,19 +140,20 @@ class Tokenizer:
             if name in checked.special:
                 self.pad_id = checked.special[name]
                 break
-        self.strips = checked.marks is not None and checked.marks.strips
+        self.strips_space = checked.marks is not None and checked.marks.strips_space
         # [V]: whether a space directly after this id is inserted, and so is not part of the text.
         self._strips_after = np.zeros(self.vocab_size, dtype=np.bool_)
-        self._strips_after[self.bos_id] = self.strips
-        if self.space_first:
-            self._strips_after[[*self._opening]] = self.strips
+        self._strips_after[self.bos_id] = self.strips_space
+        if self.inserts_space:
+            self._strips_after[[*self._ids_before_space]] = self.strips_space
         # [V]: whether the text of this id begins with a space.
         self._begins_with_space = np.array([piece[:1] == b" " for piece in checked.pieces])
-        self._lacking = checked.lacking
+        self._missing_bytes = checked.missing_bytes
         self._marks = checked.marks
         self.hash = self._identity_hash()
 
     def _identity_hash(self) -> str:
+        """Return `hash`. Stored corpora and runs depend on it, so its content must not change."""
         model = self._json["model"]
         steps = [self._json[key] for key in ("added_tokens", "normalizer", "pre_tokenizer")]
         vocab = sorted(model["vocab"].items(), key=lambda item: item[1])
@@ -161,7 +164,7 @@ class Tokenizer:
             self.eos_id,
             self.pad_id,
         ]
-        # In a byte-level tokenizer these do not decide ids.
+        # In a byte-level tokenizer, ids do not depend on these.
         if self._marks:
             identity.append(
                 [
@@ -221,7 +224,7 @@ class Tokenizer:
         path = Path(os.path.expanduser(path))
         path = path / "tokenizer.json" if is_folder(path) else path
         settings = tokenizer_config.read(path.parent)
-        tokenizer = cls(tokenizer_file.read(path), str(path), *settings.borders, trusted)
+        tokenizer = cls(tokenizer_file.read(path), str(path), *settings.document_tokens, trusted)
         tokenizer.config = settings
         return tokenizer
 
@@ -232,12 +235,13 @@ class Tokenizer:
         Ids 0, 1 and 2 are <|bos|>, <|eos|> and <|pad|>. The bytes follow, in the order of the
         characters that stand for them (`tokenizer_file.byte_alphabet`).
         """
-        specials = {name: index for index, name in enumerate((BOS, EOS, PAD))}
+        specials = {name: token_id for token_id, name in enumerate((BOS, EOS, PAD))}
         letters = sorted(tokenizer_file.byte_alphabet())
-        vocab = specials | {letter: 3 + index for index, letter in enumerate(letters)}
+        vocab = specials | {letter: token_id for token_id, letter in enumerate(letters, 3)}
         content = {
             "added_tokens": [
-                {"id": index, "content": name, "special": True} for name, index in specials.items()
+                {"id": token_id, "content": name, "special": True}
+                for name, token_id in specials.items()
             ],
             "pre_tokenizer": {
                 "type": "ByteLevel",
@@ -251,10 +255,10 @@ class Tokenizer:
         }
         return cls(content, "bytes")
 
-    def on(self, day: str) -> Self:
+    def with_date(self, day: str) -> Self:
         """Return a copy of the tokenizer, whose chat template sees `day` as today's date."""
         dated = copy.copy(self)
-        dated.config = self.config.on(day)
+        dated.config = self.config.with_date(day)
         return dated
 
     def encode(self, text: str, inside: bool = False) -> list[int]:
@@ -281,17 +285,17 @@ class Tokenizer:
             ) from None
         ids = [encoding.ids for encoding in encodings]
         for text, ids_of_text in zip(texts, ids, strict=True):
-            loss = self._losses.describe(text, inside, ids_of_text)
-            if loss:
-                raise InputRefused(f"{loss}; give other text, or a tokenizer that can write it")
+            change = self._lossless_check.describe(text, inside, ids_of_text)
+            if change:
+                raise InputRefused(f"{change}; give other text, or a tokenizer that can write it")
         return ids
 
-    def loss(self, text: str, inside: bool = False) -> str:
+    def describe_change(self, text: str, inside: bool = False) -> str:
         """Return a sentence on the part of a text that would come back changed, or "".
 
         The arguments are those of `encode`.
         """
-        return self._losses.describe(text, inside)
+        return self._lossless_check.describe(text, inside)
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
@@ -305,11 +309,11 @@ class Tokenizer:
             for form in tokenizer_file.NORMAL_FORMS
             if form != "NFC" and f'"{form}"' in normalizer
         ]
-        if self.space_first and not self.strips:
+        if self.inserts_space and not self.strips_space:
             notes.append(
                 "the tokenizer puts a space before a text, which is trained and measured as a part of it"
             )
-        if self.strips and self._marks and self._marks.scheme != "prepend":
+        if self.strips_space and self._marks and self._marks.scheme != "prepend":
             notes.append(
                 "the tokenizer leaves out one space at the beginning of a text that begins with spaces"
             )
@@ -324,14 +328,14 @@ class Tokenizer:
             notes.append(
                 f"the tokenizer puts a space next to {_shown_examples(spaced)}, as part of the text"
             )
-        if self._lacking:
+        if self._missing_bytes:
             # A generator, so that the search ends after the first examples.
-            lost = (
+            without_token = (
                 chr(code)
                 for code in (*range(0x20, 0xD800), *range(0x10000, 0x20000))
-                if self.loss(chr(code))
+                if self.describe_change(chr(code))
             )
-            examples = _shown_examples(lost) or "control characters"
+            examples = _shown_examples(without_token) or "control characters"
             notes.append(
                 f"the tokenizer has no tokens for {examples} and the like: text with such characters is refused"
             )
@@ -339,7 +343,7 @@ class Tokenizer:
 
     def _added_tokens_with_spaces(self, added: Sequence[str]) -> list[str]:
         """Return the added tokens next to which encoding and decoding insert a space."""
-        if not self.space_first and not self._marks:
+        if not self.inserts_space and not self._marks:
             return []
         texts = [f"a{content}a" for content in added]
         encodings = self._engine.encode_batch_fast(texts, add_special_tokens=False)
@@ -364,15 +368,15 @@ class Tokenizer:
         """
         ids = list[int]()
         position = 0
-        for start, end, index in self.controls(text):
+        for start, end, token_id in self.special_tokens_in(text):
             text_before = text[position:start].replace(marker, "")
             ids += self.encode_between(text_before, ids, inside)
-            ids.append(index)
+            ids.append(token_id)
             position = end
         return ids + self.encode_between(text[position:].replace(marker, ""), ids, inside)
 
     def encode_between(self, text: str, before: Sequence[int], inside: bool = False) -> list[int]:
-        """Return the ids of the text between two special tokens of a rendered chat.
+        """Return the ids of a text that stands between two special tokens of a rendered chat.
 
         Args:
             text: the text.
@@ -380,10 +384,10 @@ class Tokenizer:
             inside: whether the text follows other text, if `before` is empty.
         """
         if before:
-            inside = before[-1] not in self._opening
+            inside = before[-1] not in self._ids_before_space
         return self.encode(text, inside)
 
-    def controls(self, text: str) -> list[tuple[int, int, int]]:
+    def special_tokens_in(self, text: str) -> list[tuple[int, int, int]]:
         """Return (begin, end, id) of each special token in a rendered chat.
 
         The positions include adjacent spaces, if the token matches them as well.
@@ -395,9 +399,9 @@ class Tokenizer:
             raise
         special_ids = set(self.special.values())
         return [
-            (start, end, index)
-            for index, (start, end) in zip(encoded.ids, encoded.offsets, strict=True)
-            if index in special_ids
+            (start, end, token_id)
+            for token_id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True)
+            if token_id in special_ids
         ]
 
     @functools.cached_property
@@ -413,23 +417,24 @@ class Tokenizer:
         """Return the id of the token that stands for exactly this text, or None."""
         if text in self.special:
             return self.special[text]
-        piece_of_text = text.encode()
-        if not piece_of_text:
+        text_bytes = text.encode()
+        if not text_bytes:
             return None
-        indices = [index for index, piece in enumerate(self.pieces) if piece == piece_of_text]
-        # A letter and a byte's token may stand for the same text: then encoding decides.
-        if len(indices) > 1:
-            indices = self.encode(text, inside=True)
-        return indices[0] if indices else None
+        ids = [token_id for token_id, piece in enumerate(self.pieces) if piece == text_bytes]
+        # The token of a letter and that of a byte may stand for the same text. Then it is the one
+        # that encoding gives.
+        if len(ids) > 1:
+            ids = self.encode(text, inside=True)
+        return ids[0] if ids else None
 
-    def lead(self, before: Sequence[int]) -> ByteString:
-        """Return the space that is inserted before a text, and is not part of it.
+    def inserted_space(self, before: Sequence[int]) -> ByteString:
+        """Return the space that encoding inserts before a text and decoding leaves out again.
 
         Args:
             before: the ids before the text; empty: the text begins a document.
 
         Returns:
-            b" ", or b"" if no space is inserted there, or decoding does not leave it out.
+            b" "; or b"" if encoding inserts no space there, or decoding does not leave it out.
         """
         last_id = before[-1] if before else self.bos_id
         return b" " if self._strips_after[last_id] else b""
@@ -446,8 +451,8 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> ByteString:
         """Return the UTF-8 bytes of the text of ids; special tokens have none."""
-        decoded = b"".join([self.pieces[index] for index in ids])
-        return decoded.removeprefix(b" ") if self.strips else decoded
+        decoded = b"".join([self.pieces[token_id] for token_id in ids])
+        return decoded.removeprefix(b" ") if self.strips_space else decoded
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
@@ -508,7 +513,7 @@ def _load(
     Raises:
         InputRefused: the library refuses the tokenizer, or has other ids.
     """
-    fault = None if trusted else tokenizer_trial.fault(json.dumps(checked.json))
+    fault = None if trusted else tokenizer_trial.load_fault(json.dumps(checked.json))
     if fault:
         raise InputRefused(f"{where}: the tokenizers library cannot load it: {fault}")
     try:
@@ -566,11 +571,13 @@ def _shown_names(special: dict[str, int]) -> str:
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
-def parse(asked: str | Path | Tokenizer, vocab_size: int | None = None) -> Tokenizer | int:
-    """Read the setting of a tokenizer.
+def parse_setting(
+    setting: str | Path | Tokenizer, vocab_size: int | None = None
+) -> Tokenizer | int:
+    """Return the tokenizer that the settings data.tokenizer and data.vocab_size ask for.
 
     Args:
-        asked: "bpe": a tokenizer to be trained on the text; or "bytes", the path of a
+        setting: "bpe": a tokenizer to be trained on the text; or "bytes", the path of a
             tokenizer.json, or a tokenizer.
         vocab_size: the number of entries of a tokenizer to be trained; None: DEFAULT_VOCABULARY.
 
@@ -581,7 +588,7 @@ def parse(asked: str | Path | Tokenizer, vocab_size: int | None = None) -> Token
         UsageError: the size is out of range, or is given for a tokenizer that is not trained.
         InputRefused: the file is missing or cannot be used.
     """
-    if asked == "bpe":
+    if setting == "bpe":
         size = DEFAULT_VOCABULARY if vocab_size is None else vocab_size
         if isinstance(size, int) and SMALLEST_VOCABULARY <= size <= tokenizer_file.MAX_VOCABULARY:
             return size
@@ -591,16 +598,16 @@ def parse(asked: str | Path | Tokenizer, vocab_size: int | None = None) -> Token
         shown_size = "" if is_huge else f" = {size!r}"
         raise UsageError(f"data.vocab_size{shown_size}: expected a whole number from {bounds}")
     if vocab_size is not None:
-        shown = "a tokenizer" if isinstance(asked, Tokenizer) else asked
+        shown = "a tokenizer" if isinstance(setting, Tokenizer) else setting
         raise UsageError(
             f"data.vocab_size is of a tokenizer that is trained here, data.tokenizer = bpe, not of {shown}"
         )
-    if isinstance(asked, Tokenizer):
-        return asked
-    if asked == "bytes":
+    if isinstance(setting, Tokenizer):
+        return setting
+    if setting == "bytes":
         return Tokenizer.bytes()
-    if not isinstance(asked, str | os.PathLike):
+    if not isinstance(setting, str | os.PathLike):
         raise UsageError(
-            f"data.tokenizer = {asked!r}: expected bpe, bytes, a tokenizer.json or a Tokenizer"
+            f"data.tokenizer = {setting!r}: expected bpe, bytes, a tokenizer.json or a Tokenizer"
         )
-    return Tokenizer.from_file(asked)
+    return Tokenizer.from_file(setting)

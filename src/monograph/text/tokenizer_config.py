@@ -18,6 +18,7 @@ from monograph.text.template import DEFAULT, FILE, NAMED_FOLDER, ChatTemplate, r
 CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
 NAMES = (CONFIG, _GENERATION, FILE)
 MAX_STOPS = 64
+# The keys under which tokenizer_config.json has special tokens.
 _ROLES = (
     "bos_token",
     "eos_token",
@@ -38,25 +39,27 @@ class TokenizerConfig(NamedTuple):
         template: the chat template for chats without tools; None: there is no chat template.
         stops: the ids that end a text, from generation_config.json, or from config.json if the
             first has none.
-        named: further chat templates by name; a chat with tools takes "tool_use".
+        named_templates: further chat templates by name; that for chats with tools is "tool_use".
     """
 
     tokens: dict[str, str] = {}  # noqa: RUF012 (never written to)
     template: ChatTemplate | None = None
     stops: tuple[int, ...] = ()
-    named: Mapping[str, ChatTemplate] = {}  # noqa: RUF012 (never written to)
+    named_templates: Mapping[str, ChatTemplate] = {}  # noqa: RUF012 (never written to)
 
     @property
-    def borders(self) -> tuple[str | None, str | None]:
+    def document_tokens(self) -> tuple[str | None, str | None]:
         """Return the tokens that begin and end a document; None: the files do not name one."""
         return self.tokens.get("bos_token"), self.tokens.get("eos_token")
 
-    def on(self, day: str) -> Self:
+    def with_date(self, day: str) -> Self:
         """Return a copy of the settings, whose chat templates see `day` as today's date."""
         if self.template is None:
             return self
-        named = {name: template.on(day) for name, template in self.named.items()}
-        return self._replace(template=self.template.on(day), named=named)
+        named_templates = {
+            name: template.with_date(day) for name, template in self.named_templates.items()
+        }
+        return self._replace(template=self.template.with_date(day), named_templates=named_templates)
 
     def files(self) -> dict[str, str]:
         """Return {name: content} of the files from which transformers reads these settings.
@@ -71,16 +74,16 @@ class TokenizerConfig(NamedTuple):
         written = {CONFIG: _as_json(config)} if self.tokens else {}
         if self.template is not None:
             written[FILE] = self.template.source
-            written |= self.named_files()
+            written |= self.named_template_files()
         if self.stops:
             written[_GENERATION] = _as_json({"eos_token_id": list(self.stops)})
         return written
 
-    def named_files(self) -> dict[str, str]:
+    def named_template_files(self) -> dict[str, str]:
         """Return {path in the folder: content} of the named chat templates."""
         return {
             f"{NAMED_FOLDER}/{name}.jinja": template.source
-            for name, template in sorted(self.named.items())
+            for name, template in sorted(self.named_templates.items())
         }
 
     @property

@@ -2,8 +2,9 @@
 accepted.
 
 The tokenizer is byte-level like GPT-2's, or writes text as SentencePiece does (`sentence_pieces`).
-With these parts, encoding and decoding can change a text in three ways only: it gets a normal form
-of Unicode (Qwen composes text), a space at its beginning, or loses characters that have no token.
+With these parts, encoding and decoding can change a text in three ways only: the text is brought
+into a normal form of Unicode (Qwen composes text), it gets a space at its beginning, or it loses
+characters that have no token.
 
 The library aborts, hangs or panics on some hostile files (a padding of 4e9 tokens, a pattern with
 catastrophic backtracking, a normalizer that inflates text). Python cannot catch this, so only known
@@ -23,32 +24,33 @@ MAX_VOCABULARY = 1 << 20
 # The split patterns in the published tokenizer.json files of Llama 3, Qwen 2, Qwen 3.5, GPT-4o and
 # Tekken (Mistral). GPT-2's pattern is built into the ByteLevel component.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_NO_WORD = r"[^\r\n\p{L}\p{N}]?"
+_WORD_PREFIX = r"[^\r\n\p{L}\p{N}]?"  # a character, such as a space, in front of a word
 _WORD = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+"
-_SYMBOLS, _SYMBOLS_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n]*", r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+_SYMBOLS_AND_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
 KNOWN_PATTERNS = {
-    "llama3": _WORD + r"|\p{N}{1,3}" + _SYMBOLS + _END,
-    "qwen2": _WORD + r"|\p{N}" + _SYMBOLS + _END,
+    "llama3": _WORD + r"|\p{N}{1,3}" + _SYMBOLS + _SPACES,
+    "qwen2": _WORD + r"|\p{N}" + _SYMBOLS + _SPACES,
     "qwen3.5": _CONTRACTIONS
     + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-    + _END,
-    "gpt4o": f"{_NO_WORD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_NO_WORD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    + _SPACES,
+    "gpt4o": f"{_WORD_PREFIX}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_WORD_PREFIX}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     + r"|\p{N}{1,3}"
-    + _SYMBOLS_SLASH
-    + _END,
-    "tekken": f"{_NO_WORD}{_UPPER}*{_LOWER}+|{_NO_WORD}{_UPPER}+{_LOWER}*"
+    + _SYMBOLS_AND_SLASHES
+    + _SPACES,
+    "tekken": f"{_WORD_PREFIX}{_UPPER}*{_LOWER}+|{_WORD_PREFIX}{_UPPER}+{_LOWER}*"
     + r"|\p{N}"
-    + _SYMBOLS_SLASH
-    + _END,
+    + _SYMBOLS_AND_SLASHES
+    + _SPACES,
 }
 
 
 _KNOWN_REGEXES = [{"Regex": pattern} for pattern in KNOWN_PATTERNS.values()]
 # The behaviors of a split that keep all of the text; "Removed" drops the delimiters.
-_KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+_LOSSLESS_BEHAVIORS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 # The bytes that never occur in UTF-8. A tokenizer that learned its alphabet from text has no tokens
 # for them.
@@ -130,10 +132,11 @@ class CheckedTokenizer:
         marks: how spaces and bytes are written as SentencePiece does; None for a byte-level
             tokenizer.
         pieces: the bytes that each id stands for, [V]; empty for added tokens.
-        lacking: the bytes that occur in UTF-8 text but have no token.
-        characters: characters that have a token, although some of their bytes may be in `lacking`.
-        space_first: whether a space is inserted before a text that does not begin with a space.
-        opening: the ids of the special tokens after which a space is inserted as well.
+        missing_bytes: the bytes that occur in UTF-8 text but have no token.
+        writable_characters: characters that have a token, although some of their bytes may be in
+            `missing_bytes`.
+        inserts_space: whether a space is inserted before a text that does not begin with a space.
+        ids_before_space: the ids of the special tokens after which a space is inserted as well.
         json: a tokenizer.json object of known parts only, without padding and truncation.
         ids_from_merges: the ids of added tokens that merges can produce from the letters of a text.
 
@@ -153,15 +156,15 @@ class CheckedTokenizer:
         pre_tokenizers = _steps(content.get("pre_tokenizer"), "pretokenizers")
         self.marks = None
         if sentence_pieces.is_marked(normalizers, pre_tokenizers):
-            self.marks = self._marks(content, normalizers, pre_tokenizers, added)
+            self.marks = self._read_marks(content, normalizers, pre_tokenizers, added)
         self.pieces = self._pieces(vocab, added)
-        self.lacking = self._lacking_bytes(vocab, bool(model.get("byte_fallback")))
-        self.characters = set[str]()
+        self.missing_bytes = self._lacking_bytes(vocab, bool(model.get("byte_fallback")))
+        self.writable_characters = set[str]()
         if self.marks:
-            self.characters |= {token for token in vocab if len(token) == 1}
+            self.writable_characters |= {token for token in vocab if len(token) == 1}
         # A Metaspace writes a space as ▁, which has a token.
         if any(map(sentence_pieces.is_metaspace, pre_tokenizers)):
-            self.characters.add(" ")
+            self.writable_characters.add(" ")
         if self.marks:
             scheme = self.marks.scheme
             inserts_space = True
@@ -170,8 +173,8 @@ class CheckedTokenizer:
             inserts_space = any(
                 _is_byte_level(step) and step["add_prefix_space"] for step in pre_tokenizers
             )
-        self.space_first = scheme != "never" and inserts_space
-        self.opening = frozenset(
+        self.inserts_space = scheme != "never" and inserts_space
+        self.ids_before_space = frozenset(
             token["id"]
             for token in added
             if token["special"]
@@ -207,15 +210,17 @@ class CheckedTokenizer:
                 "merges": self._merges(model.get("merges", []), vocab),
             },
         }
-        # Entries of one letter or one byte need no merge, and with `ignore_merges` no entry does.
-        from_text = {"".join(pair) for pair in self.json["model"]["merges"]}
-        from_text |= {
+        # The entries to which letters of a text can be encoded: what merges give, and what needs no
+        # merge. An entry of one letter or one byte needs none, and with `ignore_merges` no entry
+        # does.
+        entries_from_text = {"".join(pair) for pair in self.json["model"]["merges"]}
+        entries_from_text |= {
             token
             for token in vocab
-            if model.get("ignore_merges") or 1 in (len(token), len(self.piece(token)))
+            if model.get("ignore_merges") or len(token) == 1 or len(self.piece(token)) == 1
         }
         self.ids_from_merges = frozenset(
-            token["id"] for token in added if token["content"] in from_text
+            token["id"] for token in added if token["content"] in entries_from_text
         )
 
     def _refusal(self, fault: str) -> InputRefused:
@@ -234,13 +239,14 @@ class CheckedTokenizer:
     def _lacking_bytes(self, vocab: dict[str, int], byte_fallback: bool) -> set[int]:
         """Return the bytes that occur in UTF-8 text but have no token."""
         single_bytes = set[int]()
-        # Without byte fallback, a tokenizer like SentencePiece's writes whole characters only, never
-        # single bytes; `characters` are those that it can write.
+        # Without byte fallback, a tokenizer like SentencePiece's writes whole characters only,
+        # never single bytes; `writable_characters` are those that it can write.
         if not self.marks or byte_fallback:
             single_bytes = {piece[0] for piece in map(self.piece, vocab) if len(piece) == 1}
         return {*range(256)} - NEVER_IN_TEXT - single_bytes
 
     def _check_model(self, model: dict[str, Any]) -> None:
+        """Check that a model is BPE without dropout and without affixes of subwords."""
         if model.get("type", "BPE") != "BPE":
             raise self._refusal(f"model.type is {str(model['type'])[:60]!r}, not 'BPE'")
         for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -275,8 +281,8 @@ class CheckedTokenizer:
                 key: bool(token.get(key))
                 for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
             }
-            # In a text, a token that also matches adjacent spaces would lose them. As a special
-            # token it is recognised in rendered chats only.
+            # A token that also matches adjacent spaces would lose the spaces of a text. As a
+            # special token it is recognised in rendered chats only, so no text can lose its spaces.
             if flags["lstrip"] or flags["rstrip"]:
                 flags["special"] = True
             added.append({"id": token["id"], "content": content} | flags)
@@ -326,7 +332,7 @@ class CheckedTokenizer:
             )
         return _BYTE_LEVEL_DECODER
 
-    def _marks(
+    def _read_marks(
         self,
         content: dict[str, Any],
         normalizers: list[Any],
@@ -337,7 +343,7 @@ class CheckedTokenizer:
         not_special = [token["content"] for token in added if not token["special"]]
         decoders = _steps(content.get("decoder"), "decoders")
         try:
-            return sentence_pieces.marks(
+            return sentence_pieces.read_marks(
                 normalizers, pre_tokenizers, decoders, content["model"], not_special
             )
         except ValueError as error:
@@ -365,8 +371,10 @@ class CheckedTokenizer:
     def _normalizer(self, part: object) -> object:
         """Check that a normalizer is known, and return it."""
         for step in _steps(part, "normalizers"):
-            known = step in [{"type": form} for form in NORMAL_FORMS]
-            if not known and not (self.marks and step in sentence_pieces.KNOWN_NORMALIZERS):
+            is_known = step in [{"type": form} for form in NORMAL_FORMS]
+            if self.marks and step in sentence_pieces.KNOWN_NORMALIZERS:
+                is_known = True
+            if not is_known:
                 raise self._refusal(
                     f"normalizer {_kind(step)} is not supported (only {', '.join(NORMAL_FORMS)} are, and ▁ for spaces)"
                 )
@@ -376,9 +384,9 @@ class CheckedTokenizer:
         """Check that a pre-tokenizer is known, and return it in the library's current form."""
         steps = _steps(part, "pretokenizers")
         # Each step in the current form; None for an unknown step.
-        known: list[Any]
+        current: list[Any]
         if self.marks:
-            known = [
+            current = [
                 step if _is_digits(step) else sentence_pieces.pre_tokenizer(step) for step in steps
             ]
         elif not steps or _kind(steps[-1]) != "ByteLevel":
@@ -387,26 +395,29 @@ class CheckedTokenizer:
             )
         else:
             *splits, byte_level = steps
-            known = [step if _is_digits(step) or _is_known_split(step) else None for step in splits]
-            known.append(byte_level if _is_byte_level(byte_level) else None)
-        if None in known:
-            step = str(steps[known.index(None)])[:80]
+            current = [
+                step if _is_digits(step) or _is_known_split(step) else None for step in splits
+            ]
+            current.append(byte_level if _is_byte_level(byte_level) else None)
+        if None in current:
+            step = str(steps[current.index(None)])[:80]
             raise self._refusal(
                 f"pre_tokenizer step {step!r} is not one of the known ones, which take linear time"
             )
         if not self.marks:
+            # All known steps are in the current form already.
             return part
-        return {"type": "Sequence", "pretokenizers": known} if known else None
+        return {"type": "Sequence", "pretokenizers": current} if current else None
 
     def _post_processor(self, part: object) -> object:
         """Check that a post-processor is known, and return it."""
         for step in _steps(part, "processors"):
-            known = (
+            is_known = (
                 _has_type(step, "ByteLevel")
                 or (_has_type(step, "TemplateProcessing") and self._is_small_template(step))
                 or (_has_type(step, *_PUT_AROUND) and self._puts_special_tokens(step))
             )
-            if not known:
+            if not is_known:
                 raise self._refusal(
                     f"post_processor {_kind(step)} is not supported (only ByteLevel, TemplateProcessing, "
                     f"{' and '.join(_PUT_AROUND)} of special tokens are)"
@@ -415,7 +426,7 @@ class CheckedTokenizer:
 
     def _puts_special_tokens(self, step: dict[str, Any]) -> bool:
         """Return whether the two tokens of a post-processor are special tokens with their ids."""
-        pairs = [[content, index] for content, index in self.special.items()]
+        pairs = [[content, token_id] for content, token_id in self.special.items()]
         return all(step.get(key) in pairs for key in ("sep", "cls"))
 
     def _is_small_template(self, step: dict[str, Any]) -> bool:
@@ -432,9 +443,12 @@ class CheckedTokenizer:
 
 
 def without_inserted_space(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the tokenizer.json of the tokenizer for a text that follows other text.
+    """Return a tokenizer.json without the steps that insert a space before a text.
 
-    It is a checked tokenizer.json without the steps that insert a space before a text.
+    The tokenizer is for a text that follows other text.
+
+    Args:
+        content: a checked tokenizer.json (`CheckedTokenizer.json`).
     """
     normalizers = [
         step
@@ -459,7 +473,7 @@ def _is_id(value: object) -> bool:
 
 
 def _kind(step: object) -> str:
-    """Return the type of a step; of something else the beginning of its text."""
+    """Return the type of a step, for comparison and messages; of no object, the beginning as text."""
     return str(step.get("type") if isinstance(step, dict) else step)[:40]
 
 
@@ -501,7 +515,9 @@ def _is_known_split(step: object) -> bool:
 
     It must split at punctuation, at a fixed text, or by a known pattern.
     """
-    if not _has_type(step, "Split", "Punctuation") or step.get("behavior") not in _KEEPING:
+    if not _has_type(step, "Split", "Punctuation"):
+        return False
+    if step.get("behavior") not in _LOSSLESS_BEHAVIORS:
         return False
     if _has_type(step, "Punctuation"):
         return True

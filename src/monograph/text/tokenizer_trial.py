@@ -1,10 +1,11 @@
 """Load a tokenizer for the first time in a separate process, with limits of memory and time, where
 it can do no harm.
 
-The library aborts, panics or loops on some files, which Python cannot catch. A file that the
-allow-list of `tokenizer_file` accepts is tried here, in case the list missed a danger. A file that
-the list refuses is tried here to find a text that it would lose, as an example for the message.
-This program imports nothing of the package.
+The tokenizers library aborts, panics or loops on some files, which Python cannot catch. A file that
+the allow-list of `tokenizer_file` accepts is tried here, in case the list missed a danger
+(`load_fault`). A file that the list refuses is tried here to find a text that the tokenizer would
+change, as an example for the message (`find_changed_text`). This program imports nothing of the
+package.
 """
 
 import hashlib
@@ -15,11 +16,11 @@ import subprocess
 import sys
 
 MEMORY_BYTES = 4 << 30  # of address space, enough for the largest accepted vocabulary
-SECONDS = 10  # of processor time; a vocabulary of 150,000 entries takes about one second
-_PROBE = "The cat's  naïve 数据\r\n\n\t12345 🙂 don't "
-# Texts that some tokenizers lose: spaces, capitals, tabs, accents, forms of letters, line ends,
-# names of bytes.
-_EASILY_LOST = (
+CPU_LIMIT_S = 10  # of processor time; a vocabulary of 150,000 entries takes about one second
+_PROBE = "The cat's  naïve 数据\r\n\n\t12345 🙂 don't "  # it has characters of many kinds
+# Texts that some tokenizers change: they lose spaces, capitals, tabs, accents, forms of letters or
+# line ends, or read the name of a byte as the byte.
+_EASILY_CHANGED = (
     "a  b",
     "   a",
     "a ",
@@ -37,12 +38,16 @@ _EASILY_LOST = (
 _harmless: set[bytes] = set()
 
 
-def fault(content: str) -> str | None:
-    """Load a tokenizer.json in a process, encode with it, and return what went wrong, or None."""
+def load_fault(content: str) -> str | None:
+    """Load a tokenizer in a separate process, encode with it, and return what went wrong, or None.
+
+    Args:
+        content: the content of a tokenizer.json.
+    """
     digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
     if digest in _harmless:
         return None
-    completed = _try(content, SECONDS)
+    completed = _try(content, CPU_LIMIT_S)
     if completed is None:
         return "it does not come to an end"
     if not completed.returncode:
@@ -56,12 +61,15 @@ def fault(content: str) -> str | None:
     return f"it ends its process (signal {-completed.returncode})"
 
 
-def loss(content: str) -> tuple[str, str] | None:
-    """Return a text that a tokenizer.json would lose, and the text that would come back.
+def find_changed_text(content: str) -> tuple[str, str] | None:
+    """Return (a text that a tokenizer changes, the text after encoding and decoding).
 
-    None: no such text was found in 3 s.
+    The result is None if no such text was found in 3 s.
+
+    Args:
+        content: the content of a tokenizer.json.
     """
-    completed = _try(content, SECONDS // 3)
+    completed = _try(content, CPU_LIMIT_S // 3)
     if completed is None or completed.returncode:
         return None
     answer = json.loads(completed.stdout)
@@ -98,14 +106,14 @@ def main(seconds: int) -> None:
 
     engine = tokenizers.Tokenizer.from_str(sys.stdin.buffer.read().decode())
     engine.decode(engine.encode(_PROBE * 20).ids)
-    lost = None
-    for text in _EASILY_LOST:
+    changed = None
+    for text in _EASILY_CHANGED:
         decoded = engine.decode(engine.encode(text, add_special_tokens=False).ids)
         # A tokenizer may add or remove one space before a text.
         if decoded not in (text, f" {text}", text.removeprefix(" ")):
-            lost = (text, decoded)
+            changed = (text, decoded)
             break
-    print(json.dumps(lost))
+    print(json.dumps(changed))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from monograph.evaluation import Evaluation
 from monograph.graph.trial import Trial
 from monograph.model.llama import Llama
 from monograph.planner import defaults
-from monograph.predict.footprint import Judged
+from monograph.predict.footprint import AnswerScoring
 from monograph.report.quantities import counted
 from monograph.rl.pairs import PairRows, loss_for, read_pairs
 from monograph.rl.preference_loss import PreferenceLoss
@@ -107,7 +107,7 @@ class Preferences(Objective):
         parameters = {f"prefer.{name}": value for name, value in loss.parameters.items()}
         return DecidedObjective(Preferences(loss), parameters)
 
-    def judged(self, plan: RunPlan) -> Judged:
+    def answer_scoring(self, plan: RunPlan) -> AnswerScoring:
         """Return that answers in rows get log-probabilities; see `Objective.judged`."""
         return "rows"
 
@@ -154,7 +154,9 @@ class PreferenceTask(RowsTask):
         train, held_out = self.data.train, self.data.held_out
         assert isinstance(train, PairRows) and isinstance(held_out, PairRows)
         answers = train.answers + held_out.answers
-        loss = PreferenceLoss(self.preference, answers, max(train.most, held_out.most))
+        loss = PreferenceLoss(
+            self.preference, answers, max(train.max_row_answers, held_out.max_row_answers)
+        )
         # Answers are numbered from 1; 0 stands for no answer.
         loss.labels[1:] = torch.from_numpy(np.concatenate([train.labels, held_out.labels]))
         return loss
@@ -164,7 +166,7 @@ class PreferenceTask(RowsTask):
         """Return whether the pairs are of chats."""
         rows = self.data.held_out if len(self.data.held_out) else self.data.train
         assert isinstance(rows, PairRows)
-        return rows.chats
+        return rows.has_chats
 
     @property
     def _loss(self) -> PreferenceLoss:
@@ -197,7 +199,7 @@ class PreferenceTask(RowsTask):
 
     def figures(self, windows: RunWindows) -> dict[str, Any]:
         """Return the accuracy, margin and more on the answers of the last update."""
-        figures = self._loss.take_figures(self.world.gathered)
+        figures = self._loss.take_figures(self.world.all_gather)
         self.answer_tokens += int(figures["answer_tokens"])
         return {**figures, "tokens": self.answer_tokens}
 
@@ -207,7 +209,7 @@ class PreferenceTask(RowsTask):
         if scored is None:
             return None
         evaluation, rows = scored
-        figures = self._loss.take_figures(self.world.gathered)
+        figures = self._loss.take_figures(self.world.all_gather)
         entries = {
             "eval_loss": evaluation.loss,
             "eval_bits_per_byte": evaluation.bits_per_byte,

@@ -29,7 +29,7 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.planner import defaults
 from monograph.predict.estimate import copied_bytes, trained_numbers
-from monograph.predict.footprint import Judged
+from monograph.predict.footprint import AnswerScoring
 from monograph.predict.roofline import Calibration, Drawing, drawing_s, peak_flops
 from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
@@ -39,13 +39,13 @@ from monograph.rl.loss import Kl, PolicyLoss, kl_term
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import REWARDS, Reward, form_named, parameters_of, reward_of
 from monograph.rl.rollouts import (
-    MOST_PROMPTS,
-    MOST_ROWS,
+    MAX_DECODED_ROWS,
+    MAX_PREFILL_PROMPTS,
     Drawer,
     Rollouts,
     Sharing,
     decoded_rows,
-    slots_of,
+    slots_per_row,
 )
 from monograph.run.folder import Run
 from monograph.run.models import load_with_tokenizer
@@ -246,7 +246,7 @@ class Rewards(Objective):
         values[size_key] = tokens_per_update
         return DecidedObjective(decided, values)
 
-    def judged(self, plan: RunPlan) -> Judged:
+    def answer_scoring(self, plan: RunPlan) -> AnswerScoring:
         """Return whether the loss computes with the arithmetic of sampling ("exact") or not."""
         return "exact" if options_for(plan).exact else "rows"
 
@@ -265,9 +265,9 @@ class Rewards(Objective):
             lora or not training.optim.master_weights
         )
         dtype = torch.bfloat16 if samples_in_bf16 else torch.float32
-        slots = slots_of(options, config, slots or options.length + 1)
+        slots = slots_per_row(options, config, slots or options.length + 1)
         answers_of_rank = math.ceil(options.prompts * options.group / ranks)
-        rows = decoded_rows(answers_of_rank) + min(options.prompts, MOST_PROMPTS)
+        rows = decoded_rows(answers_of_rank) + min(options.prompts, MAX_PREFILL_PROMPTS)
         cache_bytes = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
         # `Drawer` samples fewer rows at once if they would take more than half of the free memory.
         by_origin = {"answers": min(cache_bytes, machine.free_memory_bytes // 2)}
@@ -296,7 +296,7 @@ class Rewards(Objective):
         options = options_for(plan)
         answers = options.prompts * options.group
         if options.exact:
-            return answers, slots_of(options, config, slots)
+            return answers, slots_per_row(options, config, slots)
         if not options.packed:
             return answers, options.length
         # The last token of an answer is only a target, so it takes no position.
@@ -350,7 +350,7 @@ def _read_prompts(
     with progress.stage("prompts", str(reading.source)) as stage:
         room = options.length - options.max_new_tokens
         prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
-        number = counted(len(prompts.train), "chat" if prompts.chats else "prompt")
+        number = counted(len(prompts.train), "chat" if prompts.has_chats else "prompt")
         held_out = held_out_text(len(prompts.held_out), reading.held_out)
         skipped = ""
         if prompts.skipped:
@@ -410,7 +410,7 @@ def _model_named(name: str) -> ModelSource:
     """Return the model that a parameter of a reward names, with a name that stays valid."""
     model = ModelSource.open(name)
     # `last` would name the new run once that has begun, so the run's path is recorded.
-    path = model.run.named if model.run else without_links(name)
+    path = model.run.named_path if model.run else without_links(name)
     return model.renamed(str(path))
 
 
@@ -484,7 +484,7 @@ def predicted_sampling_s(
     training = plan.training
     drawing = Drawing(
         answers=options.prompts * options.group,
-        at_once=MOST_ROWS,
+        at_once=MAX_DECODED_ROWS,
         prompt=prompt or options.length - options.max_new_tokens,
         tokens=tokens or options.max_new_tokens,
         number_bytes=2 if training.precision != "fp32" and training.lora else FP32_BYTES,
@@ -544,7 +544,9 @@ class RewardTask(Task):
         rewards = rewards_of(plan)
         form_name = form_named(rewards.answer_regex, rewards.answer_schema)
         if form_name:
-            form = AnswerForm(form_name, self.data, self.data.ends(model.config), default_device())
+            form = AnswerForm(
+                form_name, self.data, self.data.end_ids(model.config), default_device()
+            )
         return PolicyLoss(
             options.temperature, ratio, options.kl, options.advantage, options.updates, form
         )
@@ -574,7 +576,7 @@ class RewardTask(Task):
             self.reward,
             options_for(current_plan()),
             lambda: current_plan().updates,
-            Sharing(world.size, world.shared, world.once),
+            Sharing(world.size, world.split_over_ranks, world.on_rank_0),
         )
 
     def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> Rollouts:
@@ -598,7 +600,7 @@ class RewardTask(Task):
 
     def stop_compiling(self) -> None:
         """Sample and score answers without a compiler; see `Task.stop_compiling`."""
-        self.drawer.take(options_for(self.current_plan()))
+        self.drawer.set_options(options_for(self.current_plan()))
         _use_arithmetic_of_decoding(self.drawer.options, self.drawer.model)
 
     def prepare_reference_weights(self, resumed: bool) -> None:
@@ -618,7 +620,7 @@ class RewardTask(Task):
     @property
     def extra_tensors(self) -> list[Tensor]:
         """Return the tensors of the cache, the reference and the teacher."""
-        return self.drawer.held
+        return self.drawer.extra_tensors
 
     def store_measurements(self) -> None:
         """Store the measured time of sampling, divided by the predicted time.
@@ -673,7 +675,7 @@ class RewardTask(Task):
         """Return rewards, lengths and more on the answers of the last update."""
         loss = self.engine.step.loss
         assert isinstance(windows, Rollouts) and isinstance(loss, PolicyLoss)
-        figures = loss.take_figures(self.world.gathered)
+        figures = loss.take_figures(self.world.all_gather)
         if not self._needs_reference:
             del figures["kl"]
         if not windows.is_fresh:
@@ -695,7 +697,7 @@ class RewardTask(Task):
         """Sample answers to held-out prompts, and return their rewards."""
         if not self.data.held_out:
             return None
-        numbers = self.drawer.measure()
+        numbers = self.drawer.evaluate()
         return HeldOutScore(self.answer_tokens, numbers, numbers["eval_reward"])
 
     def sample_prompt(self, config: LlamaConfig | None) -> SamplePrompt:
@@ -707,7 +709,7 @@ class RewardTask(Task):
             form_arguments = ("--regex", rewards.answer_regex)
         elif rewards.answer_schema is not None:
             form_arguments = ("--json-schema", rewards.answer_schema)
-        return sample_prompt_from_ids(first.text, first.ids, self.data.chats, form_arguments)
+        return sample_prompt_from_ids(first.text, first.ids, self.data.has_chats, form_arguments)
 
     def sample(self, prompt: SamplePrompt, write: Callable[[], str | None]) -> str | None:
         """Return an answer to the first prompt, with its reward."""

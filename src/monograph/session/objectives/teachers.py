@@ -22,7 +22,7 @@ from monograph.run.folder import TEACHERS, Run
 from monograph.run.models import load_run
 from monograph.run.recipe import digest
 from monograph.run.recorded_state import Digest, Natural, Strict
-from monograph.run.writing import write_whole
+from monograph.run.writing import write_atomically
 from monograph.session.objective import Task
 from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import RunPlan
@@ -68,7 +68,7 @@ def write_teachers(run: Run, members: Sequence[Run]) -> None:
         path_in_sweep = member.folder.relative_to(run.folder.parent)
         teachers.append({"member": str(path_in_sweep), "update": update, "sha256": digest(model)})
     record = {"schema": "monograph.teachers/1", "share": SHARE, "teachers": teachers}
-    write_whole(run.folder / TEACHERS, json.dumps(record, indent=1) + "\n")
+    write_atomically(run.folder / TEACHERS, json.dumps(record, indent=1) + "\n")
 
 
 def with_teachers(task: Task, run: Run, ranks: int) -> Task:
@@ -149,11 +149,11 @@ class TaughtTask(TextTask):
             teacher, tokenizer, _ = load_run(teacher_run)
         except (InputRefused, NoValidCheckpoint) as error:
             raise InputRefused(
-                f"{teacher_run.named}, a teacher of {run.folder}: {error}; put it back, or {remedy}"
+                f"{teacher_run.named_path}, a teacher of {run.folder}: {error}; put it back, or {remedy}"
             ) from None
         if digest(teacher) != recorded.sha256:
             raise InputRefused(
-                f"{teacher_run.named}, a teacher of {run.folder}, has changed: put it back, or {remedy}"
+                f"{teacher_run.named_path}, a teacher of {run.folder}, has changed: put it back, or {remedy}"
             )
         has_same_tokens = (
             tokenizer.hash == self.data.tokenizer.hash
@@ -162,7 +162,7 @@ class TaughtTask(TextTask):
         )
         if not has_same_tokens:
             raise InputRefused(
-                f"{teacher_run.named}: a teacher of other tokens than {run.folder} has: {remedy}"
+                f"{teacher_run.named_path}: a teacher of other tokens than {run.folder} has: {remedy}"
             )
         return teacher
 

@@ -1,4 +1,4 @@
-"""Run: pytest tests/sweeps/test_batch.py (members that train at once: windows, and engines that are
+"""Run: pytest tests/sweeps/test_cohort.py (members that train at once: windows, and engines that are
 filled anew)
 """
 
@@ -29,8 +29,8 @@ from monograph.session.objectives.texts import TextTask
 from monograph.session.record import write_config
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun, build_run, make_engine
-from monograph.sweeps import batch
-from monograph.sweeps.batch import MemberBatch
+from monograph.sweeps import cohort
+from monograph.sweeps.cohort import Cohort
 from monograph.sweeps.spec import Member, members_of
 
 UPDATES = 6
@@ -72,18 +72,18 @@ def members(points: list[dict[str, Any]] = POINTS, **keys: Any) -> list[Member]:
 
 def built(member: Member, text: Corpus) -> list[BuiltRun]:
     assert member.plan
-    return batch.with_length([build_run(member.plan, TextTask(text), describe())], UPDATES)
+    return cohort.with_length([build_run(member.plan, TextTask(text), describe())], UPDATES)
 
 
-def mustered(these: list[Member], runs: list[Run], text: Corpus) -> MemberBatch:
-    made = batch.with_length(batch.build_models(these, text, describe()), UPDATES)
+def mustered(these: list[Member], runs: list[Run], text: Corpus) -> Cohort:
+    made = cohort.with_length(cohort.build_models(these, text, describe()), UPDATES)
     several = len({m.settings.train.seed for m in these}) > 1
-    return batch.begin_batch(
-        these, runs, made, text, batch.make_members_engine(made, several, torch.device("cpu"))
+    return cohort.begin_cohort(
+        these, runs, made, text, cohort.make_members_engine(made, several, torch.device("cpu"))
     )
 
 
-def losses(trained: MemberBatch, updates: int = UPDATES) -> list[list[float]]:
+def losses(trained: Cohort, updates: int = UPDATES) -> list[list[float]]:
     found = [
         torch.atleast_1d(u.loss).tolist() for u in train(trained.engine, trained.windows, updates)
     ]
@@ -102,12 +102,12 @@ def alone(member: Member, text: Corpus) -> list[float]:
 
 
 def test_a_save_changes_nothing_of_what_a_member_alone_draws_next() -> None:
-    """Its dropout draws from torch's generator, where members of a batch have their own."""
+    """Its dropout draws from torch's generator, where members of a cohort have their own."""
     session: Any = SimpleNamespace(
         plan=SimpleNamespace(job=SimpleNamespace(seed=3)), save=lambda keep: None
     )
     engine = Resident(nn.Linear(3, 2), loss=lambda model, window: (model(window["x"]).sum(), 1))
-    alone: Any = MemberBatch([], engine, [session], None)  # type: ignore[arg-type]
+    alone: Any = Cohort([], engine, [session], None)  # type: ignore[arg-type]
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -154,7 +154,7 @@ def test_a_graph_that_rounds_by_another_seed_is_not_filled_anew(text: Corpus) ->
             make_engine(built(member, text)[0], torch.device("cpu"))
             for member in members([{"train.seed": 0}, {"train.seed": 1}], **{"optim.state": state})
         )
-        assert batch.reuse_engine(first, other) == filled, state
+        assert cohort.reuse_engine(first, other) == filled, state
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
@@ -167,19 +167,19 @@ def test_an_engine_that_is_filled_anew_trains_as_a_fresh_one(
     these = members([*POINTS, {"optim.lr": 3e-2, "optim.weight_decay": 0.1, "train.seed": 1}])
     first, other, second = (built(these[index], text) for index in (0, 2, 3))
     engine = make_engine(first[0], torch.device("cpu"))
-    batch.set_planned_schedules(engine, first)
+    cohort.set_planned_schedules(engine, first)
     batches = [text.batches(128, seed=seed) for seed in (0, 1, 1)]
     assert engine.capture(next(batches[2]), backend=backend) is None
     list(train(engine, batches[0], UPDATES))
     state, graphs = copied(engine.state()), compat.captured_graphs()
-    assert not batch.reuse_engine(engine, make_engine(other[0], torch.device("cpu"))), (
+    assert not cohort.reuse_engine(engine, make_engine(other[0], torch.device("cpu"))), (
         "another decay is another graph"
     )
     assert all(
         torch.equal(tensor, state.model[name]) for name, tensor in engine.state().model.items()
     )
-    assert batch.reuse_engine(engine, make_engine(second[0], torch.device("cpu")))
-    batch.set_planned_schedules(engine, second)
+    assert cohort.reuse_engine(engine, make_engine(second[0], torch.device("cpu")))
+    cohort.set_planned_schedules(engine, second)
     assert engine.index == 0 and int(engine.step.tokens) == 0
     found = [float(update.loss) for update in train(engine, batches[1], UPDATES)]
     assert compat.captured_graphs() == graphs and found == pytest.approx(
@@ -206,7 +206,7 @@ def test_a_crew_goes_on_where_it_stood(runs: list[Run], text: Corpus, tmp_path: 
     first.sessions[0].save()  # as if killed between two members
     first.close()
     again = mustered(these, runs, text)
-    assert batch.resume_batch(again, {}, Progress()) == 2 and again.engine.index == 2
+    assert cohort.resume_cohort(again, {}, Progress()) == 2 and again.engine.index == 2
     assert losses(again) == [each[2:] for each in expected]
     again.close()
 
@@ -229,7 +229,7 @@ def test_a_member_that_had_diverged_stays_where_it_was(runs: list[Run], text: Co
     kept = first.engine.member_state(1).model  # type: ignore[attr-defined]
     first.close()
     again = mustered(these, runs, text)
-    assert batch.resume_batch(again, {1: 3}, Progress()) == 4 and again.ended == {1: 3}
+    assert cohort.resume_cohort(again, {1: 3}, Progress()) == 4 and again.divergences == {1: 3}
     before = [p.clone() for p in again.sessions[1].engine.model.parameters()]
     losses(again)
     after = list(again.sessions[1].engine.model.parameters())
@@ -245,7 +245,7 @@ def test_a_member_that_had_diverged_stays_where_it_was(runs: list[Run], text: Co
 def test_nothing_to_go_on_from(runs: list[Run], text: Corpus) -> None:
     together = mustered(members(), runs, text)
     runs[0].log({"update": 1, "train_loss": 9.0})
-    assert batch.resume_batch(together, {}, Progress()) == 0 and runs[0].rows() == []
+    assert cohort.resume_cohort(together, {}, Progress()) == 0 and runs[0].rows() == []
     together.close()
 
 

@@ -1,7 +1,8 @@
-"""Train several members of a sweep at once: one engine, a session for each member, and the windows
-(the rows of one update) that they read.
+"""A cohort: members of a sweep that train at once, with what trains them: one engine, a session for
+each member, and the windows (the rows of one update) that they read.
 
-Members that train at once are a round. A member's place is its position in the round.
+Members that train at once are a round; its cohort exists only while it trains. A member's place is
+its position in the round.
 
 Shapes: N members, R rows of a window.
 """
@@ -82,7 +83,7 @@ def stack_windows(windows: Sequence[Batch], indices: Sequence[int]) -> Batch:
 
 
 @dataclass
-class MemberBatch:
+class Cohort:
     """The members of a round with their engine, sessions and windows.
 
     Attributes:
@@ -90,14 +91,14 @@ class MemberBatch:
         engine: the engine of all members; an ordinary engine for a single member.
         sessions: a session for each member, which saves and logs it like any run.
         windows: the windows that the members train on.
-        ended: for each diverged member, by its place, the update after which it diverged.
+        divergences: for each diverged member, by its place, the update after which it diverged.
     """
 
     members: list[Member]
     engine: Engine
     sessions: list[Session]
     windows: MemberWindows
-    ended: dict[int, int] = field(default_factory=dict)
+    divergences: dict[int, int] = field(default_factory=dict)
 
     def save(self) -> None:
         """Write a checkpoint of every member that still learns."""
@@ -105,7 +106,7 @@ class MemberBatch:
         # last of a common update. So they are kept, too.
         keep = min(2, len(self.sessions))
         for place, session in enumerate(self.sessions):
-            if place in self.ended:
+            if place in self.divergences:
                 continue
             # A checkpoint holds the states of torch's generators. An ensemble samples by its own
             # seeds and counters instead, so setting them here changes no number that follows.
@@ -113,11 +114,11 @@ class MemberBatch:
                 seed_all(session.plan.job.seed)
             session.save(keep=keep)
 
-    def freeze(self, ended: dict[int, int]) -> None:
-        """Stop training members that diverged; `ended` is as the attribute."""
-        self.ended |= ended
-        if ended and isinstance(self.engine, Ensemble):
-            self.engine.freeze(list(ended))
+    def freeze(self, divergences: dict[int, int]) -> None:
+        """Stop training members that diverged; `divergences` is as the attribute."""
+        self.divergences |= divergences
+        if divergences and isinstance(self.engine, Ensemble):
+            self.engine.freeze(list(divergences))
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -150,12 +151,14 @@ def with_length(built_runs: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
     return [built._replace(plan=resolve(built.plan, describe(), length)) for built in built_runs]
 
 
-def make_members_engine(built_runs: Sequence[BuiltRun], each: bool, device: torch.device) -> Engine:
+def make_members_engine(
+    built_runs: Sequence[BuiltRun], windows_differ: bool, device: torch.device
+) -> Engine:
     """Return the engine of these models: an ordinary engine for one model, an ensemble for more.
 
     Args:
         built_runs: one model for each member.
-        each: whether the members' windows differ.
+        windows_differ: whether the members train on different windows.
         device: the device that trains them.
 
     Raises:
@@ -173,7 +176,7 @@ def make_members_engine(built_runs: Sequence[BuiltRun], each: bool, device: torc
         clip=plan.training.clip,
         precision=Precision(plan.training.precision),
         micro_batch=plan.training.rows,
-        each=each,
+        each=windows_differ,
     )
 
 
@@ -215,34 +218,34 @@ def reuse_engine(engine: Engine, fresh: Engine) -> bool:
     return True
 
 
-def begin_batch(
+def begin_cohort(
     members: Sequence[Member],
     runs: Sequence[Run],
     built_runs: Sequence[BuiltRun],
     text: Corpus,
     engine: Engine,
-) -> MemberBatch:
-    """Return a round with its sessions at their beginning, and write settings and tokenizer into
+) -> Cohort:
+    """Return a cohort with its sessions at their beginning, and write settings and tokenizer into
     runs that do not have them yet.
 
-    The arguments are those of `open_batch`.
+    The arguments are those of `open_cohort`.
     """
     set_planned_schedules(engine, built_runs)
-    batch = open_batch(members, runs, built_runs, text, engine)
-    for session in batch.sessions:
-        if not session.run.begun:
+    cohort = open_cohort(members, runs, built_runs, text, engine)
+    for session in cohort.sessions:
+        if not session.run.has_begun:
             begin_run(session)
-    return batch
+    return cohort
 
 
-def open_batch(
+def open_cohort(
     members: Sequence[Member],
     runs: Sequence[Run],
     built_runs: Sequence[BuiltRun],
     text: Corpus,
     engine: Engine,
-) -> MemberBatch:
-    """Return a round with its sessions at their beginning, without writing anything.
+) -> Cohort:
+    """Return a cohort with its sessions at their beginning, without writing anything.
 
     Args:
         members: the round's members.
@@ -255,7 +258,7 @@ def open_batch(
     for place, (run, built) in enumerate(zip(runs, built_runs, strict=True)):
         member_engine = MemberEngine(engine, place) if isinstance(engine, Ensemble) else engine
         sessions.append(Session(run, built.plan, built.recipe, TextTask(text), member_engine))
-    return MemberBatch(list(members), engine, sessions, MemberWindows(sessions))
+    return Cohort(list(members), engine, sessions, MemberWindows(sessions))
 
 
 def begin_run(session: Session) -> None:
@@ -264,27 +267,28 @@ def begin_run(session: Session) -> None:
     write_config(session.run, session.plan.record.settings)
 
 
-def resume_batch(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
+def resume_cohort(cohort: Cohort, divergences: dict[int, int], progress: Progress) -> int:
     """Resume the members at the last update that all of them saved, and return it.
 
     A member that had diverged by that update keeps its last checkpoint. If there is no such update,
     the members' metrics are removed and 0 is returned.
 
     Args:
-        batch: the round.
-        ended: for each member that diverged, by its place, the update after which it diverged.
+        cohort: the members of a round, and what trains them.
+        divergences: for each member that diverged, by its place, the update after which it
+            diverged.
         progress: the display.
 
     Raises:
         InputRefused: a run is not what it was begun with, or its metrics are damaged.
     """
-    update = _last_common_update(batch, ended)
+    update = _last_common_update(cohort, divergences)
     if not update:
-        for session in batch.sessions:
+        for session in cohort.sessions:
             session.run.truncate_metrics(0)
         return 0
-    diverged = {place: at for place, at in ended.items() if at <= update}
-    for place, session in enumerate(batch.sessions):
+    diverged = {place: at for place, at in divergences.items() if at <= update}
+    for place, session in enumerate(cohort.sessions):
         session.restore(_checkpoint(session, None if place in diverged else update), progress)
         if place in diverged:
             # Its last checkpoint may be older than the update. So its metrics may no longer say
@@ -293,32 +297,35 @@ def resume_batch(batch: MemberBatch, ended: dict[int, int], progress: Progress) 
             session.run.log({"update": update, "diverged": diverged[place]})
             session.batches.close()
             session.batches = session.open_batches(update * session.batches.rows_per_window)
-    batch.engine.step.index = update
-    if isinstance(batch.engine, Ensemble):
+    cohort.engine.step.index = update
+    if isinstance(cohort.engine, Ensemble):
         # Dropout depends on the number of micro-batches so far.
-        rows = batch.sessions[0].batches.rows_per_window
-        micro_batches = math.ceil(rows / (batch.engine.micro_batch or rows))
-        batch.engine.stacked.members.draw.fill_(update * micro_batches)
-    batch.windows = MemberWindows(batch.sessions)
-    batch.freeze(diverged)
+        rows = cohort.sessions[0].batches.rows_per_window
+        micro_batches = math.ceil(rows / (cohort.engine.micro_batch or rows))
+        cohort.engine.stacked.members.draw.fill_(update * micro_batches)
+    cohort.windows = MemberWindows(cohort.sessions)
+    cohort.freeze(diverged)
     return update
 
 
-def _last_common_update(batch: MemberBatch, ended: dict[int, int]) -> int:
+def _last_common_update(cohort: Cohort, divergences: dict[int, int]) -> int:
     """Return the newest update at which every member that had not diverged by then has a sound
     checkpoint; 0 if there is none.
     """
     saved = [
         {update for update, _ in checkpointing.candidates(session.run.checkpoints)}
-        for session in batch.sessions
+        for session in cohort.sessions
     ]
     for update in sorted(set().union(*saved), reverse=True):
-        learning = [place for place in range(len(saved)) if ended.get(place, update + 1) > update]
+        # Members that had not diverged by this update.
+        learning = [
+            place for place in range(len(saved)) if divergences.get(place, update + 1) > update
+        ]
         all_saved = all(update in saved[place] for place in learning)
         if not learning or not all_saved:
             continue
         # A checkpoint is read as a whole to find out whether it is sound, so this comes last.
-        if all(_is_sound(batch.sessions[place], update) for place in learning):
+        if all(_is_sound(cohort.sessions[place], update) for place in learning):
             return update
     return 0
 

@@ -1,4 +1,8 @@
-"""Find the part of a text that a tokenizer would lose: a part that encoding and decoding change."""
+"""Check that a tokenizer loses no part of a text, and describe the part that it would lose.
+
+A part is lost if it comes back changed from encoding and decoding, apart from a normal form of
+Unicode and inserted spaces.
+"""
 
 import os
 from collections.abc import Collection, Sequence
@@ -10,17 +14,17 @@ from monograph.errors import InputRefused
 from monograph.text.sentence_pieces import MARK
 from monograph.text.tokenizer_file import CheckedTokenizer
 
-LONGEST = 20  # the characters that a message shows before and after a lost character
+SHOWN_CHARS = 20  # the characters that a message shows before and after a lost character
 
 
-class Losses:
-    """Checks whether one tokenizer would lose parts of texts.
+class LosslessCheck:
+    """A check, for one tokenizer, whether it would lose parts of texts.
 
     Args:
         checked: the checked content of the tokenizer's file.
         added: the ids of its added tokens that are not special.
-        engine: the library's tokenizer for a text at the beginning; it encodes the letters of
-            special tokens as text.
+        engine: the library's tokenizer for a text at the beginning of a document; it encodes the
+            letters of special tokens as text.
         inner: the library's tokenizer for a text that follows other text.
     """
 
@@ -36,17 +40,19 @@ class Losses:
         self._inner = inner
         # In a byte-level vocabulary the letters of an added token may stand for bytes. Then the
         # token is decoded to other text, or merges produce it from other text.
-        doubtful = set[int]()
+        ambiguous_ids = set[int]()
         if not checked.marks:
-            for index in added:
-                letters = (engine.id_to_token(index) or "").encode()
-                if index in checked.ids_from_merges or checked.pieces[index] != letters:
-                    doubtful.add(index)
+            for token_id in added:
+                letters = (engine.id_to_token(token_id) or "").encode()
+                if token_id in checked.ids_from_merges or checked.pieces[token_id] != letters:
+                    ambiguous_ids.add(token_id)
         # Special tokens that merges can produce from the letters of a text.
         self._special_from_text = checked.ids_from_merges.intersection(checked.special.values())
-        self._suspects = self._special_from_text | doubtful
-        # Characters that are known to have tokens.
-        self._writable = set(checked.characters)
+        # If a text's ids have none of these, and all of its characters have tokens, nothing is
+        # lost.
+        self._suspect_ids = self._special_from_text | ambiguous_ids
+        # The characters that are known to have tokens. It grows with the texts that are checked.
+        self._writable = set(checked.writable_characters)
 
     def describe(self, text: str, inside: bool, ids: Collection[int] | None = None) -> str:
         """Return a sentence on what a text would lose, or "" if nothing is lost.
@@ -60,37 +66,42 @@ class Losses:
         if mark_position >= 0:
             shown = _around(text, mark_position)
             return f"{MARK!r} in {shown!r} would become ' ': the tokenizer writes each space as that letter"
-        no_token = self._character_without_token(text) if self._checked.lacking else ""
-        no_suspects = not self._suspects or (ids is not None and self._suspects.isdisjoint(ids))
-        if not no_token and no_suspects:
+        character_fault = self._character_without_token(text) if self._checked.missing_bytes else ""
+        has_no_suspects = not self._suspect_ids or (
+            ids is not None and self._suspect_ids.isdisjoint(ids)
+        )
+        if not character_fault and has_no_suspects:
             return ""
         engine = self._inner if inside else self._engine
         encoded = engine.encode(text, add_special_tokens=False)
-        for index, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
-            if index in self._special_from_text:
+        for token_id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+            if token_id in self._special_from_text:
                 letters = text[start:end]
-                special = self._engine.id_to_token(index)
+                special = self._engine.id_to_token(token_id)
                 shown = _around(text, start, end - start)
                 return f"{letters!r} in {shown!r} would become the special token {special!r}, which is not text"
-        if no_token or not self._suspects.isdisjoint(encoded.ids):
-            return self._difference(text, encoded.ids, no_token)
+        if character_fault or not self._suspect_ids.isdisjoint(encoded.ids):
+            return self._difference(text, encoded.ids, character_fault)
         return ""
 
-    def _difference(self, text: str, ids: Sequence[int], no_token: str) -> str:
+    def _difference(self, text: str, ids: Sequence[int], character_fault: str) -> str:
         """Return a sentence on how a text differs from its decoded ids, or "" if it does not.
 
-        `no_token` is the sentence on a character without a token, or "".
+        Args:
+            text: the text.
+            ids: its ids.
+            character_fault: the sentence on a character without a token, or "".
         """
-        pieces = b"".join(self._checked.pieces[index] for index in ids)
+        decoded = b"".join(self._checked.pieces[token_id] for token_id in ids)
         before = self._comparable(text)
-        after = self._comparable(pieces.decode(errors="replace"))
+        after = self._comparable(decoded.decode(errors="replace"))
         # They may be equal although a character has no token: an added token may contain it.
         if before == after:
             return ""
-        if no_token:
-            return no_token
+        if character_fault:
+            return character_fault
         begin = len(os.path.commonprefix([before, after]))
-        end = begin + LONGEST
+        end = begin + SHOWN_CHARS
         return (
             f"{before[begin:end]!r} would come back as {after[begin:end]!r}: "
             "the letters of an added token stand for bytes"
@@ -99,25 +110,25 @@ class Losses:
     def _comparable(self, text: str) -> str:
         """Return a text in normal form; without spaces, if the tokenizer inserts spaces."""
         normal = self._normal(text)
-        if self._checked.space_first or self._checked.marks:
+        if self._checked.inserts_space or self._checked.marks:
             return normal.replace(" ", "").replace(MARK, "")
         return normal
 
     def _character_without_token(self, text: str) -> str:
         """Return a sentence on the first character that has no token, or ""."""
         normal = self._normal(text)
-        lacking = self._checked.lacking
-        lost = {
+        missing_bytes = self._checked.missing_bytes
+        without_token = {
             character
             for character in set(normal) - self._writable
-            if not lacking.isdisjoint(character.encode())
+            if not missing_bytes.isdisjoint(character.encode())
         }
-        self._writable |= set(normal) - lost
-        if not lost:
+        self._writable |= set(normal) - without_token
+        if not without_token:
             return ""
-        position = min(map(normal.find, lost))
-        unknown = self._checked.json["model"]["unk_token"]
-        becomes = f"become {unknown}" if unknown else "be left out"
+        position = min(map(normal.find, without_token))
+        unknown_token = self._checked.json["model"]["unk_token"]
+        becomes = f"become {unknown_token}" if unknown_token else "be left out"
         shown = _around(normal, position)
         if self._checked.marks:
             shown = shown.replace(MARK, " ")
@@ -135,23 +146,23 @@ class Losses:
 def require_distinct_texts(
     added: list[dict[str, Any]], engine: tokenizers.Tokenizer, where: str
 ) -> None:
-    """Refuse two added tokens with the same text.
+    """Refuse two added tokens with the same text, after normalization.
 
     The library would recognise only one of the two, and which one differs from load to load.
     """
     seen = set[str]()
     for token in added:
-        form = token["content"]
+        token_text = token["content"]
         if engine.normalizer and token["normalized"]:
-            # An empty normal form is not used.
-            form = engine.normalizer.normalize_str(form) or form
-        if form in seen:
+            # The library does not use an empty normal form.
+            token_text = engine.normalizer.normalize_str(token_text) or token_text
+        if token_text in seen:
             raise InputRefused(
-                f"{where}: two added tokens are {form[:60]!r} in their normal form; leave one out"
+                f"{where}: two added tokens are {token_text[:60]!r} in their normal form; leave one out"
             )
-        seen.add(form)
+        seen.add(token_text)
 
 
 def _around(text: str, begin: int, length: int = 0) -> str:
     """Return a part of a text with the characters before and after it."""
-    return text[max(0, begin - LONGEST) : begin + length + LONGEST]
+    return text[max(0, begin - SHOWN_CHARS) : begin + length + SHOWN_CHARS]
