@@ -21,7 +21,7 @@ import torch
 
 from monograph.automata import Automaton, constraint, stop_strings
 from monograph.automata.counting import COUNTERS
-from monograph.decode.arena import Arena, advance, allowed, stopped
+from monograph.decode.automaton_tables import AutomatonTables, allowed_tokens, is_over, next_states
 from monograph.device import default_device
 
 END = 0
@@ -115,16 +115,16 @@ def measured(
     ]
     automaton = made[-1]
     states, classes = automaton.next_SC.shape
-    tables = Arena.holding([automaton], len(pieces), device)
-    start = tables.take(automaton)
+    tables = AutomatonTables.with_room_for([automaton], len(pieces), device)
+    start = tables.acquire(automaton)
     assert start is not None
     token_B = torch.full((rows,), len(pieces) - 1, device=device)
     inside_B = torch.full((rows,), start, dtype=torch.int64, device=device)
 
     @torch.compile(fullgraph=True)
     def step(scores_BV: torch.Tensor, state_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        masked_BV = scores_BV.masked_fill(~allowed(tables, state_B), -torch.inf)
-        return masked_BV.argmax(-1), advance(tables, state_B, token_B), stopped(tables, state_B)
+        masked_BV = scores_BV.masked_fill(~allowed_tokens(tables, state_B), -torch.inf)
+        return masked_BV.argmax(-1), next_states(tables, state_B, token_B), is_over(tables, state_B)
 
     scores_BV = torch.randn(rows, len(pieces), device=device)
     calls = {

@@ -170,7 +170,7 @@ def host_sampler(task: Task) -> Write:
     @torch.no_grad()
     def write(tokens: int, greedy: bool) -> list[str]:
         random = np.random.default_rng(0)
-        cache.begin([])
+        cache.reset_recurrences([])
         tokens_BT = torch.tensor([ids] * rows, device=weight.device)
         positions_BT = torch.arange(len(ids), device=weight.device).expand(rows, -1)
         found, forward = [], logits

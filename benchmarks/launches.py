@@ -150,7 +150,7 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
     # counted.
     step, arguments = (
         generator.steps.step_for(generator.chain),
-        (generator.cache.visible(PROMPT + TOKENS), "window", False),
+        (generator.cache.block_count_for(PROMPT + TOKENS), "window", False),
     )
     with pretended.Counted() as whole:
         step(*arguments)
@@ -174,7 +174,7 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
     if rows == 1:
         reader = generator.reader
         read = compile_function(reader._run_pass)
-        blocks = reader.cache.visible(PROMPT)
+        blocks = reader.cache.block_count_for(PROMPT)
         read(blocks)
         with pretended.Counted() as chunk:
             read(blocks)

@@ -214,7 +214,7 @@ def decoding(
         "block of 16 replayed": counted(generator._launch_block),
         "block read": counted(lambda: generator.outbox.read(block.half, block.steps)),
     }
-    step, blocks = generator.steps.step_for(generator.chain), generator.cache.sizes[-1]
+    step, blocks = generator.steps.step_for(generator.chain), generator.cache.block_counts[-1]
     for truncation in ("window", "search"):
         step(blocks, truncation)
         parts[f"step called, {truncation}"] = counted(lambda t=truncation: step(blocks, t))

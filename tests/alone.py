@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from monograph import compat
-from monograph.ensemble.layers import Dropout
+from monograph.ensemble.dropout import Dropout
 from monograph.resident import Resident
 
 

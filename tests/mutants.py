@@ -85,12 +85,12 @@ ROOMS = {
          "laws/test_sample_is_reference.py", "laws/test_written_is_reference.py", "laws/test_a_row_is_alone.py"),
     ),
     "cache": Room(
-        ("decode/cache.py",),
+        ("decode/cache.py", "decode/prompt_reader.py"),
         ("decode/test_cache.py", "decode/test_generator.py", "laws/test_cached_is_full.py",
          "laws/test_cached_over_blocks.py", "laws/test_schedule_changes_nothing.py"),
     ),
     "generator": Room(
-        ("decode/generator.py", "decode/request.py"),
+        ("decode/generator.py", "decode/request.py", "decode/outbox.py"),
         ("decode/test_generator.py", "decode/test_outbox.py", "decode/test_completion.py",
          "laws/test_cached_over_blocks.py", "laws/test_schedule_changes_nothing.py"),
     ),
@@ -100,7 +100,7 @@ ROOMS = {
          "laws/test_written_is_reference.py", "laws/test_a_row_is_alone.py", "laws/test_schedule_changes_nothing.py"),
     ),
     "automata": Room(
-        ("automata/__init__.py", "automata/tokens.py", "decode/arena.py", "automata/dfa.py",
+        ("automata/__init__.py", "automata/tokens.py", "decode/automaton_tables.py", "automata/dfa.py",
          "automata/expression.py", "automata/pattern.py", "automata/schema.py",
          "automata/values.py"),
         ("automata/test_tables.py", "automata/test_lift.py", "automata/test_arena.py",
@@ -135,7 +135,7 @@ ROOMS = {
         ("distributed/test_refused.py", "laws/test_sharded_is_single.py"),
     ),
     "ensemble": Room(
-        ("ensemble/stacked.py", "ensemble/stack.py", "ensemble/call.py"),
+        ("ensemble/stacked_parameters.py", "ensemble/stack.py", "ensemble/call.py"),
         ("ensemble", "laws/test_members_are_one_program.py", "laws/test_one_bad_number.py"),
     ),
     "stream": Room(("stream/lanes.py",), ("stream/test_lanes.py", "stream/test_clock.py")),

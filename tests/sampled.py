@@ -35,7 +35,7 @@ def rows_of(
         empty_BT = torch.zeros(count, position + 1, dtype=torch.int32)
         past = Past(empty_BT, empty_BT.clone(), torch.zeros_like(prompt_BV).contiguous())
         for row in range(count):
-            past.begin(row, ([0, 3, 6] * position)[:position], None)
+            past.write_prompt(row, ([0, 3, 6] * position)[:position], None)
     return SamplerRows(seed_B, zero_B + position, zero_B, knobs, counts_BV, prompt_BV, past, mu_B)
 
 

@@ -392,7 +392,10 @@ def same_allowed(schema: Any, draw: random.Random, walks: int) -> int:
     """
     counting = constraint("json_schema", schema, PIECES, [END])
     written = constraint_automaton(
-        compile_expression(schema_expression(schema, counted=False), "it"), PIECES, [END], "it"
+        compile_expression(schema_expression(schema, uses_counters=False), "it"),
+        PIECES,
+        [END],
+        "it",
     )
     assert not written.has_counters
     compared = 0

@@ -43,7 +43,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Generator]:
     made, begin = list[Generator](), Generator.__init__
 
     def remembered(self: Generator, *args: Any, **options: Any) -> None:
-        begin(self, *args, **{"block": 16, **options})
+        begin(self, *args, **{"pace": 16, **options})
         made.append(self)
 
     monkeypatch.setattr(Generator, "__init__", remembered)

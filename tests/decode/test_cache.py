@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from batches import tiny_llama
-from monograph.decode.cache import MAX_KNOWN_RECURRENCES, CacheSizes, Ids, KVCache, Reader
+from monograph.decode.cache import CacheSizes, KVCache
+from monograph.decode.prompt_reader import MAX_KNOWN_RECURRENCES, Ids, PromptReader
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 
@@ -46,9 +47,11 @@ def test_what_is_read_is_the_least_size_that_holds_the_slots(blocks: int) -> Non
     cache = KVCache.allocate(PLAIN, 1, 8 * blocks - 3, torch.float32, torch.device("meta"), 8)
     powers = [1 << power for power in range(6)]
     assert cache.block == 8 and len(cache.keys[0]) == blocks
-    assert cache.sizes == [*(size for size in powers if size < blocks), blocks]
+    assert cache.block_counts == [*(size for size in powers if size < blocks), blocks]
     for slots in range(1, 8 * blocks + 1):
-        assert cache.visible(slots) == next(size for size in cache.sizes if 8 * size >= slots)
+        assert cache.block_count_for(slots) == next(
+            size for size in cache.block_counts if 8 * size >= slots
+        )
 
 
 @pytest.mark.parametrize("config", [PLAIN, HYBRID], ids=["attention", "hybrid"])
@@ -72,7 +75,7 @@ def test_memory_is_zero_and_that_of_so_many_rows(config: LlamaConfig) -> None:
 def test_a_look_at_fewer_blocks_is_into_the_same_memory() -> None:
     cache = cache_of(HYBRID, 2, 24)
     cache.is_filled = True
-    look = cache.first(2)
+    look = cache.with_first_blocks(2)
     assert look.seen_blocks == 2 and look.is_filled and cache.seen_blocks is None
     assert all(one is other for one, other in zip(all_of(look), all_of(cache), strict=True))
 
@@ -112,28 +115,30 @@ def test_recurrences_begin_again_with_limits_of_the_first_rows() -> None:
     cache = cache_of(HYBRID, 3, 20)
     keys, [recurrence] = cache.keys[1].clone(), cache.recurrences.values()
     endless = int(recurrence.limit_B[2])
-    cache.begin([5, 7])
+    cache.reset_recurrences([5, 7])
     assert recurrence.limit_B.tolist() == [5, 7, endless] and endless > 10**12
     assert not any(tensor.any() for tensor in cache.recurrence_tensors()) and torch.equal(
         cache.keys[1], keys
     )
 
 
-def reader_of(rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: object) -> Reader:
+def reader_of(
+    rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: object
+) -> PromptReader:
     model = tiny_llama(max_position_embeddings=slots, **sizes).eval()
-    form = CacheSizes(slots, 16, prompts=rows, is_filled=whole)
-    return Reader(model, form, 8, lambda function: function)
+    form = CacheSizes(slots, 16, prompts_at_once=rows, is_filled=whole)
+    return PromptReader(model, form, 8, lambda function: function)
 
 
 def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
     reader, prompt = reader_of(), tuple(range(1, 30))
-    assert reader.begin([prompt], owner="a") and not reader.ready
+    assert reader.choose_prompts([prompt], owner="a") and not reader.is_finished
     assert [
         reader.read_chunks(1),
         reader.read_chunks(2),
-        reader.ready,
+        reader.is_finished,
         reader.read_chunks(),
-        reader.ready,
+        reader.is_finished,
     ] == [
         1,
         2,
@@ -141,13 +146,13 @@ def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
         1,
         True,
     ]
-    assert not reader.begin([prompt], owner="a") and not reader.begin(
+    assert not reader.choose_prompts([prompt], owner="a") and not reader.choose_prompts(
         [(*prompt[:-1], 60)], owner="a"
     )
-    assert reader.ready, "the last token is read by the first step"
-    assert reader.begin([prompt], owner="b") and not reader.ready
+    assert reader.is_finished, "the last token is read by the first step"
+    assert reader.choose_prompts([prompt], owner="b") and not reader.is_finished
     reader.forget()
-    assert reader.begin([prompt], owner="b") and not any(
+    assert reader.choose_prompts([prompt], owner="b") and not any(
         tensor.any() for tensor in all_of(reader.cache)
     )
 
@@ -155,7 +160,7 @@ def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
 def test_prompts_are_read_with_those_that_follow_as_far_as_there_are_rows() -> None:
     reader = reader_of(3)
     first, second, third, fourth = ((token,) * (10 * token) for token in (1, 2, 3, 4))
-    assert reader.begin([first, first, second], [second, third, fourth])
+    assert reader.choose_prompts([first, first, second], [second, third, fourth])
     assert reader.rows_of([second, first, third, first]) == [1, 0, 2, 0]
     assert reader.rows_of([second, fourth, first]) == [1], "up to the first that is not held"
     assert reader.read_chunks() == -(-(30 - 1) // 8), "chunks of the longest"
@@ -164,7 +169,7 @@ def test_prompts_are_read_with_those_that_follow_as_far_as_there_are_rows() -> N
 def test_whole_prompts_leave_the_hidden_states_of_their_last_tokens() -> None:
     reader = reader_of(3, whole=True)
     prompts = [tuple(range(1, 1 + length)) for length in (1, 8, 13)]
-    reader.begin(prompts)
+    reader.choose_prompts(prompts)
     reader.read_chunks()
     with torch.no_grad():
         last_RD = torch.stack([reader.model(torch.tensor([prompt]))[0, -1] for prompt in prompts])
@@ -184,15 +189,15 @@ def test_the_recurrences_that_were_used_last_are_kept() -> None:
     ]
     known = list(itertools.chain.from_iterable((prompt[:8], prompt[:16]) for prompt in prompts))
     for prompt in prompts[:-1]:
-        reader.begin([prompt])
+        reader.choose_prompts([prompt])
         reader.read_chunks()
     assert kept() == known[:MAX_KNOWN_RECURRENCES]
-    reader.begin([prompts[0]])
-    assert reader.skip(reader.cache, 0, 16) == 16 and reader.ready
+    reader.choose_prompts([prompts[0]])
+    assert reader.copy_first_chunks(reader.cache, 0, 16) == 16 and reader.is_finished
     assert kept() == [known[0], *known[2:MAX_KNOWN_RECURRENCES], known[1]], (
         "what was used comes last"
     )
-    reader.begin([prompts[-1]])
+    reader.choose_prompts([prompts[-1]])
     reader.read_chunks()
     assert kept() == [*known[3:MAX_KNOWN_RECURRENCES], known[1], *known[MAX_KNOWN_RECURRENCES:]]
 
@@ -200,9 +205,15 @@ def test_the_recurrences_that_were_used_last_are_kept() -> None:
 def test_only_what_is_known_to_be_the_same_is_skipped() -> None:
     reader, prompt = reader_of(), tuple(range(1, 40))
     source = cache_of(PLAIN, 2, 256, block=16)
-    reader.begin([prompt])
-    assert reader.skip(source, 1, 7) == 0 and reader._unread_chunks == [0, 8, 16, 24, 32]
-    assert reader.skip(source, 1, 21) == 16 and reader._unread_chunks == [16, 24, 32]
+    reader.choose_prompts([prompt])
+    assert reader.copy_first_chunks(source, 1, 7) == 0 and reader._unread_chunks == [
+        0,
+        8,
+        16,
+        24,
+        32,
+    ]
+    assert reader.copy_first_chunks(source, 1, 21) == 16 and reader._unread_chunks == [16, 24, 32]
     assert (
         torch.equal(reader.cache.keys[0][0, 0], source.keys[0][0, 1])
         and not reader.cache.keys[0][1:].any()

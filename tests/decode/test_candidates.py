@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from monograph.decode.candidates import WINDOW, everything, largest, reach
+from monograph.decode.candidates import WINDOW, all_candidates, find_radius, largest_values
 
 
 def last_of_ties(values: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
@@ -34,7 +34,7 @@ def test_the_largest_by_groups_are_the_largest(
     scores_BV[3, 5:] = -torch.inf
     scores_BV[4] = scores_BV[4].sort().values
     width = min(WINDOW, vocabulary)
-    values_BW, ids_BW = largest(scores_BV, width)
+    values_BW, ids_BW = largest_values(scores_BV, width)
     assert torch.equal(values_BW, scores_BV.sort(descending=True).values[:, :width])
     assert torch.equal(scores_BV.gather(-1, ids_BW), values_BW)
     is_finite_BW = values_BW > -torch.inf
@@ -54,10 +54,12 @@ def test_reach_is_the_smallest_radius_by_trying_all(truncation: str, target: int
     def weigh(scores_BN: torch.Tensor) -> torch.Tensor:
         return (8 + 4 * scores_BN).long() * 20
 
-    candidates = everything(scores_BV, truncation).ranked()  # type: ignore[arg-type]
+    candidates = all_candidates(scores_BV, truncation).with_ranking()  # type: ignore[arg-type]
     for distance in (None, lambda scores_BN: (scores_BN + 0.5).abs()):
         distance_BV = (distance or torch.neg)(scores_BV)
-        radius_B1, sufficed_B1 = reach(candidates, weigh, torch.full((20, 1), target), distance)
+        radius_B1, sufficed_B1 = find_radius(
+            candidates, weigh, torch.full((20, 1), target), distance
+        )
         for row in range(20):
             inside = [
                 r

@@ -12,10 +12,10 @@ from torch import Tensor
 from monograph.decode.candidates import Candidates
 from monograph.decode.chain import (
     COUNT_DTYPE,
-    DEAD,
-    NAN,
+    NOT_FINITE,
+    NOTHING_ALLOWED,
     OK,
-    OVERFLOW,
+    UNDECIDED,
     SamplerRows,
     _log_probabilities_after_filters,
     add_to_counts,
@@ -135,7 +135,8 @@ def test_a_row_that_cannot_be_drawn_says_so_and_leaves_its_mates_alone(sampling:
     broken = [[NAN_LOGIT, 0.0, 0.0], [0.0, INF, 0.0], [-INF] * 3, good, [-INF, -INF, 0.0]]
     found = drawn(broken, *[sampling] * 5)
     assert (
-        found.status_B.tolist() == [NAN, NAN, DEAD, OK, OK] and found.status_B.dtype == torch.int32
+        found.status_B.tolist() == [NOT_FINITE, NOT_FINITE, NOTHING_ALLOWED, OK, OK]
+        and found.status_B.dtype == torch.int32
     )
     assert found.token_B[:3].tolist() == [0, 0, 0] and found.token_B[4] == 2
     assert found.token_B[3] == drawn([good], sampling).token_B[0]
@@ -143,7 +144,7 @@ def test_a_row_that_cannot_be_drawn_says_so_and_leaves_its_mates_alone(sampling:
 
 def test_a_nan_behind_a_mask_is_still_reported() -> None:
     allowed = torch.tensor([[True, False]])
-    assert drawn([[0.0, NAN_LOGIT]], Sampling(0), allowed=allowed).status_B.tolist() == [NAN]
+    assert drawn([[0.0, NAN_LOGIT]], Sampling(0), allowed=allowed).status_B.tolist() == [NOT_FINITE]
 
 
 def test_a_mask_allows_its_tokens_only() -> None:
@@ -151,7 +152,7 @@ def test_a_mask_allows_its_tokens_only() -> None:
     found = drawn(
         [[9.0, 0.0, 9.0, 0.0]] * 2, Sampling(1.0, top_k=2), Sampling(1.0, top_k=2), allowed=allowed
     )
-    assert found.status_B.tolist() == [OK, DEAD] and int(found.token_B[0]) in (1, 3)
+    assert found.status_B.tolist() == [OK, NOTHING_ALLOWED] and int(found.token_B[0]) in (1, 3)
 
 
 def test_a_window_that_is_too_small_says_so() -> None:
@@ -164,7 +165,7 @@ def test_a_window_that_is_too_small_says_so() -> None:
     ]
     falling = [-0.001 * i for i in range(600)]
     found = drawn([falling, peaked, flat, falling], *samplings)
-    assert found.status_B.tolist() == [OVERFLOW, OK, OK, OK], (
+    assert found.status_B.tolist() == [UNDECIDED, OK, OK, OK], (
         "a row that does not filter, or is greedy, has no need"
     )
     logits_BV = torch.tensor([falling])
@@ -188,7 +189,7 @@ def test_repetition_penalty_divides_what_is_positive_and_multiplies_what_is_not(
     assert best([3.9, 1.0, 0.5, 0.0, 3.8, 0.0]) == (1, OK)
     assert best([-1.0, -3.9, -INF, -2.0, -INF, -INF]) == (1, OK)
     assert best([0.0, -0.1, -INF, -INF, -INF, -INF]) == (0, OK)
-    assert best([-INF] * 6) == (0, DEAD)
+    assert best([-INF] * 6) == (0, NOTHING_ALLOWED)
 
 
 def test_frequency_counts_and_presence_does_not() -> None:
@@ -225,7 +226,7 @@ def test_biases_are_added_and_padding_adds_nothing() -> None:
     ]
     assert drawn([[4.0, 3.0, 0.0]] * 3, *requests).token_B.tolist() == [2, 2, 0]
     everything = Sampling(1.0, logit_bias=dict.fromkeys(range(3), -INF))
-    assert drawn([[4.0, 3.0, 0.0]], everything).status_B.tolist() == [DEAD]
+    assert drawn([[4.0, 3.0, 0.0]], everything).status_B.tolist() == [NOTHING_ALLOWED]
 
 
 def test_stop_tokens_wait_for_min_tokens() -> None:
@@ -289,13 +290,15 @@ def test_processed_log_probabilities_of_some_tokens_are_those_of_all(n: int) -> 
         torch.tensor([[0.0, -1.5, -3.0], [-0.5, 0.0, -2.0]]),
     )
     scores_BV.scatter_(-1, ids_BN, scores_BN)
-    token_B, high_B1, sufficed_B1 = (
+    token_B, max_score_B1, sufficed_B1 = (
         torch.tensor([5, 0]),
         torch.zeros(2, 1),
         torch.ones(2, 1, dtype=torch.bool),
     )
-    some = Candidates(scores_BN, scores_BN, ids_BN, high_B1, sufficed_B1, None, "nearest", None)
-    every = Candidates(scores_BV, scores_BV, None, high_B1, sufficed_B1, None, "nearest", None)
+    some = Candidates(
+        scores_BN, scores_BN, ids_BN, max_score_B1, sufficed_B1, None, "nearest", None
+    )
+    every = Candidates(scores_BV, scores_BV, None, max_score_B1, sufficed_B1, None, "nearest", None)
     found, expected = (
         _log_probabilities_after_filters(some, token_B, n),
         _log_probabilities_after_filters(every, token_B, n),
@@ -315,7 +318,7 @@ def test_processed_log_probabilities_of_some_tokens_are_those_of_all(n: int) -> 
 
 
 def test_the_codes_of_rows_are_different() -> None:
-    assert len({OK, NAN, DEAD, OVERFLOW}) == 4
+    assert len({OK, NOT_FINITE, NOTHING_ALLOWED, UNDECIDED}) == 4
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def written(model: Llama, **options: Any) -> list[tuple[int, ...]]:
         rows=3,
         slots=300,
         vocabulary=259,
-        **{"mode": "captured", "block": 8} | options,
+        **{"mode": "captured", "pace": 8} | options,
     )
     numbers = [
         machine.submit(Request(prompt, Sampling(0.9, seed=seed), 10, ()))
@@ -95,7 +95,7 @@ def attended(
             for count in (4, 2, 2)
         ]
         positions = torch.arange(begin, end, device="cuda").repeat(3, 1) + 100
-        found.append(cache.first(2).attend(0, tuple(heads), positions, **options).cpu())  # type: ignore[arg-type]
+        found.append(cache.with_first_blocks(2).attend(0, tuple(heads), positions, **options).cpu())  # type: ignore[arg-type]
     return torch.cat(found, 2), [cache.keys[0].cpu(), cache.values[0].cpu()]
 
 

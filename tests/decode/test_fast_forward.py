@@ -72,7 +72,7 @@ def written(
         rows=rows,
         slots=300,
         vocabulary=259,
-        **{"mode": "captured", "block": 16} | options,
+        **{"mode": "captured", "pace": 16} | options,
     )
     found: dict[int, tuple[int, list[int], list[Any]]] = {}
     for seed in list(range(5))[::order]:
@@ -132,7 +132,7 @@ def test_log_probabilities_have_the_same_bits_in_any_batch_order_and_block(
     three = written(model)
     assert written(model, rows=1) == three
     assert written(model, rows=5, order=-1) == three
-    assert written(model, block=3) == three
+    assert written(model, pace=3) == three
 
 
 @pytest.mark.slow

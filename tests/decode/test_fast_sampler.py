@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, SamplerRows, edit_logits_or_nan, sample
+from monograph.decode.chain import (
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    OK,
+    UNDECIDED,
+    SamplerRows,
+    edit_logits_or_nan,
+    sample,
+)
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.sampling import Sampling
 
@@ -42,7 +50,7 @@ def fast(chain: Chain, rows: SamplerRows, edited_BV: Tensor) -> Any:
     from monograph.decode.fast_sampler import FastSampler  # imports Triton
 
     sampler = FastSampler(len(edited_BV), edited_BV.device)
-    assert sampler.serves(chain, "window", edited_BV.shape[1])
+    assert sampler.supports(chain, "window", edited_BV.shape[1])
     drawn = sampler.sample(edited_BV, rows, rows.position_B - 1, chain)
     assert not sampler._counters_B.any()
     return drawn
@@ -89,9 +97,9 @@ def test_the_kernel_samples_what_the_chain_samples(name: str, kind: str) -> None
         assert found.status_B.tolist() == expected.status_B.tolist()
         statuses |= set(found.status_B.tolist())
     if kind == "not numbers":
-        assert {OK, NAN, DEAD} <= statuses
+        assert {OK, NOT_FINITE, NOTHING_ALLOWED} <= statuses
     if kind == "ties at the cut" and name != "greedy":
-        assert OVERFLOW in statuses, "more tokens than are read equal the last one that is kept"
+        assert UNDECIDED in statuses, "more tokens than are read equal the last one that is kept"
 
 
 def test_a_row_has_the_same_token_alone_and_among_others() -> None:
@@ -132,13 +140,13 @@ def test_a_chain_that_the_kernel_cannot_do_is_left_to_torch(options: dict[str, A
     from monograph.decode.fast_sampler import FastSampler
 
     chain = chain_of([Sampling(**options)])
-    assert not FastSampler.serves(chain, "window", VOCABULARY)
+    assert not FastSampler.supports(chain, "window", VOCABULARY)
 
 
 def test_a_search_over_all_tokens_is_left_to_torch() -> None:
     from monograph.decode.fast_sampler import FastSampler
 
     chain = chain_of([Sampling(top_k=40)])
-    assert FastSampler.serves(chain, "window", VOCABULARY)
-    assert not FastSampler.serves(chain, "search", VOCABULARY)
-    assert not FastSampler.serves(chain, "window", 64), "as many as are read"
+    assert FastSampler.supports(chain, "window", VOCABULARY)
+    assert not FastSampler.supports(chain, "search", VOCABULARY)
+    assert not FastSampler.supports(chain, "window", 64), "as many as are read"

@@ -10,8 +10,8 @@ import torch
 
 from batches import tiny_llama
 from monograph.automata import stop_strings
-from monograph.decode.arena import Arena
-from monograph.decode.chain import OVERFLOW, Drawn
+from monograph.decode.automaton_tables import AutomatonTables
+from monograph.decode.chain import UNDECIDED, SampledTokens
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Finish, Pace, Request
@@ -29,7 +29,7 @@ def generator(model: Llama | None = None, **options: Any) -> Generator:
     return Generator(
         model or tiny_llama(),
         chain,
-        **({"rows": 2, "slots": 24, "vocabulary": VOCABULARY, "block": 4} | options),
+        **({"rows": 2, "slots": 24, "vocabulary": VOCABULARY, "pace": 4} | options),
     )
 
 
@@ -68,8 +68,8 @@ def request(*prompt: int, **options: Any) -> Request:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("block", [1, 2, 5, 16])
 def test_limits_stops_and_the_end_of_the_cache(block: int, ahead: bool) -> None:
-    machine = generator(counting(tiny_llama()), block=block)
-    machine.ahead = ahead
+    machine = generator(counting(tiny_llama()), pace=block)
+    machine.reads_behind = ahead
     found = outcome(
         machine,
         request(7),
@@ -117,7 +117,7 @@ def test_numbers_that_are_not_finite_end_their_row_and_no_other(
     with torch.no_grad():
         model.model.embed_tokens.weight[17] = torch.nan
     machine = generator(model, rows=1)
-    machine.ahead = ahead
+    machine.reads_behind = ahead
     sound, healthy = request(*prompt), outcome(generator(model, rows=1), request(*prompt))
     ill = outcome(machine, request(17), sound, request(2, 17, 4, 17), sound, request(3, 17), sound)
     assert [finish for _, finish in ill[::2]] == ["not_finite"] * 3 and not any(
@@ -132,7 +132,7 @@ def test_a_row_that_was_long_and_rests_does_not_keep_its_neighbour_from_a_short_
 ) -> None:
     model = tiny_llama(max_position_embeddings=512)
     machine = generator(model, slots=300)
-    machine.ahead = ahead
+    machine.reads_behind = ahead
     long, short = (
         request(*range(20, 55), *range(50), *range(60), max_tokens=4),
         request(3, max_tokens=30),
@@ -155,18 +155,20 @@ def test_where_the_fast_truncation_cannot_decide_the_exact_one_does(
         request(6, max_tokens=7, stop_ids=(9,)),
     ]
     expected, asked = outcome(generator(counting(tiny_llama())), *requests), []
-    decide: Callable[..., Drawn] = step.sample
+    decide: Callable[..., SampledTokens] = step.sample
 
-    def undecided(logits: Any, rows: Any, allowed: Any, chain: Any, truncation: str) -> Drawn:
+    def undecided(
+        logits: Any, rows: Any, allowed: Any, chain: Any, truncation: str
+    ) -> SampledTokens:
         asked.append(truncation)
         drawn = decide(logits, rows, allowed, chain, truncation)
         stuck = (rows.position_B % 4 == 2) & (truncation == "window")
-        return drawn._replace(status_B=torch.where(stuck, OVERFLOW, drawn.status_B))
+        return drawn._replace(status_B=torch.where(stuck, UNDECIDED, drawn.status_B))
 
     monkeypatch.setattr(step, "sample", undecided)
     for block in (1, 3, 8):
-        machine = generator(counting(tiny_llama()), block=block)
-        machine.ahead = ahead
+        machine = generator(counting(tiny_llama()), pace=block)
+        machine.reads_behind = ahead
         assert outcome(machine, *requests) == expected
     assert set(asked) == {"window", "search"}
 
@@ -179,7 +181,7 @@ def test_what_does_not_fit_is_refused() -> None:
         machine.submit(request(1, stop_ids=tuple(range(17))))
     stop = stop_strings(["ab"], [b""] * VOCABULARY)
     with pytest.raises(InputRefused, match="the stop strings: .* more than there is room for"):
-        machine.submit(request(1, stop=stop))
+        machine.submit(request(1, stop_automaton=stop))
     with pytest.raises(UsageError, match="does not serve"):
         machine.submit(request(1, sampling=Sampling(1.0, top_p=0.5)))
     assert outcome(machine, request(*range(23))) == [
@@ -269,13 +271,13 @@ def test_a_cancelled_request_frees_its_row_before_the_next_block() -> None:
 
 def test_a_long_prompt_is_read_between_the_blocks_of_others() -> None:
     model = tiny_llama(max_position_embeddings=512)
-    machine = generator(model, slots=512, block=Pace(4, 2, 1))
+    machine = generator(model, slots=512, pace=Pace(4, 2, 1))
     machine.submit(request(7, max_tokens=40))
     machine.advance()
     machine.submit(request(*[5] * 400))
     seen, drawn = [], 0
     model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[1]))
-    while machine._waiting:
+    while machine._queue:
         drawn += sum(len(event.token_ids) for event in machine.advance())
     # A chunk and then two steps, until the seven chunks of the prompt are read and it has its first
     # tokens; then four.
@@ -288,10 +290,10 @@ def test_an_automaton_in_the_middle_of_the_arena_is_in_nobodys_way() -> None:
     pieces = [bytes([97 + index % 26]) * (1 + index // 26) for index in range(VOCABULARY)]
     first, middle, last = (stop_strings([text], pieces) for text in ("x" * 6, "y" * 20, "z" * 9))
     states = len(middle.next_SC) + len(last.next_SC) + 2
-    machine = generator(automata=Arena(VOCABULARY, torch.device("cpu"), states=states))
-    outcome(machine, request(1, stop=first))
+    machine = generator(automata=AutomatonTables(VOCABULARY, torch.device("cpu"), states=states))
+    outcome(machine, request(1, stop_automaton=first))
     outcome(machine, request(1, constraint=middle))
-    number = machine.submit(request(1, constraint=middle, stop=last))
+    number = machine.submit(request(1, constraint=middle, stop_automaton=last))
     for _ in range(20):
         if any(event.number == number and event.finish for event in machine.advance()):
             break
@@ -302,11 +304,11 @@ def test_a_request_whose_automaton_finds_no_room_holds_up_none_without_any() -> 
     pieces = [bytes([97 + index % 26]) * (1 + index // 26) for index in range(VOCABULARY)]
     first, second = (stop_strings([text], pieces) for text in ("x" * 20, "y" * 20))
     machine = generator(
-        automata=Arena(VOCABULARY, torch.device("cpu"), states=len(first.next_SC) + 2)
+        automata=AutomatonTables(VOCABULARY, torch.device("cpu"), states=len(first.next_SC) + 2)
     )
     stops, started = [first, second, first, None], list[int]()
     numbers = [
-        machine.submit(request(index, stop=stop, max_tokens=9))
+        machine.submit(request(index, stop_automaton=stop, max_tokens=9))
         for index, stop in enumerate(stops, 1)
     ]
     for event in machine.run():

@@ -14,7 +14,7 @@ import torch
 from batches import tiny_llama
 from far_sighted import decoded, far_sighted, reported_is_full, seen_at
 from monograph.automata import constraint, stop_strings
-from monograph.decode.arena import Arena
+from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import CacheSizes
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
@@ -52,8 +52,8 @@ def written(machine: Generator) -> list[list[int]]:
 
 @pytest.mark.parametrize("block", [1, 5, 16])
 def test_replayed_blocks_write_what_single_steps_write(block: int) -> None:
-    assert written(generator(mode="compiled", block=block)) == written(
-        generator(mode="compiled", block=2)
+    assert written(generator(mode="compiled", pace=block)) == written(
+        generator(mode="compiled", pace=2)
     )
 
 
@@ -72,15 +72,15 @@ def test_captured_steps_write_what_called_ones_write_with_nothing_left_to_captur
 
     def served(mode: Any) -> Generator:
         model = tiny_llama(vocab_size=259, max_position_embeddings=300).cuda()
-        arena = Arena(259, torch.device("cuda"), automata=1)
+        tables = AutomatonTables(259, torch.device("cuda"), automata=1)
         return Generator(
             model,
             several,
             rows=3,
             slots=300,
             vocabulary=259,
-            automata=arena,
-            block=Pace(8, 2, 1),
+            automata=tables,
+            pace=Pace(8, 2, 1),
             mode=mode,
         )
 
@@ -123,8 +123,8 @@ def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilit
         max_position_embeddings=longest, **(window if "window" in shape else {})
     ).cuda()
     machine = Generator(
-        model, chain_of([sampling]), rows=3, slots=CacheSizes(longest, MIN_BLOCK, longest=8), vocabulary=61,
-        block=Pace(4, 2, 1), mode="captured",
+        model, chain_of([sampling]), rows=3, slots=CacheSizes(longest, MIN_BLOCK, longest_prompt=8), vocabulary=61,
+        pace=Pace(4, 2, 1), mode="captured",
     )  # fmt: skip
     text = tuple((7 * at + at // 5) % 61 for at in range(longest))
     assert min(seen_at(model, text, range(0, longest - 1, 6))) > 100 * LOG_PROBABILITY_BOUND
@@ -136,12 +136,14 @@ def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilit
     for place, events in [*alone.items(), *decoded(machine, asked).items()]:
         assert reported_is_full(model, asked[place], events)
     assert (
-        machine.cache.sizes == [1, 2, 4, 5] and machine.replays.captured == 4 and machine.reused > 0
+        machine.cache.block_counts == [1, 2, 4, 5]
+        and machine.replays.captured == 4
+        and machine.reused > 0
     )
 
 
 def test_a_thousand_steps_copy_four_bytes_a_row_and_step() -> None:
-    machine = generator(mode="compiled", block=50)
+    machine = generator(mode="compiled", pace=50)
 
     def run() -> None:
         for seed in range(3):

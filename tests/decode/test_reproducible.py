@@ -8,9 +8,9 @@ from torch import Tensor
 
 from monograph.decode.reproducible import (
     UNIT,
+    argmax_id,
+    argmax_with_noise,
     continuation_seed,
-    greatest,
-    greatest_sum,
     gumbel,
     gumbel_noise,
     gumbel_noise_of,
@@ -152,7 +152,7 @@ def test_the_greatest_sum_is_that_of_all_the_noise(vocabulary: int) -> None:
         forbidden_BV,
     ):
         assert torch.equal(
-            greatest_sum(scores_BV, seed_B, position_B), (scores_BV + noise_BV).argmax(-1)
+            argmax_with_noise(scores_BV, seed_B, position_B), (scores_BV + noise_BV).argmax(-1)
         )
 
 
@@ -161,4 +161,4 @@ def test_of_equal_values_the_lowest_id_is_the_greatest() -> None:
         torch.tensor([[1.0, 2.0, 2.0], [3.0, 0.0, 3.0]]),
         torch.tensor([[0, 9, 4], [7, 1, 8]]),
     )
-    assert greatest(values_BN, ids_BN).tolist() == [4, 7]
+    assert argmax_id(values_BN, ids_BN).tolist() == [4, 7]

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from monograph.decode.knobs import Chain, chain_of, joint, knobs_of, new_knobs, write_rows
+from monograph.decode.knobs import Chain, chain_of, join_chains, knobs_of, new_knobs, write_rows
 from monograph.decode.sampling import Sampling
 from monograph.errors import UsageError
 
@@ -78,7 +78,7 @@ def test_a_chain_has_the_stages_that_are_needed_in_the_request_s_order() -> None
     )
     options = {"top_k": 40, "top_p": 0.9, "typical_p": 0.5, "presence_penalty": 1.0}
     assert chain_of([Sampling(**options)]).stages == (
-        "counted",
+        "frequency_presence",
         "temperature",
         "top_k",
         "top_p",
@@ -87,10 +87,16 @@ def test_a_chain_has_the_stages_that_are_needed_in_the_request_s_order() -> None
     llama_cpp = chain_of(
         [Sampling(**options, order="llama_cpp"), Sampling(order="llama_cpp", temperature_range=0.1)]
     )
-    assert llama_cpp.stages == ("counted", "top_k", "typical", "top_p", "dynamic_temperature")
+    assert llama_cpp.stages == (
+        "frequency_presence",
+        "top_k",
+        "typical",
+        "top_p",
+        "dynamic_temperature",
+    )
     assert chain_of([Sampling(xtc_probability=0.5, xtc_threshold=0.6)]).stages == ("temperature",)
     many = chain_of([Sampling(logit_bias={1: 1.0, 2: 1.0, 3: 1.0}, min_tokens=1)], stop_ids=1)
-    assert (many.bias_ids, many.stop_ids, many.draws) == (4, 1, True)
+    assert (many.bias_length, many.stop_length, many.samples_at_random) == (4, 1, True)
     assert hash(many) == hash(Chain(*vars(many).values()))
     named = Sampling(min_p=0.1, top_k=3, mirostat_tau=3, order="min_p, temperature ,top_k")
     assert chain_of([named]).stages == ("min_p", "temperature", "top_k", "mirostat")
@@ -147,7 +153,10 @@ def test_a_joint_chain_is_the_smallest_that_covers_all(few: bool) -> None:
     whole, draws = chain_of(kinds, 1), random.Random(0)
     for _ in range(50):
         some = draws.sample(kinds, draws.randrange(1, len(kinds)))
-        expected, found = chain_of(some, 1), joint([chain_of([each], 1) for each in some], whole)
+        expected, found = (
+            chain_of(some, 1),
+            join_chains([chain_of([each], 1) for each in some], whole),
+        )
         assert found.stages == expected.stages and all(
             found.covers(chain_of([each], 1)) for each in some
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from monograph.decode.chain import OK, Drawn, LogProbabilities
+from monograph.decode.chain import OK, LogProbabilities, SampledTokens
 from monograph.decode.knobs import chain_of
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import DecodeStep, State, Status
@@ -27,10 +27,10 @@ def test_mirostat_moves_each_running_row_by_its_own_rate() -> None:
     step = DecodeStep(nothing, state, nothing, chain, knobs, nothing, 16)
     chosen_B = torch.log(torch.tensor([0.5, 0.0625, 0.25]))  # surprises of 1, 4 and 2 bits
     empty = torch.zeros(3, 0)
-    drawn = Drawn(
+    drawn = SampledTokens(
         torch.tensor([3, 4, 5]),
         torch.full((3,), OK),
         LogProbabilities(chosen_B, empty.long(), empty),
     )
-    step._advance(drawn, follows=False)
+    step._update_state(drawn, follow_automata=False)
     torch.testing.assert_close(state.mu_B, torch.tensor([7.0, 4.75, 4.0]))

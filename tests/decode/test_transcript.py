@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from monograph.decode.completion import Transcript
+from monograph.decode.transcript import Transcript
 from monograph.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.bytes()

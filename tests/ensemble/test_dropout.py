@@ -12,7 +12,7 @@ from torch import nn
 
 from monograph import compat
 from monograph.ensemble import Ensemble
-from monograph.ensemble.layers import Dropout
+from monograph.ensemble.dropout import Dropout
 from monograph.loop import train
 from monograph.optim import AdamW
 from zoo import of_classes
@@ -104,8 +104,8 @@ def masks(ensemble, x):
         module(x)
         return seen["x"]
 
-    with ensemble._call.context():
-        return ensemble._call(look, x, each=False) != 0
+    with ensemble._caller.context():
+        return ensemble._caller(look, x, each=False) != 0
 
 
 def test_each_member_drops_what_it_drops_alone_bit_by_bit():

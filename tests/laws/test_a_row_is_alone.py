@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batches import tiny_llama
 from monograph.decode import Sampling as GeneratorSampling
 from monograph.decode import generate
-from monograph.decode.chain import OK, OVERFLOW, Drawn, apply_filters, sample
+from monograph.decode.chain import OK, UNDECIDED, SampledTokens, apply_filters, sample
 from monograph.decode.knobs import Chain, chain_of
 from monograph.decode.sampling import Sampling
 from monograph.graph.capture import compiled
@@ -117,7 +117,7 @@ def test_few_tokens_that_may_not_hold_all_those_level_with_the_last_say_so() -> 
     )
     kept_B = (logits_BV >= logits_BV.sort(descending=True).values[:, 19:20]).sum(-1)
     assert (
-        torch.equal(few.status_B == OVERFLOW, kept_B >= chain.likeliest_count)
+        torch.equal(few.status_B == UNDECIDED, kept_B >= chain.likeliest_count)
         and 5 < (kept_B >= chain.likeliest_count).sum() < 95
     )
     decided_B = few.status_B == OK
@@ -196,7 +196,7 @@ def test_nothing_is_read_on_the_host(requests: list[Sampling], truncation: str) 
         torch.ones(len(requests), 300, dtype=torch.bool),
     )
     with NoReads():
-        found: Drawn = sample(logits_BV, rows, allowed_BV, chain, truncation)  # type: ignore[arg-type]
+        found: SampledTokens = sample(logits_BV, rows, allowed_BV, chain, truncation)  # type: ignore[arg-type]
     assert (found.status_B == OK).all()
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoReads():
         int(found.token_B[0])

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from batches import tiny_llama
 from monograph.decode import Sampling, generate
-from monograph.decode.cache import CacheSizes, KVCache, Reader
+from monograph.decode.cache import CacheSizes, KVCache
+from monograph.decode.prompt_reader import PromptReader
 from monograph.laws.comparisons import cached_is_full, differing_draws, error_within, greedy_ids
 from monograph.model.hub import save_model
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
@@ -77,10 +78,10 @@ def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> 
     cache = KVCache.allocate(
         model.config, ROWS, slots, model.lm_head.weight.dtype, torch.device("cpu")
     )
-    reader = Reader(model, CacheSizes(slots), 4, lambda function: function)
+    reader = PromptReader(model, CacheSizes(slots), 4, lambda function: function)
     for row, first in enumerate(firsts):
         prompt = [tuple(tokens_BT[row, :first].tolist())]
-        reader.begin(prompt)
+        reader.choose_prompts(prompt)
         reader.read_chunks()
         cache.copy_rows([row], reader.cache, reader.rows_of(prompt), first)
     found: list[list[Tensor]] = [[] for _ in firsts]

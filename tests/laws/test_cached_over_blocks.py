@@ -34,7 +34,7 @@ EVERY = Sampling(1.0, logprobs=VOCABULARY)
 SMALL, CHUNK, BLOCKS = 16, 8, 5
 SLOTS = SMALL * BLOCKS
 LADDER = [1, 2, 4, 5]
-FORM = CacheSizes(SLOTS, SMALL, longest=CHUNK)
+FORM = CacheSizes(SLOTS, SMALL, longest_prompt=CHUNK)
 WINDOW = 21  # more than a block, and not a whole number of them
 SHAPES: dict[str, dict[str, Any]] = {
     "attention": {},
@@ -102,13 +102,13 @@ def assert_law(machine: Generator, asked: Sequence[Request]) -> None:
 
 def sizes_of(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """All numbers of blocks that a cache is read with from now on, in order."""
-    first, sizes = cache.first, list[int]()
+    first, sizes = cache.with_first_blocks, list[int]()
 
     def noted(blocks: int) -> KVCache:
         sizes.append(blocks)
         return first(blocks)
 
-    monkeypatch.setattr(cache, "first", noted)
+    monkeypatch.setattr(cache, "with_first_blocks", noted)
     return sizes
 
 
@@ -131,10 +131,10 @@ def test_a_text_that_grows_through_all_blocks_alone(
     shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So that steps between two reads cross the borders.
-    machine = machine_of(model_of(shape), block=5)
+    machine = machine_of(model_of(shape), pace=5)
     sizes = sizes_of(machine.cache, monkeypatch)
     assert_law(machine, requests([1]))
-    assert sorted(set(sizes)) == machine.cache.sizes == LADDER
+    assert sorted(set(sizes)) == machine.cache.block_counts == LADDER
 
 
 # On both sides of the borders of chunks and blocks; a prompt's last token is read by its first
@@ -147,18 +147,18 @@ def test_a_prompt_of_each_length_alone(shape: str, monkeypatch: pytest.MonkeyPat
     """One after another in a row, where each finds what longer ones have left; steps begun at once
     cross borders.
     """
-    machine = machine_of(model_of(shape), rows=1, block=3)
+    machine = machine_of(model_of(shape), rows=1, pace=3)
     sizes = sizes_of(machine.reader.cache, monkeypatch)
     for request in requests(LENGTHS, most=4):
         assert_law(machine, [request])
-    assert sorted(set(sizes)) == machine.reader.cache.sizes == LADDER
+    assert sorted(set(sizes)) == machine.reader.cache.block_counts == LADDER
 
 
 FORMS = {
     "prompts one by one": FORM,
-    "prompts at once": FORM._replace(prompts=3),
-    "last tokens read with the prompts": FORM._replace(prompts=3, is_filled=True),
-    "chunks of a block": FORM._replace(longest=SMALL),
+    "prompts at once": FORM._replace(prompts_at_once=3),
+    "last tokens read with the prompts": FORM._replace(prompts_at_once=3, is_filled=True),
+    "chunks of a block": FORM._replace(longest_prompt=SMALL),
 }
 
 
@@ -175,7 +175,7 @@ def in_turn(*axes: Sequence[Any]) -> list[Any]:
 )
 def test_prompts_in_a_crowd(shape: str, form: str) -> None:
     """Short ones beside long ones, in blocks of steps that end where they will."""
-    machine = machine_of(model_of(shape), FORMS[form], block=5)
+    machine = machine_of(model_of(shape), FORMS[form], pace=5)
     assert_law(machine, requests([1, 79, 17, 33, 9, 65, 2, 48, 70], most=11))
 
 
@@ -189,8 +189,8 @@ def test_prompts_that_begin_alike_read_between_the_blocks_of_others(
     """A row's first chunks are copied, which end inside a block, from a row that has gone on and
     beside others.
     """
-    machine = machine_of(model_of(shape), FORM._replace(longest=chunk), block=Pace(4, 2, 1))
-    machine.ahead = ahead
+    machine = machine_of(model_of(shape), FORM._replace(longest_prompt=chunk), pace=Pace(4, 2, 1))
+    machine.reads_behind = ahead
     shared = tokens(60, 99)
     # Others come between, so that what is in common is no longer where the reader reads; 47 is one
     # below a border.
@@ -207,7 +207,7 @@ def test_prompts_that_begin_alike_read_between_the_blocks_of_others(
 def test_blocks_of_the_usual_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `generate` and the endpoint have them, over five of them."""
     machine = machine_of(
-        model_of("attention", block=BLOCK), CacheSizes(BLOCKS * BLOCK), block=Pace(8, 2, 2)
+        model_of("attention", block=BLOCK), CacheSizes(BLOCKS * BLOCK), pace=Pace(8, 2, 2)
     )
     assert machine.reader.chunk == BLOCK // 2
     sizes = [sizes_of(cache, monkeypatch) for cache in (machine.cache, machine.reader.cache)]
@@ -229,7 +229,7 @@ def compiled_by(
     )
     model = model_of(shape, **sizes)
     return machine_of(
-        model, FORM._replace(most=model.config.max_position_embeddings), mode="compiled"
+        model, FORM._replace(per_row=model.config.max_position_embeddings), mode="compiled"
     )
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batches import tiny_llama
 from monograph.automata import constraint, stop_strings
-from monograph.decode.arena import Arena
+from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import Chain, chain_of
 from monograph.decode.request import Finish, Pace, Request
@@ -115,8 +115,8 @@ def machine(
     if options.get("mode"):  # to compile one takes seconds
         several = several[-1:]
     arguments: dict[str, Any] = {
-        "automata": Arena(259, torch.device("cpu"), automata=2),
-        "block": 16,
+        "automata": AutomatonTables(259, torch.device("cpu"), automata=2),
+        "pace": 16,
         **options,
     }
     return Generator(model, several, rows=rows, slots=128, vocabulary=259, **arguments)
@@ -157,7 +157,7 @@ def schedules(
     for _ in range(count):
         steps = choice.choice([1, 2, 3, 7, 16])
         generator.pace = Pace(steps, min(steps, choice.choice([1, 4])), choice.choice([None, 1, 2]))
-        generator.ahead = choice.random() < 0.5
+        generator.reads_behind = choice.random() < 0.5
         some = choice.sample(requests, choice.randrange(1, 9))
         for request, tokens, finish in run(generator, some, lambda: choice.random() < 0.02):
             assert known[id(request)] == (tokens, finish)
@@ -245,7 +245,7 @@ def test_the_steps_of_a_block_read_nothing_and_send_four_bytes_a_row(steps: int)
         slots=steps + 100,
         vocabulary=259,
         automata=[long_digits, stop],
-        block=steps,
+        pace=steps,
     )
     for kind in KINDS[2:5]:
         generator.submit(Request((5, 6), Sampling(**kind), steps, (END,), long_digits, stop))

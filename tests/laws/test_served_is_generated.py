@@ -101,7 +101,7 @@ def written(
 
 @pytest.fixture(autouse=True)
 def _four_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion, "MOST_ROWS", {"cpu": ROWS, "cuda": ROWS})
+    monkeypatch.setattr(completion, "MAX_ROWS", {"cpu": ROWS, "cuda": ROWS})
 
 
 @pytest.mark.parametrize("options", nightly(KINDS, KINDS[:1]), ids=lambda kind: ",".join(kind))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batches import tiny_llama
 from monograph.decode import Sampling, generate, step
-from monograph.decode.chain import Drawn, SamplerRows, edit_logits
+from monograph.decode.chain import SampledTokens, SamplerRows, edit_logits
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import row_uniform
@@ -82,7 +82,7 @@ class Watched:
         allowed_BV: Tensor | None,
         chain: Any,
         truncation: Any,
-    ) -> Drawn:
+    ) -> SampledTokens:
         edited_BV = edit_logits(logits_BV.float(), rows, allowed_BV, chain)
         mu_B = torch.zeros(len(logits_BV)) if rows.mu_B is None else rows.mu_B.clone()
         for row, key in enumerate(zip(rows.seed_B.tolist(), rows.position_B.tolist(), strict=True)):
@@ -107,7 +107,7 @@ def written(block: int, every: bool) -> list[tuple[Request, list[int], list[LogP
     """All requests in a few rows, so that each row is taken again and again."""
     model, asked = tiny_llama(vocab_size=VOCABULARY), requests(every)
     chain = chain_of([request.sampling for request in asked])
-    machine = Generator(model, chain, rows=8, slots=32, vocabulary=VOCABULARY, block=block)
+    machine = Generator(model, chain, rows=8, slots=32, vocabulary=VOCABULARY, pace=block)
     found: dict[int, tuple[Request, list[int], list[LogProbability]]] = {
         machine.submit(request): (request, [], []) for request in asked
     }
@@ -174,7 +174,7 @@ def test_a_text_does_not_depend_on_what_its_mates_remember(
     one sampling each.
     """
     model, tokenizer = tiny_llama(vocab_size=259), Tokenizer.bytes()
-    monkeypatch.setattr("monograph.decode.completion.MOST_ROWS", {"cpu": 3})
+    monkeypatch.setattr("monograph.decode.completion.MAX_ROWS", {"cpu": 3})
     if compiled:
         monkeypatch.setattr("monograph.decode.completion.WORTH_COMPILING", {"cpu": 1})
     samplings = [Sampling(seed=index, **kind) for index, kind in enumerate(KINDS.values())]

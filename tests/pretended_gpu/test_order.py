@@ -21,7 +21,8 @@ from torch import Tensor
 from batches import packed, tiny_llama
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
-from monograph.decode.request import Outbox, Request
+from monograph.decode.outbox import Outbox
+from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.graph.remat import Remat
 from monograph.graph.replay import CudaGraphs, Replays
@@ -247,7 +248,7 @@ def sampled(seed: int | None) -> dict[int, list[int]]:
     """The tokens of three requests in two rows, four steps a block."""
     model = tiny_llama(num_hidden_layers=1).to(CARD)
     machine = Generator(
-        model, chain_of([Sampling()]), rows=2, slots=32, vocabulary=model.config.vocab_size, block=4
+        model, chain_of([Sampling()]), rows=2, slots=32, vocabulary=model.config.vocab_size, pace=4
     )
     found = {
         machine.submit(Request((5, 6, 7), Sampling(seed=seed), 9)): list[int]() for seed in range(3)
@@ -283,7 +284,7 @@ def sent(seed: int, without: str | None = None) -> list[list[int]]:
             owner = torch.cuda.Event if without == "synchronize" else torch.cuda.Stream
             patch.setattr(owner, without, lambda *_: None)
         for _ in range(5):
-            outbox.begin(line)
+            outbox.begin_block(line)
             for _ in range(steps):
                 value += 1
                 ring.index_copy_(0, line, value)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from batches import packed, tiny_llama
-from monograph.decode.request import Outbox
+from monograph.decode.outbox import Outbox
 from monograph.engine import Engine
 from monograph.graph.remat import Remat
 from monograph.resident import Resident

@@ -15,9 +15,9 @@ import pytest
 from monograph.errors import InputRefused, UsageError
 from monograph.serve.command import (
     BACKLOG,
-    FILES,
     MAX_CONNECTIONS,
-    _listening,
+    OTHER_FILES,
+    _listening_socket,
     allow_connections,
     read_keys,
     require_names,
@@ -40,7 +40,7 @@ def test_an_answer_in_several_packets_waits_for_no_acknowledgement() -> None:
             await reader.read()
             writer.close()
 
-    with _listening("127.0.0.1", 0) as listening:
+    with _listening_socket("127.0.0.1", 0) as listening:
         asyncio.run(connect(listening))
     assert at_once == [1]
 
@@ -52,9 +52,9 @@ def test_there_are_files_for_all_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
         allow_connections()
         # It takes four rounds of the loop until one that makes room is closed.
-        assert 4 * BACKLOG < FILES
+        assert 4 * BACKLOG < OTHER_FILES
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (
-            min(MAX_CONNECTIONS + FILES, hard),
+            min(MAX_CONNECTIONS + OTHER_FILES, hard),
             hard,
         )
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -44,13 +44,13 @@ class Served:
         self.compiler = self.runner.run(self._made())
         self._numbers = itertools.count()
         self.asked: list[str] = []  # the jobs that the process was sent
-        ask = self.compiler._ask_process
+        ask = self.compiler._run_in_process
 
         async def asked(line: bytes) -> tuple[int, bytearray]:
             self.asked.append(line.decode())
             return await ask(line)
 
-        self.compiler._ask_process = asked  # type: ignore[method-assign]
+        self.compiler._run_in_process = asked  # type: ignore[method-assign]
 
     async def _made(self) -> ConstraintCompiler:
         return ConstraintCompiler(PIECES, [END])
@@ -340,7 +340,7 @@ def test_the_last_used_automata_are_kept(limit: str, monkeypatch: pytest.MonkeyP
             asked.append(json.loads(line)[0][1])
             return 0, answered(asked[-1])
 
-        compiler._ask_process = ask  # type: ignore[method-assign]
+        compiler._run_in_process = ask  # type: ignore[method-assign]
         for value in "abaacab":
             await compiler.constraint("regex", value)
         assert asked == ["a", "b", "c", "b"]
@@ -406,7 +406,7 @@ def test_an_answer_that_is_none_refuses_the_request_only(monkeypatch: pytest.Mon
             ) -> tuple[int, bytearray]:
                 return code, bytearray(written)
 
-            compiler._ask_process = ask  # type: ignore[method-assign]
+            compiler._run_in_process = ask  # type: ignore[method-assign]
             with pytest.raises(
                 InputRefused, match=rf"made its compiler fail \({code}\): make it simpler"
             ):

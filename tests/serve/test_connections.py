@@ -126,8 +126,11 @@ def test_a_head_has_at_most_so_many_bytes_however_it_comes(
     """In one packet it is whole before anything looks at how long it has become; blanks around a
     value count, too.
     """
-    most, large = filled(connection.HEAD_BYTES, lines), filled(connection.HEAD_BYTES + more, lines)
-    assert (len(most), len(large)) == (connection.HEAD_BYTES, connection.HEAD_BYTES + more)
+    most, large = (
+        filled(connection.MAX_HEAD_BYTES, lines),
+        filled(connection.MAX_HEAD_BYTES + more, lines),
+    )
+    assert (len(most), len(large)) == (connection.MAX_HEAD_BYTES, connection.MAX_HEAD_BYTES + more)
     with connected(served, most) as client:
         assert client.recv(12) == b"HTTP/1.1 200"
     for wrong in (
@@ -230,7 +233,7 @@ def test_one_who_sends_requests_and_waits_for_none_is_cut_off(
 def test_a_client_that_reads_nothing_holds_nothing_for_long(
     served: Served, generator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "STALL_S", 0.3)
+    monkeypatch.setattr(connection, "READ_TIMEOUT_S", 0.3)
     connections = served.server.server_state.connections
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -248,7 +251,7 @@ def test_an_answer_that_nobody_reads_closes_with_its_connection(
     """Fewer bytes than make uvicorn wait: they stay after the end of the answer, and the close
     waits for them.
     """
-    monkeypatch.setattr(connection, "HEAD_S", 0.3)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.3)
     connections = served.server.server_state.connections
     with connected(served, HEALTH) as client:
         [ours] = connections

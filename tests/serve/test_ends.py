@@ -20,7 +20,7 @@ import pytest
 from clocks import HANG_S
 from monograph.decode.generator import Generator
 from monograph.serve import command, service
-from monograph.serve.owner import Gone, Owner
+from monograph.serve.owner import Owner, OwnerEnded
 from monograph.serve.versions import Version
 from monograph.text.tokenizer import Tokenizer
 from served import Given, Served, small
@@ -82,14 +82,14 @@ def test_who_is_refused_by_an_owner_that_has_raised_finds_why() -> None:
     async def crash() -> None:
         why = list[Exception]()
         owner = Owner(1, why.append)
-        owner._ask(raising)
+        owner._call_in_thread(raising)
         owner._thread.join()  # the loop has not heard of it
-        owner._ask(lambda: None)
+        owner._call_in_thread(lambda: None)
         assert not why
         await asyncio.sleep(0)
         assert why
-        with pytest.raises(Gone):
-            owner._ask(lambda: None)
+        with pytest.raises(OwnerEnded):
+            owner._call_in_thread(lambda: None)
 
     asyncio.run(crash())
 
@@ -105,7 +105,7 @@ class Slow(Given):
 
 def test_a_signal_while_the_model_is_loaded_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = Tokenizer.bytes()
-    with command._listening("127.0.0.1", 0) as listening:
+    with command._listening_socket("127.0.0.1", 0) as listening:
         code = asyncio.run(
             command._serve(
                 service.Service(Slow(small(tokenizer), tokenizer, 4), print, print),
@@ -138,7 +138,7 @@ def test_a_signal_while_steps_are_captured_leaves_no_thread_of_the_model(
             time.sleep(0.01)
 
     monkeypatch.setattr(Generator, "warm_up", warm_up)
-    with command._listening("127.0.0.1", 0) as listening:
+    with command._listening_socket("127.0.0.1", 0) as listening:
         asyncio.run(
             command._serve(
                 service.Service(Given(small(tokenizer), tokenizer, 4), print, print),
@@ -188,7 +188,7 @@ def test_a_text_that_is_not_done_when_the_server_ends_has_an_error_as_its_end(
 def test_a_version_that_cannot_be_loaded_ends_nothing_and_is_said_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service, "LOOK_S", 0.01)
+    monkeypatch.setattr(service, "POLL_S", 0.01)
     tokenizer, looks = Tokenizer.bytes(), list[None]()
     with Served(small(tokenizer), tokenizer) as served:
         has_newer = served.source.has_newer

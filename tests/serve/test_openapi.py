@@ -19,7 +19,7 @@ from monograph.automata import KINDS
 from monograph.decode.request import FINISHES
 from monograph.decode.sampling import RANGES, Sampling
 from monograph.serve import compiling, requests
-from monograph.serve.app import OPEN, Guard, application
+from monograph.serve.app import OPEN_PATHS, Guard, application
 from monograph.serve.document import OPERATIONS as DECLARED
 from monograph.serve.document import document
 from monograph.serve.refused import Refused
@@ -180,12 +180,14 @@ def test_it_is_whole() -> None:
     names = [each["operationId"] for _, _, each in OPERATIONS]
     assert len(names) == len(set(names)) == 11
     for path, method, each in OPERATIONS:
-        expected = {"200", "403", "405", "500", "503"} | ({"401"} if path not in OPEN else set())
+        expected = {"200", "403", "405", "500", "503"} | (
+            {"401"} if path not in OPEN_PATHS else set()
+        )
         expected |= {"400", "408", "413", "415"} if method == "post" else set()
         expected |= {"404"} if path.startswith("/v1/") and path != "/v1/models" else set()
         expected |= {"429"} if method == "post" and path.startswith("/v1/") else set()
         assert each["responses"].keys() == expected, path
-        assert (each.get("security") == []) == (path in OPEN)
+        assert (each.get("security") == []) == (path in OPEN_PATHS)
         assert all(resolved(answer)["description"] for answer in each["responses"].values())
     for name, schema in SCHEMAS.items():
         # What a call of a tool says further is for the template, and an event has a kind and an id.
@@ -396,7 +398,7 @@ def test_who_has_no_key_is_told_as_it_says() -> None:
     with Served(small(tokenizer), tokenizer, keys=["a-key-of-more-than-16"]) as served:
         for path, method, _ in OPERATIONS:
             answer = served.ask(method.upper(), path.replace("{name}", "last"))
-            assert answer.status == (200 if path in OPEN else 401)
+            assert answer.status == (200 if path in OPEN_PATHS else 401)
             assert_said(path, method, answer)
 
 

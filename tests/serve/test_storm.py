@@ -152,9 +152,9 @@ def storm(served: Served, seeds: range) -> None:
     machine = decoder.generator
     assert not (
         decoder.texts
-        or machine._waiting
+        or machine._queue
         or any(machine._records)
-        or gate._entries
+        or gate._entrances
         or gate._prompt_tokens
     )
     assert len(machine._free_rows) == machine.rows and not any(machine.tables._uses.values())  # type: ignore[attr-defined]

@@ -120,7 +120,7 @@ def test_members_train_as_each_would_alone(runs: list[Run], text: Corpus) -> Non
     optimizer.
     """
     together = mustered(members(), runs, text)
-    assert isinstance(together.engine, Ensemble) and together.engine.stacked.each
+    assert isinstance(together.engine, Ensemble) and together.engine.stacked_parameters.each
     for found, member in zip(losses(together), members(), strict=True):
         assert found == pytest.approx(alone(member, text), rel=1e-5), "fp32, six updates"
     together.close()
@@ -129,7 +129,7 @@ def test_members_train_as_each_would_alone(runs: list[Run], text: Corpus) -> Non
 def test_one_seed_is_one_window_for_all(runs: list[Run], text: Corpus) -> None:
     points = [{"optim.lr": 1e-2}, {"optim.lr": 3e-2}]
     together = mustered(members(points), runs[:2], text)
-    assert isinstance(together.engine, Ensemble) and not together.engine.stacked.each
+    assert isinstance(together.engine, Ensemble) and not together.engine.stacked_parameters.each
     assert together.sessions[0].batches is together.sessions[1].batches
     assert next(together.windows)["tokens"].shape == (4, 32)
     assert together.sessions[1].batches.rows_consumed == 4

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Engine
 
-from monograph.decode.completion import Transcript
+from monograph.decode.transcript import Transcript
 from monograph.errors import InputRefused
 from monograph.text.tokenizer import Tokenizer
 from probes import probes

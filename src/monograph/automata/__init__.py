@@ -1,8 +1,8 @@
 """Compile constraints and stop strings to automata over tokens, which the decode step runs on the
 device.
 
-`constraint` and `stop_strings` return an `Automaton`. Nothing in this room imports torch, so that a
-process that only compiles constraints starts at once.
+`constraint` and `stop_strings` return an `Automaton`. Nothing in this package imports torch, so that a
+process that only compiles constraints starts quickly.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -44,11 +44,11 @@ def constraint(
         InputRefused: the value is outside the subset, unbounded or too large; the message names the
             place.
     """
-    automaton, where = _compiled(kind, value, lead)
+    automaton, where = _compile(kind, value, lead)
     if automaton.has_counters and not has_each_byte(automaton, pieces, end_ids):
-        # Counters need a token for each byte that may follow (`has_each_byte`). If one is missing,
-        # lengths are written out: the automaton has a state for each length.
-        automaton, where = _compiled(kind, value, lead, counted=False)
+        # Counters need a token for each byte that may follow (`has_each_byte`). If one is missing, the
+        # automaton is compiled without counters, with a state for each length.
+        automaton, where = _compile(kind, value, lead, uses_counters=False)
     return constraint_automaton(automaton, pieces, end_ids, where)
 
 
@@ -64,7 +64,8 @@ def acceptor(kind: str, value: object) -> ByteAutomaton:
         InputRefused: the value is outside the subset, unbounded or too large; the message names the
             place.
     """
-    return _compiled(kind, value, b"")[0]
+    automaton, _ = _compile(kind, value, b"")
+    return automaton
 
 
 def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
@@ -82,12 +83,14 @@ def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
     return stop_automaton([_utf8(string, "a stop string") for string in strings], pieces)
 
 
-def _compiled(
-    kind: str, value: object, lead: bytes, counted: bool = True
+def _compile(
+    kind: str, value: object, lead: bytes, uses_counters: bool = True
 ) -> tuple[ByteAutomaton, str]:
-    """Return the automaton of a constraint after `lead`, and its name in an error."""
+    """Return the automaton of `lead` followed by an accepted text, and the constraint's name in an
+    error.
+    """
     try:
-        expression, where = _expression(kind, value, counted)
+        expression, where = _parse(kind, value, uses_counters)
         if lead:
             expression = concatenation(literal(lead), expression)
         return compile_expression(expression, where), where
@@ -95,8 +98,8 @@ def _compiled(
         raise InputRefused(f"the {kind} constraint is nested too deep: make it flatter") from None
 
 
-def _expression(kind: str, value: object, counted: bool) -> tuple[Expression, str]:
-    """Return an expression for the accepted texts, and its name in an error."""
+def _parse(kind: str, value: object, uses_counters: bool) -> tuple[Expression, str]:
+    """Return an expression for the accepted texts, and the constraint's name in an error."""
     if kind == "choices":
         if isinstance(value, str) or not isinstance(value, Iterable) or not value:
             raise InputRefused("choices: expected a list of at least one text")
@@ -104,12 +107,12 @@ def _expression(kind: str, value: object, counted: bool) -> tuple[Expression, st
     if kind == "regex":
         if not isinstance(value, str):
             raise InputRefused(f"regex: expected a text, not {value!r:.60}")
-        shown = value if len(value) <= 60 else value[:60] + "..."
-        where = f"the regular expression {shown!r}"
+        short = value if len(value) <= 60 else value[:60] + "..."
+        where = f"the regular expression {short!r}"
         return fullmatch_expression(value, where), where
     if kind == "json_schema":
         schema = parse_schema(value) if isinstance(value, str) else value
-        return schema_expression(schema, counted), "the JSON schema"
+        return schema_expression(schema, uses_counters), "the JSON schema"
     if kind == "grammar":
         raise UsageError(
             "a context-free grammar needs a stack, which the host would have to keep token by token, and decoding "

@@ -1,13 +1,13 @@
 """Counters of an automaton: they bound a long string or array without a state for each length.
 
-A counted part of an expression stands between two operations, and a third operation stands in each
-of its repetitions:
+A counted part of an expression is between two operations, and a third operation is in each of its
+repetitions:
 
     begin(M) (count part)* end(W)       begin: c = M        count: c >= 1, then c -= 1        end: c <= W, then c = 0
 
-So c is the number of repetitions that may still follow, and the part is repeated M - W to M times.
-Counted parts inside each other have counters of their own. There are COUNTERS of them; a part that
-lies deeper is written out, repetition by repetition.
+So the count c is the number of repetitions that may still follow, and the part is repeated M - W to M
+times. A counted part inside another one has a counter of its own. There are COUNTERS of them; a part
+that is nested deeper is written out, repetition by repetition, so that there is a state for each.
 
 While an automaton is built, operations are symbols like the 256 bytes. Then `remove_operations`
 moves the operations before a byte into the transition of that byte: the transition gets an
@@ -27,6 +27,7 @@ COUNTERS = 3
 MAX_COUNT = (1 << 15) - 1  # the largest maxLength or maxItems, which docs/constraints.md promises
 STATE_BITS = 16
 COUNT_BITS = 15
+# The lowest bit of each count in a packed state.
 SHIFTS = tuple(STATE_BITS + COUNT_BITS * counter for counter in range(COUNTERS))
 _NEVER = MAX_COUNT + 1  # more repetitions than a counter allows
 
@@ -50,13 +51,14 @@ class CounterOperation(NamedTuple):
 class Effect(NamedTuple):
     """What a byte or a token does to the counters.
 
-    It is allowed where low <= c <= high for each counter c. Then c = keep * c + add.
+    The byte is allowed where low <= c <= high for the count c of each counter. Then c becomes
+    keep * c + add.
 
     Attributes:
-        low: the smallest allowed value of each counter.
-        high: the largest allowed value of each counter.
-        keep: 1 if the new value depends on the old one, else 0.
-        add: the number that is added.
+        low: the smallest allowed count of each counter.
+        high: the largest allowed count of each counter.
+        keep: for each counter 1 if the new count depends on the old one, else 0.
+        add: the number that is added to each count.
     """
 
     low: Counts
@@ -84,7 +86,7 @@ def effect_of(operation: CounterOperation) -> Effect:
 
 
 def compose_effects(first: Effect, second: Effect) -> Effect | None:
-    """Return the effect of `first` followed by `second`; None if no counters allow both."""
+    """Return the effect of `first` followed by `second`; None if no counts allow both."""
     low, high, keep, add = (list(numbers) for numbers in first)
     for counter in range(COUNTERS):
         if first.keep[counter]:
@@ -100,7 +102,7 @@ def compose_effects(first: Effect, second: Effect) -> Effect | None:
 
 
 def is_sound(effect: Sequence[Sequence[int]]) -> bool:
-    """Return whether an effect leaves every counter between 0 and MAX_COUNT.
+    """Return whether an effect leaves every count between 0 and MAX_COUNT.
 
     Args:
         effect: the four fields of an `Effect`.
@@ -116,17 +118,17 @@ def is_sound(effect: Sequence[Sequence[int]]) -> bool:
 
 
 def counters_of(packed_state: int) -> Counts:
-    """Return the counters that are packed into a state's number."""
+    """Return the counts in a packed state."""
     return tuple(packed_state >> shift & MAX_COUNT for shift in SHIFTS)
 
 
 def apply_effect(effect: Effect, packed_state: int, next_state: int) -> int:
-    """Return the next state, packed with its counters; -1 if the counters forbid the effect.
+    """Return the next state, packed with its counts; -1 if the counts forbid the effect.
 
     Args:
         effect: the effect.
-        packed_state: the present state, packed with its counters.
-        next_state: the next state, without counters.
+        packed_state: the present state, packed with its counts.
+        next_state: the next state, without counts.
     """
     packed = next_state
     for counter, count in enumerate(counters_of(packed_state)):
@@ -152,8 +154,8 @@ def remove_operations(
 ) -> list[Transitions]:
     """Return each state's transitions by bytes, with their effects; states keep their numbers.
 
-    A transition exists, and the counters allow its effect, exactly if an accepting state can still
-    be reached afterwards with the new counters. If state 0 has no transition, no text with a byte is
+    A transition exists, and the counts allow its effect, exactly if an accepting state can still be
+    reached afterwards with the new counts. If state 0 has no transition, no text with a byte is
     accepted.
 
     Args:
@@ -171,8 +173,8 @@ def remove_operations(
     while True:
         rows = [{symbol: state for symbol, state in row.items() if live[state]} for row in rows]
         needs = [_needed_repetitions(rows, operations, counter) for counter in range(COUNTERS)]
-        # A part that needs more repetitions than its bound allows must not begin. Without these
-        # transitions, states that lead only to such a part are dead, so the search is repeated.
+        # A part that needs more repetitions than its bound allows must not begin. When these transitions
+        # are removed, states that lead only to such a part become dead, so the search is repeated.
         possible = [
             {
                 symbol: state
@@ -187,9 +189,10 @@ def remove_operations(
         live = live_states(rows, accepting)
     effects = {symbol: effect_of(operation) for symbol, operation in operations.items()}
     guards = [_guard([need[state] for need in needs]) for state in range(len(rows))]
-    bytes_only = set(byte_classes)
+    byte_class_set = set(byte_classes)
     return [
-        _byte_transitions(state, rows, bytes_only, effects, guards) for state in range(len(rows))
+        _byte_transitions(state, rows, byte_class_set, effects, guards)
+        for state in range(len(rows))
     ]
 
 
@@ -207,11 +210,12 @@ def _byte_transitions(
         rows: the transitions of all states.
         byte_classes: the classes of bytes.
         effects: the effect of each operation's class.
-        guards: for each state, the effect that is allowed if the text can end from there.
+        guards: for each state, an effect that changes no count, and that counts allow if the text
+            can end from this state with them.
     """
     transitions: Transitions = {}
-    # The queue grows in the loop. It has the states that operations lead to, and the effect of these
-    # operations.
+    # The queue grows in the loop. It has the states that operations lead to, each with the effect of
+    # these operations.
     queue = [(state, ALWAYS)]
     for current, effect in queue:
         if len(queue) > len(rows) + 1:
@@ -222,17 +226,17 @@ def _byte_transitions(
                 if further is not None:
                     queue.append((next_state, further))
                 continue
-            guarded = compose_effects(effect, guards[next_state])
-            if guarded is None:
+            guarded_effect = compose_effects(effect, guards[next_state])
+            if guarded_effect is None:
                 continue
             if symbol in transitions:
                 raise Ambiguous
-            transitions[symbol] = (next_state, guarded)
+            transitions[symbol] = (next_state, guarded_effect)
     return transitions
 
 
 def _guard(needs: Sequence[int]) -> Effect:
-    """Return an effect that changes no counter, and requires that each has enough repetitions left.
+    """Return an effect that changes no count, and requires that each has enough repetitions left.
 
     Args:
         needs: how many repetitions each counter needs; _NEVER: the counter's part is not being

@@ -2,8 +2,8 @@
 deterministic automaton.
 
 The expression first becomes a nondeterministic automaton without empty moves. Its states are
-positions in the expression. A position takes one symbol of a set and has successors: the positions
-that may take the next symbol. The symbols are the 256 bytes and, from 256 on, the operations on
+positions in the expression. A position reads one symbol of a set and has successors: the positions
+that may read the next symbol. The symbols are the 256 bytes and, from 256 on, the operations on
 counters (`monograph.automata.counting`), which are removed at the end.
 
 Shapes: S states, K classes of bytes that no state distinguishes.
@@ -47,9 +47,9 @@ MAX_POSITIONS = 20_000
 MAX_WORK = 1_000_000  # in steps of a `Budget`
 STATE_MASK = (1 << STATE_BITS) - 1
 
-PositionSet: TypeAlias = frozenset[int]  # any of these positions may take the next symbol
+PositionSet: TypeAlias = frozenset[int]  # any of these positions may read the next symbol
 EMPTY: PositionSet = frozenset()
-END = 0  # the number of the position that takes no symbol; the text may end there
+END = 0  # the position that reads no symbol; the text may end there
 BYTES = 256
 StateT = TypeVar("StateT")
 StateTransitionTable: TypeAlias = Sequence[
@@ -58,13 +58,15 @@ StateTransitionTable: TypeAlias = Sequence[
 
 
 class Budget:
-    """Counts the steps spent on one automaton, so that none takes more than about two seconds.
+    """Counts the steps of compiling one automaton, so that none takes more than about two seconds.
+
+    It also knows what is being compiled, for messages.
 
     Attributes:
         where: the automaton's name in an error.
         schema_path: the place of the schema that is being read, or "".
-        source: the keyword for which positions are being made, or "".
-        positions_by_source: how many positions each source has taken.
+        source: the schema's keyword for which positions are being made, or "".
+        positions_by_source: how many positions were made for each source.
         symbols: the symbol of each operation, from 256.
     """
 
@@ -108,15 +110,16 @@ class Positions:
     """The positions of an expression.
 
     They are made from the end of the expression to its beginning, because the successors of a
-    position must exist before it. Positions that take the same symbols and have the same successors
+    position must exist before it. Positions that read the same symbols and have the same successors
     are merged, so common endings are merged as well. This keeps the automaton small for a
     character's UTF-8 sequences and for a schema's optional properties.
 
-    A loop is a placeholder for a part that may repeat without limit. It takes no symbol, and
+    A loop is a placeholder for a part that may repeat without limit. It reads no symbol, and
     `without_loops` replaces it.
 
     Attributes:
-        takes: for each position a bit mask of the symbols that it takes; 0 for loops and the end.
+        symbol_masks: for each position a bit mask of the symbols that it reads; 0 for loops and the
+            end.
         successors: for each position its successors; for a loop, the first positions of its part
             and the positions after it.
 
@@ -127,34 +130,35 @@ class Positions:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self.takes = [0]
+        self.symbol_masks = [0]
         self.successors = [EMPTY]
         self._loops: set[int] = set()
         # The results of `make_position`, `first_positions` and `without_loops`, by their arguments.
-        self._made: dict[tuple[int, PositionSet], PositionSet] = {}
+        self._positions: dict[tuple[int, PositionSet], PositionSet] = {}
         self._first: dict[tuple[Expression, PositionSet], PositionSet] = {}
         self._expanded: dict[PositionSet, PositionSet] = {}
 
-    def make_position(self, takes: int, after: PositionSet) -> PositionSet:
-        """Return a set of the one position that takes a symbol of a mask and is followed by `after`.
+    def make_position(self, symbol_mask: int, after: PositionSet) -> PositionSet:
+        """Return a set of the one position that reads a symbol of a mask and is followed by `after`.
 
         The set is EMPTY if no text leads through such a position.
         """
-        if not takes or not after:
+        if not symbol_mask or not after:
             return EMPTY
-        made = self._made.get((takes, after))
-        if made is None:
-            made = self._made[takes, after] = frozenset((self._add_position(takes, after),))
-        return made
+        position = self._positions.get((symbol_mask, after))
+        if position is None:
+            position = frozenset((self._add_position(symbol_mask, after),))
+            self._positions[symbol_mask, after] = position
+        return position
 
-    def _add_position(self, takes: int, successors: PositionSet) -> int:
-        self.budget.require_at_most(MAX_POSITIONS, len(self.takes), "positions")
+    def _add_position(self, symbol_mask: int, successors: PositionSet) -> int:
+        self.budget.require_at_most(MAX_POSITIONS, len(self.symbol_masks), "positions")
         self.budget.spend(1)
         if self.budget.source:
             self.budget.positions_by_source[self.budget.source] += 1
-        self.takes.append(takes)
+        self.symbol_masks.append(symbol_mask)
         self.successors.append(successors)
-        return len(self.takes) - 1
+        return len(self.symbol_masks) - 1
 
     def union(self, sets: Iterable[PositionSet]) -> PositionSet:
         """Return the union of sets of positions."""
@@ -163,7 +167,7 @@ class Positions:
         return EMPTY.union(*listed)
 
     def first_positions(self, expression: Expression, after: PositionSet) -> PositionSet:
-        """Return the positions that can take the first symbol of an expression's texts.
+        """Return the positions that can read the first symbol of an expression's texts.
 
         If the expression matches the empty text, the result includes the positions `after`.
 
@@ -249,10 +253,10 @@ class Positions:
         loops = [frozenset((self._add_position(0, EMPTY),)) for _ in rows]
         self._loops.update(*loops)
         for state, row in enumerate(rows):
-            takes: dict[int, int] = defaultdict(int)  # {next state: the symbols that lead there}
+            masks: dict[int, int] = defaultdict(int)  # {next state: the symbols that lead there}
             for symbol_class, target in row.items():
-                takes[target] |= symbols_of[symbol_class]
-            successors = [self.make_position(mask, loops[target]) for target, mask in takes.items()]
+                masks[target] |= symbols_of[symbol_class]
+            successors = [self.make_position(mask, loops[target]) for target, mask in masks.items()]
             if accepting[state]:
                 successors.append(after)
             (loop,) = loops[state]
@@ -267,9 +271,9 @@ class Positions:
             queue = [*positions & self._loops]
             for loop in queue:  # The queue grows in the loop body.
                 self.budget.spend(1 + len(self.successors[loop]))
-                fresh = self.successors[loop] - reached
-                reached |= fresh
-                queue.extend(fresh & self._loops)
+                newly_reached = self.successors[loop] - reached
+                reached |= newly_reached
+                queue.extend(newly_reached & self._loops)
             expanded = self._expanded[positions] = frozenset(reached - self._loops)
         return expanded
 
@@ -285,7 +289,8 @@ class ByteAutomaton:
             a byte there.
         class_256: uint8 [256], the class of each byte.
         accepting_S: bool [S], whether a text may end in the state.
-        effect_SK: int16 [S, K], the index in `effects` of what the byte does to the counters.
+        effect_SK: int16 [S, K], the index in `effects` of what a byte of each class does to the
+            counters.
         effects: all effects; the first one is `ALWAYS`.
     """
 
@@ -423,13 +428,15 @@ def _symbol_automaton(expression: Expression, budget: Budget) -> _SymbolAutomato
     if not start:
         return None
     # Symbols that no position distinguishes share a class, so a row has few entries instead of 256.
-    classes, classes_of = _symbol_classes(set(positions.takes), BYTES + len(budget.symbols))
+    classes, classes_of_mask = _symbol_classes(
+        set(positions.symbol_masks), BYTES + len(budget.symbols)
+    )
 
-    # The subset construction: a state is the set of positions that may take the next symbol.
+    # The subset construction: a state is the set of positions that may read the next symbol.
     def transitions(state: PositionSet) -> Iterator[tuple[int, PositionSet]]:
         successors_by_class: dict[int, list[PositionSet]] = defaultdict(list)
         for position in state:
-            position_classes = classes_of[positions.takes[position]]
+            position_classes = classes_of_mask[positions.symbol_masks[position]]
             budget.spend(1 + len(position_classes))
             for symbol_class in position_classes:
                 successors_by_class[symbol_class].append(positions.successors[position])
@@ -470,26 +477,26 @@ def _explore(
 
 
 def _symbol_classes(
-    sets: Iterable[int], symbol_count: int
+    symbol_masks: Iterable[int], symbol_count: int
 ) -> tuple[list[int], dict[int, list[int]]]:
-    """Return the class of each symbol, and the classes in each set.
+    """Return the class of each symbol, and for each mask the classes of its symbols.
 
-    Two symbols share a class if they lie in the same sets.
+    Two symbols share a class if they are in the same masks.
 
     Args:
-        sets: bit masks of symbols.
+        symbol_masks: sets of symbols, as bit masks.
         symbol_count: the number of symbols.
     """
-    masks = list(sets)
-    # For each symbol, whether each set has it; the symbols of a class have the same profile.
+    masks = list(symbol_masks)
+    # For each symbol, whether each mask has it. The symbols of a class have the same profile.
     profiles = [tuple(mask >> symbol & 1 for mask in masks) for symbol in range(symbol_count)]
     numbers = {profile: number for number, profile in enumerate(dict.fromkeys(profiles))}
     classes = [numbers[profile] for profile in profiles]
-    classes_of = {
+    classes_of_mask = {
         mask: [number for profile, number in numbers.items() if profile[index]]
         for index, mask in enumerate(masks)
     }
-    return classes, classes_of
+    return classes, classes_of_mask
 
 
 def _minimize(
@@ -518,9 +525,9 @@ def _minimize(
 def _equivalence_blocks(rows: StateTransitionTable, accepting: Sequence[bool]) -> list[int]:
     """Return the block of each state; the states of a block accept the same texts (Hopcroft 1971).
 
-    A missing transition leads to a dead state. The dead state needs no block, because each other
-    block splits the states that have a transition into it from the states that have none, and at
-    first all blocks split.
+    A missing transition leads to a dead state, which needs no block: a block splits the states that
+    have a transition into it from all others, those without a transition included, and at first all
+    blocks are used to split.
     """
     # For each state, (class of symbols, state before it) of the transitions that lead to it.
     predecessors: list[list[tuple[int, int]]] = [[] for _ in rows]
@@ -544,7 +551,7 @@ class _Partition:
     Attributes:
         blocks: the states of each block.
         block_of: for each state the number of its block.
-        waiting: the numbers of the blocks that must still split the others.
+        waiting: the numbers of the blocks by which the others must still be split.
     """
 
     def __init__(self, accepting: Sequence[bool]) -> None:

@@ -156,8 +156,8 @@ def branches(pattern: str, where: str, encoding: Encoding) -> list[Branch]:
 class _Parser:
     """Parses a pattern by recursive descent.
 
-    Each method reads the part of the grammar that it is named for, beginning at `position`, and
-    returns the expression, the set of code points or the numbers that it stands for:
+    Each method is named for a part of the grammar. It reads this part from `position` on, and returns
+    what the part means: an expression, a set of code points, or numbers.
 
         branch         = ["^"] concatenation ["$"]
         alternation    = concatenation {"|" concatenation}
@@ -191,11 +191,11 @@ class _Parser:
         """Return the next character, which stays unread; "" at the end."""
         return self.pattern[self.position : self.position + 1]
 
-    def take(self, wanted: str) -> bool:
-        """Read `wanted`, if the pattern continues with it, and return whether it does."""
-        if not self.pattern.startswith(wanted, self.position):
+    def take(self, text: str) -> bool:
+        """Read a text if the pattern continues with it, and return whether it does."""
+        if not self.pattern.startswith(text, self.position):
             return False
-        self.position += len(wanted)
+        self.position += len(text)
         return True
 
     def branch(self) -> Branch:
@@ -232,8 +232,8 @@ class _Parser:
         counts = self.counts()
         if counts is None:
             return part
-        # A lazy or possessive quantifier would match the same whole texts. It is refused, because
-        # whoever writes it expects that it changes something.
+        # A lazy quantifier would match the same whole texts. It is refused, because its author expects
+        # that it changes something. A possessive one would match fewer.
         if self.peek() in ("?", "+"):
             kind = "a lazy quantifier" if self.peek() == "?" else "a possessive quantifier"
             self.refuse(kind, "the whole text is matched, so write the quantifier alone")
@@ -242,7 +242,12 @@ class _Parser:
         return Repetition(part, *counts)
 
     def counts(self) -> tuple[int, int | None] | None:
-        """Read a quantifier and return (minimum, maximum or None); None: there is no quantifier."""
+        """Read a quantifier.
+
+        Returns:
+            The smallest and the largest number of repetitions, None for no largest number; or None
+            if there is no quantifier.
+        """
         start = self.position
         if self.take("*"):
             return 0, None

@@ -42,8 +42,8 @@ from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 
 # These limits bound the time that any schema can take.
-MAX_DEPTH = 32  # schemas inside each other; reading recurses for each
-MAX_OPTIONS = 64  # options of 'oneOf', which are compared in pairs
+MAX_DEPTH = 32  # the maximum number of schemas inside each other, for which reading recurses
+MAX_OPTIONS = 64  # the maximum number of options of 'oneOf', which are compared in pairs
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
 # Keywords that do not restrict a value.
 _ANNOTATIONS = {
@@ -100,18 +100,19 @@ def parse_schema(text: str) -> Any:
         raise InputRefused(f"the JSON schema cannot be read as JSON: {json_fault(error)}") from None
 
 
-def schema_expression(schema: object, counted: bool = True) -> Expression:
+def schema_expression(schema: object, uses_counters: bool = True) -> Expression:
     """Return an expression for the compact JSON texts that a schema validates.
 
     Args:
         schema: a JSON schema (draft 2020-12) as `json.loads` returns it.
-        counted: whether counters count lengths; False: all lengths are written out.
+        uses_counters: whether counters count lengths; False: all lengths are written out.
 
     Raises:
         InputRefused: the schema is unbounded, outside the subset, or malformed; the message has the
             place and the key.
     """
-    return _SchemaReader(schema, 0 if counted else COUNTERS).read(schema, ("#",))
+    reader = _SchemaReader(schema, counters=0 if uses_counters else COUNTERS)
+    return reader.read(schema, ("#",))
 
 
 class _SchemaReader:
@@ -166,7 +167,7 @@ class _SchemaReader:
                 return self._subschema(schema, key, path)
         if "const" in schema or "enum" in schema:
             return self._enumeration(schema, path)
-        # Texts of different types begin with different characters, so the first byte decides whose
+        # Texts of different types begin with different characters, so the first byte decides which type's
         # counters are used.
         return Alternation(
             tuple(self._of_type(name, schema, path) for name in self._types(schema, path))
@@ -278,7 +279,7 @@ class _SchemaReader:
         # 'oneOf' demands that exactly one option is valid. An automaton accepts a text that any
         # option accepts, so the options must exclude each other.
         if key == "oneOf":
-            overlapping = values.overlap(
+            overlapping = values.find_overlap(
                 options, lambda name: self.target(name, path), self.budget.spend
             )
             if overlapping:
@@ -359,7 +360,7 @@ class _SchemaReader:
 
     def _string(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
         """Return an expression for the strings of a schema."""
-        # `or 0` is for null, which `_size` returns as None.
+        # `_size` returns None if the schema has null, which counts as 0.
         min_length = self._size(schema, "minLength", 0, path) or 0
         default_max = min(min_length + values.STRING_LENGTH, MAX_COUNT)
         max_length = self._size(schema, "maxLength", default_max, path) or 0

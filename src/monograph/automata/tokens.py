@@ -5,8 +5,8 @@ over states and classes, with the class of each token, replaces the table over s
 Stop strings form such an automaton, too. Its state tracks the progress in each of the strings (Aho
 and Corasick 1975).
 
-A token may also have an effect on counters (`monograph.automata.counting`), which hold how often a
-part of the text may still be repeated. A state and its counters are packed into one number.
+A token may also have an effect on counters (`monograph.automata.counting`), whose counts say how often
+a part of the text may still be repeated. A state and its counts are packed into one number.
 
 Shapes: V tokens, A tokens that are being read, S states, E states that an edge leads to, C classes of
 tokens, K classes of bytes.
@@ -85,16 +85,17 @@ _MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and a constraint adds two
 
 @dataclass(frozen=True, eq=False)
 class Automaton:
-    """An automaton over tokens; a text begins in state 0, with all counters 0.
+    """An automaton over tokens; a text begins in state 0, with all counts 0.
 
     Attributes:
         where: the automaton's name in an error.
-        next_SC: int16 [S, C], the state after a token of each class; -1 where the token is
+        next_SC: int16 [S, C], the state after a token of each class; -1 where such a token is
             forbidden.
         class_V: int16 [V], the class of each token.
         stops_S: bool [S], whether the text is over: a stop string has occurred, or only an end
             token may follow.
-        effect_SC: int16 [S, C], the index in `effects` of what the token does to the counters.
+        effect_SC: int16 [S, C], the index in `effects` of what a token of each class does to the
+            counters.
         effects: all effects; the first one is `ALWAYS`.
     """
 
@@ -108,10 +109,11 @@ class Automaton:
     def after(self, packed_state: int, token: int) -> int:
         """Return the state after a token, or -1 if the token is forbidden.
 
-        This is the reference for `advance`, which the decode step runs on the device.
+        It is the reference for `monograph.decode.automaton_tables.next_states`, which the decode step
+        runs on the device.
 
         Args:
-            packed_state: a state, packed with its counters.
+            packed_state: a state, packed with its counts.
             token: the token's id.
         """
         state = packed_state & STATE_MASK
@@ -184,9 +186,9 @@ def constraint_automaton(
     class_V[[not piece for piece in pieces]] = len(columns_C2S) - 2
     class_V[ends] = len(columns_C2S) - 1
     # Drop the columns that only tokens without bytes and end tokens had.
-    used, number_V = np.unique(class_V, return_inverse=True)
+    used, new_class_V = np.unique(class_V, return_inverse=True)
     columns_C2S = columns_C2S[used]
-    class_V = number_V.astype(np.int16)
+    class_V = new_class_V.astype(np.int16)
     next_SC = np.ascontiguousarray(columns_C2S[:, 0].T)  # row `states` is the dead state
     effect_SC = columns_C2S[:, 1].T
     live_S = np.ones(states, dtype=bool)
@@ -199,10 +201,10 @@ def constraint_automaton(
     if not live_S[0]:
         raise InputRefused(f"{where}: no sequence of the tokenizer's tokens makes such a text")
     # Renumber the live states, and add one last state, to which only end tokens lead.
-    numbers = np.full(states + 1, -1, dtype=np.int16)
-    numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
+    new_numbers = np.full(states + 1, -1, dtype=np.int16)
+    new_numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
     end_row_1C = np.full((1, next_SC.shape[1]), -1, dtype=np.int16)
-    next_SC = np.concatenate([numbers[next_SC[:states][live_S]], end_row_1C])
+    next_SC = np.concatenate([new_numbers[next_SC[:states][live_S]], end_row_1C])
     may_end_S = np.append(automaton.accepting_S[live_S], True)
     next_SC[may_end_S, -1] = len(next_SC) - 1
     no_effect_1C = np.zeros((1, next_SC.shape[1]), dtype=np.int16)
@@ -238,10 +240,10 @@ def _token_columns(
 ) -> tuple[NDArray[np.int16], NDArray[np.int16], tuple[Effect, ...]]:
     """Return the column of each class of tokens, the class of each token, and all effects.
 
-    A column holds the states that a run of bytes leads to from each state, and the numbers of the
-    effects on the way there. All tokens are read at once, byte by byte. Prefixes that lead from all
-    states to the same states with the same effects share a column, and each column is continued by
-    each class of bytes only once.
+    A column belongs to a sequence of bytes. For each state it has the state after these bytes, and
+    the number of their effect. All tokens are read at the same time, byte by byte. Sequences that
+    lead from all states to the same states with the same effects share a column, and each column is
+    continued by each class of bytes only once.
 
     Returns:
         columns_C2S: int16 [C, 2, S + 1], the next states and the effects; state S is the dead
@@ -255,52 +257,58 @@ def _token_columns(
     effect_KS = np.zeros((byte_classes, states + 1), dtype=np.int16)
     effect_KS[:, :states] = automaton.effect_SK.T
     sequences = _SequenceEffects(automaton.effects, where)
-    # The classes of all tokens' bytes, one token after the other.
-    text = automaton.class_256[np.frombuffer(b"".join(pieces), dtype=np.uint8)].astype(np.int64)
+    # The classes of the bytes of all tokens, one token after the other.
+    all_bytes = np.frombuffer(b"".join(pieces), dtype=np.uint8)
+    all_byte_classes = automaton.class_256[all_bytes].astype(np.int64)
     lengths_V = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
     starts_V = np.cumsum(lengths_V) - lengths_V
-    # The first column is that of no bytes.
+    # The first column is that of the empty sequence.
     columns = [
         np.stack([np.arange(states + 1, dtype=np.int16), np.zeros(states + 1, dtype=np.int16)])
     ]
-    index_of = {columns[0].tobytes(): 0}
-    # For each column and class of bytes the column after both; -1: not computed yet.
-    continued = np.full((1, byte_classes), -1, dtype=np.int64)
+    column_numbers = {columns[0].tobytes(): 0}
+    # For each column and class of bytes the column of the longer sequence; -1: it was not computed yet.
+    next_columns = np.full((1, byte_classes), -1, dtype=np.int64)
+    # The column of the bytes of each token that have been read.
     column_V = np.zeros(len(pieces), dtype=np.int64)
-    # One lookup for all tokens of a depth: a loop in Python over a vocabulary would take seconds.
+    # All tokens get their next byte by one lookup: a loop in Python over a vocabulary would take
+    # seconds.
     active = np.flatnonzero(lengths_V)  # tokens that have a byte at this depth
     depth = 0
     while len(active):
         column_A = column_V[active]
-        byte_A = text[starts_V[active] + depth]
-        wanted = np.zeros(continued.shape, dtype=bool)
-        wanted[column_A, byte_A] = True
-        parents, bytes_of = np.nonzero(wanted & (continued < 0))
-        # In chunks, since all columns of a large vocabulary at once would fill the memory.
+        byte_class_A = all_byte_classes[starts_V[active] + depth]
+        is_needed = np.zeros(next_columns.shape, dtype=bool)
+        is_needed[column_A, byte_class_A] = True
+        # The pairs of a column and a class of bytes whose next column must be computed now.
+        parents, parent_bytes = np.nonzero(is_needed & (next_columns < 0))
+        # They are computed in chunks, since all columns of a large vocabulary together would fill the
+        # memory.
         chunk_columns = max(1, _CHUNK_CELLS // (states + 1))
         for first in range(0, len(parents), chunk_columns):
             chunk = slice(first, first + chunk_columns)
-            chunk_bytes = bytes_of[chunk]
+            chunk_bytes = parent_bytes[chunk]
             before = np.stack([columns[parent] for parent in parents[chunk]])
             after = np.empty_like(before)
             after[:, 0] = next_KS[chunk_bytes[:, None], before[:, 0]]
             byte_effects = effect_KS[chunk_bytes[:, None], before[:, 0]]
             after[:, 1] = sequences.extend(before[:, 1], byte_effects)
-            # What no counters allow leads to the dead state, where the effect does not matter.
+            # An effect that no counts allow leads to the dead state, where the effect does not matter.
             after[:, 0][after[:, 1] < 0] = states
             after[:, 1][after[:, 0] == states] = 0
             for parent, byte, column in zip(parents[chunk], chunk_bytes, after, strict=True):
-                continued[parent, byte] = index_of.setdefault(column.tobytes(), len(columns))
-                if continued[parent, byte] == len(columns):
+                number = column_numbers.setdefault(column.tobytes(), len(columns))
+                next_columns[parent, byte] = number
+                if number == len(columns):
                     columns.append(column.copy())
             if len(columns) * (states + 1) > MAX_CELLS or len(columns) >= _MAX_CLASSES:
                 raise InputRefused(
                     f"{where}: {states:,} states by {len(columns):,} kinds of tokens are more than the "
                     f"{MAX_CELLS:,} cells of the largest table; make it simpler or shorter"
                 )
-        new_rows = np.full((len(columns) - len(continued), byte_classes), -1, dtype=np.int64)
-        continued = np.concatenate([continued, new_rows])
-        column_V[active] = continued[column_A, byte_A]
+        new_rows = np.full((len(columns) - len(next_columns), byte_classes), -1, dtype=np.int64)
+        next_columns = np.concatenate([next_columns, new_rows])
+        column_V[active] = next_columns[column_A, byte_class_A]
         depth += 1
         active = active[lengths_V[active] > depth]
     used, class_V = np.unique(column_V, return_inverse=True)
@@ -308,7 +316,7 @@ def _token_columns(
     return columns_C2S, class_V.astype(np.int16), tuple(sequences.effects)
 
 
-_UNKNOWN = -2  # a combined effect that was not computed yet
+_UNKNOWN = -2  # stands for a combined effect that was not computed yet
 
 
 class _SequenceEffects:
@@ -323,8 +331,8 @@ class _SequenceEffects:
         self._where = where
         self._byte_count = len(byte_effects)
         self._number_of = {effect: number for number, effect in enumerate(byte_effects)}
-        # The number of the effect after an effect and a byte's effect; -1 where no counters allow
-        # it.
+        # The number of the effect of a sequence's effect and then a byte's; -1 where no counts allow
+        # both.
         self._combined = np.full((self._byte_count, self._byte_count), _UNKNOWN, dtype=np.int16)
         # Effect 0 changes nothing.
         self._combined[0] = np.arange(self._byte_count)
@@ -338,7 +346,7 @@ class _SequenceEffects:
             byte: the numbers of the bytes' effects, in the same shape.
 
         Returns:
-            The numbers, in the same shape; -1 where no counters allow both.
+            The numbers, in the same shape; -1 where no counts allow both.
         """
         combined = self._combined[before, byte]
         missing = combined == _UNKNOWN
@@ -350,6 +358,7 @@ class _SequenceEffects:
         return combined
 
     def _combine(self, before: int, byte: int) -> None:
+        """Compute one entry of `_combined`."""
         effect = compose_effects(self.effects[before], self.effects[byte])
         if effect is None:
             self._combined[before, byte] = -1
@@ -382,10 +391,10 @@ def _edges(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:
 
 def _reachable(edges_SE: NDArray[np.bool_], start: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return which states can be reached from the start states along edges, bool [S + 1]."""
-    seen_S = np.zeros(len(edges_SE), dtype=bool)
-    seen_S[start] = True
+    reached_S = np.zeros(len(edges_SE), dtype=bool)
+    reached_S[start] = True
     frontier = start
     while len(frontier):
-        frontier = np.flatnonzero(edges_SE[frontier].any(axis=0) & ~seen_S)
-        seen_S[frontier] = True
-    return seen_S
+        frontier = np.flatnonzero(edges_SE[frontier].any(axis=0) & ~reached_S)
+        reached_S[frontier] = True
+    return reached_S

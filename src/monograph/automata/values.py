@@ -1,6 +1,6 @@
 """Build expressions for JSON constants and for numbers within bounds; compare JSON values.
 
-`overlap` decides whether schemas exclude each other. It looks at types, at constants, and at the
+`find_overlap` decides whether schemas exclude each other. It compares types, constants, and the
 members of objects one by one.
 """
 
@@ -27,8 +27,8 @@ from monograph.automata.expression import (
 STRING_LENGTH = 64
 # Without bounds, a number may have this many digits: as many as a float64 holds exactly.
 DIGITS = 15
-# The maximum of digits after the point: serialisers write 17 significant digits after at most five
-# zeros.
+# The maximum number of digits after the point: serialisers write 17 significant digits after at most
+# five zeros.
 FRACTION_DIGITS = 22
 _DIGIT = byte_range(0x30, 0x39)
 _QUOTE = literal(b'"')
@@ -170,13 +170,14 @@ def is_json(value: object) -> bool:
     return value is None or isinstance(value, str | int)
 
 
-def overlap(
+def find_overlap(
     options: Sequence[dict[str, Any]], target: Callable[[str], Any], spend: Callable[[int], None]
 ) -> tuple[int, int] | None:
-    """Find two schemas that may both be valid for one value.
+    """Find two schemas that may both be valid for the same value.
 
     Args:
-        options: schemas that have been read, so that they are well formed and not recursive.
+        options: schemas that have been read, so that they are known to be well formed and not
+            recursive.
         target: returns the schema that a reference names.
         spend: counts comparisons of values, and raises if there are too many.
 

@@ -404,7 +404,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
 def _lead_bytes(model: ReadyModel, prompts: Sequence[PromptRequest]) -> bytes:
     """Return the bytes that the tokenizer puts before a text that follows the prompts.
 
-    Some tokenizers put a space before the first text, which decoding removes (`strips`).
+    Some tokenizers put a space before the first text, which decoding removes (`strips_space`).
 
     Raises:
         UsageError: the bytes differ from prompt to prompt.

@@ -2,15 +2,15 @@
 and samples a token.
 
 A chain is the list of the stages that some requests need (`monograph.decode.knobs`). Its knobs are
-the numbers that the stages read for each row. Edits precede all filters: a bias for ids, a minimum
-number of tokens, a constraint, and penalties for earlier ids.
+the numbers that the stages read for each row. The edits are the stages before the temperature and the
+filters: a bias for ids, a minimum number of tokens, a constraint, and penalties for earlier ids.
 
 All stages are pure functions of tensors with static shapes, and never wait for the device. So a row
 gets the same token whether the sampler runs eagerly, compiled, captured or replayed. Arithmetic is in
 fp32 for every dtype of the model.
 
 Shapes: B rows, V vocabulary, M listed ids of a row, padded with -1, T positions of a row, N the
-tokens that a filter reads (`Candidates`) or that are reported.
+tokens that a filter reads (`Candidates`) or that are reported; 1 broadcasts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from monograph.decode.candidates import Candidates, Truncation, everything, one_each
+from monograph.decode.candidates import Candidates, Truncation, all_candidates, unit_weights
 from monograph.decode.filters import FILTERS, log_total
 from monograph.decode.knobs import EDITS, Chain
-from monograph.decode.reproducible import greatest, greatest_sum, gumbel_noise_of, row_uniform
+from monograph.decode.reproducible import argmax_id, argmax_with_noise, gumbel_noise_of, row_uniform
 from monograph.decode.sampling import Sampling
 from monograph.errors import UsageError
 
@@ -32,9 +32,9 @@ COUNT_DTYPE = torch.int32
 
 
 def _add_at(logits_BV: Tensor, ids_BM: Tensor, values_BM: Tensor) -> Tensor:
-    """Return the logits with values[b, m] added at the id ids[b, m]; -inf forbids the id."""
-    # Lists are padded with the id -1, because their length is part of the graph. Padding adds 0 at
-    # the id 0.
+    """Return the logits of each row with its values added at its ids; -inf forbids an id."""
+    # All lists have the same length, which is part of the graph, so shorter ones are padded with the
+    # id -1. Padding adds 0 to the logit of id 0.
     is_listed_BM = ids_BM >= 0
     return logits_BV.scatter_add(
         -1, torch.where(is_listed_BM, ids_BM, 0), torch.where(is_listed_BM, values_BM, 0.0)
@@ -44,26 +44,28 @@ def _add_at(logits_BV: Tensor, ids_BM: Tensor, values_BM: Tensor) -> Tensor:
 def _forbid_until(
     logits_BV: Tensor, ids_BM: Tensor, generated_B1: Tensor, min_tokens_B1: Tensor
 ) -> Tensor:
-    """Return logits that are -inf at the listed ids in rows with fewer than `min_tokens` tokens."""
+    """Forbid the listed ids in rows that have sampled fewer than `min_tokens` tokens."""
     is_early_BM = (generated_B1 < min_tokens_B1).expand_as(ids_BM)
     zeros_BM = torch.zeros_like(ids_BM, dtype=torch.float32)
     return _add_at(logits_BV, ids_BM, torch.where(is_early_BM, -torch.inf, zeros_BM))
 
 
-def repetition(logits_BV: Tensor, seen_BV: Tensor, penalty_B1: Tensor) -> Tensor:
-    """Return x / r if x > 0, else x r, for earlier ids, and x for all others.
+def penalise_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty_B1: Tensor) -> Tensor:
+    """Return x / r if x > 0, else x r, for the ids in `seen_BV`, and x for all others.
 
-    The source is Keskar et al. 2019, CTRL; transformers and llama.cpp do the same.
+    x is a logit, and r the penalty. The source is Keskar et al. 2019, CTRL; transformers and
+    llama.cpp do the same.
     """
     penalised_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
     return torch.where(seen_BV, penalised_BV, logits_BV)
 
 
-def counted(
+def penalise_frequency_and_presence(
     logits_BV: Tensor, counts_BV: Tensor, frequency_B1: Tensor, presence_B1: Tensor
 ) -> Tensor:
-    """Return x - count f - (count > 0) p, with the frequency and presence penalties f and p of
-    OpenAI's API.
+    """Return x - count f - (count > 0) p.
+
+    x is a logit, and f and p are the frequency and the presence penalty of OpenAI's API.
     """
     frequency_BV = counts_BV.float() * frequency_B1
     presence_BV = torch.where(counts_BV > 0, presence_B1, 0.0)
@@ -73,31 +75,45 @@ def counted(
 class Past(NamedTuple):
     """The ids of each row, in prompt and output, and their repetitions.
 
+    A repetition is a sequence of tokens that ends at an earlier position and also ends the text. The
+    next token continues it if it is the token after that earlier position.
+
     Attributes:
         history_BT: int32, the id at each position.
-        repeats_BT: int32, the length of the longest sequence of tokens that ends at the position and
-            also at the end of the text, and contains no breaker.
-        breaker_BV: bool, the sequence breakers, which no repetition contains.
+        repeats_BT: int32, the length of the longest repetition that ends at each position.
+        breaker_BV: bool, the sequence breakers: tokens that no repetition contains.
     """
 
     history_BT: Tensor
     repeats_BT: Tensor
     breaker_BV: Tensor
 
-    def add(self, token_B: Tensor, position_B: Tensor, moved_B: Tensor) -> None:
-        """Add the tokens sampled at these positions, in place; only rows in `moved_B` change."""
+    def add(self, token_B: Tensor, position_B: Tensor, sampled_B: Tensor) -> None:
+        """Add the tokens at these positions, in place, in the rows of `sampled_B`.
+
+        Args:
+            token_B: int64, the rows' last tokens.
+            position_B: int64, their positions.
+            sampled_B: bool, the rows that sampled a token in this step. The others do not change.
+        """
         positions_T = torch.arange(self.history_BT.shape[1], device=token_B.device)
         is_same_BT = (self.history_BT == token_B[:, None]) & (positions_T < position_B[:, None])
         is_same_BT &= ~self.breaker_BV.gather(-1, token_B[:, None])
-        # A repetition that ends at a position is one token longer than the one that ended at the
-        # position before it, so no repetition is searched for.
-        before_BT = torch.nn.functional.pad(self.repeats_BT[:, :-1], (1, 0))
-        repeats_BT = torch.where(is_same_BT, before_BT + 1, 0)
-        self.repeats_BT.copy_(torch.where(moved_B[:, None], repeats_BT, self.repeats_BT))
+        # The new token ends a repetition at each position with the same token. It is one token longer
+        # than the repetition that ended at the position before it until now.
+        previous_BT = torch.nn.functional.pad(self.repeats_BT[:, :-1], (1, 0))
+        repeats_BT = torch.where(is_same_BT, previous_BT + 1, 0)
+        self.repeats_BT.copy_(torch.where(sampled_B[:, None], repeats_BT, self.repeats_BT))
         self.history_BT.scatter_(-1, position_B[:, None], token_B[:, None].to(torch.int32))
 
-    def begin(self, row: int, prompt_ids: Sequence[int], breaker_V: Tensor | None) -> None:
-        """Write a prompt to its row, in place; without a breaker_V the row has no breakers."""
+    def write_prompt(self, row: int, prompt_ids: Sequence[int], breaker_V: Tensor | None) -> None:
+        """Write a prompt to its row, in place.
+
+        Args:
+            row: the row.
+            prompt_ids: the prompt.
+            breaker_V: bool, the sequence breakers; None: no breakers.
+        """
         ids_T = torch.tensor(prompt_ids)
         self.breaker_BV[row] = False if breaker_V is None else breaker_V
         last_breaker = -1
@@ -106,14 +122,20 @@ class Past(NamedTuple):
             last_breaker = breaker_positions[-1] if breaker_positions else -1
         # No repetition is longer than the number of ids after the last breaker.
         longest = len(prompt_ids) - 1 - last_breaker
-        repeats = [min(length, longest) for length in _repeats(prompt_ids)]
+        repeats = [min(length, longest) for length in _repetition_lengths(prompt_ids)]
         self.history_BT[row, : len(prompt_ids)] = ids_T
         self.repeats_BT[row, : len(prompt_ids)] = torch.tensor(repeats)
 
 
 @torch.library.custom_op("monograph::largest_at", mutates_args=())
 def largest_at(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
-    """Return for each id the largest of its values, at least 0, [B, V]."""
+    """Return for each id the largest of its values, but at least 0; [B, V].
+
+    Args:
+        values_BT: the values, one for each position.
+        ids_BT: int64, the id at each position.
+        vocabulary: V.
+    """
     # This is a custom operator because of a fault of Inductor (torch 2.13): `scatter_reduce` may write
     # to the zeros after other kernels have read them. A top-k that reads all logits then got them
     # without the penalty.
@@ -127,33 +149,36 @@ def _(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
     return values_BT.new_empty(values_BT.shape[0], vocabulary)
 
 
-def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, Tensor]) -> Tensor:
-    """Return x - m b^(L - a) for ids that would continue a repetition of L >= a tokens.
+def penalise_dry(
+    logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, Tensor]
+) -> Tensor:
+    """Return x - m b^(L - a) for ids that would continue a repetition of L >= a tokens, else x.
 
-    This is DRY (P. E. Weidmann 2024). L is the length of the longest sequence that ends the text and
-    also precedes an earlier occurrence of the id. A sequence breaker has no penalty.
+    This is DRY (P. E. Weidmann 2024). x is a logit, and L is the length of the longest repetition
+    that the id would continue (`Past`). A sequence breaker has no penalty.
 
     Args:
         logits_BV: fp32.
         past: the ids of prompt and output.
         position_B1: int64, the position of the token to be sampled.
-        knobs: "dry_multiplier" m, "dry_base" b, "dry_allowed_length" a, "dry_penalty_last_n", [B,
-            1] each.
+        knobs: "dry_multiplier" m, "dry_base" b, "dry_allowed_length" a, and "dry_penalty_last_n",
+            the number of last tokens in which repetitions are searched; [B, 1] each.
     """
-    allowed_B1 = knobs["dry_allowed_length"]
+    allowed_length_B1 = knobs["dry_allowed_length"]
     last_n_B1 = knobs["dry_penalty_last_n"]
     # The token after the last position is not known, so a repetition cannot end there.
     positions_T = torch.arange(past.history_BT.shape[1] - 1, device=logits_BV.device)
-    start_B1 = torch.where(last_n_B1 < 0, 0, (position_B1 - last_n_B1).clamp(min=0))
+    window_begin_B1 = torch.where(last_n_B1 < 0, 0, (position_B1 - last_n_B1).clamp(min=0))
     # A repetition does not begin before the window.
-    length_BT = past.repeats_BT[:, :-1].long().minimum(positions_T - start_B1 + 1)
-    is_match_BT = (
-        (length_BT >= allowed_B1) & (positions_T >= start_B1) & (positions_T < position_B1 - 1)
-    )
-    is_match_BT &= knobs["dry_multiplier"] > 0
-    exponent_BT = (length_BT - allowed_B1).clamp(min=0)
-    # The power is a product of squares in fp64. It has the same bits on every device, while the pow of
-    # libraries does not.
+    length_BT = past.repeats_BT[:, :-1].long().minimum(positions_T - window_begin_B1 + 1)
+    is_long_enough_BT = length_BT >= allowed_length_B1
+    # A repetition ends before the last token, which is at `position_B1` - 1.
+    is_in_window_BT = (positions_T >= window_begin_B1) & (positions_T < position_B1 - 1)
+    is_penalised_BT = is_long_enough_BT & is_in_window_BT
+    is_penalised_BT &= knobs["dry_multiplier"] > 0
+    exponent_BT = (length_BT - allowed_length_B1).clamp(min=0)
+    # The power is computed by repeated squaring in fp64. It has the same bits on every device, while
+    # the pow of libraries does not.
     power_BT = torch.ones_like(exponent_BT, dtype=torch.float64)
     square_B1 = knobs["dry_base"].double()
     for bit in range(past.history_BT.shape[1].bit_length()):
@@ -163,30 +188,35 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
     penalty_BT = (knobs["dry_multiplier"].double() * power_BT).clamp(
         max=torch.finfo(torch.float32).max
     )
-    penalty_BT = torch.where(is_match_BT, penalty_BT.float(), 0.0)
+    penalty_BT = torch.where(is_penalised_BT, penalty_BT.float(), 0.0)
+    # The penalty of a position is for the id at the next position, which would continue the repetition.
     penalty_BV = largest_at(penalty_BT, past.history_BT[:, 1:].long(), logits_BV.shape[-1])
     return torch.where(past.breaker_BV, logits_BV, logits_BV - penalty_BV)
 
 
-def _repeats(ids: Sequence[int]) -> list[int]:
+def _repetition_lengths(ids: Sequence[int]) -> list[int]:
     """Return the length of the longest sequence that ends at each position and at the end of `ids`.
 
-    This is the Z-algorithm on the reversed ids. It takes time in proportion to their number.
+    It is 0 for the last position. This is the Z-algorithm on the reversed ids, whose time is
+    proportional to their number.
     """
     reverse = ids[::-1]
-    repeats = [0] * len(ids)
+    lengths = [0] * len(ids)
     # The match that reaches furthest right: reverse[left:right] equals the beginning of `reverse`.
     left = 0
     right = 0
     for start in range(1, len(ids)):
-        length = min(right - start, repeats[start - left]) if start < right else 0
+        length = 0
+        if start < right:
+            # Inside the match, reverse[start:right] repeats an earlier part, whose length is known.
+            length = min(right - start, lengths[start - left])
         while start + length < len(ids) and reverse[length] == reverse[start + length]:
             length += 1
-        repeats[start] = length
+        lengths[start] = length
         if start + length > right:
             left = start
             right = start + length
-    return repeats[::-1]
+    return lengths[::-1]
 
 
 def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
@@ -199,46 +229,47 @@ def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
         return torch.zeros(len(pieces), dtype=torch.bool)
     # With "surrogatepass", half of a surrogate pair is refused below and is not an encoding error.
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-    contained = [[text in bytes(piece) for piece in pieces] for text in encoded]
-    for text, in_pieces in zip(texts, contained, strict=True):
-        if not any(in_pieces):
+    is_in_piece = [[text in bytes(piece) for piece in pieces] for text in encoded]
+    for text, is_in_each in zip(texts, is_in_piece, strict=True):
+        if not any(is_in_each):
             raise UsageError(
                 f"dry_sequence_breakers: no token contains {text!r}; give a text that one token holds"
             )
-    return torch.tensor(contained).any(0)
+    return torch.tensor(is_in_piece).any(0)
 
 
 def first_counts(
     sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Return a row's counts of ids before its first sampled token.
+    """Return the counts of ids with which a row begins.
 
     Returns:
-        counts_V: int32 [V], zeros, or for the scope "all" the counts of the prompt.
-        prompt_V: int32 [V], the counts of the prompt, or of its last `penalty_last_n` ids.
+        counts_V: int32 [V], the counts of the frequency and presence penalties: zeros, or with the
+            scope "all" those of `prompt_V`.
+        prompt_V: int32 [V], how often each id is in the prompt, or in its last `penalty_last_n` ids.
     """
-    seen = prompt_ids
+    window_ids = prompt_ids
     if sampling.penalty_last_n > 0:
-        seen = prompt_ids[-sampling.penalty_last_n :]
-    seen_ids = torch.tensor(seen, dtype=torch.int64)
-    prompt_V = torch.bincount(seen_ids, minlength=vocabulary).to(COUNT_DTYPE)
+        window_ids = prompt_ids[-sampling.penalty_last_n :]
+    ids = torch.tensor(window_ids, dtype=torch.int64)
+    prompt_V = torch.bincount(ids, minlength=vocabulary).to(COUNT_DTYPE)
     counts_V = prompt_V if sampling.penalty_scope == "all" else torch.zeros_like(prompt_V)
     return counts_V, prompt_V
 
 
-def add_to_counts(counts_BV: Tensor, token_B: Tensor, counted_B: Tensor, times: int = 1) -> None:
-    """Add `times` to the count of each row's token, in place, in the rows of `counted_B`."""
+def add_to_counts(counts_BV: Tensor, token_B: Tensor, is_used_B: Tensor, amount: int = 1) -> None:
+    """Add an amount to the count of each row's token, in place, in the rows of `is_used_B`."""
     # `index_put_` is used because a captured `scatter_add_` copies all counts (dev/log.md).
     rows_B = torch.arange(len(token_B), device=token_B.device)
-    counts_BV.index_put_((rows_B, token_B), times * counted_B.to(counts_BV.dtype), accumulate=True)
+    counts_BV.index_put_((rows_B, token_B), amount * is_used_B.to(counts_BV.dtype), accumulate=True)
 
 
-# The statuses of sampling in a row; see `Drawn`. All but OK stop the row. After OVERFLOW the host
-# repeats the step with the truncation "search".
+# The statuses of a row after sampling; see `SampledTokens`. A row samples no further token after a
+# status other than OK. After UNDECIDED the host repeats the row's step with the truncation "search".
 OK = 0
-NAN = 1
-DEAD = 2
-OVERFLOW = 3
+NOT_FINITE = 1
+NOTHING_ALLOWED = 2
+UNDECIDED = 3
 
 
 class SamplerRows(NamedTuple):
@@ -250,12 +281,12 @@ class SamplerRows(NamedTuple):
         seed_B: int64.
         position_B: int64, the absolute position of the token to be sampled.
         generated_B: int64, the number of sampled tokens.
-        knobs: the numbers of the stages by name, fp32 or int64 [B], or lists of ids [B, M]
-            (`new_knobs`).
-        counts_BV: int32, the counts of `first_counts` plus those of the sampled ids.
-        prompt_BV: bool, whether an id is in the prompt; if penalties see a window, int32, how often
-            it is in the window.
-        past: the ids of prompt and output.
+        knobs: the numbers of the stages by name, fp32 or int64 [B], or lists of ids and biases
+            [B, M] (`new_knobs`).
+        counts_BV: int32, `counts_V` of `first_counts` plus how often each id was sampled.
+        prompt_BV: bool, whether an id is in the prompt; or int32, how often it is there, within the
+            last ids that penalties see.
+        past: the ids of prompt and output, and their repetitions.
         mu_B: fp32, the surprise in bits that mirostat allows.
     """
 
@@ -270,12 +301,12 @@ class SamplerRows(NamedTuple):
 
 
 class LogProbabilities(NamedTuple):
-    """Log-probabilities, natural.
+    """Natural logarithms of probabilities.
 
     Attributes:
-        chosen_B: fp32, of the sampled tokens.
-        ids_BN: int64, the N likeliest tokens.
-        values_BN: fp32, of the N likeliest tokens.
+        chosen_B: fp32, those of the sampled tokens.
+        ids_BN: int64, the ids of the N likeliest tokens, the likeliest first.
+        values_BN: fp32, those of the N likeliest tokens.
     """
 
     chosen_B: Tensor
@@ -283,15 +314,15 @@ class LogProbabilities(NamedTuple):
     values_BN: Tensor
 
 
-class Drawn(NamedTuple):
-    """The sampled tokens.
+class SampledTokens(NamedTuple):
+    """A sampled token of each row.
 
     Attributes:
         token_B: int64, 0 where the status is not OK.
-        status_B: int32. OK; NAN: a logit is NaN or +inf; DEAD: no token is allowed; OVERFLOW: the
-            window did not hold all tokens that a filter keeps.
-        logprobs: under the distribution that is sampled from. If that has fewer than N tokens, the
-            places after them have -inf. None if the chain does not need log-probabilities.
+        status_B: int32. OK; NOT_FINITE: a logit is NaN or +inf; NOTHING_ALLOWED: no token is allowed;
+            UNDECIDED: the window did not hold all tokens that a filter keeps.
+        logprobs: log-probabilities under the distribution that is sampled from. If that has fewer
+            than N tokens, the places after them have -inf. None if the chain does not need them.
     """
 
     token_B: Tensor
@@ -305,13 +336,13 @@ def sample(
     allowed_BV: Tensor | None,
     chain: Chain,
     truncation: Truncation = "window",
-) -> Drawn:
+) -> SampledTokens:
     """Sample one token per row.
 
     The token is the argmax over the kept tokens of score + g, where g is Gumbel noise, a function of
     (seed, position, id). This samples from the softmax of the scores (Gumbel 1954; Maddison et al.
-    2014). A row with temperature 0 takes the argmax of its edited logits. The lowest id of equal
-    ones is taken.
+    2014). A row with temperature 0 takes the argmax of its edited logits. Of equal maxima, the one
+    with the lowest id is taken.
 
     Args:
         logits_BV: [B, V], any float dtype.
@@ -319,50 +350,52 @@ def sample(
         allowed_BV: [B, V] bool, the tokens that a constraint allows; None: all tokens.
         chain: the stages.
         truncation: how filters find their thresholds. "window" reads only the likeliest tokens, and
-            reports OVERFLOW if they are too few; "search" and "sort" read all tokens. If the window
-            suffices, all three give the same bits.
+            gives the status UNDECIDED if they are too few; "search" and "sort" read all tokens. If
+            the window suffices, all three give the same bits.
     """
     edited_BV = edit_logits_or_nan(logits_BV, rows, allowed_BV, chain)
-    greatest_B1 = edited_BV.amax(-1, keepdim=True)
+    largest_B1 = edited_BV.amax(-1, keepdim=True)
     sufficed_B = torch.ones_like(rows.position_B, dtype=torch.bool)
     token_B = edited_BV.argmax(-1)
     # Log-probabilities under the distribution that is sampled from are needed only for a report of
     # them, and by mirostat.
-    is_reported = chain.logprobs is not None and chain.processed
+    is_reported = chain.logprobs is not None and chain.reports_processed
     logprobs = None
     if is_reported or "mirostat" in chain.stages:
-        logprobs = _log_probabilities_of_certain(token_B, chain.logprobs or 0)
-    if chain.draws:
-        greedy_B = rows.knobs["temperature"] <= 0
+        # Those of rows that take the likeliest token.
+        logprobs = _log_probabilities_without_chance(token_B, chain.logprobs or 0)
+    if chain.samples_at_random:
+        is_greedy_B = rows.knobs["temperature"] <= 0
         candidates = apply_filters(edited_BV, rows, chain, truncation)
-        token_B = torch.where(greedy_B, token_B, _sampled_from(candidates, rows))
-        # A greedy row ignores the filters, so their overflow does not matter.
-        sufficed_B = candidates.sufficed_B1[:, 0] | greedy_B
+        token_B = torch.where(is_greedy_B, token_B, _sampled_from(candidates, rows))
+        # A greedy row ignores the filters, so it does not matter whether their window sufficed.
+        sufficed_B = candidates.sufficed_B1[:, 0] | is_greedy_B
         if logprobs is not None:
-            of_greedy = logprobs
-            of_sampled = _log_probabilities_after_filters(candidates, token_B, chain.logprobs or 0)
+            greedy = logprobs
+            random = _log_probabilities_after_filters(candidates, token_B, chain.logprobs or 0)
             # Both are computed for all rows, since the host does not know which rows are greedy.
-            greedy_B1 = greedy_B[:, None]
+            is_greedy_B1 = is_greedy_B[:, None]
             logprobs = LogProbabilities(
-                torch.where(greedy_B, of_greedy.chosen_B, of_sampled.chosen_B),
-                torch.where(greedy_B1, of_greedy.ids_BN, of_sampled.ids_BN),
-                torch.where(greedy_B1, of_greedy.values_BN, of_sampled.values_BN),
+                chosen_B=torch.where(is_greedy_B, greedy.chosen_B, random.chosen_B),
+                ids_BN=torch.where(is_greedy_B1, greedy.ids_BN, random.ids_BN),
+                values_BN=torch.where(is_greedy_B1, greedy.values_BN, random.values_BN),
             )
-    is_number_B = greatest_B1[:, 0] < torch.inf
-    # NAN is set last, since the other statuses mean nothing in a row with a NaN.
-    status_B = torch.where(sufficed_B, OK, OVERFLOW)
-    status_B = torch.where(greatest_B1[:, 0] == -torch.inf, DEAD, status_B)
-    status_B = torch.where(is_number_B, status_B, NAN).to(torch.int32)
-    return Drawn(torch.where(status_B == OK, token_B, 0), status_B, logprobs)
+    largest_B = largest_B1[:, 0]
+    # NOT_FINITE is set last, since the other statuses mean nothing in a row with a NaN. The comparison
+    # is false for NaN.
+    status_B = torch.where(sufficed_B, OK, UNDECIDED)
+    status_B = torch.where(largest_B == -torch.inf, NOTHING_ALLOWED, status_B)
+    status_B = torch.where(largest_B < torch.inf, status_B, NOT_FINITE).to(torch.int32)
+    return SampledTokens(torch.where(status_B == OK, token_B, 0), status_B, logprobs)
 
 
 def _sampled_from(candidates: Candidates, rows: SamplerRows) -> Tensor:
-    """Return the tokens with the largest score plus noise, the lowest id of equal ones; [B]."""
+    """Return each row's token with the largest score plus noise, the lowest id of equal ones; [B]."""
     scores_BN = candidates.scores_BN
     ids_BN = candidates.ids_BN
     if ids_BN is None:
-        return greatest_sum(scores_BN, rows.seed_B, rows.position_B)
-    return greatest(scores_BN + gumbel_noise_of(rows.seed_B, rows.position_B, ids_BN), ids_BN)
+        return argmax_with_noise(scores_BN, rows.seed_B, rows.position_B)
+    return argmax_id(scores_BN + gumbel_noise_of(rows.seed_B, rows.position_B, ids_BN), ids_BN)
 
 
 def apply_filters(
@@ -376,31 +409,35 @@ def apply_filters(
         knobs["xtc_uniform"] = row_uniform(rows.seed_B, rows.position_B)[:, None]
     if rows.mu_B is not None:
         knobs["mu"] = rows.mu_B[:, None]
-    candidates = everything(edited_BV, truncation, chain.likeliest_count)
+    candidates = all_candidates(edited_BV, truncation, chain.likeliest_count)
     for stage in chain.stages:
         if stage not in EDITS:
             before = candidates
             candidates = FILTERS[stage].apply(candidates, knobs)
             if "min_keep" not in knobs or FILTERS[stage].is_temperature:
                 continue
-            # top_k keeps at least min_keep tokens by itself (`kept_at_most`). It may also shorten the
-            # list of tokens, so `before` and `candidates` may differ in shape.
+            # top_k keeps at least min_keep tokens by itself (`top_k_of`). It may also leave out the
+            # unlikely tokens altogether, so `before` and `candidates` may differ in shape.
             if stage != "top_k":
                 candidates = _with_at_least(knobs["min_keep"], before, candidates)
     return candidates
 
 
 def _with_at_least(min_keep_B1: Tensor, before: Candidates, after: Candidates) -> Candidates:
-    """Return the tokens that a filter left, but at least `min_keep` of those before it.
+    """Return the tokens that a filter left. Where these are too few, undo the filter and keep the
+    `min_keep` likeliest tokens instead, or all if there are fewer.
 
-    In a row with fewer tokens these are the likeliest ones before the filter.
+    Args:
+        min_keep_B1: int64.
+        before: the tokens before the filter.
+        after: the tokens after the filter.
     """
     min_keep_B1 = min_keep_B1.minimum(before.count_left())
     too_few_B1 = after.count_left() < min_keep_B1
-    kept = before.likeliest(one_each, min_keep_B1.clamp(min=1), too_few_B1)
+    kept = before.keep_likeliest(unit_weights, min_keep_B1.clamp(min=1), too_few_B1)
     return after._replace(
         scores_BN=torch.where(too_few_B1, kept.scores_BN, after.scores_BN),
-        high_B1=torch.where(too_few_B1, kept.high_B1, after.high_B1),
+        max_score_B1=torch.where(too_few_B1, kept.max_score_B1, after.max_score_B1),
         sufficed_B1=torch.where(too_few_B1, kept.sufficed_B1, after.sufficed_B1),
     )
 
@@ -408,10 +445,10 @@ def _with_at_least(min_keep_B1: Tensor, before: Candidates, after: Candidates) -
 def edit_logits_or_nan(
     logits_BV: Tensor, rows: SamplerRows, allowed_BV: Tensor | None, chain: Chain
 ) -> Tensor:
-    """Return the edited logits, and NaN where a logit is NaN or +inf; fp32.
+    """Return `edit_logits`, but NaN where a logit is NaN or +inf; fp32.
 
-    The NaN is there even at a forbidden token, so that the row's maximum is NaN. A forbidden token
-    is -inf, which argmax ignores.
+    A forbidden token is -inf. A bad logit becomes NaN even if its token is forbidden, so that the row's
+    maximum is NaN and the row is stopped.
     """
     raw_BV = logits_BV.float()
     return torch.where(raw_BV < torch.inf, edit_logits(raw_BV, rows, allowed_BV, chain), torch.nan)
@@ -434,18 +471,20 @@ def edit_logits(
     if "repetition" in chain.stages:
         assert rows.counts_BV is not None and rows.prompt_BV is not None
         seen_BV = rows.prompt_BV.bool() | (rows.counts_BV > 0)
-        logits_BV = repetition(logits_BV, seen_BV, knobs["repetition_penalty"][:, None])
-    if "counted" in chain.stages:
+        logits_BV = penalise_repetition(logits_BV, seen_BV, knobs["repetition_penalty"][:, None])
+    if "frequency_presence" in chain.stages:
         assert rows.counts_BV is not None
         frequency_B1 = knobs["frequency_penalty"][:, None]
         presence_B1 = knobs["presence_penalty"][:, None]
-        logits_BV = counted(logits_BV, rows.counts_BV, frequency_B1, presence_B1)
+        logits_BV = penalise_frequency_and_presence(
+            logits_BV, rows.counts_BV, frequency_B1, presence_B1
+        )
     if "dry" in chain.stages:
         assert rows.past is not None
         dry_knobs = {
             name: value[:, None] for name, value in knobs.items() if name.startswith("dry")
         }
-        logits_BV = dry(logits_BV, rows.past, rows.position_B[:, None], dry_knobs)
+        logits_BV = penalise_dry(logits_BV, rows.past, rows.position_B[:, None], dry_knobs)
     return logits_BV
 
 
@@ -463,7 +502,7 @@ def _log_probabilities_after_filters(
 ) -> LogProbabilities:
     """Return log-probabilities under the softmax of the candidates' scores."""
     ids_BN = candidates.ids_BN
-    values_BN = candidates.scores_BN - candidates.high_B1 - log_total(candidates)
+    values_BN = candidates.scores_BN - candidates.max_score_B1 - log_total(candidates)
     if ids_BN is None:
         chosen_B = values_BN.gather(-1, token_B[:, None])[:, 0]
     else:
@@ -473,7 +512,7 @@ def _log_probabilities_after_filters(
     likeliest_ids_BN = likeliest.indices
     if ids_BN is not None:
         likeliest_ids_BN = ids_BN.gather(-1, likeliest.indices)
-    # `shortened` may have left fewer than n tokens. Padding has the probability 0, like a dropped token.
+    # `shorten` may have left fewer than n tokens. Padding has the probability 0, like a dropped token.
     padding = (0, n - available)
     return LogProbabilities(
         chosen_B,
@@ -482,8 +521,8 @@ def _log_probabilities_after_filters(
     )
 
 
-def _log_probabilities_of_certain(token_B: Tensor, n: int) -> LogProbabilities:
-    """Return log-probabilities if the given token of each row has the probability 1."""
+def _log_probabilities_without_chance(token_B: Tensor, n: int) -> LogProbabilities:
+    """Return the log-probabilities if each row's token is certain: 0 for it, -inf for n - 1 others."""
     ids_BN = token_B[:, None].expand(-1, n)
     first_N = torch.arange(n, device=token_B.device) == 0
     chosen_B = torch.zeros_like(token_B, dtype=torch.float32)

@@ -1,9 +1,9 @@
 """Attention to a cache by Triton kernels, on a GPU, for every family whose layers have attention.
 
-A step of decoding has one new position per row. It is one launch, which also writes the new keys and
-values (`monograph.ops.decode_kernels.attend`). PyTorch's operators need nine launches with five
-blocks of cache. A part of a prompt has several new positions. Its attention is one launch after its
-keys and values were written (`monograph.ops.cached_attention_kernel`).
+A step of decoding has one new position per row. Its attention is one launch, which also writes the
+new keys and values (`monograph.ops.decode_kernels.attend`); with five blocks of cache, PyTorch's
+operators would need nine launches. A chunk of a prompt has several new positions. Its attention is one
+launch after its keys and values have been written (`monograph.ops.cached_attention_kernel`).
 
 Shapes: B rows, H query heads, K key-value heads, T new positions, E head dimension, N blocks of the
 cache, C slots of a block, X = (H + 2 K) E.
@@ -17,7 +17,8 @@ from monograph.ops.cached_attention_kernel import SLOTS, attend_cache
 from monograph.ops.decode_kernels import ROWS, attend, attend_fits
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# `attend` computes each half of a head by a product of its own, which needs at least 16 channels.
+# The number of channels of a head. `attend` computes each half of a head by a matrix product of its
+# own, which needs at least 16 channels.
 _MIN_HEAD_OF_STEP = 2 * ROWS
 _MAX_HEAD = 256
 
@@ -26,8 +27,8 @@ class FastAttention:
     """The kernels for the rows of one cache."""
 
     def __init__(self, rows: int, key_heads: int, device: torch.device) -> None:
-        """Allocate what the programs of a row count in."""
-        # It is zero before and after each launch. All layers share it, because they run one after
+        """Allocate the counters by which the programs of a row know which of them finishes last."""
+        # They are zero before and after each launch. All layers share them, because they run one after
         # another.
         self._counters_BK = torch.zeros(rows, key_heads, dtype=torch.int32, device=device)
 
@@ -57,14 +58,14 @@ class FastAttention:
         """
         query_BH1E, key_BK1E, _ = heads
         head_dim = query_BH1E.shape[-1]
-        if head_dim < _MIN_HEAD_OF_STEP or not _are_possible(query_BH1E, keys_NBKCE):
+        if head_dim < _MIN_HEAD_OF_STEP or not _can_attend(query_BH1E, keys_NBKCE):
             return None
         slots = keys_NBKCE.shape[3]
         if not attend_fits(keys_NBKCE.device, slots, head_dim, keys_NBKCE.dtype):
             return None
         if key_BK1E.dtype != keys_NBKCE.dtype or self._counters_BK.shape[1] != key_BK1E.shape[1]:
             return None
-        mixed_BX: Tensor = attend(
+        output_BX: Tensor = attend(
             torch.cat(heads, dim=1).flatten(1),
             keys_NBKCE,
             values_NBKCE,
@@ -76,7 +77,7 @@ class FastAttention:
             sink_H=sink_H,
             window=window,
         )
-        return mixed_BX.view(query_BH1E.shape)
+        return output_BX.view(query_BH1E.shape)
 
     def chunk(
         self,
@@ -87,7 +88,7 @@ class FastAttention:
         window: int | None,
         sink_H: Tensor | None,
     ) -> Tensor | None:
-        """Return the attention of several queries per row, whose keys and values are written.
+        """Return the attention of several queries per row, whose keys and values are in the cache.
 
         Args:
             query_BHTE: the queries.
@@ -100,19 +101,25 @@ class FastAttention:
         Returns:
             [B, H, T, E]; None: the kernel cannot compute these heads.
         """
-        if not _are_possible(query_BHTE, keys_NBKCE):
+        if not _can_attend(query_BHTE, keys_NBKCE):
             return None
-        out_BTHE: Tensor = attend_cache(
+        output_BTHE: Tensor = attend_cache(
             query_BHTE, keys_NBKCE, values_NBKCE, positions_BT, window, sink_H
         )
-        return out_BTHE.transpose(1, 2)
+        return output_BTHE.transpose(1, 2)
 
 
-def _are_possible(query_BHTE: Tensor, keys_NBKCE: Tensor) -> bool:
-    head_dim, slots = query_BHTE.shape[-1], keys_NBKCE.shape[3]
-    are_powers = not head_dim & (head_dim - 1) and not slots & (slots - 1)
+def _can_attend(query_BHTE: Tensor, keys_NBKCE: Tensor) -> bool:
+    """Return whether the kernels support the device, the dtype and the sizes."""
+    head_dim = query_BHTE.shape[-1]
+    slots = keys_NBKCE.shape[3]
     # Autocast computes queries in another dtype than the cache's.
-    is_known_dtype = query_BHTE.dtype in _DTYPES and query_BHTE.dtype == keys_NBKCE.dtype
-    has_tensor_cores = torch.cuda.get_device_capability(query_BHTE.device) >= (8, 0)
-    is_known_size = ROWS <= head_dim <= _MAX_HEAD and slots >= SLOTS
-    return are_powers and is_known_dtype and is_known_size and has_tensor_cores
+    supports_dtype = query_BHTE.dtype in _DTYPES and query_BHTE.dtype == keys_NBKCE.dtype
+    supports_device = torch.cuda.get_device_capability(query_BHTE.device) >= (8, 0)
+    supports_head = ROWS <= head_dim <= _MAX_HEAD and _is_power_of_two(head_dim)
+    supports_block = slots >= SLOTS and _is_power_of_two(slots)
+    return supports_dtype and supports_device and supports_head and supports_block
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

@@ -1,14 +1,16 @@
 """Compute a decode step's logits by the kernels of `monograph.ops.decode_kernels`, on a GPU.
 
 It is the forward pass of `monograph.model.llama.Llama` for one token per row. Up to 16 rows take
-five launches per layer, or seven with a mixture of experts. With more rows, torch's products are
-faster than the kernels', which would read the weights once for every 16 rows. Attention remains one
-launch, and a layer without a mixture has nine.
+five launches per layer, or seven with a mixture of experts. The kernels read the weights once for
+every 16 rows, so with more rows torch's matrix products are used, which are faster then. Attention
+remains one launch, and a layer without a mixture takes nine.
 
 `obstacle` says why the kernels cannot compute a model. The model's own forward pass is then used. It
 is also the reference against which this one is tested.
 
-Shape suffixes: B rows, D hidden size, V vocabulary, F half of a head's channels.
+Shape suffixes: B rows, D hidden size, V vocabulary, F half of a head's channels, J key-value heads, M
+channels inside a feed-forward layer, X any number of channels; in mixtures: E experts, C chosen
+experts of a token. In `_torch_project`: K input and N output channels.
 """
 
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -65,54 +67,57 @@ def obstacle(model: Llama) -> str | None:
     if config.family.norm_names != NormNames():
         return "this family normalises what its layers add, which the kernels do not"
     dense = [layer for layer in range(config.num_hidden_layers) if not config.is_mixture(layer)]
-    if config.family.activation[1] not in _ACTIVATIONS or (config.family.clamped_gating and dense):
+    _, activation = config.family.activation
+    # The clamped activation exists only in the kernels of mixtures.
+    if activation not in _ACTIVATIONS or (config.family.clamped_gating and dense):
         return "the kernels do not have this family's activation"
     if not isinstance(model.scale_last, nn.Identity):
         return "this family scales its logits"
-    summed = [config.hidden_size, config.num_attention_heads * config.head_dim]
+    # The input sizes of the projections.
+    input_sizes = [config.hidden_size, config.num_attention_heads * config.head_dim]
     if dense:
-        summed.append(config.intermediate_size)
+        input_sizes.append(config.intermediate_size)
     if not _is_plain(model.lm_head):
         return "the head has an adapter or hooks"
     if any(parameter.dtype != weight.dtype for parameter in model.parameters()):
         return "the weights have several dtypes"
-    if not all(map(step_of, summed)):
-        return (
-            f"the kernels need widths that are multiples of 16, not {', '.join(map(str, summed))}"
-        )
+    if not all(map(step_of, input_sizes)):
+        return f"the kernels need widths that are multiples of 16, not {', '.join(map(str, input_sizes))}"
     reasons = (_obstacle_of_block(cast(Block, block)) for block in model.model.layers)
     return next((reason for reason in reasons if reason), None)
 
 
 def _obstacle_of_block(block: Block) -> str | None:
+    """Return why the kernels cannot compute a block, or None if they can."""
     if block.mixer_name != "self_attn":
         return "the kernels compute attention, and some layers have none"
-    attention, mlp, *_ = _parts(block)
+    attention, mlp, *_ = _modules_of(block)
     if attention.is_gated or attention.norms_over_all_heads or attention.clip is not None:
         return "this family changes queries and keys in a way that the kernels do not"
     if not isinstance(attention.scale_query, nn.Identity) or not isinstance(
         block.scale_branch, nn.Identity
     ):
         return "this family scales its heads or what its layers add"
-    if not _are_one_family([attention.q_proj, attention.k_proj, attention.v_proj]):
+    if not _are_side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]):
         return _NOT_SIDE_BY_SIDE
     if not _is_plain(attention.o_proj):
         return _NOT_PLAIN
     if isinstance(mlp, Mixture):
-        return None  # a mixture without kernels is called as a module
-    if not _are_one_family([mlp.gate_proj, mlp.up_proj]):
+        return None  # a mixture that the kernels cannot compute is called as a module
+    if not _are_side_by_side([mlp.gate_proj, mlp.up_proj]):
         return _NOT_SIDE_BY_SIDE
     return None if _is_plain(mlp.down_proj) else _NOT_PLAIN
 
 
-def _are_one_family(layers: list[Linear]) -> bool:
-    """Return whether the layers' weights, and no others, lie one after another in this order."""
+def _are_side_by_side(layers: list[Linear]) -> bool:
+    """Return whether the weights of these layers are one tensor, in this order and without others."""
     first = layers[0]
     if not isinstance(first, Sibling) or first.family.weight is None:
         return False
-    return all(one is other for one, other in zip(first.family.layers, layers, strict=False)) and (
-        len(first.family.layers) == len(layers)
-    )
+    siblings = first.family.layers
+    if len(siblings) != len(layers):
+        return False
+    return all(sibling is layer for sibling, layer in zip(siblings, layers, strict=True))
 
 
 def _is_plain(layer: nn.Linear) -> bool:
@@ -134,40 +139,44 @@ def _has_kernels(mixture: nn.Module) -> bool:
     return are_plain and is_grouped and not has_hooks and step_of(experts.up_proj.out_features) > 0
 
 
-class _Parts(NamedTuple):
-    """The parts of a block, by their types."""
+class _BlockModules(NamedTuple):
+    """The modules of a block with their types, which mypy does not know of submodules."""
 
     attention: Attention
     mlp: MLP | Mixture
-    before_attention: RMSNorm
-    before_mlp: RMSNorm
+    norm_before_attention: RMSNorm
+    norm_before_mlp: RMSNorm
 
 
-def _parts(block: Block) -> _Parts:
-    parts = (block.self_attn, block.mlp, block.input_layernorm, block.post_attention_layernorm)
-    return _Parts(*parts)  # type: ignore[arg-type]  # a module's submodules have no types
+def _modules_of(block: Block) -> _BlockModules:
+    modules = (block.self_attn, block.mlp, block.input_layernorm, block.post_attention_layernorm)
+    return _BlockModules(*modules)  # type: ignore[arg-type]
 
 
 class FastForward:
-    """Decode steps of one model, whose weights are read wherever they are at each call."""
+    """Decode steps of one model.
+
+    The weights are read from the model's parameters at each call, so they may change between calls.
+    """
 
     def __init__(self, model: Llama, rows: int) -> None:
         """Prepare steps of this number of rows, of a model without an `obstacle`."""
         self.model = model
         key_heads = model.config.num_key_value_heads
-        # It is zero before and after each launch. All layers share it, because they run one after
+        # They are zero before and after each launch. All layers share them, because they run one after
         # another.
         self._counters_BJ = torch.zeros(
             rows, key_heads, dtype=torch.int32, device=model.lm_head.weight.device
         )
         family = model.config.family
-        self._activation = _ACTIVATIONS[family.activation[1]]
+        _, activation = family.activation
+        self._activation = _ACTIVATIONS[activation]
         self._combination: Combination = "clamped" if family.clamped_gating else self._activation
         # The kernels read a weight once for every tile of ROWS rows, and an expert's weight once for
         # each token. So they are fast only for the rows of one tile.
         is_one_tile = rows <= ROWS
         # The layers whose mixture of experts the kernels compute. Other mixtures are called as modules.
-        self._mixtures = frozenset(
+        self._kernel_mixtures = frozenset(
             layer
             for layer, block in enumerate(model.model.layers)
             if is_one_tile and _has_kernels(cast(Block, block).mlp)
@@ -197,15 +206,16 @@ class FastForward:
         """Return each layer's cosines and sines, [B, F]; (None, None) if it does not rotate."""
         config = self.model.config
         layers = range(config.num_hidden_layers)
-        kinds = dict.fromkeys(
-            config.has_local_theta(layer) for layer in layers if config.rotates(layer)
-        )
-        tables = {}
-        for kind in kinds:
-            cos_B11F, sin_B11F = cos_sin(position_B[:, None], config, torch.float32, kind)
-            tables[kind] = cos_B11F[:, 0, 0], sin_B11F[:, 0, 0]
+        # There are at most two different rotations: that of local layers, which have a sliding window,
+        # and that of all others.
+        rotations: dict[bool, tuple[Tensor, Tensor]] = {}
+        for layer in layers:
+            is_local = config.has_local_theta(layer)
+            if config.rotates(layer) and is_local not in rotations:
+                cos_B11F, sin_B11F = cos_sin(position_B[:, None], config, torch.float32, is_local)
+                rotations[is_local] = cos_B11F[:, 0, 0], sin_B11F[:, 0, 0]
         return [
-            tables[config.has_local_theta(layer)] if config.rotates(layer) else (None, None)
+            rotations[config.has_local_theta(layer)] if config.rotates(layer) else (None, None)
             for layer in layers
         ]
 
@@ -219,11 +229,13 @@ class FastForward:
         cache: "KVCache",
         blocks: int,
     ) -> Tensor:
+        """Return the hidden states after a block, which is the model's layer `index`."""
         config = self.model.config
-        attention, mlp, before_attention, before_mlp = _parts(block)
+        attention, mlp, norm_before_attention, norm_before_mlp = _modules_of(block)
         qkv_weight, qkv_bias = _family_weights(attention.q_proj)
-        qkv_BX = self._project(hidden_BD, qkv_weight, _norm(before_attention), qkv_bias)
-        q_norm, k_norm = attention.q_norm, attention.k_norm
+        qkv_BX = self._project(hidden_BD, qkv_weight, _norm(norm_before_attention), qkv_bias)
+        q_norm = attention.q_norm
+        k_norm = attention.k_norm
         mixed_BX = attend(
             qkv_BX,
             cache.keys[index],
@@ -246,18 +258,21 @@ class FastForward:
             mixed_BX, output.weight, norm=None, bias_N=output.bias, residual_BN=hidden_BD
         )
         if isinstance(mlp, Mixture):
-            if index in self._mixtures:
-                return self._mixture(hidden_BD, mlp, before_mlp)
-            mixed_BD: Tensor = mlp(before_mlp(hidden_BD))
-            return hidden_BD + mixed_BD
+            if index in self._kernel_mixtures:
+                return self._mixture(hidden_BD, mlp, norm_before_mlp)
+            mixture_BD: Tensor = mlp(norm_before_mlp(hidden_BD))
+            return hidden_BD + mixture_BD
         gate_up_weight, _ = _family_weights(mlp.gate_proj)
         inner_BM = self._project_gated(
-            hidden_BD, gate_up_weight, _norm(before_mlp), self._activation
+            hidden_BD, gate_up_weight, _norm(norm_before_mlp), self._activation
         )
         return self._project(inner_BM, mlp.down_proj.weight, residual_BN=hidden_BD)
 
-    def _mixture(self, hidden_BD: Tensor, mixture: Mixture, before: RMSNorm) -> Tensor:
-        router, experts, norm = mixture.gate, mixture.experts, _norm(before)
+    def _mixture(self, hidden_BD: Tensor, mixture: Mixture, norm_before: RMSNorm) -> Tensor:
+        """Return the hidden states after a mixture of experts, computed by the kernels."""
+        router = mixture.gate
+        experts = mixture.experts
+        norm = _norm(norm_before)
         logits_BE = project(hidden_BD, router.weight, norm, router.bias)
         experts_BC, weights_BC = route(logits_BE, router.count, router.normalised)
         gate, up, down = experts.gate_proj, experts.up_proj, experts.down_proj
@@ -266,10 +281,10 @@ class FastForward:
             biases = gate.bias, up.bias
         weights = gate.weight, up.weight
         inner_BCM = expert_inner(hidden_BD, norm, experts_BC, weights, biases, self._combination)
-        summed_BD: Tensor = expert_sum(
+        output_BD: Tensor = expert_sum(
             inner_BCM, experts_BC, weights_BC, down.weight, down.bias, hidden_BD
         )
-        return summed_BD
+        return output_BD
 
 
 def _family_weights(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -287,7 +302,9 @@ def _torch_project(
     residual_BN: Tensor | None = None,
 ) -> Tensor:
     """Return what `project` returns, by torch's operators."""
-    y_BN = F.linear(x_BK if norm is None else _normalised(x_BK, norm), weight_NK, bias_N)
+    if norm is not None:
+        x_BK = _normalised(x_BK, norm)
+    y_BN = F.linear(x_BK, weight_NK, bias_N)
     return y_BN if residual_BN is None else residual_BN + y_BN
 
 
@@ -302,18 +319,21 @@ def _torch_project_gated(
 
 
 def _normalised(x_BK: Tensor, norm: Norm) -> Tensor:
-    return rms_norm(x_BK, 1 + norm.gain_K if norm.is_centred else norm.gain_K, norm.eps)
+    gain_K = 1 + norm.gain_K if norm.is_centred else norm.gain_K
+    return rms_norm(x_BK, gain_K, norm.eps)
 
 
 def _norm(layer: RMSNorm) -> Norm:
+    """Return a norm as the kernels take it."""
     return Norm(layer.weight, layer.eps, isinstance(layer, CentredRMSNorm))
 
 
 def fast_forward(model: Llama, rows: int) -> FastForward | None:
-    """Return the fast decode steps of a model on a GPU, or None if something forbids them.
+    """Return the fast decode steps of a model on a GPU, or None if it has an `obstacle`.
 
-    Sibling projections, such as those of queries, keys and values, are moved next to each other in
-    memory (`monograph.graph.siblings`). This also makes the model's own forward pass faster.
+    In both cases sibling projections, such as those of queries, keys and values, are moved next to
+    each other in memory (`monograph.graph.siblings`). This also makes the model's own forward pass
+    faster.
     """
     fuse_known(model)
     return FastForward(model, rows) if obstacle(model) is None else None

@@ -1,23 +1,23 @@
 """Sample tokens by one Triton kernel, on a GPU.
 
 The kernel computes what `monograph.decode.chain.sample` computes from edited logits, in the same
-bits, for the chains of stages that it `serves`: greedy ones, and those whose temperature, top-k, top-p and
-min-p read only the few likeliest tokens. PyTorch's operators need eight launches for one row, and
-thirty for 64 rows, most of them to sort the likeliest tokens.
+bits, for the chains of stages that it `supports`: greedy ones, and those whose temperature, top-k,
+top-p and min-p read only the few likeliest tokens. PyTorch's operators need eight launches for one
+row, and thirty for 64 rows, most of them to sort the likeliest tokens.
 
-Each program sorts a tile of a row's logits, and keeps its likeliest tokens. The program of a row that
-finishes last sorts what all tiles of the row have kept, applies the filters and samples.
+Each program sorts a tile of a row's logits, and stores the tile's likeliest tokens. The program of a
+row that finishes last sorts these tokens of all tiles, applies the filters and samples.
 
 The result does not depend on the order in which programs finish: tokens are ordered by logit and
 then by id, weights are summed as integers, and every other operation is one that IEEE 754 rounds
-correctly (`monograph.decode.reproducible`). A fused multiply-add of a product and a sum would round
-otherwise, so the compiler must not make one.
+correctly (`monograph.decode.reproducible`). A fused multiply-add rounds differently than a product and
+a sum, so the compiler must not use it (`enable_fp_fusion`).
 
 A token is sorted as one int64, its key: the upper half has the order of the logits, and the lower
 half the reverse order of the ids.
 
-Shapes: B rows, V vocabulary, T tokens of a tile, W likeliest tokens, A tokens that all tiles of a row
-have kept. In kernels, tensors without a suffix have the shape [W].
+Shapes: B rows, V vocabulary, T tokens of a tile, W likeliest tokens, A likeliest tokens of all tiles
+of a row. In kernels, tensors without a suffix have the shape [W].
 """
 
 from typing import Final
@@ -29,23 +29,33 @@ from torch import Tensor
 
 from monograph.decode import reproducible
 from monograph.decode.candidates import Truncation
-from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, Drawn, SamplerRows
-from monograph.decode.filters import SMALLEST
+from monograph.decode.chain import (
+    NOT_FINITE,
+    NOTHING_ALLOWED,
+    OK,
+    UNDECIDED,
+    SampledTokens,
+    SamplerRows,
+)
+from monograph.decode.filters import MIN_TEMPERATURE
 from monograph.decode.knobs import EDITS, Chain
 
-# The number of tokens that a program sorts. A vocabulary of 2^17 then has 32 tiles. If each keeps its
-# 128 likeliest tokens, the program that finishes last sorts 32 * 128 tokens, as many as any other.
+# The number of tokens that a program sorts. A vocabulary of 2^17 then has 32 tiles. If each stores its
+# 128 likeliest tokens, the program that finishes last sorts 32 * 128 further tokens, as many again.
 TILE = 4096
-# The likeliest tokens of a chain that samples nothing at random. It needs one, and `tl.topk` two.
+# W for a chain that samples nothing at random. It needs one token, but `tl.topk` at least two.
 GREEDY_WIDTH = 2
 
-# The kernel's stages by number; 0 is none.
-_NUMBERS: Final = {"temperature": 1, "top_k": 2, "top_p": 3, "min_p": 4}
-_SLOTS: Final = len(_NUMBERS)
+# The stages that the kernel has, by number; 0 is none.
+_STAGE_NUMBERS: Final = {"temperature": 1, "top_k": 2, "top_p": 3, "min_p": 4}
+# The number of stages for which the kernel has arguments.
+_MAX_STAGES: Final = len(_STAGE_NUMBERS)
 
 _NO_TOKEN = tl.constexpr(-(1 << 63))  # the smallest key
 _LOW32 = tl.constexpr(0xFFFFFFFF)
-_OK, _NAN, _DEAD, _OVERFLOW = map(tl.constexpr, (OK, NAN, DEAD, OVERFLOW))
+_OK, _NOT_FINITE, _NOTHING_ALLOWED, _UNDECIDED = map(
+    tl.constexpr, (OK, NOT_FINITE, NOTHING_ALLOWED, UNDECIDED)
+)
 _UNIT = tl.constexpr(float(reproducible.UNIT))
 _LN2_HIGH = tl.constexpr(reproducible.LN2_HIGH)
 _LN2_LOW = tl.constexpr(reproducible.LN2_LOW)
@@ -54,14 +64,15 @@ _EXP = tl.constexpr(reproducible.EXP)
 _EXP_DEGREE = tl.constexpr(len(reproducible.EXP) - 1)
 _LOG = tl.constexpr(reproducible.LOG)
 _LOG_DEGREE = tl.constexpr(len(reproducible.LOG) - 1)
-_MIN_TEMPERATURE = tl.constexpr(SMALLEST)
-# Sums with this number are rounded to integers, halves to the even one, as `torch.round` does.
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
+# If this number is added to a small one and subtracted again, the small one is rounded to an integer,
+# and a half to the even one, as `torch.round` does.
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
 def _key(logit, token):
-    """Return the keys of tokens; see the module."""
+    """Return the keys of tokens; see the module's docstring."""
     # 0 and -0 are equal as logits, and so must be their keys.
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -139,53 +150,58 @@ def _gumbel_noise(seed, position, token):
     # ln(1 - u), which keeps all digits of a small u.
     exponent = _exponent(1 - uniform)
     fraction = tl.where(exponent == 0, -uniform, _mantissa(1 - uniform, exponent) - 1)
-    waiting = -_log_of(fraction, exponent)
-    exponent = _exponent(waiting)
-    return -_log_of(_mantissa(waiting, exponent) - 1, exponent)
+    exponential = -_log_of(fraction, exponent)
+    exponent = _exponent(exponential)
+    return -_log_of(_mantissa(exponential, exponent) - 1, exponent)
 
 
 @triton.jit
-def _likeliest(logit, reached):
-    """Return the tokens down to the first one, in their order, that reaches the target weight."""
-    return logit >= tl.max(tl.where(reached, logit, float("-inf")), 0)
+def _kept_by_target(logit, is_reached):
+    """Return which tokens a filter keeps: those down to the first that reaches the target weight.
+
+    Tokens with the same logit as this one are kept, too. `is_reached` is true for it and all later
+    ones.
+    """
+    return logit >= tl.max(tl.where(is_reached, logit, float("-inf")), 0)
 
 
 @triton.jit
-def _filter(STAGE: tl.constexpr, logit, score, high, held, knob, V):
-    """Return the scores, the largest one, and whether the tokens suffice, after a stage.
+def _apply_stage(STAGE: tl.constexpr, logit, score, max_score, sufficed, knob, V):
+    """Return the scores, the largest one, and whether the tokens have sufficed, after a stage.
 
-    See the functions of the same names in `monograph.decode.filters`; `knob` is the stage's number.
+    See the functions of the same names in `monograph.decode.filters`; `knob` is the number that the
+    stage reads.
     """
     negative_infinity: tl.constexpr = float("-inf")
     if STAGE == 1:  # temperature
         score = tl.math.div_rn(
-            score - high, tl.zeros_like(score) + tl.maximum(knob, _MIN_TEMPERATURE)
+            score - max_score, tl.zeros_like(score) + tl.maximum(knob, _MIN_TEMPERATURE)
         )
-        high = high * 0
+        max_score = max_score * 0
     if STAGE == 2:  # top_k
         is_left = (score > negative_infinity).to(tl.int64)
         target = tl.maximum(tl.minimum(knob, tl.sum(is_left, 0)), 1)
-        is_kept = _likeliest(logit, tl.cumsum(is_left, 0) >= target)
+        is_kept = _kept_by_target(logit, tl.cumsum(is_left, 0) >= target)
         is_used = (knob > 0) & (knob < V)
         score = tl.where(is_kept | (is_used == 0), score, negative_infinity)
-        # If the last of the likeliest tokens is kept, a token that is not among them may be, too.
-        last = logit == tl.min(logit, 0)
-        keeps_last = tl.max((last & (score > negative_infinity)).to(tl.int32), 0)
+        # See `Candidates.may_miss_tokens`.
+        is_smallest = logit == tl.min(logit, 0)
+        keeps_smallest = tl.max((is_smallest & (score > negative_infinity)).to(tl.int32), 0)
         has_none = tl.max((score > negative_infinity).to(tl.int32), 0) == 0
-        held = held & (keeps_last == 0) & (has_none == 0)
+        sufficed = sufficed & (keeps_smallest == 0) & (has_none == 0)
     if STAGE == 3:  # top_p
-        weight = tl.where(score > negative_infinity, _weight(tl.minimum(score - high, 0.0)), 0)
+        weight = tl.where(score > negative_infinity, _weight(tl.minimum(score - max_score, 0.0)), 0)
         share = knob.to(tl.float64) * tl.sum(weight, 0).to(tl.float64)
         target = tl.maximum(tl.ceil(share).to(tl.int64), 1)
-        reached = tl.cumsum(weight, 0) >= target
+        is_reached = tl.cumsum(weight, 0) >= target
         is_used = knob < 1
-        is_kept = _likeliest(logit, reached)
+        is_kept = _kept_by_target(logit, is_reached)
         score = tl.where(is_kept | (is_used == 0), score, negative_infinity)
-        held = held & ((tl.max(reached.to(tl.int32), 0) == 1) | (is_used == 0))
-    if STAGE == 4:  # min_p, whose number is its logarithm
-        is_kept = (score >= high + knob) | (knob == negative_infinity)
+        sufficed = sufficed & ((tl.max(is_reached.to(tl.int32), 0) == 1) | (is_used == 0))
+    if STAGE == 4:  # min_p, whose number is ln p
+        is_kept = (score >= max_score + knob) | (knob == negative_infinity)
         score = tl.where(is_kept, score, negative_infinity)
-    return score, high, held
+    return score, max_score, sufficed
 
 
 @triton.jit
@@ -198,17 +214,17 @@ def _sample(
     knobs_1,
     knobs_2,
     knobs_3,
-    kept,
+    tile_keys,
     counters,
     tokens,
     statuses,
     V,
-    stride,
+    row_stride,
     STAGE_0: tl.constexpr,
     STAGE_1: tl.constexpr,
     STAGE_2: tl.constexpr,
     STAGE_3: tl.constexpr,
-    DRAWS: tl.constexpr,
+    RANDOM: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     ALL: tl.constexpr,
@@ -217,18 +233,18 @@ def _sample(
     """Sort a tile of a row; the last program of the row samples its token."""
     row, tile = tl.program_id(0), tl.program_id(1)
     token_T = tile * TILE + tl.arange(0, TILE)
-    logit_T = tl.load(logits + row.to(tl.int64) * stride + token_T, mask=token_T < V, other=0.0)
+    logit_T = tl.load(logits + row.to(tl.int64) * row_stride + token_T, mask=token_T < V, other=0.0)
     key_T = tl.where(token_T < V, _key(logit_T, token_T), _NO_TOKEN)
-    of_row = kept + row.to(tl.int64) * TILES * W
-    tl.store(of_row + tile * W + tl.arange(0, W), tl.topk(key_T, W))
-    tl.debug_barrier()  # all threads have written before one of them says so
-    done = tl.atomic_add(counters + row, 1, sem="acq_rel", scope="gpu")
-    if done == TILES - 1:
+    row_keys = tile_keys + row.to(tl.int64) * TILES * W
+    tl.store(row_keys + tile * W + tl.arange(0, W), tl.topk(key_T, W))
+    tl.debug_barrier()  # all threads of the program write before it is counted
+    finished_before = tl.atomic_add(counters + row, 1, sem="acq_rel", scope="gpu")
+    if finished_before == TILES - 1:
         tl.store(counters + row, 0)  # for the next launch
         place_A = tl.arange(0, ALL)
         # `.cg`: other multiprocessors wrote these keys, which this one's L1 may not know.
         key_A = tl.load(
-            of_row + place_A, mask=place_A < TILES * W, other=_NO_TOKEN, cache_modifier=".cg"
+            row_keys + place_A, mask=place_A < TILES * W, other=_NO_TOKEN, cache_modifier=".cg"
         )
         key = tl.topk(key_A, W)
         logit = _logit(key)
@@ -236,38 +252,46 @@ def _sample(
         first_key = tl.max(key, 0)
         largest = _logit(first_key)
         chosen = _LOW32 - (first_key & _LOW32)
-        held = row >= 0  # true, as a value of the kernel
-        if DRAWS:
+        sufficed = row >= 0  # true, as a value of the kernel
+        if RANDOM:
             score = logit - largest
-            high = largest * 0
+            max_score = largest * 0
             if STAGE_0:
                 knob = tl.load(knobs_0 + row)
-                score, high, held = _filter(STAGE_0, logit, score, high, held, knob, V)
+                score, max_score, sufficed = _apply_stage(
+                    STAGE_0, logit, score, max_score, sufficed, knob, V
+                )
             if STAGE_1:
                 knob = tl.load(knobs_1 + row)
-                score, high, held = _filter(STAGE_1, logit, score, high, held, knob, V)
+                score, max_score, sufficed = _apply_stage(
+                    STAGE_1, logit, score, max_score, sufficed, knob, V
+                )
             if STAGE_2:
                 knob = tl.load(knobs_2 + row)
-                score, high, held = _filter(STAGE_2, logit, score, high, held, knob, V)
+                score, max_score, sufficed = _apply_stage(
+                    STAGE_2, logit, score, max_score, sufficed, knob, V
+                )
             if STAGE_3:
                 knob = tl.load(knobs_3 + row)
-                score, high, held = _filter(STAGE_3, logit, score, high, held, knob, V)
+                score, max_score, sufficed = _apply_stage(
+                    STAGE_3, logit, score, max_score, sufficed, knob, V
+                )
             position = tl.load(last_positions + row) + 1
             value = score + _gumbel_noise(tl.load(seeds + row), position, token)
-            greatest = value == tl.max(value, 0)
-            drawn = tl.min(tl.where(greatest, token, _LOW32), 0)
+            is_largest = value == tl.max(value, 0)
+            sampled = tl.min(tl.where(is_largest, token, _LOW32), 0)
             is_greedy = tl.load(temperatures + row) <= 0
-            chosen = tl.where(is_greedy, chosen, drawn)
+            chosen = tl.where(is_greedy, chosen, sampled)
             # A greedy row ignores the filters.
-            held = held | is_greedy
-        status = tl.where(held, _OK, _OVERFLOW)
-        status = tl.where(largest == float("-inf"), _DEAD, status)
-        status = tl.where(largest < float("inf"), status, _NAN)
+            sufficed = sufficed | is_greedy
+        status = tl.where(sufficed, _OK, _UNDECIDED)
+        status = tl.where(largest == float("-inf"), _NOTHING_ALLOWED, status)
+        status = tl.where(largest < float("inf"), status, _NOT_FINITE)
         tl.store(tokens + row, tl.where(status == _OK, chosen, 0))
         tl.store(statuses + row, status)
 
 
-def _filters(chain: Chain) -> list[str]:
+def _stages_after_edits(chain: Chain) -> list[str]:
     return [name for name in chain.stages if name not in EDITS]
 
 
@@ -275,31 +299,31 @@ class FastSampler:
     """The kernel for a number of rows."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        """Allocate what the programs of a row count in."""
-        # Zero before and after each launch.
+        """Allocate the counters by which the programs of a row know which of them finishes last."""
+        # They are zero before and after each launch.
         self._counters_B = torch.zeros(rows, dtype=torch.int32, device=device)
 
     @staticmethod
-    def serves(chain: Chain, truncation: Truncation, vocabulary: int) -> bool:
+    def supports(chain: Chain, truncation: Truncation, vocabulary: int) -> bool:
         """Return whether the kernel can do all that a chain does after the edits of the logits."""
-        if truncation != "window" or (chain.logprobs is not None and chain.processed):
+        if truncation != "window" or (chain.logprobs is not None and chain.reports_processed):
             return False
         if "min_keep" in chain.stages or "mirostat" in chain.stages:
             return False
-        if not chain.draws:
+        if not chain.samples_at_random:
             return True
         if chain.likeliest_count is None or chain.likeliest_count >= vocabulary:
             return False
-        stages = _filters(chain)
-        if any(name not in _NUMBERS for name in stages):
+        stages = _stages_after_edits(chain)
+        if any(name not in _STAGE_NUMBERS for name in stages):
             return False
-        # Before top-k, stages would need all tokens, except a temperature, which changes each score by
-        # itself.
+        # A filter before top-k would need all tokens. A temperature does not, since it changes each score
+        # by itself.
         return set(stages[: stages.index("top_k")]) <= {"temperature"}
 
     def sample(
         self, edited_BV: Tensor, rows: SamplerRows, last_position_B: Tensor, chain: Chain
-    ) -> Drawn:
+    ) -> SampledTokens:
         """Return one token per row; see `monograph.decode.chain.sample`.
 
         Args:
@@ -307,21 +331,22 @@ class FastSampler:
             rows: the seeds and the options of each row.
             last_position_B: the position of the token before the one that is sampled. The kernel adds
                 the 1, because adding it here would take a launch.
-            chain: a chain that this kernel serves.
+            chain: a chain that this kernel supports.
         """
-        filters = _filters(chain) if chain.draws else []
-        names = {"min_p": "log_min_p"}
+        stages = _stages_after_edits(chain) if chain.samples_at_random else []
+        # The stages whose number is not a knob of the same name.
+        knob_names = {"min_p": "log_min_p"}
         token_B, status_B = torch.ops.monograph.sample_few(
             edited_BV,
             rows.seed_B,
             last_position_B,
             self._counters_B,
-            [_NUMBERS[name] for name in filters],
-            [rows.knobs[names.get(name, name)] for name in filters],
-            rows.knobs["temperature"] if chain.draws else None,
+            [_STAGE_NUMBERS[name] for name in stages],
+            [rows.knobs[knob_names.get(name, name)] for name in stages],
+            rows.knobs["temperature"] if chain.samples_at_random else None,
             chain.likeliest_count or GREEDY_WIDTH,
         )
-        return Drawn(token_B, status_B)
+        return SampledTokens(token_B, status_B)
 
 
 @torch.library.custom_op("monograph::sample_few", mutates_args=("counters_B",))
@@ -342,18 +367,18 @@ def sample_few(
         seed_B: int64.
         last_position_B: int64, the position of the token before the one that is sampled.
         counters_B: int32 zeros, which are zeros again afterwards.
-        stages: the numbers of the filters in their order; see `_NUMBERS`.
-        knobs: each filter's number of each row, fp32 or int64 [B].
+        stages: the stages in their order, by `_STAGE_NUMBERS`.
+        knobs: the knob of each stage, fp32 or int64 [B].
         temperature_B: fp32; a row with 0 takes its likeliest token. None: all rows do.
-        width: W, how many of the likeliest tokens are read; a power of two, from 2 on.
+        width: W, how many of the likeliest tokens are read; a power of two, at least 2.
     """
     rows, vocabulary = edited_BV.shape
     tile = max(width, min(TILE, triton.next_power_of_2(vocabulary)))
     tiles = triton.cdiv(vocabulary, tile)
-    kept = edited_BV.new_empty(rows * tiles * width, dtype=torch.int64)
+    tile_keys = edited_BV.new_empty(rows * tiles * width, dtype=torch.int64)
     token_B = edited_BV.new_empty(rows, dtype=torch.int64)
     status_B = edited_BV.new_empty(rows, dtype=torch.int32)
-    unused = _SLOTS - len(stages)
+    unused = _MAX_STAGES - len(stages)
     _sample[(rows, tiles)](
         edited_BV,
         seed_B,
@@ -361,7 +386,7 @@ def sample_few(
         seed_B if temperature_B is None else temperature_B,
         *knobs,
         *([seed_B] * unused),
-        kept,
+        tile_keys,
         counters_B,
         token_B,
         status_B,
@@ -369,7 +394,7 @@ def sample_few(
         edited_BV.stride(0),
         *stages,
         *([0] * unused),
-        DRAWS=temperature_B is not None,
+        RANDOM=temperature_B is not None,
         TILE=tile,
         TILES=tiles,
         ALL=triton.next_power_of_2(tiles * width),

@@ -1,13 +1,16 @@
 """The host's side of decoding: it puts requests into free rows, runs blocks of steps, and reads the
 sampled ids.
 
-A step samples one token in every row (`monograph.decode.step`). A block is some steps that are
+A step samples one token in every row (`monograph.decode.step`). A block is several steps that are
 started together, without a wait for the device. A chunk is a part of a prompt that is read in one
-pass (`monograph.decode.cache.Reader`).
+pass (`monograph.decode.prompt_reader.PromptReader`).
 
 A row gets its next request as soon as the host has read that the previous one ended. A request's
 tokens do not depend on its row, the other rows, the time at which the request came or the number of
 steps of a block.
+
+Not to be confused: these blocks of steps, and the blocks of slots that a cache consists of
+(`monograph.decode.cache`).
 """
 
 import itertools
@@ -18,26 +21,25 @@ from typing import Any, Literal
 
 from monograph import compat
 from monograph.automata import Automaton
-from monograph.decode.arena import Arena
-from monograph.decode.cache import CacheSizes, KVCache, Reader, Wrap
+from monograph.decode.automaton_tables import AutomatonTables
+from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
+from monograph.decode.outbox import Outbox, read_codes, read_log_probabilities
+from monograph.decode.prompt_reader import PromptReader, Wrap
 from monograph.decode.request import (
     FINISHES,
     Event,
     LogProbability,
-    Outbox,
     Pace,
     Request,
     RowRecord,
     StepBlock,
-    drawn,
-    reported,
 )
+from monograph.decode.request_queue import RequestQueue, WaitingRequest
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, StepFunction, Steps
-from monograph.decode.waiting import Waiting, WaitingRequest
 from monograph.device import clock, sent
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
@@ -49,7 +51,7 @@ from monograph.ops.filled import padded_count
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
 Mode = Literal["eager", "captured", "compiled"]
-# The owner and the tokens of a row that has no known prompt.
+# The owner and the prompt of a row whose keys and values are not those of a prompt.
 _NO_PROMPT: tuple[str, tuple[int, ...]] = "", ()
 
 
@@ -58,20 +60,21 @@ class Generator:
 
     Attributes:
         rows: the maximum number of requests that run at the same time.
-        slots: positions of a row.
+        slots: the number of positions of a row.
         compiled: whether the step is compiled.
         pace: the lengths of blocks, and how many chunks of prompts are read between them.
-        chain: the sampler's stages that cover every request.
+        chain: the chain of the sampler's stages that covers every request.
         reader: reads prompts.
         cache: keys and values of the rows.
         state: the state of the rows.
         knobs: the numbers that the stages read, for each row.
-        tables: the automata of the requests.
+        tables: the automata of the requests, on the device.
         vocabulary: V.
         steps: the steps, one for each chain.
         outbox: copies the rings of the state to the host.
-        ahead: whether the host reads a block while the next one runs. On a CPU it does not: nothing
-            would run in parallel, and the steps after a request's end would be wasted.
+        reads_behind: whether the host reads a block while the next one runs. It is false on a CPU,
+            where nothing would run in parallel. The steps that the next block spends on requests that
+            had already ended would be wasted there.
         prefill_s: seconds that the host spent on reading prompts.
         blocks_read: how many blocks the host has read. It waits for the device only to read a block.
         reused: the number of tokens of prompts that were not read again, because a row already had
@@ -86,8 +89,8 @@ class Generator:
         rows: int,
         slots: int | CacheSizes,
         vocabulary: int,
-        automata: Collection[Automaton] | Arena = (),
-        block: int | Pace | None = None,
+        automata: Collection[Automaton] | AutomatonTables = (),
+        pace: int | Pace | None = None,
         mode: Mode = "eager",
         impl: Literal["auto", "reference"] = "auto",
     ) -> None:
@@ -95,58 +98,59 @@ class Generator:
 
         Args:
             model: the language model; it is put into evaluation mode.
-            chain: the sampler's stages that cover every request; or several chains, the last of
-                which covers every request (`Steps`). The tokens have the same bits whichever chain a
-                block uses.
+            chain: a chain of the sampler's stages that covers every request; or several chains, the
+                last of which covers every request. A block then runs a chain that covers its
+                requests (`Steps`). The tokens have the same bits with any chain.
             rows: the maximum number of requests that run at the same time.
-            slots: positions of each row, at most the model's context; or a `CacheSizes`.
+            slots: the number of positions of each row, at most the model's context; or a `CacheSizes`.
             vocabulary: V, the size of the tokenizer's vocabulary.
-            automata: all constraints and stop strings of future requests, or tables for them.
-            block: steps between two reads of the host, or a pace; None: 16 on a GPU and 1 on a CPU.
+            automata: all constraints and stop strings of future requests, or empty tables with room
+                for them.
+            pace: the number of steps between two reads of the host, or a `Pace`; None: 16 on a GPU
+                and 1 on a CPU.
             mode: "compiled": the step is compiled, and on a GPU replayed as a CUDA graph;
                 "captured": it is only replayed; "eager": neither.
             impl: "reference": a step is the model's own forward pass; "auto": on a GPU, special
                 kernels compute it where they can (`monograph.decode.fast_forward.obstacle`).
         """
         weight = model.eval().lm_head.weight
-        form = slots if isinstance(slots, CacheSizes) else CacheSizes(slots)
+        sizes = slots if isinstance(slots, CacheSizes) else CacheSizes(slots)
         self.rows = rows
-        self.slots = form.most
+        self.slots = sizes.per_row
         self.compiled = mode == "compiled"
-        steps = block or (16 if weight.is_cuda else 1)
-        self.pace = steps if isinstance(steps, Pace) else Pace(steps, steps, None)
+        if isinstance(pace, Pace):
+            self.pace = pace
+        else:
+            steps = pace or (16 if weight.is_cuda else 1)
+            self.pace = Pace(steps, steps_while_waiting=steps, max_chunks=None)
         chains = (chain,) if isinstance(chain, Chain) else tuple(chain)
         self.chain = chains[-1]
-        # Each number of visible blocks and each truncation has its own graph. By default torch allows
-        # eight graphs of a function.
+        # There is a graph for each number of blocks that attention reads, and for each truncation. By
+        # default torch allows eight graphs of a function.
         if self.compiled:
             compat.allow_variants()
         wrap: Wrap = compile_function if self.compiled else lambda function: function
-        # A chunk is a power of two: at most `limit`, and no longer than the longest prompt needs. A
-        # pass computes all tokens of a chunk, however few are used.
-        limit = min(form.most, CHUNKS[weight.device.type], model.config.max_position_embeddings)
-        needed = padded_count(form.longest) if form.is_filled else form.longest
-        chunk = min(1 << limit.bit_length() - 1, 1 << (needed - 1).bit_length())
+        chunk = _chunk_length(model, sizes)
         recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
-        self.reader = Reader(model, form, chunk, wrap, recorder)
+        self.reader = PromptReader(model, sizes, chunk, wrap, recorder)
         self.cache = KVCache.allocate(
-            model.config, rows, form.most, weight.dtype, weight.device, form.block
+            model.config, rows, sizes.per_row, weight.dtype, weight.device, sizes.block
         )
-        self.cache.is_filled = form.is_filled
-        # `Reader.last_RD` of each row's prompt.
+        self.cache.is_filled = sizes.is_filled
+        # The final hidden state of the last token of each row's prompt, copied from `PromptReader.last_RD`.
         self._last_BD = weight.new_zeros(rows, model.config.hidden_size)
-        # The rings have two halves: the host reads one while the device writes the other.
+        # A ring has lines for two blocks of steps (`Outbox`).
         self.state = State.allocate(
             rows, self.slots, vocabulary, 2 * self.pace.steps, self.chain, weight.device
         )
         self.knobs = new_knobs(self.chain, rows, weight.device)
-        if isinstance(automata, Arena):
+        if isinstance(automata, AutomatonTables):
             self.tables = automata
         else:
-            self.tables = Arena.holding(automata, vocabulary, weight.device)
+            self.tables = AutomatonTables.with_room_for(automata, vocabulary, weight.device)
         self.vocabulary = vocabulary
 
-        fast = None
+        forward_kernels = None
         fast_sampler = None
         if weight.is_cuda and impl == "auto":
             # These import Triton, which is only where torch computes on a GPU.
@@ -159,8 +163,8 @@ class Generator:
             for cache, cache_rows in ((self.cache, rows), (self.reader.cache, self.reader.rows)):
                 cache.kernels = FastAttention(cache_rows, key_heads, weight.device)
             # Texts that are scored exactly have the bits of the model's own forward pass.
-            if not form.is_filled:
-                fast = fast_forward(model, rows)
+            if not sizes.is_filled:
+                forward_kernels = fast_forward(model, rows)
 
         def make_step(chain: Chain) -> StepFunction:
             step = DecodeStep(
@@ -171,40 +175,39 @@ class Generator:
                 knobs=self.knobs,
                 tables=self.tables,
                 vocabulary=vocabulary,
-                fast=fast,
+                forward_kernels=forward_kernels,
                 fast_sampler=fast_sampler,
             )
             return wrap(step.__call__)
 
-        # A step that is compiled or captured takes long to make.
+        # A step that is compiled or captured takes long to make, so no steps are made for chains other than
+        # the given ones. Neither are they if a single chain was given, which is meant for all requests.
         only_given_chains = self.compiled or recorder is not None or len(chains) == 1
         self.steps = Steps(chains, make_step, recorder, only_given_chains)
-        rings = (self.state.ring_RB, self.state.values_RBN, self.state.ids_RBN)
+        rings = (self.state.codes_RB, self.state.values_RBN, self.state.ids_RBN)
         self.outbox = Outbox([ring for ring in rings if ring is not None])
-        self.ahead = weight.is_cuda
+        self.reads_behind = weight.is_cuda
         self.prefill_s = 0.0
         self.blocks_read = 0
         self.reused = 0
-        # A free row still computes attention, and writes keys and values at its position. With a
-        # sliding window, the position must be in the blocks that are read: attention to no position
-        # gives NaN. So the position is 0, and the row overwrites the beginning of its last prompt.
+        # Whether a free row keeps the keys and values of its last prompt. A free row still computes
+        # attention, and writes keys and values at its position. With a sliding window, the position must
+        # be in the blocks that are read, since attention to no position gives NaN. So the position is 0
+        # then, and the row overwrites the beginning of its last prompt.
         self._keeps_prompts = not any(
             model.config.window(layer) for layer in range(model.config.num_hidden_layers)
         )
-        self._begin_empty(rows)
-
-    def _begin_empty(self, rows: int) -> None:
-        """Begin without requests."""
-        self._waiting = Waiting()
+        self._queue = RequestQueue()
         self._records: list[RowRecord | None] = [None] * rows
-        # The owner and the tokens of the prompt whose keys and values each row has.
+        # The owner and the prompt whose keys and values each row has.
         self._prompts = [_NO_PROMPT] * rows
         # The rows without a request; the row that has been free longest comes first.
         self._free_rows: list[int] = list(range(rows))
-        # A block that was launched and is not read yet.
+        # A block that was launched and has not been read yet.
         self._unread: StepBlock | None = None
+        # The number of requests so far, and so the number of the next one.
         self._submitted = 0
-        # The options and stop ids of the request before, its smallest chain and its knobs' values.
+        # The options and stop ids of the last request, its smallest chain and its knobs' values.
         self._last_options: tuple[Sampling, tuple[int, ...]] | None = None
         self._last_chain_and_knobs: tuple[Chain, dict[str, Any]] = self.chain, {}
 
@@ -214,7 +217,7 @@ class Generator:
         return self.steps.replays
 
     def submit(self, request: Request) -> int:
-        """Put a request in the queue; return its number, which its events have.
+        """Put a request in the queue; return its number, by which its events name it.
 
         Raises:
             InputRefused: the prompt fills a row, or an automaton is too large for the tables.
@@ -226,19 +229,19 @@ class Generator:
                 f"shorten it to below {self.slots}"
             )
         smallest_chain, knobs = self._chain_and_knobs(request)
-        self.tables.require(request.constraint, request.stop)
+        self.tables.require(request.constraint, request.stop_automaton)
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(
                 f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for"
             )
         number = self._submitted
         self._submitted += 1
-        self._waiting.add(WaitingRequest(number, request, smallest_chain, knobs))
+        self._queue.add(WaitingRequest(number, request, smallest_chain, knobs))
         return number
 
     def cancel(self, number: int) -> None:
-        """Remove a request; its row is free at once, and it has no further events."""
-        self._waiting.remove(number)
+        """Remove a request, whether it waits or runs. It has no further events."""
+        self._queue.remove(number)
         rows = [
             row
             for row, record in enumerate(self._records)
@@ -256,7 +259,7 @@ class Generator:
     @property
     def busy(self) -> bool:
         """Whether a request waits or runs."""
-        return self._unread is not None or bool(self._waiting) or any(self._records)
+        return self._unread is not None or bool(self._queue) or any(self._records)
 
     @property
     def running(self) -> int:
@@ -275,10 +278,10 @@ class Generator:
 
         def begin() -> None:
             go_on()
-            self.outbox.begin(self.state.line_1)
+            self.outbox.begin_block(self.state.line_1)
 
         self.reader.warm_up()
-        self.steps.warm_up(self.cache.sizes, begin)
+        self.steps.warm_up(self.cache.block_counts, begin)
 
     def run(self) -> Iterator[Event]:
         """Decode until every request has ended; yield the events, in order for each request."""
@@ -288,7 +291,7 @@ class Generator:
     def advance(self) -> list[Event]:
         """Put waiting requests into free rows, launch a block of steps, and read a block.
 
-        If `ahead`, the previous block is read while the new one runs, and otherwise the new one.
+        If `reads_behind`, the previous block is read while the new one runs, and otherwise the new one.
 
         Returns:
             the events of the block that was read.
@@ -296,7 +299,7 @@ class Generator:
         self._fill_rows()
         launched = self._launch_block()
         blocks_to_read = [self._unread]
-        if self.ahead:
+        if self.reads_behind:
             self._unread = launched
         else:
             self._unread = None
@@ -315,81 +318,89 @@ class Generator:
         # Most requests have the same options as the one before.
         if options != self._last_options:
             smallest_chain = chain_of(
-                [request.sampling], len(request.stop_ids) if self.chain.stop_ids else 0
+                [request.sampling], len(request.stop_ids) if self.chain.stop_length else 0
             )
             if not self.chain.covers(smallest_chain):
                 raise UsageError(
                     f"the generator's chain {self.chain.stages} does not serve {request.sampling}"
                 )
-            knobs = knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids])
+            knobs = knobs_of(
+                request.sampling, self.chain, request.stop_ids[: self.chain.stop_length]
+            )
             self._last_options = options
             self._last_chain_and_knobs = (smallest_chain, knobs)
         return self._last_chain_and_knobs
 
     def _fill_rows(self) -> None:
-        """Read the prompts of waiting requests, as many chunks as the pace allows, and place them."""
+        """Put waiting requests into free rows, after their prompts have been read.
+
+        The pace limits the number of chunks that are read.
+        """
         began = clock()
-        chunks_left = self.pace.chunks
+        chunks_left = self.pace.max_chunks
         if chunks_left is not None:
-            startable = min(len(self._free_rows), len(self._waiting))
-            # If more requests can start than run, the many that start count more than the few that
-            # wait for them.
+            startable = min(len(self._free_rows), len(self._queue))
+            # Running requests pause while prompts are read. If more requests can start than run, it is
+            # better that the few pause longer.
             chunks_left *= max(1, math.ceil(startable / max(1, self.running)))
-        while self._free_rows and self._waiting and self._can_start_one():
-            self._begin_reading()
-            read = self.reader.read_chunks(chunks_left)
-            chunks_left = None if chunks_left is None else chunks_left - read
-            if not self.reader.ready:
+        while self._free_rows and self._queue and self._move_startable_to_front():
+            self._choose_prompts()
+            chunks_read = self.reader.read_chunks(chunks_left)
+            if chunks_left is not None:
+                chunks_left -= chunks_read
+            if not self.reader.is_finished:
                 break
             self._place_requests()
         self.prefill_s += clock() - began
 
-    def _can_start_one(self) -> bool:
-        """Return whether the first waiting request can start.
+    def _move_startable_to_front(self) -> bool:
+        """Make a request that can start now the first waiting one; return whether there is one.
 
-        If its automata have no room now, the next request without automata becomes the first. A
-        request with automata must not overtake it: such requests could take the room forever.
+        If the tables have no room for the automata of the first request, it is the next request
+        without automata. A request with automata must not overtake the first one: such requests could
+        take the room forever.
         """
-        request = self._waiting.first.request
-        if self._take_automata(request) is not None:
+        request = self._queue.first.request
+        if self._acquire_automata(request) is not None:
             self._release_automata(request)
             return True
-        for entry in self._waiting:
-            if not (entry.request.constraint or entry.request.stop):
-                self._waiting.prefer(entry)
+        for entry in self._queue:
+            if not (entry.request.constraint or entry.request.stop_automaton):
+                self._queue.move_to_front(entry)
                 return True
         return False
 
-    def _begin_reading(self) -> None:
-        """Let the reader take the prompts of the next requests."""
-        request = self._waiting.first.request
-        prompts = (request.prompt_ids for request in self._next_requests())
+    def _choose_prompts(self) -> None:
+        """Let the reader choose prompts of waiting requests, the first of which is needed now."""
+        request = self._queue.first.request
+        prompts = (request.prompt_ids for request in self._startable_requests())
         further = (
             entry.request.prompt_ids
-            for entry in itertools.islice(self._waiting, len(self._free_rows), None)
+            for entry in itertools.islice(self._queue, len(self._free_rows), None)
         )
-        is_new = self.reader.begin(prompts, further, request.owner)
+        is_new = self.reader.choose_prompts(prompts, further, request.owner)
         # If the reader reads one prompt at a time, it can skip tokens that a row already has.
         if is_new and self.reader.rows == 1:
             tokens, row = max(
                 (self._count_common_tokens(row, request), row) for row in range(self.rows)
             )
-            self.reused += self.reader.skip(self.cache, row, tokens)
+            self.reused += self.reader.copy_first_chunks(self.cache, row, tokens)
 
-    def _next_requests(self) -> Iterator[Request]:
-        """Yield the first waiting requests of one owner, at most as many as there are free rows."""
-        owner = self._waiting.first.request.owner
-        requests = (
-            entry.request for entry in itertools.islice(self._waiting, len(self._free_rows))
-        )
+    def _startable_requests(self) -> Iterator[Request]:
+        """Yield the first waiting requests, all of one owner, at most as many as there are free rows."""
+        owner = self._queue.first.request.owner
+        requests = (entry.request for entry in itertools.islice(self._queue, len(self._free_rows)))
         return itertools.takewhile(lambda request: request.owner == owner, requests)
 
     def _count_common_tokens(self, row: int, request: Request) -> int:
-        """Return how many first tokens of a prompt a row has already, from a prompt of its owner."""
-        owner, known = self._prompts[row]
+        """Return how many first tokens of a request's prompt are also the first of a row's prompt.
+
+        It is 0 if the row's prompt has another owner.
+        """
+        owner, row_tokens = self._prompts[row]
         if owner != request.owner:
             return 0
-        pairs = zip(known, self.reader.tokens_to_read(request.prompt_ids), strict=False)
+        pairs = zip(row_tokens, self.reader.tokens_to_read(request.prompt_ids), strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _place_requests(self) -> None:
@@ -397,78 +408,101 @@ class Generator:
 
         It stops at the first request whose automata have no room.
         """
-        reader_rows = self.reader.rows_of(request.prompt_ids for request in self._next_requests())
-        starts = list[tuple[int, int]]()
+        reader_rows = self.reader.rows_of(
+            request.prompt_ids for request in self._startable_requests()
+        )
+        automaton_states = list[tuple[int, int]]()
         longest = 0
-        for request in itertools.islice(self._next_requests(), len(reader_rows)):
-            start = self._take_automata(request)
-            if start is None:
+        for request in itertools.islice(self._startable_requests(), len(reader_rows)):
+            states = self._acquire_automata(request)
+            if states is None:
                 break
-            starts.append(start)
+            automaton_states.append(states)
             longest = max(longest, len(request.prompt_ids))
-        rows = self._free_rows[: len(starts)]
-        del self._free_rows[: len(starts)]
-        reader_rows = reader_rows[: len(starts)]
-        read_tokens = longest if self.reader.reads_last_token else longest - 1
-        self.cache.copy_rows(rows, self.reader.cache, reader_rows, read_tokens)
+        count = len(automaton_states)
+        rows = self._free_rows[:count]
+        del self._free_rows[:count]
+        reader_rows = reader_rows[:count]
+        tokens_read = longest if self.reader.reads_last_token else longest - 1
+        self.cache.copy_rows(rows, self.reader.cache, reader_rows, tokens_read)
         if self.reader.reads_last_token:
             self._last_BD[rows] = self.reader.last_RD[reader_rows]
-        state = self.state
-        values = []
-        for row, (constraint, stopping) in zip(rows, starts, strict=True):
-            number, request, smallest_chain, knobs = self._waiting.take()
-            prompt = request.prompt_ids
-            sampling = request.sampling
-            stop_ids = request.stop_ids
-            limit = min(request.max_tokens, self.slots - len(prompt))
-            self._records[row] = RowRecord(number, request, limit, smallest_chain)
-            self._prompts[row] = request.owner, self.reader.tokens_to_read(prompt)
-            row_values = {
-                "token_B": prompt[-1],
-                "position_B": len(prompt) - 1,
-                "generated_B": 0,
-                "limit_B": limit,
-                "seed_B": sampling.seed if request.seed is None else request.seed,
-                "status_B": Status.RUNNING,
-                # No token has the id -1.
-                "stop_ids_BM": stop_ids + (-1,) * (MAX_STOP_IDS - len(stop_ids)),
-                "constraint_B": constraint,
-                "stopping_B": stopping,
-                # mirostat begins at twice its target, as in llama.cpp.
-                "mu_B": 2 * sampling.mirostat_tau,
-            }
-            values.append(row_values | knobs)
-            if state.counts_BV is not None:
-                counts_V, prompt_V = first_counts(sampling, prompt, self.vocabulary)
-                state.counts_BV[row].copy_(counts_V)
-                if state.prompt_BV is not None:
-                    state.prompt_BV[row].copy_(prompt_V)
-            if state.past is not None:
-                state.past.begin(row, prompt, request.breaker_V)
-        write_rows(vars(state) | self.knobs, rows, values)
+        values = [
+            self._begin_request(row, self._queue.take(), states)
+            for row, states in zip(rows, automaton_states, strict=True)
+        ]
+        # The values of all requests are written together, so that there is one copy for each tensor.
+        write_rows(vars(self.state) | self.knobs, rows, values)
 
-    def _take_automata(self, request: Request) -> tuple[int, int] | None:
-        """Return the first states of a request's constraint and stop strings.
+    def _begin_request(
+        self, row: int, entry: WaitingRequest, automaton_states: tuple[int, int]
+    ) -> dict[str, Any]:
+        """Begin a request in a row.
 
-        It is None if the tables have no room for one of them now.
+        Args:
+            row: the row.
+            entry: the request, which was in the queue.
+            automaton_states: the first states of its constraint and of its stop strings.
+
+        Returns:
+            The row's first values of the state and the knobs, by name. The caller writes them.
         """
-        constraint = self.tables.take(request.constraint)
-        if constraint is None:
+        number, request, smallest_chain, knobs = entry
+        prompt = request.prompt_ids
+        sampling = request.sampling
+        stop_ids = request.stop_ids
+        limit = min(request.max_tokens, self.slots - len(prompt))
+        self._records[row] = RowRecord(number, request, limit, smallest_chain)
+        self._prompts[row] = request.owner, self.reader.tokens_to_read(prompt)
+        state = self.state
+        if state.counts_BV is not None:
+            counts_V, prompt_V = first_counts(sampling, prompt, self.vocabulary)
+            state.counts_BV[row].copy_(counts_V)
+            if state.prompt_BV is not None:
+                state.prompt_BV[row].copy_(prompt_V)
+        if state.past is not None:
+            state.past.write_prompt(row, prompt, request.breaker_V)
+        constraint_state, stop_state = automaton_states
+        state_values = {
+            "token_B": prompt[-1],
+            "position_B": len(prompt) - 1,
+            "generated_B": 0,
+            "limit_B": limit,
+            "seed_B": sampling.seed if request.seed is None else request.seed,
+            "status_B": Status.RUNNING,
+            # No token has the id -1.
+            "stop_ids_BM": stop_ids + (-1,) * (MAX_STOP_IDS - len(stop_ids)),
+            "constraint_state_B": constraint_state,
+            "stop_state_B": stop_state,
+            # mirostat begins at twice its target, as in llama.cpp.
+            "mu_B": 2 * sampling.mirostat_tau,
+        }
+        return state_values | knobs
+
+    def _acquire_automata(self, request: Request) -> tuple[int, int] | None:
+        """Give the automata of a request places in the tables.
+
+        Returns:
+            the first states of its constraint and of its stop strings; None: the tables have no room
+            for one of them now, and neither is in use.
+        """
+        constraint_state = self.tables.acquire(request.constraint)
+        if constraint_state is None:
             return None
-        stopping = self.tables.take(request.stop)
-        if stopping is None:
-            self.tables.give_back(request.constraint)
+        stop_state = self.tables.acquire(request.stop_automaton)
+        if stop_state is None:
+            self.tables.release(request.constraint)
             # The constraint's place may have split the free room in two parts that are too small.
-            self.tables.clear()
+            self.tables.remove_unused()
             return None
-        return constraint, stopping
+        return constraint_state, stop_state
 
     def _release_automata(self, request: Request) -> None:
-        self.tables.give_back(request.constraint)
-        self.tables.give_back(request.stop)
+        self.tables.release(request.constraint)
+        self.tables.release(request.stop_automaton)
 
     def _end_requests(self, rows: Sequence[int]) -> None:
-        """Free the rows. The keys and values of their prompts stay if `_keeps_prompts`."""
+        """Free the rows after their requests have ended or been cancelled."""
         for row in rows:
             record = self._records[row]
             self._records[row] = None
@@ -477,42 +511,46 @@ class Generator:
             if not self._keeps_prompts:
                 self._prompts[row] = _NO_PROMPT
         self._free_rows += rows
-        # A free row still writes keys and values at its position. No prompt reaches the last position.
+        # See `_keeps_prompts`. No prompt reaches the last position.
         position = self.slots - 1 if self._keeps_prompts else 0
         self.state.position_B.index_fill_(0, sent(rows, self.state.position_B.device), position)
 
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
     def _launch_block(self) -> StepBlock | None:
-        """Start a block of steps and return it; None if no row needs a step.
-
-        It has the steps of the pace, or fewer if all rows need fewer.
-        """
+        """Start a block of steps and return it; None if no row needs a step."""
         running = [record for record in self._records if record is not None]
-        is_hurried = self._waiting or not all(record.launched for record in running)
-        max_steps = self.pace.hurried if is_hurried else self.pace.steps
+        # A request waits for a row, or for its first token.
+        is_awaited = self._queue or not all(record.launched for record in running)
+        max_steps = self.pace.steps_while_waiting if is_awaited else self.pace.steps
         needed_steps = max((record.limit - record.launched for record in running), default=0)
         steps = min(max_steps, needed_steps)
         if steps <= 0:
             return None
-        # All rows read as many blocks of the cache as the longest row needs. The additional blocks do
-        # not change a bit of the shorter rows.
+        # Attention reads as many blocks of the cache in all rows as the longest row needs. The additional
+        # blocks do not change a bit of the shorter rows.
         longest = max(
             len(record.request.prompt_ids) + min(record.launched + steps, record.limit)
             for record in running
         )
         # If one row needs the exact search, all rows use it, since it gives the same bits.
-        truncation: Truncation = "search" if any(record.exact for record in running) else "window"
+        truncation: Truncation = (
+            "search" if any(record.needs_search for record in running) else "window"
+        )
         chain = self.steps.choose_chain(frozenset(record.smallest_chain for record in running))
-        follows = any(record.request.constraint or record.request.stop for record in running)
-        self.outbox.begin(self.state.line_1)
-        # If the reader has read whole prompts, and no row has a token yet, the first step has the
-        # hidden states already.
+        follow_automata = any(
+            record.request.constraint or record.request.stop_automaton for record in running
+        )
+        self.outbox.begin_block(self.state.line_1)
+        # If the reader has read the prompts' last tokens, and no row has sampled a token yet, the first
+        # step needs no pass of the model.
         has_hidden = self.reader.reads_last_token and not any(record.launched for record in running)
         if has_hidden:
-            self.steps.step_for(chain)(0, truncation, follows, self._last_BD)
+            self.steps.step_for(chain)(0, truncation, follow_automata, self._last_BD)
         model_steps = steps - 1 if has_hidden else steps
-        self.replays.run(model_steps, chain, self.cache.visible(longest), truncation, follows)
+        self.replays.run(
+            model_steps, chain, self.cache.block_count_for(longest), truncation, follow_automata
+        )
         for record in running:
             record.launched = min(record.launched + steps, record.limit)
         # The list of records is copied, since rows may have other requests when the block is read.
@@ -531,33 +569,51 @@ class Generator:
         events = list[Event]()
         ended = list[int]()
         for row, record in enumerate(block.records):
-            # If the record has changed, the block was launched before the host had read that the
-            # request ended.
+            # If the row has another record now, the block was launched before the host had read how the
+            # request of this record ended, or that it needs "search".
             if record is None or self._records[row] is not record:
                 continue
-            tokens, status = drawn(codes_of_rows[row])
+            tokens, status = read_codes(codes_of_rows[row])
             record.received += len(tokens)
             finish = FINISHES.get(status)
-            # The row has sampled nothing since then, so it continues at the same position.
+            # An UNDECIDED row samples nothing, so it continues at the same position.
             if status == Status.UNDECIDED:
-                self._records[row] = replace(record, launched=record.received, exact=True)
+                self._records[row] = replace(record, launched=record.received, needs_search=True)
                 self.state.status_B[row] = Status.RUNNING
             elif finish is not None:
                 ended.append(row)
             if finish == "not_finite":
-                # A NaN in the cache would reach later requests of this row, because a masked value is
-                # multiplied by 0, and 0 times NaN is NaN. The NaN may come from the prompt, so the
+                # A NaN in the cache would reach later requests of this row, because attention multiplies
+                # masked values by 0, and 0 times NaN is NaN. The NaN may come from the prompt, so the
                 # reader's cache may have it, too.
                 self.cache.clear(row)
                 self.reader.forget()
                 self._prompts[row] = _NO_PROMPT
             if tokens or finish is not None:
-                likeliest = record.request.sampling.logprobs
+                likeliest_count = record.request.sampling.logprobs
                 logprobs = list[LogProbability]()
-                if likeliest is not None:
-                    rings_of_row = [ring[row] for ring in report_rings]
-                    logprobs = reported(rings_of_row, len(tokens), likeliest)
+                if likeliest_count is not None:
+                    values_BRN, ids_BRN = report_rings
+                    logprobs = read_log_probabilities(
+                        values_BRN[row], ids_BRN[row], len(tokens), likeliest_count
+                    )
                 events.append(Event(record.number, tokens, finish, logprobs))
         if ended:
             self._end_requests(ended)
         return events
+
+
+def _chunk_length(model: Llama, sizes: CacheSizes) -> int:
+    """Return the number of tokens of a chunk, a power of two.
+
+    A pass computes all tokens of a chunk, however few are used. So a chunk is not longer than the
+    longest prompt needs.
+    """
+    device = model.lm_head.weight.device.type
+    max_chunk = min(sizes.per_row, CHUNKS[device], model.config.max_position_embeddings)
+    needed = sizes.longest_prompt
+    if sizes.is_filled:
+        needed = padded_count(needed)
+    max_chunk_rounded_down = 1 << (max_chunk.bit_length() - 1)
+    needed_rounded_up = 1 << (needed - 1).bit_length()
+    return min(max_chunk_rounded_down, needed_rounded_up)

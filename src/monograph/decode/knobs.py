@@ -1,9 +1,9 @@
 """Chains and knobs.
 
-A chain has the ordered stages that a set of requests needs. Each chain has its own graph. Knobs are
-the numbers that the stages read: tensors with one entry per row. A request gets a row by writing
-its values there. In a row that does not use a stage, the stage's knobs have the values at which it
-is off.
+A chain is the ordered list of the sampler's stages that a set of requests needs. Each chain has its
+own graph. Knobs are the numbers that the stages read: tensors with one entry per row. When a request
+begins in a row, its values are written there. In a row that does not need a stage of the chain, the
+stage's knobs have the values at which it is off.
 
 Shapes: B rows, M listed ids of a row, padded with -1.
 """
@@ -15,20 +15,20 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from monograph.decode.filters import FILTERS, kept_at_most
+from monograph.decode.filters import FILTERS, top_k_of
 from monograph.decode.sampling import ORDERS, Sampling
 from monograph.decode.stages import SamplerKnob, SamplerStage, options
 from monograph.device import sent
 from monograph.errors import UsageError
 
-# With a top-k of at most MAX_FEW, the stages after it read only about 2 k tokens, but at least
-# MIN_FEW.
-MAX_FEW = 128
-MIN_FEW = 64
+# If every top-k of a chain is at most MAX_SMALL_TOP_K, top-k and the stages after it read only about
+# 2 k tokens (`Chain.likeliest_count`), but at least MIN_LIKELIEST_COUNT.
+MAX_SMALL_TOP_K = 128
+MIN_LIKELIEST_COUNT = 64
 
 
 def _has_window(sampling: Sampling) -> bool:
-    """Return whether penalties see earlier tokens."""
+    """Return whether the penalties see any earlier tokens."""
     return sampling.penalty_last_n != 0
 
 
@@ -41,9 +41,10 @@ def _penalises_counts(sampling: Sampling) -> bool:
     return _has_window(sampling) and has_penalty
 
 
-# The edits of the logits, in their order; the mask of an automaton follows min_tokens. Two of them
-# change other stages: last_n is the window of the penalties, and min_keep the minimum number of
-# tokens that a filter keeps. bias and min_tokens also have lists of ids as knobs, see `knobs_of`.
+# The stages before the temperature and the filters, in their order. They edit the logits, except for
+# two that change other stages: last_n is the window of the penalties, and min_keep the minimum number
+# of tokens that a filter keeps. The mask of an automaton is applied after min_tokens. bias and
+# min_tokens also have lists of ids as knobs, see `knobs_of`.
 _EDITS = (
     SamplerStage("bias", lambda s: bool(s.logit_bias), {}, {"logit_bias": {0: 0.0}}),
     SamplerStage(
@@ -67,7 +68,7 @@ _EDITS = (
         {"repetition_penalty": 1.1},
     ),
     SamplerStage(
-        "counted",
+        "frequency_presence",
         _penalises_counts,
         {
             "frequency_penalty": SamplerKnob(
@@ -102,30 +103,30 @@ class Chain:
     """The stages of a graph, in order, and the sizes that are part of the graph.
 
     Attributes:
-        stages: names of EDITS, then of FILTERS. Without a temperature every row takes its likeliest
-            token.
-        bias_ids: length of a row's list of biased ids; a power of two, or 0.
-        stop_ids: length of a row's list of stop tokens that min_tokens forbids; a power of two, or
-            0.
+        stages: names of EDITS, then of FILTERS, which include the temperature. Without a temperature
+            every row takes its likeliest token.
+        bias_length: length of each row's list of biased ids; a power of two, or 0.
+        stop_length: length of each row's list of stop ids that min_tokens forbids; a power of two,
+            or 0.
         logprobs: how many of the likeliest tokens are reported in addition to the sampled one;
             None: no report.
         likeliest_count: the number of likeliest tokens that top-k and the stages after it read. It
-            is above the k of every row that samples, so these tokens include all that top-k keeps,
-            unless many have equal logits. None: all tokens.
-        processed: whether a report has the probabilities that are sampled from. Otherwise it repeats
-            those of the raw logits, which are the same in rows without edits and filters at
-            temperature 1.
+            is at least twice the k of every row that samples at random, so these tokens include all
+            that top-k keeps, unless many have equal logits. None: all tokens.
+        reports_processed: whether a report has the log-probabilities under the distribution that is
+            sampled from. Otherwise those under the raw logits take their place, which are the same in
+            rows without edits and filters at temperature 1.
     """
 
     stages: tuple[str, ...] = ()
-    bias_ids: int = 0
-    stop_ids: int = 0
+    bias_length: int = 0
+    stop_length: int = 0
     logprobs: int | None = None
     likeliest_count: int | None = None
-    processed: bool = True
+    reports_processed: bool = True
 
     @property
-    def draws(self) -> bool:
+    def samples_at_random(self) -> bool:
         """Whether a row may sample at random."""
         return "temperature" in self.stages or "dynamic_temperature" in self.stages
 
@@ -147,14 +148,11 @@ class Chain:
             return False
         if other.logprobs is not None and (self.logprobs is None or other.logprobs > self.logprobs):
             return False
-        # A chain that reads few tokens could miss some of those that a larger k keeps.
-        if (
-            self.likeliest_count is not None
-            and other.draws
-            and (other.likeliest_count is None or other.likeliest_count > self.likeliest_count)
-        ):
-            return False
-        return other.bias_ids <= self.bias_ids and other.stop_ids <= self.stop_ids
+        # A chain that reads only the likeliest tokens could miss some of those that a larger k keeps.
+        if self.likeliest_count is not None and other.samples_at_random:
+            if other.likeliest_count is None or other.likeliest_count > self.likeliest_count:
+                return False
+        return other.bias_length <= self.bias_length and other.stop_length <= self.stop_length
 
 
 def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
@@ -162,10 +160,11 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
 
     Args:
         samplings: the options of the requests, at least one.
-        stop_ids: the maximum number of stop tokens of a request, for min_tokens.
+        stop_ids: the maximum number of stop ids of a request, for min_tokens.
 
     Raises:
-        UsageError: the requests do not have the same order, or the order lacks a stage that is on.
+        UsageError: the requests do not have the same order, or the order lacks a stage that a request
+            needs.
     """
     orders = sorted({sampling.order for sampling in samplings})
     if len({sampling.stages for sampling in samplings}) > 1:
@@ -187,13 +186,14 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
         raise UsageError(
             f"order = {orders[0]!r} leaves out {min(left_out)}, which is on: name it, or turn it off"
         )
+    # An order has only the name "temperature". It stands for the dynamic one if a request needs that.
     if needed("dynamic_temperature"):
         stages = tuple(stage.replace("temperature", "dynamic_temperature") for stage in stages)
     # mirostat is last, since it depends on the distribution that is sampled from.
     return Chain(
         stages=edits + stages + needed("mirostat"),
-        bias_ids=_list_length(max(len(sampling.logit_bias) for sampling in samplings)),
-        stop_ids=_list_length(stop_ids) if "min_tokens" in edits else 0,
+        bias_length=_list_length(max(len(sampling.logit_bias) for sampling in samplings)),
+        stop_length=_list_length(stop_ids) if "min_tokens" in edits else 0,
         logprobs=max(
             (sampling.logprobs for sampling in samplings if sampling.logprobs is not None),
             default=None,
@@ -202,49 +202,49 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
     )
 
 
-def joint(chains: Collection[Chain], whole: Chain) -> Chain:
-    """Return the smallest chain that covers all chains.
+def join_chains(chains: Collection[Chain], largest: Chain) -> Chain:
+    """Return a chain that covers all chains and has only their stages.
 
-    It has the order, the lengths of lists and the report of `whole`.
+    It has the order, the lengths of lists and the report of the largest chain.
 
     Args:
         chains: the chains, at least one.
-        whole: a chain that covers all of them.
+        largest: a chain that covers all of them.
     """
     needed = {stage for chain in chains for stage in chain.stages}
-    if "dynamic_temperature" in whole.stages and "dynamic_temperature" not in needed:
-        whole = replace(
-            whole, stages=tuple(stage.replace("dynamic_", "") for stage in whole.stages)
-        )
-    needed = {stage.replace("dynamic_", "") for stage in needed}
-    counts = [chain.likeliest_count for chain in chains if chain.draws]
+    order = largest.stages
+    if "dynamic_temperature" not in needed:
+        order = tuple(stage.removeprefix("dynamic_") for stage in order)
+    # A dynamic temperature serves rows with a fixed one, too.
+    needed = {stage.removeprefix("dynamic_") for stage in needed}
+    counts = [chain.likeliest_count for chain in chains if chain.samples_at_random]
     likeliest_count = None
     if None not in counts:
         likeliest_count = max((count for count in counts if count is not None), default=None)
     return replace(
-        whole,
-        stages=tuple(stage for stage in whole.stages if stage.replace("dynamic_", "") in needed),
-        bias_ids=whole.bias_ids if "bias" in needed else 0,
-        stop_ids=whole.stop_ids if "min_tokens" in needed else 0,
-        logprobs=None if all(chain.logprobs is None for chain in chains) else whole.logprobs,
+        largest,
+        stages=tuple(stage for stage in order if stage.removeprefix("dynamic_") in needed),
+        bias_length=largest.bias_length if "bias" in needed else 0,
+        stop_length=largest.stop_length if "min_tokens" in needed else 0,
+        logprobs=None if all(chain.logprobs is None for chain in chains) else largest.logprobs,
         likeliest_count=likeliest_count,
     )
 
 
 def _likeliest_count(samplings: Sequence[Sampling]) -> int | None:
     """Return `Chain.likeliest_count` of these requests; None if the stages must read all tokens."""
-    kept = [kept_at_most(sampling) for sampling in samplings if sampling.temperature > 0]
-    # 0 is a request without top-k, which keeps all tokens.
-    if not kept or min(kept) == 0 or max(kept) > MAX_FEW:
+    top_ks = [top_k_of(sampling) for sampling in samplings if sampling.temperature > 0]
+    # 0 is a request without top-k, for which all tokens are read.
+    if not top_ks or min(top_ks) == 0 or max(top_ks) > MAX_SMALL_TOP_K:
         return None
     # Twice the largest k leaves room for equal logits, which are frequent in bf16.
-    return max(MIN_FEW, _list_length(2 * max(kept)))
+    return max(MIN_LIKELIEST_COUNT, _list_length(2 * max(top_ks)))
 
 
 def _list_length(entries: int) -> int:
-    """Return the smallest power of two with room for the entries; 0 for no entries.
+    """Return the smallest power of two that is at least the number of entries; 0 for no entries.
 
-    So a few more entries do not need another graph.
+    A list of this length has room for some more entries, for which no other graph is needed.
     """
     return 1 << (entries - 1).bit_length() if entries else 0
 
@@ -255,17 +255,21 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
     Args:
         sampling: the request's options.
         chain: a chain that covers the request's smallest chain.
-        stop_ids: the request's stop tokens, which min_tokens forbids at first.
+        stop_ids: the request's stop ids, which min_tokens forbids at first.
     """
     # For stages that the request does not use, the values turn the stage off and change no bit.
     values: dict[str, Any] = {}
     for name in chain.stages:
         if name == "bias":
-            values["bias_ids"] = _padded(list(sampling.logit_bias), chain.bias_ids, -1)
-            values["bias_values"] = _padded(list(sampling.logit_bias.values()), chain.bias_ids, 0.0)
+            values["bias_ids"] = _padded(list(sampling.logit_bias), chain.bias_length, -1)
+            values["bias_values"] = _padded(
+                list(sampling.logit_bias.values()), chain.bias_length, 0.0
+            )
         if name == "min_tokens":
-            values["stop_ids"] = _padded(list(stop_ids)[: chain.stop_ids], chain.stop_ids, -1)
-        values |= {knob: declared.value(sampling) for knob, declared in STAGES[name].knobs.items()}
+            values["stop_ids"] = _padded(list(stop_ids)[: chain.stop_length], chain.stop_length, -1)
+        values |= {
+            knob_name: knob.value(sampling) for knob_name, knob in STAGES[name].knobs.items()
+        }
     return values
 
 
@@ -277,10 +281,10 @@ _INT_KNOBS |= {"bias_ids", "stop_ids"}
 
 
 def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Return knobs that turn all stages off, at the temperature 1.
+    """Return the knobs of a chain by name, with values that turn all stages off, at temperature 1.
 
     Returns:
-        by name, fp32 or int64 [B], and lists [B, M].
+        numbers, fp32 or int64 [B], and lists [B, M].
     """
     return {
         name: torch.tensor(
@@ -298,14 +302,15 @@ def write_rows(
     """Write the values of several requests, such as those of `knobs_of`, into their rows, in place.
 
     Args:
-        columns: tensors by name, [B, ...] each; those that have no values do not change.
+        columns: tensors by name, [B, ...] each. Those without values do not change.
         rows: the row of each request.
         values: each request's values by name, with the same names for all requests.
     """
     for name in values[0]:
         column = columns[name]
-        entries = sent([of_request[name] for of_request in values], column.device, column.dtype)
-        column.index_copy_(0, sent(rows, column.device), entries)
+        entries = [values_of_request[name] for values_of_request in values]
+        entries_on_device = sent(entries, column.device, column.dtype)
+        column.index_copy_(0, sent(rows, column.device), entries_on_device)
 
 
 def _padded(entries: list[Any], length: int, padding: float) -> list[Any]:

@@ -1,9 +1,9 @@
 """The noise of sampling, and an exp and a log whose bits depend on their arguments alone.
 
-The exp of a library may have other bits inside a graph than outside, or in the vectorised part of a
+The exp of a library may give other bits inside a graph than outside, or in the vectorised part of a
 loop than in its remainder. A token could then depend on the other rows of its batch. Here every
-operation is one that IEEE 754 rounds correctly, and weights are summed as integers, whose order does
-not matter. The polynomials and the two-part ln 2 are those of Cephes (S. Moshier,
+operation is one that IEEE 754 rounds correctly, and weights are integers, whose sum does not depend
+on the order. The polynomials and the two-part ln 2 are those of Cephes (S. Moshier,
 netlib.org/cephes, expf and logf).
 
 The noise is a pure function of (seed, position, vocabulary id) by a counter-based generator, without
@@ -21,13 +21,14 @@ from torch import Tensor
 
 from monograph.ops.philox import LOW32, Words, philox
 
+# ln 2 = LN2_HIGH + LN2_LOW. LN2_HIGH has few digits, so its products with small integers are exact.
 LN2_HIGH = 0.693359375
 LN2_LOW = -2.12194440e-4
 # The bits of sqrt(1/2). If they are subtracted from the bits of x, the exponent bits of the
 # difference are k in x = m 2^k, with m in [sqrt(1/2), sqrt 2).
 ROOT_HALF = 0x3F3504F3
 _MANTISSA_BITS = 23
-# The coefficients of the polynomials, the highest power first.
+# The coefficients of the polynomials for log and exp, the highest power first.
 LOG = (
     *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
     *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
@@ -41,9 +42,9 @@ EXP = (
     5.0000001201e-1,
 )
 
-# UNIT is the integer of a weight of 1. A sum of up to 2^20 - 1 weights stays below 2^63. Rounding
-# changes a weight by at most 2^-43 of the likeliest token's weight. Over a vocabulary of 2^17 that is
-# 2^-26, less than the rounding of fp32.
+# The weight 1, which the likeliest token has, is the integer UNIT. A sum of up to 2^20 - 1 weights
+# stays below 2^63. Rounding changes a weight by at most 2^-43. Over a vocabulary of 2^17 that is 2^-26,
+# less than the rounding of fp32.
 UNIT_BITS = 43
 UNIT = 1 << UNIT_BITS
 
@@ -63,9 +64,9 @@ def log1p_negative(u: Tensor) -> Tensor:
 
 
 def weight(x: Tensor) -> Tensor:
-    """Return exp(x), x <= 0, as a fixed-point integer.
+    """Return exp(x) of x <= 0 as a fixed-point integer.
 
-    It is round(2^43 exp r) >> -k, where x = k ln 2 + r and |r| <= ln 2 / 2.
+    It is round(2^43 exp r) >> h, where x = r - h ln 2 and |r| <= ln 2 / 2, so it is halved h times.
 
     Args:
         x: fp32, -inf allowed.
@@ -78,8 +79,8 @@ def weight(x: Tensor) -> Tensor:
     halvings = (x * -1.44269504088896341).round()
     rest = (x + halvings * LN2_HIGH) + halvings * LN2_LOW
     power = (_horner(EXP, rest) * (rest * rest) + rest + 1) * float(UNIT)
-    # A NaN becomes an arbitrary integer, since its row is stopped anyway. The clamp makes the shift
-    # defined.
+    # A NaN becomes an arbitrary integer, since its row is stopped anyway. The clamp keeps the shift
+    # defined even then.
     return power.to(torch.int64) >> halvings.to(torch.int64).clamp(0, 62)
 
 
@@ -107,9 +108,10 @@ def _log(fraction: Tensor, exponent: Tensor) -> Tensor:
     return fraction + correction + exponent * LN2_HIGH
 
 
-# How many tokens `greatest_sum` compares exactly in eager mode.
+# How many tokens `argmax_with_noise` compares exactly in eager mode.
 _CONTENDERS = 4
-# The purposes of random numbers: the fourth word of the counter.
+# Philox turns a seed and a counter of four words into four random words. The fourth word of the counter
+# is the purpose of the random numbers.
 _GUMBEL = 0
 _ROW = 1
 _CONTINUATION = 2
@@ -122,7 +124,7 @@ def uniform(word: Tensor) -> Tensor:
 
 
 def gumbel(word: Tensor) -> Tensor:
-    """Return -ln(-ln(1 - u)), fp32, which is finite for every word.
+    """Return the Gumbel number -ln(-ln(1 - u)), u = uniform(word), fp32; it is finite.
 
     Large values decide which token is sampled. They come from small u, where fp32 is dense.
     """
@@ -130,10 +132,10 @@ def gumbel(word: Tensor) -> Tensor:
 
 
 def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
-    """Return standard Gumbel noise (Gumbel 1954) for the token at a position, a number for each id.
+    """Return standard Gumbel noise (Gumbel 1954) for the choice of a token, a number for each id.
 
-    The id v has word v mod 4 of the counter (v // 4, position, 0), so one call of Philox serves four
-    ids.
+    The noise of id v is made of word v mod 4 of Philox(seed, v // 4, position), so one call of Philox
+    serves four ids.
 
     Args:
         seed_B: [B] int64, 0 or more.
@@ -147,31 +149,33 @@ def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
 
 
 def _gumbel_words(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
+    """Return the random word of each id; see `gumbel_noise`."""
     # One call of Philox for each id would take 1.7 times as long (dev/log.md).
     calls = torch.arange(math.ceil(vocabulary / 4), device=seed_B.device)
     words = torch.stack(_words(seed_B[:, None], position_B[:, None], calls, _GUMBEL), -1)
     return words.flatten(1)[:, :vocabulary]
 
 
-def greatest_sum(scores_BV: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
+def argmax_with_noise(scores_BV: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
     """Return the ids with the largest score plus noise, the lowest of equal ones; int64 [B].
 
-    In eager mode each operation reads and writes memory. So torch's logarithms first find the
-    _CONTENDERS tokens with the largest sums, with a tenth of the operations. Their error is at most
-    1e-5, so the right token is missed only if that many others come so close to it.
+    In eager mode each operation reads and writes memory. So the _CONTENDERS tokens with the largest
+    sums are first found with torch's logarithms, which take a tenth of the operations. Their error
+    is at most 1e-5. So the right token is missed only if _CONTENDERS others come so close to it.
     """
     words_BV = _gumbel_words(seed_B, position_B, scores_BV.shape[-1])
     if torch.compiler.is_compiling():
         return (scores_BV + gumbel(words_BV)).argmax(-1)
-    rough_BV = scores_BV - (-torch.log1p(-uniform(words_BV))).log()
-    ids_BN = rough_BV.topk(min(_CONTENDERS, scores_BV.shape[-1])).indices
-    return greatest(scores_BV.gather(-1, ids_BN) + gumbel(words_BV.gather(-1, ids_BN)), ids_BN)
+    approximate_BV = scores_BV - (-torch.log1p(-uniform(words_BV))).log()
+    ids_BN = approximate_BV.topk(min(_CONTENDERS, scores_BV.shape[-1])).indices
+    return argmax_id(scores_BV.gather(-1, ids_BN) + gumbel(words_BV.gather(-1, ids_BN)), ids_BN)
 
 
-def greatest(values_BN: Tensor, ids_BN: Tensor) -> Tensor:
-    """Return the ids of the largest values, the lowest of equal ones, for ids in any order; [B]."""
-    last_B1 = ids_BN.amax(-1, keepdim=True)
-    return torch.where(values_BN == values_BN.amax(-1, keepdim=True), ids_BN, last_B1).amin(-1)
+def argmax_id(values_BN: Tensor, ids_BN: Tensor) -> Tensor:
+    """Return the id of each row's largest value, the lowest of equal ones, for ids in any order; [B]."""
+    is_largest_BN = values_BN == values_BN.amax(-1, keepdim=True)
+    highest_id_B1 = ids_BN.amax(-1, keepdim=True)
+    return torch.where(is_largest_BN, ids_BN, highest_id_B1).amin(-1)
 
 
 def gumbel_noise_of(seed_B: Tensor, position_B: Tensor, ids_BN: Tensor) -> Tensor:
@@ -184,7 +188,7 @@ def gumbel_noise_of(seed_B: Tensor, position_B: Tensor, ids_BN: Tensor) -> Tenso
 
 
 def row_uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """Return one uniform number for each row's position, [B] fp32, independent of the noise."""
+    """Return one number in (0, 1) for each row's position, [B] fp32, independent of the noise."""
     return uniform(_words(seed_B, position_B, torch.zeros_like(seed_B), _ROW)[0])
 
 
@@ -195,9 +199,14 @@ def continuation_seed(seed: int, index: int) -> int:
 
 
 def rollout_seeds(seed: int, positions: Sequence[int], group: int) -> list[int]:
-    """Return the seeds of `group` answers to the prompt at each position, prompt by prompt.
+    """Return the seeds of the answers to several prompts, prompt by prompt.
 
     A seed is 63 bits of Philox(seed, position, answer).
+
+    Args:
+        seed: the run's seed.
+        positions: a number of each prompt, its place among those of the run.
+        group: the number of answers to each prompt.
     """
     position_P1 = torch.tensor(positions)[:, None]
     answers = torch.arange(group).expand(len(positions), group)
@@ -206,10 +215,11 @@ def rollout_seeds(seed: int, positions: Sequence[int], group: int) -> list[int]:
 
 
 def _seeds(words: Words) -> Tensor:
-    # A seed is an int64 of 0 or more, so it has 63 bits.
+    # A seed is an int64 of at least 0, so it has 63 bits.
     return (words[0] << 31) | (words[1] >> 1)
 
 
 def _words(seed: Tensor, position: Tensor, index: Tensor, purpose: int) -> Words:
+    """Return four random words, each in an int64, of shapes that broadcast together."""
     counter = (index, position & LOW32, position >> 32, torch.full_like(position, purpose))
     return philox(counter, (seed & LOW32, seed >> 32))

@@ -10,8 +10,8 @@ from monograph.ranges import Range, between, whole
 
 PenaltyScope = Literal["output", "all"]
 
-# The orders of the temperature and the filters. transformers has the temperature first, llama.cpp
-# last. A stage that one of them lacks is placed next to a similar stage.
+# The orders of the temperature and the filters in transformers ("hf"), where the temperature is first,
+# and in llama.cpp, where it is last. A stage that one of them lacks is placed next to a similar stage.
 ORDERS = {
     "hf": (
         "temperature",
@@ -38,7 +38,7 @@ ORDERS = {
         "temperature",
     ),
 }
-# Inclusive ranges. The upper ends keep fp32 arithmetic finite. No useful value is above them.
+# Inclusive ranges. The upper ends keep fp32 arithmetic finite, and no useful value is above them.
 _LARGEST = 1e6
 RANGES = {
     **dict.fromkeys(("temperature", "temperature_range"), between(0, _LARGEST)),
@@ -70,42 +70,44 @@ BIAS = Range(f"a number from -{_LARGEST:g} to {_LARGEST:g}, or -inf", -_LARGEST,
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of how the next token is chosen. docs/generate.md has the equations and sources of
-    all stages.
+    """How the next token is chosen. docs/generate.md has the equations and sources of all stages.
 
     Attributes:
         temperature: divides the scores; 0 takes the likeliest token (the lowest id among equals)
             and ignores filters.
-        top_k: keeps the k likeliest tokens, and those level with the k-th; 0: off.
+        top_k: keeps the k likeliest tokens, and others that are as likely as the k-th; 0: off.
         top_p: keeps the likeliest tokens that together have this probability; 1: off.
         min_p: keeps tokens of at least this times the likeliest one's probability; 0: off.
-        typical_p: keeps the tokens whose surprise is nearest the expected one, up to this
-            probability; 1: off.
+        typical_p: keeps the tokens whose surprise is nearest to the expected one, until together
+            they have this probability; 1: off.
         top_a: keeps tokens of at least this times the square of the likeliest one's probability; 0:
             off.
         epsilon_cutoff: keeps tokens of at least this probability; 0: off.
-        eta_cutoff: keeps tokens of at least this probability, or less where the entropy is high; 0:
-            off.
+        eta_cutoff: keeps tokens of at least this probability, or of a lower one where the entropy
+            is high; 0: off.
         top_n_sigma: keeps tokens whose logit is at most this many standard deviations below the
             largest; 0: off.
-        xtc_probability: the probability that a draw excludes the likeliest tokens (XTC); 0: off.
-        xtc_threshold: XTC keeps only the least likely of the tokens of at least this probability;
+        xtc_probability: the probability with which XTC is applied to a token's choice; 0: off.
+        xtc_threshold: of the tokens of at least this probability, XTC keeps only the least likely;
             above 0.5: off.
         min_keep: every filter leaves at least this many of the tokens that are left before it, if
             there are as many.
         mirostat_tau: the surprise per token, in bits, that the last filter steers to; 0: off.
-        mirostat_eta: the share of its difference to `mirostat_tau` by which each surprise moves
-            that filter's limit.
-        temperature_range: the temperature moves with the entropy between `temperature` minus and
-            plus this; 0: off.
-        temperature_exponent: at a normalised entropy h the temperature moves by h to this power.
+        mirostat_eta: the share of the difference between a token's surprise and `mirostat_tau` by
+            which the token moves that filter's limit.
+        temperature_range: the temperature depends on the entropy, and is between `temperature` minus
+            and plus this; 0: off.
+        temperature_exponent: the normalised entropy is raised to this power before it moves the
+            temperature.
         repetition_penalty: divides positive and multiplies negative logits of ids in prompt and
             output; 1: off.
-        frequency_penalty: is subtracted from an id's logit once for every time that it was drawn;
+        frequency_penalty: is subtracted from an id's logit once for every time that it was sampled;
             0: off.
-        presence_penalty: is subtracted from an id's logit if it was drawn; 0: off.
-        penalty_scope: "output" lets the last two count the output alone, "all" prompt and output.
-        penalty_last_n: the number of last tokens that the three penalties see; -1: all, 0: none.
+        presence_penalty: is subtracted from an id's logit if it was sampled; 0: off.
+        penalty_scope: what the frequency and presence penalties count: "output", the sampled tokens
+            alone, or "all", prompt and output.
+        penalty_last_n: the number of last tokens that the repetition, frequency and presence
+            penalties see; -1: all, 0: none.
         dry_multiplier: is subtracted from the logit of a token that would continue a repetition of
             earlier text, times `dry_base` to the power of the repetition's length beyond
             `dry_allowed_length`; 0: off.
@@ -114,14 +116,14 @@ class Sampling:
         dry_penalty_last_n: the number of last tokens in which repetitions are searched; -1: all, 0:
             none.
         dry_sequence_breakers: no repetition goes across a token that contains one of these texts.
-        min_tokens: no stop token is drawn before this many tokens were.
+        min_tokens: no stop token is sampled before this many tokens were.
         logit_bias: what is added to the logits, by id; -inf forbids an id.
-        logprobs: the number of likeliest tokens whose log-probabilities are reported with each
-            drawn token's, under the model's raw logits and under the distribution drawn from; None:
-            no report.
-        seed: the seed of the draws, which depend on nothing else.
-        order: "hf" filters after the temperature, "llama_cpp" before it. Otherwise names of stages
-            (`ORDERS`) in their order, separated by commas, among them all that are on.
+        logprobs: the number of likeliest tokens whose log-probabilities are reported with those of
+            each sampled token, under the model's raw logits and under the distribution that is
+            sampled from; None: no report.
+        seed: the seed of the random numbers, which depend on nothing else.
+        order: "hf" filters after the temperature, "llama_cpp" before it. Otherwise the names of
+            stages (`ORDERS`) in their order, separated by commas, among them all that are on.
     """
 
     temperature: float = 0.8
@@ -168,7 +170,7 @@ class Sampling:
             value = getattr(self, name)
             allowed.require(name, value)
             if allowed.whole:
-                # This turns an integer of numpy into one of Python.
+                # The value may be an integer of numpy.
                 object.__setattr__(self, name, int(value))
         if self.penalty_scope not in get_args(PenaltyScope):
             raise UsageError(
@@ -226,10 +228,14 @@ class Sampling:
             vocabulary: the size of the vocabulary.
 
         Raises:
-            UsageError: `given` is neither, or has another length, or `check_vocabulary` refuses an
-                option.
+            UsageError: `given` is something else, or a list of another length, or `check_vocabulary`
+                refuses an option.
         """
-        options = [given or cls()] * count if isinstance(given, cls | None) else given
+        options: Self | Sequence[Self]
+        if isinstance(given, cls | None):
+            options = [given or cls()] * count
+        else:
+            options = given
         if not isinstance(options, list | tuple) or not all(
             isinstance(each, cls) for each in options
         ):
@@ -248,8 +254,8 @@ class Sampling:
         """Refuse options that do not fit a vocabulary of this size.
 
         Raises:
-            UsageError: a bias is for an id outside it, or more log-probabilities are asked for than
-                it has ids.
+            UsageError: a bias is for an id outside the vocabulary, or more log-probabilities are
+                asked for than it has ids.
         """
         if self.logprobs is not None and self.logprobs > vocabulary:
             raise UsageError(

@@ -1,7 +1,8 @@
-"""The declaration of a stage of the sampler: which request needs it, and which numbers it reads."""
+"""The declaration of a stage of the sampler: which requests need it, and which numbers it reads."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from monograph.decode.sampling import RANGES, Sampling
@@ -12,7 +13,7 @@ class SamplerKnob:
     """A number that a stage reads for each row.
 
     Attributes:
-        value: returns the number of a request.
+        value: returns the number for a request with these options.
         is_whole: whether the number is an int64; otherwise it is an fp32.
     """
 
@@ -22,15 +23,7 @@ class SamplerKnob:
 
 def options(*names: str) -> dict[str, SamplerKnob]:
     """Return knobs whose values are the options of these names."""
-    return {name: SamplerKnob(_Option(name), RANGES[name].whole) for name in names}
-
-
-@dataclass(frozen=True)
-class _Option:
-    name: str
-
-    def __call__(self, sampling: Sampling) -> Any:
-        return getattr(sampling, self.name)
+    return {name: SamplerKnob(attrgetter(name), RANGES[name].whole) for name in names}
 
 
 @dataclass(frozen=True)
@@ -40,9 +33,10 @@ class SamplerStage:
     Attributes:
         name: its name in `Chain.stages`.
         is_needed: returns whether a request needs the stage.
-        knobs: the numbers that it reads for each row, by name. In a row that does not need the
-            stage, they turn it off.
-        example: options of a request that needs the stage.
+        knobs: the numbers that it reads for each row, by name. In a row whose request does not need
+            the stage, they turn it off.
+        example: options of a request that needs the stage. A request with the examples of all stages
+            needs all of them.
     """
 
     name: str

@@ -1,8 +1,7 @@
 """One step of decoding: the model, the sampler and the stop rules as one graph over preallocated
 tensors.
 
-A step samples one token in each row that has a running request. A ring is a tensor with a line for
-each step of a block of steps, in which the steps leave their results for the host.
+A step samples one token in each row that has a running request. With x' for the next x, it is
 
     hidden = model(token, position, cache)
     logits = head(hidden)
@@ -11,10 +10,10 @@ each step of a block of steps, in which the steps leave their results for the ho
     status' = stop rules
     line of the ring = token' + status' * 2^24
 
-The same function runs eagerly, compiled and replayed as a CUDA graph. The host reads nothing here.
-Each step writes its results to one line of each ring of `State`. The lines of a block of steps are
-copied to the host together, once for each ring. The host waits for the copy only when it reads the
-lines (`monograph.decode.request.Outbox`).
+The same function runs eagerly, compiled and replayed as a CUDA graph, and the host reads nothing
+here. A block is several steps that are started together. A ring is a tensor with a line for each step
+of a block, to which the step writes its results. The host copies the lines of a whole block, and
+waits for the copy only when it reads them (`monograph.decode.outbox.Outbox`).
 
 A chain is the list of the sampler's stages that some requests need (`monograph.decode.knobs`). If
 requests need different chains, `Steps` has a step for each chain, and all steps of a block use the
@@ -37,22 +36,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from monograph.decode.arena import Arena, advance, allowed, stopped
+from monograph.decode.automaton_tables import AutomatonTables, allowed_tokens, is_over, next_states
 from monograph.decode.cache import KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import (
     COUNT_DTYPE,
     OK,
-    Drawn,
     LogProbabilities,
     Past,
+    SampledTokens,
     SamplerRows,
     add_to_counts,
     edit_logits_or_nan,
     log_probabilities,
     sample,
 )
-from monograph.decode.knobs import Chain, joint
+from monograph.decode.knobs import Chain, join_chains
 from monograph.graph.replay import WARM_UP, Recorder, Replays
 from monograph.model.llama import Llama
 
@@ -60,7 +59,8 @@ if TYPE_CHECKING:
     from monograph.decode.fast_forward import FastForward
     from monograph.decode.fast_sampler import FastSampler
 
-# A code has the token in its lowest bits, and the status above them.
+# The result of a step in a row is one number, its code: the token is in its lowest bits, and the status
+# is above them.
 TOKEN_BITS = 24
 # The maximum number of stop ids of a row.
 MAX_STOP_IDS = 16
@@ -78,7 +78,8 @@ class Status(IntEnum):
         NOT_FINITE: the row's logits have a NaN or +inf.
         NOTHING_ALLOWED: all tokens are forbidden.
         UNDECIDED: the truncation "window" could not decide which tokens a filter keeps. The row
-            waits until the host starts steps with the exact truncation "search".
+            samples nothing until the host sets it to RUNNING, for steps with the exact truncation
+            "search".
     """
 
     FREE = 0
@@ -90,7 +91,7 @@ class Status(IntEnum):
     UNDECIDED = 6
 
 
-# The statuses of steps that sampled a token.
+# A step in which a row gets one of these statuses sampled a token.
 HAS_TOKEN = (Status.RUNNING, Status.STOP, Status.LENGTH)
 
 
@@ -103,22 +104,22 @@ class State:
     Attributes:
         token_B: the last token, which the next step reads.
         position_B: the position of the last token.
-        seed_B: the seed of the row.
+        seed_B: the seed of the row's random numbers.
         generated_B: the number of sampled tokens.
         limit_B: the maximum number of sampled tokens.
         status_B: a `Status`.
         stop_ids_BM: the ids that end the text, padded with -1.
-        constraint_B: the state of the automaton of allowed texts, with its counters.
-        stopping_B: the state of the automaton of stop strings.
+        constraint_state_B: the state of the automaton of allowed texts, with its counters.
+        stop_state_B: the state of the automaton of stop strings.
         counts_BV: int32, see `SamplerRows`.
         prompt_BV: bool or int32, see `SamplerRows`.
-        past: the ids of prompt and output.
+        past: the ids of prompt and output, and their repetitions.
         mu_B: fp32, the surprise in bits that mirostat allows.
-        line_1: the next line of the rings.
-        ring_RB: int32, the code of each step, token + status * 2^24.
-        values_RBN: fp32, the log-probability of the sampled token and then of the likeliest tokens,
-            under the raw logits; then the same under the distribution that is sampled from.
-        ids_RBN: int32, the ids of the likeliest tokens, in the same order.
+        line_1: the line of the rings that the next step writes, [1].
+        codes_RB: int32, a ring: the code of each step and row, token + status * 2^24.
+        values_RBN: fp32, a ring: the log-probability of the sampled token and then of the likeliest
+            tokens, under the raw logits; then the same under the distribution that is sampled from.
+        ids_RBN: int32, a ring: the ids of these likeliest tokens, in the same order.
     """
 
     token_B: Tensor
@@ -128,14 +129,14 @@ class State:
     limit_B: Tensor
     status_B: Tensor
     stop_ids_BM: Tensor
-    constraint_B: Tensor
-    stopping_B: Tensor
+    constraint_state_B: Tensor
+    stop_state_B: Tensor
     counts_BV: Tensor | None
     prompt_BV: Tensor | None
     past: Past | None
     mu_B: Tensor
     line_1: Tensor
-    ring_RB: Tensor
+    codes_RB: Tensor
     values_RBN: Tensor | None
     ids_RBN: Tensor | None
 
@@ -143,15 +144,24 @@ class State:
     def allocate(
         cls, rows: int, slots: int, vocabulary: int, lines: int, chain: Chain, device: torch.device
     ) -> State:
-        """Allocate the state of rows that are all free."""
+        """Allocate the state of rows that are all free.
+
+        Args:
+            rows: B.
+            slots: T, the number of positions of a row.
+            vocabulary: V.
+            lines: R, the number of lines of a ring.
+            chain: the state has all tensors that this chain needs.
+            device: where the tensors are.
+        """
         logprobs = chain.logprobs
         needed = _NeededState.of(chain)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # A window of the last n tokens removes one token of the prompt at a time, so the prompt's
-        # ids must be counted.
+        # If penalties see only the last n tokens, the tokens of the prompt leave one at a time, so it
+        # must be known how often each is there.
         prompt_dtype = COUNT_DTYPE if "last_n" in chain.stages else torch.bool
         past = None
         if needed.past:
@@ -173,14 +183,14 @@ class State:
             limit_B=zeros(rows),
             status_B=zeros(rows),
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
-            constraint_B=zeros(rows),
-            stopping_B=zeros(rows),
+            constraint_state_B=zeros(rows),
+            stop_state_B=zeros(rows),
             counts_BV=zeros(rows, vocabulary, dtype=COUNT_DTYPE) if needed.counts else None,
             prompt_BV=zeros(rows, vocabulary, dtype=prompt_dtype) if needed.prompt else None,
             past=past,
             mu_B=zeros(rows, dtype=torch.float32),
             line_1=zeros(1),
-            ring_RB=zeros(lines, rows, dtype=torch.int32),
+            codes_RB=zeros(lines, rows, dtype=torch.int32),
             values_RBN=values,
             ids_RBN=ids,
         )
@@ -218,54 +228,53 @@ class State:
                 dim=1,
             )
             ids_BN = torch.cat([raw.ids_BN, processed.ids_BN], dim=1)
-            # `line_1` is a tensor. If it were a number, a captured graph would write to the same line
-            # at every replay.
+            # If `line_1` were a number and not a tensor, a captured graph would write to the same line at
+            # every replay.
             self.values_RBN.index_copy_(0, self.line_1, values_BN[None])
             self.ids_RBN.index_copy_(0, self.line_1, ids_BN[None].to(torch.int32))
 
-    def write_step(self, moved_B: Tensor, status_B: Tensor) -> None:
-        """Write the step's codes to the ring, and the new statuses and counts to the state.
+    def end_step(self, sampled_B: Tensor, status_B: Tensor) -> None:
+        """Update the state after a token was written to `token_B`, and write the step's codes.
 
         Args:
-            moved_B: bool, the rows that sampled a token.
+            sampled_B: bool, the rows that sampled a token.
             status_B: the new statuses.
         """
         # All writes are in place: a captured graph uses the same addresses at every replay.
-        self.generated_B += moved_B
-        self.position_B += moved_B
+        self.generated_B += sampled_B
+        self.position_B += sampled_B
         self.status_B.copy_(status_B)
         if self.counts_BV is not None:
-            add_to_counts(self.counts_BV, self.token_B, moved_B)
-        # `past` needs the position of the new token, so this follows the change of the position.
+            add_to_counts(self.counts_BV, self.token_B, sampled_B)
+        # `past` needs the position of the new token, so this comes after the change of the position.
         if self.past is not None:
-            self.past.add(self.token_B, self.position_B, moved_B)
+            self.past.add(self.token_B, self.position_B, sampled_B)
         # A code is one number for token and status, so that fewer bytes are copied to the host.
         codes_B = self.token_B + (status_B << TOKEN_BITS)
-        self.ring_RB.index_copy_(0, self.line_1, codes_B[None].to(torch.int32))
+        self.codes_RB.index_copy_(0, self.line_1, codes_B[None].to(torch.int32))
         self.line_1 += 1
 
-    def forget_leaving_tokens(self, moved_B: Tensor, knobs: Mapping[str, Tensor]) -> None:
+    def uncount_leaving_token(self, sampled_B: Tensor, knobs: Mapping[str, Tensor]) -> None:
         """Subtract the token that leaves the window of the last n tokens from the counts, in place.
 
         Args:
-            moved_B: bool, the rows that sampled a token, which `write_step` has counted.
+            sampled_B: bool, the rows that sampled a token, which `end_step` has counted.
             knobs: "penalty_last_n" n, below 0 for all tokens, and "counts_prompt", [B] each.
         """
         assert self.counts_BV is not None and self.past is not None
         n_B = knobs["penalty_last_n"]
         history_BT = self.past.history_BT
-        left_position_B = self.position_B - n_B
-        leaves_B = moved_B & (n_B > 0) & (left_position_B >= 0)
-        index_B1 = left_position_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None]
+        leaving_position_B = self.position_B - n_B
+        leaves_B = sampled_B & (n_B > 0) & (leaving_position_B >= 0)
+        index_B1 = leaving_position_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None]
         token_B = history_BT.gather(-1, index_B1)[:, 0].long()
         # `prompt_BV` counts the tokens of the prompt. `counts_BV` counts the output, and the prompt
         # only with "counts_prompt".
-        of_prompt_B = left_position_B <= self.position_B - self.generated_B
-        in_counts_B = ~of_prompt_B | (knobs["counts_prompt"] > 0)
-        if self.counts_BV is not None:
-            add_to_counts(self.counts_BV, token_B, leaves_B & in_counts_B, -1)
+        is_of_prompt_B = leaving_position_B <= self.position_B - self.generated_B
+        is_in_counts_B = ~is_of_prompt_B | (knobs["counts_prompt"] > 0)
+        add_to_counts(self.counts_BV, token_B, leaves_B & is_in_counts_B, -1)
         if self.prompt_BV is not None:
-            add_to_counts(self.prompt_BV, token_B, leaves_B & of_prompt_B, -1)
+            add_to_counts(self.prompt_BV, token_B, leaves_B & is_of_prompt_B, -1)
 
 
 class _NeededState(NamedTuple):
@@ -274,7 +283,7 @@ class _NeededState(NamedTuple):
     Attributes:
         counts: the counts of sampled ids.
         prompt: the ids of the prompt.
-        past: the ids at all positions.
+        past: the ids at all positions, and their repetitions.
     """
 
     counts: bool
@@ -284,7 +293,7 @@ class _NeededState(NamedTuple):
     @classmethod
     def of(cls, chain: Chain) -> _NeededState:
         return cls(
-            counts=chain.has("repetition", "counted"),
+            counts=chain.has("repetition", "frequency_presence"),
             prompt=chain.has("repetition"),
             past=chain.has("last_n", "dry"),
         )
@@ -306,7 +315,7 @@ class DecodeStep:
         tables: the automata of all rows.
         vocabulary: V, the size of the tokenizer's vocabulary. The model's may be larger; the
             additional ids are never sampled.
-        fast: computes the logits by kernels; None: the model's forward pass does.
+        forward_kernels: computes the logits by kernels; None: the model's forward pass does.
         fast_sampler: samples by a kernel, with the same bits as `sample`; None: `sample` does.
     """
 
@@ -315,9 +324,9 @@ class DecodeStep:
     cache: KVCache
     chain: Chain
     knobs: dict[str, Tensor]
-    tables: Arena
+    tables: AutomatonTables
     vocabulary: int
-    fast: FastForward | None = None
+    forward_kernels: FastForward | None = None
     fast_sampler: FastSampler | None = None
 
     @torch.no_grad()
@@ -325,7 +334,7 @@ class DecodeStep:
         self,
         blocks: int,
         truncation: Truncation,
-        follows: bool = True,
+        follow_automata: bool = True,
         hidden_BD: Tensor | None = None,
     ) -> None:
         """Sample one token in every running row.
@@ -334,9 +343,10 @@ class DecodeStep:
             blocks: attention reads the first `blocks` blocks of the cache, which must include the
                 position of every running row.
             truncation: see `sample`.
-            follows: whether automata are followed; False: no running row has an automaton.
-            hidden_BD: the final hidden states of the rows' last tokens, if they are known; None:
-                they are computed.
+            follow_automata: whether the automata of the rows are used; it may be False only if no
+                running row has one.
+            hidden_BD: the final hidden states of the rows' last tokens; None: the model computes
+                them.
         """
         state = self.state
         logits_BV = self._logits(blocks, hidden_BD)[:, : self.vocabulary]
@@ -351,15 +361,17 @@ class DecodeStep:
             past=state.past,
             mu_B=state.mu_B if "mirostat" in self.chain.stages else None,
         )
-        allowed_BV = allowed(self.tables, state.constraint_B) if follows else None
-        drawn = self._sample(logits_BV, rows, allowed_BV, truncation)
+        allowed_BV = (
+            allowed_tokens(self.tables, state.constraint_state_B) if follow_automata else None
+        )
+        sampled = self._sample(logits_BV, rows, allowed_BV, truncation)
         if self.chain.logprobs is not None:
-            raw = log_probabilities(logits_BV, drawn.token_B, self.chain.logprobs)
+            raw = log_probabilities(logits_BV, sampled.token_B, self.chain.logprobs)
             processed = raw
-            if self.chain.processed and drawn.logprobs:
-                processed = drawn.logprobs
+            if self.chain.reports_processed and sampled.logprobs:
+                processed = sampled.logprobs
             state.write_log_probabilities(raw, processed)
-        self._advance(drawn, follows)
+        self._update_state(sampled, follow_automata)
 
     def _sample(
         self,
@@ -367,9 +379,9 @@ class DecodeStep:
         rows: SamplerRows,
         allowed_BV: Tensor | None,
         truncation: Truncation,
-    ) -> Drawn:
+    ) -> SampledTokens:
         sampler = self.fast_sampler
-        if sampler is None or not sampler.serves(self.chain, truncation, self.vocabulary):
+        if sampler is None or not sampler.supports(self.chain, truncation, self.vocabulary):
             return sample(logits_BV, rows, allowed_BV, self.chain, truncation)
         edited_BV = edit_logits_or_nan(logits_BV, rows, allowed_BV, self.chain)
         return sampler.sample(edited_BV.contiguous(), rows, self.state.position_B, self.chain)
@@ -378,17 +390,20 @@ class DecodeStep:
         state = self.state
         # Autocast computes in another dtype than that of the weights, which the kernels read.
         is_cast = torch.is_autocast_enabled("cuda")
-        if hidden_BD is None and self.fast is not None and not is_cast:
-            return self.fast.logits(state.token_B, state.position_B, self.cache, blocks)
+        if hidden_BD is None and self.forward_kernels is not None and not is_cast:
+            return self.forward_kernels.logits(state.token_B, state.position_B, self.cache, blocks)
         if hidden_BD is None:
             tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
             hidden_BD = self.model(
-                tokens_B1, positions=positions_B1, cache=self.cache.first(blocks)
+                tokens_B1, positions=positions_B1, cache=self.cache.with_first_blocks(blocks)
             )[:, 0]
         return self.model.logits(hidden_BD)
 
-    def _advance(self, drawn: Drawn, follows: bool) -> None:
-        """Apply the stop rules after a token was sampled; rows that are not running do not change."""
+    def _update_state(self, sampled: SampledTokens, follow_automata: bool) -> None:
+        """Write the sampled tokens to the state, and apply the stop rules.
+
+        Rows that are not running do not change.
+        """
         state = self.state
         # Plain ints, since Dynamo does not treat an IntEnum as a number.
         running = Status.RUNNING.value
@@ -397,34 +412,34 @@ class DecodeStep:
         running_B = state.status_B == running
         # All rows are computed, and `where` drops the results of rows that are not running. So the
         # host does not have to know which rows are running.
-        moved_B = running_B & (drawn.status_B == OK)
-        state.token_B.copy_(torch.where(moved_B, drawn.token_B, state.token_B))
+        sampled_B = running_B & (sampled.status_B == OK)
+        state.token_B.copy_(torch.where(sampled_B, sampled.token_B, state.token_B))
         ended_B = (state.token_B[:, None] == state.stop_ids_BM).any(-1)
-        if follows:
-            for states_B in (state.constraint_B, state.stopping_B):
-                advanced_B = advance(self.tables, states_B, state.token_B)
-                states_B.copy_(torch.where(moved_B, advanced_B, states_B))
-            ended_B |= stopped(self.tables, state.stopping_B) | stopped(
-                self.tables, state.constraint_B
-            )
+        if follow_automata:
+            for states_B in (state.constraint_state_B, state.stop_state_B):
+                advanced_B = next_states(self.tables, states_B, state.token_B)
+                states_B.copy_(torch.where(sampled_B, advanced_B, states_B))
+                ended_B |= is_over(self.tables, states_B)
         at_limit_B = state.generated_B + 1 >= state.limit_B
         # A row that stops with the last token of its limit has the status STOP.
-        after_B = torch.where(ended_B, stop, torch.where(at_limit_B, length, running))
-        # The sampler's NAN, DEAD and OVERFLOW, 1 to 3, become NOT_FINITE, NOTHING_ALLOWED and
-        # UNDECIDED, which have the same order.
-        failed_B = drawn.status_B + (Status.NOT_FINITE.value - 1)
-        status_B = torch.where(moved_B, after_B, torch.where(running_B, failed_B, state.status_B))
-        state.write_step(moved_B, status_B)
-        # This follows `write_step`, which counts the new token and moves the window's end.
+        sampled_status_B = torch.where(ended_B, stop, torch.where(at_limit_B, length, running))
+        # The sampler's NOT_FINITE, NOTHING_ALLOWED and UNDECIDED are 1 to 3. In `Status` they have the
+        # same order, but other numbers.
+        failed_status_B = sampled.status_B + (Status.NOT_FINITE.value - 1)
+        unsampled_status_B = torch.where(running_B, failed_status_B, state.status_B)
+        status_B = torch.where(sampled_B, sampled_status_B, unsampled_status_B)
+        state.end_step(sampled_B, status_B)
+        # This comes after `end_step`, which counts the new token and moves the window's end.
         if "last_n" in self.chain.stages:
-            state.forget_leaving_tokens(moved_B, self.knobs)
+            state.uncount_leaving_token(sampled_B, self.knobs)
         if "mirostat" in self.chain.stages:
-            assert drawn.logprobs is not None
-            surprise_B = drawn.logprobs.chosen_B * (-1 / math.log(2))
+            assert sampled.logprobs is not None
+            surprise_B = sampled.logprobs.chosen_B * (-1 / math.log(2))
             change_B = self.knobs["mirostat_eta"] * (surprise_B - self.knobs["mirostat_tau"])
-            state.mu_B.copy_(torch.where(moved_B, state.mu_B - change_B, state.mu_B))
+            state.mu_B.copy_(torch.where(sampled_B, state.mu_B - change_B, state.mu_B))
 
 
+# `DecodeStep.__call__`, or the compiled form of it.
 StepFunction = Callable[..., None]
 
 
@@ -433,7 +448,7 @@ class Steps:
 
     Attributes:
         chains: the given chains; the last one covers every request.
-        replays: the calls and captures of all steps.
+        replays: runs steps, and captures them if there is a recorder.
         step_for: returns the step of a chain.
         choose_chain: returns the chain for a block of steps, given the frozenset of the smallest
             chains of its requests.
@@ -452,8 +467,8 @@ class Steps:
             chains: see the class.
             make_step: makes the step of a chain.
             recorder: captures steps; None: steps are not captured.
-            only_given_chains: whether to make steps only for these chains, because a step takes long
-                to make; otherwise a step may have any smaller chain.
+            only_given_chains: whether steps are made only for these chains, since a step takes long
+                to make; otherwise a step may also be made for any smaller chain.
         """
         self.chains = tuple(chains)
         self.replays = Replays(self._call, recorder)
@@ -462,21 +477,22 @@ class Steps:
         self.choose_chain = functools.cache(self._choose_chain)
 
     def _choose_chain(self, smallest_chains: frozenset[Chain]) -> Chain:
-        smallest = joint(smallest_chains, self.chains[-1])
+        smallest = join_chains(smallest_chains, self.chains[-1])
         if not self._only_given_chains:
             return smallest
         return next(chain for chain in self.chains if chain.covers(smallest))
 
-    def warm_up(self, sizes: Sequence[int], begin: Callable[[], None]) -> None:
+    def warm_up(self, block_counts: Sequence[int], begin: Callable[[], None]) -> None:
         """Capture every variant of a step.
 
         Args:
-            sizes: the numbers of blocks of the cache that a step may read.
+            block_counts: the numbers of blocks of the cache that a step may read
+                (`KVCache.block_counts`).
             begin: called before each variant.
         """
         truncations: tuple[Truncation, ...] = ("window", "search")
         if self.replays.captures:
-            for variant in itertools.product(self.chains, sizes, truncations, (False, True)):
+            for variant in itertools.product(self.chains, block_counts, truncations, (False, True)):
                 begin()
                 self.replays.run(WARM_UP, *variant)
 

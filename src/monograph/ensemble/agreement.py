@@ -45,8 +45,8 @@ _PLAIN = (
     type,
 )
 
-# Pairs of objects' ids. They count as equal where they are found in attributes, as they are
-# compared elsewhere.
+# Pairs of the ids of two objects, one of each member. The two count as equal, since they are compared
+# elsewhere.
 _Pairs = frozenset[tuple[int, int]]
 
 
@@ -59,11 +59,11 @@ class Difference(NamedTuple):
 
 
 class _Contents(NamedTuple):
-    """All of a value that a call of the value may use.
+    """What an object consists of, which decides how it behaves.
 
     Attributes:
-        key: what is compared by ==.
-        values: further values, to be compared one by one.
+        key: the part that is compared by ==.
+        values: the objects that it contains, which are compared one by one.
     """
 
     key: object
@@ -78,7 +78,7 @@ def require_stackable(members: Sequence[nn.Module]) -> None:
             something that torch cannot batch; the message names the first path.
         UsageError: `require_movable` refuses a member.
     """
-    _require_apart(members)
+    _require_separate(members)
     for member in members:
         require_movable(member)
         modules_and_tensors = itertools.chain(
@@ -96,13 +96,14 @@ def require_stackable(members: Sequence[nn.Module]) -> None:
             )
 
 
-def _require_apart(members: Sequence[nn.Module]) -> None:
+def _require_separate(members: Sequence[nn.Module]) -> None:
     """Refuse members that share a trained parameter or a module with buffers.
 
-    Each member gets its own part of the stack, so after stacking they would share it no longer.
+    Each member gets its own part of the stack, so after stacking they would not share it any more.
     """
-    member_of: dict[int, int] = {}  # by the id of a parameter or module
+    first_member: dict[int, int] = {}  # by the id of a parameter or module
     for number, member in enumerate(members):
+        # What training may change.
         changing: list[tuple[str, nn.Parameter | nn.Module]] = [
             (name, parameter)
             for name, parameter in member.named_parameters()
@@ -110,7 +111,7 @@ def _require_apart(members: Sequence[nn.Module]) -> None:
         ]
         changing += [(name, module) for name, module in member.named_modules() if module._buffers]
         for name, part in changing:
-            first_number = member_of.setdefault(id(part), number)
+            first_number = first_member.setdefault(id(part), number)
             if first_number != number:
                 raise InputRefused(
                     f"members {first_number} and {number} share {name}: build one for each"
@@ -140,16 +141,16 @@ def _require_stackable_module(path: str, module: nn.Module, ids: set[int]) -> No
                 "norm does, and torch evaluates it several times a call: train such members one by one, each in a "
                 "Resident"
             )
-    hook_owners: dict[str, nn.Module | nn.Parameter | None] = {path: module}
-    hook_owners |= {f"{path}.{name}": value for name, value in module._parameters.items()}
-    for owner_path, owner in hook_owners.items():
+    may_have_hooks: dict[str, nn.Module | nn.Parameter | None] = {path: module}
+    may_have_hooks |= {f"{path}.{name}": value for name, value in module._parameters.items()}
+    for owner_path, owner in may_have_hooks.items():
         if any(getattr(owner, kind, None) for kind in _BACKWARD_HOOKS):
             raise InputRefused(
                 f"{owner_path} has a hook for its gradient, and no gradient is one member's alone: "
                 "remove the hook, or train such members one by one, each in a Resident"
             )
-    # The stack's forward pass gets each member's tensors by name. A tensor that is reached in
-    # another way would be the first member's, for all members.
+    # A call of the stack puts each member's tensors in the place of the module's own, by their names. If
+    # the forward pass reached a tensor in another way, it would get the first member's for all members.
     ignored = _MODULE_ATTRIBUTES | _derived_attributes(module)
     attributes = {name: value for name, value in vars(module).items() if name not in ignored}
     attributes["hooks"] = [getattr(module, kind) for kind in _HOOKS]
@@ -165,6 +166,7 @@ def _writes_buffers(parametrizations: nn.Module) -> bool:
     """Return whether parametrizations write their buffers when they run in training mode."""
 
     def versions() -> list[tuple[int, int]]:
+        # Each write to a buffer increases its version.
         return [(id(buffer), buffer._version) for buffer in parametrizations.buffers()]
 
     with torch.no_grad(), modes_kept(parametrizations), buffers_kept(parametrizations.train()):
@@ -179,16 +181,17 @@ def _writes_buffers(parametrizations: nn.Module) -> bool:
 def _reaches(
     value: object, ids: set[int], seen: set[tuple[int, bool]], in_closure: bool = False
 ) -> bool:
-    """Return whether a value holds a tensor of the member, or a module of it in a closure.
+    """Return whether a value contains a tensor of the member, or a function whose closure contains
+    one of its modules.
 
     A deep copy of the member copies modules and containers, but not the variables in a function's
-    closure. So a module in a closure would be the first member's in every copy.
+    closure. So a module in a closure would remain the first member's in the copy.
 
     Args:
-        value: the value, searched with all that it holds.
+        value: the value, which is searched recursively.
         ids: the ids of the member's modules and tensors.
         seen: which values were searched, as (id, in_closure).
-        in_closure: whether a function's closure holds the value.
+        in_closure: whether the value is in a function's closure.
     """
     if (id(value), in_closure) in seen or isinstance(value, types.ModuleType):
         return False
@@ -196,35 +199,35 @@ def _reaches(
     if id(value) in ids:
         return in_closure or isinstance(value, Tensor)
     in_closure = in_closure or isinstance(value, types.FunctionType)
-    return any(_reaches(held, ids, seen, in_closure) for held in _contents(value).values)
+    return any(_reaches(inner, ids, seen, in_closure) for inner in _contents(value).values)
 
 
 def _differences(one: nn.Module, other: nn.Module) -> Iterator[Difference]:
     """Yield the differences of two members."""
     ours = dict(one.named_modules(remove_duplicate=False))
     theirs = dict(other.named_modules(remove_duplicate=False))
-    # Modules at the same path are compared here. A module without a path, which only an attribute
-    # holds, is compared like any attribute.
-    by_path = frozenset((id(ours[name]), id(theirs[name])) for name in ours if name in theirs)
+    # Modules at the same path are compared in the loop below. If a module is found in an attribute, it
+    # need not be compared there again, unless it has no path.
+    compared = frozenset((id(ours[name]), id(theirs[name])) for name in ours if name in theirs)
     for name in dict.fromkeys((*ours, *theirs)):
         if name not in ours:
             yield Difference(name, "absent", type(theirs[name]).__name__)
         elif name not in theirs:
             yield Difference(name, type(ours[name]).__name__, "absent")
         else:
-            for difference in _differences_of_modules(ours[name], theirs[name], by_path):
+            for difference in _differences_of_modules(ours[name], theirs[name], compared):
                 path = ".".join(filter(None, (name, difference.path))) or "the module"
                 yield difference._replace(path=path)
-    # Ties are a part of the structure: a weight that is untied in one member would be two
-    # parameters of the stack.
+    # Ties are a part of the structure: a weight that is tied in one member and not in the other would be
+    # one parameter of the stack for the first, and two for the second.
     our_ties = _ties(one)
     their_ties = _ties(other)
-    for tie in sorted(our_ties ^ their_ties):
-        tied = f"tied to {tie[1]}"
-        if tie in our_ties:
-            yield Difference(tie[0], tied, "not tied")
+    for names in sorted(our_ties ^ their_ties):
+        tied = f"tied to {names[1]}"
+        if names in our_ties:
+            yield Difference(names[0], tied, "not tied")
         else:
-            yield Difference(tie[0], "not tied", tied)
+            yield Difference(names[0], "not tied", tied)
 
 
 def hook_attributes(module: nn.Module) -> set[str]:
@@ -248,14 +251,14 @@ def _derived_attributes(module: nn.Module) -> set[str]:
 
 
 def _differences_of_modules(
-    one: nn.Module, other: nn.Module, by_path: _Pairs
+    one: nn.Module, other: nn.Module, compared: _Pairs
 ) -> Iterator[Difference]:
     """Yield the differences of two modules, without those of their submodules.
 
     Args:
         one: a module.
         other: the module at the same path of another member.
-        by_path: pairs of modules at the same path, which are compared elsewhere.
+        compared: pairs of modules that are compared elsewhere.
     """
     # torch makes a class for each parametrized module, so the original classes are compared.
     our_class = type_before_parametrizations(one)
@@ -272,36 +275,37 @@ def _differences_of_modules(
     for kind in _HOOKS:
         ours = list(getattr(one, kind).values())
         theirs = list(getattr(other, kind).values())
-        if not _equal(ours, theirs, by_path):
+        if not _equal(ours, theirs, compared):
             yield Difference("hooks", f"{len(ours)} of its own", f"{len(theirs)} of its own")
     ignored = _MODULE_ATTRIBUTES | _LABELS | _derived_attributes(one)
     if isinstance(one, DROPOUTS):
         ignored |= {"p"}  # members may have different rates
     our_attributes = {name: value for name, value in vars(one).items() if name not in ignored}
     their_attributes = {name: value for name, value in vars(other).items() if name not in ignored}
-    yield from _differences_of_attributes(our_attributes, their_attributes, by_path)
+    yield from _differences_of_attributes(our_attributes, their_attributes, compared)
 
 
 def _differences_of_attributes(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], by_path: _Pairs
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], compared: _Pairs
 ) -> Iterator[Difference]:
-    """Yield the differences of two objects' attributes, each narrowed down to the innermost
-    attribute.
+    """Yield the differences of two objects' attributes.
+
+    If an attribute is an object, the path leads to the first of its own attributes that differs.
     """
     for difference in _differences_by_name(
-        ours, theirs, lambda a, b: _equal(a, b, by_path), _short_text
+        ours, theirs, lambda a, b: _equal(a, b, compared), _short_text
     ):
         name = difference.path
-        yield _narrowed(difference, ours.get(name), theirs.get(name), by_path)
+        yield _narrow_down(difference, ours.get(name), theirs.get(name), compared)
 
 
-def _narrowed(difference: Difference, one: object, other: object, by_path: _Pairs) -> Difference:
-    """Return the difference of two objects, narrowed down to the first attribute in which they
-    differ.
-    """
+def _narrow_down(
+    difference: Difference, one: object, other: object, compared: _Pairs
+) -> Difference:
+    """Return the difference of two objects, with the path to the first attribute that differs."""
     if type(one) is not type(other) or isinstance(one, _PLAIN) or not hasattr(one, "__dict__"):
         return difference
-    inner = next(_differences_of_attributes(vars(one), vars(other), by_path), None)
+    inner = next(_differences_of_attributes(vars(one), vars(other), compared), None)
     if inner is None:
         return difference
     return inner._replace(path=f"{difference.path}.{inner.path}")
@@ -318,8 +322,8 @@ def _differences_by_name(
     Args:
         ours: one object's values by name.
         theirs: the other object's.
-        equal: whether two values count as equal.
-        text: a value in words.
+        equal: returns whether two values count as equal.
+        text: returns a value in words.
     """
     for name in dict.fromkeys((*ours, *theirs)):
         if name not in ours:
@@ -340,7 +344,7 @@ def _form(tensor: Tensor | None) -> str:
 
 
 def _ties(module: nn.Module) -> set[tuple[str, ...]]:
-    """Return the groups of names that stand for the same tensor."""
+    """Return the groups of names that name the same tensor."""
     named_tensors = itertools.chain(
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
@@ -348,16 +352,16 @@ def _ties(module: nn.Module) -> set[tuple[str, ...]]:
     return {tuple(group) for group in shared_tensors(named_tensors).values()}
 
 
-def _equal(one: object, other: object, assumed: _Pairs) -> bool:
-    """Return whether two values are equal although they may be different objects.
+def _equal(one: object, other: object, assumed_equal: _Pairs) -> bool:
+    """Return whether two values behave alike, although they may be different objects.
 
     Args:
         one: a value.
         other: another one.
-        assumed: pairs of ids of objects that count as equal.
+        assumed_equal: pairs of objects that count as equal.
     """
     pair = (id(one), id(other))
-    if one is other or pair in assumed:
+    if one is other or pair in assumed_equal:
         return True
     if type(one) is not type(other):
         return False
@@ -365,27 +369,28 @@ def _equal(one: object, other: object, assumed: _Pairs) -> bool:
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     ours = _contents(one)
     theirs = _contents(other)
-    # Objects may refer to one another in circles, so a pair that is being compared counts as equal
-    # inside itself.
-    assumed |= {pair}
+    # Objects may refer to each other in circles. So while a pair is being compared, it counts as equal.
+    assumed_equal |= {pair}
     if ours.key != theirs.key:
         return False
-    return all(_equal(a, b, assumed) for a, b in zip(ours.values, theirs.values, strict=True))
+    pairs = zip(ours.values, theirs.values, strict=True)
+    return all(_equal(a, b, assumed_equal) for a, b in pairs)
 
 
 def _contents(value: object) -> _Contents:
-    """Return all of a value that a call of it may use, its attributes included."""
+    """Return what an object consists of, its attributes included."""
     contents = _contents_by_type(value)
     # Functions and instances of subclasses may have attributes, too.
     attributes: dict[str, Any] = {}
     if hasattr(value, "__dict__") and not isinstance(value, type):
-        attributes = {name: held for name, held in vars(value).items() if name not in _LABELS}
+        attributes = {name: inner for name, inner in vars(value).items() if name not in _LABELS}
     return _Contents((contents.key, list(attributes)), [*contents.values, *attributes.values()])
 
 
 def _contents_by_type(value: object) -> _Contents:
-    """Return what a value of a known type holds apart from attributes; for an unknown type with
-    attributes, nothing.
+    """Return what an object consists of, apart from attributes.
+
+    An object of an unknown type consists of its attributes alone, or if it has none of itself.
     """
     match value:
         case float() | complex():

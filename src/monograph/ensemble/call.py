@@ -1,8 +1,8 @@
 """Call a function of one module for all members of an ensemble at once, by `torch.func.vmap` over
 the members' stacked tensors.
 
-Modules that cannot be batched are refused. So the first call in eager mode is a trial: it shows
-whether the module can be batched, and how.
+Modules that vmap cannot batch are refused. Before the first call in eager mode there is a trial, which
+shows whether and how the module can be batched.
 
 Shapes: N members, B batch, H heads, T queries, S keys, D head dimension.
 """
@@ -17,36 +17,31 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from monograph import compat
 from monograph.ensemble.agreement import hook_attributes
-from monograph.ensemble.layers import (
-    KERNELS,
-    CannotBatch,
-    Dropout,
-    DropoutCounter,
-    Layers,
-    PassObserver,
-    refusal,
-)
+from monograph.ensemble.dropout import Dropout, DropoutCounter
+from monograph.ensemble.layers import CannotBatch, Layers, PassObserver, refusal
+from monograph.ensemble.recurrent import KERNELS
 from monograph.ensemble.stack import Stack
 from monograph.errors import InputRefused
 from monograph.graph.inspect import buffers_kept
 from monograph.step.retries import out_of_memory
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_TENSOR = object()  # stands for a tensor in a list of leaves
-# The dropout seeds have a name among the members' tensors that no parameter or buffer can have.
+# It stands for a tensor among the leaves (in the sense of pytree) of a function's result.
+_TENSOR = object()
+# The name of the dropout seeds among the members' tensors. No parameter or buffer can have it.
 _SEED = ""
 Functions = dict[str, Callable[..., Tensor]]
 Function = Callable[..., Any]  # (module, *inputs) -> tensors in any nesting
 Tensors = dict[str, Tensor]
 
 
-class _Place(NamedTuple):
-    """Where a module holds a parameter or buffer.
+class _TensorLocation(NamedTuple):
+    """Where a module has a parameter or buffer.
 
     Attributes:
-        name: the tensor's name in the whole module. A tied tensor has several places, and in all of
-            them the name of the first one.
-        owner: the module that holds the tensor.
+        name: the tensor's name in the whole module. A tied tensor has several locations, all with the
+            name of the first one.
+        owner: the submodule that has the tensor.
         kind: the owner's dictionary: "_parameters" or "_buffers".
         key: the tensor's key in that dictionary.
     """
@@ -56,39 +51,42 @@ class _Place(NamedTuple):
     kind: str
     key: str
 
-    def holder(self) -> dict[str, Any]:
-        """Return the owner's dictionary that holds the tensor."""
+    def dictionary(self) -> dict[str, Any]:
+        """Return the owner's dictionary that has the tensor."""
         tensors: dict[str, Any] = getattr(self.owner, self.kind)
         return tensors
 
 
-class Members:
-    """A caller of functions of one module for all members of a stack.
+class MemberCaller:
+    """Calls functions of one module for all members of a stack at once.
 
-        out[i] = function(member i, inputs[i])     or function(member i, inputs) if all get the same inputs
+        outputs[i] = function(member i, inputs[i])
+                     or function(member i, inputs) if all members get the same inputs
 
     There is no loop over members, so the number of kernels does not depend on N.
 
     Attributes:
         stack: the members.
         seeds: the seeds of the members' dropout, [N] int64.
-        draw: the number of micro-batches trained on, 0-d int64. Dropout depends on it, so each
-            micro-batch drops other elements.
+        draw: the number of micro-batches trained on so far, 0-d int64. Dropout depends on it, so it
+            drops other elements in each micro-batch.
     """
 
     def __init__(self, stack: Stack, seeds: Tensor):
         self.stack = stack
         self.seeds = seeds
         self.draw = torch.zeros((), dtype=torch.int64, device=seeds.device)
-        # Dropout reads its seed from this module, in which vmap puts each member's own seed.
-        # The module is made here because a traced function should not make modules.
+        # Dropout reads its seed from this module, and vmap puts each member's own seed there. The
+        # module is made here because a traced function should not make modules.
         self._counter = DropoutCounter(seeds[0], self.draw)
         self._dropout = Dropout(self._counter)
-        # torch's own warnings of loops over members are off: `_call_eagerly` warns after its trial.
+        # torch's own warnings that vmap loops over members are off, since `_call_eagerly` warns itself.
         compat.set_vmap_loop_warning(False)
-        # For each training mode (True, False): whether the module must run as if compiling.
+        # By the module's attribute `training`: whether the module must run as if it were compiled. See
+        # `_try_calls`.
         self._as_if_compiling: dict[bool, bool] = {}
         modules = list(stack.module.named_modules())
+        # Buffers that are None, as (path of the owner, owner, name).
         self._none_buffers = [
             (path, owner, key)
             for path, owner in modules
@@ -98,35 +96,36 @@ class Members:
         self._hook_attributes = [
             (owner, key) for _, owner in modules for key in hook_attributes(owner)
         ]
-        # Places are listed once. torch.func.functional_call would walk through the module at each
+        # The locations are listed once. torch.func.functional_call would walk through the module at each
         # call, which takes most of the time of tracing a graph.
-        self._module_places = _places(modules)
-        seed_place = _Place(_SEED, self._counter, "_buffers", "seed")
-        self._places = [*self._module_places, seed_place]
+        self._module_locations = _tensor_locations(modules)
+        seed_location = _TensorLocation(_SEED, self._counter, "_buffers", "seed")
+        self._locations = [*self._module_locations, seed_location]
 
     def __call__(
         self, function: Function, *inputs: object, each: bool, parameters: Tensors | None = None
     ) -> Any:
         """Return the members' outputs with a leading member axis.
 
-        Call it in `context()`, which is not entered here because a captured graph would contain it.
+        The caller enters `context()`. It is not entered here because a captured graph would contain
+        it.
 
         Args:
             function: a function of a module and the inputs. The module keeps its training mode.
             inputs: tensors in any nesting.
             each: whether each member has its own inputs, [N, ...]. Otherwise all members get the
                 same inputs.
-            parameters: tensors that replace the stack's tensors of these names.
+            parameters: parameters and buffers that replace those of the stack, by name; None: none.
 
         Raises:
             InputRefused: the function cannot be batched. The message names the part and the reason.
         """
-        call_all, call_first = self._calls(function, *inputs, each=each, parameters=parameters)
+        call_all, call_first = self._make_calls(function, *inputs, each=each, parameters=parameters)
         if torch.compiler.is_compiling():
             return call_all()
         return self._call_eagerly(call_all, call_first)
 
-    def _calls(
+    def _make_calls(
         self, function: Function, *inputs: object, each: bool, parameters: Tensors | None = None
     ) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Return two functions without arguments: the call for all members at once, and the call
@@ -135,22 +134,24 @@ class Members:
         stack = self.stack
         # Parameters, buffers and seeds are one mapping. vmap batches all of it in its first
         # dimension, so no tensor of a member can be left out by mistake.
-        stacked = {place.name: place.holder()[place.key] for place in self._places}
+        stacked = {
+            location.name: location.dictionary()[location.key] for location in self._locations
+        }
         if parameters is not None:
             stacked |= parameters
         stacked[_SEED] = self.seeds
         input_dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
-        # vmap returns only tensors. `call_one` notes the structure of the function's result and
-        # its plain values here, while vmap runs it.
+        # vmap returns only tensors. So `call_one` writes the rest of the function's result here: the
+        # structure (a TreeSpec), and the leaves, in which _TENSOR stands for each tensor.
         structure: list[Any] = []
 
         def call_one(tensors: dict[str, Tensor], *inputs: object) -> list[Any]:
             # Calls of dropout are counted from 0 in each pass, so that a call has the same number
             # in the batch and alone.
             self._dropout.site = 0
-            out = self._call_with(tensors, function, *inputs)
+            outputs = self._call_with(tensors, function, *inputs)
             self._dropout.site = 0  # a changed value would become an output of the graph
-            # The forward pass may set a buffer that was None. Its value is a tensor of this vmap,
+            # The forward pass may have set a buffer that was None. Its value is a tensor of this vmap,
             # which is useless after the vmap.
             for path, owner, key in self._none_buffers:
                 value = owner._buffers[key]
@@ -161,7 +162,7 @@ class Members:
             # Pre-hooks have set these attributes to tensors of this vmap, too.
             for owner, key in self._hook_attributes:
                 setattr(owner, key, None)
-            leaves, spec = tree_flatten(out)
+            leaves, spec = tree_flatten(outputs)
             # A plain value, such as None in place of a loss, is the same for all members.
             structure[:] = [
                 spec,
@@ -190,34 +191,34 @@ class Members:
     def buffers(self) -> Tensors:
         """Return the stack's buffers by name."""
         return {
-            place.name: place.holder()[place.key]
-            for place in self._module_places
-            if place.kind == "_buffers"
+            location.name: location.dictionary()[location.key]
+            for location in self._module_locations
+            if location.kind == "_buffers"
         }
 
     def _call_with(self, tensors: Tensors, function: Function, *inputs: object) -> Any:
-        """Call the function with these tensors in the module.
+        """Call the function with these tensors in the place of the module's own.
 
-        Where the forward pass replaces a tensor by another one, as a batch norm may do with its
+        If the forward pass replaces one by another tensor, as a batch norm may do with its
         statistics, the new value is written into the given tensor.
         """
         # The owners' dictionaries are read and written directly: torch would check and register
         # each tensor again.
-        places = self._places
-        holders = [place.holder() for place in places]
-        before = [holder[place.key] for holder, place in zip(holders, places, strict=True)]
-        for holder, place in zip(holders, places, strict=True):
-            holder[place.key] = tensors[place.name]
+        slots = [(location.dictionary(), location.key) for location in self._locations]
+        given = [tensors[location.name] for location in self._locations]
+        own = [dictionary[key] for dictionary, key in slots]
+        for (dictionary, key), tensor in zip(slots, given, strict=True):
+            dictionary[key] = tensor
         try:
-            out = function(self.stack.module, *inputs)
+            outputs = function(self.stack.module, *inputs)
         finally:
-            after = [holder.get(place.key) for holder, place in zip(holders, places, strict=True)]
-            for holder, place, tensor in zip(holders, places, before, strict=True):
-                holder[place.key] = tensor
-        for place, tensor in zip(places, after, strict=True):
-            if tensor is not tensors[place.name]:
-                _write_buffer(place.name, tensors[place.name], tensor)
-        return out
+            after = [dictionary.get(key) for dictionary, key in slots]
+            for (dictionary, key), tensor in zip(slots, own, strict=True):
+                dictionary[key] = tensor
+        for location, tensor, new in zip(self._locations, given, after, strict=True):
+            if new is not tensor:
+                _write_buffer(location.name, tensor, new)
+        return outputs
 
     def layers(self, function: Function, *inputs: object, each: bool) -> Layers:
         """Run the function once, and return how each part of the module runs. Nothing changes.
@@ -231,12 +232,15 @@ class Members:
             InputRefused: see `__call__`.
         """
         with self.context(), torch.no_grad():
-            _, observer = self._try_calls(*self._calls(function, *inputs, each=each))
+            call_all, call_first = self._make_calls(function, *inputs, each=each)
+            _, observer = self._try_calls(call_all, call_first)
             return observer.layers()
 
     def _call_eagerly(self, call_all: Callable[[], Any], call_first: Callable[[], Any]) -> Any:
-        """Return `call_all()`. The first call in each training mode is preceded by a trial, which
-        tells whether the module must run as if compiling.
+        """Return `call_all()`.
+
+        Before the first call in training mode, and before that in evaluation mode, `_try_calls` tells
+        whether the module must run as if it were compiled.
         """
         training = self.stack.module.training
         if training not in self._as_if_compiling:
@@ -249,8 +253,8 @@ class Members:
         except (RuntimeError, ValueError, TypeError) as failure:
             if out_of_memory(failure):
                 raise
-            # The function or its inputs may differ from those of the first trial, so a second trial
-            # is made. If its answer is the same, the error is the function's own.
+            # The function or its inputs may differ from those of the first trial, so there is a second
+            # one. If its answer is the same, the error is the function's own.
             self._as_if_compiling[training], _ = self._try_calls(call_all, call_first)
             if self._as_if_compiling[training] == as_if_compiling:
                 raise
@@ -259,13 +263,15 @@ class Members:
     def _try_calls(
         self, call_all: Callable[[], Any], call_first: Callable[[], Any]
     ) -> tuple[bool, PassObserver]:
-        """Run `call_all` once, as if compiling if it fails otherwise, and undo changes of buffers.
+        """Run `call_all` once, and if it fails once more as if it were compiled. Undo changes of
+        buffers.
 
         Some modules read tensors' values (e.g. an attention those of its mask) unless they are
-        being compiled. vmap cannot give values, so such modules must believe that they are.
+        being compiled. Inside vmap tensors have no values, so such modules must run as if they were
+        compiled: `torch.compiler.is_compiling()` is true for them.
 
         Returns:
-            Whether `call_all` must run as if compiling, and the observer of the pass.
+            Whether `call_all` must run as if it were compiled, and the observer of the pass.
 
         Raises:
             InputRefused: `call_all` fails both ways, although the first member runs alone. If the
@@ -274,22 +280,22 @@ class Members:
         module = self.stack.module
         failures = []
         # The usual way comes first: some modules take another path if they are being compiled.
-        for compiling in (False, True):
+        for as_if_compiling in (False, True):
             observer = PassObserver(module)
             # Gradients stay enabled or disabled, as a module may do other things without them.
             with buffers_kept(module), observer():
                 try:
-                    with compat.as_if_compiling() if compiling else nullcontext():
+                    with compat.as_if_compiling() if as_if_compiling else nullcontext():
                         call_all()
                 except (RuntimeError, ValueError, TypeError) as failure:
                     failures.append((failure, observer.running))
                 else:
-                    return compiling, observer
+                    return as_if_compiling, observer
         first_failure, running = failures[0]
         if out_of_memory(first_failure):
             raise first_failure
-        # A member that fails alone has a bug that has nothing to do with batching, and its own
-        # message says more. Gradients stay enabled here, too: the module may compute some itself.
+        # If the first member fails alone, too, the error has nothing to do with batching, and its own
+        # message says more. Gradients stay enabled or disabled here, too.
         member = self.stack.members[0]
         with buffers_kept(member):
             if not isinstance(first_failure, CannotBatch):
@@ -298,8 +304,8 @@ class Members:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Replace torch's dropout, attention and other functions in the block by those that
-        `__call__` needs.
+        """Make a context in which torch's dropout, attention and other functions are replaced by those
+        that `__call__` needs.
         """
         functions: Functions = {
             "scaled_dot_product_attention": self._attention,
@@ -326,8 +332,8 @@ class Members:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        # A fused kernel samples its own random numbers, so with dropout the probabilities are
-        # computed in memory and the ensemble's dropout is applied to them.
+        # A fused kernel uses its own random numbers. So with dropout the probabilities are computed
+        # without it, and the ensemble's dropout is applied to them.
         if dropout_p == 0:
             folded: Tensor = torch.ops.monograph.folded_attention(
                 query, key, value, attn_mask, is_causal, scale, enable_gqa
@@ -366,6 +372,7 @@ def _embedding(
 
 
 def _refuse_checkpoint() -> None:
+    """Refuse a module that calls torch.utils.checkpoint."""
     raise CannotBatch(
         "it recomputes by torch.utils.checkpoint, which does not work inside of torch.vmap: turn that off, as "
         "gradient_checkpointing_disable() does, and give the ensemble remat=Remat.Budget(share)"
@@ -376,10 +383,11 @@ def _normalize(
     x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None
 ) -> Tensor:
     """Compute `torch.nn.functional.normalize`, whose argument `out` has no batched form in torch.
+
     Spectral norms pass it.
     """
-    normal = _torch_normalize(x, p, dim, eps)
-    return normal if out is None else out.copy_(normal)
+    normalized = _torch_normalize(x, p, dim, eps)
+    return normalized if out is None else out.copy_(normalized)
 
 
 def _weight_norm(direction: Tensor, norm: Tensor, dim: int = 0) -> Tensor:
@@ -408,8 +416,9 @@ class _BatchNorm(Protocol):
 
 
 def _cumulative_batch_norm(norm: _BatchNorm, x: Tensor) -> Tensor:
-    """Compute a batch norm whose momentum is None: its running statistics are means over the k
-    batches seen so far.
+    """Compute a batch norm whose momentum is None.
+
+    Its running statistics are means over the k batches seen so far:
 
     running_k = running_{k-1} + (batch_k - running_{k-1}) / k
     """
@@ -430,7 +439,7 @@ def _cumulative_batch_norm(norm: _BatchNorm, x: Tensor) -> Tensor:
 
 
 def _write_buffer(name: str, buffer: Tensor, value: object) -> None:
-    """Write a value that the forward pass has put in a buffer's place into the members' buffer.
+    """Write a tensor by which the forward pass has replaced a buffer into the members' buffer.
 
     Raises:
         InputRefused: the value is not a tensor of the buffer's shape and dtype.
@@ -443,6 +452,7 @@ def _write_buffer(name: str, buffer: Tensor, value: object) -> None:
 
 
 def _changed_buffer(name: str, before: object, after: object) -> InputRefused:
+    """Return the error for a forward pass that gives a buffer another shape or dtype."""
     return InputRefused(
         f"the members cannot be batched: the forward pass sets the buffer {name}, {_form(before)}, to {_form(after)}: "
         "make it as large as it gets, and of one dtype, from the beginning"
@@ -456,17 +466,17 @@ def _form(value: object) -> str:
     return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
 
-def _places(modules: list[tuple[str, nn.Module]]) -> list[_Place]:
-    """Return the places of all parameters, then of all buffers, of (path, module) pairs."""
-    places = []
+def _tensor_locations(modules: list[tuple[str, nn.Module]]) -> list[_TensorLocation]:
+    """Return the locations of all parameters, then of all buffers, of (path, module) pairs."""
+    locations = []
     names = dict[int, str]()  # by the tensor's identity
     for kind in ("_parameters", "_buffers"):
         for path, owner in modules:
             for key, tensor in getattr(owner, kind).items():
                 if tensor is not None:
                     name = names.setdefault(id(tensor), f"{path}.{key}".lstrip("."))
-                    places.append(_Place(name, owner, kind, key))
-    return places
+                    locations.append(_TensorLocation(name, owner, kind, key))
+    return locations
 
 
 def _attention_probabilities(
@@ -477,8 +487,9 @@ def _attention_probabilities(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Return softmax(scale query key^T + mask), [B, H, T, S]; arguments are those of torch's
-    attention.
+    """Return softmax(scale query key^T + mask), [B, H, T, S].
+
+    The arguments are those of torch's attention. A mask of bools has True where attention is allowed.
     """
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
@@ -493,16 +504,16 @@ def _attention_probabilities(
 
 
 # ---- attention -----------------------------------------------------------------------------------
-# The fused kernels have no batching rule, so vmap would loop over members, forward and backward.
+# torch's fused kernels have no batching rule, so vmap would loop over members, forward and backward.
 # `_attention_of_members` is such a rule: it folds the members into the batch, and autograd then
-# sees one call of the kernel.
+# sees one call of the kernel. vmap needs an operator to which the rule belongs: "folded_attention".
 
 _LIBRARY = torch.library.Library("monograph", "FRAGMENT")
 _LIBRARY.define(
     "folded_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, "
     "bool enable_gqa) -> Tensor"
 )
-# torch's own functions, kept here because `Members.context` replaces their names.
+# torch's own functions, kept here because `MemberCaller.context` replaces their names.
 _torch_attention = nn.functional.scaled_dot_product_attention
 _torch_embedding = nn.functional.embedding
 _torch_normalize = nn.functional.normalize
@@ -531,8 +542,7 @@ def _attention_of_members(  # type: ignore[no-untyped-def]
 
     def with_members_first(tensor: Tensor, dim: int | None) -> Tensor:
         if dim is None:
-            # All members share this tensor. It is expanded, as the kernel sees N times as many
-            # rows.
+            # All members share this tensor. The kernel gets N times as many rows, so it is expanded.
             return tensor.expand(info.batch_size, *tensor.shape)
         return tensor.movedim(dim, 0)
 
@@ -546,13 +556,13 @@ def _attention_of_members(  # type: ignore[no-untyped-def]
         mask = mask.view(mask.shape[0], *[1] * (query.ndim - mask.ndim), *mask.shape[1:])
         if query.ndim > 3:
             mask = mask.expand(*batch_shape, *mask.shape[-3:]).flatten(0, -4)
-    out_shape = query.shape[:-1]
-    # With three dimensions the member axis is in the place of H, and there is nothing to fold.
+    output_shape = query.shape[:-1]
+    # A tensor [N, T, D] has no heads. Its member axis takes the place of H, and there is nothing to fold.
     query, key, value = (
         tensor.flatten(0, -4) if tensor.ndim > 3 else tensor for tensor in (query, key, value)
     )
-    out = _folded_attention(query, key, value, mask, is_causal, scale, gqa)
-    return out.view(*out_shape, out.shape[-1]), 0
+    output = _folded_attention(query, key, value, mask, is_causal, scale, gqa)
+    return output.view(*output_shape, output.shape[-1]), 0
 
 
 torch.library.register_vmap("monograph::folded_attention", _attention_of_members, lib=_LIBRARY)

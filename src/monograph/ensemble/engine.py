@@ -1,7 +1,7 @@
 """Train N members with one engine, whose step updates all of them at once.
 
-Two ways lead to an update. Usually `accumulate` adds up gradients and `update` applies them. If a
-window (the micro-batches of one update) is a single micro-batch, one captured graph may compute
+There are two ways to make an update. Usually `accumulate` adds up gradients and `update` applies them.
+If a window (the micro-batches of one update) is a single micro-batch, one captured graph may compute
 gradient and update together. Then `accumulate` only keeps the window, and `update` runs the graph.
 
 Shapes: N members, R rows of a window.
@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_map
 
 from monograph import compat
 from monograph.engine import Engine, require_member_axis
-from monograph.ensemble.call import Members
+from monograph.ensemble.call import MemberCaller
 from monograph.ensemble.knobs import Knobs
 from monograph.ensemble.layers import Layers
 from monograph.ensemble.optimizers import dropout_seeds, member_optimizers, require_read
 from monograph.ensemble.stack import Stack
-from monograph.ensemble.stacked import Stacked
+from monograph.ensemble.stacked_parameters import StackedParameters
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.compilable import Scope
@@ -53,9 +53,9 @@ class Ensemble(Engine):
     stack, so they can be saved, evaluated or exported at any time. A member that diverges has its
     updates skipped, and no other member is affected.
 
-    Members are refused if they differ in more than the numbers in their tensors, or if one graph
-    cannot hold them: if they decide by a tensor's value or draw from torch's generator. Dropout is
-    supported and exact, see `monograph.ensemble.layers`.
+    Members are refused if they differ in more than the numbers in their tensors, or if they decide by
+    a tensor's value or use torch's random numbers, which one graph of all members cannot do. Dropout
+    is supported and exact, see `monograph.ensemble.dropout`.
 
     Attributes:
         members: the modules.
@@ -77,7 +77,7 @@ class Ensemble(Engine):
         micro_batch: int | None = None,
         each: bool = False,
     ):
-        """Stack the members; gradients and moments are made when they are first trained.
+        """Stack the members. Gradients and moments are allocated when they are first trained.
 
         Args:
             build: the modules, on their device; or a function that builds one from its knobs.
@@ -106,45 +106,46 @@ class Ensemble(Engine):
         self.knobs: tuple[Mapping[str, Any], ...] = tuple(member_knobs)
         self.members = tuple(members)
         self.stack = Stack(members)
-        # Stacking moves nothing between devices: members train on the device that they are on.
+        # Members train on the device that they are on.
         device = next(self.stack.module.parameters()).device
-        self._call = Members(self.stack, dropout_seeds(member_knobs, device))
+        self._caller = MemberCaller(self.stack, dropout_seeds(member_knobs, device))
         optims = member_optimizers(optim or AdamW(), member_knobs)
-        # A caller may read knobs to make members, optimizers, schedules or windows, and nothing
-        # notices that. So unread knobs are refused only if none of these can depend on them.
+        # A caller may have read a knob elsewhere to make its members, optimizers, schedules or windows. So
+        # a knob that nothing here reads is refused only if the caller gives none of these.
         optims_given = isinstance(optim, list | tuple)
         schedules_given = isinstance(schedule, Sequence)
         if callable(build) and not (each or optims_given or schedules_given):
             require_read(knobs or (), optims[0])
         schedules = _schedules(schedule, len(members))
 
-        def make_stacked() -> Stacked:
-            stacked = Stacked(
-                self._call,
+        def make_stacked_parameters() -> StackedParameters:
+            parameters = StackedParameters(
+                self._caller,
                 optims=optims,
                 schedules=schedules,
                 precision=precision,
                 remat=remat,
                 each=each,
             )
-            # The step registers itself as `stacked.step`.
+            # The step registers itself as `parameters.step`.
             Step(
                 self.model,
                 loss=loss,
-                optim=stacked.optim,
+                optim=parameters.optim,
                 clip=clip,
                 precision=precision,
-                parameters=stacked,
+                parameters=parameters,
             )
-            return stacked
+            return parameters
 
-        self._make_stacked = make_stacked
-        members_with_own_rows = len(members) if each else None
+        self._make_stacked_parameters = make_stacked_parameters
+        # With this number, the engine expects a member axis in windows.
+        members_in_windows = len(members) if each else None
         # torch.utils.checkpoint does not run inside vmap, so the engine cannot recompute blocks
         # when memory runs out.
         retries = Retries(micro_batch, recomputes=False)
-        super().__init__(lambda: self.stacked.step, retries, members=members_with_own_rows)
-        # This is an attribute, as `compile` replaces it by a compiled function.
+        super().__init__(lambda: self.stacked_parameters.step, retries, members=members_in_windows)
+        # `compile` replaces it by a compiled function.
         self._infer: Callable[..., Any] = self._call_members
         # Whether one captured graph computes gradient and update of a window.
         self._updates_in_one_graph = False
@@ -154,14 +155,15 @@ class Ensemble(Engine):
         self._has_gradients = False
 
     @functools.cached_property
-    def stacked(self) -> Stacked:
-        """Return the members' parameters, and make them and the step at first use, with gradients
-        and moments.
+    def stacked_parameters(self) -> StackedParameters:
+        """Return the members' parameters as the step uses them.
+
+        At first use, they and the step are made, and gradients and moments are allocated.
         """
-        stacked = self._make_stacked()
+        parameters = self._make_stacked_parameters()
         # The step has moved the stack's parameters into planes.
         self.stack.relink()
-        return stacked
+        return parameters
 
     @property
     def size(self) -> int:
@@ -170,7 +172,7 @@ class Ensemble(Engine):
 
     @property
     def model(self) -> nn.Module:
-        """Return a module like the members with stacked parameters and buffers, [N, ...].
+        """Return a module of the members' structure whose parameters and buffers are [N, ...].
 
         All members run in its mode, training or evaluation.
         """
@@ -196,17 +198,16 @@ class Ensemble(Engine):
         """
         if each:
             require_member_axis((inputs, named), self.size, "inputs")
-        with self._call.context():
-            out = self._infer(inputs, named, each)
+        with self._caller.context():
+            outputs = self._infer(inputs, named, each)
         if reduce == "stack":
-            return out
-        return tree_map(functools.partial(_reduce_members, reduce), out)
+            return outputs
+        return tree_map(functools.partial(_reduce_members, reduce), outputs)
 
     def compile(self, backend: graph.Backend = "inductor") -> Self:
-        """Compile in place what `ensemble(x)` runs, with a graph for each shape and mode, and
-        return the ensemble.
+        """Compile in place what `ensemble(x)` runs, and return the ensemble.
 
-        Training is not affected: `capture` compiles it.
+        There is a graph for each shape and mode. Training is not affected: `capture` compiles it.
 
         Args:
             backend: the compiler.
@@ -228,10 +229,10 @@ class Ensemble(Engine):
         Raises:
             InputRefused: a part cannot run for all members at once; the message says which and why.
         """
-        return self._call.layers(_call_module, inputs, named, each=each)
+        return self._caller.layers(_call_module, inputs, named, each=each)
 
     def _call_members(self, inputs: tuple[Any, ...], named: dict[str, Any], each: bool) -> Any:
-        return self._call(_call_module, inputs, named, each=each)
+        return self._caller(_call_module, inputs, named, each=each)
 
     def capture(
         self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "whole"
@@ -246,11 +247,11 @@ class Ensemble(Engine):
                 f"scope {scope!r}: an ensemble's step is one graph, for deep models too: take 'whole'"
             )
         compat.allow_recurrent()
-        # A share of activations can be kept only between two graphs, of the forward and the
-        # backward pass. A GPU with a recorder replays micro-steps instead of running one graph.
+        # One graph keeps all activations, as a smaller share can be chosen only between two graphs, of
+        # the forward and of the backward pass. With a recorder, a GPU replays micro-steps instead.
         self._updates_in_one_graph = (
             self._is_one_micro_batch(window)
-            and self.stacked.kept_share == 1
+            and self.stacked_parameters.kept_share == 1
             and self.step.recorder is None
         )
         reason = super().capture(window, backend, scope)
@@ -265,16 +266,16 @@ class Ensemble(Engine):
         return self.micro_batch is None or rows <= self.micro_batch
 
     def _warm(self, batch: Batch) -> None:
-        """Run once what was captured, so that it is compiled. Nothing changes."""
+        """Run once what was captured, so that it is compiled. The state is the same afterwards."""
         if not self._updates_in_one_graph:
             super()._warm(batch)
             return
         step = self.step
         with step.counters_kept():
-            # The update of frozen members is computed, but changes nothing. `counters_kept`
-            # restores `frozen`.
-            self.stacked.frozen.fill_(True)
-            self.stacked.update_whole(batch)
+            # The update of frozen members is computed, but changes nothing. `frozen` is one of the counters
+            # that `counters_kept` restores.
+            self.stacked_parameters.frozen.fill_(True)
+            self.stacked_parameters.accumulate_and_update(batch)
             step.index -= 1  # it is not among the counters
         self._score(batch)
 
@@ -282,14 +283,14 @@ class Ensemble(Engine):
         """Add the window's exact gradients, or keep the window for `update` if one graph computes
         gradient and update.
         """
-        # The graph takes a window of one micro-batch, and stores no gradient that another window's
-        # could be added to. So only the first window of an update is kept.
+        # The graph does not store its gradient, to which that of a second window could be added. So only
+        # the first window of an update is kept.
         is_first = self._waiting_window is None and not self._has_gradients
         if is_first and self._is_one_micro_batch(window) and self._updates_in_one_graph:
             # The caller may write to its window before `update`.
             self._waiting_window = {name: tensor.clone() for name, tensor in window.items()}
             return
-        # With a second window before `update`, the kept one is also accumulated the usual way.
+        # If a window was kept and this is a second one, both are accumulated the usual way.
         waiting_window = self._waiting_window
         self._waiting_window = None
         self._has_gradients = True
@@ -298,7 +299,7 @@ class Ensemble(Engine):
         super().accumulate(window)
 
     def load_state(self, state: EngineState) -> None:
-        """Copy a state as `Engine.load_state` does, and drop a window that waits for `update`."""
+        """Load a state as `Engine.load_state` does, and drop a window that waits for `update`."""
         super().load_state(state)
         self._waiting_window = None
         self._has_gradients = False
@@ -316,7 +317,7 @@ class Ensemble(Engine):
         if window is None:
             return super().update()
         try:
-            return self.stacked.update_whole(next(self._micro_batches(window)))
+            return self.stacked_parameters.accumulate_and_update(next(self._micro_batches(window)))
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory(
                 f"an update of {self.size} members no longer fits the device's memory, and some parameters may have "
@@ -327,7 +328,7 @@ class Ensemble(Engine):
         """Return each member's sum of losses and number of targets on the same batch, [N] each; see
         `Engine.evaluate`.
         """
-        if self.stacked.each:
+        if self.stacked_parameters.each:
             batch = {
                 name: tensor.expand(self.size, *tensor.shape).contiguous()
                 for name, tensor in batch.items()
@@ -336,7 +337,7 @@ class Ensemble(Engine):
 
     def freeze(self, members: Sequence[int]) -> None:
         """Never update these members again."""
-        self.stacked.frozen[list(members)] = True
+        self.stacked_parameters.frozen[list(members)] = True
 
     def member_state(self, member: int) -> EngineState:
         """Return a copy of a member's state. It equals the state of a `Resident` that has trained
@@ -349,7 +350,8 @@ class Ensemble(Engine):
         optimizer = {name: view[member].clone() for name, view in self._buffers().items()}
         model = {name: tensor.clone() for name, tensor in kept_state(self.members[member]).items()}
         counters = {
-            name: counter.tolist() for name, counter in self.stacked.member_counters(member).items()
+            name: counter.tolist()
+            for name, counter in self.stacked_parameters.member_counters(member).items()
         }
         return EngineState(model, optimizer, {"index": self.index, **counters})
 

@@ -1,4 +1,4 @@
-"""Name the values in which an ensemble's members differ, and make combinations and ranges of them."""
+"""Knobs, the named values in which an ensemble's members differ, and grids and ranges of them."""
 
 import itertools
 import math
@@ -9,9 +9,10 @@ from monograph.errors import UsageError
 
 
 class Knobs:
-    """One member's values, read by name as in `knobs.lr`. They never change.
+    """One member's values, which are read by name, as in `knobs.lr`, and never change.
 
-    Two `Knobs` are equal if their names and values are equal.
+    Two `Knobs` are equal if their names and values are equal. A `Knobs` remembers which of its values
+    were read, so that a value that changes nothing can be refused.
     """
 
     __slots__ = ("_read", "_values")
@@ -97,7 +98,7 @@ def grid(**axes: Iterable[Any]) -> list[Knobs]:
 
 
 def log_range(first: float, last: float, count: int) -> list[float]:
-    """Return `count` values from `first` to `last`. Each is the previous one times the same factor.
+    """Return `count` values from `first` to `last`, with the same ratio between neighbours.
 
         value_i = first * (last / first)^(i / (count - 1)),  both ends exactly as given
 
@@ -113,7 +114,7 @@ def log_range(first: float, last: float, count: int) -> list[float]:
     log_factor = math.log(last / first) / max(1, count - 1)
     inner = [first * math.exp(log_factor * i) for i in range(1, count - 1)]
     values = [float(first), *inner, float(last)]
-    return values[:count]  # a single value is both ends
+    return values[:count]  # with one value, both ends are equal
 
 
 def require_ends(what: str, first: float, last: float, count: int) -> None:

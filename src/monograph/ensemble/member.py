@@ -1,4 +1,4 @@
-"""One member of an ensemble as an engine, so that its run is saved, loaded and scored like any
+"""The engine of one member of an ensemble, by which its run is saved, loaded and evaluated like any
 other run.
 """
 
@@ -77,13 +77,15 @@ class MemberEngine(Engine):
             name: stacked[self._number]
             for name, stacked in self._ensemble.state().optimizer.items()
         }
-        counters = self._ensemble.stacked.member_counters(self._number)
+        counters = self._ensemble.stacked_parameters.member_counters(self._number)
         state.require_fit(EngineState(weights, moments, {"index": self.index, **counters}))
         new_counters = {name: state.counter(name, counter) for name, counter in counters.items()}
-        for tensors, new_tensors in (
+        # All of these are views of the ensemble's own tensors.
+        pairs = [
             (weights, state.model),
             (moments, state.optimizer),
             (counters, new_counters),
-        ):
+        ]
+        for tensors, new_tensors in pairs:
             for name, tensor in tensors.items():
                 write(tensor.detach(), new_tensors[name])

@@ -1,7 +1,7 @@
 """Give each member an optimizer, and merge the members' kinds of updates.
 
-A number of a merged `ParameterKind`, which says how a parameter is updated, is a tensor [N] if the
-members' values differ. Otherwise it stays a number, which keeps the graph simple.
+A `ParameterKind` says how a parameter is updated, with numbers such as its learning rate. In a merged one, a
+number in which members differ is a tensor [N]. The others stay numbers, which keeps the graph simple.
 
 Shapes: N members.
 """
@@ -17,7 +17,7 @@ from monograph.errors import UsageError
 from monograph.optim import Optimizer, ParameterKind
 from monograph.optim.optimizer import Knob
 
-# Fields of a `ParameterKind` in which members may differ. They may also differ in each beta.
+# Fields of a `ParameterKind` in which members may differ. They may also differ in each of its betas.
 _MEMBER_FIELDS_OF_KIND = ("lr", "weight_decay", "eps")
 
 
@@ -49,17 +49,19 @@ def member_optimizers(
             raise UsageError(
                 f"optim = {optim!r}: expected one of this package's, such as monograph.AdamW(lr=1e-3)"
             )
-        names = common.may_differ
-        optims = [
-            replace(common, **{name: own[name] for name in names if name in own}) for own in knobs
-        ]
+        optims = []
+        for member_knobs in knobs:
+            replaced = {
+                name: member_knobs[name] for name in common.may_differ if name in member_knobs
+            }
+            optims.append(replace(common, **replaced))
     first = optims[0]
     for number, other in enumerate(optims):
         if type(other) is not type(first):
             raise UsageError(
                 f"members 0 and {number} have different optimizers: members of one graph share its class"
             )
-        # Groups of parameters have numbers of their own, in which members may differ, too.
+        # Members may also differ in the numbers of their groups of parameters.
         for field in fields(other):
             if field.name in (*other.may_differ, "groups"):
                 continue
@@ -72,7 +74,7 @@ def member_optimizers(
 
 
 def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
-    """Refuse a knob that changes nothing. Tables would list it as if members differed by it.
+    """Refuse a knob that changes nothing. Reports would list it as if members differed by it.
 
     Args:
         knobs: each member's knobs, after the member was built.
@@ -102,7 +104,7 @@ def dropout_seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> t
     Raises:
         UsageError: a seed is not a whole number.
     """
-    seeds = [own.get("seed", number) for number, own in enumerate(knobs)]
+    seeds = [member_knobs.get("seed", number) for number, member_knobs in enumerate(knobs)]
     for seed in seeds:
         if not isinstance(seed, int):
             raise UsageError(f"seed = {seed!r}: expected a whole number")
@@ -112,21 +114,19 @@ def dropout_seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> t
 def merge_kinds(
     member_kinds: Sequence[Mapping[str, ParameterKind]], device: torch.device
 ) -> dict[str, ParameterKind]:
-    """Return by name how each parameter is updated. Numbers are tensors [N] where the members'
-    values differ.
+    """Return each parameter's merged kind by the parameter's name.
 
-    Parameters that share a kind in each member share one merged kind, so that they can share a
-    plane.
+    Parameters that have the same kind as each other in every member get the same merged kind, so that
+    they can share a plane.
 
     Args:
         member_kinds: for each member, its parameters' kinds by name.
         device: the device of the tensors.
     """
     merged: dict[tuple[ParameterKind, ...], ParameterKind] = {}  # by the members' kinds
-    names = list(member_kinds[0])
     merged_by_name = {}
-    for name in names:
-        kinds = tuple(kind_of[name] for kind_of in member_kinds)
+    for name in member_kinds[0]:
+        kinds = tuple(kinds_by_name[name] for kinds_by_name in member_kinds)
         if kinds not in merged:
             numbers: dict[str, Any] = {
                 field: _merge_values([getattr(kind, field) for kind in kinds], device)

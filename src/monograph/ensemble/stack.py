@@ -15,34 +15,49 @@ from monograph.ensemble.agreement import DROPOUTS, hook_attributes, require_stac
 from monograph.errors import UsageError
 from monograph.step.guard import MemoryRegion, memory
 
-CHECKED_PER_UPDATE = 8  # the members that `require_views` checks before each update
+CHECKED_PER_UPDATE = 8  # the number of members that `require_views` checks before each update
 
-TensorOwner = tuple[nn.Module, str]  # a module, and the name under which it holds a tensor
+
+class _TensorLocation(NamedTuple):
+    """Where a member has a parameter or buffer.
+
+    Attributes:
+        module: the member, or the part of it that has the tensor.
+        name: the name under which this module has it.
+    """
+
+    module: nn.Module
+    name: str
+
+    def tensor(self) -> Tensor:
+        """Return the tensor."""
+        tensor: Tensor = getattr(self.module, self.name)
+        return tensor
 
 
 class _StackedTensor(NamedTuple):
-    """A tensor of the stack.
+    """A parameter or buffer of all members.
 
     Attributes:
         stacked: all members' values, [N, ...].
-        owners: for each member, where it holds its part.
+        locations: for each member, where it has its view of `stacked`.
     """
 
     stacked: Tensor
-    owners: list[TensorOwner]
+    locations: list[_TensorLocation]
 
 
 class Stack:
-    """N modules of one structure.
+    """The parameters and buffers of N modules of one structure, stacked.
 
-    They are stacked one parameter at a time, so that no more than one is in memory twice.
-    Afterwards they are still ordinary modules, whose tensors are views of the stack. So training
-    the stack trains them.
+    The modules remain ordinary modules, whose tensors become views of the stack. So training the
+    stack trains them. They are stacked one tensor at a time, so that no more than one is in memory
+    twice.
 
     Attributes:
         members: the modules.
-        module: a module like each of them whose parameters and buffers, by the same names, are [N,
-            ...]. It cannot be called directly: see `monograph.ensemble.call`.
+        module: a module of the same structure, whose parameters and buffers have the same names and
+            are [N, ...]. It cannot be called directly: see `monograph.ensemble.call`.
     """
 
     def __init__(self, members: Sequence[nn.Module]):
@@ -63,39 +78,26 @@ class Stack:
         # The check comes before anything is moved, as a refusal must leave the members unchanged.
         require_stackable(members)
         self.members = tuple(members)
-        # What `require_views` compares with: modules and parameters at this moment.
+        # `require_views` compares the members' modules and parameters with these.
         self._identities = [_identities(member) for member in members]
         self._tensors: list[_StackedTensor] = []
-        # The memo of copy.deepcopy: by an object's id, what the copy has in its place.
-        memo: dict[int, Any] = {}
-        # `_point_members` frees a tensor's old memory before the next tensor is stacked.
-        for owners in _tensor_owners(members):
-            stacked = _stack([getattr(module, name) for module, name in owners])
-            tensor = _StackedTensor(stacked, owners)
+        for locations in _tensor_locations(members):
+            stacked = _stack([location.tensor() for location in locations])
+            tensor = _StackedTensor(stacked, locations)
             self._tensors.append(tensor)
+            # This frees the tensor's old memory before the next tensor is stacked.
             self._point_members(tensor)
-            first_module, name = owners[0]
-            memo[id(getattr(first_module, name))] = stacked
-        # Attributes that are computed from parameters at each call cannot be deep-copied, as they
-        # are not leaves of autograd. The copy does not need them, so it gets None.
-        for part in members[0].modules():
-            computed = [vars(part)[name] for name in hook_attributes(part)]
-            computed += getattr(part, "_flat_weights", [])  # a recurrent layer's list
-            for attribute in computed:
-                memo.setdefault(id(attribute), None)
-        # The memo puts the stacked tensors in place of the first member's. It goes by identity, so
-        # tied tensors stay tied.
-        self.module = copy.deepcopy(members[0], memo)
+        if not self._tensors:
+            raise UsageError(
+                "the members have no parameters and no buffers: there is nothing that could differ"
+            )
+        self.module = _copy_with_stacked_tensors(members[0], self._tensors)
         # Nothing is generated in training. A key-value cache would be useless, and is a result that
         # vmap cannot return.
         for part in self.module.modules():
             config = getattr(part, "config", None)
             if config is not None and getattr(config, "use_cache", False):
                 config.use_cache = False
-        if not self._tensors:
-            raise UsageError(
-                "the members have no parameters and no buffers: there is nothing that could differ"
-            )
         device = self._tensors[0].stacked.device
         for path, rates in _different_rates(members).items():
             rates_N = torch.tensor(rates, dtype=torch.float64, device=device)
@@ -113,10 +115,10 @@ class Stack:
             self._point_members(tensor)
 
     def require_views(self, update: int) -> None:
-        """Check that members still hold views of the stack.
+        """Check that the tensors of members are still views of the stack.
 
-        Each update checks the next few members: checking all of them would take longer than
-        launching an update, and this notices a change soon enough.
+        Each update checks the next CHECKED_PER_UPDATE members. To check all of them would take longer
+        than to launch an update, and this notices a change soon enough.
 
         Args:
             update: the update's index.
@@ -128,22 +130,9 @@ class Stack:
         start = update * CHECKED_PER_UPDATE
         numbers = {(start + step) % self.size for step in range(CHECKED_PER_UPDATE)}
         for number in numbers:
-            member = self.members[number]
-            changed_name = None
-            for stacked, owners in self._tensors:
-                module, name = owners[number]
-                tensor = getattr(module, name, None)
-                is_view = (
-                    isinstance(tensor, type(stacked))
-                    and tensor.requires_grad == stacked.requires_grad
-                    and memory(tensor) == _view_memory(stacked, number)
-                )
-                if not is_view and changed_name is None:
-                    # The owner itself may have been replaced. Then it has no path.
-                    paths = [path for path, part in member.named_modules() if part is module]
-                    if paths:
-                        changed_name = f"{paths[0]}.{name}".lstrip(".")
-            if changed_name is not None or _identities(member) != self._identities[number]:
+            changed_name = self._changed_tensor(number)
+            has_other_parts = _identities(self.members[number]) != self._identities[number]
+            if changed_name is not None or has_other_parts:
                 changed_name = changed_name or "a part or parameter"
                 raise UsageError(
                     f"{changed_name} of member {number} was added, replaced, frozen, moved or cast, but its ensemble "
@@ -151,20 +140,40 @@ class Stack:
                     "engine.freeze([...])"
                 )
 
+    def _changed_tensor(self, number: int) -> str | None:
+        """Return the name of a member's first tensor that is no view of the stack any more.
+
+        It is None if there is none, and also if the module that had the tensor was replaced, since
+        it has no path in the member then.
+        """
+        for stacked, locations in self._tensors:
+            module, name = locations[number]
+            tensor = getattr(module, name, None)
+            is_view = (
+                isinstance(tensor, type(stacked))
+                and tensor.requires_grad == stacked.requires_grad
+                and memory(tensor) == _view_memory(stacked, number)
+            )
+            if not is_view:
+                for path, part in self.members[number].named_modules():
+                    if part is module:
+                        return f"{path}.{name}".lstrip(".")
+        return None
+
     def _point_members(self, tensor: _StackedTensor) -> None:
         """Make each member's tensor a view of the stack, and free its gradient."""
-        for number, (module, name) in enumerate(tensor.owners):
+        for number, location in enumerate(tensor.locations):
             view = tensor.stacked.detach()[number]
-            held = getattr(module, name)
-            if isinstance(held, nn.Parameter):
-                held.data = view
-                held.grad = None
+            member_tensor = location.tensor()
+            if isinstance(member_tensor, nn.Parameter):
+                member_tensor.data = view
+                member_tensor.grad = None
             else:
-                module._buffers[name] = view
+                location.module._buffers[location.name] = view
 
 
 class _DropoutWithRates(nn.Module):
-    """Dropout with a rate for each member.
+    """The dropout module of a stack whose members have different rates.
 
     Attributes:
         rate: the rates, a buffer [N] outside of the state dict.
@@ -178,13 +187,13 @@ class _DropoutWithRates(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Apply one member's dropout. It runs inside vmap, where `rate` is that member's, 0-d."""
-        # The function is looked up at each call, as `Members.context` replaces it.
+        # The function is looked up at each call, as `MemberCaller.context` replaces it.
         dropped: Tensor = getattr(nn.functional, self._function)(hidden, self.rate, self.training)
         return dropped
 
 
 def _view_memory(stacked: Tensor, number: int) -> MemoryRegion:
-    """Return `memory(stacked[number])`. It is computed without making the view, as this runs for
+    """Return `memory(stacked[number])`, without making this view: it takes time, and this runs for
     many tensors in each update.
     """
     storage, offset, shape, stride = memory(stacked)
@@ -205,26 +214,42 @@ def _stack(tensors: list[Tensor]) -> Tensor:
     return stacked
 
 
-def _tensor_owners(members: Sequence[nn.Module]) -> Iterator[list[TensorOwner]]:
-    """Yield for each parameter and buffer where each member holds it. A tied tensor is yielded
-    once.
+def _copy_with_stacked_tensors(member: nn.Module, tensors: list[_StackedTensor]) -> nn.Module:
+    """Return a copy of the first member that has the stacked tensors in place of its own."""
+    # The memo of copy.deepcopy: by an object's id, what the copy has in its place. It goes by
+    # identity, so tied tensors stay tied.
+    memo: dict[int, Any] = {id(tensor.locations[0].tensor()): tensor.stacked for tensor in tensors}
+    # Attributes that are computed from parameters at each call cannot be deep-copied, as they are not
+    # leaves of autograd. The copy does not need them, so it gets None.
+    for part in member.modules():
+        computed = [vars(part)[name] for name in hook_attributes(part)]
+        computed += getattr(part, "_flat_weights", [])  # a recurrent layer's list
+        for attribute in computed:
+            memo.setdefault(id(attribute), None)
+    return copy.deepcopy(member, memo)
+
+
+def _tensor_locations(members: Sequence[nn.Module]) -> Iterator[list[_TensorLocation]]:
+    """Yield for each parameter and buffer its location in each member, for a tied one only the
+    first.
     """
     seen = set[int]()
+    # The modules at the same path of all members.
     for modules in zip(*(member.modules() for member in members), strict=True):
         for name, tensor in (*modules[0]._parameters.items(), *modules[0]._buffers.items()):
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield [(module, name) for module in modules]
+                yield [_TensorLocation(module, name) for module in modules]
 
 
 def _different_rates(members: Sequence[nn.Module]) -> dict[str, list[float]]:
     """Return, by path, the members' rates of each dropout module in which they differ."""
     different = {}
-    for named in zip(*(member.named_modules() for member in members), strict=True):
-        path, first = named[0]
+    for named_modules in zip(*(member.named_modules() for member in members), strict=True):
+        path, first = named_modules[0]
         if not isinstance(first, DROPOUTS):
             continue
-        rates = [float(module.p) for _, module in named]
+        rates = [float(module.p) for _, module in named_modules]
         if len(set(rates)) > 1:
             different[path] = rates
     return different

@@ -386,7 +386,7 @@ def token_log_probabilities(
         temperature: above 0; it divides the logits.
         rows: trained rows that replace some rows of a frozen weight.
         among: a function that returns which tokens are allowed in the given states of a grammar's
-            automaton: states [C] to bool [C, at most V] (`monograph.decode.arena`); and the state at
+            automaton: states [C] to bool [C, at most V] (`monograph.decode.automaton_tables`); and the state at
             each place, [N]. None: all tokens are allowed.
         chunks: number of pieces into which N is cut; None: chosen by the size of a chunk's logits.
 

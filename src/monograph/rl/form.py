@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from monograph.automata import constraint
-from monograph.decode.arena import Arena, allowed
+from monograph.decode.automaton_tables import AutomatonTables, allowed_tokens
 from monograph.errors import InputRefused
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import FormName
@@ -59,19 +59,20 @@ class AnswerForm:
         self.automaton = constraint(
             name.kind, name.value, tokenizer.pieces, end_ids, inserted_spaces.pop()
         )
-        tables = Arena.holding([self.automaton], tokenizer.vocab_size, device)
+        tables = AutomatonTables.with_room_for([self.automaton], tokenizer.vocab_size, device)
         # The automaton's states are numbered from 0, and in the tables from here on.
-        first_state = tables.take(self.automaton)
+        first_state = tables.acquire(self.automaton)
         assert first_state is not None
         self._first_state = first_state
-        self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed, tables)
-        states = len(tables.row_S)
+        self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed_tokens, tables)
+        states = len(tables.first_cell_S)
         # Looking a mask up takes less memory than computing it. This is not possible for an
         # automaton with counters, of which a state has many masks.
         fits_in_memory = states * tokenizer.vocab_size <= _MAX_MASK_BYTES
         if fits_in_memory and not self.automaton.has_counters:
             masks = [
-                allowed(tables, torch.tensor([state], device=device)) for state in range(states)
+                allowed_tokens(tables, torch.tensor([state], device=device))
+                for state in range(states)
             ]
             self.allowed = functools.partial(_look_up, torch.cat(masks))
 

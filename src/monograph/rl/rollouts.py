@@ -185,7 +185,7 @@ class Drawer:
             samples = self.updates() // options.updates
             batches = math.ceil(answers / MAX_DECODED_ROWS)
             decode_steps = samples * batches * options.max_new_tokens
-        mode = mode_for(decode_steps, device_type, casts=step.precision.name != "fp32")
+        mode = mode_for(decode_steps, device_type, is_autocast=step.precision.name != "fp32")
         if self._cached_generator and self._cached_generator[0] == mode:
             return self._cached_generator[1]
         prefill_prompts = min(options.prompts, MAX_PREFILL_PROMPTS)
@@ -198,7 +198,7 @@ class Drawer:
             rows_that_fit(model, slots, decoded_rows(answers_of_rank), "lower rl.max_new_tokens")
         )
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.end_ids))
-        chain = replace(chain, processed=not self._samples_raw_softmax)
+        chain = replace(chain, reports_processed=not self._samples_raw_softmax)
         with modes_kept(model):
             generator = Generator(
                 model,
@@ -206,7 +206,7 @@ class Drawer:
                 rows=rows,
                 slots=slots,
                 vocabulary=prompts.vocab_size,
-                block=min(BLOCK_STEPS, options.max_new_tokens),
+                pace=min(BLOCK_STEPS, options.max_new_tokens),
                 mode=mode,
                 automata=[self.form.automaton] if self.form else (),
             )

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from starlette.types import Send
 
-from monograph.decode.completion import Transcript
 from monograph.decode.request import Event, LogProbability
+from monograph.decode.transcript import Transcript
 from monograph.evaluation.choices import TokenScore
 from monograph.serve import shapes
 from monograph.serve.owner import ServedText
@@ -61,9 +61,9 @@ class EventStream:
         await self._send_chunk(b": ping\n\n")
 
     async def end(self, *, done: bool = True) -> None:
-        """End the stream, after an event that says [DONE] if it is `done`."""
-        last = b"data: [DONE]\n\n" if done else b""
-        await self._send({"type": "http.response.body", "body": last})
+        """End the stream; if it is `done` and not ended by an error, its last event is [DONE]."""
+        last_event = b"data: [DONE]\n\n" if done else b""
+        await self._send({"type": "http.response.body", "body": last_event})
 
     async def _send_chunk(self, body: bytes) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
@@ -80,17 +80,17 @@ def as_json(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-_MIN_LOGPROB = -9999.0  # stands for ln 0, as JSON has no infinity
+_MIN_LOGPROB = -9999.0  # it is written for ln 0, as JSON has no infinity
 
 
 class ScoredToken(NamedTuple):
-    """A token with its log-probabilities.
+    """A reported token, with its log-probabilities.
 
     Attributes:
         token: the token's id.
         offset: the number of characters before the token.
         logprob: ln p of the token; None for the first token of a prompt, which has no score.
-        likeliest: (id, ln p) of the likeliest tokens in its place.
+        likeliest: (id, ln p) of the likeliest tokens at its position.
     """
 
     token: int
@@ -105,8 +105,8 @@ class TextPiece(NamedTuple):
     Attributes:
         text_index: the text's number in the answer.
         text: the new characters.
-        entries: the new tokens, if the answer reports tokens.
-        finish: how the text ended; None if it has not.
+        entries: the new tokens, if the answer reports tokens, else empty.
+        finish: how the text ended; None if it has not ended.
     """
 
     text_index: int
@@ -138,7 +138,7 @@ class TextBuilder:
             stop: the strings before which the text ends.
             likeliest_count: how many of the likeliest tokens are reported with each token; None: no
                 tokens are reported.
-            reports_end: whether the token that ends the text is reported, too.
+            reports_end: whether a stop id that ends the text is reported, too.
             echo: the prompt's characters, if the answer repeats them before the text.
         """
         prompt_ids = text.request.prompt_ids
@@ -147,59 +147,63 @@ class TextBuilder:
         self._transcript = Transcript(self._tokenizer, stop, prompt_ids)
         self._index = text.index
         self._likeliest_count = likeliest_count
-        # Entries of tokens whose text is not certain yet, and the number of bytes before each token.
-        self._held: list[tuple[int, ScoredToken]] = []
+        # Entries of tokens whose text is not certain yet, each with the number of bytes before its token.
+        self._uncertain_entries: list[tuple[int, ScoredToken]] = []
+        # The number of bytes of all tokens so far, and the number of characters before each.
         self._byte_count = 0
         self._offsets = CharacterOffsets(self._tokenizer.inserted_space(prompt_ids), len(echo))
         self.token_count = 0
 
     def add(self, event: Event) -> TextPiece:
-        """Take an event; return what became certain by it."""
+        """Add an event's tokens; return the piece of the text that is certain now."""
         self.token_count += len(event.token_ids)
         new_text = self._transcript.add(event.token_ids)
         if self._likeliest_count is not None:
             for token, logprobs in zip(event.token_ids, event.logprobs, strict=True):
-                self._hold_entry(token, logprobs, self._likeliest_count)
+                self._add_entry(token, logprobs, self._likeliest_count)
         if event.finish is None:
-            return TextPiece(self._index, new_text, self._take_certain(), None)
+            return TextPiece(self._index, new_text, self._take_certain_entries(), None)
         new_text += self._transcript.finish()
-        # The other ways to fail are refused before the event comes here.
+        # For all other finishes, the request is refused before the event comes here.
         finish: shapes.ServedFinish = "stop" if event.finish == "stop" else "length"
-        if finish == "stop" and self._held and self._held[-1][1].token in self._unreported_ids:
-            self._held.pop()
-        return TextPiece(self._index, new_text, self._take_certain(), finish)
+        if finish == "stop" and self._uncertain_entries:
+            _, last = self._uncertain_entries[-1]
+            if last.token in self._unreported_ids:
+                self._uncertain_entries.pop()
+        return TextPiece(self._index, new_text, self._take_certain_entries(), finish)
 
-    def _hold_entry(self, token: int, logprobs: LogProbability, likeliest_count: int) -> None:
+    def _add_entry(self, token: int, logprobs: LogProbability, likeliest_count: int) -> None:
         piece = self._tokenizer.pieces[token]
         offset = self._offsets.add(piece)
         entry = ScoredToken(token, offset, logprobs.drawn, logprobs.likeliest[:likeliest_count])
-        self._held.append((self._byte_count, entry))
+        self._uncertain_entries.append((self._byte_count, entry))
         self._byte_count += len(piece)
 
-    def _take_certain(self) -> list[ScoredToken]:
+    def _take_certain_entries(self) -> list[ScoredToken]:
         """Remove and return the entries of tokens that begin in the certain part of the text.
 
         A token without bytes at the end of that part is among them.
         """
         certain_bytes = self._transcript.size
         count = 0
-        for begin, entry in self._held:
+        for begin, entry in self._uncertain_entries:
             is_empty = not self._tokenizer.pieces[entry.token]
             if begin < certain_bytes or (begin == certain_bytes and is_empty):
                 count += 1
-        certain = self._held[:count]
-        self._held = self._held[count:]
+        certain = self._uncertain_entries[:count]
+        self._uncertain_entries = self._uncertain_entries[count:]
         return [entry for _, entry in certain]
 
 
 class CharacterOffsets:
-    """Counts the whole characters before each token."""
+    """Counts the characters before each token, given the bytes of the tokens."""
 
     def __init__(self, lead: bytes, count: int = 0) -> None:
         """Begin after `count` characters.
 
         Args:
-            lead: bytes at the beginning of the first token that are not part of the text.
+            lead: bytes that the tokenizer adds at the beginning of the first token, and that are not
+                part of the text.
             count: the number of characters before the first token.
         """
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -213,14 +217,16 @@ class CharacterOffsets:
             piece: the token's bytes.
         """
         offset = self._count
-        incomplete = self._decoder.getstate()[0]
+        # The bytes of a character that earlier tokens have begun.
+        incomplete, _ = self._decoder.getstate()
         text_bytes = bytes(piece)
         if text_bytes:
             text_bytes = text_bytes.removeprefix(self._lead)
             self._lead = b""
             self._count += len(self._decoder.decode(text_bytes))
-        # An ASCII byte does not continue a character: what came before it is one by itself.
-        if text_bytes[:1].decode(errors="ignore") != "":
+        # An ASCII byte does not continue a character. So the incomplete one ends before it, as U+FFFD.
+        begins_with_ascii = text_bytes[:1].isascii() and text_bytes[:1] != b""
+        if begins_with_ascii:
             offset += len(incomplete.decode(errors="replace"))
         return offset
 
@@ -256,7 +262,8 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 class AnswerBuilder:
     """Makes the JSON of the answer to one request for completions."""
 
-    # The protocol's names of a whole answer and of an event, and the prefix of the answer's id.
+    # How the protocol names the object of a whole answer and that of an event, and the prefix of the
+    # answer's id.
     whole_name = "text_completion"
     event_name = "text_completion"
     id_prefix = "cmpl-"
@@ -272,7 +279,7 @@ class AnswerBuilder:
         """
         self._tokenizer = version.tokenizer
         self._likeliest_count = likeliest_count
-        # All fields of an event before the value of "choices"; made when a stream begins.
+        # An event's JSON up to the value of "choices", which is the same in all events of a stream.
         self._event_head = b""
         self._fields: dict[str, Any] = {
             "id": self.id_prefix + uuid.uuid4().hex,
@@ -285,13 +292,13 @@ class AnswerBuilder:
 
     def whole_json(self, pieces: Sequence[TextPiece], usage: shapes.Usage) -> bytes:
         """Return the whole answer; each piece is a whole text."""
-        # One by one, because `json` lets no other thread run during a call.
+        # The choices are serialised one by one, because during a call of `json` no other thread can run.
         choices = b",".join([as_json(self._choice(piece)) for piece in pieces])
         head = as_json(self._fields)[:-1]
         return head + b',"choices":[' + choices + b'],"usage":' + as_json(usage) + b"}"
 
     def piece_json(self, piece: TextPiece, *, has_usage: bool) -> bytes:
-        """Return the event of a piece; if `has_usage`, it has a usage, which is null."""
+        """Return the event of a piece; if `has_usage`, it has the field usage, which is null."""
         usage = b',"usage":null' if has_usage else b""
         return self._event_json(as_json([self._event_choice(piece)]), usage)
 
@@ -300,7 +307,7 @@ class AnswerBuilder:
         return self._event_json(b"[]", b',"usage":' + as_json(usage))
 
     def first_pieces(self, index: int) -> list[TextPiece]:
-        """Return the pieces with which text number `index` begins in a stream."""
+        """Return the pieces that a stream sends before the first token of text number `index`."""
         return []
 
     def _event_json(self, choices: bytes, usage: bytes) -> bytes:
@@ -364,7 +371,7 @@ class ChatAnswerBuilder(AnswerBuilder):
     id_prefix = "chatcmpl-"
 
     def first_pieces(self, index: int) -> list[TextPiece]:
-        """Return one empty piece, which `_event_choice` gives the role."""
+        """Return one empty piece, for which `_event_choice` sends the role."""
         return [TextPiece(index, "", [], None)]
 
     def _choice(self, piece: TextPiece) -> Mapping[str, Any]:

@@ -1,9 +1,12 @@
 """The application: which address answers what, and the guard before it.
 
-The guard decides who may ask, from where, and in which form. The body of any other request is not
-even read. A foreign page must not reach the model through the user's browser. A page whose name was
-rebound to this server's address shows in Host, and a foreign page in Origin. A request that a
-browser sends without asking the server first shows in its Content-Type.
+The guard decides who may send requests, from where, and in which form. The body of any other request
+is not even read.
+
+A web page of someone else must not reach the model through the user's browser. The guard recognises
+such a request by its headers: Origin names the other page; or Host has another name, if that name was
+made to lead to this server's address (DNS rebinding); or Content-Type is one with which a browser
+sends requests to other servers without asking them first (a simple request of CORS).
 """
 
 import asyncio
@@ -34,10 +37,12 @@ from monograph.serve.requests import DetokenizeRequest, TokenizeRequest, read
 from monograph.serve.service import Service
 from monograph.serve.texts import TextEndpoint
 
+# A Host header: the name or address, and perhaps a port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(?::[0-9]*)?")
 _CHARSET = re.compile(r"(?:^|;)\s*charset\s*=\s*\"?([^\s;\"]+)", re.IGNORECASE)
-LOCAL = ("localhost", "127.0.0.1", "::1")
-OPEN = tuple(each.path for each in OPERATIONS if each.is_open)  # addresses that need no key
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+# The paths that need no key.
+OPEN_PATHS = tuple(operation.path for operation in OPERATIONS if operation.is_open)
 
 
 class Guard:
@@ -54,16 +59,16 @@ class Guard:
         Args:
             app: the application.
             host: the name or address at which the server listens.
-            keys: a client must send one of these; if there are none, every client may ask.
+            keys: a client must send one of these; if there are none, no key is needed.
             request_counts: counts the requests.
         """
         self._app = app
         self._request_counts = request_counts
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-        # A server that listens at all addresses may have any name. It also has keys, which a
-        # rebound page does not know.
+        # The names that Host may have; None: any name. A server that listens at all addresses may have
+        # any name. It also has keys, which a foreign page does not know.
         listens_everywhere = host in ("0.0.0.0", "::", "")
-        self._hosts = None if listens_everywhere else {*LOCAL, host.lower()}
+        self._hosts = None if listens_everywhere else {*LOCAL_HOSTS, host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with an error."""
@@ -71,13 +76,13 @@ class Guard:
             return await self._app(scope, receive, send)
         send = self._request_counts.counting_send(scope, send)
         try:
-            scope["client_name"] = self._require(scope)
+            scope["client_name"] = self._require_allowed(scope)
         except Refused as refused:
             return await send_error(send, refused)
         return await self._app(scope, receive, send)
 
-    def _require(self, scope: Scope) -> str:
-        """Return the name of the client: the number of its key, or "" if it needs no key.
+    def _require_allowed(self, scope: Scope) -> str:
+        """Return the client's name: the number of its key, or "" if it needs no key.
 
         Raises:
             Refused: the request is not allowed.
@@ -90,7 +95,7 @@ class Guard:
         if origin is not None and origin.lower() != own_origin.lower():
             raise Refused(403, f"pages of {origin!r:.80} may not use this server")
         client_name = ""
-        if self._key_digests and scope["path"] not in OPEN:
+        if self._key_digests and scope["path"] not in OPEN_PATHS:
             client_name = self._require_key(headers.getlist("authorization"))
         media_type, _, parameters = headers.get("content-type", "").partition(";")
         if scope["method"] == "POST" and media_type.strip().lower() != "application/json":
@@ -115,7 +120,7 @@ class Guard:
             scheme, _, key = authorizations[0].partition(" ")
         # Starlette has decoded the header's bytes as Latin-1.
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        # All keys are compared, each in constant time, so that the time does not tell a key.
+        # All keys are compared, each in constant time, so that the time tells nothing about a key.
         matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
         if scheme.lower() != "bearer" or not any(matches):
             message = (
@@ -128,8 +133,9 @@ class Guard:
 def _require_one_length(scope: Scope, headers: Headers) -> None:
     """Refuse a request whose body has two lengths, or a Transfer-Encoding in HTTP/1.0.
 
-    A proxy in front may take the other length, so a second request could hide in the body (RFC
-    9112, 6.1). The connection is closed, and what comes after the body is not read.
+    A proxy in front of the server may use the other length, so a second request could hide in the
+    body (request smuggling, RFC 9112, 6.1). The connection is closed, and what comes after the body
+    is not read.
     """
     if "transfer-encoding" not in headers:
         return
@@ -165,17 +171,17 @@ _PAGE_HEADERS = {
 
 def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
     """Return the application of a service, behind a `Guard` with this host and these keys."""
-    about = _Information(service)
+    information = _Information(service)
     endpoints: dict[str, Any] = {
         "getPage": _page,
         "getDocument": _document,
-        "getHealth": about.health,
-        "getMetrics": about.metrics,
-        "listModels": about.models,
-        "getModel": about.model,
-        "describeTokenizer": about.tokenizer,
-        "tokenize": _JsonEndpoint(about.tokenize),
-        "detokenize": _JsonEndpoint(about.detokenize),
+        "getHealth": information.health,
+        "getMetrics": information.metrics,
+        "listModels": information.models,
+        "getModel": information.model,
+        "describeTokenizer": information.tokenizer,
+        "tokenize": _JsonEndpoint(information.tokenize),
+        "detokenize": _JsonEndpoint(information.detokenize),
         "complete": TextEndpoint(service, is_chat=False),
         "chat": TextEndpoint(service, is_chat=True),
     }
@@ -193,7 +199,7 @@ def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
             Exception: _bug_handler(service),
         },
     )
-    # A redirect would have an address that is made of the client's Host header.
+    # Starlette would make a redirect's address from the client's Host header.
     app.router.redirect_slashes = False
     return Guard(app, host, keys, service.request_counts)
 
@@ -208,7 +214,7 @@ async def _document(request: Request) -> Response:
 
 
 class _Information:
-    """The endpoints that write no texts: the server's state, the model's names, its tokenizer."""
+    """The endpoints about the server's state, the model's names and its tokenizer."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -253,7 +259,7 @@ class _Information:
         if request.add_special_tokens:
             ids = [version.tokenizer.bos_id, *ids]
         elif text in version.tokenizer.special:
-            # So a client can look up the ids of the names in /tokenizer_info.
+            # A client can look up the id of a special token, whose name it has from /tokenizer_info.
             ids = [version.tokenizer.special[text]]
         return {"tokens": ids, "count": len(ids), "max_model_len": version.context}
 
@@ -272,7 +278,7 @@ class _JsonEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = await read_body(scope, receive)
-            # In a worker thread, because a large body takes a while.
+            # In a worker thread, because a large body takes time.
             answer = await asyncio.to_thread(lambda: self._answer(parse_body(body)))
         except Refused as refused:
             return await send_error(send, refused)

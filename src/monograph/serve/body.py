@@ -13,7 +13,7 @@ from monograph.storage.reading import json_fault, parse_json
 
 BODY_TIMEOUT_S = 30.0
 MAX_BODY_BYTES = 1 << 20
-MAX_DEPTH = 64  # of nested lists and objects
+MAX_DEPTH = 64  # the maximum depth of nested lists and objects
 
 
 class ClientGone(Exception):
@@ -53,7 +53,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
 
 
 async def wait_until_gone(receive: Receive) -> None:
-    """Wait until the client closes the connection; its body must have been read."""
+    """Wait until the client closes the connection. The request's body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -74,11 +74,13 @@ def parse_body(body: bytes) -> dict[str, Any]:
         raise Refused(400, f"the body is not JSON: {fault}") from None
     if not isinstance(value, dict):
         raise Refused(400, "the body is not a JSON object")
-    _require_sound(value)
+    _require_valid(value)
     return value
 
 
-def _require_sound(value: object) -> None:
+def _require_valid(value: object) -> None:
+    """Refuse texts that are not valid Unicode, numbers that are not finite, and deep nesting."""
+    # All values at one depth.
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         next_level = list[object]()
@@ -100,5 +102,6 @@ def _require_sound(value: object) -> None:
 
 
 def _require_unicode(text: str) -> None:
+    # JSON may write half of a surrogate pair as an escape, which Python accepts.
     if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise Refused(400, "a text has half of a surrogate pair, which is not Unicode")

@@ -13,24 +13,30 @@ from pathlib import Path
 import uvicorn
 
 from monograph import interrupts
-from monograph.decode.completion import MOST_ROWS
+from monograph.decode.completion import MAX_ROWS
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError, bug_report, said_by
 from monograph.report.quantities import counted
 from monograph.serve.app import application, is_local
-from monograph.serve.connection import HEAD_BYTES, MAX_CONNECTIONS, Connection
+from monograph.serve.connection import MAX_CONNECTIONS, MAX_HEAD_BYTES, Connection
 from monograph.serve.service import Service
 from monograph.serve.versions import Source, Version
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import read_input
 from monograph.terminal import one_line, warn
 
-DRAIN_S = 30  # for requests that have begun to end, after the first signal
-IDLE_S = 20  # an idle connection is closed this long after an answer
+# After the first signal, requests that have begun may take this time to end.
+DRAIN_S = 30
+# An idle connection is closed this long after an answer.
+IDLE_S = 20
 MAX_KEY_FILE_BYTES = 1 << 16
-MAX_NAME_LENGTH = 200  # characters of a name for the model
-FILES = 1000  # open files besides the connections; most are connections that are about to close
-BACKLOG = 128  # connections that wait to be accepted, and that are accepted in one go
+# The maximum number of characters of a name for the model.
+MAX_NAME_LENGTH = 200
+# The maximum number of open files besides the connections. Most of them are connections that are being
+# closed.
+OTHER_FILES = 1000
+# The maximum number of connections that wait to be accepted, and that are accepted at once.
+BACKLOG = 128
 
 
 def run(
@@ -51,11 +57,11 @@ def run(
         raise UsageError(
             f"--host {host}: other machines can reach this host, so give --api-key-file, a file with a key on each line"
         )
-    source = Source(run, rows or MOST_ROWS[default_device().type], warn)
+    source = Source(run, rows or MAX_ROWS[default_device().type], warn)
     service = Service(source, _say, _report_bug, aliases=served_names, any_name=any_name)
     allow_connections()
-    with _listening(host, port) as listening:
-        asyncio.run(_serve(service, host, keys, listening))
+    with _listening_socket(host, port) as listener:
+        asyncio.run(_serve(service, host, keys, listener))
 
 
 def require_names(names: Sequence[str]) -> None:
@@ -78,17 +84,17 @@ def allow_connections() -> None:
     On many systems the limit is about a thousand files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + FILES
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    needed = MAX_CONNECTIONS + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
         return
-    limit = wanted
+    limit = needed
     if hard != resource.RLIM_INFINITY:
-        limit = min(wanted, hard)
+        limit = min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def read_keys(path: Path) -> list[str]:
-    """Return the keys in a file, one a line.
+    """Return the keys in a file, which has one on each line.
 
     Raises:
         InputRefused: the file cannot be read or has no key, or a key is too short to be secret or
@@ -106,7 +112,7 @@ def read_keys(path: Path) -> list[str]:
         key = line.strip()
         if not key:
             continue
-        # A user who types the key from the screen would miss them, and headers cannot hold them.
+        # A user who types the key from the screen would leave them out, and a header cannot contain them.
         invisible = [letter for letter in key if not letter.isprintable()]
         if invisible:
             raise InputRefused(
@@ -124,26 +130,27 @@ def read_keys(path: Path) -> list[str]:
 
 
 @contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
+def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
     """Yield a socket that listens at an address."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = infos[0]
-        # With the protocol, since asyncio turns Nagle's delay off only for sockets that name TCP.
-        with socket.socket(family, kind, protocol) as listening:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            # Now, so that early clients can connect, and are told that the model is being loaded.
-            listening.listen(BACKLOG)
-            yield listening
+        # The protocol is given because asyncio turns Nagle's delay off only for sockets that name TCP.
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            # Clients can connect from now on, and are told that the model is being loaded.
+            listener.listen(BACKLOG)
+            yield listener
     except OSError as error:
         raise InputRefused(f"--host {host} --port {port}: {error.strerror}") from None
 
 
-async def _serve(service: Service, host: str, keys: list[str], listening: socket.socket) -> None:
+async def _serve(service: Service, host: str, keys: list[str], listener: socket.socket) -> None:
+    """Serve until a signal, and print what was done. Raise the error that ended the server, if any."""
     server = _Server(server_config(service, host, keys), service)
-    port = listening.getsockname()[1]
-    serving = asyncio.create_task(server.serve([listening]))
+    port = listener.getsockname()[1]
+    serving = asyncio.create_task(server.serve([listener]))
     loading = asyncio.create_task(_load_and_follow(service, server, host, port, bool(keys)))
     try:
         await serving
@@ -167,7 +174,7 @@ async def _serve(service: Service, host: str, keys: list[str], listening: socket
 
 
 def server_config(service: Service, host: str, keys: list[str]) -> uvicorn.Config:
-    """Return uvicorn's configuration of the server, with all limits that are options."""
+    """Return uvicorn's configuration of the server, with those limits that are its options."""
     return uvicorn.Config(
         application(service, host, keys),
         http=Connection,
@@ -178,7 +185,7 @@ def server_config(service: Service, host: str, keys: list[str]) -> uvicorn.Confi
         server_header=False,
         timeout_keep_alive=IDLE_S,
         timeout_graceful_shutdown=DRAIN_S,
-        h11_max_incomplete_event_size=HEAD_BYTES,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         proxy_headers=False,
         backlog=BACKLOG,
     )
@@ -233,7 +240,9 @@ def _report_bug(error: Exception) -> None:
 
 
 class _Server(uvicorn.Server):
-    """A server that a SIGTERM or Ctrl-C ends after its requests, and a second one at once."""
+    """A server that ends at SIGTERM or Ctrl-C: at the first one after its requests, at the second at
+    once.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -241,9 +250,9 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle both signals in the loop, until the end of the block.
+        """Handle SIGINT and SIGTERM in the event loop, until the end of the block.
 
-        Otherwise a signal would raise an error in whatever code runs at that moment.
+        Otherwise a signal would raise an error in the code that runs at that moment.
         """
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGINT, signal.SIGTERM)

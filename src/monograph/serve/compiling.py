@@ -1,17 +1,17 @@
 """Compiles the stop strings and constraints of requests in processes of their own, under limits.
 
-A stranger's schema may take the compiler more time or memory than its own budget counts. So this
-module is also a program, the compiling process. It imports what compiling needs, gets the
-vocabulary once, and forks a child for each job. The kernel ends a child that uses too much. The
-server checks every number that a child sends, and unpickles nothing.
+The compiler limits its own work, but a hostile schema may still need much time or memory. So this
+module is also a program, the compiling process. It imports what compiling needs, gets the vocabulary
+once, and forks a child for each job. The kernel ends a child that uses too much. The server checks
+every number that a child sends, and unpickles nothing.
 
 The process's standard input is a socket to the server. The process reads:
 
 - first a line of JSON, [stop ids, the length of each piece], and then the bytes of the pieces;
-- a line of JSON for each job, [[kind, value, lead in hexadecimal], CPU seconds, bytes of memory].
+- then a line of JSON for each job, [[kind, value, lead in hexadecimal], CPU seconds, bytes of memory].
 
-For each job it sends `_REPLY` and what the child wrote: `_HEAD`, the automaton's arrays, and a text.
-An automaton without states stands for a refusal, and the text is its reason.
+For each job it sends `_REPLY` and the child's output: `_HEAD`, the automaton's arrays, and a text. If
+the compiler has refused the job, the output is an automaton without states, and the text is the reason.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from monograph.storage.reading import parse_json
 # Limits on a request.
 MAX_CONSTRAINT_BYTES = 1 << 16
 MAX_CHOICES = 1_024
-# Limits on a child. The last one is checked by the server's clock.
+# Limits on a child. The server itself checks the last one.
 PROCESSOR_S = 2
 MEMORY_BYTES = 1 << 29
 WALL_CLOCK_S = 10.0
@@ -52,24 +52,27 @@ WALL_CLOCK_S = 10.0
 MAX_CACHED = 64
 MAX_CACHED_BYTES = 1 << 28
 
-MAX_WAITING = 32  # different constraints that wait to be compiled
+# The maximum number of different constraints that wait to be compiled.
+MAX_WAITING = 32
 
-# The process starts in a fraction of a second; on a busy machine it takes many.
-_START_S = 120.0
+# The process starts in a fraction of a second, but on a busy machine it may take many seconds.
+_START_TIMEOUT_S = 120.0
 _STOP = "stop"  # the kind of a job that compiles stop strings
+# How messages name what is compiled, by kind.
 _NAMES = {
     "choices": "the choices",
     "regex": "the regular expression",
     "json_schema": "the JSON schema",
     _STOP: "the stop strings",
 }
-# The child's exit code, or minus the number of the signal that ended it; how many bytes it wrote.
+# The child's exit code, or minus the number of the signal that ended it; the number of bytes of its
+# output.
 _REPLY = struct.Struct("<iQ")
 _MAX_REPLY_BYTES = 1 << 27  # more than any automaton of the compiler has
 _HEAD = struct.Struct("<4I")  # states, classes, effects, bytes of the text
 # The types of next_SC, effect_SC, class_V, stops_S and effects_E4R.
 _ARRAY_TYPES = (np.int16, np.int16, np.int16, np.uint8, np.int32)
-# In place of exit codes.
+# Exit codes of a child: that of one that lacked memory, and the one that stands for WALL_CLOCK_S.
 _NO_MEMORY = 100
 _TOO_LONG = 101
 _PR_SET_PDEATHSIG = 1  # Linux's option of prctl, which Python does not name
@@ -82,10 +85,10 @@ class Busy(Exception):
 class ConstraintCompiler:
     """Compiles stop strings and constraints in processes of their own, under limits.
 
-    Results are cached, those that were used last. So equal requests get the same object, by which
-    the decoder recognises an automaton. Jobs run one after another. The first job starts the
+    The results that were used last are cached. So equal requests get the same object, and the decoder
+    recognises an automaton that it already has. Jobs run one after another. The first job starts the
     compiling process, which takes seconds, and a job that finds it dead starts it again. A compiler
-    belongs to one event loop.
+    is used by one event loop.
     """
 
     def __init__(self, pieces: Sequence[bytes], stop_ids: Sequence[int]) -> None:
@@ -98,11 +101,12 @@ class ConstraintCompiler:
         head = json.dumps([[int(token) for token in stop_ids], [len(piece) for piece in pieces]])
         self._vocabulary_message = head.encode() + b"\n" + b"".join(pieces)
         self._vocabulary = len(pieces)
-        # By the job; a text is the reason of a refusal.
+        # The results by the job's JSON; a text is the reason of a refusal.
         self._cache: OrderedDict[str, Automaton | str] = OrderedDict()
         self._job_lock = asyncio.Lock()
         self._constraint_lock = asyncio.Lock()
-        self._waiting: Counter[str] = Counter()  # constraints that wait for their turn
+        # The constraints that wait for `_constraint_lock`, and how many requests wait for each.
+        self._waiting: Counter[str] = Counter()
         self._is_closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -147,21 +151,22 @@ class ConstraintCompiler:
         return await self._cached_automaton(_STOP, strings, b"")
 
     def close(self) -> None:
-        """End the compiling process and its child; callers that wait get a RuntimeError."""
+        """End the compiling process and its child. Callers that wait get a RuntimeError."""
         self._is_closed = True
         self._end_process()
 
     async def _cached_automaton(
         self, kind: str, value: str | Sequence[str], lead: bytes
     ) -> Automaton:
-        """Return the cached automaton, or compile it when its turn comes."""
+        """Return an automaton from the cache, or compile it as soon as no other job runs."""
         key = json.dumps([kind, value, lead.hex()])
         if key in self._cache:
             self._cache.move_to_end(key)
             result = self._cache[key]
         else:
             await self._acquire_job_lock(kind, key)
-            # If this request is cancelled now, the job still ends: equal requests may wait for it.
+            # If this request is cancelled now, the job still runs to its end: equal requests may wait
+            # for it.
             job = asyncio.create_task(self._compile(kind, key))
             job.add_done_callback(lambda _: self._job_lock.release())
             result = await asyncio.shield(job)
@@ -172,8 +177,8 @@ class ConstraintCompiler:
     async def _acquire_job_lock(self, kind: str, key: str) -> None:
         """Wait until no job runs.
 
-        Of all constraints only one at a time waits for the lock itself. So stop strings, which
-        compile at once, wait for at most two constraints.
+        Of all constraints, only one at a time waits for the lock itself. So stop strings, which are
+        compiled quickly, wait for at most two constraints: the one that runs, and the one that waits.
         """
         if kind == _STOP:
             await self._job_lock.acquire()
@@ -192,30 +197,30 @@ class ConstraintCompiler:
         if key in self._cache:  # an equal request has compiled it in the meantime
             return self._cache[key]
         job = f"[{key}, {PROCESSOR_S}, {MEMORY_BYTES}]\n".encode()
-        code, written = await self._ask_process(job)
+        code, output = await self._run_in_process(job)
         result: Automaton | str
         try:
             if code:
                 result = _failure_reason(kind, code)
             else:
-                result = _read_automaton(written, self._vocabulary)
+                result = _read_automaton(output, self._vocabulary)
         except InputRefused as error:
             result = str(error)
         except (ValueError, struct.error):
             result = _failure_reason(kind, code)
         self._cache[key] = result
-        while self._is_cache_full():
+        while self._is_cache_too_large():
             self._cache.popitem(last=False)
         return result
 
-    def _is_cache_full(self) -> bool:
+    def _is_cache_too_large(self) -> bool:
         cached_bytes = sum(map(_size_bytes, self._cache.values()))
         return len(self._cache) > MAX_CACHED or cached_bytes > MAX_CACHED_BYTES
 
-    async def _ask_process(self, job: bytes) -> tuple[int, bytearray]:
-        """Return how a job ended and what its child wrote.
+    async def _run_in_process(self, job: bytes) -> tuple[int, bytearray]:
+        """Let the compiling process run a job; return the child's exit code and its output.
 
-        If the process is dead or dies, ask a new one, once.
+        If the process is dead or dies, a new one runs the job, once.
         """
         for _ in range(2):
             try:
@@ -223,7 +228,7 @@ class ConstraintCompiler:
                 writer.write(job)
                 return await _read_reply(reader, WALL_CLOCK_S)
             except BaseException as error:
-                # Otherwise a late reply would be taken for the reply to the next job.
+                # A late reply must not be taken for the reply to the next job.
                 self._end_process()
                 if isinstance(error, TimeoutError):
                     return _TOO_LONG, bytearray()
@@ -247,7 +252,7 @@ class ConstraintCompiler:
                 command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment
             )
         writer.write(self._vocabulary_message)
-        await _read_reply(reader, _START_S)
+        await _read_reply(reader, _START_TIMEOUT_S)  # the process says that it has started
         return reader, writer
 
     def _end_process(self) -> None:
@@ -262,6 +267,7 @@ class ConstraintCompiler:
 
 
 def _failure_reason(kind: str, code: int) -> str:
+    """Return why a child failed, for the client."""
     reasons = {
         -signal.SIGXCPU: f"took more than {PROCESSOR_S} s of processor time to compile",
         _NO_MEMORY: f"took more than {MEMORY_BYTES >> 20} MiB of memory to compile",
@@ -272,28 +278,28 @@ def _failure_reason(kind: str, code: int) -> str:
 
 
 async def _read_reply(reader: asyncio.StreamReader, timeout_s: float) -> tuple[int, bytearray]:
-    """Return a child's exit code and what it wrote."""
+    """Return a child's exit code and its output."""
     async with asyncio.timeout(timeout_s):
         code, size = _REPLY.unpack(await reader.readexactly(_REPLY.size))
-        written = bytearray()
-        # In chunks, between which the server does other things.
-        while len(written) < size:
-            chunk = await reader.read(min(1 << 18, size - len(written)))
+        output = bytearray()
+        # It is read in chunks, between which the server does other things.
+        while len(output) < size:
+            chunk = await reader.read(min(1 << 18, size - len(output)))
             if not chunk:
                 raise EOFError
-            written += chunk
-        return code, written
+            output += chunk
+        return code, output
 
 
-def _read_automaton(written: bytearray, vocabulary: int) -> Automaton:
-    """Return the automaton that a child wrote, after checking every number in it.
+def _read_automaton(output: bytearray, vocabulary: int) -> Automaton:
+    """Return the automaton in a child's output, after checking every number in it.
 
     Raises:
         InputRefused: the child wrote a refusal.
         ValueError: the bytes are neither an automaton nor a refusal.
         struct.error: there are too few bytes.
     """
-    states, classes, effects, text_size = _HEAD.unpack_from(written)
+    states, classes, effects, text_size = _HEAD.unpack_from(output)
     shapes: list[tuple[int, ...]] = [(0,)] * len(_ARRAY_TYPES)
     if states:
         shapes = [
@@ -306,12 +312,12 @@ def _read_automaton(written: bytearray, vocabulary: int) -> Automaton:
     arrays: list[NDArray[Any]] = []
     offset = _HEAD.size
     for shape, dtype in zip(shapes, _ARRAY_TYPES, strict=True):
-        array = np.frombuffer(written, dtype, math.prod(shape), offset).reshape(shape)
+        array = np.frombuffer(output, dtype, math.prod(shape), offset).reshape(shape)
         arrays.append(array)
         offset += array.nbytes
-    if len(written) != offset + text_size:
+    if len(output) != offset + text_size:
         raise ValueError
-    text = written[offset:].decode(errors="replace")
+    text = output[offset:].decode(errors="replace")
     if not states:
         raise InputRefused(text)
     next_SC, effect_SC, class_V, stops_S, effects_E4R = arrays
@@ -322,15 +328,14 @@ def _read_automaton(written: bytearray, vocabulary: int) -> Automaton:
     _require_within(stops_S, 0, 1)
     if effects > MAX_EFFECTS:
         raise ValueError
-    # Counters that left their bits would change the state. An effect that is allowed for no value
-    # of the counters does no harm.
+    # A count that left its bits would change the state. An effect that no counts allow does no harm.
     effect_numbers = effects_E4R.tolist()
     if not all(map(is_sound, effect_numbers)):
         raise ValueError
-    known_effects = tuple(Effect(*map(tuple, numbers)) for numbers in effect_numbers)
-    if known_effects[0] != ALWAYS:
+    checked_effects = tuple(Effect(*map(tuple, numbers)) for numbers in effect_numbers)
+    if checked_effects[0] != ALWAYS:
         raise ValueError
-    return Automaton(text, next_SC, class_V, stops_S.view(np.bool_), effect_SC, known_effects)
+    return Automaton(text, next_SC, class_V, stops_S.view(np.bool_), effect_SC, checked_effects)
 
 
 def _require_within(array: Any, low: int, high: int) -> None:
@@ -338,15 +343,15 @@ def _require_within(array: Any, low: int, high: int) -> None:
         raise ValueError
 
 
-def _size_bytes(cached: Automaton | str) -> int:
-    if isinstance(cached, str):
-        return len(cached)
-    arrays = (cached.next_SC, cached.effect_SC, cached.class_V, cached.stops_S)
+def _size_bytes(result: Automaton | str) -> int:
+    if isinstance(result, str):
+        return len(result)
+    arrays = (result.next_SC, result.effect_SC, result.class_V, result.stops_S)
     return sum(array.nbytes for array in arrays)
 
 
 def main() -> None:
-    """Do jobs until the server closes the socket."""
+    """Be the compiling process: run jobs until the server closes the socket."""
     # After a Ctrl-C the server still answers its last requests.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with (
@@ -365,15 +370,15 @@ def main() -> None:
                 _run_job(parse_json(line), pieces, stop_ids, write_end)
             os.close(write_end)
             with open(read_end, "rb") as pipe:
-                written = pipe.read(_MAX_REPLY_BYTES)
+                output = pipe.read(_MAX_REPLY_BYTES)
             _, status = os.waitpid(child, 0)
             code = os.waitstatus_to_exitcode(status)
-            channel.sendall(_REPLY.pack(code, len(written)))
-            channel.sendall(written)
+            channel.sendall(_REPLY.pack(code, len(output)))
+            channel.sendall(output)
 
 
 def _import_everything() -> None:
-    """Compile one constraint of each kind.
+    """Compile a constraint of each kind, so that all that compiling needs is imported.
 
     numpy imports parts of itself at their first use, and a child cannot open a file.
     """
@@ -388,7 +393,7 @@ def _import_everything() -> None:
 def _run_job(
     job: Sequence[Any], pieces: Sequence[bytes], stop_ids: Sequence[int], write_end: int
 ) -> NoReturn:
-    """Do a job under its limits, write the result to a pipe, and end the process."""
+    """Run a job in the child under its limits, write the result to a pipe, and end the child."""
     code = 1
     try:
         (kind, value, lead), processor_s, memory_bytes = job
@@ -407,7 +412,7 @@ def _run_job(
 
 
 def _limit_child(processor_s: int, memory_bytes: int) -> None:
-    # The memory comes on top of what the parent uses.
+    # The limit counts the memory that the child shares with its parent, too.
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     address_bytes = pages * resource.getpagesize() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))

@@ -1,8 +1,8 @@
 """A client's connection, with the limits for which uvicorn and h11 have no option.
 
-A client that sends nothing, reads nothing or sends other bytes than HTTP may hold its connection
-only for a short time. Two limits are options of uvicorn, in `command.server_config`: the size of an
-unfinished head, and the time between two requests.
+A client that sends nothing, reads nothing or sends other bytes than HTTP can keep its connection only
+for a short time. Two limits are options of uvicorn, in `command.server_config`: the size of an
+unfinished head (a request's first line and headers), and the time between two requests.
 """
 
 import asyncio
@@ -14,20 +14,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from monograph.serve.refused import Refused, error_body
 
-HEAD_BYTES = 1 << 14  # the largest head of a request
-HEAD_S = 30.0  # for a request's head to arrive
-STALL_S = 30.0  # for a client to read a part of an answer that fills the buffers
-MAX_AHEAD_BYTES = 1 << 16  # of further requests, before the first one is answered
+MAX_HEAD_BYTES = 1 << 14
+# A request's head must arrive within this time.
+HEAD_TIMEOUT_S = 30.0
+# A client must read within this time if the buffers of an answer are full.
+READ_TIMEOUT_S = 30.0
+# The maximum number of bytes of further requests that arrive before the present one is answered.
+MAX_PIPELINED_BYTES = 1 << 16
 MAX_CONNECTIONS = 1000
 
 
-class _Requests(h11.Connection):
-    """Reads the requests of a connection, and refuses every head of more than HEAD_BYTES.
+class _RequestReader(h11.Connection):
+    """Reads the requests of a connection, and refuses every head of more than MAX_HEAD_BYTES.
 
     h11 itself refuses a large head only if it does not arrive as a whole.
 
     Attributes:
-        has_large_head: whether the last bytes were refused for a large head.
+        has_large_head: whether the connection was refused because of a large head.
     """
 
     has_large_head = False
@@ -42,51 +45,50 @@ class _Requests(h11.Connection):
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
-            # h11 says so of an unfinished head.
+            # h11 suggests this status for an unfinished head that is too large.
             self.has_large_head = error.error_status_hint == 431
             raise
         if isinstance(event, h11.Request):
             head_bytes = unread_bytes - len(self.trailing_data[0])
-            if head_bytes > HEAD_BYTES:
+            if head_bytes > MAX_HEAD_BYTES:
                 self.has_large_head = True
                 raise h11.RemoteProtocolError(_LARGE_HEAD)
         return event
 
 
-_LARGE_HEAD = f"the head of the request has more than {HEAD_BYTES:,} bytes"
+_LARGE_HEAD = f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes"
 
 
 class Connection(H11Protocol):
     """A connection that is closed if its client does nothing for too long.
 
-    It is closed if no request comes, if nobody reads the answers, or if it is idle and a new
-    connection needs its place.
+    It is closed if no request comes, if the client does not read an answer, or if it is idle and a
+    new connection needs its place.
     """
 
-    conn: _Requests
+    # uvicorn's names: `conn` reads requests, and `cycle` is the present or last request with its answer.
+    conn: _RequestReader
     _idle_timer: asyncio.TimerHandle | None = None
-    _stall_timer: asyncio.TimerHandle | None = None
-    _last_cycle: RequestResponseCycle | None = (
-        None  # the request that was last answered when the idle timer started
-    )
-    _idle_since = 0.0  # the loop's time
-    _ahead_bytes = 0  # received while a request is answered
+    _read_timer: asyncio.TimerHandle | None = None
+    # The value of `cycle` when the idle timer started.
+    _last_cycle: RequestResponseCycle | None = None
+    _idle_since = 0.0  # in the time of the event loop
+    _pipelined_bytes = 0  # the bytes received while a request is answered
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Take uvicorn's arguments."""
         super().__init__(*arguments, **options)
-        self.conn = _Requests(h11.SERVER, HEAD_BYTES)
+        self.conn = _RequestReader(h11.SERVER, MAX_HEAD_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
-        """Start the idle timer; if there are too many connections, close one.
-
-        The one to be closed has been idle for the longest time.
+        """Start the idle timer. If there are too many connections, close the one that has been idle for
+        the longest time.
         """
         super().connection_made(transport)
         self._idle_since = self.loop.time()
         self._check_idle()
         if len(self.connections) > MAX_CONNECTIONS:
-            # Never empty, since this connection is idle.
+            # This list is never empty, since this connection is idle.
             idle = [
                 other
                 for other in self.connections
@@ -94,11 +96,12 @@ class Connection(H11Protocol):
                 and other.is_idle
                 and not other.transport.is_closing()
             ]
-            min(idle, key=lambda other: other._idle_since).transport.abort()
+            longest_idle = min(idle, key=lambda other: other._idle_since)
+            longest_idle.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timers."""
-        for timer in (self._idle_timer, self._stall_timer):
+        for timer in (self._idle_timer, self._read_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
@@ -107,27 +110,27 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being read or answered."""
+        """Whether no request is being read or answered. An unfinished head does not count."""
         return self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes, within the limit for further requests while one is answered."""
+        """Receive bytes. While a request is answered, there is a limit on those of further ones."""
         if self._is_answering():
-            self._ahead_bytes += len(data)
+            self._pipelined_bytes += len(data)
         else:
-            self._ahead_bytes = 0
-        if self._ahead_bytes > MAX_AHEAD_BYTES:
+            self._pipelined_bytes = 0
+        if self._pipelined_bytes > MAX_PIPELINED_BYTES:
             self.transport.abort()
             return
-        # The client may have said that its request is the last one: then further bytes are ignored.
-        if self._ahead_bytes and self.conn.their_state is h11.MUST_CLOSE:
+        # Further bytes are ignored if the client has said that its request is the last one.
+        if self._pipelined_bytes and self.conn.their_state is h11.MUST_CLOSE:
             return
         super().data_received(data)
 
     def handle_events(self) -> None:
-        """Go on to read while a request is answered.
+        """Handle what was received, and continue to read while a request is answered.
 
-        Uvicorn would stop, and so would not see that the client has gone.
+        Uvicorn would pause reading, and so would not notice that the client has gone.
         """
         super().handle_events()
         if self._is_answering():
@@ -139,23 +142,23 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Wait until the client reads, for at most STALL_S."""
+        """Pause the answer until the client reads, for at most READ_TIMEOUT_S."""
         super().pause_writing()
-        self._stall_timer = self.loop.call_later(STALL_S, self.transport.abort)
+        self._read_timer = self.loop.call_later(READ_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Cancel the stall timer."""
+        """Continue the answer, and cancel the timer."""
         super().resume_writing()
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are not a request, or whose head is too large, and close.
+        """Answer bytes that are no request, or a head that is too large, and close the connection.
 
-        If another answer has begun, only close.
+        If the answer to an earlier request has begun, only close it.
         """
         if self.cycle is not None:
-            self.cycle.disconnected = True  # so the earlier request sends nothing more
+            self.cycle.disconnected = True  # the earlier request must not send anything more
         message = "these bytes are not an HTTP request"
         if self.conn.has_large_head:
             message = _LARGE_HEAD
@@ -179,15 +182,17 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _is_answering(self) -> bool:
-        # Not before the request's body is complete.
+        # Before the request's body is complete, received bytes belong to the body.
         return not self.is_idle and not self.cycle.more_body
 
     def _check_idle(self) -> None:
-        """Abort the connection if no request came since the last check; check again in HEAD_S."""
+        """Abort the connection if no request came since the last check; else check again in
+        HEAD_TIMEOUT_S.
+        """
         is_first_check = self._idle_timer is None
         if self.is_idle and not is_first_check and self.cycle is self._last_cycle:
-            # Not `close`, which would wait until the client has read the last answer.
+            # `close` would wait until the client has read the last answer.
             self.transport.abort()
             return
         self._last_cycle = self.cycle
-        self._idle_timer = self.loop.call_later(HEAD_S, self._check_idle)
+        self._idle_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._check_idle)

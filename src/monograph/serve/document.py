@@ -33,7 +33,7 @@ _TEXT_ANSWER = "The texts: whole, or event by event if stream is true."
 
 
 class Operation(NamedTuple):
-    """An operation of the server: an address, what may be sent to it, and what it answers.
+    """An operation of the server: an address, what a client may send to it, and what it answers.
 
     Attributes:
         path: the address.
@@ -44,7 +44,7 @@ class Operation(NamedTuple):
         answer_types: the type of the answer by media type.
         request_type: the type of the body; None: the operation has no body, and its method is GET.
         examples: bodies by name.
-        errors: statuses of errors, besides those that all such operations may have.
+        errors: the statuses of errors besides those that all operations may have, or all with a body.
         is_open: whether the operation needs no key.
         description: a sentence with more about the operation, or "".
     """
@@ -222,7 +222,7 @@ _RETRY = {
 
 
 class _Failure(NamedTuple):
-    """An answer with an error.
+    """An answer with an error status.
 
     Attributes:
         name: the answer's name in the document.
@@ -277,6 +277,7 @@ _FAILURES = {
         may_be_text=True,
     ),
 }
+# The statuses of errors that all operations may have, and those of all that have a body.
 _ERRORS_OF_ALL = (403, 405, 500, 503)
 _ERRORS_OF_POST = (400, 408, 413, 415)
 _KEY = "A key of the server's file (--api-key-file), if the server was started with one."
@@ -331,10 +332,10 @@ class _SchemaGenerator(GenerateJsonSchema):
     """Makes schemas without titles, which only repeat names, and without further fields."""
 
     def typed_dict_schema(self, schema: TypedDictSchema) -> dict[str, Any]:
-        made = super().typed_dict_schema(schema)
+        json_schema = super().typed_dict_schema(schema)
         if schema.get("cls") in shapes.EVENTS:  # an event may have further fields
-            return made
-        return made | {"additionalProperties": False}
+            return json_schema
+        return json_schema | {"additionalProperties": False}
 
     def generate_definitions(
         self, inputs: Sequence[tuple[JsonSchemaKeyT, JsonSchemaMode, CoreSchema]]
@@ -346,11 +347,12 @@ class _SchemaGenerator(GenerateJsonSchema):
 
 
 def _without_titles(value: object) -> Any:
+    """Return a JSON schema, or a part of one, without its titles."""
     if isinstance(value, list):
         return [_without_titles(each) for each in value]
     if not isinstance(value, dict):
         return value
-    # A field may have the name "title": then the value is an object.
+    # If the value is an object, "title" is the name of a field.
     return {
         key: _without_titles(each)
         for key, each in value.items()

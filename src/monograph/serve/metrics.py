@@ -18,9 +18,9 @@ class RequestCounts:
         self.by_status: Counter[int] = Counter()
 
     def counting_send(self, scope: Scope, send: Send) -> Send:
-        """Return a `send` that counts the request.
+        """Return a `send` that counts the request when its answer begins.
 
-        It also keeps `scope["answered"]`: whether an answer has begun.
+        It also sets `scope["answered"]`: whether the answer has begun.
         """
         scope["answered"] = False
 
@@ -33,6 +33,7 @@ class RequestCounts:
         return count_and_send
 
 
+# The upper bounds of a histogram's buckets.
 _BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 

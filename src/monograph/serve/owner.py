@@ -1,8 +1,9 @@
 """The thread that owns the models.
 
-Only this thread touches tensors; all other code asks it. It decodes in blocks of steps. Between two
-blocks it does what others asked for, and sends the new events to the event loop. A new version of
-the model takes new requests, while requests that have begun end with the old weights.
+Only this thread touches tensors. It decodes in blocks of steps. The event loop gives it functions to
+call, which it does between two blocks, and then it sends the new events to the event loop. When there
+is a new version of the model, new requests use it, while requests that have begun end with the old
+weights.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from monograph.decode.arena import Arena
+from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.completion import rows_that_fit
 from monograph.decode.generator import Generator
@@ -29,13 +30,14 @@ from monograph.model.llama import Llama
 from monograph.serve.requests import MAX_BIASES, MAX_LOGPROBS
 from monograph.serve.versions import Version
 
-MIN_POSITIONS = 8192  # a row's positions are not halved below this
+MIN_POSITIONS = 8192  # the positions of a row are not halved to fewer than this
+# The numbers of the decoder's `Pace`.
 BLOCK_STEPS = {"cuda": 16, "cpu": 1}
-# See `Pace`: steps of a block while a request waits; chunks of prompts between two blocks.
-HURRIED_STEPS = 4
-PROMPT_CHUNKS = 2
+STEPS_WHILE_WAITING = 4
+MAX_PROMPT_CHUNKS = 2
+# Options that need the stages of most requests with filters.
 _FILTER_OPTIONS: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}
-# Turns on each stage of the sampler.
+# Options that need every stage of the sampler.
 _ALL_OPTIONS: dict[str, Any] = {
     name: value for stage in STAGES.values() for name, value in stage.example.items()
 }
@@ -48,17 +50,18 @@ def serving_chains(logprobs: int) -> list[Chain]:
     The last chain serves every request.
 
     Args:
-        logprobs: how many of the likeliest tokens the chains with log-probabilities report.
+        logprobs: the number of likeliest tokens that the chains with log-probabilities report.
     """
 
-    def make_chain(options: dict[str, Any], reported: int | None) -> Chain:
+    def make_chain(options: dict[str, Any], logprobs: int | None) -> Chain:
         top_ks = [0]
         if "top_p" in options:
-            # A chain for a small k alone reads few tokens, so it would not serve top_k = 0.
+            # A request with top_k = 0 beside this one makes the chain read all tokens. A chain for small
+            # values of top_k alone would read few, and so would not serve top_k = 0.
             top_ks.append(5)
-        samplings = [Sampling(**{**options, "top_k": k}, logprobs=reported) for k in top_ks]
+        samplings = [Sampling(**{**options, "top_k": k}, logprobs=logprobs) for k in top_ks]
         # The protocol reports probabilities under the raw logits only.
-        return replace(chain_of(samplings, MAX_STOP_IDS), processed=False)
+        return replace(chain_of(samplings, MAX_STOP_IDS), reports_processed=False)
 
     return [
         make_chain({"temperature": 1.0}, None),
@@ -70,7 +73,7 @@ def serving_chains(logprobs: int) -> list[Chain]:
 
 
 def positions_per_row(model: Llama, rows: int) -> int:
-    """Return the positions of each row, so that `rows` rows fit half of the free memory.
+    """Return a number of positions of each row with which `rows` rows fit half of the free memory.
 
     The model's own number of positions is halved until the rows fit, but not below MIN_POSITIONS.
     If they do not fit then, the caller takes fewer rows.
@@ -93,7 +96,8 @@ class ServedText:
         version: the model that writes the text.
         index: the text's number among the texts of the client's request.
         inbox: receives the events of all texts of the client's request.
-        streams: whether the inbox gets an event after each block; otherwise it gets one at the end.
+        streams: whether the inbox gets an event after each block of steps; otherwise it gets one at
+            the end.
     """
 
     def __init__(
@@ -104,27 +108,28 @@ class ServedText:
         self.index = index
         self.inbox = inbox
         self.streams = streams
-        self._held_event: Event | None = None
+        # What was sampled and not delivered yet.
+        self._undelivered: Event | None = None
 
     def merge_event(self, event: Event) -> Event | None:
-        """Add a block's event to the held one; return the event to deliver, or None to hold it."""
-        held = self._held_event
-        if held is not None:
-            # In place, because texts are long.
-            held.token_ids.extend(event.token_ids)
-            held.logprobs.extend(event.logprobs)
-            event = held._replace(finish=event.finish)
+        """Add an event to those that were not delivered yet; return what is to be delivered now."""
+        earlier = self._undelivered
+        if earlier is not None:
+            # The lists are extended in place, because texts are long.
+            earlier.token_ids.extend(event.token_ids)
+            earlier.logprobs.extend(event.logprobs)
+            event = earlier._replace(finish=event.finish)
         if self.streams or event.finish is not None:
-            self._held_event = None
+            self._undelivered = None
             return event
-        self._held_event = event
+        self._undelivered = event
         return None
 
 
 Inbox = asyncio.Queue[tuple[ServedText, Event | MonographError]]
 
 
-class Gone(Exception):
+class OwnerEnded(Exception):
     """The owner's thread has ended, and writes no more texts."""
 
 
@@ -133,7 +138,7 @@ class OwnerCounts(NamedTuple):
 
     Attributes:
         sampled_tokens: tokens that were sampled.
-        blocks: blocks of steps that were run.
+        blocks: how often the decoders have run a block of steps each.
         reused_tokens: tokens of prompts whose keys and values were known from an earlier prompt.
         running_rows: rows in use at present.
     """
@@ -145,7 +150,7 @@ class OwnerCounts(NamedTuple):
 
 
 class _ScoreJob(NamedTuple):
-    """A prompt to be scored, and the future of its scores; see `Owner.score`."""
+    """A prompt to be scored, and the future that gets its scores; see `Owner.score`."""
 
     scores: asyncio.Future[list[TokenScore]]
     version: Version
@@ -163,7 +168,7 @@ class _Decoder:
     """
 
     def __init__(self, version: Version, rows: int) -> None:
-        """Make a decoder of at most `rows` rows; set the version's rows and context."""
+        """Make a decoder of at most `rows` rows, and set the version's `rows` and `context`."""
         model = version.model
         vocabulary = version.tokenizer.vocab_size
         device = model.lm_head.weight.device
@@ -179,9 +184,13 @@ class _Decoder:
             rows=version.rows,
             slots=slots,
             vocabulary=vocabulary,
-            automata=Arena(vocabulary, device),
+            automata=AutomatonTables(vocabulary, device),
             mode="captured",
-            block=Pace(block_steps, min(HURRIED_STEPS, block_steps), PROMPT_CHUNKS),
+            pace=Pace(
+                block_steps,
+                steps_while_waiting=min(STEPS_WHILE_WAITING, block_steps),
+                max_chunks=MAX_PROMPT_CHUNKS,
+            ),
         )
 
     def advance(self) -> list[tuple[ServedText, Event]]:
@@ -207,7 +216,10 @@ class _Decoder:
 
 
 class Owner:
-    """The owner's thread, as the event loop sees it; only the loop's thread calls the methods.
+    """The owner's thread.
+
+    The public methods are called in the event loop's thread, and most of them only hand a function
+    over to the owner's thread.
 
     Attributes:
         counts: what the owner had done at the end of the last block.
@@ -218,7 +230,7 @@ class Owner:
 
         Args:
             rows: the maximum number of rows of each version's decoder.
-            on_crash: is called in the loop with the error that ended the thread.
+            on_crash: is called in the event loop with the error that ended the thread.
         """
         self.counts = OwnerCounts()
         self._rows = rows
@@ -231,7 +243,9 @@ class Owner:
         # Counts of versions that were dropped, so that the totals never fall.
         self._dropped_sampled_tokens = 0
         self._dropped_reused_tokens = 0
-        self._end_error: Exception | None = None  # set once the thread has ended
+        # Why the thread has ended; None while it runs.
+        self._end_error: Exception | None = None
+        # Whether `end` was called.
         self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="owner", daemon=True)
         self._thread.start()
@@ -254,23 +268,23 @@ class Owner:
                 self._decoders[version] = decoder
                 self._call_in_loop(_resolve, done, None)
 
-        self._ask(make_decoder)
+        self._call_in_thread(make_decoder)
         await done
 
     def drop(self, version: Version) -> None:
-        """Free a version; the caller knows that it writes no more texts."""
+        """Free the memory of a version, which no text uses any more."""
 
         def free_decoder() -> None:
             decoder = self._decoders.pop(version)
             self._dropped_sampled_tokens += decoder.sampled_tokens
             self._dropped_reused_tokens += decoder.generator.reused
 
-        self._ask(free_decoder)
+        self._call_in_thread(free_decoder)
 
     def write(self, text: ServedText) -> None:
         """Start to write a text.
 
-        Its inbox gets events until one that has a finish, or until `cancel`.
+        Its inbox gets events up to one that has a finish, or until `cancel`.
         """
 
         def submit_text() -> None:
@@ -282,7 +296,7 @@ class Owner:
             else:
                 decoder.texts[number] = text
 
-        self._ask(submit_text)
+        self._call_in_thread(submit_text)
 
     def cancel(self, text: ServedText) -> None:
         """Forget a text; its row is free before the next block."""
@@ -292,7 +306,7 @@ class Owner:
             if decoder is not None:
                 decoder.cancel(text)
 
-        self._ask(cancel_text)
+        self._call_in_thread(cancel_text)
 
     async def score(
         self, version: Version, ids: Sequence[int], likeliest_count: int
@@ -300,11 +314,11 @@ class Owner:
         """Score a text's tokens; see `monograph.evaluation.choices.score_tokens`."""
         scores: asyncio.Future[list[TokenScore]] = self._loop.create_future()
         job = _ScoreJob(scores, version, ids, likeliest_count)
-        self._ask(lambda: self._score_jobs.append(job))
+        self._call_in_thread(lambda: self._score_jobs.append(job))
         return await scores
 
     def end(self) -> None:
-        """End the thread after its block, or within a warm-up, and wait for it.
+        """End the thread after its present block, or within a warm-up, and wait for its end.
 
         If the thread were inside a device's library when Python ends, the process would abort.
         """
@@ -312,13 +326,19 @@ class Owner:
         self._calls.put(None)
         self._thread.join()
 
-    def _ask(self, call: Callable[[], None]) -> None:
+    def _call_in_thread(self, call: Callable[[], None]) -> None:
+        """Have the owner's thread call a function between two blocks.
+
+        Raises:
+            OwnerEnded: the thread has ended.
+        """
         if self._end_error is not None:
-            raise Gone from self._end_error
+            raise OwnerEnded from self._end_error
         self._calls.put(call)
 
-    def _crash(self, error: Exception) -> None:
-        # Both in the loop's thread: code that sees `Gone` there must find the reason.
+    def _record_crash(self, error: Exception) -> None:
+        # It runs in the event loop's thread, so that code there cannot see an `OwnerEnded` before
+        # `on_crash` has recorded the reason.
         self._end_error = error
         self._on_crash(error)
 
@@ -328,23 +348,24 @@ class Owner:
         try:
             while self._advance():
                 pass
-            self._end_error = Gone()
-        except Gone as gone:
-            self._end_error = gone
+            self._end_error = OwnerEnded()
+        except OwnerEnded as ended:
+            self._end_error = ended
         except Exception as error:  # any error ends the server, and the loop reports it
-            self._call_in_loop(self._crash, error)
+            self._call_in_loop(self._record_crash, error)
 
     def _require_not_ending(self) -> None:
         if self._is_ending:
-            raise Gone
+            raise OwnerEnded
 
     def _advance(self) -> bool:
-        """Do all calls, score one prompt, run one block of each busy decoder.
+        """Do all calls, score one prompt, and run one block of each decoder that has requests.
 
         Returns:
             False if the thread is to end.
         """
         is_busy = any(decoder.generator.busy for decoder in self._decoders.values())
+        # Without other work, the thread waits for a call.
         must_wait = not is_busy and not self._score_jobs
         while must_wait or not self._calls.empty():
             call = self._calls.get()
@@ -363,11 +384,11 @@ class Owner:
         return True
 
     def _score_one_prompt(self) -> None:
-        # One prompt between two blocks, so that running texts do not wait for many.
+        """Score the next prompt. There is one between two blocks, so that texts do not wait long."""
         if not self._score_jobs:
             return
         job = self._score_jobs.popleft()
-        if job.scores.cancelled():
+        if job.scores.cancelled():  # the client has gone
             return
         version = job.version
         scores = score_tokens(version.model, job.ids, version.precision, job.likeliest_count)
@@ -395,8 +416,8 @@ def _deliver(deliveries: Sequence[tuple[ServedText, Event]]) -> None:
 
 
 def _resolve(future: asyncio.Future[Any], value: object) -> None:
-    """Give a future its value, or its error if the value is one."""
-    if future.done():  # cancelled: nobody waits for it any more
+    """Give a future its result, or its exception if the value is one."""
+    if future.done():  # it was cancelled
         return
     if isinstance(value, Exception):
         future.set_exception(value)

@@ -29,16 +29,17 @@ class Refused(Exception):
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
+# OpenAI's type of an error, by the HTTP status; see `error_body` for the others.
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def error_body(refused: Refused) -> dict[str, Any]:
     """Return an error in the protocol's form."""
-    other = "invalid_request_error" if refused.status < 500 else "server_error"
+    other_type = "invalid_request_error" if refused.status < 500 else "server_error"
     return {
         "error": {
             "message": str(refused),
-            "type": _TYPES.get(refused.status, other),
+            "type": _TYPES.get(refused.status, other_type),
             "param": refused.param,
             "code": refused.code,
         }

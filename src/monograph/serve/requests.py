@@ -1,8 +1,8 @@
-"""The requests that the server takes, as pydantic models: their fields, and what each may be.
+"""The requests to the server, as pydantic models: their fields, and what each may be.
 
 A field of the protocol that is not supported is refused if it would change the answer, and ignored
-if it would not. A field that is null counts as missing. `monograph.serve.document` describes the
-same models to clients.
+if it would not. A field that is null counts as missing. `monograph.serve.document` makes the OpenAPI
+document from the same models.
 """
 
 import math
@@ -47,22 +47,23 @@ MAX_MESSAGES = 1024
 MAX_PROMPTS = 1024
 MAX_STOPS = 4
 MAX_STOP_BYTES = 64
-MAX_BREAKERS = 64  # each of them is looked for in every token
-# A seed that the server chooses is below this: a page's numbers are floats, exact up to here.
-SEEDS = 1 << 53
+MAX_BREAKERS = 64  # each of them is searched in every token
+# A seed that the server chooses is below this number. Numbers in JavaScript are floats, which are exact
+# up to it.
+SEED_LIMIT = 1 << 53
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-# ── what a field may be ───────────────────────────────────────────────────────────────────────────
+# ── types and validators of fields ────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The words for a field's allowed values, where pydantic's own message is not clear.
+    """What a message says about a field's allowed values, if pydantic's own message is not clear.
 
     Attributes:
-        words: end the sentence "expected ...".
+        words: the end of the sentence "expected ...".
         shows_value: whether the message shows the wrong value, too.
     """
 
@@ -123,6 +124,7 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
 def _require_short(text: str) -> str:
+    # `max_length` counts characters, and this counts bytes.
     if len(text.encode()) > MAX_STOP_BYTES:
         raise ValueError
     return text
@@ -157,7 +159,7 @@ def _check_prompts(value: object, info: ValidationInfo) -> list[str | list[int]]
 
 
 def _are_ids(value: object) -> bool:
-    # `isinstance` would accept booleans, too.
+    # `isinstance(each, int)` would accept booleans, too.
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
@@ -180,13 +182,13 @@ def _check_biases(value: object, info: ValidationInfo) -> dict[int, float]:
         expected = f"an object of at most {MAX_BIASES:,} biases by token id"
         raise Refused(400, f"{name}: expected {expected}", name)
     for key, bias in value.items():
-        # Up to 18 digits fit 64 bits.
+        # Numbers of up to 18 digits fit 64 bits.
         is_id = key.isascii() and key.isdecimal() and len(key) <= 18
         if not is_id:
             raise Refused(400, f"{name} has the key {key!r:.40}: expected a token id", name)
         if not BIAS.holds(bias):
             raise Refused(400, f"{name}[{int(key)}] = {bias!r:.80}: expected {BIAS.expected}", name)
-    # -100, the protocol's lowest bias, is to forbid a token. Only -inf does so for every logit.
+    # In the protocol, the lowest bias, -100, forbids a token. Only -inf does so for every logit.
     return {int(key): -math.inf if bias == -100 else bias for key, bias in value.items()}
 
 
@@ -213,7 +215,7 @@ def _check_messages(value: object, info: ValidationInfo) -> list[dict[str, Any]]
 
 
 def _read_message(name: str, value: Any) -> dict[str, Any]:
-    """Return a message as it is read for training, too."""
+    """Return a message, read as those of training data are."""
     try:
         message = message_of(value, name, get_args(Role))
     except Unusable as unusable:
@@ -251,7 +253,7 @@ class Body(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Return the schema; in it every field that is not required may be null."""
+        """Return the schema, in which every field that is not required may be null."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         for name, value in schema.get("properties", {}).items():
             if name not in schema.get("required", ()):
@@ -395,7 +397,7 @@ class TokenizeRequest(BaseRequest):
 
 def _check_tokens(value: object, info: ValidationInfo) -> list[int]:
     known = range(info.context["vocabulary"]) if info.context else range(0)
-    # Not `isinstance` for the ids, which would accept booleans, too.
+    # `isinstance(token, int)` would accept booleans, too.
     are_known = isinstance(value, list) and all(
         type(token) is int and token in known for token in value
     )
@@ -419,7 +421,7 @@ class Constraint(NamedTuple):
     Attributes:
         kind: "choices", "regex" or "json_schema".
         value: the choices, the expression or the schema.
-        field: the request's field that holds the constraint.
+        field: the name of the request's field.
     """
 
     kind: str
@@ -520,24 +522,25 @@ class TextRequest(BaseRequest):
         Raises:
             Refused: there are two.
         """
-        found = []
+        constraints = []
         if isinstance(self.response_format, JsonSchemaFormat):
             schema = self.response_format.json_schema.schema_
-            found.append(Constraint("json_schema", schema, "response_format"))
+            constraints.append(Constraint("json_schema", schema, "response_format"))
         if self.regex is not None:
-            found.append(Constraint("regex", self.regex, "regex"))
+            constraints.append(Constraint("regex", self.regex, "regex"))
         if self.choice is not None:
-            found.append(Constraint("choices", self.choice, "choice"))
-        if len(found) > 1:
-            first, second = found[0].field, found[1].field
+            constraints.append(Constraint("choices", self.choice, "choice"))
+        if len(constraints) > 1:
+            first = constraints[0].field
+            second = constraints[1].field
             raise Refused(400, f"{first} and {second}: give one of them", second)
-        return found[0] if found else None
+        return constraints[0] if constraints else None
 
     @cached_property
     def sampling(self) -> Sampling:
-        """How tokens are sampled; without a seed in the request, the seed is a random number."""
+        """How tokens are sampled. If the request has no seed, a random number is chosen."""
         options = {name: getattr(self, name) for name in OPTIONS}
-        seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed
+        seed = secrets.randbelow(SEED_LIMIT) if self.seed is None else self.seed
         return Sampling(**options, seed=seed)
 
     @model_validator(mode="after")
@@ -546,7 +549,7 @@ class TextRequest(BaseRequest):
         has_stream_options = options is not None and bool(options.model_fields_set)
         if has_stream_options and not self.stream:
             raise Refused(400, "stream_options is for a stream", "stream_options")
-        _ = self.constraint  # refuses two
+        _ = self.constraint  # it raises if there are two
         return self
 
 
@@ -584,29 +587,33 @@ def with_options(model: type[_Model]) -> type[_Model]:
     The fields' ranges, defaults and descriptions are those of `Sampling`.
     """
     descriptions = _attribute_sentences(Sampling) | _DESCRIPTIONS
-    added: dict[str, Any] = {}
+    new_fields: dict[str, Any] = {}
     for name, option in _OPTIONS.items():
-        kind = _TYPES.get(name)
-        if kind is None:
+        field_type = _TYPES.get(name)
+        if field_type is None:
             allowed = RANGES[name]
-            kind = Annotated[int if allowed.whole else float, number_within(allowed)]
+            field_type = Annotated[int if allowed.whole else float, number_within(allowed)]
         default = _DEFAULTS.get(name, _default(option))
-        added[name] = kind, Field(default, description=descriptions.get(name))
+        new_fields[name] = field_type, Field(default, description=descriptions.get(name))
     return create_model(
-        model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **added
+        model.__name__,
+        __base__=model,
+        __module__=model.__module__,
+        __doc__=model.__doc__,
+        **new_fields,
     )
 
 
 def _default(option: Option[Any]) -> Any:
     if callable(option.default_factory):
         return option.default_factory()
-    # JSON has lists only.
+    # JSON has lists instead of tuples.
     return list(option.default) if isinstance(option.default, tuple) else option.default
 
 
-def _attribute_sentences(described: type) -> dict[str, str]:
-    """Return a sentence for each attribute in the docstring of a class."""
-    attributes = (described.__doc__ or "").partition("Attributes:\n")[2]
+def _attribute_sentences(documented: type) -> dict[str, str]:
+    """Return the description of each attribute in the docstring of a class, as a sentence."""
+    _, _, attributes = (documented.__doc__ or "").partition("Attributes:\n")
     sentences = {}
     for name, text in re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", attributes, re.MULTILINE):
         words = " ".join(text.replace("`", "").split())
@@ -736,12 +743,14 @@ AnyTextRequest = CompletionRequest | ChatRequest
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────
 
+# What a message says about a missing field.
 _MISSING = {
     "model": "GET /v1/models says which there are",
     "prompt": "expected a text, a list of texts, or lists of token ids",
     "messages": "expected a list of messages",
     "tokens": "expected a list of token ids",
 }
+# What was expected, by the type of pydantic's error.
 _TYPE_WORDS = {
     "string_type": "a text",
     "bool_type": "true or false",
@@ -772,7 +781,7 @@ def read(model: type[_Model], body: dict[str, Any], **context: int) -> _Model:
 def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:
     """Return the refusal for the first wrong field."""
     fault = error.errors(include_url=False)[0]
-    # From the request's own field to the wrong one inside it, without the indices of lists.
+    # The names from the request's own field to the wrong one inside it, without the indices of lists.
     path = [step for step in fault["loc"] if isinstance(step, str)]
     outer = path[0]
     inner = path[-1]
@@ -780,7 +789,7 @@ def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:
     is_inside = len(path) > 1
     if is_missing and not is_inside:
         return Refused(400, f"{inner} is missing: {_MISSING[inner]}", inner)
-    # For a wrong value inside a field, pydantic's message is more exact than the field's words.
+    # For a wrong value inside a field, pydantic's message is more exact than that of `Expected`.
     if is_missing or not is_inside:
         for expected in model.model_fields[outer].metadata:
             if isinstance(expected, Expected):

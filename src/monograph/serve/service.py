@@ -1,4 +1,4 @@
-"""What all requests share: the model's versions, the owner's thread, the gate before it, counts."""
+"""What all requests share: the model's versions, the owner's thread, its gate, and counts."""
 
 import asyncio
 from collections import Counter
@@ -9,11 +9,11 @@ from monograph.errors import MonographError, OutOfDeviceMemory
 from monograph.serve.compiling import ConstraintCompiler
 from monograph.serve.gate import Gate
 from monograph.serve.metrics import Histogram, RequestCounts
-from monograph.serve.owner import Gone, Owner
+from monograph.serve.owner import Owner, OwnerEnded
 from monograph.serve.refused import Refused
 from monograph.serve.versions import Source, Version
 
-LOOK_S = 2.0  # between two looks for a newer version
+POLL_S = 2.0  # the seconds between two looks for a newer version
 
 
 class Service:
@@ -28,7 +28,7 @@ class Service:
         request_s: seconds from the start of a request to its end.
         report_bug: reports an unforeseen error.
         crash_error: the error that ended the owner's thread, or None.
-        ended: is set once the owner's thread has ended by an error.
+        crashed: is set once the owner's thread has ended by an error.
     """
 
     owner: Owner
@@ -60,10 +60,12 @@ class Service:
         self.first_token_s = Histogram()
         self.request_s = Histogram()
         self.crash_error: Exception | None = None
-        self.ended = asyncio.Event()
+        self.crashed = asyncio.Event()
         self._say = say
-        # Whether the newest version lacked memory beside the versions that are in use.
+        # Whether there is a newer version for which the memory did not suffice, beside the versions that
+        # are in use.
         self._newest_did_not_fit = False
+        # The version that takes new requests.
         self._newest: Version | None = None
         self._has_owner = False
         self._users: Counter[Version] = Counter()  # requests that use each version
@@ -82,7 +84,7 @@ class Service:
 
         def record_crash(error: Exception) -> None:
             self.crash_error = error
-            self.ended.set()
+            self.crashed.set()
             on_crash()
 
         version = await asyncio.to_thread(self.source.load)
@@ -94,13 +96,13 @@ class Service:
         return version
 
     async def follow(self) -> None:
-        """Load each newer version, until an unforeseen error.
+        """Load each newer version as soon as it appears, until an unforeseen error.
 
         Requests that have begun end with the version that they began with.
         """
         last_fault = ""  # why the newest version cannot be loaded, as it was printed
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             try:
                 if not await asyncio.to_thread(self.source.has_newer):
                     last_fault = ""
@@ -114,7 +116,7 @@ class Service:
                 last_fault = str(error)
                 self._newest_did_not_fit = isinstance(error, OutOfDeviceMemory)
                 continue
-            except Gone:
+            except OwnerEnded:
                 return
             except Exception as error:
                 self.report_bug(error)
@@ -143,7 +145,7 @@ class Service:
         """The version that takes new requests.
 
         Raises:
-            Refused: no version is loaded yet, or the owner's thread has ended.
+            Refused: no version is loaded yet, or an error has ended the owner's thread.
         """
         if self._newest is None or self.crash_error is not None:
             message = "loading the model"
@@ -163,7 +165,7 @@ class Service:
 
     @property
     def end_refusal(self) -> Refused:
-        """The answer to requests that the end of the server interrupts."""
+        """The error that interrupted requests get when the server ends."""
         if self.crash_error is not None:
             return Refused(500, "the model's thread has ended: the server is going down")
         return Refused(503, "the server is going down", code="unavailable")
@@ -177,7 +179,7 @@ class Service:
         """Yield the newest version; it is not dropped before the end of the block.
 
         Raises:
-            Refused: the version does not have this name, and the service has not `any_name`.
+            Refused: the version does not have this name, and not every name is allowed.
         """
         version = self.newest
         names = self.names_of(version)
@@ -207,7 +209,7 @@ class Service:
         Raises:
             Refused: see `newest`.
         """
-        _ = self.newest  # refuses while there is nothing to count
+        _ = self.newest  # it raises while there is nothing to count
         counts = self.owner.counts
         lines = ["# TYPE monograph_requests_total counter"]
         for status, number in self.request_counts.by_status.items():
@@ -229,6 +231,7 @@ class Service:
         return "\n".join(lines) + "\n"
 
     def _drop(self, version: Version) -> None:
+        """Free an old version that no request uses any more, and what only it needed."""
         del self._users[version]
         self.owner.drop(version)
         if self._newest_did_not_fit:

@@ -1,7 +1,7 @@
 """The types of all answers, in the form of the protocol.
 
-The code that makes an answer is type-checked against them, and the OpenAPI document is made from
-them. Nothing is checked at run time.
+The code that makes answers is type-checked against them, and the OpenAPI document is made from them.
+Nothing is checked at run time. In the document, the docstrings are the types' descriptions.
 """
 
 from typing import Annotated, Any, Literal, NotRequired
@@ -62,7 +62,7 @@ class _Head(TypedDict):
     ]
 
 
-MaybeUsage = Annotated[Usage | None, Field(description="Is there only with include_usage.")]
+UsageOrNull = Annotated[Usage | None, Field(description="Is there only with include_usage.")]
 
 # ── /v1/completions ───────────────────────────────────────────────────────────────────────────────
 
@@ -120,7 +120,7 @@ class CompletionPiece(_Head):
 
     object: Literal["text_completion"]
     choices: list[CompletionPieceChoice]
-    usage: NotRequired[MaybeUsage]
+    usage: NotRequired[UsageOrNull]
 
 
 # ── /v1/chat/completions ──────────────────────────────────────────────────────────────────────────
@@ -195,7 +195,7 @@ class ChatPiece(_Head):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatPieceChoice]
-    usage: NotRequired[MaybeUsage]
+    usage: NotRequired[UsageOrNull]
 
 
 # ── the rest ──────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""Answers requests for texts: reads the request, has its texts written and sends them.
+"""Answers requests for texts: reads the request, lets the decoder write its texts, and sends them.
 
 If the client closes the connection, its texts are cancelled.
 """
@@ -35,7 +35,7 @@ from monograph.serve.answers import (
 from monograph.serve.body import ClientGone, parse_body, read_body, wait_until_gone
 from monograph.serve.compiling import Busy
 from monograph.serve.gate import MAX_REQUEST_LOGPROBS
-from monograph.serve.owner import Gone, Inbox, ServedText
+from monograph.serve.owner import Inbox, OwnerEnded, ServedText
 from monograph.serve.refused import Refused, error_body
 from monograph.serve.requests import AnyTextRequest, ChatRequest, CompletionRequest, read
 from monograph.serve.service import Service
@@ -43,9 +43,10 @@ from monograph.serve.versions import Version
 from monograph.text.chat import chat_ids
 
 PromptIds = Sequence[Sequence[int]]  # the ids of each prompt
-EventBatch = list[tuple[ServedText, Event]]  # events that came together, each with its text
+EventBatch = list[tuple[ServedText, Event]]  # events that came at the same time, each with its text
 REQUEST_TIMEOUT_S = 600.0
 PING_INTERVAL_S = 15.0  # a stream without new text sends a comment this often
+# The ways in which a text can end that are errors: the HTTP status and the message.
 _FAILED_FINISHES = {
     "not_finite": (500, "the model's logits are not finite"),
     "nothing_allowed": (400, "bias, min_tokens and constraint together left no token to write"),
@@ -69,27 +70,28 @@ class TextEndpoint:
             return None
         response = asyncio.create_task(self._respond(body, scope, send))
         client_gone = asyncio.create_task(wait_until_gone(receive))
-        owner_ended = asyncio.create_task(self._service.ended.wait())
-        tasks = {response, client_gone, owner_ended}
+        owner_crashed = asyncio.create_task(self._service.crashed.wait())
+        tasks = (response, client_gone, owner_crashed)
+        # Why the response is interrupted, if it is not complete; None: the client has gone.
         interruption = None
         try:
             await asyncio.wait(tasks, timeout=REQUEST_TIMEOUT_S, return_when=FIRST_COMPLETED)
-            if owner_ended.done():
+            if owner_crashed.done():
                 interruption = self._service.end_refusal
             elif not client_gone.done():
                 message = f"the text was not done after {REQUEST_TIMEOUT_S:.0f} s"
                 interruption = Refused(408, message, code="timeout")
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # the server is ending
             interruption = self._service.end_refusal
-        for task in (response, client_gone, owner_ended):
+        for task in tasks:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        # Otherwise the response was complete, or the client has gone.
         if response.cancelled() and interruption is not None:
             await _send_failure(scope, send, interruption)
 
     async def _respond(self, body: bytes, scope: Scope, send: Send) -> None:
+        """Answer a request whose body has been read, with an error if it is refused or fails."""
         try:
             # In a worker thread, because a large body takes a while.
             request = await asyncio.to_thread(self._read, body)
@@ -97,7 +99,7 @@ class TextEndpoint:
                 await self._answer(request, version, scope["client_name"], send)
         except Refused as refused:
             await _send_failure(scope, send, refused)
-        except Gone:
+        except OwnerEnded:
             await _send_failure(scope, send, self._service.end_refusal)
         except Exception as error:
             self._service.report_bug(error)
@@ -108,14 +110,14 @@ class TextEndpoint:
         self, request: AnyTextRequest, version: Version, client: str, send: Send
     ) -> None:
         began_s = clock()
-        is_scoring = isinstance(request, CompletionRequest) and request.max_tokens == 0
-        if isinstance(request, CompletionRequest) and not is_scoring:
-            self._require_room(request)
-        prompts = await asyncio.to_thread(self._prompts, request, version)
+        scores_only = request.token_limit == 0
+        if isinstance(request, CompletionRequest) and not scores_only:
+            self._require_few_texts(request)
+        prompts = await asyncio.to_thread(self._prompt_ids, request, version)
         logprob_count = 0
         if request.likeliest_count is not None:
             logprob_count = _count_logprobs(request, version, prompts)
-        if isinstance(request, CompletionRequest) and is_scoring:
+        if isinstance(request, CompletionRequest) and scores_only:
             with self._service.gate.reserve_logprobs(logprob_count):
                 return await self._send_scored(request, version, prompts, send)
         inbox: Inbox = asyncio.Queue()
@@ -133,7 +135,8 @@ class TextEndpoint:
                 await self._send_whole(request, texts, answer, batches, prompts, send)
         return None
 
-    def _require_room(self, request: CompletionRequest) -> None:
+    def _require_few_texts(self, request: CompletionRequest) -> None:
+        """Refuse a request for more texts than may run and wait."""
         count = len(request.prompt) * request.n
         limit = self._service.gate.max_texts
         if count > limit:
@@ -142,6 +145,11 @@ class TextEndpoint:
             raise Refused(400, message, "prompt")
 
     def _read(self, body: bytes) -> AnyTextRequest:
+        """Return a body as a request.
+
+        Raises:
+            Refused: the body is no such request.
+        """
         fields = parse_body(body)
         rows = self._service.rows
         if self._is_chat:
@@ -150,15 +158,17 @@ class TextEndpoint:
 
     # ── from a client's request to those of the decoder ───────────────────────────────────────
 
-    def _prompts(self, request: AnyTextRequest, version: Version) -> list[list[int]]:
+    def _prompt_ids(self, request: AnyTextRequest, version: Version) -> list[list[int]]:
         """Return the ids of each prompt.
 
         Raises:
-            Refused: a prompt has no room in the model's context, or is not one of the model's.
+            Refused: a prompt is too long for the model's context, or cannot be encoded, or has an id
+                that the model does not have.
         """
         field = "messages" if self._is_chat else "prompt"
         if isinstance(request, CompletionRequest):
-            # A longer text has more tokens than the context, however it is cut into tokens.
+            # A longer text has more tokens than the context, even if all are the longest one. It is
+            # refused before it is encoded, which would take time.
             max_characters = version.context * version.longest_piece
             for prompt in request.prompt:
                 if isinstance(prompt, str) and len(prompt) > max_characters:
@@ -210,18 +220,19 @@ class TextEndpoint:
         if request.likeliest_count is not None:
             logprobs = min(request.likeliest_count, tokenizer.vocab_size)
             sampling = replace(sampling, logprobs=logprobs)
+        # The space that the tokenizer adds before a text after each prompt, or nothing.
         leads = {bytes(tokenizer.inserted_space(ids)) for ids in prompts}
         if any(leads) and any(text.startswith(" ") for text in request.stop):
             message = "stop: the tokenizer begins every text with a space: leave out the stop's own"
             raise Refused(400, message, "stop")
-        # An automaton is compiled for one lead.
+        # Only an empty prompt may have another lead than the rest, and an automaton is compiled for one.
         if request.constraint is not None and len(leads) > 1:
             raise Refused(400, "prompt: under a constraint, give an empty prompt alone", "prompt")
         breaker_V = await self._breaker_V(sampling, version)
         stop_ids: Sequence[int] = (tokenizer.eos_id,)
         if self._is_chat and version.has_template:
             stop_ids = version.ends
-        constraint, stop = await self._automata(request, version, stop_ids, leads.pop())
+        constraint, stop_automaton = await self._automata(request, version, stop_ids, leads.pop())
         max_tokens = version.context if request.token_limit is None else request.token_limit
         seeds = [continuation_seed(sampling.seed, index) for index in range(request.n)]
         return [
@@ -231,7 +242,7 @@ class TextEndpoint:
                 max_tokens=max_tokens,
                 stop_ids=tuple(stop_ids),
                 constraint=constraint,
-                stop=stop,
+                stop_automaton=stop_automaton,
                 breaker_V=breaker_V,
                 seed=seed,
                 owner=client,
@@ -242,7 +253,7 @@ class TextEndpoint:
 
     @staticmethod
     async def _breaker_V(sampling: Sampling, version: Version) -> Tensor | None:
-        """Return which tokens hold a text that ends a repetition for DRY, or None for no text.
+        """Return which tokens contain a sequence breaker of DRY, bool [V]; None: there is no DRY.
 
         Raises:
             Refused: a bias is for a token that the model does not have, or a text is in no token.
@@ -261,14 +272,18 @@ class TextEndpoint:
     async def _automata(
         self, request: AnyTextRequest, version: Version, stop_ids: Sequence[int], lead: bytes
     ) -> tuple[Automaton | None, Automaton | None]:
-        """Return the automata of the constraint and of the stop strings; None if there are none."""
+        """Return the automata of the constraint and of the stop strings, None for one that is not needed.
+
+        Raises:
+            Refused: an automaton cannot be compiled, or too many wait to be compiled.
+        """
         compiler = self._service.compiler_for(version, stop_ids)
-        field = "stop"
+        field = "stop"  # the field that an error names
         constraint = None
-        stop = None
+        stop_automaton = None
         try:
             if request.stop:
-                stop = await compiler.stop_strings(request.stop)
+                stop_automaton = await compiler.stop_strings(request.stop)
             if request.constraint is not None:
                 kind, value, field = request.constraint
                 constraint = await compiler.constraint(kind, value, lead)
@@ -277,7 +292,7 @@ class TextEndpoint:
         except Busy:
             message = f"{field}: too many constraints wait to be compiled: try again later"
             raise Refused(429, message, field, "rate_limit_exceeded", Retry_After="10") from None
-        return constraint, stop
+        return constraint, stop_automaton
 
     # ── from the decoder's events to the answer ───────────────────────────────────────────────
 
@@ -285,9 +300,9 @@ class TextEndpoint:
     async def _write(
         self, texts: Sequence[ServedText], began_s: float
     ) -> AsyncIterator[AsyncIterator[EventBatch]]:
-        """Have texts written; yield an iterator over batches of their events.
+        """Let the decoder write texts; yield an iterator over batches of their events.
 
-        At the end of the block, texts that have not ended are cancelled.
+        At the end of the `async with` block, texts that have not ended are cancelled.
         """
         gate = self._service.gate
         running = set(texts)
@@ -295,7 +310,7 @@ class TextEndpoint:
         async def batches() -> AsyncIterator[EventBatch]:
             is_first = True
             while running:
-                batch = await _next_batch(texts[0].inbox)
+                batch = await _next_batch(texts[0].inbox)  # all texts have the same inbox
                 if batch and is_first:
                     self._service.first_token_s.add(clock() - began_s)
                     is_first = False
@@ -331,7 +346,8 @@ class TextEndpoint:
         async for batch in batches:
             pieces = [builders[text].add(event) for text, event in batch]
             if not has_begun:
-                # Not earlier: an error before the first token is sent with its own status.
+                # The stream does not begin earlier, so that an error before the first token is sent with
+                # its own status.
                 has_begun = True
                 await stream.begin()
                 first_pieces = [
@@ -342,7 +358,7 @@ class TextEndpoint:
                 await stream.send(
                     *(answer.piece_json(piece, has_usage=request.wants_usage) for piece in pieces)
                 )
-            elif not batch:
+            elif not batch:  # nothing came within PING_INTERVAL_S
                 await stream.ping()
         if request.wants_usage:
             sampled = sum(builder.token_count for builder in builders.values())
@@ -358,6 +374,7 @@ class TextEndpoint:
         prompts: PromptIds,
         send: Send,
     ) -> None:
+        # What each answer begins with: its prompt, or nothing.
         echoes = [TextPiece(0, "", [], None)] * len(prompts)
         if isinstance(request, CompletionRequest) and request.echo:
             echoes = await self._echoes(request, texts[0].version, prompts)
@@ -378,8 +395,8 @@ class TextEndpoint:
         await _send_answer(answer, pieces, token_usage(sum(map(len, prompts)), sampled), send)
 
     def _builder(self, text: ServedText, request: AnyTextRequest, echo: str = "") -> TextBuilder:
-        # lm-evaluation-harness counts on an entry for each token, including the one that ends the
-        # text. In a chat the protocol has no entry for that one.
+        # lm-evaluation-harness expects an entry for each token of a completion, including the one that
+        # ends the text. In a chat the protocol has no entry for that one.
         return TextBuilder(
             text,
             request.stop,
@@ -391,7 +408,7 @@ class TextEndpoint:
     async def _send_scored(
         self, request: CompletionRequest, version: Version, prompts: PromptIds, send: Send
     ) -> None:
-        """Answer with each prompt n times, and no new text."""
+        """Answer with each prompt and its scores n times, without new text."""
         echoes = await self._echoes(request, version, prompts)
         repeated = [echo for echo in echoes for _ in range(request.n)]
         pieces = [
@@ -449,7 +466,7 @@ def joined_messages(request: ChatRequest) -> str:
 
 
 def _count_logprobs(request: AnyTextRequest, version: Version, prompts: PromptIds) -> int:
-    """Return the maximum number of log-probabilities of a request's answer.
+    """Return the maximum number of log-probabilities in the answer to a request.
 
     Raises:
         Refused: they might take gigabytes.
@@ -457,9 +474,11 @@ def _count_logprobs(request: AnyTextRequest, version: Version, prompts: PromptId
     max_new_tokens = version.context if request.token_limit is None else request.token_limit
     tokens = 0
     for ids in prompts:
-        echoed = len(ids) if request.echo else 0
-        tokens += request.n * (min(max_new_tokens, version.context - len(ids)) + echoed)
-    count = tokens * (1 + (request.likeliest_count or 0))
+        new_tokens = min(max_new_tokens, version.context - len(ids))
+        echoed_tokens = len(ids) if request.echo else 0
+        tokens += request.n * (new_tokens + echoed_tokens)
+    logprobs_per_token = 1 + (request.likeliest_count or 0)
+    count = tokens * logprobs_per_token
     if count > MAX_REQUEST_LOGPROBS:
         message = (
             f"logprobs: {count:,} of up to {tokens:,} tokens; a request may ask for "
@@ -470,7 +489,7 @@ def _count_logprobs(request: AnyTextRequest, version: Version, prompts: PromptId
 
 
 async def _next_batch(inbox: Inbox) -> EventBatch:
-    """Wait for events; return all that have come, or none after PING_INTERVAL_S.
+    """Wait for events; return all that have come, or an empty list after PING_INTERVAL_S.
 
     Raises:
         Refused: the decoder has refused a text.
@@ -499,7 +518,7 @@ def _too_long(tokens: str, version: Version, field: str) -> Refused:
 
 
 async def _send_failure(scope: Scope, send: Send, refused: Refused) -> None:
-    """Send an error: as an event if the answer has begun, since that is a stream then."""
+    """Send an error. If the answer has begun, it is a stream, and the error is an event of it."""
     if not scope["answered"]:
         return await send_error(send, refused)
     stream = EventStream(send)

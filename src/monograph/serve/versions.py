@@ -30,16 +30,16 @@ LAST = "last"
 
 
 class Version:
-    """The weights of one checkpoint or folder, with what a request needs of them.
+    """The weights of one checkpoint or folder, with everything that a request needs of the model.
 
     Attributes:
         id: the name of exactly these weights, RUN@UPDATE, or the folder's name.
-        names: other names; later versions have them, too.
+        names: other names, which newer versions have, too.
         model: the model, on the device.
         tokenizer: the model's tokenizer.
         precision: the precision in which prompts are scored: that of the run, as in
             `monograph evaluate`.
-        rows: how many texts are written at once; 0 until the version has a decoder.
+        rows: how many texts are written at once; 0 before the version has a decoder.
         context: the maximum number of tokens of a prompt and its text. The memory may hold fewer
             than the model allows; a version's decoder sets it.
         created: when the version was loaded, in seconds since 1970.
@@ -69,7 +69,7 @@ class Version:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of everything except the request that decides the bits of a text."""
+        """A digest of all that decides the bits of a text, except the request."""
         causes = [self._digest, self.rows, torch.__version__, __version__, str(default_device())]
         return "fp_" + hashlib.sha256(json.dumps(causes).encode()).hexdigest()[:12]
 
@@ -107,7 +107,7 @@ class Version:
 
 
 class Source:
-    """A run or folder whose versions are served; remembers which versions were loaded.
+    """A run or folder whose versions are served. It remembers which versions were loaded.
 
     Attributes:
         name: the name of the run or folder on the command line.
@@ -120,6 +120,7 @@ class Source:
         self.name = name
         self.rows = rows
         self.warn = warn
+        # What there was when a version was last loaded.
         self._seen = _NO_VERSIONS
 
     def has_newer(self) -> bool:
@@ -131,8 +132,9 @@ class Source:
         return now.run != self._seen.run or not now.checkpoints <= self._seen.checkpoints
 
     def load(self) -> Version:
-        """Load the newest sound version; see `monograph.run.models.load` for what it raises."""
-        # Before the checkpoint is chosen: one that is saved in between counts as new next time.
+        """Load the newest version that is not damaged; see `monograph.run.models.load` for its errors."""
+        # This is before the checkpoint is chosen, so that one that is saved in between counts as new the
+        # next time.
         self._seen = self._versions()
         run = find_run(self.name)
         if run is None:
@@ -152,7 +154,8 @@ class Source:
         run = find_run(self.name)
         if run is None or run.at_update is not None:
             return _Versions(self.name, frozenset())
-        # All names, not just the newest: what has the newest name may be damaged for good.
+        # The newest name alone would not do: its checkpoint may be damaged forever, and an older one may
+        # be new.
         names = frozenset(folder.name for _, folder in candidates(run.checkpoints))
         return _Versions(str(without_links(run.folder)), names)
 

@@ -3,11 +3,11 @@
 A step computes the equation of an update (`step.py`). What depends on where the parameters live is
 a method of `Parameters`, and each engine has a subclass of it:
 
-    step/on_device.py            one module on one device       `OnDevice`
-    ensemble/stacked.py          N members in one stack         `Stacked`
-    stream/parameters.py         stages that come and go        `InStages`
-    distributed/replicated.py    a copy on every rank (DDP)     `Replicas`
-    distributed/sharded.py       rows on every rank (FSDP2)     `Shards`
+    step/on_device.py                 one module on one device       `OnDevice`
+    ensemble/stacked_parameters.py    N members in one stack         `StackedParameters`
+    stream/parameters.py              stages that come and go        `InStages`
+    distributed/replicated.py         a copy on every rank (DDP)     `Replicas`
+    distributed/sharded.py            rows on every rank (FSDP2)     `Shards`
 """
 
 from __future__ import annotations

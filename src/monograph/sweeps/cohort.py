@@ -188,7 +188,7 @@ def set_planned_schedules(engine: Engine, built_runs: Sequence[BuiltRun]) -> Non
 def set_schedules(engine: Engine, schedules: list[Schedule]) -> None:
     """Give each member its schedule."""
     if isinstance(engine, Ensemble):
-        engine.stacked.schedules = schedules
+        engine.stacked_parameters.schedules = schedules
     else:
         engine.step.schedule = schedules[0]
 
@@ -302,7 +302,7 @@ def resume_cohort(cohort: Cohort, divergences: dict[int, int], progress: Progres
         # Dropout depends on the number of micro-batches so far.
         rows = cohort.sessions[0].batches.rows_per_window
         micro_batches = math.ceil(rows / (cohort.engine.micro_batch or rows))
-        cohort.engine.stacked.members.draw.fill_(update * micro_batches)
+        cohort.engine.stacked_parameters.caller.draw.fill_(update * micro_batches)
     cohort.windows = MemberWindows(cohort.sessions)
     cohort.freeze(diverged)
     return update

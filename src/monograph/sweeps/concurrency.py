@@ -443,7 +443,7 @@ def timed_update(engine: Engine, window: Batch) -> float:
         engine.accumulate(window)
         engine.update()
 
-    frozen = engine.stacked.frozen
+    frozen = engine.stacked_parameters.frozen
     index = engine.index
     # Frozen members compute their updates, too, and discard them.
     frozen.fill_(True)

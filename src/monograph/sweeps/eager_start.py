@@ -197,14 +197,14 @@ def _can_train(cohort: Cohort, window: Batch) -> bool:
     """Compute an update without applying it, and return whether that succeeds."""
     engine = cohort.engine
     # Dropout's count of micro-batches, which a rehearsal increases.
-    draw = engine.stacked.members.draw.clone() if isinstance(engine, Ensemble) else None
+    draw = engine.stacked_parameters.caller.draw.clone() if isinstance(engine, Ensemble) else None
     try:
         with engine.step.counters_kept():
             engine.rehearse(window)
     except (UsageError, InputRefused, OutOfDeviceMemory):
         return False
     if isinstance(engine, Ensemble) and draw is not None:
-        engine.stacked.members.draw.copy_(draw)
+        engine.stacked_parameters.caller.draw.copy_(draw)
     return True
 
 

@@ -1,5 +1,6 @@
-"""Keep the parameters of N members in one stack. Planes (flat tensors of many parameters), losses,
-norms and learning rates have a leading member axis.
+"""What a training step needs from the parameters of N members that are stacked.
+
+Planes (flat tensors of many parameters), losses, norms and learning rates have a leading member axis.
 
 Shapes: N members.
 """
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph import compat
-from monograph.ensemble.call import Members, Tensors
+from monograph.ensemble.call import MemberCaller, Tensors
 from monograph.ensemble.optimizers import merge_kinds
 from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
@@ -25,29 +26,30 @@ from monograph.schedule import Schedule, factor_at
 from monograph.step import OnDevice, Step, Update, finish_update
 
 
-class Stacked(OnDevice):
-    """The parameters of N members.
+class StackedParameters(OnDevice):
+    """The parameters of N members, as a step uses them.
 
     Each member has its own loss, norm, clipping and learning rate, and its updates are accepted or
     skipped independently of the other members.
 
     Attributes:
-        members: a caller of functions for all members at once.
+        caller: calls functions for all members at once.
         optims: an optimizer for each member.
         schedules: a schedule for each member.
-        each: whether every member has its own rows.
-        optim: the first member's optimizer, for the step, which asks it what all members share.
+        each: whether each member has its own rows.
+        optim: the first member's optimizer. The step reads from it what is the same for all members.
         kept_share: the share of all layers' activations that a captured graph keeps.
         frozen: which members are never updated again, [N] bool.
-        update_in_one: the gradient and the update of a window of one micro-batch, as one graph.
-        counters: state tensors that all members share, by name.
+        gradient_and_update: computes the gradient of a window of one micro-batch and updates by it.
+            It can be captured as one graph.
+        counters: state tensors of the ensemble as a whole, by name.
     """
 
     differentiable = False  # a gradient inside vmap is not a gradient of the stack
 
     def __init__(
         self,
-        members: Members,
+        caller: MemberCaller,
         *,
         optims: Sequence[Optimizer],
         schedules: Sequence[Schedule],
@@ -62,7 +64,7 @@ class Stacked(OnDevice):
             UsageError: an ensemble does not have this precision, optimizer state or recomputation.
         """
         super().__init__()
-        self.members = members
+        self.caller = caller
         self.optims = [require_optimizer(optim) for optim in optims]
         self.schedules = schedules
         self.each = each
@@ -75,37 +77,36 @@ class Stacked(OnDevice):
         if not isinstance(remat, Remat.Budget):
             raise UsageError(f"an ensemble recomputes by Remat.Budget(share), not {remat}")
         self.kept_share = remat.fraction
-        device = members.seeds.device
+        device = caller.seeds.device
         compat.quiet_layout_of_stacked_gradients()
-        self.frozen: Tensor = torch.zeros(members.stack.size, dtype=torch.bool, device=device)
-        self.update_in_one = Compilable(self._update_in_one)
-        self.counters = {"frozen": self.frozen, "draw": members.draw}
+        self.frozen: Tensor = torch.zeros(caller.stack.size, dtype=torch.bool, device=device)
+        self.gradient_and_update = Compilable(self._gradient_and_update)
+        self.counters = {"frozen": self.frozen, "draw": caller.draw}
         self.optim = self.optims[0]
 
     def member_counters(self, member: int) -> dict[str, Tensor]:
-        """Return one member's counters of the step, 0-d views by name, without the counters that
-        members share.
-        """
+        """Return one member's counters, 0-d views by name, without those of the ensemble as a whole."""
         return {
             name: counter[member]
             for name, counter in self.step.counters.items()
             if name not in self.counters
         }
 
-    def update_whole(self, batch: Batch) -> Update:
-        """Accumulate the gradient of one micro-batch and update, in one graph if the step is
-        captured.
+    def accumulate_and_update(self, batch: Batch) -> Update:
+        """Compute the gradient of a window of one micro-batch, and update by it.
+
+        If the step is captured, both are one graph.
         """
         step = self.step
-        self.members.stack.require_views(step.index)
+        self.caller.stack.require_views(step.index)
         step.count_window([batch])
         lr = step.set_lr()
         with step.context():
-            grad_norm = self.update_in_one(step.with_shares(batch), step.loss_factor)
-        self.members.draw += 1
+            grad_norm = self.gradient_and_update(step.with_shares(batch), step.loss_factor)
+        self.caller.draw += 1
         return finish_update(step, lr, grad_norm)
 
-    def _update_in_one(self, batch: Batch, loss_factor: Tensor) -> Tensor:
+    def _gradient_and_update(self, batch: Batch, loss_factor: Tensor) -> Tensor:
         """Compute the gradient of a window of one micro-batch, and update by it.
 
         The gradient is not stored, as no other micro-batch's gradient is added to it.
@@ -114,16 +115,16 @@ class Stacked(OnDevice):
             Each member's gradient norm, [N].
         """
         step = self.step
-        buffers = self.members.buffers()
+        buffers = self.caller.buffers()
+        # Running means are written by forward passes. But inside torch.func.grad, a tensor from outside
+        # cannot be written, so the passes write to clones, which are copied back.
 
         def loss(parameters: Tensors) -> tuple[Tensor, tuple[Tensor, Tensor, Tensors]]:
-            # Inside torch.func.grad, a tensor from outside cannot be written, and forward passes
-            # write running means. So the passes get clones.
             clones = {name: buffer.clone() for name, buffer in buffers.items()}
             loss_sum, count = self.sums(batch, parameters | clones)
             return step.scaled_loss(loss_sum, loss_factor), (loss_sum.detach(), count, clones)
 
-        # The parameters are made here from the planes. If the graph got both as inputs, it would
+        # The parameters are made here, as views of the planes. If the graph got both as inputs, it would
         # copy them, as they overlap and are written.
         parameters = {
             name: view for plane in step.planes for name, view in plane.views(plane.param)
@@ -135,9 +136,9 @@ class Stacked(OnDevice):
             buffer.copy_(new_buffers[name])
         step.loss_sum.copy_(loss_sum)
         step.count.copy_(count)
-        size = self.members.stack.size
+        members = self.caller.stack.size
         plane_grads = [
-            torch.cat([grads[slot.name].reshape(size, -1) for slot in plane.slots], dim=-1)
+            torch.cat([grads[slot.name].reshape(members, -1) for slot in plane.slots], dim=-1)
             for plane in step.planes
         ]
         return step.clip_and_apply(plane_grads)
@@ -149,20 +150,20 @@ class Stacked(OnDevice):
         self.step = step
         member_kinds = [
             optim.kinds(member)
-            for optim, member in zip(self.optims, self.members.stack.members, strict=True)
+            for optim, member in zip(self.optims, self.caller.stack.members, strict=True)
         ]
         kinds = merge_kinds(member_kinds, self.frozen.device)
         stacked_planes = planes(trainable(step.model), kinds, lead=1)
         return [step.prepare_plane(plane) for plane in stacked_planes]
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
-        """Return the functions of the step, and the update of a window of one micro-batch."""
-        return [*super().captured(scope), self.update_in_one]
+        """Return the functions of the step that are captured, `gradient_and_update` included."""
+        return [*super().captured(scope), self.gradient_and_update]
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Let the members be called together in the block, and let graphs that are compiled there
-        keep `kept_share` of the activations.
+        """Make a context in which `caller` can be called, and in which graphs that are compiled keep
+        `kept_share` of the activations.
 
         Raises:
             UsageError: activations are to be recomputed, but the step is not captured.
@@ -172,7 +173,7 @@ class Stacked(OnDevice):
             raise UsageError(
                 "an ensemble recomputes only in captured graphs: engine.capture(window) first"
             )
-        with self.members.context(), compat.limit_saved_activations(self.kept_share):
+        with self.caller.context(), compat.limit_saved_activations(self.kept_share):
             yield
 
     def rates(self) -> tuple[float, ...]:
@@ -185,45 +186,44 @@ class Stacked(OnDevice):
 
         Args:
             batch: a micro-batch.
-            parameters: tensors that replace the stack's tensors of these names.
+            parameters: parameters and buffers that replace those of the stack, by name; None: none.
         """
 
         def member_sums(module: nn.Module, batch: object) -> tuple[Tensor, Tensor]:
             return check_result(self.step.loss(module, batch))
 
-        size = self.members.stack.size
-        # Shares (`monograph.loss.SHARES`, weights that balance a model's experts) are each member's
-        # own, although all members may get the same rows. Then the rows are expanded, so that
-        # everything in the batch is [N, ...].
-        balanced = self.step.balances and SHARES in batch
-        if balanced and not self.each:
+        size = self.caller.stack.size
+        # The weights that balance a model's experts (`monograph.loss.SHARES`) are [N, ...], even if all
+        # members get the same rows. Then the rows are expanded, so that all of the batch is [N, ...].
+        has_shares = self.step.balances and SHARES in batch
+        if has_shares and not self.each:
             batch = {
                 name: rows if name == SHARES else rows.expand(size, *rows.shape)
                 for name, rows in batch.items()
             }
-        loss_sum, count = self.members(
-            member_sums, batch, each=self.each or balanced, parameters=parameters
+        loss_sum, count = self.caller(
+            member_sums, batch, each=self.each or has_shares, parameters=parameters
         )
         # The count is checked here, as a tensor inside vmap does not say whether it requires a
         # gradient.
         return loss_sum, require_constant(count)
 
     def targets(self, batch: object) -> Tensor | None:
-        """Return the targets of each member's batch, [N], if the loss can count them."""
+        """Return the number of targets in each member's batch, [N]; None: the loss cannot count them."""
         loss = self.step.loss
         device = self.step.device
         if not has_count(loss):
             return None
         if not self.each:
-            return count_tensor(loss.count(batch), device).expand(self.members.stack.size)
+            return count_tensor(loss.count(batch), device).expand(self.caller.stack.size)
         # A loss counts one member's batch and may index it by position, so its count is vmapped.
         return torch.vmap(lambda batch: count_tensor(loss.count(batch), device))(batch)
 
     def accumulate(self, batches: Sequence[object]) -> None:
         """Add the members' gradients of each micro-batch to the planes."""
         step = self.step
-        self.members.stack.require_views(step.index)
+        self.caller.stack.require_views(step.index)
         step.link()
         for batch in batches:
             step.micro_step(batch)
-            self.members.draw += 1  # dropout drops other elements in the next micro-batch
+            self.caller.draw += 1  # dropout drops other elements in the next micro-batch

@@ -1,4 +1,4 @@
-"""Run: pytest tests/decode/test_waiting.py (which request gets the next row)."""
+"""Run: pytest tests/decode/test_request_queue.py (which request gets the next row)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 
 from monograph.decode.knobs import Chain
 from monograph.decode.request import Request
+from monograph.decode.request_queue import RequestQueue, WaitingRequest
 from monograph.decode.sampling import Sampling
-from monograph.decode.waiting import Waiting, WaitingRequest
 
 
-def queue(owners: str) -> Waiting:
+def queue(owners: str) -> RequestQueue:
     """Requests 0, 1, ... of these owners, a letter each."""
-    waiting = Waiting()
+    waiting = RequestQueue()
     for number, owner in enumerate(owners):
         waiting.add(entry(number, owner))
     return waiting
@@ -22,7 +22,7 @@ def entry(number: int, owner: str) -> WaitingRequest:
     return WaitingRequest(number, Request((1,), Sampling(), 1, owner=owner), Chain(), {})
 
 
-def numbers(waiting: Waiting) -> list[int]:
+def numbers(waiting: RequestQueue) -> list[int]:
     return [each.number for each in waiting]
 
 
@@ -42,7 +42,7 @@ def test_they_are_taken_in_the_order_in_which_they_are_listed() -> None:
         for number in draw.sample(range(12), 3):
             waiting.remove(number)
         waiting.remove(99)
-        waiting.prefer(draw.choice([*waiting]))
+        waiting.move_to_front(draw.choice([*waiting]))
         listed = numbers(waiting)
         assert len(waiting) == len(listed) == 9 and waiting.first.number == listed[0]
         assert [waiting.take().number for _ in listed] == listed and not waiting and not [*waiting]
@@ -50,5 +50,5 @@ def test_they_are_taken_in_the_order_in_which_they_are_listed() -> None:
 
 def test_one_that_is_preferred_is_next_and_the_others_stay_in_order() -> None:
     waiting = queue("aabb")
-    waiting.prefer([*waiting][3])
+    waiting.move_to_front([*waiting][3])
     assert numbers(waiting) == [3, 0, 2, 1]

@@ -3,8 +3,12 @@
 The decode step follows automata by gathers in tensors of fixed size, without the host. The tensors
 keep their sizes and addresses, so a captured step can still read them.
 
+An automaton puts tokens that it treats alike into one class. A cell is a pair of a state and a class,
+and has the next state and an effect. An effect says for each counter of the automaton between which
+counts the token is allowed, and how the count changes (`monograph.automata.counting.Effect`).
+
 Shapes: V tokens, B rows, C classes of tokens, A automata, R counters; S states, N cells and E
-effects of all automata. A cell is a pair of a state and a class.
+effects of all automata.
 """
 
 from collections import Counter
@@ -21,12 +25,14 @@ from monograph.automata.dfa import STATE_MASK
 from monograph.automata.tokens import MAX_EFFECTS
 from monograph.errors import InputRefused
 
-# The state in which every token is allowed and no text is over.
-FREE = 0
+# The state of a row without an automaton: every token is allowed, and no text is over.
+NO_AUTOMATON = 0
 # The state in which no token is allowed.
 DEAD = 1
-# The number of the effect that no counters allow; the effect 0 is `ALWAYS`.
+# The index of the effect that never allows a token. The effect with index 0 is `ALWAYS`.
 NEVER = 1
+# The number of first states, cells and effects that do not belong to an automaton.
+_RESERVED = 2
 
 
 class _Place(NamedTuple):
@@ -34,25 +40,25 @@ class _Place(NamedTuple):
 
     Attributes:
         automaton: the automaton.
-        cell: the index of its first cell.
-        state: the index of its first state.
-        effect: the index of its first effect after `ALWAYS`.
+        first_cell: the index of its first cell.
+        first_state: the index of its first state.
+        first_effect: the index of its first effect other than `ALWAYS`.
         number: its number, from 1.
     """
 
     automaton: Automaton
-    cell: int
-    state: int
-    effect: int
+    first_cell: int
+    first_state: int
+    first_effect: int
     number: int
 
 
-class Arena:
+class AutomatonTables:
     """Automata over one vocabulary as a few tensors of 6 N + 9 S + 16 E R + 2 A V bytes.
 
     An automaton has a place while a request uses it, and afterwards until another one needs the
-    place. Each row of a batch has a state, int64: FREE if it has no automaton, else a state of an
-    automaton together with its counters.
+    place. Each row of a batch has one int64: NO_AUTOMATON, or the index of a state in its lowest bits
+    (STATE_MASK) and the counts above them.
 
     Attributes:
         cells: the maximum number of cells.
@@ -61,12 +67,13 @@ class Arena:
         effects: the maximum number of effects, without `ALWAYS` and NEVER.
         next_N: int32 [N], the next state for each state and class of tokens; DEAD if the token is
             forbidden.
-        effect_N: int16 [N], the effect on the counters; NEVER if the token is forbidden.
+        effect_N: int16 [N], the index of the effect; NEVER if the token is forbidden.
         classes_C: int32 [C], 0 to C - 1, where C is the maximum number of classes of an automaton.
-        effects_4ER: int32 [4, E, R], least, most, keep and add of each effect.
-        shifts_R: int64 [R], the position of each counter's bits in a state.
-        row_S: int32 [S], the index in `next_N` of each state's first cell.
-        automaton_S: int32 [S], the number of each state's automaton, from 1; 0 for FREE and DEAD.
+        effects_4ER: int32 [4, E, R], the numbers low, high, keep and add of each effect.
+        shifts_R: int64 [R], the position of each counter's bits in a row's state.
+        first_cell_S: int32 [S], the index in `next_N` of each state's cell of class 0. The cells of
+            its other classes follow.
+        automaton_S: int32 [S], the number of each state's automaton, from 1; 0 for NO_AUTOMATON and DEAD.
         stops_S: bool [S], whether the text is over in the state.
         class_AV: int16 [A, V], each automaton's class of each token.
     """
@@ -91,37 +98,41 @@ class Arena:
             automata: the maximum number of automata.
             effects: the maximum number of effects of all automata.
             classes: C, the maximum number of classes of an automaton. A step reads this number of
-                cells for each row, which is less than the vocabulary.
+                cells for each row, which are fewer than a cell for each token would be.
         """
         self.cells = cells
         self.states = states
         self.automata = automata
         self.effects = effects
-        self.next_N, self.row_S, self.automaton_S = (
+        self.next_N, self.first_cell_S, self.automaton_S = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (cells, states, states)
         )
         self.effect_N = torch.zeros(cells, dtype=torch.int16, device=device)
-        self.effects_4ER = torch.zeros(4, 2 + effects, COUNTERS, dtype=torch.int32, device=device)
+        self.effects_4ER = torch.zeros(
+            4, _RESERVED + effects, COUNTERS, dtype=torch.int32, device=device
+        )
         self.stops_S = torch.zeros(states, dtype=torch.bool, device=device)
         self.class_AV = torch.zeros(1 + automata, vocabulary, dtype=torch.int16, device=device)
-        # FREE and DEAD have one cell each, with their own index: FREE leads to FREE, DEAD to DEAD.
+        # NO_AUTOMATON and DEAD have one cell each, whose index is that of the state, and lead to
+        # themselves.
         self.next_N[DEAD] = DEAD
-        self.row_S[DEAD] = DEAD
+        self.first_cell_S[DEAD] = DEAD
         self.effect_N[DEAD] = NEVER
         never = ALWAYS._replace(low=(1,) * COUNTERS, high=(0,) * COUNTERS)
         self._write_effects(0, [ALWAYS, never])
-        # These are on the device, so that a captured step copies nothing.
+        # An automaton has at most a class for each token and two more (`constraint_automaton`). The numbers
+        # are on the device, so that a captured step copies nothing.
         self.classes_C = torch.arange(
             min(classes, vocabulary + 2), dtype=torch.int32, device=device
         )
         self.shifts_R = torch.tensor(SHIFTS, dtype=torch.int64, device=device)
         self._vocabulary = vocabulary
-        # By the identity of the automaton, in the order in which they were last taken.
+        # By the automaton's id(), in the order in which they were last acquired.
         self._places: dict[int, _Place] = {}
         self._uses: Counter[int] = Counter()
 
     @classmethod
-    def holding(
+    def with_room_for(
         cls, automata: Collection[Automaton], vocabulary: int, device: torch.device
     ) -> Self:
         """Allocate tables with room for these automata together.
@@ -131,22 +142,30 @@ class Arena:
         """
         cells, states, effects = _sizes(automata)
         classes = max([1, *(automaton.next_SC.shape[1] for automaton in automata)])
-        arena = cls(vocabulary, device, 2 + cells, 2 + states, len(automata), effects, classes)
-        arena.require(*automata)
-        return arena
+        tables = cls(
+            vocabulary,
+            device,
+            cells=_RESERVED + cells,
+            states=_RESERVED + states,
+            automata=len(automata),
+            effects=effects,
+            classes=classes,
+        )
+        tables.require(*automata)
+        return tables
 
     def require(self, *automata: Automaton | None) -> None:
         """Refuse the automata of one text if the tables are too small for them together.
 
         Raises:
-            InputRefused: they are, or an automaton was made for another vocabulary.
+            InputRefused: the tables are too small, or an automaton was made for another vocabulary.
         """
         given = [automaton for automaton in automata if automaton is not None]
         for automaton in given:
-            made_for = len(automaton.class_V)
-            if made_for != self._vocabulary:
+            vocabulary = len(automaton.class_V)
+            if vocabulary != self._vocabulary:
                 raise InputRefused(
-                    f"{automaton.where} was made for {made_for:,} tokens, not {self._vocabulary:,}"
+                    f"{automaton.where} was made for {vocabulary:,} tokens, not {self._vocabulary:,}"
                 )
             classes = automaton.next_SC.shape[1]
             if classes > len(self.classes_C):
@@ -155,8 +174,11 @@ class Arena:
                     f"({len(self.classes_C):,}): make it simpler or shorter"
                 )
         cells, states, effects = _sizes(given)
-        # FREE and DEAD take two states and two cells.
-        fits = cells + 2 <= self.cells and states + 2 <= self.states and effects <= self.effects
+        fits = (
+            _RESERVED + cells <= self.cells
+            and _RESERVED + states <= self.states
+            and effects <= self.effects
+        )
         if not fits or len(given) > self.automata:
             raise InputRefused(
                 f"{' and '.join(each.where for each in given)}: {states:,} states and {cells:,} cells are more than "
@@ -164,35 +186,37 @@ class Arena:
                 f"{self.effects:,}: make it simpler or shorter"
             )
 
-    def take(self, automaton: Automaton | None) -> int | None:
-        """Count a use of an automaton, which gets a place; return the state in which texts begin.
+    def acquire(self, automaton: Automaton | None) -> int | None:
+        """Give an automaton a place, and count a use of it.
 
-        The state is FREE without an automaton, and None if there is no room now.
+        Returns:
+            the state in which texts begin, NO_AUTOMATON if `automaton` is None; None: there is no
+            room now, and no use is counted.
         """
         if automaton is None:
-            return FREE
+            return NO_AUTOMATON
         key = id(automaton)
-        place = self._places.pop(key, None) or self._find_place(automaton)
+        place = self._places.pop(key, None) or self._add(automaton)
         if place is None:
             return None
         self._places[key] = place
         self._uses[key] += 1
-        return place.state
+        return place.first_state
 
-    def give_back(self, automaton: Automaton | None) -> None:
-        """End a use of an automaton. Without uses, it may lose its place to another one."""
+    def release(self, automaton: Automaton | None) -> None:
+        """End a use of an automaton. When it has no more uses, it may lose its place to another one."""
         if automaton is not None:
             self._uses[id(automaton)] -= 1
 
-    def clear(self) -> None:
+    def remove_unused(self) -> None:
         """Free the places of all automata without uses."""
         for key in [key for key in self._places if not self._uses[key]]:
             del self._places[key], self._uses[key]
 
-    def _find_place(self, automaton: Automaton) -> _Place | None:
-        """Write an automaton to a free place; None if there is no room.
+    def _add(self, automaton: Automaton) -> _Place | None:
+        """Write an automaton to a free place and return the place; None if there is no room.
 
-        It frees places without uses, the longest unused first, until the automaton fits.
+        It frees places without uses, the least recently acquired first, until the automaton fits.
         """
         place = self._free_place(automaton)
         while place is None:
@@ -205,24 +229,24 @@ class Arena:
         return place
 
     def _free_place(self, automaton: Automaton) -> _Place | None:
-        """Return a place for an automaton among the present ones; None if there is no room."""
+        """Return a place for an automaton beside the present ones; None if there is no room."""
         places = self._places.values()
         numbers = {place.number for place in places}
         number = next((n for n in range(1, 1 + self.automata) if n not in numbers), None)
-        cell = _gap(
-            [(place.cell, place.automaton.next_SC.size) for place in places],
+        cell = _find_gap(
+            [(place.first_cell, place.automaton.next_SC.size) for place in places],
             automaton.next_SC.size,
             self.cells,
         )
-        state = _gap(
-            [(place.state, len(place.automaton.next_SC)) for place in places],
+        state = _find_gap(
+            [(place.first_state, len(place.automaton.next_SC)) for place in places],
             len(automaton.next_SC),
             self.states,
         )
-        effect = _gap(
-            [(place.effect, len(place.automaton.effects) - 1) for place in places],
+        effect = _find_gap(
+            [(place.first_effect, len(place.automaton.effects) - 1) for place in places],
             len(automaton.effects) - 1,
-            self.effects + 2,
+            _RESERVED + self.effects,
         )
         if number is None or cell is None or state is None or effect is None:
             return None
@@ -231,25 +255,23 @@ class Arena:
     def _write(self, place: _Place) -> None:
         """Write an automaton's tables to its place."""
         automaton = place.automaton
-        cell = place.cell
-        state = place.state
-        effect = place.effect
-        table_SC = automaton.next_SC.astype(np.int32)
+        next_SC = automaton.next_SC.astype(np.int32)
         device = self.next_N.device
-        states = slice(state, state + len(table_SC))
-        # The automaton has -1 for a forbidden token, which becomes DEAD here and needs no further case
-        # on the device.
-        following = np.where(table_SC < 0, DEAD, table_SC + state).reshape(-1)
-        rows = np.arange(len(table_SC), dtype=np.int32) * table_SC.shape[1] + cell
-        self.next_N[cell : cell + table_SC.size] = torch.from_numpy(following.astype(np.int32)).to(
-            device
-        )
+        cells = slice(place.first_cell, place.first_cell + next_SC.size)
+        states = slice(place.first_state, place.first_state + len(next_SC))
+        # The automaton has -1 for a forbidden token. It becomes DEAD here, so that the device needs no
+        # further case.
+        next_N = np.where(next_SC < 0, DEAD, next_SC + place.first_state).reshape(-1)
+        self.next_N[cells] = torch.from_numpy(next_N.astype(np.int32)).to(device)
         # An automaton's effect 0 is `ALWAYS`, which is common to all automata.
-        effects = np.where(automaton.effect_SC > 0, automaton.effect_SC + (effect - 1), 0)
-        effects = np.where(table_SC < 0, NEVER, effects).reshape(-1).astype(np.int16)
-        self.effect_N[cell : cell + table_SC.size] = torch.from_numpy(effects).to(device)
-        self._write_effects(effect, automaton.effects[1:])
-        self.row_S[states] = torch.from_numpy(rows.astype(np.int32)).to(device)
+        effect_SC = np.where(
+            automaton.effect_SC > 0, automaton.effect_SC + (place.first_effect - 1), 0
+        )
+        effect_N = np.where(next_SC < 0, NEVER, effect_SC).reshape(-1).astype(np.int16)
+        self.effect_N[cells] = torch.from_numpy(effect_N).to(device)
+        self._write_effects(place.first_effect, automaton.effects[1:])
+        first_cell_S = np.arange(len(next_SC), dtype=np.int32) * next_SC.shape[1] + place.first_cell
+        self.first_cell_S[states] = torch.from_numpy(first_cell_S.astype(np.int32)).to(device)
         self.automaton_S[states] = place.number
         self.stops_S[states] = torch.from_numpy(automaton.stops_S).to(device)
         self.class_AV[place.number] = torch.from_numpy(automaton.class_V).to(device)
@@ -263,22 +285,22 @@ class Arena:
 
 
 def _sizes(automata: Collection[Automaton]) -> tuple[int, int, int]:
-    """Return the numbers of cells, states and effects of automata, without effect `ALWAYS`."""
+    """Return how many cells, states and effects automata have together, `ALWAYS` not counted."""
     cells = sum(each.next_SC.size for each in automata)
     states = sum(len(each.next_SC) for each in automata)
     effects = sum(len(each.effects) - 1 for each in automata)
     return cells, states, effects
 
 
-def _gap(occupied: list[tuple[int, int]], size: int, capacity: int) -> int | None:
-    """Return the begin of the first gap with room for `size` entries; None if there is none.
+def _find_gap(occupied: list[tuple[int, int]], size: int, capacity: int) -> int | None:
+    """Return the first index of the first gap with room for `size` entries; None if there is none.
 
     Args:
-        occupied: (begin, size) of the occupied entries, in addition to those of FREE and DEAD.
+        occupied: (first index, size) of the occupied entries, without the reserved ones.
         size: the number of entries.
         capacity: the number of entries of the table.
     """
-    begin = max(FREE, DEAD) + 1
+    begin = _RESERVED
     for occupied_begin, occupied_size in sorted(occupied):
         if begin + size <= occupied_begin:
             return begin
@@ -286,7 +308,7 @@ def _gap(occupied: list[tuple[int, int]], size: int, capacity: int) -> int | Non
     return begin if begin + size <= capacity else None
 
 
-def allowed(tables: Arena, state_B: Tensor) -> Tensor:
+def allowed_tokens(tables: AutomatonTables, state_B: Tensor) -> Tensor:
     """Return the tokens that may come next, which do not lead to DEAD.
 
     Args:
@@ -294,25 +316,28 @@ def allowed(tables: Arena, state_B: Tensor) -> Tensor:
         state_B: int64 [B].
 
     Returns:
-        bool [B, V]; all true in state FREE, all false in state DEAD.
+        bool [B, V]; all true in state NO_AUTOMATON, all false in state DEAD.
     """
-    at_B = state_B & STATE_MASK
-    # Whether the counters allow an effect is computed for each effect and gathered for each class,
-    # which takes less time than computing it for each token.
-    counts_BR = _counts(tables, state_B)
-    least_ER = tables.effects_4ER[0]
-    most_ER = tables.effects_4ER[1]
-    may_BE = ((counts_BR[:, None] >= least_ER) & (counts_BR[:, None] <= most_ER)).all(-1)
-    # After an automaton's last class there are cells of other automata. No token has such a class.
-    cell_BC = (tables.row_S[at_B][:, None] + tables.classes_C).clamp(max=tables.cells - 1)
-    may_BC = may_BE.gather(1, tables.effect_N[cell_BC].long())
-    return may_BC.gather(1, tables.class_AV[tables.automaton_S[at_B]].long())
+    index_B = state_B & STATE_MASK
+    # Whether the counts allow an effect is computed for each effect and gathered for each class, which
+    # takes less time than computing it for each token.
+    counts_B1R = _counts(tables, state_B)[:, None]
+    low_ER = tables.effects_4ER[0]
+    high_ER = tables.effects_4ER[1]
+    is_allowed_BE = ((counts_B1R >= low_ER) & (counts_B1R <= high_ER)).all(-1)
+    # An automaton with fewer than C classes is followed by cells of other states. They are read, too,
+    # but no token has such a class.
+    first_cell_B1 = tables.first_cell_S[index_B][:, None]
+    cell_BC = (first_cell_B1 + tables.classes_C).clamp(max=tables.cells - 1)
+    is_allowed_BC = is_allowed_BE.gather(1, tables.effect_N[cell_BC].long())
+    class_BV = tables.class_AV[tables.automaton_S[index_B]]
+    return is_allowed_BC.gather(1, class_BV.long())
 
 
-def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
+def next_states(tables: AutomatonTables, state_B: Tensor, token_B: Tensor) -> Tensor:
     """Return the states after one token of each row.
 
-    A forbidden token leads to DEAD, and FREE leads to FREE.
+    A forbidden token leads to DEAD, and NO_AUTOMATON leads to NO_AUTOMATON.
 
     Args:
         tables: the automata.
@@ -322,32 +347,33 @@ def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
     Returns:
         int64 [B].
     """
-    at_B = state_B & STATE_MASK
-    cell_B = tables.row_S[at_B] + tables.class_AV[tables.automaton_S[at_B], token_B].int()
-    least_BR, most_BR, keep_BR, add_BR = (
-        tables.effects_4ER[:, tables.effect_N[cell_B].int()].long().unbind(0)
-    )
+    index_B = state_B & STATE_MASK
+    class_B = tables.class_AV[tables.automaton_S[index_B], token_B]
+    cell_B = tables.first_cell_S[index_B] + class_B.int()
+    effect_B = tables.effect_N[cell_B]
+    low_BR, high_BR, keep_BR, add_BR = tables.effects_4ER[:, effect_B.int()].long().unbind(0)
     counts_BR = _counts(tables, state_B)
-    may_B = ((counts_BR >= least_BR) & (counts_BR <= most_BR)).all(-1)
-    after_B = tables.next_N[cell_B] + ((keep_BR * counts_BR + add_BR) << tables.shifts_R).sum(-1)
-    return torch.where(may_B, after_B, DEAD)
+    is_allowed_B = ((counts_BR >= low_BR) & (counts_BR <= high_BR)).all(-1)
+    next_counts_BR = keep_BR * counts_BR + add_BR
+    next_B = tables.next_N[cell_B] + (next_counts_BR << tables.shifts_R).sum(-1)
+    return torch.where(is_allowed_B, next_B, DEAD)
 
 
-def stopped(tables: Arena, state_B: Tensor) -> Tensor:
+def is_over(tables: AutomatonTables, state_B: Tensor) -> Tensor:
     """Return whether each row's text is over.
 
-    It is if a stop string has occurred, or if only an end token may come.
+    A text is over if a stop string has occurred, or if only an end token may come.
 
     Args:
         tables: the automata.
         state_B: int64 [B].
 
     Returns:
-        bool [B]; never true in states FREE and DEAD.
+        bool [B]; never true in states NO_AUTOMATON and DEAD.
     """
     return tables.stops_S[state_B & STATE_MASK]
 
 
-def _counts(tables: Arena, state_B: Tensor) -> Tensor:
-    """Return the counters of each row, int64 [B, R]."""
+def _counts(tables: AutomatonTables, state_B: Tensor) -> Tensor:
+    """Return the count of each counter in the states of rows, int64 [B, R]."""
     return (state_B[:, None] >> tables.shifts_R) & MAX_COUNT

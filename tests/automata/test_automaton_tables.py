@@ -1,4 +1,4 @@
-"""Run: pytest tests/automata/test_arena.py"""
+"""Run: pytest tests/automata/test_automaton_tables.py"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from daily import nightly
 from monograph.automata import Automaton, constraint, stop_strings
-from monograph.decode.arena import Arena, advance, allowed, stopped
+from monograph.decode.automaton_tables import AutomatonTables, allowed_tokens, is_over, next_states
 from monograph.errors import InputRefused
 from monograph.text.tokenizer import Tokenizer
 
@@ -25,22 +25,23 @@ AUTOMATA = [
 ]
 
 
-def follows(arena: Arena, automaton: Automaton, start: int) -> bool:
+def follows(tables: AutomatonTables, automaton: Automaton, start: int) -> bool:
     """Whether a text's states say the same as in tables of the automaton alone."""
-    alone = Arena.holding([automaton], V, CPU)
+    alone = AutomatonTables.with_room_for([automaton], V, CPU)
     states = [
         torch.tensor([start], dtype=torch.int64),
-        torch.tensor([alone.take(automaton)], dtype=torch.int64),
+        torch.tensor([alone.acquire(automaton)], dtype=torch.int64),
     ]
     for token in [*b"abab", *b"\n\n"]:
         ours, theirs = (
-            (allowed(t, s), stopped(t, s)) for t, s in zip((arena, alone), states, strict=True)
+            (allowed_tokens(t, s), is_over(t, s))
+            for t, s in zip((tables, alone), states, strict=True)
         )
         if not all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)):
             return False
         states = [
-            advance(t, s, torch.tensor([token]))
-            for t, s in zip((arena, alone), states, strict=True)
+            next_states(t, s, torch.tensor([token]))
+            for t, s in zip((tables, alone), states, strict=True)
         ]
     return True
 
@@ -49,46 +50,46 @@ def follows(arena: Arena, automaton: Automaton, start: int) -> bool:
 def test_whatever_came_and_went_an_automaton_is_followed_as_in_tables_of_its_own(
     times: int,
 ) -> None:
-    arena, choice = Arena(V, CPU, cells=600, states=40, automata=4), random.Random(0)
+    tables, choice = AutomatonTables(V, CPU, cells=600, states=40, automata=4), random.Random(0)
     held: list[tuple[Automaton, int]] = []
     refused = 0
     for _ in range(times):
         if held and choice.random() < 0.5:
-            arena.give_back(held.pop(choice.randrange(len(held)))[0])
+            tables.release(held.pop(choice.randrange(len(held)))[0])
             continue
         automaton = choice.choice(AUTOMATA)
-        start = arena.take(automaton)
+        start = tables.acquire(automaton)
         if start is None:
             refused += 1
             continue
         held.append((automaton, start))
-        assert all(follows(arena, *each) for each in held)
+        assert all(follows(tables, *each) for each in held)
     assert times / 30 < refused < times / 2
 
 
 def test_one_that_is_not_used_makes_room_and_one_that_is_does_not() -> None:
-    arena = Arena(V, CPU, automata=1)
-    first = arena.take(AUTOMATA[0])
-    assert arena.take(AUTOMATA[0]) == first and arena.take(AUTOMATA[1]) is None
-    arena.give_back(AUTOMATA[0])
-    assert arena.take(AUTOMATA[1]) is None
-    arena.give_back(AUTOMATA[0])
-    assert arena.take(AUTOMATA[1]) is not None
+    tables = AutomatonTables(V, CPU, automata=1)
+    first = tables.acquire(AUTOMATA[0])
+    assert tables.acquire(AUTOMATA[0]) == first and tables.acquire(AUTOMATA[1]) is None
+    tables.release(AUTOMATA[0])
+    assert tables.acquire(AUTOMATA[1]) is None
+    tables.release(AUTOMATA[0])
+    assert tables.acquire(AUTOMATA[1]) is not None
 
 
 def test_what_never_has_room_is_refused() -> None:
-    arena = Arena(V, CPU, states=6)
-    arena.require(AUTOMATA[3])
+    tables = AutomatonTables(V, CPU, states=6)
+    tables.require(AUTOMATA[3])
     with pytest.raises(
         InputRefused, match="[0-9]+ states and .* cells are more than there is room for"
     ):
-        arena.require(AUTOMATA[0])
+        tables.require(AUTOMATA[0])
     with pytest.raises(
         InputRefused, match="tells [0-9]+ kinds of tokens apart, more than there is room for .1."
     ):
-        Arena(V, CPU, classes=1).require(AUTOMATA[0])
+        AutomatonTables(V, CPU, classes=1).require(AUTOMATA[0])
     with pytest.raises(InputRefused, match="was made for 5 tokens"):
-        arena.require(stop_strings(["a"], PIECES[:5]))
+        tables.require(stop_strings(["a"], PIECES[:5]))
 
 
 def test_two_that_have_room_but_not_together_are_refused() -> None:
@@ -98,10 +99,10 @@ def test_two_that_have_room_but_not_together_are_refused() -> None:
         sum(map(count, (one, other))) + 2
         for count in (lambda a: len(a.next_SC), lambda a: a.next_SC.size)
     )
-    Arena(V, CPU, states=states, cells=cells, automata=2).require(one, other)
+    AutomatonTables(V, CPU, states=states, cells=cells, automata=2).require(one, other)
     for less in ({"states": states - 1}, {"cells": cells - 1}, {"automata": 1}):
-        arena = Arena(V, CPU, **{"states": states, "cells": cells, "automata": 2} | less)
-        arena.require(one, None)
-        arena.require(None, other)
+        tables = AutomatonTables(V, CPU, **{"states": states, "cells": cells, "automata": 2} | less)
+        tables.require(one, None)
+        tables.require(None, other)
         with pytest.raises(InputRefused, match="more than there is room for"):
-            arena.require(one, other)
+            tables.require(one, other)

@@ -1,4 +1,4 @@
-"""The queue of requests before a decoder's rows."""
+"""The queue of requests that wait for a decoder's rows."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ class WaitingRequest(NamedTuple):
     knobs: dict[str, Any]
 
 
-class Waiting:
+class RequestQueue:
     """Requests in the order in which they get rows.
 
-    Owners take turns, one request each. An owner's requests keep the order in which they came.
+    Owners take turns, with one request each. An owner's requests keep the order in which they came.
     """
 
     def __init__(self) -> None:
-        # The owner whose turn is next comes first.
+        # Each owner's requests; the owner whose turn is next comes first.
         self._by_owner: dict[str, deque[WaitingRequest]] = {}
 
     def __len__(self) -> int:
@@ -41,13 +41,14 @@ class Waiting:
         return bool(self._by_owner)
 
     def __iter__(self) -> Iterator[WaitingRequest]:
-        turns = deque(map(iter, self._by_owner.values()))
-        while turns:
-            entries = turns.popleft()
+        """Yield all requests, in the order in which they would get rows now."""
+        owners = deque(map(iter, self._by_owner.values()))
+        while owners:
+            entries = owners.popleft()
             entry = next(entries, None)
             if entry is not None:
                 yield entry
-                turns.append(entries)
+                owners.append(entries)
 
     @property
     def first(self) -> WaitingRequest:
@@ -59,7 +60,7 @@ class Waiting:
         self._by_owner.setdefault(entry.request.owner, deque()).append(entry)
 
     def take(self) -> WaitingRequest:
-        """Remove and return the next request; its owner's next turn follows those of all others."""
+        """Remove and return the next request; its owner's next turn comes after those of all others."""
         owner = next(iter(self._by_owner))
         entries = self._by_owner.pop(owner)
         entry = entries.popleft()
@@ -67,7 +68,7 @@ class Waiting:
             self._by_owner[owner] = entries
         return entry
 
-    def prefer(self, entry: WaitingRequest) -> None:
+    def move_to_front(self, entry: WaitingRequest) -> None:
         """Make a waiting request the next one."""
         entries = self._by_owner.pop(entry.request.owner)
         entries.remove(entry)

@@ -1,0 +1,133 @@
+"""The transfer of the results of decode steps to the host, and their meaning.
+
+Each step writes its results to one line of a ring, a tensor in the device's memory
+(`monograph.decode.step.State`). `Outbox` copies the lines of a block, which is several steps that are
+started together, to the host.
+
+Shapes: R lines of a ring, B rows, N reported log-probabilities.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from monograph.decode.request import LogProbability
+from monograph.decode.step import HAS_TOKEN, TOKEN_BITS, Status
+
+
+class Outbox:
+    """Copies the lines of rings to the host.
+
+    A ring has two halves, and blocks write to them in turn: the host reads one half while the device
+    writes the other. So a block must be read before the block after the next one begins.
+
+    Attributes:
+        half_lines: the number of lines of half a ring.
+        bytes_out: the number of bytes that were copied to the host.
+    """
+
+    def __init__(self, rings: Sequence[Tensor]) -> None:
+        """Take the rings of `monograph.decode.step.State`, [R, ...] each, with R even."""
+        self._rings = [ring.unflatten(0, (2, -1)) for ring in rings]
+        self._half = 0
+        self.half_lines = self._rings[0].shape[1]
+        self.bytes_out = 0
+        cuda = rings[0].is_cuda
+        # Copies to pinned memory are asynchronous; the host would wait for a copy to other memory.
+        self._host = [torch.empty_like(ring, device="cpu", pin_memory=cuda) for ring in self._rings]
+        self._stream = torch.cuda.Stream(rings[0].device) if cuda else None
+        self._events = [torch.cuda.Event() for _ in range(2)] if cuda else []
+
+    def begin_block(self, line_1: Tensor) -> None:
+        """Set `State.line_1` to the first line of the half that the next block writes."""
+        line_1.fill_(self._half * self.half_lines)
+
+    def send(self, steps: int) -> int:
+        """Start to copy the lines of a block of steps to the host.
+
+        Returns:
+            the half of the rings that has these lines, for `read`.
+        """
+        half = self._half
+        self._half = 1 - self._half
+        pairs = [
+            (ring[half, :steps], host[half, :steps])
+            for ring, host in zip(self._rings, self._host, strict=True)
+        ]
+        self.bytes_out += sum(source.nbytes for source, _ in pairs)
+        if self._stream is None:
+            for source, target in pairs:
+                target.copy_(source)
+            return half
+        # The copy is on a separate stream, so that the next block runs at the same time.
+        self._stream.wait_stream(torch.cuda.current_stream(self._rings[0].device))
+        with torch.cuda.stream(self._stream):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+            self._events[half].record()
+        return half
+
+    def read(self, half: int, steps: int) -> list[Tensor]:
+        """Wait for a block's lines, and return those of each ring, [steps, ...] on the host.
+
+        They are valid until the block after the next is sent.
+        """
+        if self._events:
+            self._events[half].synchronize()
+        return [host[half, :steps] for host in self._host]
+
+
+def read_codes(codes: Sequence[int]) -> tuple[list[int], Status]:
+    """Return the tokens that a row sampled in a block, and the row's status after it.
+
+    Args:
+        codes: the row's code of each step, token + status * 2^TOKEN_BITS.
+    """
+    tokens = []
+    status = Status.RUNNING.value
+    for code in codes:
+        status = code >> TOKEN_BITS
+        if status in HAS_TOKEN:
+            tokens.append(code & ((1 << TOKEN_BITS) - 1))
+        if status != Status.RUNNING:
+            break
+    return tokens, Status(status)
+
+
+def read_log_probabilities(
+    values_RN: Tensor, ids_RN: Tensor, tokens: int, likeliest_count: int
+) -> list[LogProbability]:
+    """Return the log-probabilities of the tokens that a row sampled in a block.
+
+    Args:
+        values_RN: the row's lines of `State.values_RBN`.
+        ids_RN: the row's lines of `State.ids_RBN`.
+        tokens: the number of sampled tokens.
+        likeliest_count: the number of likeliest tokens to report. Tokens of probability 0 are left
+            out.
+    """
+    lines = zip(values_RN[:tokens].tolist(), ids_RN[:tokens].tolist(), strict=True)
+    reports = []
+    for values, ids in lines:
+        # The first half of a line is under the raw logits, the second half under the distribution
+        # that is sampled from. Each half of `values` begins with the sampled token.
+        half = len(ids) // 2
+        reports.append(
+            LogProbability(
+                drawn=values[0],
+                likeliest=_possible_tokens(ids[:half], values[1 : half + 1], likeliest_count),
+                processed_drawn=values[half + 1],
+                processed_likeliest=_possible_tokens(
+                    ids[half:], values[half + 2 :], likeliest_count
+                ),
+            )
+        )
+    return reports
+
+
+def _possible_tokens(ids: list[int], values: list[float], count: int) -> list[tuple[int, float]]:
+    """Return the first `count` pairs of id and log-probability, without those of probability 0."""
+    pairs = zip(ids[:count], values[:count], strict=True)
+    return [(token, value) for token, value in pairs if value > -math.inf]

@@ -1,0 +1,259 @@
+"""Reads prompts (prefill) into a cache, from which the decoder's rows copy their keys and values.
+
+A reader reads chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one by
+default). So the keys and values of a prompt do not depend on other prompts.
+
+If two prompts begin with the same whole chunks, these chunks are read only once. For layers without
+attention, this needs the recurrence after these chunks. A prompt's last token is read by the first
+decode step, or by the reader if `CacheSizes.is_filled`.
+
+Shapes: R rows of the reader's cache, T positions of a chunk, D hidden size.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monograph.decode.cache import CacheSizes, KVCache
+from monograph.device import sent
+from monograph.graph.replay import WARM_UP, Recorder, Replays
+from monograph.model.llama import Llama
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+# The ids of a text's tokens.
+Ids = tuple[int, ...]
+# The maximum number of places in prompts, each the end of a chunk, for which a reader keeps the
+# recurrences.
+MAX_KNOWN_RECURRENCES = 8
+
+
+class PromptReader:
+    """Reads prompts into a cache, which holds the keys and values of the prompts that were read last.
+
+    Attributes:
+        chunk: the number of tokens of a pass.
+        rows: the number of prompts that are read at the same time.
+        cache: keys and values of the prompts.
+        reads_last_token: whether the last token of a prompt is read, too.
+        last_RD: if `reads_last_token`, the final hidden state of the last token of each row's prompt.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        sizes: CacheSizes,
+        chunk: int,
+        wrap: Wrap,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Allocate a cache with a row for each prompt that is read at the same time.
+
+        Args:
+            model: the language model, in evaluation mode.
+            sizes: the sizes of the cache; a prompt is not longer than a row.
+            chunk: the number of tokens of a pass, a power of two up to the cache's block.
+            wrap: returns a function compiled, or unchanged.
+            recorder: captures the pass over a chunk; None: it is not captured.
+        """
+        weight = model.lm_head.weight
+        self.model = model
+        self.chunk = chunk
+        self.rows = sizes.prompts_at_once
+        self.device = weight.device
+        self.cache = KVCache.allocate(
+            model.config, self.rows, sizes.per_row, weight.dtype, weight.device, sizes.block
+        )
+        self.cache.is_filled = sizes.is_filled
+        self.reads_last_token = sizes.is_filled
+        self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
+        # The tensors that a pass reads and writes; a captured pass needs fixed addresses.
+        self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
+        self._positions_RT = torch.arange(chunk, device=weight.device).repeat(self.rows, 1)
+        # The position of the first column of these two tensors.
+        self._first_position = 0
+        self._hidden_RTD = weight.new_zeros(
+            self.rows, chunk if self.reads_last_token else 0, model.config.hidden_size
+        )
+        self._passes = Replays(wrap(self._run_pass), recorder)
+        # The recurrences after whole chunks of prompts, by owner and tokens; the least recently used
+        # ones come first.
+        self._known_recurrences: OrderedDict[tuple[str, Ids], list[Tensor]] = OrderedDict()
+        # The tokens to read of each row's prompt, and the prompts' owner.
+        self._prompts: list[Ids] = []
+        self._owner = ""
+        # Whether an exception has interrupted a pass.
+        self._interrupted = False
+        # The first positions of the chunks that are not read yet.
+        self._unread_chunks: list[int] = []
+
+    def choose_prompts(
+        self, prompts: Iterable[Ids], further: Iterable[Ids] = (), owner: str = ""
+    ) -> bool:
+        """Choose the prompts that are read next, unless the cache has the first one already.
+
+        Args:
+            prompts: prompts of one owner, at least one. The first one is needed now, and others are
+                read with it if the cache has rows for them.
+            further: prompts that are read in rows that would remain empty.
+            owner: the owner.
+
+        Returns:
+            whether prompts were chosen.
+        """
+        needed = [self.tokens_to_read(prompt) for prompt in prompts]
+        if needed[0] in self._prompts and owner == self._owner:
+            return False
+        self._owner = owner
+        # A dict, since equal prompts share a row.
+        chosen = dict.fromkeys(needed)
+        for prompt in further:
+            # The loop stops early, because there may be thousands of further prompts.
+            if len(chosen) >= self.rows:
+                break
+            chosen[self.tokens_to_read(prompt)] = None
+        self._prompts = list(chosen)[: self.rows]
+        self._begin_reading()
+        return True
+
+    def _begin_reading(self) -> None:
+        """Make all chunks of the chosen prompts unread."""
+        self._unread_chunks = list(range(0, max(map(len, self._prompts)), self.chunk))
+        self.cache.reset_recurrences([len(tokens) for tokens in self._prompts])
+
+    def copy_first_chunks(self, source: KVCache, row: int, tokens: int) -> int:
+        """Copy the first whole chunks of the prompt from a row of another cache that has them.
+
+        Args:
+            source: the other cache.
+            row: its row.
+            tokens: how many first tokens of the prompt the row has.
+
+        Returns:
+            the number of tokens that need not be read any more.
+        """
+        known = self._restore_recurrences(tokens // self.chunk * self.chunk)
+        if known > 0:
+            self.cache.copy_keys([0], source, [row], known)
+            self._unread_chunks = [begin for begin in self._unread_chunks if begin >= known]
+        return known
+
+    def _restore_recurrences(self, tokens: int) -> int:
+        """Set the recurrences to those after the first tokens of the prompt, as many as are known.
+
+        Args:
+            tokens: the maximum number of these tokens, a multiple of the chunk.
+
+        Returns:
+            the number of these tokens; `tokens` if the model has no recurrences.
+        """
+        if not self.cache.recurrences:
+            return tokens
+        for known in range(tokens, 0, -self.chunk):
+            key = (self._owner, self._prompts[0][:known])
+            recurrences = self._known_recurrences.get(key)
+            if recurrences:
+                self._known_recurrences.move_to_end(key)
+                for target, origin in zip(
+                    self.cache.recurrence_tensors(), recurrences, strict=True
+                ):
+                    target.copy_(origin)
+                return known
+        return 0
+
+    def read_chunks(self, chunks: int | None = None) -> int:
+        """Read at most this number of chunks (None: all chunks), and return how many were read."""
+        # After a pass that an exception interrupted, the recurrences of some layers are a chunk ahead
+        # of the others. So the prompts are read from the beginning.
+        if self._interrupted:
+            self._begin_reading()
+        begins = self._unread_chunks[:chunks]
+        for begin in begins:
+            self._interrupted = bool(self.cache.recurrences)  # it remains so after an exception
+            self._read_one_chunk(begin)
+            self._interrupted = False
+            # Chunks are removed one by one, because an exception may come before the last one is read.
+            self._unread_chunks.remove(begin)
+            self._keep_recurrences(begin + self.chunk)
+        return len(begins)
+
+    def _keep_recurrences(self, tokens: int) -> None:
+        """Keep the recurrences after the first tokens of a prompt, if prompts are read one by one."""
+        if not self.cache.recurrences or self.rows > 1 or tokens > len(self._prompts[0]):
+            return
+        key = (self._owner, self._prompts[0][:tokens])
+        self._known_recurrences[key] = [
+            tensor.clone() for tensor in self.cache.recurrence_tensors()
+        ]
+        if len(self._known_recurrences) > MAX_KNOWN_RECURRENCES:
+            self._known_recurrences.popitem(last=False)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all chunks of the chosen prompts are read."""
+        return not self._unread_chunks
+
+    def rows_of(self, prompts: Iterable[Ids]) -> list[int]:
+        """Return the cache's rows of these prompts, up to the first prompt that it does not have."""
+        row_of = {tokens: row for row, tokens in enumerate(self._prompts)}
+        rows = list[int]()
+        for prompt in prompts:
+            row = row_of.get(self.tokens_to_read(prompt))
+            if row is None:
+                break
+            rows.append(row)
+        return rows
+
+    def tokens_to_read(self, prompt: Ids) -> Ids:
+        """Return a prompt without its last token, unless `reads_last_token`."""
+        return prompt if self.reads_last_token else prompt[:-1]
+
+    def forget(self) -> None:
+        """Clear the cache: its numbers are of earlier weights, or some are not finite."""
+        self.cache.clear(slice(None))
+        self._known_recurrences.clear()
+        self._prompts = []
+        self._unread_chunks = []
+        self._interrupted = False
+
+    def warm_up(self) -> None:
+        """Capture every variant of a pass. The cache has no prompt afterwards."""
+        if self._passes.captures:
+            for blocks in self.cache.block_counts:
+                self._passes.run(WARM_UP, blocks)
+            self.forget()
+
+    def _read_one_chunk(self, begin: int) -> None:
+        """Read the chunk that begins at this position, of all prompts."""
+        end = begin + self.chunk
+        parts = [tokens[begin:end] for tokens in self._prompts]
+        parts += [()] * (self.rows - len(self._prompts))
+        padded = [part + (0,) * (self.chunk - len(part)) for part in parts]
+        self._tokens_RT.copy_(sent(padded, self.device))
+        self._positions_RT += begin - self._first_position
+        self._first_position = begin
+        self._passes.run(1, self.cache.block_count_for(end))
+        if self.reads_last_token:
+            # The rows whose prompts end in this chunk, and the columns of their last tokens.
+            rows = list[int]()
+            columns = list[int]()
+            for row, tokens in enumerate(self._prompts):
+                column = len(tokens) - 1 - begin
+                if 0 <= column < self.chunk:
+                    rows.append(row)
+                    columns.append(column)
+            self.last_RD[rows] = self._hidden_RTD[rows, columns]
+
+    @torch.no_grad()
+    def _run_pass(self, blocks: int) -> None:
+        hidden_RTD = self.model(
+            self._tokens_RT,
+            positions=self._positions_RT,
+            cache=self.cache.with_first_blocks(blocks),
+        )
+        # If the hidden states are not used, a compiled pass computes nothing after the last layer's keys
+        # and values.
+        if self.reads_last_token:
+            self._hidden_RTD.copy_(hidden_RTD)
