@@ -32,12 +32,11 @@ from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
-from monograph.model.layouts import FusedRule, JoinedRule
+from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
+from monograph.model.layouts import FusedExpertsRule, JoinedLayersRule
 from monograph.model.rope import cos_sin
 from monograph.model.scaling import (
-    FULL,
-    LONG,
-    SLIDING,
+    LONGROPE,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -108,16 +107,16 @@ def measured(family: str, configs: int, seed: int) -> dict[str, Any]:
 
 def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
     """Return a random configuration of a family, in which every key takes every kind of value."""
-    keys = FAMILIES[family].keys
+    keys = FAMILIES[family].optional_keys
     key_value, group, layers = (
         draw.choice([1, 2, 3]),
         draw.choice([1, 2, 4]),
         draw.choice([1, 2, 3]),
     )
     windowed = "sliding_window" in keys and draw.random() < 0.7
-    linear, others = "linear_num_key_heads" in keys, FAMILIES[family].others
+    linear, others = "linear_num_key_heads" in keys, FAMILIES[family].other_layer_type
     mixed = "layer_types" in keys and (windowed or linear)
-    kinds = tuple(draw.choice([FULL, others]) for _ in range(layers)) if mixed else ()
+    kinds = tuple(draw.choice([FULL_ATTENTION, others]) for _ in range(layers)) if mixed else ()
     yarn = YarnScaling(
         4.0,
         draw.choice([1.0, 1.2]),
@@ -143,8 +142,8 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         }
         numbers |= {name: draw.choice(values) for name, values in sizes.items()}
         numbers |= {"linear_num_key_heads": key_value, "linear_num_value_heads": key_value * group}
-    experts, longs = draw.randint(1, 9), LONG in FAMILIES[family].scalings
-    whole = longs or FAMILIES[family].whole_heads
+    experts, longs = draw.randint(1, 9), LONGROPE in FAMILIES[family].rope_types
+    whole = longs or FAMILIES[family].head_dim_is_derived
     part = (width - 2) / width if longs else part
     of_experts = {
         "num_experts": experts, "num_experts_per_tok": draw.randint(1, experts), "norm_topk_prob": draw.random() < 0.5,
@@ -180,7 +179,7 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         **numbers,
         # With larger weights fp32's own error, in both, is above the goal where a state is
         # corrected again and again, and where gates are steep.
-        initializer_range=0.1 if linear or FAMILIES[family].sinks else 0.3,
+        initializer_range=0.1 if linear or FAMILIES[family].attention_sinks else 0.3,
         pad_token_id=draw.choice([None, 0, 5]),
     )
     if not longs or draw.random() < 0.5:
@@ -226,8 +225,8 @@ def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, fl
     named, their_named = dict(model.named_parameters()), dict(theirs.named_parameters())
     found = dict(zip(named, gradients_of(logits, list(named.values())), strict=True))
     plain = (Plain(name, gradient.to("meta"), gradient.clone) for name, gradient in found.items())
-    in_memory = FusedRule(model.config.family.fused_experts == "columns").written(
-        JoinedRule(model.config).written(plain)
+    in_memory = FusedExpertsRule(model.config.family.fused_experts == "columns").to_files(
+        JoinedLayersRule(model.config).to_files(plain)
     )
     mine = {tensor.name: tensor.read() for tensor in in_memory}
     gradients, expected = (
@@ -286,7 +285,7 @@ def widened(theirs: nn.Module, config: mono.LlamaConfig) -> nn.Module:
     ]
 
     def rotary(x: Tensor, position_ids: Tensor, layer_type: str = "") -> tuple[Tensor, Tensor]:
-        cos, sin = tables[layer_type == SLIDING]
+        cos, sin = tables[layer_type == SLIDING_ATTENTION]
         again = 1 if config.model_type == "gpt_oss" else 2
         return cos.squeeze(1).repeat(1, 1, again), sin.squeeze(1).repeat(1, 1, again)
 

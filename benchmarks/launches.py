@@ -30,7 +30,7 @@ from steps import Shape, packed_window
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
-from monograph.device import named
+from monograph.device import card_device
 from monograph.graph.capture import compiled as compile_function
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
@@ -217,7 +217,7 @@ def rates(name: str) -> tuple[float, float]:
     """Return a card's bytes/s and warp instructions/s: a multiply-add of 32 lanes is one
     instruction and 64 FLOPs.
     """
-    card = named(name)
+    card = card_device(name)
     assert card.bandwidth_bytes_per_s
     return card.bandwidth_bytes_per_s * TRAFFIC, card.peak_flops["fp32"] / 64
 
@@ -233,7 +233,7 @@ def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float
     model_flops = flops_per_token(config, case.length) * tokens - causal + attended
     times = {}
     for name in CARDS:
-        peak = named(name).peak_flops["bf16"]
+        peak = card_device(name).peak_flops["bf16"]
         parts = {
             "products": micro["flops"] / (peak * PRODUCTS),
             "attention": attended / (peak * ATTENTION),

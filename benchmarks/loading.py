@@ -166,12 +166,14 @@ def measure(folder: Path, case: str) -> dict[str, Any]:
     The same is done with a tiny model first, so that modules are imported and threads exist.
     """
     from monograph.model.hub import read_config
-    from monograph.model.parameters import shapes
+    from monograph.model.parameters import parameter_shapes
 
     prepare = trained if case in TRAINED else other
     prepare(folder / "tiny", case)()
     work = prepare(folder, case)
-    largest = max(4 * math.prod(shape) for shape in shapes(read_config(folder / "base")).values())
+    largest = max(
+        4 * math.prod(shape) for shape in parameter_shapes(read_config(folder / "base")).values()
+    )
     before = trimmed()
     with most_anonymous() as peak:
         held = work()

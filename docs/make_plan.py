@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph import planner
-from monograph.device import named
+from monograph.device import card_device
 from monograph.errors import OutOfDeviceMemory
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
@@ -55,7 +55,7 @@ def plans() -> list[Plan]:
         scopes=defaults.scopes(shape.num_hidden_layers),
         remats=REMATS,
     )
-    return [plan(request, card, card.peak_flops) for card in map(named, CARDS)]
+    return [plan(request, card, card.peak_flops) for card in map(card_device, CARDS)]
 
 
 def table(found: list[Plan]) -> str:
@@ -87,7 +87,7 @@ def streamed_table() -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, shape), card, host in itertools.product(SHAPES.items(), STREAMED_ON, HOSTS):
-        device = named(card)
+        device = card_device(card)
         training = Work(shape, rows=32, length=4096, optim=AdamW(), window_rows=32)
         request = PlanRequest(training, precisions=("bf16",), scopes=("blocks",), remats=("none",))
         rate = LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from monograph.config import load
-from monograph.device import Device, named
+from monograph.device import Device, card_device
 from monograph.errors import UsageError
 from monograph.graph.capture import obstacle_to_replay
 from monograph.graph.precision import Precision
@@ -75,8 +75,8 @@ SHARDED = "[law 13](../tests/laws/test_sharded_is_single.py)"
 NARROW = "[test_narrow](../tests/test_narrow.py)"
 DEVICES = {
     "a CPU": Device("a CPU", "cpu", 0, 0, 1, has_bf16=True),
-    "an A100": named("A100-80"),
-    "an H100": named("H100"),
+    "an A100": card_device("A100-80"),
+    "an H100": card_device("H100"),
 }
 
 
@@ -87,7 +87,7 @@ def refusal(**keys: str) -> str | None:
     try:
         asked = {key if "." in key else f"train.{key}": value for key, value in keys.items()}
         settings = load(None, asked, {})
-        require_possible(settings, named("H100"))
+        require_possible(settings, card_device("H100"))
         if settings.model.init is None:
             adapter_values(settings, None)
     except UsageError as error:

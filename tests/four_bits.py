@@ -21,11 +21,11 @@ def packed(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor]:
     Of signed numbers a code is the rounded root of a number's share of the largest, in 7 steps; of
     others the fourth root in 15 steps, rounded up, as no second moment may become 0.
     """
-    after = -(packing.before + packing.size) % BLOCK
-    blocks_KB = F.pad(values_N.to(torch.float32), (packing.before, after)).view(-1, BLOCK)
+    after = -(packing.block_offset + packing.size) % BLOCK
+    blocks_KB = F.pad(values_N.to(torch.float32), (packing.block_offset, after)).view(-1, BLOCK)
     largest_K1 = blocks_KB.abs().amax(-1, keepdim=True)
-    if packing.ends_2 is not None:
-        largest_K1[0], largest_K1[-1] = packing.ends_2
+    if packing.edge_maxima_2 is not None:
+        largest_K1[0], largest_K1[-1] = packing.edge_maxima_2
     root_KB = (blocks_KB.abs() / torch.where(largest_K1 > 0, largest_K1, 1.0)).sqrt()
     if packing.signed:
         codes = (root_KB * 7).round() * blocks_KB.sign()
@@ -34,7 +34,7 @@ def packed(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor]:
     low, high = (codes.to(torch.int32) & 15).view(-1, 2).unbind(-1)
     pairs = (low | high << 4).to(torch.uint8)
     return pairs[
-        packing.before // 2 : -(-(packing.before + packing.size) // 2)
+        packing.block_offset // 2 : -(-(packing.block_offset + packing.size) // 2)
     ], largest_K1.squeeze(-1)
 
 
@@ -45,9 +45,11 @@ def unpacked(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
         codes = (codes ^ 8) - 8  # the fourth bit is the sign's
     share = codes / (7 if packing.signed else 15)
     share = share * share.abs() if packing.signed else share.square().square()
-    after = -(packing.before + packing.size) % BLOCK
-    share_KB = F.pad(share, (packing.before, after)).view(-1, BLOCK)
-    return (share_KB * largest_K[:, None]).view(-1)[packing.before : packing.before + packing.size]
+    after = -(packing.block_offset + packing.size) % BLOCK
+    share_KB = F.pad(share, (packing.block_offset, after)).view(-1, BLOCK)
+    return (share_KB * largest_K[:, None]).view(-1)[
+        packing.block_offset : packing.block_offset + packing.size
+    ]
 
 
 FOUR_BITS = StateFormat(

@@ -21,7 +21,7 @@ import monograph as mono
 from batches import ENGINES, of_rows, ragged, tiny_llama
 from monograph.config.settings import check
 from monograph.errors import UsageError
-from monograph.loss import pair
+from monograph.loss import check_result
 from monograph.optim import Group
 from monograph.ranges import ABOVE_0, COUNT, whole
 from monograph.step import Clip, Step
@@ -155,10 +155,10 @@ def test_the_library_refuses_what_the_settings_refuse(key: str) -> None:
             lambda: mono.Ensemble([nn.Linear(1, 1)], mono.grid(lr=[-1.0])),
             "lr = -1.0: expected a number, 0 or more",
         ),
-        (lambda: pair((torch.ones(()), 1, 2)), "the loss must return"),
-        (lambda: pair(torch.ones(2)), "the loss must return"),
+        (lambda: check_result((torch.ones(()), 1, 2)), "the loss must return"),
+        (lambda: check_result(torch.ones(2)), "the loss must return"),
         (
-            lambda: pair((torch.ones(2), 1)),
+            lambda: check_result((torch.ones(2), 1)),
             r"a tensor of shape \[2\], expected a tensor of one number",
         ),
         (

@@ -60,7 +60,7 @@ def test_each_cards_rates_keep_the_ratios_of_its_tensor_cores() -> None:
 
 @pytest.mark.parametrize("name", ["4090", "rtx 4090", "NVIDIA GeForce RTX 4090", "RTX-4090"])
 def test_a_card_is_found_however_it_is_spelled(name: str) -> None:
-    card = device.named(name)
+    card = device.card_device(name)
     assert (card.name, card.type, card.memory_bytes) == (
         "NVIDIA GeForce RTX 4090",
         "cuda",
@@ -70,12 +70,15 @@ def test_a_card_is_found_however_it_is_spelled(name: str) -> None:
 
 
 def test_cards_that_differ_in_memory_are_two() -> None:
-    assert device.named("A100 40GB").memory_bytes * 2 == device.named("a100-80").memory_bytes
+    assert (
+        device.card_device("A100 40GB").memory_bytes * 2
+        == device.card_device("a100-80").memory_bytes
+    )
 
 
 @pytest.mark.parametrize("short", cards.CARDS)
 def test_every_card_has_rates_and_a_link(short: str) -> None:
-    card = device.named(short)
+    card = device.card_device(short)
     assert card.peak_flops and card.bandwidth_bytes_per_s and card.link_bytes_per_s
     assert card.has_bf16 == ("bf16" in card.peak_flops)
     assert cards.card_rates(card.name) == cards.CARDS[short].rates
@@ -93,7 +96,7 @@ def test_every_card_has_rates_and_a_link(short: str) -> None:
 )
 def test_an_unknown_card_is_refused_with_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(UsageError, match=rf"--device {name}: no such card; .*{hint}"):
-        device.named(name)
+        device.card_device(name)
 
 
 def test_the_help_of_plan_lists_every_card() -> None:

@@ -437,7 +437,7 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
         "lora.tokens": new_tokens.AUTO,
         "optim.min_lr_ratio": door.FINAL,
     }
-    usual |= {"model.family": door.FIRST_FAMILY, "data.vocab_size": defaults.DEFAULT.vocabulary}
+    usual |= {"model.family": door.DEFAULT_FAMILY, "data.vocab_size": defaults.DEFAULT.vocabulary}
     usual |= rewards.DEFAULTS | {"rl.truncated": "keep", "rl.truncation_penalty": 0.0}
     usual |= {each.key: each.default for loss in LOSSES.values() for each in loss.parameters}
     usual |= {"train.minutes": Settings().train.minutes}

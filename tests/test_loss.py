@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from monograph.errors import UsageError
-from monograph.loss import fill_of, pair
+from monograph.loss import check_result, fill_of
 
 ONE = torch.ones(())
 
@@ -35,7 +35,7 @@ ONE = torch.ones(())
 )
 def test_what_is_no_pair_of_sum_and_count_is_named(result: Any, line: str) -> None:
     with pytest.raises(UsageError, match=line):
-        pair(result)
+        check_result(result)
 
 
 WINDOW = {

@@ -241,7 +241,7 @@ def test_a_non_finite_gradient_skips_exactly_that_update(poison):
 def test_matrices_of_one_shape_share_a_plane_and_names_stay():
     model = tiny_llama()
     engine = Resident(model, optim=Muon())
-    shapes = [plane.kind.matrix for plane in engine.step.planes if plane.kind.matrix]
+    shapes = [plane.kind.matrix_shape for plane in engine.step.planes if plane.kind.matrix_shape]
     assert len(shapes) == len(set(shapes)) < len(hidden_matrices(model))
     momentum = {
         n.partition(".")[2] for n in engine.state().optimizer if n.startswith("momentum_buffer.")
@@ -307,7 +307,7 @@ def test_the_matrices_can_be_named():
     with pytest.raises(UsageError, match=r"no matrix inside a block.*Muon\(matrices="):
         Muon().kinds(model)
     kinds = Muon(matrices=["0.*weight"]).kinds(model)
-    assert [name for name, kind in kinds.items() if kind.matrix] == ["0.weight"]
+    assert [name for name, kind in kinds.items() if kind.matrix_shape] == ["0.weight"]
     with pytest.raises(
         UsageError, match=r"'first.*' matches no trainable parameter.*such as '0.weight'"
     ):

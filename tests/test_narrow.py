@@ -29,13 +29,13 @@ from monograph.ops.philox import philox
 from monograph.optim import AdamW, Group, Muon
 from monograph.optim.formats import FORMATS
 from monograph.optim.narrow import (
-    dequantised,
     join,
-    noise,
-    quantised,
+    pack_8bit,
+    random_words,
+    round_stochastically,
     split,
     splittable,
-    stochastic,
+    unpack_8bit,
 )
 from monograph.optim.state_format import Moment, PackingContext
 from monograph.resident import Resident
@@ -111,21 +111,23 @@ def test_codes_are_the_nearest_and_stand_for_what_they_say(seed, decades, signed
     values[2, ::3] = 0
     values = values.flatten() if signed else values.flatten().square()
     packing = PackingContext(len(values), signed)
-    codes, scale = quantised(values, packing)
+    codes, scale = pack_8bit(values, packing)
     exact = reference.steps(values, signed)
     exact = exact if signed else torch.where(values > 0, exact.clamp_min(1), 0)
     # A quotient, a product and two roots, each rounded once.
     assert (codes - exact).abs().max() <= 0.5 + 255 * 2 * EPS
     assert torch.equal(scale, values.view(3, 256).abs().amax(-1))
     truth = reference.decoded(codes, scale)
-    assert ((dequantised((codes, scale), packing) - truth).abs() <= 8 * EPS * truth.abs()).all()
+    assert ((unpack_8bit((codes, scale), packing) - truth).abs() <= 8 * EPS * truth.abs()).all()
 
 
 def test_rounding_is_to_a_neighbour_and_right_on_average():
     draws, updates = 2**14, torch.tensor(3)
     for value in (1.0 + 2**-9, -3.1415, 1e-30, 7.3e20):
         x = torch.full((draws,), value)
-        found = stochastic(x, noise(x, seed=5, applied=updates, plane=1)[0]).double()
+        found = round_stochastically(
+            x, random_words(x, seed=5, applied=updates, plane=1)[0]
+        ).double()
         low, high = found.min(), found.max()
         gap = float(high - low)
         assert low < x[0].double() < high and gap <= 2**-7 * abs(value), (
@@ -135,21 +137,25 @@ def test_rounding_is_to_a_neighbour_and_right_on_average():
         spread = gap * (share * (1 - share) / draws) ** 0.5
         assert abs(float(found.mean() - x[0].double())) <= 4 * spread
     exact = torch.randn(500).bfloat16()
-    assert torch.equal(stochastic(exact.float(), noise(exact, 0, updates, 0)[1]), exact)
+    assert torch.equal(
+        round_stochastically(exact.float(), random_words(exact, 0, updates, 0)[1]), exact
+    )
 
 
 def test_noise_is_a_function_of_seed_update_plane_and_index_alone():
     like, t = torch.zeros(64), torch.tensor(7)
-    words = noise(like, 1, t, 0)
-    assert all(torch.equal(a, b) for a, b in zip(words, noise(like, 1, t.clone(), 0), strict=True))
-    assert torch.equal(words[0][:10], noise(like[:10], 1, t, 0)[0])
+    words = random_words(like, 1, t, 0)
+    assert all(
+        torch.equal(a, b) for a, b in zip(words, random_words(like, 1, t.clone(), 0), strict=True)
+    )
+    assert torch.equal(words[0][:10], random_words(like[:10], 1, t, 0)[0])
     others = [
         *words[1:],
-        noise(like, 2, t, 0)[0],
-        noise(like, 1, t + 1, 0)[0],
-        noise(like, 1, t, 1)[0],
+        random_words(like, 2, t, 0)[0],
+        random_words(like, 1, t + 1, 0)[0],
+        random_words(like, 1, t, 1)[0],
     ]
-    others.append(noise(like, 1 + 2**40, t, 0)[0])
+    others.append(random_words(like, 1 + 2**40, t, 0)[0])
     assert all(int((words[0] == other).sum()) == 0 for other in others)
 
 
@@ -172,7 +178,13 @@ def test_rows_that_ranks_share_out_are_packed_as_in_one_process(state, never_neg
         buffers = form.zeros(own, moment, before)
         assert not form.read(buffers, moment, own, before).any(), "zeros are numbers of zero"
         form.write_(
-            buffers, moment, own, YES, word_N=words[place], before=before, ends_2=largest[ends]
+            buffers,
+            moment,
+            own,
+            YES,
+            word_N=words[place],
+            block_offset=before,
+            edge_maxima_2=largest[ends],
         )
         return buffers, form.read(buffers, moment, own, before)
 
@@ -212,7 +224,7 @@ def exact_update(plane, optim, grad, t, dtype):
     for slot in plane.slots:
         part = slice(slot.offset, slot.offset + slot.parameter.numel())
         shape, decay = slot.parameter.shape, plane.kind.weight_decay
-        if plane.kind.matrix:
+        if plane.kind.matrix_shape:
             one = reference.Muon(
                 plane.param[part].to(dtype).view(shape), optim.lr, optim.momentum, decay
             )
@@ -483,7 +495,7 @@ def test_names_on_the_command_line():
 
 def test_noise_is_philox_of_element_update_plane_and_seed():
     start, seed = 2**32 - 2, 3 + (5 << 32)  # indices on both sides of the lower word's end
-    words = noise(torch.zeros(4), seed, torch.tensor(7), 2, start)
+    words = random_words(torch.zeros(4), seed, torch.tensor(7), 2, start)
     for place, index in enumerate(range(start, start + 4)):
         low, high = divmod(index, 2**32)[::-1]
         expected = philox(

@@ -18,7 +18,7 @@ from monograph.errors import UsageError
 from monograph.laws.comparisons import error_within, relative_error
 from monograph.optim import AdamW, Group, Hyperparameters, adamw_, ema_, planes
 from monograph.optim.planes import trainable
-from monograph.optim.updates import _over
+from monograph.optim.updates import _broadcast
 from monograph.resident import Resident
 from monograph.step import Step
 from reference import optimizers as reference
@@ -353,6 +353,6 @@ def test_a_decay_that_is_none_is_refused(decay):
 def test_a_member_s_number_is_spread_over_all_of_its_elements():
     stack, knob = torch.ones(2, 3, 4), torch.tensor([2.0, 5.0])
     assert torch.equal(
-        _over(stack, knob) * stack, torch.stack([torch.full((3, 4), each) for each in knob])
+        _broadcast(stack, knob) * stack, torch.stack([torch.full((3, 4), each) for each in knob])
     )
-    assert _over(stack, 3.0) == 3.0 and _over(stack, knob[1]).ndim == 0
+    assert _broadcast(stack, 3.0) == 3.0 and _broadcast(stack, knob[1]).ndim == 0

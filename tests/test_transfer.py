@@ -177,7 +177,7 @@ def test_a_parameter_without_a_row_is_an_error():
 
 def test_a_tensor_that_a_family_may_gain_is_an_error(monkeypatch):
     gained = {"self_attn.sinks": (8,)}
-    monkeypatch.setattr(monograph.transfer, "layer_shapes", lambda config, layer: gained)
+    monkeypatch.setattr(monograph.transfer, "block_shapes", lambda config, layer: gained)
     with pytest.raises(UsageError, match=r"no row for self_attn.sinks"):
         WidthTransfer(wide(), narrowed(wide(), 16)).factors()
 

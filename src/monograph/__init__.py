@@ -1,8 +1,8 @@
-"""Monograph: train, sweep and sample language models on one GPU, the whole step in one computation
-graph.
+"""Monograph: train, sweep and sample language models on one GPU, with the whole training step in one
+computation graph.
 
-The names below are the library. Each is imported on first use, so that `import monograph` costs
-nothing.
+The names in `__all__` are the library's public names. Each is imported on first use, so that `import
+monograph` takes no time.
 """
 
 import importlib
@@ -12,8 +12,8 @@ from monograph import optim_table
 
 __version__ = "0.2.0"
 
-# Where each public name lives: module, and its names.
-_ROOMS = {
+# The public names by the modules that have them.
+_PUBLIC_NAMES = {
     "model.llama": "Llama",
     "model.config": "LlamaConfig",
     "run.models": "load save",
@@ -42,13 +42,14 @@ _ROOMS = {
     "planner": "plan",
     "profiling.profiler": "profile",
 }
-_HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
-# Each optimizer in the table is public by its class's name.
+# The module of each public name, "module" or "module:name" if it has another name there.
+_HOME = {name: module for module, names in _PUBLIC_NAMES.items() for name in names.split()}
+# The classes of all optimizers in the table are public.
 _HOME |= {
     row.home.partition(":")[2]: row.home.removeprefix("monograph.")
     for row in optim_table.OPTIMIZERS.values()
 }
-_HOME["flops"] = "predict.roofline:flops_per_token"  # of another name there
+_HOME["flops"] = "predict.roofline:flops_per_token"
 
 __all__ = ["__version__", *_HOME]
 

@@ -4,7 +4,7 @@ from monograph import interrupts
 
 interrupts.while_starting()
 
-from monograph.cli import main  # noqa: E402 - what it imports takes time
+from monograph.cli import main  # noqa: E402 - after the handlers, because this import takes time
 
 if __name__ == "__main__":
     main()

@@ -58,13 +58,14 @@ def _card(
 
 
 _GROUPS = tomllib.loads(files(__package__).joinpath("cards.toml").read_text("utf-8"))["cards"]
-# By the name that is typed.
+# By the short names that users type.
 CARDS = {short: _card(group, *row) for group, rows in _GROUPS.items() for short, *row in rows}
 
 
 def card_rates(name: str) -> Rates | None:
-    """Return the datasheet rates of a card by name; None if it is not in the table or is a MIG
-    slice of a card.
+    """Return the datasheet rates of a card, given the name that its driver gives.
+
+    The result is None for a card that is not in the table, and for a MIG slice, a part of a card.
     """
     if "MIG" in name:
         return None
@@ -72,35 +73,35 @@ def card_rates(name: str) -> Rates | None:
 
 
 def card_named(name: str) -> Card:
-    """Return a card by its name, which may be spelled as people do.
+    """Return a card by its name, in any usual spelling.
 
     Raises:
         UsageError: there is no such card.
     """
-    known = {_spelled(short): short for short in CARDS}
-    asked = _spelled(name)
-    if asked in known:
-        return CARDS[known[asked]]
-    near = [short for spelled, short in known.items() if asked and spelled.startswith(asked)]
-    near = near or [
-        known[spelled] for spelled in difflib.get_close_matches(asked, known, n=2, cutoff=0.5)
-    ]
-    hint = (
-        f"did you mean {' or '.join(near)}?"
-        if near
-        else "`monograph plan --help` lists those that are known"
-    )
+    short_names = {_bare_name(short): short for short in CARDS}
+    bare = _bare_name(name)
+    if bare in short_names:
+        return CARDS[short_names[bare]]
+    similar = [short for other, short in short_names.items() if bare and other.startswith(bare)]
+    if not similar:
+        closest = difflib.get_close_matches(bare, short_names, n=2, cutoff=0.5)
+        similar = [short_names[other] for other in closest]
+    if similar:
+        hint = f"did you mean {' or '.join(similar)}?"
+    else:
+        hint = "`monograph plan --help` lists those that are known"
     raise UsageError(f"--device {name}: no such card; {hint}")
 
 
-def _spelled(name: str) -> str:
-    """Return a card's name without the parts that people leave out: `4090` for RTX 4090, `a10040`
-    for A100 40GB.
+def _bare_name(name: str) -> str:
+    """Return a card's name without the parts that people leave out.
+
+    For example, it is 4090 for RTX 4090, and a10040 for A100 40GB.
     """
     plain = re.sub(r"nvidia|geforce|tesla|rtx|generation|[\s_-]", "", name.lower())
     return re.sub(r"(?<=\d)g(i?b)?$", "", plain)
 
 
-def listed() -> list[str]:
+def card_lines() -> list[str]:
     """Return a line for each kind of card: "GeForce RTX: 5090, 5080, ..."."""
     return [f"{group}: {', '.join(row[0] for row in rows)}" for group, rows in _GROUPS.items()]

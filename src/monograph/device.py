@@ -28,8 +28,8 @@ class Device:
         type: "cuda" or "cpu".
         memory_bytes: the card's memory, or the host memory that this process may use, within its
             cgroup's limits.
-        free_memory_bytes: the part of `memory_bytes` that is free now; all of it if the system does
-            not say (macOS).
+        free_memory_bytes: the part of `memory_bytes` that is free now; all of it if the system, such
+            as macOS, does not say.
         peak_flops: datasheet FLOP/s by precision: "fp32", "tf32", "bf16", "fp8", and "fp16" if its
             rate differs from bf16's. Empty for a card that is not in the table, for a MIG slice and
             for a CPU; see `measured_matmul_flops`.
@@ -64,8 +64,8 @@ class Device:
         return f"{self.name}, {memory}{driver}, {cores}"
 
 
-def named(name: str) -> Device:
-    """Return a card of `CARDS`, with datasheet values and all of its memory free.
+def card_device(name: str) -> Device:
+    """Return the device that a card of `CARDS` is: its datasheet's values, and all memory free.
 
     Args:
         name: the card's name, in any usual spelling.
@@ -111,7 +111,7 @@ def default_device() -> torch.device:
 
 
 def describe(device: torch.device | None = None) -> Device:
-    """Return a description of `device`, by default of `default_device()`; nothing is measured."""
+    """Describe a device, without measuring anything. None: `default_device()`."""
     device = default_device() if device is None else device
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -150,7 +150,7 @@ def sent(
     values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Return numbers as a tensor on `device`, without waiting for the copy."""
-    # The copy is from pinned memory; the host would wait for a copy from other memory.
+    # The copy is from pinned memory, because the host waits for a copy from other memory.
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(
         device, non_blocking=True
     )
@@ -200,6 +200,7 @@ def compiler_obstacle() -> str | None:
 
 
 def _cores() -> int:
+    """Return the number of CPU cores that this process may use."""
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -210,7 +211,7 @@ def _cores() -> int:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Return total and available bytes, each the smaller of the host's and the cgroup's."""
+    """Return the total and the available bytes of memory: of the host, or of the cgroup if it has less."""
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     free_bytes = int(available[1]) * 1024 if available else total_bytes
@@ -231,10 +232,12 @@ def cpu_model() -> tuple[str, frozenset[str]]:
     text = _read("/proc/cpuinfo")
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    return (model[1].strip() if model else "CPU"), frozenset(flags[1].split() if flags else ())
+    name = model[1].strip() if model else "CPU"
+    return name, frozenset(flags[1].split() if flags else ())
 
 
 def _nvidia_driver() -> str | None:
+    """Return the version of the NVIDIA kernel driver; None if there is none."""
     match = re.search(
         r"Kernel Module\D*?(?:for \S+\s+)?(\d+\.\d+[.\d]*)", _read("/proc/driver/nvidia/version")
     )

@@ -1,6 +1,6 @@
 """Provide what all engines share: micro-batches, retries with less memory, capture and state.
 
-An engine is this class around a `Step`; the step's `Parameters` hold what differs between engines.
+An engine is this class around a `Step`. What differs between engines is in the step's `Parameters`.
 
 Shapes: R rows of a window, M rows of a micro-batch, N members of an ensemble.
 """
@@ -53,8 +53,8 @@ class Engine:
         Args:
             make: makes the step.
             retries: the size of micro-batches, and what changes when memory runs out.
-            members: the number N of members, if each has its own rows in a window, [N, R, ...];
-                None: a window is [R, ...].
+            members: the number N of members, if each has its own rows in a window, whose tensors
+                are then [N, R, ...]; None: they are [R, ...].
         """
         self._make_step = make
         self._members = members
@@ -115,7 +115,7 @@ class Engine:
         Weights and state do not change.
         """
 
-        def attempt() -> Trial:
+        def try_first_micro_batch() -> Trial:
             batch = next(self._micro_batches(window))
             self._require_empty_rows_add_nothing(batch, self._rows(batch))
 
@@ -136,9 +136,10 @@ class Engine:
                 )
             return findings
 
-        return self._with_retries(window, attempt)
+        return self._with_retries(window, try_first_micro_batch)
 
     def _require_empty_rows_add_nothing(self, window: Batch, rows: int) -> None:
+        """Check once, by a pass over `rows` empty rows, that they add nothing to sum and count."""
         if self._empty_rows_scored:
             return
         fill = fill_of(self.step.loss, window)
@@ -154,7 +155,8 @@ class Engine:
             rows: the number of rows to return.
             fill: the value of each tensor, by name; tensors that it does not name are zeros.
         """
-        dim, device = self._row_dim, self.step.device
+        dim = self._row_dim
+        device = self.step.device
         shapes = {
             name: (*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :])
             for name, tensor in like.items()
@@ -216,6 +218,7 @@ class Engine:
             self._warm(batch)
 
     def _warm(self, batch: Batch) -> None:
+        """Compile and run the graphs of an update and of a score for the shapes of a micro-batch."""
         step = self.step
         if step.recorder:
             # After these calls the recorder records the next micro-step, for replays.
@@ -227,7 +230,7 @@ class Engine:
         self._score(batch)
 
     def accumulate(self, window: Batch) -> None:
-        """Add the window's exact gradient.
+        """Add the exact gradient of a window to the accumulated gradient.
 
         Raises:
             OutOfDeviceMemory: a micro-batch of one row does not fit.
@@ -248,7 +251,7 @@ class Engine:
     def rehearse(self, window: Batch) -> None:
         """Do all the work of an update, and discard the result.
 
-        Counters change; weights and optimizer state do not.
+        Counters change. Weights and the optimizer's state do not.
         """
         # A loss of NaN makes the device refuse updates that are made in the backward pass.
         self.step.loss_sum.fill_(math.nan)
@@ -266,20 +269,21 @@ class Engine:
         return self.step.sum_over_ranks(loss_sum), self.step.sum_over_ranks(count)
 
     def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return what `evaluate` returns, for this rank's micro-batches alone."""
         with modes_kept(self.model), torch.no_grad(), self.step.averaged():
             self.model.eval()
             sums_of_batches = self._with_retries(
                 batch, lambda: self.step.parameters.score(self._micro_batches(batch))
             )
         losses, counts = zip(*sums_of_batches, strict=True)
-        # The sum is in fp64: fp32 has too few digits for the losses of a long held-out text.
+        # The sum is in fp64, because fp32 has too few digits for the losses of a long held-out text.
         return torch.stack([loss.double() for loss in losses]).sum(0), torch.stack(counts).sum(0)
 
     def state(self) -> EngineState:
         """Return the model's tensors, the optimizer's buffers by parameter name, and the counters.
 
-        The tensors are views of the live ones, except split weights, which are copies. The frozen
-        weights of a model with adapters are left out.
+        The tensors are views of the engine's own tensors, except split weights, which are copies. The
+        frozen weights of a model with adapters are left out.
         """
         step = self.step
         step.parameters.wait_for_planes(to_write=True)  # the caller may write to the views
@@ -289,7 +293,7 @@ class Engine:
         )
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Return views of the optimizer's buffers, by buffer and parameter."""
+        """Return views of the optimizer's buffers, by "<buffer>.<parameter>"."""
         return {
             f"{buffer}.{name}": view
             for plane in self.step.planes
@@ -298,7 +302,7 @@ class Engine:
         }
 
     def load_state(self, state: EngineState) -> None:
-        """Copy a state into the live tensors, and discard the gradient accumulated so far.
+        """Copy a state into the engine's own tensors, and discard the accumulated gradient.
 
         Args:
             state: the state of an engine of any kind that has the same model and optimizer.
@@ -384,20 +388,22 @@ class Engine:
             if not isinstance(tensor, Tensor) or tensor.ndim <= self._row_dim:
                 shape = getattr(tensor, "shape", None)  # numpy's arrays have a shape as well
                 if shape is None:
-                    what = repr(tensor)
+                    description = repr(tensor)
                 else:
-                    what = f"a {type(tensor).__name__} of shape {list(shape)}"
+                    description = f"a {type(tensor).__name__} of shape {list(shape)}"
                 raise UsageError(
-                    f"the window's {name!r} is {what}: expected a tensor that has rows as its dimension "
+                    f"the window's {name!r} is {description}: expected a tensor that has rows as its dimension "
                     f"{self._row_dim}; a tensor without rows belongs in the loss, not in the window"
                 )
             if tensor.layout != torch.strided or tensor.is_nested:
                 if tensor.is_nested:
-                    kind, dense = "nested", "to_padded_tensor"
+                    kind = "nested"
+                    method = "to_padded_tensor"
                 else:
-                    kind, dense = "sparse", "to_dense"
+                    kind = "sparse"
+                    method = "to_dense"
                 raise UsageError(
-                    f"the window's {name!r} is {kind}: expected a dense tensor, .{dense}()"
+                    f"the window's {name!r} is {kind}: expected a dense tensor, .{method}()"
                 )
             rows[name] = tensor.shape[self._row_dim]
         if len(set(rows.values())) != 1 or 0 in rows.values():
@@ -408,7 +414,8 @@ class Engine:
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
         """Return the batch padded to `rows` rows without targets, if the loss has a `fill`."""
-        dim, device = self._row_dim, self.step.device
+        dim = self._row_dim
+        device = self.step.device
         batch_rows = next(iter(batch.values())).shape[dim]
         if batch_rows == rows:
             return batch
@@ -430,8 +437,13 @@ class Engine:
 def require_member_axis(tensors: object, members: int, what: str) -> None:
     """Refuse tensors without a leading member axis.
 
+    Args:
+        tensors: a tensor, or tensors in dicts and lists.
+        members: the number of members.
+        what: what the message calls the tensors.
+
     Raises:
-        UsageError: a tensor is not [members, ...]; the message calls the tensors `what`.
+        UsageError: a tensor is not [members, ...].
     """
     leaves = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
     wrong_shapes = [list(leaf.shape) for leaf in leaves if leaf.shape[:1] != (members,)]

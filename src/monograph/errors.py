@@ -1,6 +1,4 @@
-"""Exceptions for errors that are not bugs, and the exit code that the command line returns for each
-class.
-"""
+"""Exceptions for errors that are not bugs, with the exit code of the command line for each class."""
 
 import difflib
 import os
@@ -9,11 +7,12 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable
 
-Warn = Callable[[str], None]  # shows a line about something that stops nothing
+Warn = Callable[[str], None]  # a function that shows a warning, one line
 
-_LONGEST = 1500  # characters; a longer message, which may quote a file, is shortened
-# Messages of torch, oneDNN and Python when the host's memory, or the process's memory limit, is
-# used up.
+# The most characters of a message. A message may quote a file, and is shortened if it is longer.
+_MAX_MESSAGE_LENGTH = 1500
+# Parts of messages of torch, oneDNN and Python when the host's memory, or the process's memory limit,
+# is used up.
 _HOST_IS_FULL = (
     "can't allocate memory",
     "could not create a primitive",
@@ -25,18 +24,20 @@ _HOST_IS_FULL = (
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean X?` for the choice closest to `word`, or "" if none is close.
 
-    Capitals count for nothing. If no whole choice is close, the parts after the last dot are
+    Upper and lower case are the same. If no whole choice is close, the parts after the last dot are
     compared.
     """
-    full = {choice.lower(): choice for choice in choices}
-    last = {choice.rpartition(".")[2].lower(): choice for choice in full.values()}
+    by_name = {choice.lower(): choice for choice in choices}
+    by_last_part = {choice.rpartition(".")[2].lower(): choice for choice in by_name.values()}
     word = word.lower()
-    near = [full[choice] for choice in difflib.get_close_matches(word, full, n=1, cutoff=0.75)]
-    near = near or [
-        last[part]
-        for part in difflib.get_close_matches(word.rpartition(".")[2], last, n=1, cutoff=0.7)
-    ]
-    return f"; did you mean {near[0]}?" if near else ""
+    last_part = word.rpartition(".")[2]
+    close_names = difflib.get_close_matches(word, by_name, n=1, cutoff=0.75)
+    if close_names:
+        return f"; did you mean {by_name[close_names[0]]}?"
+    close_parts = difflib.get_close_matches(last_part, by_last_part, n=1, cutoff=0.7)
+    if close_parts:
+        return f"; did you mean {by_last_part[close_parts[0]]}?"
+    return ""
 
 
 def join_with_or(words: Iterable[str]) -> str:
@@ -46,9 +47,7 @@ def join_with_or(words: Iterable[str]) -> str:
 
 
 def said_by(error: BaseException) -> str:
-    """Return an exception's message, or "" if its class, which may be a user's, raises while making
-    one.
-    """
+    """Return an exception's message; "" if its class, which may be a user's, fails to make one."""
     try:
         return str(error)
     except Exception:
@@ -61,13 +60,12 @@ def host_is_full(error: BaseException) -> bool:
 
 
 class MonographError(Exception):
-    """The base class of all errors that are shown as one line; the command line exits with
-    `exit_code`.
+    """The base class of all errors that are shown as one line.
 
     Attributes:
-        exit_code: the process's exit code.
-        told: whether another rank of the same run reports this error; None if all ranks raise it
-            and the first reports it.
+        exit_code: the exit code of the command line.
+        told: whether another rank of the same run reports this error; None: all ranks raise it, and
+            the first rank reports it.
     """
 
     exit_code = 1
@@ -75,11 +73,9 @@ class MonographError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return (
-            text
-            if len(text) <= _LONGEST
-            else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 3 :]}"
-        )
+        if len(text) <= _MAX_MESSAGE_LENGTH:
+            return text
+        return f"{text[: _MAX_MESSAGE_LENGTH // 2]} ... {text[-_MAX_MESSAGE_LENGTH // 3 :]}"
 
 
 class UsageError(MonographError):
@@ -97,8 +93,8 @@ class InputRefused(MonographError):
 class Unreadable(MonographError):
     """The system failed to read a file or folder, so its content is unknown.
 
-    This is not an InputRefused: code that replaces or regenerates a damaged file must not do so
-    with an unread one.
+    It is not a subclass of InputRefused, because code that replaces a damaged file must not replace a
+    file that could not be read.
     """
 
     exit_code = 3
@@ -124,8 +120,8 @@ class OutOfDeviceMemory(MonographError):
     """The smallest micro-batch does not fit the device.
 
     Attributes:
-        retry_rows: the rows of the micro-batches with which restarted ranks try again; 0 if none
-            could be fewer.
+        retry_rows: the number of rows of a micro-batch with which restarted ranks try again; 0: it
+            cannot be smaller.
     """
 
     exit_code = 6
@@ -163,15 +159,20 @@ class Ended(MonographError):
 
 
 def bug_report(arguments: list[str]) -> str:
-    """Write the exception being handled to a file and return the file's name, or else how to see
-    the traceback.
+    """Write the traceback of the exception that is being handled to a file.
+
+    Args:
+        arguments: the arguments of the command line.
+
+    Returns:
+        The file's name. If no file could be written, how to see the traceback.
     """
     from monograph import __version__
 
-    head = (
+    header = (
         f"monograph {__version__}, Python {sys.version}, {sys.platform}\narguments: {arguments}\n\n"
     )
-    text = (head + traceback.format_exc()).encode("utf-8", "backslashreplace")
+    text = (header + traceback.format_exc()).encode("utf-8", "backslashreplace")
     path = None
     try:
         descriptor, path = tempfile.mkstemp(prefix="monograph-bug-", suffix=".txt")

@@ -1,7 +1,7 @@
-"""Say how the libraries of an extra are installed beside this installation, however it was made.
+"""Give the command that installs the libraries of an extra for the Python that runs this.
 
-The command names the libraries, never this package: its name on a package index may be a
-stranger's.
+The command has the names of the libraries, and never this package's name with the extra: on a package
+index, a stranger's package may have this name.
 """
 
 import importlib.metadata
@@ -16,8 +16,13 @@ from monograph.terminal import shell_words
 
 
 def command_for(extra: str, library: str) -> str:
-    """Return the command that installs what an extra needs; `library` if its metadata does not say."""
-    return install_command(_required(extra) or [library])
+    """Return the command that installs what an extra needs.
+
+    Args:
+        extra: the extra of this package.
+        library: what is installed if the package's metadata does not say what the extra needs.
+    """
+    return install_command(_requirements(extra) or [library])
 
 
 def install_command(requirements: Sequence[str]) -> str:
@@ -25,25 +30,23 @@ def install_command(requirements: Sequence[str]) -> str:
     python = sys.executable or "python3"
     if Path(python).is_relative_to(Path.cwd()):
         python = os.path.relpath(python)
-    # An environment of uv has no pip of its own. The folders are asked, not all finders: that of
-    # setuptools stops standing in for distutils as soon as pip is looked for, and Inductor's next
-    # import of setuptools then warns.
+    # An environment that uv made has no pip. PathFinder looks for pip in folders only. Another search
+    # would ask the finder of setuptools, which then no longer replaces distutils, and Inductor's next
+    # import of setuptools would warn.
     has_pip = PathFinder.find_spec("pip") is not None
-    tool = (
-        [python, "-m", "pip", "install"]
-        if has_pip
-        else ["uv", "pip", "install", "--python", python]
-    )
+    if has_pip:
+        tool = [python, "-m", "pip", "install"]
+    else:
+        tool = ["uv", "pip", "install", "--python", python]
     return shell_words(*tool, *requirements)
 
 
-def _required(extra: str) -> list[str]:
-    """Return the requirements of an extra, by the metadata of the installed package."""
+def _requirements(extra: str) -> list[str]:
+    """Return the requirements of an extra, from the metadata of the installed package."""
     try:
-        found = importlib.metadata.requires("monograph") or []
-    except (
-        importlib.metadata.PackageNotFoundError
-    ):  # it is run from its source, which was not installed
+        requirements = importlib.metadata.requires("monograph") or []
+    except importlib.metadata.PackageNotFoundError:
+        # The package is run from its source and is not installed.
         return []
-    named = re.compile(rf"extra == [\"']{re.escape(extra)}[\"']")
-    return [each.partition(";")[0].strip() for each in found if named.search(each)]
+    of_extra = re.compile(rf"extra == [\"']{re.escape(extra)}[\"']")
+    return [line.partition(";")[0].strip() for line in requirements if of_extra.search(line)]

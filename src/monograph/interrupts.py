@@ -1,7 +1,7 @@
-"""Handle SIGINT (Ctrl-C) and SIGTERM while the program starts, works and ends: print one line,
-never a traceback.
+"""Handle SIGINT (Ctrl-C) and SIGTERM while the program starts, works and ends.
 
-Training has its own handlers, which save a checkpoint first (`monograph.run.signals`).
+The program prints one line and never a traceback. Training has its own handlers, which save a
+checkpoint first (`monograph.run.signals`).
 """
 
 import os
@@ -15,27 +15,26 @@ Command = TypeVar("Command", bound=Callable[..., int | None])
 
 def end_at_once(*_: object) -> NoReturn:
     """Handle SIGINT while there is nothing to lose: print a line and exit with code 130."""
-    _leave("interrupted", 130)
+    _exit_at_once("interrupted", 130)
 
 
 def _terminate(*_: object) -> NoReturn:
-    _leave("terminated", 143)
+    _exit_at_once("terminated", 143)
 
 
-def _leave(why: str, code: int) -> NoReturn:
-    # An error here would be raised in the work that was interrupted, which may take no notice of it
-    # and go on.
-    with suppress(OSError):  # nobody reads any more
-        os.write(2, f"error: {why}\n".encode())
+def _exit_at_once(reason: str, code: int) -> NoReturn:
+    # `os._exit` ends the process even where an exception would be caught by the interrupted work.
+    with suppress(OSError):  # the reader of stderr may be gone
+        os.write(2, f"error: {reason}\n".encode())
     os._exit(code)
 
 
 def while_starting() -> None:
-    """Replace Python's handlers during the imports, which take seconds; a signal that was ignored
-    stays ignored.
+    """Replace Python's handlers during the imports, which take seconds.
+
+    A signal that the parent process made Python ignore stays ignored.
     """
-    # A launcher such as torchrun sets RANK and ends its ranks by SIGTERM; such a rank prints
-    # nothing.
+    # A launcher such as torchrun sets RANK, and ends its ranks by SIGTERM. Then a rank prints nothing.
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RANK" not in os.environ:
         signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -43,8 +42,9 @@ def while_starting() -> None:
 
 
 def working(command: Command) -> Command:
-    """Return the command, whose imports are done, and let SIGINT raise KeyboardInterrupt from now
-    on.
+    """Let SIGINT raise KeyboardInterrupt from now on, and return the command.
+
+    This is called once a command's imports are done: `working(command)(...)`.
     """
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,13 +52,14 @@ def working(command: Command) -> Command:
 
 
 class Terminated(KeyboardInterrupt):
-    """A SIGTERM that was turned into an exception; the program ends with a line and exit code 143."""
+    """A SIGTERM as an exception. If it is not caught, the program ends with a line and exit code 143."""
 
 
 @contextmanager
 def taken_back() -> Iterator[None]:
-    """Let SIGTERM raise `Terminated` inside the block, so that half-made results are removed as
-    after Ctrl-C.
+    """Let SIGTERM raise `Terminated` in the `with` block.
+
+    So incomplete results are removed as after Ctrl-C.
     """
 
     def end(*_: object) -> NoReturn:
@@ -73,8 +74,9 @@ def taken_back() -> Iterator[None]:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Let a signal inside the block, in which an ended command waits for its threads, end the
-    process with a line.
+    """Let SIGINT and SIGTERM end the process with a line in the `with` block.
+
+    In the block, a command that has ended waits for its threads.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, end_at_once)

@@ -39,10 +39,12 @@ class EngineState:
     scalars: dict[str, Any] = field(default_factory=dict)
 
     def require_fit(self, own: Self) -> None:
-        """Check that names and shapes are those of another state, without reading tensors from files.
+        """Check that an engine can load this state, without reading tensors from files.
+
+        The names and shapes must be those of the engine's own state.
 
         Args:
-            own: the state of the engine that this state is for.
+            own: the state of the engine.
 
         Raises:
             InputRefused: a tensor or counter is missing, or a tensor is unknown, complex, or of
@@ -53,31 +55,37 @@ class EngineState:
             raise InputRefused(
                 f"the saved state lacks {missing[0]!r}: it was saved with another train.precision or optim.grad_clip"
             )
-        for kind, mine, theirs in (
+        for kind, own_tensors, saved_tensors in (
             ("model", own.model, self.model),
             ("optimizer", own.optimizer, self.optimizer),
         ):
-            place = f"the saved {kind} does not fit"
-            unmatched = sorted(mine.keys() ^ theirs.keys())
+            refusal = f"the saved {kind} does not fit"
+            unmatched = sorted(own_tensors.keys() ^ saved_tensors.keys())
             if unmatched:
-                problem = "missing" if unmatched[0] in mine else "unknown"
+                problem = "missing" if unmatched[0] in own_tensors else "unknown"
                 hint = ""
                 if kind == "optimizer":
                     hint = f": it was saved with another {_OPTIMIZER_STATE_KEYS}"
-                raise InputRefused(f"{place}: {unmatched[0]!r} is {problem}{hint}")
-            # `LargeFile.like` gives shape and dtype without reading the tensor.
-            like = theirs.like if isinstance(theirs, LargeFile) else theirs.__getitem__
-            for name, tensor in mine.items():
-                saved = like(name)
+                raise InputRefused(f"{refusal}: {unmatched[0]!r} is {problem}{hint}")
+            for name, tensor in own_tensors.items():
+                # `LargeFile.like` gives shape and dtype without reading the tensor.
+                if isinstance(saved_tensors, LargeFile):
+                    saved = saved_tensors.like(name)
+                else:
+                    saved = saved_tensors[name]
                 if saved.shape != tensor.shape:
                     raise InputRefused(
-                        f"{place}: {name} is {list(saved.shape)}, not {list(tensor.shape)}"
+                        f"{refusal}: {name} is {list(saved.shape)}, not {list(tensor.shape)}"
                     )
                 if saved.is_complex():
-                    raise InputRefused(f"{place}: {name} is {saved.dtype}, not {tensor.dtype}")
+                    raise InputRefused(f"{refusal}: {name} is {saved.dtype}, not {tensor.dtype}")
 
     def counter(self, name: str, own: Tensor) -> Tensor:
-        """Return the counter `name` of `scalars` as a tensor of `own`'s shape and dtype.
+        """Return a saved counter as a tensor.
+
+        Args:
+            name: the counter's name in `scalars`.
+            own: the engine's own counter, whose shape and dtype the result has.
 
         Raises:
             InputRefused: the saved value is not a number, or list of numbers, of that shape and
@@ -104,10 +112,10 @@ class AnyEngine(Protocol):
         """Return the number of updates so far, including skipped ones."""
 
     def accumulate(self, window: Batch) -> None:
-        """Add the exact gradient of one update's window."""
+        """Add the exact gradient of an update's window to the accumulated gradient."""
 
     def update(self) -> Update:
-        """Apply the gradient."""
+        """Apply the accumulated gradient, and return the update's numbers."""
 
     def state(self) -> EngineState:
         """Return views of the current state; copy them to keep them."""

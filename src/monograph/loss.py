@@ -1,15 +1,16 @@
-"""Define losses, which a training step minimises, as (sum over targets, number of targets).
+"""Define losses, which a training step minimises.
 
-A loss is any callable `loss(model, batch) -> (sum, count)`. It may have three more attributes:
+A loss is any callable `loss(model, batch) -> (sum, count)`: the sum of the losses of all targets, and
+the number of targets or the sum of their weights. It may have three more attributes:
 
 - `count(batch)` returns the number of a batch's targets without a forward pass, so that the number
   of an update's targets is known before its first backward pass.
 - `fill` is a dict of numbers by tensor name. It promises that a row with these values, and zeros in
   all other tensors, adds nothing to sum and count. Short micro-batches are padded with such rows.
-- `update_of(index, batches, score, sum_over_ranks)` is a context manager, in which the gradient of
-  update `index` is computed. With it the loss of a row may depend on all rows of the update:
-  `score(batches)` passes micro-batches through the loss without gradients, and `sum_over_ranks` sums
-  a 0-d tensor over all ranks.
+- `update_of(index, batches, score, sum_over_ranks)` is a context manager. In its `with` block the
+  gradient of update `index` is computed. With it the loss of a row may depend on all rows of the
+  update: `score(batches)` passes micro-batches through the loss without gradients, and
+  `sum_over_ranks` sums a 0-d tensor over all ranks.
 
 Shapes: B rows, T positions, N = B * T positions of all rows, D hidden size, V vocabulary.
 """
@@ -30,7 +31,8 @@ from monograph.ops.mixture import mixture_cross_entropy
 from monograph.ranges import NOT_NEGATIVE
 
 IGNORE = -100  # torch's default ignore_index
-# The batch's tensor of each target's weight in the differentiated loss; it balances experts.
+# The name of a batch's tensor with each target's factor in the differentiated loss. Models that balance
+# their experts need it.
 SHARES = "token_shares"
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
@@ -40,14 +42,16 @@ class CountedLoss(Protocol):
     """A loss whose targets can be counted from the batch alone."""
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the 0-d differentiable sum of the losses, and the targets' number or sum of weights."""
+        """Return the differentiable sum of the losses, 0-d, and the number of targets or the sum of
+        their weights.
+        """
 
     def count(self, batch: Any) -> Tensor | float:
         """Return the number of targets in the batch, or the sum of their weights."""
 
 
-def counts(loss: object) -> TypeGuard[CountedLoss]:
-    """Return whether a loss has `count`, which counts a batch's targets."""
+def has_count(loss: object) -> TypeGuard[CountedLoss]:
+    """Return whether a loss has the attribute `count`, which counts a batch's targets."""
     return callable(getattr(loss, "count", None))
 
 
@@ -79,7 +83,7 @@ class TokenLoss:
         return self.head(hidden_ND, head.weight, targets_N, impl=self.impl, rows=rows, **teaching)
 
     def teaching_arguments(self, batch: Batch) -> dict[str, Any]:
-        """Return the arguments of `head` that teachers add; here there are none."""
+        """Return further arguments of `head`, which a loss with teachers has; here there are none."""
         return {}
 
     def count(self, batch: Batch) -> Tensor:
@@ -91,7 +95,7 @@ token_loss = TokenLoss()
 
 
 def hidden_of(model: nn.Module, batch: Batch, **model_arguments: Tensor) -> tuple[Tensor, Any]:
-    """Return the hidden states of a batch's positions, [N, D], and the model's head module."""
+    """Return a model's hidden states at all positions of a batch, [N, D], and its head module."""
     hidden_BTD = model(
         batch["tokens"],
         segments=batch.get("segments"),
@@ -107,9 +111,10 @@ def target_log_probabilities(
     temperature: float = 1.0,
     among: tuple[Callable[[Tensor], Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return the log-probability of each target, [N], and that of token 0 where there is no target.
+    """Return the log-probability of each target, [N].
 
-    See `monograph.ops.cross_entropy.token_log_probabilities`.
+    Where there is no target it is that of token 0. `temperature` and `among` are arguments of
+    `monograph.ops.cross_entropy.token_log_probabilities`.
     """
     hidden_ND, head = hidden_of(model, batch)
     tokens_N = batch["targets"].flatten()
@@ -143,7 +148,7 @@ class MixtureLoss(TokenLoss):
         self.head = mixture_cross_entropy
 
     def teaching_arguments(self, batch: Batch) -> dict[str, Any]:
-        """Return the teachers' hidden states and heads, and `share`; nothing without gradients."""
+        """Return the teachers' hidden states and heads, and `share`; {} without gradients."""
         if not torch.is_grad_enabled():
             return {}
         with torch.no_grad():
@@ -165,7 +170,7 @@ def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
     if fill is None:
         return None
     if not isinstance(fill, Mapping) or not all(
-        isinstance(v, int | float | np.generic) for v in fill.values()
+        isinstance(value, int | float | np.generic) for value in fill.values()
     ):
         raise UsageError(
             f"the loss's fill is {fill!r}: expected numbers by name, such as {{'targets': {IGNORE}}}"
@@ -175,7 +180,10 @@ def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
         raise UsageError(
             f"the loss's fill names {missing[0]!r}, which is not in the window: it has {', '.join(batch)}"
         )
-    numbers = {name: v.item() if isinstance(v, np.generic) else v for name, v in fill.items()}
+    numbers = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in fill.items()
+    }
     for name, value in numbers.items():
         if not _holds(batch[name].dtype, value):
             dtype = str(batch[name].dtype).removeprefix("torch.")
@@ -199,8 +207,8 @@ def _holds(dtype: torch.dtype, value: float) -> bool:
 _EXPECTED = "the loss must return (sum of the losses, number of targets): loss(model, batch) -> (sum, count)"
 
 
-def pair(result: object) -> tuple[Tensor, Tensor]:
-    """Check a loss's result, and return its sum and its count; the count as `counted` returns it.
+def check_result(result: object) -> tuple[Tensor, Tensor]:
+    """Check a loss's result, and return its sum and its count, a tensor that `count_tensor` returns.
 
     Raises:
         UsageError: the result is not a pair of a real 0-d tensor and a count.
@@ -220,14 +228,14 @@ def pair(result: object) -> tuple[Tensor, Tensor]:
         raise UsageError(
             f"{_EXPECTED}; its sum is complex, expected a real number: .abs() or .real"
         )
-    return total, counted(count, total.device)
+    return total, count_tensor(count, total.device)
 
 
-def counted(count: Any, device: torch.device) -> Tensor:
+def count_tensor(count: Any, device: torch.device) -> Tensor:
     """Return a count of targets, or a sum of their weights, as a 0-d fp64 tensor.
 
-    A tensor's value is not read by the host. A tensor's value below 0 becomes NaN, so that the
-    device refuses the update.
+    The host does not read a tensor's value. If it is below 0 it becomes NaN, so that the device
+    refuses the update.
 
     Args:
         count: a number of Python or numpy, or a 0-d tensor, integer, fp32 or fp64.
@@ -237,7 +245,7 @@ def counted(count: Any, device: torch.device) -> Tensor:
         UsageError: the count is of another type, a number below 0 or not finite, or a tensor that
             depends on the parameters.
     """
-    # Dynamo traces numpy's scalars and 0-d arrays as tensors, whose value it must not read.
+    # Dynamo traces numpy's scalars and 0-d arrays as tensors, whose value must not be read in a graph.
     if isinstance(count, (np.generic, np.ndarray)) and not count.ndim:
         count = torch.as_tensor(count) if torch.compiler.is_compiling() else count.item()
     if isinstance(count, Tensor):
@@ -250,16 +258,16 @@ def counted(count: Any, device: torch.device) -> Tensor:
             actual = f"a tensor of shape {list(count.shape)}" if count.ndim else kind
             hint = "weights are summed in float32 or float64, and targets by .sum() of booleans"
             raise UsageError(f"{_EXPECTED}; its count is {actual}, expected one number: {hint}")
-        wide = constant(count).to(device=device, dtype=torch.float64)
+        wide = require_constant(count).to(device=device, dtype=torch.float64)
         return torch.where(wide >= 0, wide, math.nan)
     if not NOT_NEGATIVE.holds(count):
         raise UsageError(f"{_EXPECTED}; its count is {count!r}, expected {NOT_NEGATIVE.expected}")
-    # The host would wait for the copy that torch.tensor makes.
+    # `torch.full` makes the number on the device. With `torch.tensor` the host would wait for a copy.
     return torch.full((), float(count), dtype=torch.float64, device=device)
 
 
-def constant(count: Tensor) -> Tensor:
-    """Return `count` after checking that it is a constant.
+def require_constant(count: Tensor) -> Tensor:
+    """Return `count`, and refuse one that depends on the parameters.
 
     Raises:
         UsageError: the count depends on the parameters, but only the sum is differentiated.

@@ -1,10 +1,11 @@
-"""The optimizers, and the forms in which they keep their moments, by the words of the keys.
+"""List the optimizers and the formats in which they keep their moments, by the values of the keys.
 
-Settings are read without torch, so this file has only names. `monograph.optim` has what they name.
+Settings are read without torch, so this file only names the objects, which are in `monograph.optim`.
 
 To add an optimizer, write its formula and its class in a file such as `monograph/optim/adamw.py`,
-and its row here. To add a form of the state, write its two functions and its `StateFormat` in a
-file such as `monograph/optim/narrow.py`, and its row here. All else asks the class, or the form.
+and its row here. To add a format of the state, write its two functions and its `StateFormat` in a
+file such as `monograph/optim/narrow.py`, and its row here. Other code asks the class or the format,
+and has no list of its own.
 """
 
 import importlib
@@ -15,8 +16,8 @@ class TableRow(NamedTuple):
     """An entry of a table.
 
     Attributes:
-        about: what the key says of it.
-        home: "module:name" of the object.
+        about: the help for this value of the key.
+        home: where the object is, "module:name".
     """
 
     about: str
@@ -28,14 +29,14 @@ class TableRow(NamedTuple):
         return getattr(importlib.import_module(module), name)
 
 
-# The key `optim.name`.
+# By the values of the key `optim.name`.
 OPTIMIZERS = {
     "adamw": TableRow("AdamW for all weights", "monograph.optim.adamw:AdamW"),
     "muon": TableRow(
         "Muon for the matrices of blocks, AdamW for the rest", "monograph.optim.muon:Muon"
     ),
 }
-# The key `optim.state`; the exact form comes first.
+# By the values of the key `optim.state`. The exact format comes first.
 FORMATS = {
     "fp32": TableRow("8 bytes a parameter", "monograph.optim.state_format:EXACT"),
     "bf16": TableRow("4 bytes a parameter, stochastically rounded", "monograph.optim.narrow:BF16"),

@@ -19,28 +19,29 @@ class Range(NamedTuple):
         expected: the range in words, to complete the sentence "expected ...".
         low: the smallest number.
         high: the largest number.
-        above: whether the range excludes `low` itself.
-        below: whether the range excludes `high` itself.
-        whole: whether the type must be an integer type, Python's or numpy's.
+        excludes_low: whether `low` itself is not in the range.
+        excludes_high: whether `high` itself is not in the range.
+        whole: whether only integers, of Python's or numpy's types, are in the range.
     """
 
     expected: str
     low: float
     high: float
-    above: bool = False
-    below: bool = False
+    excludes_low: bool = False
+    excludes_high: bool = False
     whole: bool = False
 
     def holds(self, value: object) -> bool:
         """Return whether the value is a number in this range."""
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
-        # numbers.Real compares with a float; it is not made one, which would round a large number.
+        # Any `Real` can be compared with a float. It is not converted, which would round a large integer.
         number: Any = value
         if not self.whole and isinstance(value, Rational) and not -LARGEST <= number <= LARGEST:
-            return False  # no float is that large
-        low_holds = number > self.low if self.above else number >= self.low
-        return bool(low_holds and (number < self.high if self.below else number <= self.high))
+            return False  # an integer or a fraction that is larger than any float
+        is_high_enough = number > self.low if self.excludes_low else number >= self.low
+        is_low_enough = number < self.high if self.excludes_high else number <= self.high
+        return bool(is_high_enough and is_low_enough)
 
     def require(self, name: str, value: object) -> None:
         """Refuse a value outside the range.
@@ -52,15 +53,19 @@ class Range(NamedTuple):
             raise UsageError(f"{name} = {value!r}: expected {self.expected}")
 
     def integer(self, name: str, value: SupportsInt) -> int:
-        """Return a value of any integer type, such as numpy's, as a Python int; raise UsageError
-        like `require`.
+        """Return a value of any integer type, such as numpy's, as a Python int.
+
+        Raises:
+            UsageError: the value is outside the range.
         """
         self.require(name, value)
         return int(value)
 
     def checked(self, value: float) -> float:
-        """Return the value, or raise ValueError, which pydantic turns into an error that names the
-        key.
+        """Return a value in the range. This is a validator for pydantic.
+
+        Raises:
+            ValueError: the value is outside the range. pydantic adds the key's name.
         """
         if not self.holds(value):
             raise ValueError(self.expected)
@@ -77,8 +82,8 @@ def whole(least: int, most: int) -> Range:
     return Range(f"a whole number from {least} to {most}", least, most, whole=True)
 
 
-ABOVE_0 = Range("a number above 0", 0, math.inf, above=True, below=True)
-NOT_NEGATIVE = Range("a number, 0 or more", 0, math.inf, below=True)
-DECAY = Range("a number, 0 or more and below 1", 0, 1, below=True)
-FRACTION = Range("a number between 0 and 1", 0, 1, above=True, below=True)
+ABOVE_0 = Range("a number above 0", 0, math.inf, excludes_low=True, excludes_high=True)
+NOT_NEGATIVE = Range("a number, 0 or more", 0, math.inf, excludes_high=True)
+DECAY = Range("a number, 0 or more and below 1", 0, 1, excludes_high=True)
+FRACTION = Range("a number between 0 and 1", 0, 1, excludes_low=True, excludes_high=True)
 COUNT = Range("a whole number above 0", 1, math.inf, whole=True)

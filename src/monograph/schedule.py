@@ -1,6 +1,7 @@
-"""Make learning-rate schedules: pure functions of an update's index that return the rate's factor.
+"""Make learning-rate schedules.
 
-A configuration names those of `SCHEDULES`.
+A schedule is a pure function that gets an update's index and returns the factor of the learning rate.
+`SCHEDULES` has those that the key `optim.schedule` can name.
 """
 
 import math
@@ -17,7 +18,7 @@ def factor_at(schedule: Schedule, index: int) -> float:
     """Return the schedule's factor for update `index`.
 
     Raises:
-        UsageError: the factor is not a finite number of at least 0; no weight has changed then.
+        UsageError: the factor is not a finite number of at least 0.
     """
     factor = schedule(index)
     if not NOT_NEGATIVE.holds(factor):
@@ -29,7 +30,13 @@ def factor_at(schedule: Schedule, index: int) -> float:
 
 
 def constant(warmup: int = 0) -> Schedule:
-    """Return the schedule factor(i) = min(1, (i + 1) / warmup), for i = 0, 1, ... counting updates."""
+    """Warm up linearly, then stay at the peak.
+
+    factor(i) = min(1, (i + 1) / warmup), where i = 0, 1, ... is the update's index
+
+    Args:
+        warmup: updates of warm-up (0 for none).
+    """
     _require(warmup=warmup)
 
     def factor(index: int) -> float:
@@ -104,12 +111,13 @@ def _decaying(
         first: the first update of the decay.
         total: the update that has the factor `final`.
         final: the factor at the end.
-        remaining: the share of the decay that is left, from the decay's progress, both 0 to 1.
+        remaining: gets the decay's progress and returns the share of the decay that is left, both
+            from 0 to 1.
     """
 
     def factor(index: int) -> float:
         if index < warmup:
-            # A fractional warm-up may end between two updates; then the ratio exceeds 1.
+            # `warmup` may be a fraction. Then the last ratio may be above 1.
             return min(1.0, (index + 1) / warmup)
         progress = min(1.0, max(0, index - first) / max(1, total - first))
         return final + (1.0 - final) * remaining(progress)
@@ -145,10 +153,10 @@ class NamedSchedule(NamedTuple):
     """A schedule that `optim.schedule` can name. Its first updates are a linear warm-up.
 
     Attributes:
-        meaning: what the rate does after the warm-up, as pages and errors say it.
-        make: returns the schedule of a run, from the updates of its warm-up, all its updates, and
-            the factor at its end.
-        falls: whether it falls to the factor at the end, so that `optim.min_lr_ratio` says something.
+        meaning: what the learning rate does after the warm-up, in the words of pages and errors.
+        make: gets the number of updates of the warm-up, the number of all updates, and the factor at
+            the end, and returns the schedule of a run.
+        falls: whether it falls to the factor at the end. If not, `optim.min_lr_ratio` has no effect.
     """
 
     meaning: str
@@ -156,7 +164,7 @@ class NamedSchedule(NamedTuple):
     falls: bool = True
 
 
-# By the word of `optim.schedule`.
+# By the values of the key `optim.schedule`.
 SCHEDULES = {
     "cosine": NamedSchedule("falls along half a cosine to min_lr_ratio", warmup_cosine),
     "wsd": NamedSchedule(

@@ -1,8 +1,7 @@
-"""Guard the output: all text written to a terminal passes `visible`, so that no foreign text can
-control the terminal.
+"""Guard the output: text of any origin is printed so that it cannot control the terminal.
 
-Only Monograph's own display writes escape sequences, through `own`, after it has made its texts
-visible.
+All text that is written to a terminal passes `visible`. Only Monograph's own display writes escape
+sequences, through `own`, and passes the texts in it through `visible` first.
 """
 
 import io
@@ -21,8 +20,9 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u20
 
 
 def visible(text: str) -> str:
-    r"""Return `text` with each character that a terminal obeys spelled out, such as \x1b; line
-    feeds and tabs stay.
+    r"""Return a text in which characters that a terminal obeys are spelled out, such as \x1b.
+
+    Line feeds and tabs stay.
     """
     return _OBEYED.sub(lambda match: ascii(match[0])[1:-1], text)
 
@@ -38,23 +38,26 @@ def warn(line: str) -> None:
 
 
 def shell_words(*words: str | Path) -> str:
-    """Return one printable line that a shell splits into exactly these words, to be pasted."""
+    """Return one printable line that a user can paste into a shell, which splits it into these words."""
     return " ".join(_shell_word(str(word)) for word in words)
 
 
 def _shell_word(word: str) -> str:
     if visible(word) == word and "\n" not in word:
         return shlex.quote(word)
-    kept = (
+    # The form $'...' of bash, in which any byte can be written as \x and two digits.
+    letters = (
         chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}"
         for byte in word.encode(errors="surrogateescape")
     )
-    return "$'" + "".join({"\\": "\\\\", "'": "\\'"}.get(letter, letter) for letter in kept) + "'"
+    escapes = {"\\": "\\\\", "'": "\\'"}
+    return "$'" + "".join(escapes.get(letter, letter) for letter in letters) + "'"
 
 
 class Terminal:
-    """A wrapper of a terminal's text stream that makes all text visible, except the text that `own`
-    writes.
+    """A wrapper of a terminal's text stream that passes all text through `visible`.
+
+    Its attribute `own` writes a text as it is.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -75,13 +78,15 @@ class Terminal:
 
 
 def own(stream: TextIO, text: str) -> None:
-    """Write Monograph's own escape sequences, and texts that were already made visible."""
+    """Write a text with Monograph's own escape sequences as it is."""
     getattr(stream, "own", stream.write)(text)
 
 
 def guard() -> None:
-    """Make the standard streams accept any text, even if they were closed or their encoding lacks a
-    character.
+    """Make the standard streams accept any text, and guard those that are terminals.
+
+    A stream that was closed becomes one that writes nothing. A character that an encoding lacks is
+    spelled out.
     """
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
@@ -102,12 +107,10 @@ def is_terminal(stream: object) -> bool:
 
 
 def takes_escapes(stream: object) -> bool:
-    """Return whether `stream` is a terminal that accepts escape sequences, which a dumb one does
-    not.
-    """
+    """Return whether a stream is a terminal that accepts escape sequences; a dumb one does not."""
     return is_terminal(stream) and os.environ.get("TERM") != "dumb"
 
 
 def takes_colour(stream: object) -> bool:
-    """Return whether `stream` may be sent colours, which NO_COLOR forbids (no-color.org)."""
+    """Return whether a stream accepts colours and NO_COLOR does not forbid them (no-color.org)."""
     return takes_escapes(stream) and not os.environ.get("NO_COLOR")

@@ -1,12 +1,11 @@
-"""Transfer values tuned on a narrow model to a wide model of the same ratios.
+"""Transfer a learning rate that was tuned on a narrow model to a wide model of the same ratios.
 
-`narrowed` returns the shape of the narrow model.
-
-With m = fan_in / base fan_in, every activation and its change per update keep their size at any
-width, so the best learning rate stays where it is (Yang et al. 2022, "Tensor Programs V", arXiv
-2203.03466, table 3; in spectral form Yang, Simon and Bernstein 2023, arXiv 2310.17813). The rule
-sets only a tensor's initial spread, learning rate, decay and eps: there is no multiplier in the
-forward pass, and exports are plain models of their family.
+The narrow model is called the base. `narrowed` returns its shape. With m = fan_in / base fan_in, the
+table has factors of the base's values. With them, every activation and its change in an update keep
+their size at any width, so the best learning rate stays the same (Yang et al. 2022, "Tensor Programs
+V", arXiv 2203.03466, table 3; in spectral form Yang, Simon and Bernstein 2023, arXiv 2310.17813). Only
+a tensor's initial spread (standard deviation), learning rate, decay and eps differ. There is no
+multiplier in the forward pass, so exports are plain models of their family.
 
 | tensor | initial spread | AdamW lr | AdamW eps | Muon lr |
 |---|---|---|---|---|
@@ -16,12 +15,12 @@ forward pass, and exports are plain models of their family.
 | head | m^-1/2 | 1/m | 1 | |
 | final norm gain where the head is tied | 1/m | 1/m | 1 | |
 
-The rate of the matrices in blocks is the optimizer's `width_factor`; where Muon has no entry, AdamW
-updates the tensor. Every entry is a factor of the base's value. The factor of weight decay is 1 / (factor of lr), so
-that lr * decay, the decay of one step, is the same at every width (Wang and Aitchison 2024, arXiv
-2405.13698). The head's spread is m^-1/2 instead of table 3's 1/m. The best rate stays where it is
-with both, and short runs reach a lower loss with m^-1/2 (Everett et al. 2024, arXiv 2407.05872, and
-benchmarks/transfer.py).
+The factor of the learning rate of matrices in blocks is the optimizer's `width_factor`. Where Muon has
+no entry, AdamW updates the tensor. The factor of weight decay is 1 / (factor of lr), so that lr *
+decay, the decay of one update, is the same at every width (Wang and Aitchison 2024, arXiv 2405.13698).
+The factor of the head's spread is m^-1/2 instead of table 3's 1/m. The best learning rate stays the
+same with both, and short runs reach a lower loss with m^-1/2 (Everett et al. 2024, arXiv 2407.05872,
+and benchmarks/transfer.py).
 """
 
 import math
@@ -35,14 +34,14 @@ from torch import nn
 from monograph.errors import UsageError
 from monograph.graph.inspect import unwrapped
 from monograph.model.config import LlamaConfig
-from monograph.model.parameters import layer_shapes, outer_shapes
+from monograph.model.parameters import block_shapes, outer_shapes
 from monograph.optim import AdamW, Group, Optimizer
 
-# Tensor Programs V, appendix: narrower models begin to differ from the limit in which the rule is
-# derived.
-NARROWEST = 256
-MULTIPLE = 8  # the feed-forward width stays a multiple of this, for the matrix units
-MAX_RATIO_DIFFERENCE = 0.1  # largest relative difference of two shapes' ratios
+# The smallest width of a base. Narrower models begin to differ from the limit of infinite width, in which
+# the rule is derived (Tensor Programs V, appendix).
+MIN_BASE_WIDTH = 256
+FFN_MULTIPLE = 8  # the feed-forward width stays a multiple of this, which suits matrix units
+MAX_RATIO_DIFFERENCE = 0.1  # the largest relative difference of two shapes' ratios
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -56,6 +55,7 @@ _GAINS = {
     *(f"self_attn.{name}_norm.weight" for name in "qk"),
 }
 _BIASES = {f"self_attn.{name}_proj.bias" for name in "qkvo"}
+# The fields in which a model may differ from its base.
 _MAY_DIFFER = {
     "hidden_size",
     "intermediate_size",
@@ -85,9 +85,9 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class WidthTransfer:
-    """The rule between two shapes: `config` trains with the learning rate that is best for `base`.
+    """How to train a model of one shape with the learning rate that is best for another shape.
 
-    At the base itself every factor is 1 and nothing changes.
+    If both shapes are the same, every factor is 1 and nothing changes.
 
         transfer = WidthTransfer(config, narrowed(config))
         model = Llama(config)
@@ -108,19 +108,24 @@ class WidthTransfer:
     base: LlamaConfig
 
     def __post_init__(self) -> None:
-        wide, narrow = self.config, self.base
-        same = [field.name for field in fields(wide) if field.name not in _MAY_DIFFER]
-        pairs = {name: (getattr(narrow, name), getattr(wide, name)) for name in same}
-        differences = [f"{name} {pair}" for name, pair in pairs.items() if pair[0] != pair[1]]
-        for above, below in (
+        wide = self.config
+        narrow = self.base
+        differences = list[str]()
+        for name in (field.name for field in fields(wide) if field.name not in _MAY_DIFFER):
+            values = getattr(narrow, name), getattr(wide, name)
+            if values[0] != values[1]:
+                differences.append(f"{name} {values}")
+        for numerator, denominator in (
             ("intermediate_size", "hidden_size"),
             ("num_attention_heads", "hidden_size"),
             ("num_attention_heads", "num_key_value_heads"),
         ):
-            narrow_ratio = getattr(narrow, above) / getattr(narrow, below)
-            wide_ratio = getattr(wide, above) / getattr(wide, below)
+            narrow_ratio = getattr(narrow, numerator) / getattr(narrow, denominator)
+            wide_ratio = getattr(wide, numerator) / getattr(wide, denominator)
             if abs(math.log(wide_ratio / narrow_ratio)) > math.log1p(MAX_RATIO_DIFFERENCE):
-                differences.append(f"{above} / {below} ({narrow_ratio:.4g}, {wide_ratio:.4g})")
+                differences.append(
+                    f"{numerator} / {denominator} ({narrow_ratio:.4g}, {wide_ratio:.4g})"
+                )
         if differences:
             raise UsageError(
                 f"width transfer from a hidden_size of {narrow.hidden_size} to {wide.hidden_size}: the two models "
@@ -130,11 +135,13 @@ class WidthTransfer:
 
     @property
     def width_ratio(self) -> float:
-        """Return the residual stream's m: hidden_size over the base's."""
+        """Return m for the residual stream: hidden_size divided by the base's."""
         return self.config.hidden_size / self.base.hidden_size
 
     def factors(self, optim: Optimizer | None = None) -> dict[str, Factors]:
-        """Return the factors by tensor name, with a star for a block's number: `model.layers.*.`...
+        """Return the factors by the tensors' names.
+
+        A star stands for the number of a block, as in `model.layers.*.mlp.up_proj.weight`.
 
         Args:
             optim: the optimizer; AdamW by default.
@@ -142,12 +149,13 @@ class WidthTransfer:
         Raises:
             UsageError: the table has no row for a tensor.
         """
-        wide, narrow = self.config, self.base
-        narrow_shapes = layer_shapes(narrow, 0)
+        wide = self.config
+        narrow = self.base
+        narrow_shapes = block_shapes(narrow, 0)
         optim = optim or AdamW()
         block_factors = {
             f"model.layers.*.{name}": self._block_factors(name, shape, narrow_shapes[name], optim)
-            for name, shape in layer_shapes(wide, 0).items()
+            for name, shape in block_shapes(wide, 0).items()
         }
         return {name: self._outer_factors(name) for name in outer_shapes(wide)} | block_factors
 
@@ -164,18 +172,19 @@ class WidthTransfer:
         raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
 
     def _outer_factors(self, name: str) -> Factors:
-        m, tied = self.width_ratio, self.config.tie_word_embeddings
+        m = self.width_ratio
+        is_tied = self.config.tie_word_embeddings
         if name == _EMBEDDING:
             return Factors(self._spread, 1.0, 1 / m)
         if name == _HEAD:
             return Factors(self._spread / math.sqrt(m), 1 / m, 1.0)
         if name == _FINAL_GAIN:
-            return Factors(1 / m, 1 / m, 1.0) if tied else Factors(1.0, 1.0, 1 / m)
+            return Factors(1 / m, 1 / m, 1.0) if is_tied else Factors(1.0, 1.0, 1 / m)
         raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
 
     @property
     def _spread(self) -> float:
-        """Return the base's initializer_range over `config`'s, which `Llama` samples with."""
+        """Return the base's initializer_range divided by that of `config`, with which `Llama` samples."""
         return self.base.initializer_range / self.config.initializer_range
 
     @torch.no_grad()
@@ -203,29 +212,23 @@ class WidthTransfer:
 
     def _groups(self, optim: Optimizer) -> Iterator[Group]:
         for pattern, factors in self.factors(optim).items():
-            decays = pattern.removeprefix("model.layers.*.") in _MATRICES or pattern in (
-                _EMBEDDING,
-                _HEAD,
-            )
-            yield Group(
-                pattern,
-                factors.lr,
-                optim.weight_decay / factors.lr if decays else None,
-                factors.eps,
-            )
+            is_block_matrix = pattern.removeprefix("model.layers.*.") in _MATRICES
+            is_decayed = is_block_matrix or pattern in (_EMBEDDING, _HEAD)
+            weight_decay = optim.weight_decay / factors.lr if is_decayed else None
+            yield Group(pattern, factors.lr, weight_decay, factors.eps)
 
 
 def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig:
-    """Return the shape of a model's proxy: the same but for its width.
+    """Return the shape of a narrower model on which a model's learning rate can be tuned.
 
-    Depth, head size, ratios, vocabulary and length stay. Heads are removed in whole groups, one
-    key-value head with its query heads. The initial spread is proportional to 1 / sqrt(width), so
-    that products of matrix and activation have the same size in both models.
+    Depth, head size, ratios, vocabulary and length stay. Heads are removed in whole groups, which are
+    one key-value head with its query heads. The initial spread is proportional to 1 / sqrt(width), so
+    that the products of matrices and activations have the same size in both models.
 
     Args:
         config: the model's shape.
-        hidden_size: any width that keeps the ratios; None: the smallest such width of at least 256,
-            or the smallest of all if none that is smaller than the model's reaches 256.
+        hidden_size: any width that keeps the ratios; None: the smallest such width of at least 256. If
+            no width below the model's is at least 256, it is the smallest of all.
 
     Raises:
         UsageError: no narrower shape keeps the ratios, or `hidden_size` does not; then the message
@@ -244,14 +247,15 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
         )
     if not shapes:
         raise UsageError(f"no narrower model keeps the ratios of {_described(config)}")
-    return shapes[min((width for width in shapes if width >= NARROWEST), default=min(shapes))]
+    return shapes[min((width for width in shapes if width >= MIN_BASE_WIDTH), default=min(shapes))]
 
 
 def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
     """Yield every shape that keeps the ratios and is at most `widest` wide."""
-    width, key_values = config.hidden_size, config.num_key_value_heads
+    width = config.hidden_size
+    key_values = config.num_key_value_heads
     group = config.num_attention_heads // key_values
-    multiple = MULTIPLE if config.intermediate_size % MULTIPLE == 0 else 1
+    multiple = FFN_MULTIPLE if config.intermediate_size % FFN_MULTIPLE == 0 else 1
     for heads in range(1, widest * key_values // width + 1):
         if width * heads % key_values:
             continue

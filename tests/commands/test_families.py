@@ -12,7 +12,7 @@ import torch
 from commands.forked import CommandServer
 from commands.inputs import OWN, TINY, over
 from monograph.model.families import FAMILIES
-from monograph.model.scaling import LINEAR
+from monograph.model.layer_types import LINEAR_ATTENTION
 from monograph.model.torch_file import read
 from monograph.text.tokenizer import Tokenizer
 from reference import pieces
@@ -91,14 +91,14 @@ def test_a_folder_of_transformers_has_the_bits_per_byte_of_transformers_own_loss
     window = windows.get(
         family, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
     )
-    if FAMILIES[family].others == LINEAR:
+    if FAMILIES[family].other_layer_type == LINEAR_ATTENTION:
         window = {
             "full_attention_interval": 2,
             "linear_num_key_heads": 1,
             "linear_num_value_heads": 2,
             "head_dim": 8,
         }
-    if FAMILIES[family].experts:
+    if FAMILIES[family].expert_width_key:
         window |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     torch.manual_seed(0)
     sizes = SIZES | {"max_position_embeddings": 512, "pad_token_id": None}  # a document is one row

@@ -14,13 +14,13 @@ from batches import tiny_llama
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.prompt_reader import MAX_KNOWN_RECURRENCES, Ids, PromptReader
 from monograph.model.config import LlamaConfig
-from monograph.model.scaling import FULL, LINEAR
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 
 CPU = torch.device("cpu")
 PLAIN = tiny_llama().config
 HYBRID = tiny_llama(
     model_type="qwen3_5_text",
-    layer_types=(LINEAR, FULL),
+    layer_types=(LINEAR_ATTENTION, FULL_ATTENTION),
     linear_num_value_heads=4,
     linear_num_key_heads=2,
 ).config
@@ -61,7 +61,7 @@ def test_memory_is_zero_and_that_of_so_many_rows(config: LlamaConfig) -> None:
     assert sum(tensor.nbytes for tensor in all_of(cache)) == 3 * KVCache.bytes_per_row(
         config, 20, torch.bfloat16, 8
     )
-    layers = [config.is_linear(layer) for layer in range(config.num_hidden_layers)]
+    layers = [config.is_delta_net(layer) for layer in range(config.num_hidden_layers)]
     heads = [0 if linear else config.num_key_value_heads for linear in layers]
     assert [list(keys.shape) for keys in cache.keys] == [
         [3, 3, each, 8, config.head_dim] for each in heads
@@ -177,7 +177,7 @@ def test_whole_prompts_leave_the_hidden_states_of_their_last_tokens() -> None:
 
 
 def test_the_recurrences_that_were_used_last_are_kept() -> None:
-    types = {"model_type": "qwen3_5_text", "layer_types": (LINEAR, FULL)}
+    types = {"model_type": "qwen3_5_text", "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION)}
     reader = reader_of(**types)
 
     def kept() -> list[Ids]:

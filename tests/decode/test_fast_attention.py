@@ -18,8 +18,8 @@ from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.laws.comparisons import error_within
+from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
-from monograph.model.scaling import FULL, SLIDING
 
 pytestmark = pytest.mark.gpu
 SHAPE = {
@@ -33,13 +33,13 @@ SHAPE = {
 }
 # Families that the kernels of a whole step cannot compute.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"sliding_window": 40, "layer_types": (SLIDING, FULL)},
+    "gemma3_text": {"sliding_window": 40, "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION)},
     "gpt_oss": {
         "num_experts": 3,
         "num_experts_per_tok": 2,
         "attention_bias": True,
         "sliding_window": 40,
-        "layer_types": (SLIDING, FULL),
+        "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION),
     },
     "qwen3_moe": {"num_experts": 3, "num_experts_per_tok": 2},
     "olmo2": {},

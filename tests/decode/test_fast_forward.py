@@ -18,8 +18,8 @@ from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.siblings import fuse_known, unfuse_siblings
+from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
-from monograph.model.scaling import FULL, SLIDING
 
 pytestmark = pytest.mark.gpu
 SHAPE = {
@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "norms of heads, a window": {
         "model_type": "qwen3",
         "sliding_window": 40,
-        "layer_types": (SLIDING, FULL),
+        "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION),
     },
     "a mixture in the second layer": {
         "model_type": "qwen3_moe",
@@ -52,10 +52,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "attention_bias": True,
         "sliding_window": 40,
-        "layer_types": (SLIDING, FULL),
+        "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION),
     },
 }
-LONG, SHORT = (5, 6, 7) * 50, (5, 6, 7)
+LONGROPE, SHORT = (5, 6, 7) * 50, (5, 6, 7)
 
 
 def model_of(family: str, dtype: torch.dtype = torch.float32) -> Llama:
@@ -76,7 +76,7 @@ def written(
     )
     found: dict[int, tuple[int, list[int], list[Any]]] = {}
     for seed in list(range(5))[::order]:
-        prompt = (*(LONG if seed == 2 else SHORT), seed + 9)
+        prompt = (*(LONGROPE if seed == 2 else SHORT), seed + 9)
         sampling = Sampling(0.9, seed=seed, logprobs=1)
         found[machine.submit(Request(prompt, sampling, 12, ()))] = seed, [], []
     for event in machine.run():

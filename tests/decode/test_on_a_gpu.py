@@ -21,8 +21,7 @@ from monograph.decode.knobs import chain_of
 from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND
-from monograph.model.scaling import FULL as FULL_ATTENTION
-from monograph.model.scaling import SLIDING
+from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 from monograph.ops.attention import MIN_BLOCK
 from monograph.text.tokenizer import Tokenizer
 
@@ -115,7 +114,11 @@ def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilit
     (tests/laws/test_cached_over_blocks.py).
     """
     longest, sampling = 5 * MIN_BLOCK, Sampling(1.0, logprobs=61)
-    window = {"model_type": "qwen3", "sliding_window": 21, "layer_types": (SLIDING, FULL_ATTENTION)}
+    window = {
+        "model_type": "qwen3",
+        "sliding_window": 21,
+        "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION),
+    }
     model = far_sighted(
         max_position_embeddings=longest, **(window if "window" in shape else {})
     ).cuda()

@@ -252,7 +252,7 @@ def test_on_a_gpu_a_mixture_waits_for_nothing_and_is_as_exact_as_its_dense_way(n
             copy.deepcopy(made).to("cuda", dtype),
             hidden.to("cuda", dtype).requires_grad_(),
         )
-        each.way = way
+        each.impl = way
         each(leaf).sum().backward()  # so that lazy initialisation is over
         torch.cuda.set_sync_debug_mode("error" if way == "grouped" else "default")
         try:

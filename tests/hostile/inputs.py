@@ -63,9 +63,9 @@ from monograph.graph.mmap_weights import materialize_
 from monograph.model import torch_file
 from monograph.model.adapter import (
     install_adapters,
+    load_adapter_weights,
     pack_adapters,
     read_adapter,
-    read_weights,
     save_adapter,
 )
 from monograph.model.hub import mapped_model, save_model
@@ -308,7 +308,7 @@ def adapter(draws: random.Random, folder: Path) -> None:
     def use() -> None:
         found, base = read_adapter(path.parent), tiny_llama()
         install_adapters(base, found.lora)
-        read_weights(found, base)
+        load_adapter_weights(found, base)
 
     replaced(path, hostile_json(json.loads(path.read_bytes()), draws), use)
 

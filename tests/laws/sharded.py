@@ -230,7 +230,11 @@ def owners(world: World, by_day: bool) -> dict[str, float]:
     ):
         engine = Sharded(odd, world=world, micro_batch=ROWS, optim=optim)
         one_update(engine, ragged(5, seed=0))
-    shapes = [plane.kind.matrix for plane in engine.step.planes if plane.kind.matrix is not None]
+    shapes = [
+        plane.kind.matrix_shape
+        for plane in engine.step.planes
+        if plane.kind.matrix_shape is not None
+    ]
     *each, sent = world.sum(torch.tensor([*iterated, *left])).tolist()
     return {
         "matrices": len(shapes), "iterated": sum(each), "most": max(each), "least": min(each),

@@ -17,8 +17,9 @@ from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.prompt_reader import PromptReader
 from monograph.laws.comparisons import cached_is_full, differing_draws, error_within, greedy_ids
 from monograph.model.hub import save_model
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
-from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling
+from monograph.model.scaling import LinearScaling, Llama3Scaling
 from monograph.text.tokenizer import Tokenizer
 
 LENGTH, ROWS = 14, 3
@@ -31,30 +32,33 @@ SHAPES = {
     "linear": {"rope_scaling": LinearScaling(2.0)},
     "biased": {"attention_bias": True},
     "mistral": {"model_type": "mistral", "sliding_window": 4},
-    "qwen2": {"model_type": "qwen2", "sliding_window": 3, "layer_types": (FULL, SLIDING)},
-    "qwen3": {"model_type": "qwen3", "sliding_window": 6, "layer_types": (SLIDING, FULL), "head_dim": 16},
+    "qwen2": {"model_type": "qwen2", "sliding_window": 3, "layer_types": (FULL_ATTENTION, SLIDING_ATTENTION)},
+    "qwen3": {"model_type": "qwen3", "sliding_window": 6,
+        "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION), "head_dim": 16},
     "olmo2": {"model_type": "olmo2"},
     "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 0.5},
     "gpt_oss": {
         "model_type": "gpt_oss", "num_experts": 5, "num_experts_per_tok": 2, "attention_bias": True,
-        "sliding_window": 5, "layer_types": (SLIDING, FULL),
+        "sliding_window": 5, "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION),
     },
     "qwen3_moe": {
         "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True,
         "sliding_window": 5,
     },
     "gemma3": {
-        "model_type": "gemma3_text", "sliding_window": 5, "layer_types": (SLIDING, FULL), "rope_local_theta": 1e2,
+        "model_type": "gemma3_text", "sliding_window": 5,
+        "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION), "rope_local_theta": 1e2,
         "query_pre_attn_scalar": 9,
     },
     "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.75},
-    "smollm3": {"model_type": "smollm3", "sliding_window": 5, "layer_types": (FULL, SLIDING), "no_rope_layers": (0, 1)},
+    "smollm3": {"model_type": "smollm3", "sliding_window": 5,
+        "layer_types": (FULL_ATTENTION, SLIDING_ATTENTION), "no_rope_layers": (0, 1)},
     "qwen3_next": {
-        "model_type": "qwen3_next", "layer_types": (LINEAR, FULL), "linear_num_value_heads": 6,
+        "model_type": "qwen3_next", "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION), "linear_num_value_heads": 6,
         "linear_num_key_heads": 3, "num_experts": 4, "num_experts_per_tok": 2,
     },
     "qwen3_5": {
-        "model_type": "qwen3_5_text", "layer_types": (LINEAR, FULL), "linear_num_value_heads": 6,
+        "model_type": "qwen3_5_text", "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION), "linear_num_value_heads": 6,
         "linear_num_key_heads": 3, "linear_conv_kernel_dim": 3,
     },
 }  # fmt: skip

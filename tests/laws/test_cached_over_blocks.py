@@ -26,8 +26,8 @@ from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.graph.capture import Backend, compiled
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
-from monograph.model.scaling import FULL, LINEAR, SLIDING
 from monograph.ops.attention import BLOCK
 
 EVERY = Sampling(1.0, logprobs=VOCABULARY)
@@ -41,16 +41,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one head": {"num_key_value_heads": 1},
     "window": {"model_type": "mistral", "sliding_window": WINDOW},
     "window of a block": {"model_type": "mistral", "sliding_window": SMALL},
-    "window and all": {"model_type": "qwen3", "sliding_window": WINDOW, "layer_types": (SLIDING, FULL)},
+    "window and all": {"model_type": "qwen3", "sliding_window": WINDOW,
+        "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION)},
     "sinks": {
         "model_type": "gpt_oss", "num_experts": 3, "num_experts_per_tok": 2, "attention_bias": True,
-        "sliding_window": WINDOW, "layer_types": (SLIDING, FULL),
+        "sliding_window": WINDOW, "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION),
     },
     "no rotation": {
-        "model_type": "smollm3", "sliding_window": WINDOW, "layer_types": (FULL, SLIDING), "no_rope_layers": (0, 1),
+        "model_type": "smollm3", "sliding_window": WINDOW,
+        "layer_types": (FULL_ATTENTION, SLIDING_ATTENTION), "no_rope_layers": (0, 1),
     },
     "hybrid": {
-        "model_type": "qwen3_5_text", "layer_types": (LINEAR, FULL), "linear_num_value_heads": 4,
+        "model_type": "qwen3_5_text", "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION), "linear_num_value_heads": 4,
         "linear_num_key_heads": 2,
     },
 }  # fmt: skip

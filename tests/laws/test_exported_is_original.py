@@ -25,13 +25,11 @@ from monograph.graph.lora import Lora, adapt, adapted_layers, merge
 from monograph.laws.comparisons import relative_error
 from monograph.model.adapter import pack_adapters, save_gguf_adapter
 from monograph.model.config import LlamaConfig
-from monograph.model.gguf import BLOCK, FILE, save_gguf
+from monograph.model.gguf import FILE, Q8_0_BLOCK, save_gguf
 from monograph.model.hub import load_model, save_model
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
 from monograph.model.scaling import (
-    FULL,
-    LINEAR,
-    SLIDING,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -62,7 +60,8 @@ SHAPES = {
     "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
     "olmo2": {"rope_theta": 5e5, "rope_scaling": LinearScaling(2.0)},
     "olmo3": {
-        "num_hidden_layers": 4, "sliding_window": 8, "layer_types": (SLIDING, SLIDING, SLIDING, FULL),
+        "num_hidden_layers": 4, "sliding_window": 8,
+        "layer_types": (SLIDING_ATTENTION, SLIDING_ATTENTION, SLIDING_ATTENTION, FULL_ATTENTION),
         "tie_word_embeddings": True, "rope_scaling": YarnScaling(4.0, YarnScaling.default_attention_factor(4.0), 16),
     },
     "phi3": {
@@ -70,7 +69,8 @@ SHAPES = {
         "rope_scaling": LongScaling((1.0, 1.5, 2.0, 2.5, 3.0, 3.5), (2.0,) * 6, 1.19, 256, 1024),
     },
     "gemma3_text": {
-        "num_hidden_layers": 6, "sliding_window": 8, "layer_types": (*(SLIDING,) * 5, FULL), "rope_theta": 1e6,
+        "num_hidden_layers": 6, "sliding_window": 8,
+        "layer_types": (*(SLIDING_ATTENTION,) * 5, FULL_ATTENTION), "rope_theta": 1e6,
         "rope_local_theta": 1e4, "rope_scaling": LinearScaling(2.0), "tie_word_embeddings": True,
     },
     "granite": {
@@ -78,18 +78,20 @@ SHAPES = {
         "logits_scaling": 2.0, "rope_scaling": Llama3Scaling(4.0, 1.0, 4.0, 32),
     },
     "qwen3_5_moe_text": {
-        "rms_norm_eps": 1e-6, "layer_types": (LINEAR, FULL), "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "rms_norm_eps": 1e-6, "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION),
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "partial_rotary_factor": 0.5, "head_dim": 32, "num_experts": 5, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
     },
     "qwen3_next": {
-        "rms_norm_eps": 1e-6, "layer_types": (LINEAR, FULL), "linear_num_key_heads": 2,
+        "rms_norm_eps": 1e-6, "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION), "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "partial_rotary_factor": 0.5, "head_dim": 32, "num_experts": 5,
         "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64,
     },
     "qwen3_5_text": {
-        "num_hidden_layers": 3, "layer_types": (LINEAR, FULL, LINEAR), "rms_norm_eps": 1e-6, "linear_num_key_heads": 2,
+        "num_hidden_layers": 3, "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION, LINEAR_ATTENTION),
+        "rms_norm_eps": 1e-6, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "partial_rotary_factor": 0.5, "head_dim": 32, "tie_word_embeddings": True,
     },
     "qwen3_moe": {
@@ -97,7 +99,8 @@ SHAPES = {
     },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "gpt_oss": {
-        "sliding_window": 8, "layer_types": (SLIDING, FULL), "attention_bias": True, "num_experts": 5,
+        "sliding_window": 8, "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION),
+        "attention_bias": True, "num_experts": 5,
         "num_experts_per_tok": 2, "head_dim": 32, "tie_word_embeddings": True,
         "rope_scaling": YarnScaling(4.0, YarnScaling.default_attention_factor(4.0), 16),
     },
@@ -244,8 +247,8 @@ def test_the_files_weights_are_the_models(tmp_path: Path, dtype: str) -> None:
             )
         else:
             blocks, error = (
-                weight.reshape(-1, BLOCK).double(),
-                (weight - read).reshape(-1, BLOCK).abs().double(),
+                weight.reshape(-1, Q8_0_BLOCK).double(),
+                (weight - read).reshape(-1, Q8_0_BLOCK).abs().double(),
             )
             step = blocks.abs().amax(1, keepdim=True) / 127
             assert bool((error <= step / 2 + 127 * step * 2**-11 + 1e-12).all()) and bool(
@@ -394,7 +397,7 @@ def test_a_token_that_is_no_stop_does_not_stop(tmp_path: Path) -> None:
             for family, shape in SHAPES.items()
             if family != "phi3"
             and "num_experts" not in shape
-            and LINEAR not in shape.get("layer_types", ())
+            and LINEAR_ATTENTION not in shape.get("layer_types", ())
         ],
         ["llama", "gemma3_text", "olmo3"],
     ),

@@ -36,12 +36,10 @@ from monograph.model import llama
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES, Family
 from monograph.model.gguf import DTYPES, FILE, save_gguf
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import (
-    FULL,
-    LINEAR,
-    SLIDING,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -125,28 +123,28 @@ def usual(its: Family) -> dict[str, Any]:
         "tie_word_embeddings": False,
     }
     found |= {key: its.defaults[key] for key in list(found)[2:] if key in its.defaults}
-    if "no_rope_layers" in its.keys:
+    if "no_rope_layers" in its.optional_keys:
         found |= {"num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0)}
-    if its.others == LINEAR:
+    if its.other_layer_type == LINEAR_ATTENTION:
         found |= {
-            "num_hidden_layers": 2, "layer_types": (LINEAR, FULL), "partial_rotary_factor": 0.25,
+            "num_hidden_layers": 2, "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION), "partial_rotary_factor": 0.25,
             "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
             "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
         }  # fmt: skip
-    elif its.full_every:
-        kinds = (*[SLIDING] * (its.full_every - 1), FULL)
+    elif its.full_attention_every:
+        kinds = (*[SLIDING_ATTENTION] * (its.full_attention_every - 1), FULL_ATTENTION)
         found |= {"num_hidden_layers": len(kinds), "layer_types": kinds, "sliding_window": 64}
-    if its.local_theta is not None:
-        found["rope_local_theta"] = its.local_theta
-    if its.experts:
+    if its.default_local_theta is not None:
+        found["rope_local_theta"] = its.default_local_theta
+    if its.expert_width_key:
         found |= {"num_attention_heads": 8, "num_experts": 16, "num_experts_per_tok": 8}
         sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-        found |= {key: size for key, size in sizes.items() if key in its.keys}
-        if its.experts == "moe_intermediate_size":
+        found |= {key: size for key, size in sizes.items() if key in its.optional_keys}
+        if its.expert_width_key == "moe_intermediate_size":
             found["norm_topk_prob"] = True
     if its.expert_bias:
         found["attention_bias"] = True
-    if its.llama_cpp and its.llama_cpp.whole_heads:
+    if its.llama_cpp and its.llama_cpp.head_dim_is_derived:
         found["hidden_size"] = found["num_attention_heads"] * found["head_dim"]
     return found
 
@@ -180,7 +178,7 @@ def chained(
     positions_BT: torch.Tensor, config: LlamaConfig, dtype: torch.dtype, local: bool = False
 ):
     """`cos_sin` of angles that have the rounding of a chain of products in fp32, one for each pair."""
-    base, scaling = config.rope(local)
+    base, scaling = config.theta_and_scaling(local)
     positions_T, pairs = positions_BT[0], config.rotary_dim // 2
     step = torch.tensor(base ** (-2 / config.rotary_dim)).float()
     chain = [positions_T.float()]
@@ -326,22 +324,25 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
         "rope_theta": draw.choice([100.0, 1e4, 1e6]), "tie_word_embeddings": draw.random() < 0.5,
         "num_hidden_layers": layers, "initializer_range": 1.6 / width**0.5,
     }  # fmt: skip
-    every, local = its.full_every, LINEAR if its.others == LINEAR else SLIDING
+    every, local = (
+        its.full_attention_every,
+        LINEAR_ATTENTION if its.other_layer_type == LINEAR_ATTENTION else SLIDING_ATTENTION,
+    )
     if every:
         every = mostly(every, 1, 2, 3)
         layers = sizes["num_hidden_layers"] = draw.choice(
             [every, every, every + 1, mostly(every, 1, 2)]
         )
         sizes["layer_types"] = tuple(
-            local if (layer + 1) % every else FULL for layer in range(layers)
+            local if (layer + 1) % every else FULL_ATTENTION for layer in range(layers)
         )
-    if "no_rope_layers" in its.keys:
+    if "no_rope_layers" in its.optional_keys:
         layers = sizes["num_hidden_layers"] = draw.choice([1, 3, 4, 5])
         sizes["no_rope_layers"] = tuple(
             int((layer + 1) % mostly(4, 2, 3) != 0) for layer in range(layers)
         )
     scaling = draw.choice(["", "", "", "linear", "linear", "yarn", "yarn", "llama3", "odd yarn"])
-    if "longrope" in its.scalings:
+    if "longrope" in its.rope_types:
         pairs = int(head_dim * 0.5) // 2
         sizes["partial_rotary_factor"] = 0.5
         if scaling:
@@ -359,7 +360,9 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
     experts = draw.choice([1, 2, 5, 8, 17])
     own = {
         "attention_bias": mostly(its.expert_bias, not its.expert_bias),
-        "sliding_window": draw.choice([8, 20, 4096]) if its.full_every else mostly(4096, 8, None),
+        "sliding_window": draw.choice([8, 20, 4096])
+        if its.full_attention_every
+        else mostly(4096, 8, None),
         "rope_local_theta": mostly(1e4, 50.0) if family == "gemma3_text" else None,
         "query_pre_attn_scalar": mostly(0, 5),
         "embedding_multiplier": draw.choice([1.0, 12.0]),
@@ -379,10 +382,10 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
         "mlp_only_layers": mostly((), (0,)),
         "clip_qkv": mostly(None, 3.0),
     }
-    if its.others == LINEAR:
+    if its.other_layer_type == LINEAR_ATTENTION:
         own["partial_rotary_factor"] = draw.choice([1.0, 0.5, 0.25])
     return sizes | {
-        key: value for key, value in own.items() if key in its.keys and key not in sizes
+        key: value for key, value in own.items() if key in its.optional_keys and key not in sizes
     }
 
 

@@ -186,11 +186,13 @@ def test_the_law_notices_what_a_layer_carries_over_a_border(monkeypatch, leak):
     documents, model = _with_small_chunks(monkeypatch)
     alone = _results(model, _alone, documents)
     if leak == "state":
-        monkeypatch.setattr(delta_net, "starts", lambda segments: None)
+        monkeypatch.setattr(delta_net, "document_starts", lambda segments: None)
     else:
-        whole = delta_net.Taps.forward
+        whole = delta_net.CausalConv.forward
         monkeypatch.setattr(
-            delta_net.Taps, "forward", lambda self, channels, segments: whole(self, channels, None)
+            delta_net.CausalConv,
+            "forward",
+            lambda self, channels, segments: whole(self, channels, None),
         )
     packed = _results(model, _packed, documents)
     assert min(relative_error(*pair) for pair in zip(packed, alone, strict=True)) > 1e-3

@@ -8,8 +8,9 @@ be refused.
 
 from __future__ import annotations
 
-from monograph.model.families import FAMILIES, FIRST_FAMILY
-from monograph.model.scaling import FULL, LONG, SLIDING
+from monograph.model.families import DEFAULT_FAMILY, FAMILIES
+from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
+from monograph.model.scaling import LONGROPE
 
 LENGTH = 24  # tokens of a row; windows are drawn shorter and longer
 _FLAG, _OPTIONAL_FLAG = [False, True], [None, False, True]
@@ -38,21 +39,24 @@ IDLE = {
 }  # fmt: skip
 
 
-def keys_that_count(draw, vocabulary: int, family: str = FIRST_FAMILY) -> dict[str, list]:
+def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict[str, list]:
     """Keys that change a number of some family, with values that are computed here and values that
     are not.
     """
     layers = draw.choice([1, 2, 3])
     tables = [_rope(draw), _rope(draw)]
     its = FAMILIES[family]
-    if its.local_theta is not None:
+    if its.default_local_theta is not None:
         tables = [
-            {FULL: _rope(draw)},
-            {FULL: _rope(draw), SLIDING: {"rope_type": "default", "rope_theta": 1e3}},
+            {FULL_ATTENTION: _rope(draw)},
+            {
+                FULL_ATTENTION: _rope(draw),
+                SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 1e3},
+            },
         ]
-    if LONG in its.scalings:
+    if LONGROPE in its.rope_types:
         tables = [_long_rope(draw), _long_rope(draw)]
-    kinds = [draw.choice([FULL, its.others]) for _ in range(layers)]
+    kinds = [draw.choice([FULL_ATTENTION, its.other_layer_type]) for _ in range(layers)]
     return {
         "num_hidden_layers": [layers],
         "intermediate_size": [24, 40],
@@ -69,14 +73,14 @@ def keys_that_count(draw, vocabulary: int, family: str = FIRST_FAMILY) -> dict[s
         "sliding_window": [None, 1, 5, LENGTH - 1, LENGTH, 4096],
         "use_sliding_window": _FLAG,
         "max_window_layers": [0, 1, 28],
-        "layer_types": [None, kinds, [FULL] * layers, ["chunked_attention"] * layers],
+        "layer_types": [None, kinds, [FULL_ATTENTION] * layers, ["chunked_attention"] * layers],
         "no_rope_layers": [None, [draw.choice([0, 1]) for _ in range(layers + 1)], [1] * layers],
         "no_rope_layer_interval": [1, 2, 4],
         "rope_theta": [1e2, 1e4, 5e5, 10_000],
         "rope_scaling": [
             None,
             {},
-            *(tables if LONG in its.scalings else [_rope(draw), _rope(draw)]),
+            *(tables if LONGROPE in its.rope_types else [_rope(draw), _rope(draw)]),
         ],
         "rope_parameters": [None, {}, *tables],
         "embedding_multiplier": [1.0, 12, 0.5],
@@ -172,7 +176,7 @@ def drawn(family: str, draw) -> dict:
     its = FAMILIES[family]
     if its.defaults.get("pad_token_id", 0) >= vocabulary:
         always.add("pad_token_id")
-    if its.experts:  # its defaults are large, and choose 8 experts
+    if its.expert_width_key:  # its defaults are large, and choose 8 experts
         always |= {
             "num_experts",
             "num_experts_per_tok",
@@ -180,7 +184,7 @@ def drawn(family: str, draw) -> dict:
             "shared_expert_intermediate_size",
         }
     # With its default, 1, scores are so large that fp32 is off by 1e-5 in both.
-    if "attention_multiplier" in its.keys:
+    if "attention_multiplier" in its.optional_keys:
         always.add("attention_multiplier")
     # A file that says one thing which nothing here computes is refused, and tells nothing of its
     # other keys.
@@ -205,5 +209,5 @@ def _is_odd(family: str, key: str, value) -> bool:
         or (key == "pad_token_id" and value in (30, 37))
         or (key == "per_layer_config" and bool(value))
         or (key == "layer_types" and value is not None)
-        and ("layer_types" not in FAMILIES[family].keys or "chunked_attention" in value)
+        and ("layer_types" not in FAMILIES[family].optional_keys or "chunked_attention" in value)
     )

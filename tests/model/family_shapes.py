@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
 from monograph.model.families import FAMILIES
-from monograph.model.layouts import FusedRule, JoinedRule
+from monograph.model.layer_types import FULL_ATTENTION
+from monograph.model.layouts import FusedExpertsRule, JoinedLayersRule
 from monograph.model.scaling import (
-    FULL,
-    LONG,
+    LONGROPE,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -24,8 +24,8 @@ def in_files(named, config):
     plain = (
         Plain(name, tensor.detach().to("meta"), tensor.detach) for name, tensor in named.items()
     )
-    tensors = FusedRule(config.family.fused_experts == "columns").written(
-        JoinedRule(config).written(plain)
+    tensors = FusedExpertsRule(config.family.fused_experts == "columns").to_files(
+        JoinedLayersRule(config).to_files(plain)
     )
     return {tensor.name: tensor.read() for tensor in tensors}
 
@@ -115,18 +115,18 @@ def mixed(place: int, family: str) -> dict:
     The scalings, and the keys that all families have, take turns.
     """
     its = FAMILIES[family]
-    keys = {key: value for key, value in OPTIONAL.items() if key in its.keys}
-    if "layer_types" in its.keys:
-        keys["layer_types"] = (its.others, FULL, its.others)
-    if its.divides:
+    keys = {key: value for key, value in OPTIONAL.items() if key in its.optional_keys}
+    if "layer_types" in its.optional_keys:
+        keys["layer_types"] = (its.other_layer_type, FULL_ATTENTION, its.other_layer_type)
+    if its.always_norm_topk_prob:
         keys.pop("norm_topk_prob", None)
-    if LONG in its.scalings:
+    if LONGROPE in its.rope_types:
         # Half of its rotary pairs and factors for each of them.
         keys |= {"partial_rotary_factor": 0.75, "head_dim": 8}
         keys["rope_scaling"] = LongScaling((1.0, 1.5, 2.0), (2.0, 3.0, 4.0), 1.2, 64, 1024)
     else:
         keys["rope_scaling"] = SCALINGS[place % len(SCALINGS)]
-    if its.whole_heads:
+    if its.head_dim_is_derived:
         keys["head_dim"] = SMALL["hidden_size"] // SMALL["num_attention_heads"]
     if place % 2:
         keys |= {"tie_word_embeddings": True, "pad_token_id": 7}

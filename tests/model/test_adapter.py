@@ -124,7 +124,7 @@ def test_a_round_trip_is_bits(folder, tmp_path):
     assert stored.lora == Lora(SMALL.rank, SMALL.alpha, tuple(sorted(LINEAR)))
     assert resolved_base(stored) == str(tmp_path / "base")
     model, original = tiny_llama(), adapted_llama()
-    stored.require(model.config)
+    stored.require_base_shape(model.config)
     install_adapters(model, stored.lora, start=stored)
     assert all(torch.equal(a, b) for a, b in zip(adapter_state(model).values(), adapter_state(original).values(),
                                                  strict=True))  # fmt: skip
@@ -216,9 +216,9 @@ def test_an_adapter_that_does_not_fit_is_refused(folder, base, values, words):
 def test_another_base_of_the_same_shape_is_told_by_its_configuration(folder):
     stored = read_adapter(folder)
     with pytest.raises(InputRefused, match="trained on another base"):
-        stored.require(tiny_llama(rope_theta=5000.0).config)
+        stored.require_base_shape(tiny_llama(rope_theta=5000.0).config)
     (folder / "monograph_base.json").unlink()  # PEFT writes none
-    stored.require(tiny_llama(rope_theta=5000.0).config)
+    stored.require_base_shape(tiny_llama(rope_theta=5000.0).config)
 
 
 def test_an_id_and_a_list_of_it_are_the_same_base():

@@ -26,7 +26,7 @@ from monograph.model.adapter import (
     save_adapter,
 )
 from monograph.model.hub import save_model
-from monograph.model.vocabulary import extend
+from monograph.model.vocabulary import set_new_rows
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
@@ -79,7 +79,7 @@ def test_peft_loads_rows_of_new_tokens_onto_a_resized_base(tmp_path, tied):
     library, base = peft(), theirs_in(tmp_path, tied)
     ours = tiny_llama(tie_word_embeddings=tied)
     config = ours.config
-    extend(ours, 61, 63)
+    set_new_rows(ours, 61, 63)
     lora = replace(SMALL, tokens=(61, 62))
     adapt(ours, lora)
     trained(ours)
@@ -96,19 +96,19 @@ def test_peft_loads_rows_of_new_tokens_onto_a_resized_base(tmp_path, tied):
     stored = read_adapter(tmp_path / "again")
     with pytest.raises(InputRefused, match="id 61 has no row in a table of 61"):
         install_adapters(tiny_llama(tie_word_embeddings=tied), stored.lora, start=stored)
-    extend(again, 61, 63)
+    set_new_rows(again, 61, 63)
     install_adapters(again, stored.lora, start=stored)
     state = adapter_state(ours)
     assert state.keys() == adapter_state(again).keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in adapter_state(again).items())
     other = tiny_llama(seed=1, tie_word_embeddings=tied)
-    extend(other, 61, 63)
+    set_new_rows(other, 61, 63)
     with pytest.raises(
         InputRefused, match="is a whole table, whose row 0 is not the base's: merge it with PEFT"
     ):
         install_adapters(other, stored.lora, start=stored)
     longer = tiny_llama(tie_word_embeddings=tied)
-    extend(longer, 61, 64)
+    set_new_rows(longer, 61, 64)
     with pytest.raises(
         InputRefused, match=r"is a table of \[63, 32\], and the base's is \[64, 32\]"
     ):

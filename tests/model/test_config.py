@@ -13,7 +13,8 @@ import pytest
 
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
-from monograph.model.scaling import FULL, SLIDING, LinearScaling, Llama3Scaling
+from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
+from monograph.model.scaling import LinearScaling, Llama3Scaling
 
 SMALL = {
     "vocab_size": 64,
@@ -60,10 +61,10 @@ def test_a_preset_takes_overrides_and_refuses_unknown_ones():
 
 def test_a_preset_of_a_family_has_its_windows_and_its_layers_that_do_not_rotate():
     assert LlamaConfig.preset("nano", family="olmo3", num_hidden_layers=5).layer_types == (
-        SLIDING,
+        SLIDING_ATTENTION,
     ) * 3 + (
-        FULL,
-        SLIDING,
+        FULL_ATTENTION,
+        SLIDING_ATTENTION,
     )
     assert LlamaConfig.preset("nano", family="smollm3", num_hidden_layers=5).no_rope_layers == (
         1,
@@ -72,7 +73,10 @@ def test_a_preset_of_a_family_has_its_windows_and_its_layers_that_do_not_rotate(
         0,
         1,
     )
-    assert LlamaConfig.preset("1b", family="gemma3_text").rope(local=True) == (1e4, None)
+    assert LlamaConfig.preset("1b", family="gemma3_text").theta_and_scaling(local=True) == (
+        1e4,
+        None,
+    )
     assert LlamaConfig.preset("nano", family="qwen3") == LlamaConfig.preset(
         "nano", model_type="qwen3"
     )

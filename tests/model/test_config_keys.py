@@ -25,8 +25,8 @@ from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.hub import read_config
+from monograph.model.layer_types import LINEAR_ATTENTION
 from monograph.model.llama import Llama
-from monograph.model.scaling import LINEAR
 
 BOUND = 1e-5  # in fp32, what docs/model.md promises
 
@@ -142,8 +142,10 @@ def _theirs(folder):
 def _assert_equal(config: LlamaConfig, theirs, drawn) -> None:
     # Where a state is corrected again and again, fp32's own error (of both, compared with float64)
     # is larger.
-    spread, bound = (0.1, 5 * BOUND) if config.family.others == LINEAR else (0.3, BOUND)
-    spread = 0.1 if config.family.sinks else spread  # as in benchmarks/families.py
+    spread, bound = (
+        (0.1, 5 * BOUND) if config.family.other_layer_type == LINEAR_ATTENTION else (0.3, BOUND)
+    )
+    spread = 0.1 if config.family.attention_sinks else spread  # as in benchmarks/families.py
     generator = torch.Generator().manual_seed(0)
     tokens = (
         torch.randperm(2 * config_draws.LENGTH, generator=generator).view(2, -1) % config.vocab_size
@@ -175,6 +177,8 @@ def _assert_equal(config: LlamaConfig, theirs, drawn) -> None:
         if name.endswith("embed_tokens.weight"):
             assert torch.equal(mine.norm(dim=1) == 0, wanted.norm(dim=1) == 0), drawn
     kept = ["attention_dropout", "bos_token_id", "eos_token_id"]
-    kept += ["output_router_logits", "router_aux_loss_coef"] if config.family.experts else []
+    kept += (
+        ["output_router_logits", "router_aux_loss_coef"] if config.family.expert_width_key else []
+    )
     same = {key: getattr(theirs.config, key) for key in kept}
     assert {key: config.to_hf()[key] for key in same} == same, drawn

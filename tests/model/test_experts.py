@@ -33,7 +33,7 @@ def mixture(config, seed=0, dtype=torch.float64):
 
 
 def outputs(made, hidden, way):
-    made.way, leaves = way, [hidden.clone().requires_grad_(), *made.parameters()]
+    made.impl, leaves = way, [hidden.clone().requires_grad_(), *made.parameters()]
     out = made(leaves[0])
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
@@ -57,7 +57,7 @@ def test_grouped_is_dense(count, normalised, seed):
 @pytest.mark.parametrize("way", ["grouped", "dense"])
 def test_a_token_depends_on_no_other_token(way):
     made, hidden = mixture(CONFIG)
-    made.way = way
+    made.impl = way
     other = hidden.clone()
     other[:, 5:] = -3 * hidden[:, 5:]
     assert relative_error(made(other)[:, :5], made(hidden)[:, :5]) < 1e-14

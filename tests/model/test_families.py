@@ -20,9 +20,10 @@ from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
-from monograph.model.parameters import keys_of, shapes
-from monograph.model.scaling import FULL, LINEAR, LONG, SLIDING, LongScaling
+from monograph.model.parameters import axis_keys, parameter_shapes
+from monograph.model.scaling import LONGROPE, LongScaling
 from reference import llama as reference
 
 # By day those whose files differ most from the model in memory go through a folder.
@@ -40,14 +41,16 @@ MULTIPLIERS = {
 
 @st.composite
 def configs(draw, family, least=2):
-    keys, layers = FAMILIES[family].keys, draw(st.integers(1, 3))
+    keys, layers = FAMILIES[family].optional_keys, draw(st.integers(1, 3))
     key_value, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
     windowed, linear = (
         "sliding_window" in keys and draw(st.booleans()),
         "linear_num_key_heads" in keys,
     )
     kinds = st.lists(
-        st.sampled_from([FULL, LINEAR if linear else SLIDING]), min_size=layers, max_size=layers
+        st.sampled_from([FULL_ATTENTION, LINEAR_ATTENTION if linear else SLIDING_ATTENTION]),
+        min_size=layers,
+        max_size=layers,
     )
     sizes = {
         "linear_conv_kernel_dim": draw(st.integers(1, 5)),
@@ -56,9 +59,9 @@ def configs(draw, family, least=2):
     sizes |= {"linear_num_key_heads": key_value, "linear_num_value_heads": key_value * group}
     experts, longs = (
         draw(st.integers(1, 6)) if "num_experts" in keys else 0,
-        LONG in FAMILIES[family].scalings,
+        LONGROPE in FAMILIES[family].rope_types,
     )
-    whole = longs or FAMILIES[family].whole_heads
+    whole = longs or FAMILIES[family].head_dim_is_derived
     mixed = {
         "num_experts": st.just(experts), "num_experts_per_tok": st.integers(1, max(experts, 1)),
         "norm_topk_prob": st.booleans(), "moe_intermediate_size": st.integers(1, 20),
@@ -273,7 +276,10 @@ def test_a_folder_goes_out_and_comes_back_as_its_family(tmp_path, family, shard)
 
 
 def test_a_small_model_of_each_family_has_each_key_of_its_row():
-    assert {key for its in FAMILIES.values() for key in its.keys} == {*OPTIONAL, *NOT_IN_SMALL}
+    assert {key for its in FAMILIES.values() for key in its.optional_keys} == {
+        *OPTIONAL,
+        *NOT_IN_SMALL,
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -287,7 +293,7 @@ def test_parameters_are_counted_and_shaped_as_the_configuration_says(family):
         assert torch.equal(torch.get_rng_state(), drawn)  # drawing 8b would take minutes
         assert all(parameter.is_meta for parameter in model.parameters())
         built = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
-        assert built == shapes(config)
+        assert built == parameter_shapes(config)
         assert (
             sum(parameter.numel() for parameter in model.parameters()) == config.parameter_count()
         )
@@ -309,7 +315,7 @@ def test_parameters_are_counted_and_shaped_as_the_configuration_says(family):
     ],
 )  # fmt: skip
 def test_the_keys_that_say_how_large_a_parameter_is_are_found_by_changing_them(family, name, keys):
-    assert keys_of(LlamaConfig.preset("1b", family=family), name) == keys
+    assert axis_keys(LlamaConfig.preset("1b", family=family), name) == keys
 
 
 def test_sizes_of_which_no_tensor_can_be_made_are_refused():

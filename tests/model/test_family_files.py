@@ -19,9 +19,9 @@ from monograph.graph.mmap_weights import MappedPieces, materialize_
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, mapped_model, save_model
-from monograph.model.layer_kinds import MOST_LAYERS
+from monograph.model.layer_keys import MAX_LAYERS
+from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
-from monograph.model.scaling import FULL, SLIDING
 
 HF = {
     key: SMALL[key]
@@ -89,7 +89,7 @@ def _windows(config):
                 "sliding_window": 7,
                 "use_sliding_window": True,
                 "max_window_layers": 0,
-                "layer_types": [FULL, SLIDING, FULL, FULL],
+                "layer_types": [FULL_ATTENTION, SLIDING_ATTENTION, FULL_ATTENTION, FULL_ATTENTION],
             },
             [None, 7, None, None],
         ),
@@ -100,9 +100,9 @@ def test_windows_are_those_of_transformers(values, windows):
 
     assert _windows(_read(**values)) == windows
     theirs = AutoConfig.for_model(**{**HF, "num_hidden_layers": 4, **values})
-    kinds = getattr(theirs, "layer_types", [SLIDING] * 4)
+    kinds = getattr(theirs, "layer_types", [SLIDING_ATTENTION] * 4)
     window = theirs.sliding_window if values["model_type"] != "llama" else None
-    assert [window if kind == SLIDING else None for kind in kinds] == windows
+    assert [window if kind == SLIDING_ATTENTION else None for kind in kinds] == windows
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,9 +128,12 @@ def test_what_the_file_leaves_open_is_what_transformers_takes(family):
 def test_config_json_goes_both_ways(family):
     config = LlamaConfig(model_type=family, **SMALL | MIXED[family])
     assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
-    if "sliding_window" in FAMILIES[family].keys and "layer_types" in FAMILIES[family].keys:
+    if (
+        "sliding_window" in FAMILIES[family].optional_keys
+        and "layer_types" in FAMILIES[family].optional_keys
+    ):
         without = replace(config, sliding_window=None, layer_types=())
-        assert replace(config, sliding_window=9, layer_types=(FULL,) * 3) == without
+        assert replace(config, sliding_window=9, layer_types=(FULL_ATTENTION,) * 3) == without
 
 
 @pytest.mark.parametrize(
@@ -148,23 +151,23 @@ def test_config_json_goes_both_ways(family):
         ),
         ({"model_type": "mistral", "sliding_window": "4k"}, r"sliding_window = '4k'"),
         (
-            {"model_type": "mistral", "layer_types": [SLIDING] * 4},
+            {"model_type": "mistral", "layer_types": [SLIDING_ATTENTION] * 4},
             r"layer_types is not supported with .* 'mistral'",
         ),
         (
-            {"model_type": "qwen3", "layer_types": SLIDING},
+            {"model_type": "qwen3", "layer_types": SLIDING_ATTENTION},
             r"layer_types = 'sliding_attention': expected a list",
         ),
         (
-            {"model_type": "qwen3", "layer_types": [FULL] * 3},
+            {"model_type": "qwen3", "layer_types": [FULL_ATTENTION] * 3},
             r"layer_types has 3 entries, but num_hidden_layers = 4",
         ),
         (
-            {"model_type": "qwen3", "layer_types": [FULL, "chunked_attention"] * 2},
+            {"model_type": "qwen3", "layer_types": [FULL_ATTENTION, "chunked_attention"] * 2},
             r"layer_types has 'chunked_attention'",
         ),
         (
-            {"model_type": "qwen3", "layer_types": [SLIDING] * 4},
+            {"model_type": "qwen3", "layer_types": [SLIDING_ATTENTION] * 4},
             r"layer_types has 'sliding_attention', but no sliding_w",
         ),
         (
@@ -182,7 +185,7 @@ def test_config_json_goes_both_ways(family):
         ),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "num_hidden_layers": 10**9},
-            rf"num_hidden_layers = 1000000000: expected at most {MOST_LAYERS}",
+            rf"num_hidden_layers = 1000000000: expected at most {MAX_LAYERS}",
         ),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "2"},
@@ -215,7 +218,7 @@ def test_a_wrong_config_json_is_refused_by_name_and_at_once(values, said):
             r"attention_bias is not supported .* 'mistral'",
         ),
         (
-            {"model_type": "mistral", "sliding_window": 5, "layer_types": (FULL,) * 3},
+            {"model_type": "mistral", "sliding_window": 5, "layer_types": (FULL_ATTENTION,) * 3},
             r"layer_types is not supported",
         ),
     ],

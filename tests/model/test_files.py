@@ -239,7 +239,7 @@ def test_links_into_hugging_faces_cache_are_followed(saved):
 
 def test_a_header_of_too_many_tensors_is_not_read(saved, monkeypatch):
     """The library takes long for each; and what is written here stays below the bound."""
-    monkeypatch.setattr(tensor_layout, "MOST_HEADER_BYTES", 1000, raising=False)
+    monkeypatch.setattr(tensor_layout, "MAX_HEADER_BYTES", 1000, raising=False)
     monkeypatch.setattr(files, "safe_open", lambda *_, **__: pytest.fail("the library was asked"))
     with pytest.raises(
         InputRefused, match="model.safetensors: damaged, or not a safetensors file: a header of"

@@ -24,11 +24,12 @@ from monograph.model import gguf as ours
 from monograph.model.config import LlamaConfig
 from monograph.model.exports import find_export
 from monograph.model.families import FAMILIES
-from monograph.model.gguf import FILE, neighbouring, save_gguf
-from monograph.model.gguf_words import pre_tokenizer
+from monograph.model.gguf import FILE, interleave_rotary_pairs, save_gguf
+from monograph.model.gguf_words import split_pattern_name
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate
-from monograph.model.scaling import FULL, LINEAR, SLIDING, Llama3Scaling, LongScaling, YarnScaling
+from monograph.model.scaling import Llama3Scaling, LongScaling, YarnScaling
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
 from reference import article, pieces
@@ -105,7 +106,7 @@ def test_rotary_pairs_become_neighbours() -> None:
 
     def reordered(x_BHTD: torch.Tensor) -> torch.Tensor:
         return (
-            neighbouring(x_BHTD.transpose(2, 3).reshape(24, 5), 8)
+            interleave_rotary_pairs(x_BHTD.transpose(2, 3).reshape(24, 5), 8)
             .reshape(1, 3, 8, 5)
             .transpose(2, 3)
         )
@@ -143,7 +144,11 @@ _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 
             "layer_types and rope_local_theta: llama.cpp computes a window and a base of 10000 in all .* but each 6th",
         ),
         (
-            {"model_type": "olmo3", "sliding_window": 8, "layer_types": (FULL, SLIDING)},
+            {
+                "model_type": "olmo3",
+                "sliding_window": 8,
+                "layer_types": (FULL_ATTENTION, SLIDING_ATTENTION),
+            },
             "f32",
             "but each 4th; export",
         ),
@@ -177,7 +182,11 @@ _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 
             for family in ("qwen2", "olmo2", "olmo3", "phi3")
         ),
         (
-            {"model_type": "qwen3_5_text", "layer_types": (LINEAR, LINEAR), "rms_norm_eps": 1e-6},
+            {
+                "model_type": "qwen3_5_text",
+                "layer_types": (LINEAR_ATTENTION, LINEAR_ATTENTION),
+                "rms_norm_eps": 1e-6,
+            },
             "f32",
             "layer_types: llama.cpp loads a qwen3_5_text only with layers of both kinds, not with 'linear_attention'",
         ),
@@ -187,7 +196,7 @@ _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 
             "layer_types: llama.cpp loads a qwen3_5_text only with layers of both kinds, not with 'full_attention'",
         ),
         (
-            {"model_type": "qwen3_5_text", "layer_types": (LINEAR, FULL)},
+            {"model_type": "qwen3_5_text", "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION)},
             "f32",
             "rms_norm_eps = 1e-05: llama.cpp adds it to the lengths of a delta net's keys, too",
         ),
@@ -226,7 +235,7 @@ _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 
             }
             | {
                 "shared_expert_intermediate_size": 48,
-                "layer_types": (LINEAR, FULL),
+                "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION),
                 "rms_norm_eps": 1e-6,
             },
             "q4_k_m",
@@ -269,7 +278,7 @@ def test_only_split_patterns_that_are_known_to_be_right_have_a_name() -> None:
             split = {"type": "Split", "pattern": {"Regex": pattern}}
             part = {"type": "Sequence", "pretokenizers": [split, last]}
             try:
-                named[name, whole_words] = pre_tokenizer(
+                named[name, whole_words] = split_pattern_name(
                     {"pre_tokenizer": part, "model": {"ignore_merges": whole_words}}
                 )
             except InputRefused as error:
@@ -280,13 +289,16 @@ def test_only_split_patterns_that_are_known_to_be_right_have_a_name() -> None:
         {**last, "use_regex": True},
         {"type": "Sequence", "pretokenizers": [{**last, "use_regex": True}]},
     ):
-        assert pre_tokenizer({"pre_tokenizer": part, "model": {"ignore_merges": False}}) == "gpt-2"
+        assert (
+            split_pattern_name({"pre_tokenizer": part, "model": {"ignore_merges": False}})
+            == "gpt-2"
+        )
     digits = {
         "type": "Sequence",
         "pretokenizers": [{"type": "Digits"}, {**last, "use_regex": True}],
     }
     with pytest.raises(InputRefused, match="Digits, ByteLevel"):
-        pre_tokenizer({"pre_tokenizer": digits, "model": {"ignore_merges": False}})
+        split_pattern_name({"pre_tokenizer": digits, "model": {"ignore_merges": False}})
 
 
 def test_stop_tokens_beyond_three_are_refused_and_those_with_a_known_name_need_no_place(
@@ -419,7 +431,7 @@ def test_any_user_may_read_it_as_the_umask_says(tmp_path: Path) -> None:
 
 def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive, most = [], 0
-    stored = ours._stored
+    stored = ours._encode
 
     class Counted(bytearray):
         nbytes = property(len)
@@ -434,7 +446,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.M
         most = max(most, len(alive))
         return data
 
-    monkeypatch.setattr(ours, "_stored", counting)
+    monkeypatch.setattr(ours, "_encode", counting)
     save_gguf(Llama(SMALL), tmp_path / "out", Tokenizer.bytes(), "f16", refuse)
     assert 1 <= most <= 2, "the one that is written and the one that replaces it"
 
@@ -451,7 +463,7 @@ def test_a_read_only_place_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.M
     def refused(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(ours, "_stored", refused)
+    monkeypatch.setattr(ours, "_encode", refused)
     with pytest.raises(InputRefused, match="cannot be written"):
         save_gguf(Llama(SMALL), tmp_path / "out", Tokenizer.bytes(), None, refuse)
     assert not list(tmp_path.iterdir())

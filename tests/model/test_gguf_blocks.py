@@ -15,9 +15,9 @@ from llama_cpp import LlamaCpp
 from monograph.model import gguf_blocks
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import FILE, save_gguf
-from monograph.model.gguf_blocks import BLOCK, MIXTURES, choose_types, quantize
+from monograph.model.gguf_blocks import BLOCK, K_QUANTS, choose_types, quantize
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 from monograph.model.llama import Llama
-from monograph.model.scaling import FULL, LINEAR
 from monograph.text.tokenizer import Tokenizer
 
 gguf = pytest.importorskip(
@@ -38,7 +38,7 @@ HYBRID = replace(
     SMALL,
     model_type="qwen3_5_moe_text",
     rms_norm_eps=1e-6,
-    layer_types=(LINEAR, FULL),
+    layer_types=(LINEAR_ATTENTION, FULL_ATTENTION),
     linear_num_key_heads=1,
     linear_num_value_heads=1,
     linear_key_head_dim=32,
@@ -142,7 +142,7 @@ def test_the_bytes_of_a_row_are_llama_cpps(
     assert np.array_equal(quantize(rows[-1:, :BLOCK].copy(), kind), expected[-2:-1])
 
 
-@pytest.mark.parametrize("dtype", MIXTURES)
+@pytest.mark.parametrize("dtype", K_QUANTS)
 def test_the_bytes_of_a_file_are_llama_cpps_and_it_answers(
     tmp_path: Path, theirs: Callable, dtype: str
 ) -> None:

@@ -27,7 +27,7 @@ from monograph.graph.precision import Precision
 from monograph.model.adapter import install_adapters, pack_adapters, read_adapter, save_adapter
 from monograph.model.files import read_headers
 from monograph.model.gguf import save_gguf
-from monograph.model.hub import assembled, load_model, mapped_model, read_config, save_model
+from monograph.model.hub import assemble, load_model, mapped_model, read_config, save_model
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
@@ -62,7 +62,7 @@ def read_whole(folder: Path, dtype: torch.dtype | None) -> Llama:
         state[name.replace(".experts.0.", ".experts.")] = torch.stack(
             [state.pop(each) for each in names]
         )
-    return assembled(config, {n: t.to(dtype or t.dtype) for n, t in state.items()}, folder)
+    return assemble(config, {n: t.to(dtype or t.dtype) for n, t in state.items()}, folder)
 
 
 def thinned(*choices: Iterable[Any]) -> list[Any]:

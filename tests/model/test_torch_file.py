@@ -16,7 +16,7 @@ from monograph.errors import InputRefused
 from monograph.laws.comparisons import relative_error
 from monograph.model import torch_file
 from monograph.model.config import LlamaConfig
-from monograph.model.hub import assembled
+from monograph.model.hub import assemble
 from monograph.run.models import load, load_with_tokenizer, save
 from monograph.text.tokenizer import Tokenizer
 from reference.article import Pretraining
@@ -82,7 +82,7 @@ def test_it_goes_on_to_transformers(tmp_path):
     torch.manual_seed(0)
     theirs = Pretraining()
     config, tensors = torch_file.read(_saved(tmp_path / "model.pth", theirs.state_dict()), {})
-    save(assembled(config, tensors, tmp_path), tmp_path / "out")
+    save(assemble(config, tensors, tmp_path), tmp_path / "out")
     exported, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
@@ -133,7 +133,7 @@ def test_the_rotary_base_is_read_off_the_tables(tmp_path):
 def test_a_head_that_is_not_stored_can_be_said_to_be_the_embedding(tmp_path):
     path = _saved(tmp_path / "base.pth", _without(_state(), "lm_head"))
     config, tensors = torch_file.read(path, {"tie_word_embeddings": True})
-    model = assembled(config, tensors, path)
+    model = assemble(config, tensors, path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 

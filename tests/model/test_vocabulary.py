@@ -8,7 +8,7 @@ import torch
 
 from batches import ragged, tiny_llama
 from monograph.model import vocabulary
-from monograph.model.vocabulary import extend
+from monograph.model.vocabulary import set_new_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -21,7 +21,7 @@ def test_new_rows_are_the_mean_and_old_ones_keep_their_bits(
 ):
     monkeypatch.setattr(vocabulary, "ROWS_AT_ONCE", 7)
     model, plain = (tiny_llama(dtype, tie_word_embeddings=tied) for _ in range(2))
-    extend(model, known, tokens)
+    set_new_rows(model, known, tokens)
     rows = max(61, tokens)
     assert (
         model.config.vocab_size
@@ -53,6 +53,6 @@ def test_the_mean_is_the_same_bits_in_any_dtype_of_the_folder_and_in_any_parts(m
     for dtype, parts in ((torch.bfloat16, 4096), (torch.float32, 4096), (torch.float32, 5)):
         monkeypatch.setattr(vocabulary, "ROWS_AT_ONCE", parts)
         model = tiny_llama(torch.bfloat16).to(dtype)
-        extend(model, 61, 62)
+        set_new_rows(model, 61, 62)
         found.append(model.model.embed_tokens.weight[61])
     assert torch.equal(found[1].bfloat16(), found[0]) and torch.equal(found[1], found[2])

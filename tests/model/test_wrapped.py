@@ -12,7 +12,7 @@ import torch
 
 from monograph.errors import InputRefused
 from monograph.laws.comparisons import relative_error
-from monograph.model.hub import left_out, load_model, read_config, save_model
+from monograph.model.hub import load_model, prefixes_left_out, read_config, save_model
 from monograph.run.models import load_to_export
 from monograph.text.tokenizer import Tokenizer
 
@@ -69,7 +69,10 @@ def test_its_text_model_is_loaded_and_exported_alone(tmp_path, kind):
         save_model(ours, tmp_path / "text")
         alone = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
         assert relative_error(alone(tokens).logits, expected) < 1e-5
-    assert left_out(tmp_path / "seeing") == MODELS[kind][2] and left_out(tmp_path / "text") == []
+    assert (
+        prefixes_left_out(tmp_path / "seeing") == MODELS[kind][2]
+        and prefixes_left_out(tmp_path / "text") == []
+    )
     Tokenizer.bytes().save(tmp_path / "seeing" / "tokenizer.json")
     said = list[str]()
     load_to_export(tmp_path / "seeing", said.append)

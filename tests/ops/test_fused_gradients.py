@@ -176,7 +176,7 @@ def test_fused_is_streamed_in_bits(scope, precision, tied):
 
 def test_only_matrices_are_fused_and_only_in_a_micro_step():
     made = engine(True, "bf16")
-    assert all((plane.rounded is None) == plane.kind.vector for plane in made.step.planes)
+    assert all((plane.rounded is None) == plane.kind.is_vector for plane in made.step.planes)
     weight = made.model.lm_head.weight
     loss, _ = linear_cross_entropy(torch.ones(1, weight.shape[1]), weight, torch.tensor([3]))
     (grad,) = torch.autograd.grad(loss, weight)  # outside of a step autograd returns gradients
@@ -257,7 +257,9 @@ def test_who_is_fused_on_a_gpu():
 
 def test_gradients_of_vectors_are_added_at_once_to_where_they_were():
     planes = engine(True).step.planes
-    parameters = [slot.parameter for plane in planes if plane.kind.vector for slot in plane.slots]
+    parameters = [
+        slot.parameter for plane in planes if plane.kind.is_vector for slot in plane.slots
+    ]
     for plane in planes:
         plane.link()
         plane.grad.fill_(1.0)

@@ -12,7 +12,7 @@ import pytest
 
 from batches import tiny_llama
 from daily import nightly, pairwise
-from monograph.device import named
+from monograph.device import card_device
 from monograph.errors import UsageError
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
@@ -22,7 +22,7 @@ from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Footprint, Work
 from monograph.predict.roofline import update_time
 
-H200 = named("H200")
+H200 = card_device("H200")
 BOTH = ("whole", "blocks")
 LLAMA_3_8B = PlanRequest(
     Work(LlamaConfig.preset("8b"), rows=128, length=4096, optim=AdamW(), window_rows=128),
@@ -142,7 +142,7 @@ def test_what_a_trace_found_too_large_is_never_chosen(traced, factor):
 
 def test_what_does_not_fit_says_what_is_nearest_and_by_how_much(traced):
     traced(1.0)
-    card = named("4090")
+    card = card_device("4090")
     found = plan(LLAMA_3_8B, card, card.peak_flops)
     assert found.chosen is None
     assert found.nearest.work.rows == 1 and found.nearest.work.remat == "full"
@@ -170,7 +170,7 @@ def off_by(monkeypatch, factors, most=None):
 
 def test_if_nothing_fits_what_is_nearest_by_the_trace_is_found_among_all(monkeypatch):
     """The closed form's nearest needs 4 % more than it said, and so something else is nearer."""
-    card, asked = named("H100"), replace(LLAMA_3_8B, remats=EVERY)
+    card, asked = card_device("H100"), replace(LLAMA_3_8B, remats=EVERY)
     calls = off_by(monkeypatch, {"offload": 1.04})
     found = plan(asked, card, card.peak_flops)
     assert (
@@ -184,7 +184,7 @@ def test_if_nothing_fits_what_is_nearest_by_the_trace_is_found_among_all(monkeyp
 
 
 def test_a_candidate_that_is_nearer_by_less_than_a_hundredth_is_not_traced_for_it(monkeypatch):
-    card, asked = named("H100"), replace(LLAMA_3_8B, remats=EVERY)
+    card, asked = card_device("H100"), replace(LLAMA_3_8B, remats=EVERY)
     # Full needs 0.7 % more than offload in closed form.
     calls = off_by(monkeypatch, {"offload": 1.008})
     assert plan(asked, card, card.peak_flops).nearest.work.remat == "offload" and len(calls) == 1

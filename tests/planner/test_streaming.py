@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from daily import pairwise
-from monograph.device import named
+from monograph.device import card_device
 from monograph.errors import OutOfDeviceMemory
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
@@ -29,7 +29,7 @@ from monograph.stream.lanes import Home
 from monograph.stream.store import GRADIENT
 from stream.traffic import device_bytes
 
-H200 = named("H200")
+H200 = card_device("H200")
 SHAPE = LlamaConfig(
     vocab_size=20_000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8,
     num_key_value_heads=2,

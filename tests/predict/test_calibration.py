@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from batches import tiny_llama
-from monograph.device import named
+from monograph.device import card_device
 from monograph.optim import AdamW
 from monograph.planner import PlanRequest, defaults, plan
 from monograph.predict import roofline
 from monograph.predict.footprint import Footprint, Work
 from monograph.predict.roofline import MAX_MEASUREMENTS, Calibration, peak_flops, update_time
 
-CARD = replace(named("4090"), free_memory_bytes=2**34)
+CARD = replace(card_device("4090"), free_memory_bytes=2**34)
 STEP = Work(tiny_llama().config, rows=64, length=16, optim=AdamW(), window_rows=64)
 WORK = Work(tiny_llama().config, rows=4, length=16, optim=AdamW(), precision="bf16", window_rows=8)
 
@@ -38,7 +38,9 @@ def test_the_median_of_the_newest_counts_by_device_and_precision(tmp_path):
     found = noted(file, *[100.0] * MAX_MEASUREMENTS, *[3.0, 1.0, 2.0, 2.0, 2.0, 50.0])
     assert found.slowness(CARD, "bf16") == pytest.approx(2.5, abs=0.51)
     assert len(json.loads(file.read_text())["seen"].popitem()[1]) == MAX_MEASUREMENTS
-    assert found.slowness(CARD, "fp32") is None and found.slowness(named("H100"), "bf16") is None
+    assert (
+        found.slowness(CARD, "fp32") is None and found.slowness(card_device("H100"), "bf16") is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_what_the_allocator_took_beyond_a_trace_counts_for_steps_like_it(tmp_pat
     assert found.residual(CARD, WORK, TRACED | {"weights": 9000 * MIB}) == 32 * MIB
     for work in (replace(WORK, compile="blocks"), replace(WORK, precision="fp32")):
         assert found.residual(CARD, work, TRACED) == 0
-    assert found.residual(named("H100"), WORK, TRACED) == 0
+    assert found.residual(card_device("H100"), WORK, TRACED) == 0
 
 
 def test_a_trace_that_found_too_much_is_believed_but_for_a_twentieth(tmp_path):

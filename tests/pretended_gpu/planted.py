@@ -148,7 +148,7 @@ FAULTS = [
     Fault("model/llama.py", "full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril(-1)",
           "full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril()", MASKS),
     Fault("model/llama.py", "seen & (query - key < window)", "seen & (query - key <= window)", PACKED),
-    Fault("model/llama.py", "FLEX_HEAD = 16", "FLEX_HEAD = 1", f"{REPLAYED} -k one_launch"),
+    Fault("model/llama.py", "MIN_FLEX_HEAD_DIM = 16", "MIN_FLEX_HEAD_DIM = 1", f"{REPLAYED} -k one_launch"),
     Fault("model/llama.py", "high_BN = blocks_BNX.amax(dim=-1)", "high_BN = low_BN", MASKS),
     # Launches, and memory that a plan counts on.
     Fault("graph/capture.py", 'compat.split_cat_options() if step.device.type == "cuda" else {}', "{}", COUNTS),

@@ -78,11 +78,11 @@ def _places(own, config):
     def norm(name):
         return lambda x: _norm(x, own[f"{name}.weight"], config)
 
-    return [norm(name) if name else lambda x: x for name in config.family.norms]
+    return [norm(name) if name else lambda x: x for name in config.family.norm_names]
 
 
 def _norm(x, weight, config):
-    weight = 1 + weight if config.family.centred else weight
+    weight = 1 + weight if config.family.centred_norms else weight
     return x / (x.dot(x) / len(x) + config.rms_norm_eps).sqrt() * weight
 
 
@@ -127,7 +127,7 @@ def _mixture(own, x, config):
 
 def _gated(x, gate_matrix, up_matrix, down_matrix, config, biases=(0, 0, 0)):
     gate, up = gate_matrix @ x + biases[0], up_matrix @ x + biases[1]
-    if config.family.clamped:
+    if config.family.clamped_gating:
         gate, up = gate.clamp(max=7), up.clamp(-7, 7)
         return down_matrix @ (gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)) + biases[2]
     turns = (
@@ -169,7 +169,7 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
         ]
 
     gates = None
-    if config.family.gated:  # each head's gate is below it in the projection
+    if config.family.gated_attention:  # each head's gate is below it in the projection
         pairs = own["self_attn.q_proj.weight"].unflatten(0, (-1, 2, size))
         biases = own.get("self_attn.q_proj.bias", torch.zeros(pairs.shape[:3].numel())).unflatten(
             0, (-1, 2, size)

@@ -13,7 +13,7 @@ from monograph.config.settings import CODE_KEYS
 from monograph.errors import InputRefused
 from monograph.run import trust
 from monograph.run.trust import is_ours, require_trusted, with_mark
-from monograph.storage.code import MOST_CODE_BYTES, code_named, digests, folder_named
+from monograph.storage.code import MAX_CODE_BYTES, code_named, digests, folder_named
 
 TEXT = "[train]\nupdates = 3\n"
 
@@ -88,7 +88,7 @@ def test_a_secret_that_others_may_know_is_none(spoilt: str, home: Path) -> None:
     assert not vouched(), "and to no other"
 
 
-@pytest.mark.parametrize("size", [None, MOST_CODE_BYTES + 1])
+@pytest.mark.parametrize("size", [None, MAX_CODE_BYTES + 1])
 def test_what_is_no_program_is_not_read(size: int | None, home: Path) -> None:
     Path("own.py").unlink()
     os.mkfifo("own.py") if size is None else os.truncate(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from batches import packed, ragged, tiny_llama
-from monograph.device import named
+from monograph.device import card_device
 from monograph.distributed.world import World
 from monograph.session import warmup
 from monograph.session.warmup import capture, choose_kernel, kept_or_fastest
@@ -113,7 +113,7 @@ def test_where_flex_attention_does_not_fit_the_gpu_a_graph_has_dense_masks(
     card, reasons, left, attention, monkeypatch
 ):
     """Nor is it taken where it has no tensor cores."""
-    monkeypatch.setattr(warmup, "describe", lambda device: named(card))
+    monkeypatch.setattr(warmup, "describe", lambda device: card_device(card))
     run, coming = session(tiny_llama(), kernel="cudnn"), iter(reasons)
     run.engine.capture = lambda window, scope: next(coming)
     assert (

@@ -15,7 +15,7 @@ import torch
 from monograph import planner
 from monograph.config import load
 from monograph.decode.cache import KVCache
-from monograph.device import Device, named
+from monograph.device import Device, card_device
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model.config import LlamaConfig
 from monograph.ops.attention import block_of
@@ -32,7 +32,7 @@ from monograph.session.requirements import notes_on, require_compatible
 from monograph.session.resolve import REMATS, request_of, resolve, shape_of
 from monograph.text.tokenizer import Tokenizer
 
-CARD = named("4090")
+CARD = card_device("4090")
 
 
 def settings(**keys):
@@ -195,7 +195,10 @@ def test_offloading_inside_one_graph_is_refused():
 def test_fp32_on_a_gpu_is_said_to_leave_its_tensor_cores_idle():
     [note] = notes_on(sized(train__precision="fp32"), CARD)
     assert note.startswith("train.precision = fp32: ") and "TF32" in note
-    for card in (named("T4"), replace(CARD, type="cpu")):  # without bf16, and without tensor cores
+    for card in (
+        card_device("T4"),
+        replace(CARD, type="cpu"),
+    ):  # without bf16, and without tensor cores
         assert not [*notes_on(sized(train__precision="fp32"), card)]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from batches import tiny_llama
-from monograph.device import named
+from monograph.device import card_device
 from monograph.distributed.world import World
 from monograph.graph.remat import Remat
 from monograph.optim import AdamW
@@ -23,7 +23,7 @@ from monograph.session import session
 from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file
 
-CARD, MIB = named("H100"), 2**20
+CARD, MIB = card_device("H100"), 2**20
 WORK = Work(
     tiny_llama().config,
     rows=4,

@@ -16,7 +16,7 @@ from monograph import checkpointing
 from monograph.commands.export import run as export
 from monograph.commands.train import run as train
 from monograph.config import Settings, load
-from monograph.device import named
+from monograph.device import card_device
 from monograph.errors import UsageError
 from monograph.laws.comparisons import relative_error
 from monograph.model import hub
@@ -43,11 +43,11 @@ def settings(**changes: Any) -> Settings:
 
 
 def sized(given: Settings) -> Settings:
-    return resolve(given, named("H100")).record.settings
+    return resolve(given, card_device("H100")).record.settings
 
 
 def shape(given: Settings) -> LlamaConfig:
-    return shape_of(resolve(given, named("H100")))
+    return shape_of(resolve(given, card_device("H100")))
 
 
 def test_the_width_is_recorded_once_it_is_chosen() -> None:
@@ -97,19 +97,21 @@ def test_what_cannot_be_carried_is_refused(
     if not changes.keys() & {"model.preset", "model.init"}:
         given = WIDE | given
     with pytest.raises(UsageError, match=said):
-        require_possible(load(None, given, {}), named("H100"))
+        require_possible(load(None, given, {}), card_device("H100"))
         sized(load(None, given, {}))
 
 
 def test_a_rate_may_stay_open_where_nothing_is_trained() -> None:
     given = sized(settings(optim__transfer="width", optim__lr="auto"))
     config = shape(given)
-    assert request_of(resolve(given, named("H100")), config, named("H100")).training.optim.groups
+    assert request_of(
+        resolve(given, card_device("H100")), config, card_device("H100")
+    ).training.optim.groups
     assert shape(narrow_proxy(given, config)).hidden_size == 64
 
 
 def test_the_optimizer_has_the_rates_of_the_table() -> None:
-    card = named("H100")
+    card = card_device("H100")
     given = resolve(settings(optim__transfer="width"), card)
     config = shape_of(given)
     plan = resolve(given, card, Shape(config))

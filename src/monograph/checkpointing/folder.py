@@ -26,7 +26,7 @@ from torch import Tensor
 from monograph.errors import InputRefused
 from monograph.storage import blocks, tensor_layout
 from monograph.storage.reading import (
-    MOST_JSON_BYTES,
+    MAX_JSON_BYTES,
     is_folder,
     kind_of,
     parse_json,
@@ -34,8 +34,8 @@ from monograph.storage.reading import (
     status,
 )
 
-# Number of blocks of a `LargeFile` in memory. A block may contain the end of one tensor and the
-# begin of the next, and should not be read twice.
+# The number of blocks of a `LargeFile` that stay in memory. A block may have the end of one tensor and
+# the beginning of the next, and should not be read twice.
 KEPT_BLOCKS = 4
 
 
@@ -59,8 +59,8 @@ class LargeFile(Mapping[str, Tensor]):
             descriptor: the file descriptor. A duplicate of it is kept, so the caller may close it.
             entries: the file's tensors.
             start: the offset of the tensors' bytes in the file.
-            read: a function of descriptor and index of a block. It returns the block's bytes, or
-                raises CheckpointDamaged if their digest is wrong.
+            read: a function that gets a file descriptor and the index of a block, and returns the
+                block's bytes. It raises CheckpointDamaged if their digest is wrong.
         """
         self._file = os.dup(descriptor)
         weakref.finalize(self, os.close, self._file)
@@ -79,12 +79,12 @@ class LargeFile(Mapping[str, Tensor]):
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         target = tensor_layout.bytes_of(tensor)
         tensor_start = self._start + entry.begin
-        done = 0  # bytes of the tensor that are copied
-        while done < len(target):
-            index, offset = divmod(tensor_start + done, blocks.BLOCK_BYTES)
-            part = self._block(index)[offset : offset + len(target) - done]
-            target[done : done + len(part)] = part
-            done += len(part)
+        copied = 0  # bytes of the tensor
+        while copied < len(target):
+            index, offset = divmod(tensor_start + copied, blocks.BLOCK_BYTES)
+            part = self._block(index)[offset : offset + len(target) - copied]
+            target[copied : copied + len(part)] = part
+            copied += len(part)
         return tensor
 
     def like(self, name: str) -> Tensor:
@@ -221,9 +221,9 @@ def verify(folder: Path) -> None:
 def load(folder: Path) -> Checkpoint:
     """Read a checkpoint into memory and verify it.
 
-    What is verified are the bytes in memory, since the file might change after it was verified. A
-    file of more than LARGE_BYTES is verified now, and each tensor again when it is requested. Such
-    a request may also raise CheckpointDamaged.
+    The bytes in memory are verified, because the file might change after a verification. A file of
+    more than LARGE_BYTES is verified now, and each of its tensors again when it is requested. Such a
+    request may also raise CheckpointDamaged.
 
     Raises:
         CheckpointDamaged: see `verify`.
@@ -249,9 +249,9 @@ def load_state(folder: Path) -> tuple[int, dict[str, Any]]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint, and check all that takes little time.
+    """Read the manifest of a checkpoint, and check what can be checked quickly.
 
-    These are the manifest's digest, the folder's name, and the list and the lengths of the files.
+    This is the manifest's digest, the folder's name, and the list and the lengths of the files.
 
     Raises:
         CheckpointDamaged: see `verify`.
@@ -260,7 +260,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not is_folder(folder):
         raise CheckpointDamaged(folder, "a folder", kind_of(folder))
     with _open_regular(path) as descriptor:
-        data = os.read(descriptor, min(os.fstat(descriptor).st_size, MOST_JSON_BYTES))
+        data = os.read(descriptor, min(os.fstat(descriptor).st_size, MAX_JSON_BYTES))
         present = sorted(os.listdir(folder))
     manifest = _parse_manifest(path, data)
     match = FOLDER_NAME.fullmatch(folder.name)
@@ -290,7 +290,7 @@ def _parse_manifest(path: Path, data: bytes) -> Manifest:
         expected_format = f"format {FORMAT} with blocks of {blocks.BLOCK_BYTES} bytes"
         if actual_format != expected_format:
             raise CheckpointDamaged(path, expected_format, actual_format)
-        # The names are not taken from the manifest, since a false one could name any other file.
+        # The names are not taken from the manifest, because a forged one could name any file.
         files = {name: FileEntry(**content["files"][name]) for name in (MODEL, OPTIMIZER, STATE)}
         manifest = Manifest(content["run"], content["update"], files)
         recorded_root = content["root"]
@@ -305,7 +305,7 @@ def _parse_manifest(path: Path, data: bytes) -> Manifest:
         else:
             actual = "the same content spelled otherwise"
         raise CheckpointDamaged(path, f"content of sha256 {recorded_root}", actual)
-    # The digest is right, but whoever writes false entries can write a matching digest.
+    # The digest is right, but a forged manifest may have wrong entries and a matching digest.
     numbers = [manifest.update, *(entry.bytes for entry in files.values())]
     are_natural = all(type(number) is int and number >= 0 for number in numbers)
     are_lists = all(isinstance(entry.sha256, list) for entry in files.values())
@@ -318,8 +318,8 @@ def _parse_manifest(path: Path, data: bytes) -> Manifest:
 
 def _load_state(path: Path, entry: FileEntry) -> dict[str, Any]:
     """Read and verify state.json; raises CheckpointDamaged."""
-    if entry.bytes > MOST_JSON_BYTES:
-        raise CheckpointDamaged(path, f"at most {MOST_JSON_BYTES} bytes", f"{entry.bytes} bytes")
+    if entry.bytes > MAX_JSON_BYTES:
+        raise CheckpointDamaged(path, f"at most {MAX_JSON_BYTES} bytes", f"{entry.bytes} bytes")
     text = bytearray(entry.bytes)
     with _open_regular(path, entry.bytes) as descriptor:
         _require_digests(path, entry.sha256, blocks.read_pieces(descriptor, [memoryview(text)]))
@@ -379,7 +379,7 @@ def _open_regular(path: Path, expected_bytes: int | None = None) -> Iterator[int
 
     Args:
         path: the file; a symbolic link is refused.
-        expected_bytes: the file's length; None for any length.
+        expected_bytes: the length that the file must have; None: any.
 
     Raises:
         CheckpointDamaged: the file is missing, not a regular file, or not of the expected length.
@@ -387,7 +387,7 @@ def _open_regular(path: Path, expected_bytes: int | None = None) -> Iterator[int
     """
     try:
         with readable(path):
-            # O_NONBLOCK: without it, opening a pipe of that name would wait for a writer forever.
+            # Without O_NONBLOCK, opening a pipe with this name would wait for a writer forever.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 entry = os.fstat(descriptor)

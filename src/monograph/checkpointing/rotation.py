@@ -13,12 +13,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from monograph.checkpointing import folder as stored
 from monograph.checkpointing.folder import (
+    FOLDER_NAME,
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    REPLACED,
+    STATE,
     Checkpoint,
     CheckpointDamaged,
     FileEntry,
     Manifest,
+    is_gone,
     load,
     read_manifest,
 )
@@ -27,24 +33,24 @@ from monograph.storage import blocks, tensor_layout
 from monograph.storage.reading import entries, free_bytes, is_folder
 from monograph.storage.writing import sync
 
-FEWEST_KEPT = 1  # the smallest allowed number of checkpoints to keep
-TEMPORARY = ".tmp-"  # the prefix of folders that are never loaded
+MIN_KEPT = 1  # the smallest allowed number of checkpoints to keep
+TEMPORARY = ".tmp-"  # the prefix of names of folders that are never loaded
 
-# {file name: (length in bytes, pieces of the content)}
-Encoded = Mapping[str, tuple[int, Iterator[memoryview]]]
-# A function like `blocks.write_file`: it creates a file, and returns the digests of its blocks.
-Write = Callable[[Path, Iterator[memoryview]], list[str]]
+# The files of a checkpoint: the length in bytes and the pieces of the content, by the file's name.
+EncodedFiles = Mapping[str, tuple[int, Iterator[memoryview]]]
+# A function like `blocks.write_file`, which creates a file and returns the digests of its blocks.
+WriteFile = Callable[[Path, Iterator[memoryview]], list[str]]
 
 
 def save(
-    checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write | None = None
+    checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: WriteFile | None = None
 ) -> Path:
     """Write a checkpoint, and remove old ones.
 
     After a crash at any moment, the newest valid checkpoint is the previous one or this one. An
     existing checkpoint of this update is replaced. Of the complete checkpoints up to this update,
-    the `keep` newest remain. Checkpoints of later updates are removed: the run has gone back before
-    them, e.g. since they were damaged.
+    the `keep` newest remain. Checkpoints of later updates are removed, because the run has gone back
+    to an update before them, for example because they were damaged.
 
     Args:
         checkpoints: the run's folder of checkpoints; it is made if it does not exist.
@@ -63,20 +69,20 @@ def save(
         UsageError: keep < 1.
         TypeError: the state is not JSON, or safetensors lacks a tensor's dtype.
     """
-    if keep < FEWEST_KEPT:
-        raise UsageError(f"keep = {keep}: expected at least {FEWEST_KEPT}")
+    if keep < MIN_KEPT:
+        raise UsageError(f"keep = {keep}: expected at least {MIN_KEPT}")
     text = json.dumps(dict(checkpoint.state), indent=1).encode()
     files = {
-        stored.MODEL: tensor_layout.encode(checkpoint.model),
-        stored.OPTIMIZER: tensor_layout.encode(checkpoint.optimizer),
-        stored.STATE: (len(text), iter([memoryview(text)])),
+        MODEL: tensor_layout.encode(checkpoint.model),
+        OPTIMIZER: tensor_layout.encode(checkpoint.optimizer),
+        STATE: (len(text), iter([memoryview(text)])),
     }
     final = checkpoints / f"step-{checkpoint.update:08d}"
-    temporary = unfinished(checkpoints, checkpoint.update)
+    temporary = unfinished_folder(checkpoints, checkpoint.update)
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
-        # Needed even if the folder existed: it may have been made by a save that was killed before
-        # this line.
+        # This is needed even if the folder existed, because it may have been made by a save that was
+        # killed before this line.
         sync(checkpoints.parent)
         remove_leftovers(checkpoints)
         if free_bytes(checkpoints) < _total_bytes(files):
@@ -93,14 +99,14 @@ def save(
             f"{error.filename or checkpoints}: cannot save the checkpoint of update {checkpoint.update}:"
             f" {error.strerror} ({_space_needed(checkpoints, files)}); {loss}: make room there or mend it, then resume"
         ) from error
-    # The new checkpoint is durable. So if an old one cannot be removed, that is not an error: the
-    # next save tries again.
+    # The new checkpoint is durable. It is no error if an old one cannot be removed, because the next save
+    # tries again.
     with suppress(OSError, Unreadable):
         _remove_old(final, checkpoint.update, keep)
     return final
 
 
-def unfinished(checkpoints: Path, update: int) -> Path:
+def unfinished_folder(checkpoints: Path, update: int) -> Path:
     """Return the path of the temporary folder in which an update's checkpoint is written."""
     return checkpoints / f"{TEMPORARY}step-{update:08d}"
 
@@ -114,13 +120,13 @@ def newest(
         checkpoints: the run's folder of checkpoints.
         warn: called with one line that names the newer checkpoints that are damaged, if there are
             any.
-        at: the update whose checkpoint to load; None for the newest.
-        until: the last update whose checkpoint may be loaded; None for no limit.
+        at: the update whose checkpoint is loaded; None: the newest.
+        until: the last update whose checkpoint may be loaded; None: no limit.
 
     Raises:
         NoValidCheckpoint: no checkpoint is valid. The message names each with its fault.
         Unreadable: the system failed to read a checkpoint, which may still be valid. An older one
-            is not taken, since the next save of the resumed run would remove the newer one.
+            is not loaded in its place, because the next save of the resumed run would remove it.
     """
     listed = candidates(checkpoints)
     faults: list[str] = []
@@ -131,7 +137,7 @@ def newest(
             checkpoint = load(folder)
         except CheckpointDamaged as error:
             # A run that still trains may have removed this checkpoint, and then has a newer one.
-            if stored.is_gone(folder):
+            if is_gone(folder):
                 return newest(checkpoints, warn, at, until)
             faults.append(str(error))
             continue
@@ -164,7 +170,7 @@ def remove_leftovers(checkpoints: Path) -> None:
         _remove(path)
 
 
-def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded, write: Write) -> None:
+def _write(temporary: Path, checkpoint: Checkpoint, files: EncodedFiles, write: WriteFile) -> None:
     """Write the files and the manifest of a checkpoint into a new folder, and sync the folder."""
     temporary.mkdir()
     entries_by_name = {}
@@ -172,48 +178,51 @@ def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded, write: Write
         digests = write(temporary / name, pieces)
         entries_by_name[name] = FileEntry(length, digests)
     manifest = Manifest(checkpoint.run, checkpoint.update, entries_by_name)
-    blocks.write_file(temporary / stored.MANIFEST, [memoryview(manifest.encode())])
+    blocks.write_file(temporary / MANIFEST, [memoryview(manifest.encode())])
     sync(temporary)
 
 
 def _publish(temporary: Path, final: Path) -> None:
     """Give a complete checkpoint its final name, and make the name durable."""
-    if not stored.is_gone(final):
+    if not is_gone(final):
         # A folder cannot be renamed onto another one, so the old folder is renamed first. With the
-        # suffix REPLACED it can still be loaded if the process is killed before the next line.
-        replaced = final.with_name(final.name + stored.REPLACED)
-        if not stored.is_gone(replaced):
-            # `replaced` remains from an earlier save that was killed. It stays as the fallback.
+        # suffix REPLACED it can still be loaded, should the process be killed before the new folder has
+        # its name.
+        replaced = final.with_name(final.name + REPLACED)
+        if not is_gone(replaced):
+            # An earlier save was killed and left this folder. It stays as the fallback, and the old
+            # folder gets a name that is never loaded.
             replaced = final.with_name(TEMPORARY + replaced.name)
         final.rename(replaced)
     temporary.rename(final)
     sync(final.parent)
 
 
-def _remove_old(saved: Path, head: int, keep: int) -> None:
+def _remove_old(saved: Path, saved_update: int, keep: int) -> None:
     """Remove all checkpoints but the `keep` newest complete ones up to the one just saved.
 
     A checkpoint that the system failed to read may be valid. It stays, and is not counted.
 
     Args:
         saved: the folder of the checkpoint just saved.
-        head: its update.
+        saved_update: its update.
         keep: number of checkpoints to keep, including this one.
     """
     remove_leftovers(saved.parent)
-    kept = {head}
+    kept_updates = {saved_update}
     for update, folder in candidates(saved.parent):
         if folder == saved:
             continue
-        if update < head and update not in kept and len(kept) < keep:
+        is_wanted = update < saved_update and update not in kept_updates
+        if is_wanted and len(kept_updates) < keep:
             try:
                 read_manifest(folder)
-                kept.add(update)
+                kept_updates.add(update)
                 continue
             except Unreadable:
                 continue
             except CheckpointDamaged:
-                pass
+                pass  # It is removed below.
         # The folder first gets a name that is never loaded, so that a folder whose removal was
         # interrupted is not taken for a checkpoint.
         removed = folder.with_name(TEMPORARY + folder.name)
@@ -222,17 +231,17 @@ def _remove_old(saved: Path, head: int, keep: int) -> None:
 
 
 def candidates(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Return (update, path) of all entries with a checkpoint's name, newest first.
+    """Return the update and the path of all entries with a checkpoint's name, newest first.
 
     An entry may be damaged, or may not even be a folder. If an update has two folders, the one with
     the suffix REPLACED comes second.
     """
-    found = []
+    updates_and_paths = []
     for path in entries(checkpoints):
-        match = stored.FOLDER_NAME.fullmatch(path.name)
+        match = FOLDER_NAME.fullmatch(path.name)
         if match:
-            found.append((int(match[1]), path))
-    return sorted(found, key=lambda pair: (-pair[0], pair[1].name))
+            updates_and_paths.append((int(match[1]), path))
+    return sorted(updates_and_paths, key=lambda pair: (-pair[0], pair[1].name))
 
 
 def _remove(path: Path) -> None:
@@ -247,12 +256,12 @@ def _remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _total_bytes(files: Encoded) -> int:
+def _total_bytes(files: EncodedFiles) -> int:
     """Return the sum of the lengths of all files."""
     return sum(length for length, _ in files.values())
 
 
-def _space_needed(checkpoints: Path, files: Encoded) -> str:
+def _space_needed(checkpoints: Path, files: EncodedFiles) -> str:
     """Return a text that says how many bytes a checkpoint needs and, if known, how many are free."""
     needed = f"it needs {_total_bytes(files):,} bytes"
     # An error here must not hide the one that is being reported.

@@ -429,7 +429,7 @@ _PLAN = "Predict which settings fit a device, and how fast they train."
 @_command(
     INSPECT,
     "monograph plan model.preset=8b lora.rank=16 --device 4090",
-    "\n\n".join((_PLAN, *cards.listed())),
+    "\n\n".join((_PLAN, *cards.card_lines())),
 )
 def plan(
     arguments: ConfigArguments = None,

@@ -332,7 +332,7 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
     network, tokenizer = load_with_tokenizer(run, warn)
     end_ids = [tokenizer.eos_id]
     if options.chat:
-        end_ids = list(stop_ids(tokenizer, network.config.ends))
+        end_ids = list(stop_ids(tokenizer, network.config.eos_token_ids))
     network.to(default_device())
     return ReadyModel(network, tokenizer, sampling, [*options.stop, *end_ids], None, options)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from monograph.commands.plan_screen import AnswerSampling, ShownLength, as_object, screen
 from monograph.config import Settings
-from monograph.device import Device, describe, named
+from monograph.device import Device, card_device, describe
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
 from monograph.planner import Limits, Plan, budget, streamed_or_resident
@@ -85,7 +85,7 @@ def _target(device: str | None, device_memory: str | None) -> Device:
     memory_bytes = None
     if device_memory is not None:
         memory_bytes = memory_size("--device-memory", device_memory)
-    target = describe() if device is None else named(device)
+    target = describe() if device is None else card_device(device)
     if memory_bytes is None:
         return target
     if memory_bytes > target.memory_bytes:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from monograph.data import MAX_HELD_OUT, MAX_WEIGHT, MIN_WEIGHT
 from monograph.errors import join_with_or
-from monograph.model.families import FAMILIES, FIRST_FAMILY, PRESETS
+from monograph.model.families import DEFAULT_FAMILY, FAMILIES, PRESETS
 from monograph.optim_table import FORMATS, OPTIMIZERS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE, Range
 from monograph.rl.advantages import ADVANTAGES
@@ -333,7 +333,7 @@ class ModelSection(Section):
         None,
         "Architecture of a new model.",
         {name: f"that of transformers' {family.architecture}" for name, family in FAMILIES.items()},
-        implied=FIRST_FAMILY,
+        implied=DEFAULT_FAMILY,
         varies="between graphs",
     )
     init: Text | None = _key(

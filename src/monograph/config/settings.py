@@ -27,7 +27,7 @@ from monograph.config.keys import (
 from monograph.config.renamed import TextsByKey, new_spelling, new_spellings
 from monograph.config.slips import meant_value
 from monograph.errors import UsageError
-from monograph.model.config import WEIGHT_FILES
+from monograph.model.config import TORCH_FILE_SUFFIXES
 from monograph.storage.code import code_named
 from monograph.terminal import shell_words
 
@@ -154,7 +154,7 @@ class Settings(BaseModel):
         train = self.train
         sizes = model.sizes().keys()
         # A file of weights alone, without a configuration, needs the sizes.
-        if model.init and sizes and not model.init.endswith(WEIGHT_FILES):
+        if model.init and sizes and not model.init.endswith(TORCH_FILE_SUFFIXES):
             key = f"model.{min(sizes)}"
             raise UsageError(
                 f"{self.origins[key]}: {key} cannot change the model that model.init names; give one or the other"

@@ -75,7 +75,7 @@ class KVCache:
         values = list[Tensor]()
         recurrences = dict[int, Recurrence]()
         for layer in range(config.num_hidden_layers):
-            is_linear = config.is_linear(layer)
+            is_linear = config.is_delta_net(layer)
             heads = 0 if is_linear else config.num_key_value_heads
             # Blocks are the outer axis, so that the first blocks are contiguous; short texts need no
             # others. Each layer has its own tensor, since a captured graph that writes to a part of a

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from monograph.graph.experts import ExpertLinear
 from monograph.graph.fused_linears import Sibling
 from monograph.graph.siblings import fuse_known
-from monograph.model.families import Norms
+from monograph.model.families import NormNames
 from monograph.model.layers import MLP, Attention, CentredRMSNorm, Linear, Mixture, RMSNorm
 from monograph.model.llama import Block, Llama
 from monograph.model.rope import cos_sin
@@ -64,12 +64,12 @@ def obstacle(model: Llama) -> str | None:
         return f"this card's shared memory is too small for heads of {config.head_dim} channels"
     if config.rotary_dim != config.head_dim:
         return "the kernels rotate all channels of a head, and this family only some"
-    if config.family.norms != Norms():
+    if config.family.norm_names != NormNames():
         return "this family normalises what its layers add, which the kernels do not"
     dense = [layer for layer in range(config.num_hidden_layers) if not config.is_mixture(layer)]
     _, activation = config.family.activation
     # The clamped activation exists only in the kernels of mixtures.
-    if activation not in _ACTIVATIONS or (config.family.clamped and dense):
+    if activation not in _ACTIVATIONS or (config.family.clamped_gating and dense):
         return "the kernels do not have this family's activation"
     if not isinstance(model.scale_last, nn.Identity):
         return "this family scales its logits"
@@ -92,9 +92,11 @@ def _obstacle_of_block(block: Block) -> str | None:
     if block.mixer_name != "self_attn":
         return "the kernels compute attention, and some layers have none"
     attention, mlp, *_ = _modules_of(block)
-    if attention.gated or attention.norms_all or attention.clip is not None:
+    if attention.is_gated or attention.norms_over_all_heads or attention.clip is not None:
         return "this family changes queries and keys in a way that the kernels do not"
-    if not isinstance(attention.scale, nn.Identity) or not isinstance(block.scale, nn.Identity):
+    if not isinstance(attention.scale_query, nn.Identity) or not isinstance(
+        block.scale_branch, nn.Identity
+    ):
         return "this family scales its heads or what its layers add"
     if not _are_side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]):
         return _NOT_SIDE_BY_SIDE
@@ -133,7 +135,7 @@ def _has_kernels(mixture: nn.Module) -> bool:
     modules = [mixture, mixture.gate, experts, *projections]
     has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in modules)
     are_plain = all(type(each) is ExpertLinear for each in projections)
-    is_grouped = not mixture.has_shared_expert and mixture.way == "grouped"
+    is_grouped = not mixture.has_shared_expert and mixture.impl == "grouped"
     return (
         are_plain
         and is_grouped
@@ -174,7 +176,7 @@ class FastForward:
         family = model.config.family
         _, activation = family.activation
         self._activation = _ACTIVATIONS[activation]
-        self._combination: Combination = "clamped" if family.clamped else self._activation
+        self._combination: Combination = "clamped" if family.clamped_gating else self._activation
         # The kernels read a weight once for every tile of ROWS rows, and an expert's weight once for
         # each token. So they are fast only for the rows of one tile.
         is_one_tile = rows <= ROWS
@@ -213,12 +215,12 @@ class FastForward:
         # and that of all others.
         rotations: dict[bool, tuple[Tensor, Tensor]] = {}
         for layer in layers:
-            is_local = config.is_local(layer)
+            is_local = config.has_local_theta(layer)
             if config.rotates(layer) and is_local not in rotations:
                 cos_B11F, sin_B11F = cos_sin(position_B[:, None], config, torch.float32, is_local)
                 rotations[is_local] = cos_B11F[:, 0, 0], sin_B11F[:, 0, 0]
         return [
-            rotations[config.is_local(layer)] if config.rotates(layer) else (None, None)
+            rotations[config.has_local_theta(layer)] if config.rotates(layer) else (None, None)
             for layer in layers
         ]
 

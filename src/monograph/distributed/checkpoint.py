@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.checkpointing.folder import MODEL, OPTIMIZER
-from monograph.checkpointing.rotation import unfinished
+from monograph.checkpointing.rotation import unfinished_folder
 from monograph.distributed.rows import own_slice
 from monograph.distributed.world import World
 from monograph.errors import DiskFull, NoValidCheckpoint, Warn
@@ -58,7 +58,7 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
     if world.leads:
         checkpointing.save(checkpoints, checkpoint, keep, write)
     else:
-        folder = unfinished(checkpoints, checkpoint.update)
+        folder = unfinished_folder(checkpoints, checkpoint.update)
         for name, tensors in sharded_files.items():
             try:
                 _write_together(world, folder / name, tensors)

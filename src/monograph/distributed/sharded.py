@@ -41,7 +41,7 @@ from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.inspect import blocks
 from monograph.graph.lora import checkpoint_state, round_frozen_weights
 from monograph.graph.mmap_weights import kept_dtype, materialize_
-from monograph.loss import pair
+from monograph.loss import check_result
 from monograph.optim import Hyperparameters, ParameterKind, Plane, trainable
 from monograph.optim.formats import FORMATS
 from monograph.optim.planes import PlacedParameter
@@ -167,7 +167,7 @@ class Shards(ByRank):
         """Update a plane by its summed gradient, with the compiled function unless it has cut
         blocks.
         """
-        if plane.ends:  # set for planes with cut blocks, see `directed`
+        if plane.edge_maxima:  # set for planes with cut blocks, see `directed`
             self.step.update_plane(plane, total, scale, accepted)
         else:
             self.captured_update(plane, total, scale, accepted)
@@ -207,12 +207,12 @@ class Shards(ByRank):
         form = FORMATS[step.optim.state]
         by_kind: dict[ParameterKind, list[tuple[Plane, Tensor]]] = {}
         for plane, total in zip(step.planes, grads, strict=True):
-            if plane.kind.matrix is not None:
+            if plane.kind.matrix_shape is not None:
                 by_kind.setdefault(plane.kind, []).append((plane, total))
         # The rank that computes the next matrix, so that ranks take turns over all kinds.
         first_owner = 0
         for kind, planes in by_kind.items():
-            assert kind.matrix is not None and kind.rule.orthogonalise is not None
+            assert kind.matrix_shape is not None and kind.rule.orthogonalise is not None
             orthogonalise = kind.rule.orthogonalise
             hyper = self._hyperparameters(kind, planes[0][1])
             directions = [
@@ -220,9 +220,14 @@ class Shards(ByRank):
                 for plane, total in planes
             ]
             compute = hyper.compute
-            if len(kind.matrix) == 2:
+            if len(kind.matrix_shape) == 2:
                 orthogonal = orthogonalise_rows(
-                    self.row_ranks, directions, kind.matrix[0], first_owner, compute, orthogonalise
+                    self.row_ranks,
+                    directions,
+                    kind.matrix_shape[0],
+                    first_owner,
+                    compute,
+                    orthogonalise,
                 )
                 first_owner += len(planes)
             else:
@@ -336,7 +341,7 @@ def _direction(plane: Plane, grad: Tensor, form: StateFormat, hyper: Hyperparame
     parameter = cast(DTensor, plane.slots[0].parameter)
     rule = plane.kind.rule
     assert rule.direction is not None
-    moments = [form.read(plane.state, moment, grad, plane.before) for moment in rule.moments]
+    moments = [form.read(plane.state, moment, grad, plane.block_offset) for moment in rule.moments]
     return rule.direction(grad, moments, hyper).view(parameter.to_local().shape)
 
 
@@ -392,7 +397,7 @@ class _ModelWithLoss(nn.Module):
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         step: Step = self.__dict__["step"]
         # Capture replaces `step.loss`, so it is looked up here.
-        return pair(step.loss(self.model, batch))
+        return check_result(step.loss(self.model, batch))
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
@@ -486,7 +491,7 @@ def make_rows_planes(
             number=numbers.setdefault(kind, len(numbers)),
             parts=(own.numel(),),
             start=start,
-            before=begin % block if own.numel() else 0,
+            block_offset=begin % block if own.numel() else 0,
             begin=begin,
             end_blocks=find_end_blocks(bounds, rank, block) if has_cut_blocks else None,
             numbers_per_element=form.numbers_per_element(kind.rule.moments),

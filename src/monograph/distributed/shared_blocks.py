@@ -107,7 +107,7 @@ def share_largest_numbers(
         largest_MPE = torch.where(is_same_PEWE, all_MPWE.unsqueeze(2), 0.0).amax((-1, -2))
         names = [moment.name for moment in kind.rule.moments]
         for number, plane in enumerate(alike):
-            plane.plane.ends = dict(zip(names, largest_MPE[:, number], strict=True))
+            plane.plane.edge_maxima = dict(zip(names, largest_MPE[:, number], strict=True))
 
 
 def _own_largest_numbers(
@@ -130,11 +130,11 @@ def _own_largest_numbers(
         for buffer in form.parts:
             name = buffer.buffer_name(moment)
             rows = [
-                plane.plane.state[name][_buffer_slice(buffer, part, plane.plane.before)]
+                plane.plane.state[name][_buffer_slice(buffer, part, plane.plane.block_offset)]
                 for plane, part in parts
             ]
             buffers[name] = _padded_rows(rows, block // buffer.numbers_per_element).view(-1)
-        moments.append(form.read(buffers, moment, grads.view(-1), before=0).view_as(grads))
+        moments.append(form.read(buffers, moment, grads.view(-1), block_offset=0).view_as(grads))
     next_moments = rule.next_moments(grads, moments, hyper)
     return torch.stack(
         [each.to(torch.float32).abs().amax(-1).view(len(planes), 2) for each in next_moments]

@@ -19,8 +19,8 @@ from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
-from monograph.loss import SHARES, Batch, constant, counted, counts, pair
-from monograph.optim import Optimizer, Plane, checked, planes, trainable
+from monograph.loss import SHARES, Batch, check_result, count_tensor, has_count, require_constant
+from monograph.optim import Optimizer, Plane, planes, require_optimizer, trainable
 from monograph.optim.formats import FORMATS
 from monograph.schedule import Schedule, factor_at
 from monograph.step import OnDevice, Step, Update, finish_update
@@ -65,7 +65,7 @@ class StackedParameters(OnDevice):
         """
         super().__init__()
         self.caller = caller
-        self.optims = [checked(optim) for optim in optims]
+        self.optims = [require_optimizer(optim) for optim in optims]
         self.schedules = schedules
         self.each = each
         if precision is not None and precision.name == "fp8":
@@ -190,7 +190,7 @@ class StackedParameters(OnDevice):
         """
 
         def member_sums(module: nn.Module, batch: object) -> tuple[Tensor, Tensor]:
-            return pair(self.step.loss(module, batch))
+            return check_result(self.step.loss(module, batch))
 
         size = self.caller.stack.size
         # The weights that balance a model's experts (`monograph.loss.SHARES`) are [N, ...], even if all
@@ -206,18 +206,18 @@ class StackedParameters(OnDevice):
         )
         # The count is checked here, as a tensor inside vmap does not say whether it requires a
         # gradient.
-        return loss_sum, constant(count)
+        return loss_sum, require_constant(count)
 
     def targets(self, batch: object) -> Tensor | None:
         """Return the number of targets in each member's batch, [N]; None: the loss cannot count them."""
         loss = self.step.loss
         device = self.step.device
-        if not counts(loss):
+        if not has_count(loss):
             return None
         if not self.each:
-            return counted(loss.count(batch), device).expand(self.caller.stack.size)
+            return count_tensor(loss.count(batch), device).expand(self.caller.stack.size)
         # A loss counts one member's batch and may index it by position, so its count is vmapped.
-        return torch.vmap(lambda batch: counted(loss.count(batch), device))(batch)
+        return torch.vmap(lambda batch: count_tensor(loss.count(batch), device))(batch)
 
     def accumulate(self, batches: Sequence[object]) -> None:
         """Add the members' gradients of each micro-batch to the planes."""

@@ -274,7 +274,9 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         prompts = [self._context_ids(context)[-room:] for context in contexts]
         # If one context is a chat, all are: lm_eval renders all contexts of a run or none.
         are_chats = not self._chats.isdisjoint(contexts)
-        chat_stops = stop_ids(self._tokenizer, self._model.config.ends) if are_chats else ()
+        chat_stops = (
+            stop_ids(self._tokenizer, self._model.config.eos_token_ids) if are_chats else ()
+        )
         completions = generate(
             self._model,
             self._tokenizer,

@@ -1,11 +1,13 @@
 """Read and write adapters in PEFT's format, and write them as GGUF.
 
-PEFT's format is a folder with adapter_config.json and adapter_model.safetensors. The *base* is the
-model to which adapters are added.
+The *base* is the model to which adapters are added. An adapter of LoRA adds the product B A, times a
+scale, to a weight.
 
-llama.cpp adds the adapters of a GGUF file to a file of the base (`llama-cli --lora`). For each
-weight NAME the file has A as NAME.lora_a, and B as NAME.lora_b, whose rows are in the order of the
-base's file. llama.cpp multiplies their product by alpha / rank.
+PEFT's format is a folder with adapter_config.json and adapter_model.safetensors.
+
+llama.cpp adds the adapters of a GGUF file to the model of another GGUF file (`llama-cli --lora`). For
+each weight NAME the file has A as NAME.lora_a and B as NAME.lora_b, and B's rows are in the order of
+the base's file. llama.cpp's scale is alpha / rank.
 """
 
 import hashlib
@@ -35,30 +37,37 @@ from monograph.graph.precision import Precision
 from monograph.graph.token_rows import ROWS, tables_with_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
-from monograph.model.gguf import import_gguf, named, reader_of, write_tensors
+from monograph.model.gguf import import_gguf, llama_cpp_support, llama_cpp_tensors, write_tensors
+from monograph.model.layer_types import LINEAR_ATTENTION
 from monograph.model.llama import Llama
-from monograph.model.scaling import LINEAR
 from monograph.model.vocabulary import (
-    KEY,
-    PREFIX,
-    own_tensors,
+    PEFT_PREFIX,
+    TRAINABLE_TOKENS_KEY,
     peft_name,
-    read_tokens,
-    tokens_value,
+    read_trainable_tokens,
+    tensors_by_own_names,
+    trainable_tokens_value,
     unlisted_rows,
 )
 from monograph.storage.code import code_named, folder_named
-from monograph.storage.reading import exists, inside, is_file, read_json, without_links
+from monograph.storage.reading import exists, file_inside, is_file, read_json, without_links
 from monograph.text.tokenizer import Tokenizer
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-# Monograph's own file next to PEFT's two. It has digests of the base. PEFT does not read it.
-BASE = "monograph_base.json"
-# The keys of adapter_config.json. `_READ` are read. `_IGNORED` do not change the meaning of the
-# tensors. `_ALLOWED` are accepted with these values only. All other keys must be unset.
-_READ = {"r", "lora_alpha", "target_modules", "lora_dropout", "base_model_name_or_path", KEY}
-_IGNORED = {
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+# A file of Monograph next to PEFT's two, with digests of the base. PEFT does not read it.
+BASE_FILE = "monograph_base.json"
+# The keys of adapter_config.json: those that are read, those that do not change the meaning of the
+# tensors, and those that may have only certain values. All other keys must be unset.
+_READ_KEYS = {
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "lora_dropout",
+    "base_model_name_or_path",
+    TRAINABLE_TOKENS_KEY,
+}
+_IGNORED_KEYS = {
     "peft_type",
     "task_type",
     "inference_mode",
@@ -70,7 +79,7 @@ _IGNORED = {
     "layers_pattern",
     "ensure_weight_tying",
 }
-_ALLOWED = {
+_ALLOWED_VALUES = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
     "use_rslora": (None, False, True),
@@ -81,12 +90,12 @@ MAX_ALPHA = 10**9
 
 
 class Adapter(NamedTuple):
-    """The configuration of an adapter's folder; its tensors have not been read yet.
+    """The configuration that an adapter's folder has. The adapter's tensors are not read yet.
 
     Attributes:
         folder: the folder.
         lora: rank, alpha, targets, dropout, tokens, rslora and dora.
-        base: the base's name in the file; "" if the file does not name it.
+        base: the base's path or id in the file; "": the file does not have it.
         tokens: the value of `trainable_token_indices` in the file.
     """
 
@@ -95,7 +104,7 @@ class Adapter(NamedTuple):
     base: str
     tokens: object = None
 
-    def require(self, config: LlamaConfig | None) -> None:
+    def require_base_shape(self, config: LlamaConfig | None) -> None:
         """Require that a base has the shape of the base on which the adapter was trained.
 
         Nothing is compared if the folder does not record that shape, or if `config` is None.
@@ -103,12 +112,14 @@ class Adapter(NamedTuple):
         Raises:
             InputRefused: the two bases' shapes differ.
         """
-        if config is None or not exists(self.folder / BASE):
+        if config is None or not exists(self.folder / BASE_FILE):
             return
-        if read_json(inside(self.folder, BASE)).get("config_sha256") != config_digest(config):
+        if read_json(file_inside(self.folder, BASE_FILE)).get("config_sha256") != config_digest(
+            config
+        ):
             raise InputRefused(
-                f"{self.folder}: this adapter was trained on another base: {BASE} does not have the digest of this "
-                "one's config.json"
+                f"{self.folder}: this adapter was trained on another base: {BASE_FILE} does not have the digest of "
+                "this one's config.json"
             )
 
     @property
@@ -117,25 +128,25 @@ class Adapter(NamedTuple):
 
         It is None if there is no record, as in folders that PEFT wrote.
         """
-        if not exists(self.folder / BASE):
+        if not exists(self.folder / BASE_FILE):
             return None
-        recorded = read_json(inside(self.folder, BASE)).get("weights_sha256")
+        recorded = read_json(file_inside(self.folder, BASE_FILE)).get("weights_sha256")
         if recorded is not None and not isinstance(recorded, str):
             raise InputRefused(
-                f"{self.folder / BASE}: weights_sha256 = {recorded!r}: expected a digest"
+                f"{self.folder / BASE_FILE}: weights_sha256 = {recorded!r}: expected a digest"
             )
         return recorded
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Return whether a folder has an adapter and not a model.
+    """Return whether a folder has an adapter, and not a model.
 
-    The result is False for a text that names code instead of a folder.
+    The result is False for a text that is not a folder's path but names code, such as file.py:build.
     """
     if isinstance(folder, str) and code_named(folder):
         return False
     folder = Path(folder)
-    return is_file(folder / CONFIG) and not exists(folder / "config.json")
+    return is_file(folder / CONFIG_FILE) and not exists(folder / "config.json")
 
 
 def config_digest(config: LlamaConfig) -> str:
@@ -145,8 +156,8 @@ def config_digest(config: LlamaConfig) -> str:
     del values["attention_dropout"]
     del values["pad_token_id"]
     # One id may be written as a number or as a list of one.
-    if len(config.ends) == 1:
-        values["eos_token_id"] = config.ends[0]
+    if len(config.eos_token_ids) == 1:
+        values["eos_token_id"] = config.eos_token_ids[0]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -157,16 +168,21 @@ def read_adapter(folder: str | Path) -> Adapter:
         InputRefused: the adapter is not a LoRA, an unsupported key is set, or a value is wrong. The
             message names the key.
     """
-    path = inside(Path(folder), CONFIG)
+    path = file_inside(Path(folder), CONFIG_FILE)
     values = read_json(path)
     if values.get("peft_type") != "LORA":
         raise InputRefused(f"{path}: peft_type = {values.get('peft_type')!r}: only LORA is read")
     for key, value in values.items():
-        if key in _ALLOWED and value not in _ALLOWED[key]:
+        if key in _ALLOWED_VALUES and value not in _ALLOWED_VALUES[key]:
             raise InputRefused(
-                f"{path}: {key} = {value!r} is not read: expected one of {_ALLOWED[key]}"
+                f"{path}: {key} = {value!r} is not read: expected one of {_ALLOWED_VALUES[key]}"
             )
-        if key not in _READ | _IGNORED | _ALLOWED.keys() and value not in (None, False, {}, []):
+        if key not in _READ_KEYS | _IGNORED_KEYS | _ALLOWED_VALUES.keys() and value not in (
+            None,
+            False,
+            {},
+            [],
+        ):
             raise InputRefused(
                 f"{path}: {key} = {value!r} is set, which is not read here: merge it with PEFT first"
             )
@@ -175,19 +191,19 @@ def read_adapter(folder: str | Path) -> Adapter:
     dropout = values.get("lora_dropout", 0.0)
     if type(rank) is not int or not 0 < rank <= MAX_RANK:
         raise InputRefused(f"{path}: r = {rank!r}: expected a whole number from 1 to {MAX_RANK}")
-    is_alpha = bool(alpha) and _is_number(alpha)
-    is_dropout = _is_number(dropout) and 0 <= dropout < 1
-    if not is_alpha or not is_dropout:
+    alpha_is_valid = bool(alpha) and _is_number(alpha)
+    dropout_is_valid = _is_number(dropout) and 0 <= dropout < 1
+    if not alpha_is_valid or not dropout_is_valid:
         expected = "expected a number above 0 and at most 1e9, and one from 0 and below 1"
         raise InputRefused(
             f"{path}: lora_alpha = {alpha!r}, lora_dropout = {dropout!r}: {expected}"
         )
     targets = values.get("target_modules")
     if isinstance(targets, list):
-        are_targets = bool(targets) and all(isinstance(target, str) for target in targets)
+        targets_are_valid = bool(targets) and all(isinstance(target, str) for target in targets)
     else:
-        are_targets = isinstance(targets, str) and bool(targets)
-    if not are_targets:
+        targets_are_valid = isinstance(targets, str) and bool(targets)
+    if not targets_are_valid:
         raise InputRefused(
             f"{path}: target_modules = {targets!r}: expected a list of names or a regular expression"
         )
@@ -197,7 +213,7 @@ def read_adapter(folder: str | Path) -> Adapter:
         alpha,
         tuple(sorted(targets)) if isinstance(targets, list) else str(targets),
         float(dropout),
-        tokens=read_tokens(values.get(KEY), path),
+        tokens=read_trainable_tokens(values.get(TRAINABLE_TOKENS_KEY), path),
         rslora=bool(values.get("use_rslora")),
         dora=bool(values.get("use_dora")),
     )
@@ -206,7 +222,7 @@ def read_adapter(folder: str | Path) -> Adapter:
         folder=Path(folder),
         lora=lora,
         base=base if isinstance(base, str) else "",
-        tokens=values.get(KEY),
+        tokens=values.get(TRAINABLE_TOKENS_KEY),
     )
 
 
@@ -218,10 +234,10 @@ def _is_number(value: object) -> bool:
     return 0 <= value <= MAX_ALPHA
 
 
-def read_weights(adapter: Adapter, module: nn.Module) -> None:
-    """Copy an adapter's tensors into a module.
+def load_adapter_weights(adapter: Adapter, module: nn.Module) -> None:
+    """Read an adapter's tensors and copy them into a module.
 
-    Trained rows that the adapter's configuration does not list keep the base's values.
+    Rows of tokens that the adapter's configuration does not list keep the base's values.
 
     Args:
         adapter: the adapter.
@@ -230,10 +246,11 @@ def read_weights(adapter: Adapter, module: nn.Module) -> None:
     Raises:
         InputRefused: a tensor is missing, unexpected or of another shape, or the file is damaged.
     """
-    path = inside(adapter.folder, WEIGHTS)
+    path = file_inside(adapter.folder, WEIGHTS_FILE)
     state = adapter_state(module)
-    targets = {name: state[name] for name in state.keys() - unlisted_rows(adapter.tokens, module)}
-    stored = own_tensors(read_header(path), module, path)
+    expected_names = state.keys() - unlisted_rows(adapter.tokens, module)
+    targets = {name: state[name] for name in expected_names}
+    stored = tensors_by_own_names(read_header(path), module, path)
     missing = targets.keys() - stored.keys()
     unexpected = stored.keys() - targets.keys()
     for kind, names in (("missing", missing), ("unexpected", unexpected)):
@@ -288,20 +305,19 @@ def install_adapters(
         try:
             adapt(module, lora, device=device)
         except UsageError as error:
-            raise InputRefused(f"{start.folder / CONFIG}: {error}") from None
-        read_weights(start, module)
+            raise InputRefused(f"{start.folder / CONFIG_FILE}: {error}") from None
+        load_adapter_weights(start, module)
     if precision is not None and precision.name in ("bf16", "fp16"):
-        # A Llama rounds its hidden states right after the embedding, so the embedding can be stored
-        # in 16 bits as well.
+        # A Llama rounds the embedded tokens to 16 bits anyway, so its embedding can be stored in them.
         also_narrow = [module.model.embed_tokens] if isinstance(module, Llama) else []
         round_frozen_weights(module, precision.dtype, also_narrow, device)
         store_row_norms(module, reset_magnitudes=start is None)
 
 
 def adapter_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a module's adapters by name.
+    """Return the tensors of a module's adapters by name, with the trained rows of tokens.
 
-    They include trained rows of tokens, and share memory with the module.
+    They share memory with the module.
     """
     lora_tensors = {
         f"{name}.{part}": parameter.detach()
@@ -317,7 +333,7 @@ def adapter_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 class PeftAdapters(NamedTuple):
-    """Adapters in PEFT's format.
+    """Adapters in PEFT's format, in memory.
 
     Attributes:
         values: the content of adapter_config.json.
@@ -353,15 +369,18 @@ def pack_adapters(
     if config is None and isinstance(module, Llama):
         config = module.config
     adapted = adapted_layers(module)
-    if experts := [name for name, layer in adapted.items() if isinstance(layer, AdaptedExperts)]:
+    experts = [name for name, layer in adapted.items() if isinstance(layer, AdaptedExperts)]
+    if experts:
         raise InputRefused(
             f"{experts[0]} has an adapter for each expert, for which PEFT has no form"
         )
     if config is not None:
-        joined_layers = tuple(itertools.chain.from_iterable(config.family.joined.values()))
-        if names := [name for name in adapted if name.endswith(joined_layers)]:
+        joined_layers = tuple(itertools.chain.from_iterable(config.family.joined_layers.values()))
+        joined_in_files = [name for name in adapted if name.endswith(joined_layers)]
+        if joined_in_files:
             raise InputRefused(
-                f"{names[0]} has an adapter, and PEFT has one layer for it and others in a {config.model_type}"
+                f"{joined_in_files[0]} has an adapter, and PEFT has one layer for it and others in a "
+                f"{config.model_type}"
             )
     # A whole number is written without a decimal point.
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
@@ -371,7 +390,7 @@ def pack_adapters(
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": alpha,
-        "target_modules": _targets(module, adapted, lora),
+        "target_modules": _target_modules(module, adapted, lora),
         "lora_dropout": lora.dropout,
         "bias": "none",
         "inference_mode": True,
@@ -380,21 +399,22 @@ def pack_adapters(
         values["use_rslora"] = True
     if lora.dora:
         values["use_dora"] = True
-    if tokens := tokens_value(module):
-        values[KEY] = tokens
+    trained_tokens = trainable_tokens_value(module)
+    if trained_tokens:
+        values[TRAINABLE_TOKENS_KEY] = trained_tokens
     tensors = {
         peft_name(name): tensor.contiguous().clone()
         for name, tensor in adapter_state(module).items()
     }
-    recorded = {} if config is None else {"config_sha256": config_digest(config)}
-    return PeftAdapters(values, tensors, recorded)
+    base_record = {} if config is None else {"config_sha256": config_digest(config)}
+    return PeftAdapters(values, tensors, base_record)
 
 
-def save_adapter(stored: PeftAdapters, folder: str | Path) -> None:
+def save_adapter(packed: PeftAdapters, folder: str | Path) -> None:
     """Write adapters into a new folder, which PEFT and `read_adapter` can read.
 
     Args:
-        stored: the adapters.
+        packed: the adapters.
         folder: the folder. It may exist if it is empty.
 
     Raises:
@@ -402,41 +422,41 @@ def save_adapter(stored: PeftAdapters, folder: str | Path) -> None:
         DiskFull: there is no space left. Nothing of the adapters remains.
     """
     with new_folder(Path(folder)) as new:
-        write_adapter(stored, new)
+        write_adapter(packed, new)
 
 
-def write_adapter(stored: PeftAdapters, new: Path) -> None:
+def write_adapter(packed: PeftAdapters, new: Path) -> None:
     """Write the files of `save_adapter` into a folder that `new_folder` has made."""
-    write_json(new / CONFIG, stored.values)
-    if stored.base:
-        write_json(new / BASE, stored.base)
-    if stored.tokenizer is not None:
-        for name, text in stored.tokenizer.config.files().items():
+    write_json(new / CONFIG_FILE, packed.values)
+    if packed.base:
+        write_json(new / BASE_FILE, packed.base)
+    if packed.tokenizer is not None:
+        for name, text in packed.tokenizer.config.files().items():
             (new / name).parent.mkdir(exist_ok=True)
             (new / name).write_text(text, encoding="utf-8")
-        stored.tokenizer.save(new / "tokenizer.json")
-    save_file(stored.tensors, new / WEIGHTS, metadata={"format": "pt"})
+        packed.tokenizer.save(new / "tokenizer.json")
+    save_file(packed.tensors, new / WEIGHTS_FILE, metadata={"format": "pt"})
     # safetensors chooses permissions of its own, so give the file those of the other files.
-    (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode & 0o777)
+    (new / WEIGHTS_FILE).chmod((new / CONFIG_FILE).stat().st_mode & 0o777)
 
 
-def _targets(module: nn.Module, adapted: Mapping[str, AnyAdapted], lora: Lora) -> list[str] | str:
+def _target_modules(
+    module: nn.Module, adapted: Mapping[str, AnyAdapted], lora: Lora
+) -> list[str] | str:
     """Return the value of `target_modules` that selects the same layers in PEFT."""
     if lora.targets != ALL_LINEAR:
         return lora.targets if isinstance(lora.targets, str) else sorted(lora.targets)
-    # "all-linear" is not written, because it selects different layers in PEFT for different classes
-    # of models. The layers are given by the ends of their names if these ends select no other
-    # layer, otherwise by their whole names.
-    ends = sorted({name.rpartition(".")[2] for name in adapted})
+    # "all-linear" is not written, because in PEFT it selects different layers for different classes of
+    # models. A list of last names, such as q_proj, is written if they select no other layer; otherwise a
+    # list of whole names.
+    last_names = sorted({name.rpartition(".")[2] for name in adapted})
     other_layers = [
         name
         for name, child in module.named_modules()
         if name not in adapted and not isinstance(child, AnyAdapted)
     ]
-    selects_others = any(
-        name == end or name.endswith(f".{end}") for name in other_layers for end in ends
-    )
-    return sorted(adapted) if selects_others else ends
+    selects_others = any(name.rpartition(".")[2] in last_names for name in other_layers)
+    return sorted(adapted) if selects_others else last_names
 
 
 def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str:
@@ -444,7 +464,8 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
 
     Args:
         adapter: the adapter.
-        above: the folders of the adapters whose base is this adapter, directly or through others.
+        above: the folders of the adapters that have this adapter as their base, directly or through
+            other adapters.
 
     Raises:
         InputRefused: the base is not a folder on this machine (nothing is downloaded), or an
@@ -456,14 +477,14 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
             above = above | {without_links(adapter.folder)}
             if base in above:
                 raise InputRefused(
-                    f"{adapter.folder / CONFIG}: its base is an adapter whose base leads back to it"
+                    f"{adapter.folder / CONFIG_FILE}: its base is an adapter whose base leads back to it"
                 )
             if is_adapter(base):
-                # This call is made only for its errors.
+                # Only to raise an error if that adapter has no base, or leads back here.
                 resolved_base(read_adapter(base), above)
             return folder_named(base)
     raise InputRefused(
-        f"{adapter.folder / CONFIG}: base_model_name_or_path = {adapter.base!r} is no folder here, and nothing is "
+        f"{adapter.folder / CONFIG_FILE}: base_model_name_or_path = {adapter.base!r} is no folder here, and nothing is "
         "fetched: write the folder of the base there"
     )
 
@@ -471,11 +492,11 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
 GGUF_FILE = "adapter.gguf"
 
 
-def save_gguf_adapter(stored: PeftAdapters, config: LlamaConfig, folder: str | Path) -> None:
+def save_gguf_adapter(packed: PeftAdapters, config: LlamaConfig, folder: str | Path) -> None:
     """Write adapters into `GGUF_FILE` in a new folder.
 
     Args:
-        stored: the adapters.
+        packed: the adapters.
         config: the shape of their base.
         folder: the folder. It may exist if it is empty.
 
@@ -484,36 +505,36 @@ def save_gguf_adapter(stored: PeftAdapters, config: LlamaConfig, folder: str | P
             written.
         DiskFull: there is no space left. Nothing of the adapters remains.
     """
-    require_gguf_form(stored, config)
+    require_gguf_form(packed, config)
     with new_folder(Path(folder)) as new:
-        write_gguf_adapter(stored, config, new)
+        write_gguf_adapter(packed, config, new)
 
 
-def require_gguf_form(stored: PeftAdapters, config: LlamaConfig) -> None:
+def require_gguf_form(packed: PeftAdapters, config: LlamaConfig) -> None:
     """Require that a GGUF file can have all parts of these adapters.
 
     Raises:
         InputRefused: a GGUF file has no form for some part.
     """
     obstacle = ""
-    if "use_dora" in stored.values:
+    if "use_dora" in packed.values:
         obstacle = "magnitudes (lora.dora)"
-    elif KEY in stored.values:
+    elif TRAINABLE_TOKENS_KEY in packed.values:
         obstacle = "rows of tokens"
-    elif config.family.experts or config.family.others == LINEAR:
+    elif config.family.expert_width_key or config.family.other_layer_type == LINEAR_ATTENTION:
         obstacle = f"layers of the family {config.model_type}"
     if obstacle:
         raise InputRefused(f"a GGUF file of adapters has no form for {obstacle}")
 
 
-def write_gguf_adapter(stored: PeftAdapters, config: LlamaConfig, new: Path) -> None:
+def write_gguf_adapter(packed: PeftAdapters, config: LlamaConfig, new: Path) -> None:
     """Write the file of `save_gguf_adapter` into a folder that `new_folder` has made."""
     gguf = import_gguf()
-    values = stored.values
+    values = packed.values
     lora = Lora(values["r"], values["lora_alpha"], rslora="use_rslora" in values)
-    matrices = {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items()}
+    matrices = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in packed.tensors.items()}
     tensors = list(_gguf_tensors(matrices, config))
-    writer = gguf.GGUFWriter(new / GGUF_FILE, reader_of(config).name)
+    writer = gguf.GGUFWriter(new / GGUF_FILE, llama_cpp_support(config).name)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     # llama.cpp divides alpha by the rank. Writing scale * rank as alpha makes it use the right scale
@@ -532,11 +553,12 @@ def _gguf_tensors(matrices: Mapping[str, Tensor], config: LlamaConfig) -> Iterat
     a_end = ".lora_A.weight"
     b_end = ".lora_B.weight"
     layers = [name.removesuffix(a_end) for name in matrices if name.endswith(a_end)]
-    first = [_plain(f"{layer}.weight", matrices[layer + a_end]) for layer in layers]
-    second = [_plain(f"{layer}.weight", matrices[layer + b_end]) for layer in layers]
-    # B has as many rows as the weight, so `named` treats it like the weight: it renames B, and
-    # reorders B's rows if the file has the weight's rows in another order. A only gets the name.
-    for a_matrix, b_matrix in zip(first, named(second, config), strict=True):
+    a_matrices = [_plain(f"{layer}.weight", matrices[layer + a_end]) for layer in layers]
+    b_matrices = [_plain(f"{layer}.weight", matrices[layer + b_end]) for layer in layers]
+    # B has as many rows as the weight, so `llama_cpp_tensors` can treat it like the weight: it renames B,
+    # and reorders B's rows if the file has the weight's rows in another order. A only gets B's name.
+    converted = llama_cpp_tensors(b_matrices, config)
+    for a_matrix, b_matrix in zip(a_matrices, converted, strict=True):
         yield a_matrix._replace(name=f"{b_matrix.name}.lora_a")
         yield b_matrix._replace(name=f"{b_matrix.name}.lora_b")
 

@@ -9,19 +9,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from monograph.errors import InputRefused
-from monograph.model import families, layer_kinds, mixture_keys, scaling
-from monograph.model.families import BEYOND_SHAPE, FIRST_FAMILY, PRESETS, Family
-from monograph.model.scaling import (
-    FULL,
-    LINEAR,
-    SLIDING,
-    Scaling,
-    check_positive_integer,
-    check_positive_number,
-    check_token_id,
-)
+from monograph.model import families, layer_keys, mixture_keys, scaling
+from monograph.model.checks import check_positive_integer, check_positive_number, check_token_id
+from monograph.model.families import DEFAULT_FAMILY, PRESET_EXTRAS, PRESETS, Family
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
+from monograph.model.scaling import Scaling
 
-WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
+TORCH_FILE_SUFFIXES = (".pth", ".pt")  # of files that torch.save writes; see `torch_file`
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -36,7 +30,7 @@ _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embedding
 class LlamaConfig:
     """Sizes and constants of a model, by their Hugging Face names.
 
-    `monograph.model.families` says which families have which.
+    Each family has some of the fields (`monograph.model.families`); the others keep their defaults.
 
     Attributes:
         model_type: the family, a name in `monograph.model.families.FAMILIES`; exports keep it.
@@ -147,37 +141,39 @@ class LlamaConfig:
     eos_token_id: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_numbers()
+        self._check_flags()
+        self._check_multiple("num_attention_heads", "num_key_value_heads")
+        for name in ("attention_dropout", "router_aux_loss_coef"):
+            if getattr(self, name) != 0:
+                check_positive_number(name, getattr(self, name))
+        self._check_rotation()
+        self._check_scaling()
+        self._check_fields_of_family()
+        self._check_layers()
+        self._unify_equal_values()
+        derived = {**mixture_keys.check_and_derive(self), **layer_keys.delta_net_sizes(self)}
+        for name, value in derived.items():
+            self._set(name, value)
+        self._check_token_ids()
+
+    def _set(self, name: str, value: object) -> None:
+        """Set a field. The dataclass is frozen, so only `object.__setattr__` can do this."""
+        object.__setattr__(self, name, value)
+
+    def _check_sizes(self) -> None:
+        """Check the sizes that all families have, and replace sizes of 0 by their defaults."""
         for name in _REQUIRED:
             check_positive_integer(name, getattr(self, name))
-        if self.head_dim == 0 or self.family.heads_divide_width:
+        if self.head_dim == 0 or self.family.heads_divide_hidden_size:
             self._check_multiple("hidden_size", "num_attention_heads")
-        # Only `object.__setattr__` can set the derived fields of a frozen dataclass.
         if self.num_key_value_heads == 0:
-            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+            self._set("num_key_value_heads", self.num_attention_heads)
         if self.head_dim == 0:
-            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+            self._set("head_dim", self.hidden_size // self.num_attention_heads)
         for name in _SIZES:
             check_positive_integer(name, getattr(self, name))
-        for name in (
-            "rms_norm_eps",
-            "rope_theta",
-            "initializer_range",
-            "rope_local_theta",
-            *families.MULTIPLIERS,
-        ):
-            may_be_none = getattr(LlamaConfig, name) is None
-            if getattr(self, name) is not None or not may_be_none:
-                check_positive_number(name, getattr(self, name))
-        if self.query_pre_attn_scalar != 0:
-            check_positive_integer("query_pre_attn_scalar", self.query_pre_attn_scalar)
-        if self.initializer_range > 1:
-            raise InputRefused(
-                f"initializer_range = {self.initializer_range}: expected at most 1, transformers' limit"
-            )
-        self._check_heads()
-        self._check_windows()
-        self._check_parts()
-        self._check_ids()
 
     def _check_multiple(self, name: str, divisor_name: str) -> None:
         size = getattr(self, name)
@@ -187,7 +183,27 @@ class LlamaConfig:
                 f"{name} = {size} is not a multiple of {divisor_name} = {divisor}; change one"
             )
 
-    def _check_heads(self) -> None:
+    def _check_numbers(self) -> None:
+        for name in (
+            "rms_norm_eps",
+            "rope_theta",
+            "initializer_range",
+            "rope_local_theta",
+            *families.MULTIPLIERS,
+        ):
+            value = getattr(self, name)
+            may_be_none = getattr(LlamaConfig, name) is None
+            if value is None and may_be_none:
+                continue
+            check_positive_number(name, value)
+        if self.query_pre_attn_scalar != 0:
+            check_positive_integer("query_pre_attn_scalar", self.query_pre_attn_scalar)
+        if self.initializer_range > 1:
+            raise InputRefused(
+                f"initializer_range = {self.initializer_range}: expected at most 1, transformers' limit"
+            )
+
+    def _check_flags(self) -> None:
         for name in (
             "tie_word_embeddings",
             "attention_bias",
@@ -196,10 +212,8 @@ class LlamaConfig:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise InputRefused(f"{name} = {getattr(self, name)!r}: expected true or false")
-        self._check_multiple("num_attention_heads", "num_key_value_heads")
-        for name in ("attention_dropout", "router_aux_loss_coef"):
-            if getattr(self, name) != 0:
-                check_positive_number(name, getattr(self, name))
+
+    def _check_rotation(self) -> None:
         if self.head_dim % 2:
             raise InputRefused(
                 f"head_dim = {self.head_dim} is odd, and rotary embedding rotates pairs of channels; change it, or the "
@@ -212,20 +226,22 @@ class LlamaConfig:
                 f"partial_rotary_factor = {self.partial_rotary_factor} of head_dim = {self.head_dim}: expected an even "
                 "number of channels above 0, because rotary embedding rotates pairs of channels"
             )
-        self._check_scaling()
 
     def _check_scaling(self) -> None:
-        refused = ""
-        if self.rope_scaling is not None:
-            if scaling.rope_type(self.rope_scaling) not in self.family.scalings:
-                refused = "rope_scaling"
-            # If layers with a window have a table of their own, transformers looks for `truncate`
-            # beside both tables, where no file has it.
-            truncates = getattr(self.rope_scaling, "truncate", True)
-            if self.family.local_theta is not None and not truncates:
-                refused = "rope_scaling.truncate = false"
-        if refused:
-            raise InputRefused(f"{refused} is not supported with model_type = {self.model_type!r}")
+        if self.rope_scaling is None:
+            return
+        unsupported_key = ""
+        if scaling.rope_type(self.rope_scaling) not in self.family.rope_types:
+            unsupported_key = "rope_scaling"
+        # If layers with a window have a table of their own, transformers looks for `truncate`
+        # beside both tables, where no file has it.
+        truncates = getattr(self.rope_scaling, "truncate", True)
+        if self.family.default_local_theta is not None and not truncates:
+            unsupported_key = "rope_scaling.truncate = false"
+        if unsupported_key:
+            raise InputRefused(
+                f"{unsupported_key} is not supported with model_type = {self.model_type!r}"
+            )
         if isinstance(self.rope_scaling, scaling.YarnScaling) and self.rope_theta <= 1:
             raise InputRefused(
                 f"rope_theta = {self.rope_theta}: expected a number above 1 with yarn's rope_scaling"
@@ -233,67 +249,67 @@ class LlamaConfig:
         if isinstance(self.rope_scaling, scaling.LongScaling):
             self.rope_scaling.check_pairs(self.rotary_dim // 2)
 
-    def _check_windows(self) -> None:
-        for name in sorted(families.OF_SOME):
-            if getattr(self, name) != getattr(type(self), name) and name not in self.family.keys:
+    def _check_fields_of_family(self) -> None:
+        """Refuse values of fields that the family does not have."""
+        for name in sorted(_fields_of_others(self.family)):
+            default = getattr(type(self), name)
+            if getattr(self, name) != default:
                 raise InputRefused(f"{name} is not supported with model_type = {self.model_type!r}")
+
+    def _check_layers(self) -> None:
+        """Check the fields that have a value for each layer, and the window that they refer to."""
+        layers = self.num_hidden_layers
         if self.sliding_window is not None:
             check_positive_integer("sliding_window", self.sliding_window)
-        other = self.family.others
-        unknown = [kind for kind in self.layer_types if kind not in (FULL, other)]
+        other_type = self.family.other_layer_type
+        unknown = [kind for kind in self.layer_types if kind not in (FULL_ATTENTION, other_type)]
         if unknown:
-            raise InputRefused(f"layer_types has {unknown[0]!r}: expected {FULL!r} or {other!r}")
-        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             raise InputRefused(
-                f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers = {self.num_hidden_layers}"
+                f"layer_types has {unknown[0]!r}: expected {FULL_ATTENTION!r} or {other_type!r}"
             )
-        if SLIDING in self.layer_types and self.sliding_window is None:
-            raise InputRefused(f"layer_types has {SLIDING!r}, but no sliding_window is set")
-        # Here and below, values with the same meaning get one form, so that equal models have equal
-        # configurations.
-        if self.layer_types and SLIDING not in self.layer_types:
-            object.__setattr__(self, "sliding_window", None)
-        if len(set(self.layer_types)) == 1 and LINEAR not in self.layer_types:
-            object.__setattr__(self, "layer_types", ())
-        self._check_rotations()
+        if self.layer_types and len(self.layer_types) != layers:
+            raise InputRefused(
+                f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers = {layers}"
+            )
+        if SLIDING_ATTENTION in self.layer_types and self.sliding_window is None:
+            raise InputRefused(
+                f"layer_types has {SLIDING_ATTENTION!r}, but no sliding_window is set"
+            )
+        rotations = list(self.no_rope_layers)
+        are_flags = all(value in (0, 1) for value in rotations)
+        if rotations and not (len(rotations) == layers and are_flags):
+            raise InputRefused(
+                f"no_rope_layers = {rotations}: expected 0 or 1 for each of {layers} layers"
+            )
 
-    def _check_rotations(self) -> None:
-        rotates = list(self.no_rope_layers)
-        layers = self.num_hidden_layers
-        if rotates:
-            if len(rotates) != layers or any(value not in (0, 1) for value in rotates):
-                raise InputRefused(
-                    f"no_rope_layers = {rotates}: expected 0 or 1 for each of {layers} layers"
-                )
+    def _unify_equal_values(self) -> None:
+        """Give values with the same meaning one form, so that equal models have equal
+        configurations.
+        """
+        if self.layer_types and SLIDING_ATTENTION not in self.layer_types:
+            self._set("sliding_window", None)
+        if len(set(self.layer_types)) == 1 and LINEAR_ATTENTION not in self.layer_types:
+            self._set("layer_types", ())
         if all(self.no_rope_layers):
-            object.__setattr__(self, "no_rope_layers", ())
+            self._set("no_rope_layers", ())
         is_scaled = self.rope_scaling is not None
-        is_same_theta = self.rope_local_theta == self.rope_theta
-        if self.sliding_window is None or (is_same_theta and not is_scaled):
-            object.__setattr__(self, "rope_local_theta", None)
-        elif "rope_local_theta" in self.family.keys and self.rope_local_theta is None and is_scaled:
-            # Layers with a window have no scaling in these families.
-            object.__setattr__(self, "rope_local_theta", self.rope_theta)
+        has_one_theta = self.rope_local_theta in (None, self.rope_theta)
+        has_local_thetas = "rope_local_theta" in self.family.optional_keys
+        if self.sliding_window is None or (has_one_theta and not is_scaled):
+            self._set("rope_local_theta", None)
+        elif has_local_thetas and self.rope_local_theta is None:
+            # There is a scaling, which layers with a window do not have in these families.
+            self._set("rope_local_theta", self.rope_theta)
         if self.attention_multiplier == self.head_dim**-0.5:
-            object.__setattr__(self, "attention_multiplier", None)
+            self._set("attention_multiplier", None)
         if self.query_pre_attn_scalar == self.head_dim:
-            object.__setattr__(self, "query_pre_attn_scalar", 0)
+            self._set("query_pre_attn_scalar", 0)
 
-    def _check_parts(self) -> None:
-        derived = {**mixture_keys.checked(self), **layer_kinds.linear_sizes(self)}
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Return the ids that end a document."""
-        ids = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
-        return tuple(token_id for token_id in ids if token_id is not None)
-
-    def _check_ids(self) -> None:
+    def _check_token_ids(self) -> None:
+        """Check the ids, and replace a pad_token_id that counts from the end."""
         if self.bos_token_id is not None:
             check_token_id("bos_token_id", self.bos_token_id)
-        for token_id in self.ends:
+        for token_id in self.eos_token_ids:
             check_token_id("eos_token_id", token_id)
         pad = self.pad_token_id
         size = self.vocab_size
@@ -303,11 +319,11 @@ class LlamaConfig:
             raise InputRefused(
                 f"pad_token_id = {pad!r}: expected null or a token id below vocab_size = {size}"
             )
-        object.__setattr__(self, "pad_token_id", pad % size)
+        self._set("pad_token_id", pad % size)
 
     @classmethod
-    def preset(cls, name: str, *, family: str = FIRST_FAMILY, **overrides: Any) -> Self:
-        """Return a named configuration with some of its values replaced.
+    def preset(cls, name: str, *, family: str = DEFAULT_FAMILY, **overrides: Any) -> Self:
+        """Return the configuration of a preset, with some of its values replaced.
 
         | name | parameters | vocabulary | layers | hidden | ffn | heads x dim | kv heads | head | positions |
         |---|---|---|---|---|---|---|---|---|---|
@@ -341,27 +357,27 @@ class LlamaConfig:
         """
         if name not in PRESETS:
             raise InputRefused(f"preset = {name!r}: expected one of {', '.join(PRESETS)}")
-        if family != FIRST_FAMILY:
-            layers = overrides.get("num_hidden_layers", PRESETS[name][3])
-            overrides = (
-                layer_kinds.fresh(family, layers)
-                | mixture_keys.fresh(family, PRESETS[name][2])
-                | overrides
-            )
+        # A preset has no head_dim and no max_position_embeddings, the last two of `_SIZES`.
+        sizes = dict(zip(_SIZES, PRESETS[name], strict=False))
+        if family != DEFAULT_FAMILY:
+            layers = overrides.get("num_hidden_layers", sizes["num_hidden_layers"])
+            family_keys = layer_keys.new_model_keys(family, layers)
+            mixture = mixture_keys.new_model_keys(family, sizes["intermediate_size"])
+            overrides = family_keys | mixture | overrides
         unknown = sorted(set(overrides) - {field.name for field in fields(cls)})
         if unknown:
             raise InputRefused(
                 f"unknown key {unknown[0]!r}: the sizes of a Llama are {', '.join(_SIZES)}"
             )
-        # A preset has no head_dim and no max_position_embeddings, the last two of `_SIZES`.
-        sizes = dict(zip(_SIZES, PRESETS[name], strict=False))
-        values = {**sizes, **BEYOND_SHAPE[name]}
-        base = cls(**values)
+        values = {**sizes, **PRESET_EXTRAS[name]}
+        unchanged = cls(**values)
         config = cls(**{**values, **overrides})
-        if config.hidden_size == base.hidden_size or "initializer_range" in overrides:
+        if config.hidden_size == unchanged.hidden_size or "initializer_range" in overrides:
             return config
-        std = base.initializer_range * math.sqrt(base.hidden_size / config.hidden_size)
-        return replace(config, initializer_range=std)
+        width_ratio = unchanged.hidden_size / config.hidden_size
+        return replace(
+            config, initializer_range=unchanged.initializer_range * math.sqrt(width_ratio)
+        )
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> Self:
@@ -376,84 +392,84 @@ class LlamaConfig:
         """
         defaults: Mapping[str, Any] = {}
         if values.get("model_type"):
-            defaults = families.family(values["model_type"]).defaults
+            defaults = families.find_family(values["model_type"]).defaults
         for key in ("model_type", *_REQUIRED):
             if values.get(key, defaults.get(key)) is None:
                 raise InputRefused(f"the key {key} is missing")
-        for key in families.NEVER_NULL:
+        for key in families.NON_NULL_KEYS:
             if key in values and values[key] is None:
                 raise InputRefused(
                     f"{key} = null: expected a number; leave the key out for transformers' default"
                 )
-        model_family = families.family(values["model_type"])
-        families.check_computed(values)
-        # In transformers, rope_parameters = null means the default.
-        given = {
+        family = families.find_family(values["model_type"])
+        families.check_supported(values)
+        # In transformers, rope_parameters = null means the default, as if the key were left out.
+        in_file = {
             key: value
             for key, value in values.items()
             if value is not None or key != "rope_parameters"
         }
         # The default epsilon is that of transformers, which differs from this class's.
-        values = {"rms_norm_eps": 1e-6, **model_family.defaults, **given}
-        of_other_families = families.OF_SOME - {*model_family.keys}
-        names = {field.name for field in fields(cls)} - of_other_families
-        sizes: dict[str, Any] = {
+        values = {"rms_norm_eps": 1e-6, **family.defaults, **in_file}
+        names = {field.name for field in fields(cls)} - _fields_of_others(family)
+        config_fields: dict[str, Any] = {
             name: values[name] for name in names if values.get(name) is not None
         }
-        # A size of 0 is derived from others in this class, but not in a file.
-        for key in sorted(sizes.keys() & _SIZES):
-            check_positive_integer(key, sizes[key])
+        # In this class a size of 0 stands for a default, but not in a file.
+        for key in sorted(config_fields.keys() & _SIZES):
+            check_positive_integer(key, config_fields[key])
         if isinstance(values.get("eos_token_id"), list):
-            sizes["eos_token_id"] = tuple(values["eos_token_id"])
+            config_fields["eos_token_id"] = tuple(values["eos_token_id"])
         rope = scaling.from_hf(
-            values, model_family.local_theta, model_family.keys, model_family.scalings
+            values, family.default_local_theta, family.optional_keys, family.rope_types
         )
         if isinstance(rope.scaling, scaling.LongScaling):
-            sizes["max_position_embeddings"] = rope.scaling.longest
-        sizes["rope_theta"] = rope.theta
-        sizes["rope_scaling"] = rope.scaling
-        sizes["rope_local_theta"] = rope.local_theta
-        sizes["partial_rotary_factor"] = rope.rotated_share
-        sizes["sliding_window"], sizes["layer_types"] = layer_kinds.windows_from_hf(values)
-        sizes["no_rope_layers"] = layer_kinds.rotations_from_hf(values)
-        sizes |= mixture_keys.from_hf(values)
-        return cls(**sizes)
+            config_fields["max_position_embeddings"] = rope.scaling.longest
+        config_fields["rope_theta"] = rope.theta
+        config_fields["rope_scaling"] = rope.scaling
+        config_fields["rope_local_theta"] = rope.local_theta
+        config_fields["partial_rotary_factor"] = rope.partial_rotary_factor
+        window, layer_types = layer_keys.windows_from_hf(values)
+        config_fields["sliding_window"] = window
+        config_fields["layer_types"] = layer_types
+        config_fields["no_rope_layers"] = layer_keys.rotations_from_hf(values)
+        config_fields |= mixture_keys.from_hf(values)
+        return cls(**config_fields)
 
     def to_hf(self) -> dict[str, Any]:
         """Return the content of a config.json that transformers 4 and 5 and other programs read."""
-        of_other_families = families.OF_SOME - {*self.family.keys}
-        values = {key: value for key, value in asdict(self).items() if key not in of_other_families}
-        values.pop("rope_local_theta", None)
+        family = self.family
+        layers = range(self.num_hidden_layers)
+        left_out = _fields_of_others(family) | {"rope_local_theta"}
+        values = {key: value for key, value in asdict(self).items() if key not in left_out}
         values |= scaling.to_hf(self)
-        if "query_pre_attn_scalar" in self.family.keys:
+        if "query_pre_attn_scalar" in family.optional_keys:
             values["query_pre_attn_scalar"] = self.query_pre_attn_scalar or self.head_dim
-        if "attention_multiplier" in self.family.keys:
+        if "attention_multiplier" in family.optional_keys:
             values["attention_multiplier"] = self.attention_multiplier or self.head_dim**-0.5
         if isinstance(self.eos_token_id, tuple):
             values["eos_token_id"] = list(self.eos_token_id)
-        if "layer_types" in self.family.keys:
-            slides = [self.window(layer) is not None for layer in range(self.num_hidden_layers)]
+        has_windows = [self.window(layer) is not None for layer in layers]
+        if "layer_types" in family.optional_keys:
             values["layer_types"] = list(self.layer_types) or [
-                SLIDING if each else FULL for each in slides
+                SLIDING_ATTENTION if has_window else FULL_ATTENTION for has_window in has_windows
             ]
-        if self.family.full_every and "sliding_window" in self.family.keys:
+        if family.full_attention_every and "sliding_window" in family.optional_keys:
             # transformers does not allow null in these families.
-            values["sliding_window"] = self.sliding_window or self.family.defaults["sliding_window"]
-        if "sliding_window" in self.family.keys and "layer_types" in self.family.keys:
+            values["sliding_window"] = self.sliding_window or family.defaults["sliding_window"]
+        if "sliding_window" in family.optional_keys and "layer_types" in family.optional_keys:
             # For programs that do not know layer_types.
             values["use_sliding_window"] = self.sliding_window is not None
             values["max_window_layers"] = (
-                slides.index(True) if any(slides) else self.num_hidden_layers
+                has_windows.index(True) if any(has_windows) else self.num_hidden_layers
             )
         values |= mixture_keys.to_hf(self)
-        if "no_rope_layers" in self.family.keys:
-            values["no_rope_layers"] = [
-                int(self.rotates(layer)) for layer in range(self.num_hidden_layers)
-            ]
-        key, activation = self.family.activation
+        if "no_rope_layers" in family.optional_keys:
+            values["no_rope_layers"] = [int(self.rotates(layer)) for layer in layers]
+        activation_key, activation = family.activation
         return {
-            "architectures": [self.family.architecture],
-            key: activation,
+            "architectures": [family.architecture],
+            activation_key: activation,
             "mlp_bias": False,
             **values,
         }
@@ -461,20 +477,26 @@ class LlamaConfig:
     @property
     def family(self) -> Family:
         """Return the properties that distinguish models of this `model_type`."""
-        return families.family(self.model_type)
+        return families.find_family(self.model_type)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Return the ids that end a document."""
+        ids = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+        return tuple(token_id for token_id in ids if token_id is not None)
 
     def window(self, layer: int) -> int | None:
         """Return the number of positions that a layer's query sees, its own the last of them.
 
         None means that a query sees all positions up to its own.
         """
-        if self.layer_types and self.layer_types[layer] != SLIDING:
+        if self.layer_types and self.layer_types[layer] != SLIDING_ATTENTION:
             return None
         return self.sliding_window
 
-    def is_linear(self, layer: int) -> bool:
+    def is_delta_net(self, layer: int) -> bool:
         """Return whether a layer is a gated delta net instead of attention."""
-        return bool(self.layer_types) and self.layer_types[layer] == LINEAR
+        return bool(self.layer_types) and self.layer_types[layer] == LINEAR_ATTENTION
 
     def shortened(self, layers: int) -> Self:
         """Return the configuration of a model with only the first `layers` layers of this one."""
@@ -487,11 +509,12 @@ class LlamaConfig:
 
     def is_mixture(self, layer: int) -> bool:
         """Return whether a layer's feed-forward layer is a mixture of experts."""
-        return bool(self.family.experts) and layer not in self.mlp_only_layers
+        has_mixtures = bool(self.family.expert_width_key)
+        return has_mixtures and layer not in self.mlp_only_layers
 
     def rotates(self, layer: int) -> bool:
         """Return whether a layer rotates queries and keys by their positions."""
-        if self.is_linear(layer):
+        if self.is_delta_net(layer):
             return False
         return not self.no_rope_layers or self.no_rope_layers[layer] == 1
 
@@ -500,15 +523,18 @@ class LlamaConfig:
         """Return the number of a head's channels that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
-    def is_local(self, layer: int) -> bool:
-        """Return whether a layer has the base rope_local_theta, as layers with a window may have."""
+    def has_local_theta(self, layer: int) -> bool:
+        """Return whether a layer's rotary positions have the base rope_local_theta.
+
+        Only layers with a window can have it.
+        """
         return self.rope_local_theta is not None and self.window(layer) is not None
 
-    def rope(self, local: bool) -> tuple[float, Scaling | None]:
-        """Return the base and the scaling of the rotary positions.
+    def theta_and_scaling(self, local: bool) -> tuple[float, Scaling | None]:
+        """Return the base and the scaling of a layer's rotary positions.
 
         Args:
-            local: True for layers with a window, False for the others.
+            local: True for a layer with a window, False for another.
         """
         if local and self.rope_local_theta is not None:
             return self.rope_local_theta, None
@@ -516,10 +542,10 @@ class LlamaConfig:
 
     @property
     def query_scale(self) -> float:
-        """Return the factor of queries before attention, which divides scores by sqrt(head_dim).
+        """Return the factor by which queries are multiplied before attention.
 
-        With this factor, scores have the factor attention_multiplier, or are divided by
-        sqrt(query_pre_attn_scalar).
+        Attention divides scores by sqrt(head_dim). With this factor they have instead the factor
+        attention_multiplier, or are divided by sqrt(query_pre_attn_scalar).
         """
         if self.query_pre_attn_scalar:
             return math.sqrt(self.head_dim / self.query_pre_attn_scalar)
@@ -536,7 +562,12 @@ class LlamaConfig:
 
     def parameter_count(self) -> int:
         """Return the number of parameters. A tied head and the embedding count once."""
-        # This module imports torch, because it builds modules.
+        # Imported here, because `parameters` builds modules and so imports torch.
         from monograph.model import parameters
 
-        return sum(map(math.prod, parameters.shapes(self).values()))
+        return sum(map(math.prod, parameters.parameter_shapes(self).values()))
+
+
+def _fields_of_others(family: Family) -> set[str]:
+    """Return the fields that this family does not have, and some other families do."""
+    return families.FIELDS_OF_SOME_FAMILIES - {*family.optional_keys}

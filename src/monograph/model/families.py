@@ -1,7 +1,7 @@
 """Describe the families of models that the decoder computes, by model_type, and the named presets.
 
 One decoder computes all families. A `Family` says which parts of the decoder its models have, which
-optional keys of config.json it reads, and transformers' defaults for these keys.
+optional keys of config.json they have, and transformers' defaults for keys that a file leaves out.
 
 `LlamaConfig.preset` documents the presets. The module needs no torch.
 """
@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
-from monograph.model.scaling import LINEAR, LONG, SLIDING, Llama3Scaling
+from monograph.model.layer_types import LINEAR_ATTENTION, SLIDING_ATTENTION
+from monograph.model.scaling import LONGROPE, Llama3Scaling
 
 
-class Norms(NamedTuple):
+class NormNames(NamedTuple):
     """The names of a block's norms, by their places; None: the block has no norm there."""
 
     before_attention: str | None = "input_layernorm"
@@ -22,127 +23,134 @@ class Norms(NamedTuple):
     after_mlp: str | None = None
 
 
-class LlamaCpp(NamedTuple):
-    """What llama.cpp computes for the models of a family: facts of its source, which
-    tests/laws/test_exported_is_original.py and test_exported_log_probabilities.py compare.
+class LlamaCppSupport(NamedTuple):
+    """How llama.cpp computes the models of a family.
+
+    These are facts about llama.cpp's source. tests/laws/test_exported_is_original.py and
+    test_exported_log_probabilities.py check them.
 
     Attributes:
         name: llama.cpp's name of the architecture.
-        neighbouring: whether the two channels of a rotary pair are neighbours. In this package they
-            are at the same place in the two halves of a head.
-        has_divisors: whether llama.cpp reads divisors of the rotary frequencies, which then express
-            the scaling "llama3".
-        whole_heads: whether all heads together must be as wide as hidden_size.
-        own_head: whether a file must have the output head, although it is the embedding.
-        local_base: the base of rotary positions in layers with a window; None: the base of the other
-            layers.
-        biases: whether llama.cpp computes attention_bias.
-        mlp_norm: llama.cpp's name of the norm before the feed-forward layer.
-        divides: whether the weights of a token's experts are divided by their sum.
-        of_70b: which models of 80 layers llama.cpp's quantizer treats as a model of 70 billion
-            weights, whose value projections get more bits: none (""), those with grouped heads, or
-            all.
+        interleaved_rotary: whether the two channels of a rotary pair are neighbours. In this package
+            they are at the same place in the two halves of a head.
+        reads_rope_divisors: whether llama.cpp reads divisors of the rotary frequencies from the file.
+            The scaling "llama3" is exported in this form.
+        head_dim_is_derived: whether head_dim must be hidden_size / num_attention_heads.
+        needs_output_head: whether a file must have the output head even if it is tied to the
+            embedding.
+        local_rope_theta: the base of rotary positions in layers with a window; None: they have the
+            base of the other layers.
+        computes_attention_bias: whether llama.cpp computes the biases of attention_bias.
+        mlp_norm_name: llama.cpp's name of the norm before the feed-forward layer.
+        norm_topk_prob: whether llama.cpp divides the weights of a token's experts by their sum. It
+            does not read this from the file.
+        treated_as_70b: which models of 80 layers llama.cpp's quantizer treats as a model of 70
+            billion weights, whose value projections get more bits: none (""), those with fewer
+            key-value heads than query heads ("grouped"), or all ("all").
     """
 
     name: str
-    neighbouring: bool = False
-    has_divisors: bool = False
-    whole_heads: bool = False
-    own_head: bool = False
-    local_base: float | None = None
-    biases: bool = False
-    mlp_norm: str = "ffn_norm"
-    divides: bool = True
-    of_70b: Literal["", "grouped", "all"] = ""
+    interleaved_rotary: bool = False
+    reads_rope_divisors: bool = False
+    head_dim_is_derived: bool = False
+    needs_output_head: bool = False
+    local_rope_theta: float | None = None
+    computes_attention_bias: bool = False
+    mlp_norm_name: str = "ffn_norm"
+    norm_topk_prob: bool = True
+    treated_as_70b: Literal["", "grouped", "all"] = ""
 
 
 class Family(NamedTuple):
-    """One architecture.
+    """What distinguishes the models of one model_type.
 
     Attributes:
         architecture: the transformers class that loads the model.
-        keys: the optional keys of config.json that this family has.
+        optional_keys: the keys of config.json that this family has and some other families do not.
         defaults: transformers' defaults for keys that a config.json leaves out.
         qkv_bias: whether the query, key and value projections always have biases.
         qk_norm: the RMS norm of queries and keys before the rotation: over each head ("heads") or
             over all heads together ("all"); "": none.
-        norms: the norms of the residual branches.
-        joined: {name in the files: names in the decoder} of the layers of a block that are one layer
-            in the files.
-        scalings: the supported scalings of rotary positions, by transformers' names.
-        others: the kind of the layers that are not full attention: layers with a window, or gated
-            delta nets.
-        full_every: n, if every n-th layer is full attention and all other layers are not. It counts
-            only if a file has no layer_types. 0: all layers are alike, except with
-            use_sliding_window. Then the layers from max_window_layers on have a window. If the family
-            has layers that do not rotate, these layers have a window instead.
-        local_theta: default base of the rotary positions in layers with a window; None: these layers
-            have the base of the other layers.
-        gated: whether each head's attention is multiplied by a gate.
-        centred: whether norms multiply by 1 + weight, so that their weights are centred at 0.
+        norm_names: the names of the norms before and after attention and the feed-forward layer.
+        joined_layers: layers of a block that are one layer in the files, as {name in the files: names
+            in the decoder}.
+        rope_types: the supported scalings of rotary positions, by transformers' names.
+        other_layer_type: the type of the layers that are not full attention: layers with a window, or
+            gated delta nets.
+        full_attention_every: n, if every n-th layer is full attention and the layers between are of
+            `other_layer_type`. It is used only if a file has no layer_types. 0: the family has no
+            such rule, and `layer_keys.windows_from_hf` says which layers have a window.
+        default_local_theta: default base of the rotary positions in layers with a window; None: these
+            layers have the base of the other layers.
+        gated_attention: whether each head's attention is multiplied by a gate.
+        centred_norms: whether norms multiply by 1 + weight, so that their weights are centred at 0.
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
         activation: transformers' key for the activation of the feed-forward layer, and the value of
             this key.
-        only_default: keys of `_COMPUTED` that this family reads, and for which only the first value
-            there is computed. All families read the keys there that no row has.
-        whole_heads: whether all heads together must be as wide as hidden_size.
-        experts: the key for the width of a mixture's experts; "": the family has no mixtures.
-        divides: whether the weights of a token's experts are always divided by their sum.
+        only_default_keys: keys that this family reads, and of which only transformers' default is
+            supported. `_SUPPORTED_VALUES` has the default.
+        head_dim_is_derived: whether head_dim must be hidden_size / num_attention_heads.
+        expert_width_key: the key for the width of a mixture's experts; "": the family has no mixtures
+            of experts.
+        always_norm_topk_prob: whether the weights of a token's experts are divided by their sum,
+            whatever norm_topk_prob is.
         fused_experts: how files have all experts' matrices of a layer in two tensors, of which one
             has gate and up: gate's rows above up's ("halves"), or transposed, with alternating
             columns of gate and up ("columns"). "": each expert has its own tensors.
         expert_bias: whether the projections of experts and the router have biases.
-        clamped: whether gate and up are combined as in gpt-oss (`monograph.model.layers.gating`).
-        sinks: whether each head's attention has a sink (`monograph.ops.attention`).
-        by_key_head: whether a delta net has one projection for queries, keys, values and gates, and
-            one for the decay and beta of each value head, both ordered by key heads.
-        heads_divide_width: whether transformers refuses a hidden_size that is no multiple of the
-            number of heads, even with a head_dim.
-        new_divides: norm_topk_prob of a new model with a mixture.
-        predicts_ahead: whether files may have layers that predict several tokens at once, which
-            neither transformers nor this package reads.
-        llama_cpp: how llama.cpp reads an exported file; None: llama.cpp does not know the family, and
-            no such file is written.
+        clamped_gating: whether gate and up are combined as in gpt-oss
+            (`monograph.model.layers.gating`).
+        attention_sinks: whether each head's attention has a sink (`monograph.ops.attention`).
+        projections_by_key_head: whether a delta net has two input projections whose rows are ordered
+            by key heads, one for queries, keys, values and gates, and one for beta and decay. If not,
+            it has four: queries, keys and values together, and one for each of the others.
+        heads_divide_hidden_size: whether transformers refuses a hidden_size that is no multiple of
+            the number of heads, even with a head_dim.
+        new_norm_topk_prob: norm_topk_prob of a new model with mixtures.
+        may_have_mtp_layers: whether files may have layers for multi-token prediction, which neither
+            transformers nor this package reads.
+        llama_cpp: how llama.cpp computes an exported model; None: llama.cpp does not know the family,
+            and no file for it is written.
     """
 
     architecture: str
-    keys: tuple[str, ...]
+    optional_keys: tuple[str, ...]
     defaults: Mapping[str, Any]
     qkv_bias: bool = False
     qk_norm: Literal["", "heads", "all"] = ""
-    norms: Norms = Norms()
-    joined: Mapping[str, tuple[str, ...]] = {}
-    scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
-    others: str = SLIDING
-    full_every: int = 0
-    local_theta: float | None = None
-    gated: bool = False
-    centred: bool = False
+    norm_names: NormNames = NormNames()
+    joined_layers: Mapping[str, tuple[str, ...]] = {}
+    rope_types: tuple[str, ...] = ("linear", "llama3", "yarn")
+    other_layer_type: str = SLIDING_ATTENTION
+    full_attention_every: int = 0
+    default_local_theta: float | None = None
+    gated_attention: bool = False
+    centred_norms: bool = False
     embedding_scaled: bool = False
     activation: tuple[str, str] = "hidden_act", "silu"
-    only_default: tuple[str, ...] = ()
-    whole_heads: bool = False
-    experts: str = ""
-    divides: bool = False
+    only_default_keys: tuple[str, ...] = ()
+    head_dim_is_derived: bool = False
+    expert_width_key: str = ""
+    always_norm_topk_prob: bool = False
     fused_experts: Literal["", "halves", "columns"] = ""
     expert_bias: bool = False
-    clamped: bool = False
-    sinks: bool = False
-    by_key_head: bool = False
-    heads_divide_width: bool = False
-    new_divides: bool = True
-    predicts_ahead: bool = False
-    llama_cpp: LlamaCpp | None = None
+    clamped_gating: bool = False
+    attention_sinks: bool = False
+    projections_by_key_head: bool = False
+    heads_divide_hidden_size: bool = False
+    new_norm_topk_prob: bool = True
+    may_have_mtp_layers: bool = False
+    llama_cpp: LlamaCppSupport | None = None
 
 
-LINEAR_SIZES = (
+DELTA_NET_SIZES = (
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
-_EXPERTS = (
+_EXPERT_KEYS = (
     "num_experts",
     "num_experts_per_tok",
     "norm_topk_prob",
@@ -155,8 +163,8 @@ MULTIPLIERS = (
     "attention_multiplier",
     "logits_scaling",
 )
-# Fields of `LlamaConfig` that only some families have.
-OF_SOME = {
+# Fields of `LlamaConfig` that only some families have: those that are among their `optional_keys`.
+FIELDS_OF_SOME_FAMILIES = {
     "attention_bias",
     "sliding_window",
     "layer_types",
@@ -165,52 +173,60 @@ OF_SOME = {
     "partial_rotary_factor",
     "query_pre_attn_scalar",
     *MULTIPLIERS,
-    *LINEAR_SIZES,
-    *_EXPERTS,
+    *DELTA_NET_SIZES,
+    *_EXPERT_KEYS,
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "mlp_only_layers",
     "clip_qkv",
 }
-# Keys that must not be null in a file.
-NEVER_NULL = (
+# Keys of config.json that must not be null. A file may leave them out.
+NON_NULL_KEYS = (
     "rms_norm_eps",
     "max_position_embeddings",
     "attention_dropout",
     "attention_multiplier",
     "rope_local_base_freq",
 )
-_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
-_AFTER_BRANCHES = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-# The attributes of all families with attention and gated delta nets, and the defaults of their keys.
+_LLAMA_BOS_AND_EOS = {"bos_token_id": 1, "eos_token_id": 2}
+_NORMS_AFTER_BRANCHES = NormNames(
+    None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+)
+# The attributes, and the defaults of keys, that all families with gated delta nets share.
 _HYBRID: dict[str, Any] = {
     "qk_norm": "heads",
-    "others": LINEAR,
-    "full_every": 4,
-    "gated": True,
-    "centred": True,
-    "predicts_ahead": True,
+    "other_layer_type": LINEAR_ATTENTION,
+    "full_attention_every": 4,
+    "gated_attention": True,
+    "centred_norms": True,
+    "may_have_mtp_layers": True,
 }
-_HYBRID_KEYS: dict[str, Any] = {
+_HYBRID_DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "max_position_embeddings": 32_768,
     "partial_rotary_factor": 0.25,
-    **dict(zip(LINEAR_SIZES, (16, 32, 128, 128, 4), strict=True)),
+    **dict(zip(DELTA_NET_SIZES, (16, 32, 128, 128, 4), strict=True)),
 }
 
-_ITS_LLAMA = LlamaCpp("llama", neighbouring=True, has_divisors=True, biases=True, of_70b="grouped")
-_ITS_OLMO_2 = LlamaCpp("olmo2", whole_heads=True, own_head=True)
-# The name of the norm before the feed-forward layer in the newer architectures of llama.cpp.
-_POST_NORM = "post_attention_norm"
+_LLAMA_IN_LLAMA_CPP = LlamaCppSupport(
+    "llama",
+    interleaved_rotary=True,
+    reads_rope_divisors=True,
+    computes_attention_bias=True,
+    treated_as_70b="grouped",
+)
+_OLMO_2_IN_LLAMA_CPP = LlamaCppSupport("olmo2", head_dim_is_derived=True, needs_output_head=True)
+# llama.cpp's name of the norm before the feed-forward layer in its newer architectures.
+_POST_ATTENTION_NORM = "post_attention_norm"
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
         ("attention_bias",),
-        {"max_position_embeddings": 2048, **_ENDS},
-        only_default=("mlp_bias",),
-        heads_divide_width=True,
-        llama_cpp=_ITS_LLAMA,
+        {"max_position_embeddings": 2048, **_LLAMA_BOS_AND_EOS},
+        only_default_keys=("mlp_bias",),
+        heads_divide_hidden_size=True,
+        llama_cpp=_LLAMA_IN_LLAMA_CPP,
     ),
     "mistral": Family(
         "MistralForCausalLM",
@@ -219,16 +235,16 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 8,
             "max_position_embeddings": 131_072,
             "sliding_window": 4096,
-            **_ENDS,
+            **_LLAMA_BOS_AND_EOS,
         },
-        llama_cpp=_ITS_LLAMA,
+        llama_cpp=_LLAMA_IN_LLAMA_CPP,
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         ("sliding_window", "layer_types"),
         {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
         qkv_bias=True,
-        llama_cpp=LlamaCpp("qwen2", whole_heads=True, of_70b="all"),
+        llama_cpp=LlamaCppSupport("qwen2", head_dim_is_derived=True, treated_as_70b="all"),
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -240,7 +256,7 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096,
         },
         qk_norm="heads",
-        llama_cpp=LlamaCpp("qwen3"),
+        llama_cpp=LlamaCppSupport("qwen3"),
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
@@ -252,8 +268,8 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 50_279,
         },
         qk_norm="all",
-        norms=_AFTER_BRANCHES,
-        llama_cpp=_ITS_OLMO_2,
+        norm_names=_NORMS_AFTER_BRANCHES,
+        llama_cpp=_OLMO_2_IN_LLAMA_CPP,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -267,8 +283,8 @@ FAMILIES: dict[str, Family] = {
             "bos_token_id": 128_000,
             "eos_token_id": 128_001,
         },
-        only_default=("mlp_bias",),
-        llama_cpp=LlamaCpp("smollm3", neighbouring=True),
+        only_default_keys=("mlp_bias",),
+        llama_cpp=LlamaCppSupport("smollm3", interleaved_rotary=True),
     ),
     "olmo3": Family(
         "Olmo3ForCausalLM",
@@ -282,10 +298,10 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 50_279,
         },
         qk_norm="all",
-        norms=_AFTER_BRANCHES,
-        full_every=4,
-        local_theta=500_000.0,  # also if the file's rope_theta is another number
-        llama_cpp=_ITS_OLMO_2,
+        norm_names=_NORMS_AFTER_BRANCHES,
+        full_attention_every=4,
+        default_local_theta=500_000.0,  # also if the file's rope_theta is another number
+        llama_cpp=_OLMO_2_IN_LLAMA_CPP,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -311,23 +327,23 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 1,
         },
         qk_norm="heads",
-        norms=Norms(
+        norm_names=NormNames(
             "input_layernorm",
             "post_attention_layernorm",
             "pre_feedforward_layernorm",
             "post_feedforward_layernorm",
         ),
-        full_every=6,
-        local_theta=10_000.0,
-        centred=True,
+        full_attention_every=6,
+        default_local_theta=10_000.0,
+        centred_norms=True,
         embedding_scaled=True,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
-        only_default=(
+        only_default_keys=(
             "attn_logit_softcapping",
             "final_logit_softcapping",
             "use_bidirectional_attention",
         ),
-        llama_cpp=LlamaCpp("gemma3", local_base=10_000.0),
+        llama_cpp=LlamaCppSupport("gemma3", local_rope_theta=10_000.0),
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -340,13 +356,13 @@ FAMILIES: dict[str, Family] = {
             "eos_token_id": 32_000,
             "pad_token_id": 32_000,
         },
-        joined={
+        joined_layers={
             "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
         },
-        scalings=(LONG,),
-        only_default=("resid_pdrop",),
-        llama_cpp=LlamaCpp("phi3", whole_heads=True),
+        rope_types=(LONGROPE,),
+        only_default_keys=("resid_pdrop",),
+        llama_cpp=LlamaCppSupport("phi3", head_dim_is_derived=True),
     ),
     "granite": Family(
         "GraniteForCausalLM",
@@ -357,16 +373,21 @@ FAMILIES: dict[str, Family] = {
             "attention_multiplier",
             "logits_scaling",
         ),
-        {"max_position_embeddings": 2048, "attention_multiplier": 1.0, **_ENDS},
-        only_default=("mlp_bias",),
-        llama_cpp=LlamaCpp("granite", neighbouring=True, has_divisors=True, biases=True),
+        {"max_position_embeddings": 2048, "attention_multiplier": 1.0, **_LLAMA_BOS_AND_EOS},
+        only_default_keys=("mlp_bias",),
+        llama_cpp=LlamaCppSupport(
+            "granite",
+            interleaved_rotary=True,
+            reads_rope_divisors=True,
+            computes_attention_bias=True,
+        ),
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
-        ("attention_bias", "layer_types", "partial_rotary_factor", *LINEAR_SIZES),
-        {"num_key_value_heads": 4, **_HYBRID_KEYS},
+        ("attention_bias", "layer_types", "partial_rotary_factor", *DELTA_NET_SIZES),
+        {"num_key_value_heads": 4, **_HYBRID_DEFAULTS},
         **_HYBRID,
-        llama_cpp=LlamaCpp("qwen35", mlp_norm=_POST_NORM),
+        llama_cpp=LlamaCppSupport("qwen35", mlp_norm_name=_POST_ATTENTION_NORM),
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
@@ -374,15 +395,15 @@ FAMILIES: dict[str, Family] = {
             "attention_bias",
             "layer_types",
             "partial_rotary_factor",
-            *LINEAR_SIZES,
-            *_EXPERTS,
+            *DELTA_NET_SIZES,
+            *_EXPERT_KEYS,
             "moe_intermediate_size",
             "shared_expert_intermediate_size",
             "mlp_only_layers",
         ),
         {
             "num_key_value_heads": 2,
-            **_HYBRID_KEYS,
+            **_HYBRID_DEFAULTS,
             "num_experts": 512,
             "num_experts_per_tok": 10,
             "norm_topk_prob": True,
@@ -390,9 +411,9 @@ FAMILIES: dict[str, Family] = {
             "shared_expert_intermediate_size": 512,
         },
         **_HYBRID,
-        experts="moe_intermediate_size",
-        by_key_head=True,
-        llama_cpp=LlamaCpp("qwen3next", mlp_norm=_POST_NORM),
+        expert_width_key="moe_intermediate_size",
+        projections_by_key_head=True,
+        llama_cpp=LlamaCppSupport("qwen3next", mlp_norm_name=_POST_ATTENTION_NORM),
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
@@ -400,25 +421,25 @@ FAMILIES: dict[str, Family] = {
             "attention_bias",
             "layer_types",
             "partial_rotary_factor",
-            *LINEAR_SIZES,
-            *_EXPERTS,
+            *DELTA_NET_SIZES,
+            *_EXPERT_KEYS,
             "moe_intermediate_size",
             "shared_expert_intermediate_size",
         ),
         {
             "intermediate_size": 512,
             "num_key_value_heads": 2,
-            **_HYBRID_KEYS,
+            **_HYBRID_DEFAULTS,
             "num_experts": 256,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512,
         },
         **_HYBRID,
-        experts="moe_intermediate_size",
-        divides=True,
+        expert_width_key="moe_intermediate_size",
+        always_norm_topk_prob=True,
         fused_experts="halves",
-        llama_cpp=LlamaCpp("qwen35moe", mlp_norm=_POST_NORM),
+        llama_cpp=LlamaCppSupport("qwen35moe", mlp_norm_name=_POST_ATTENTION_NORM),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -426,7 +447,7 @@ FAMILIES: dict[str, Family] = {
             "attention_bias",
             "sliding_window",
             "use_sliding_window",
-            *_EXPERTS,
+            *_EXPERT_KEYS,
             "num_local_experts",
             "moe_intermediate_size",
             "mlp_only_layers",
@@ -440,12 +461,12 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 768,
         },
         qk_norm="heads",
-        experts="moe_intermediate_size",
-        llama_cpp=LlamaCpp("qwen3moe"),
+        expert_width_key="moe_intermediate_size",
+        llama_cpp=LlamaCppSupport("qwen3moe"),
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        ("attention_bias", "clip_qkv", *_EXPERTS, "num_local_experts"),
+        ("attention_bias", "clip_qkv", *_EXPERT_KEYS, "num_local_experts"),
         {
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 4096,
@@ -456,14 +477,14 @@ FAMILIES: dict[str, Family] = {
             "router_aux_loss_coef": 0.01,
         },
         qk_norm="all",
-        whole_heads=True,
-        experts="intermediate_size",
-        new_divides=False,
-        llama_cpp=LlamaCpp("olmoe", own_head=True, divides=False),
+        head_dim_is_derived=True,
+        expert_width_key="intermediate_size",
+        new_norm_topk_prob=False,
+        llama_cpp=LlamaCppSupport("olmoe", needs_output_head=True, norm_topk_prob=False),
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
-        ("attention_bias", "sliding_window", "layer_types", *_EXPERTS, "num_local_experts"),
+        ("attention_bias", "sliding_window", "layer_types", *_EXPERT_KEYS, "num_local_experts"),
         {
             "vocab_size": 201_088,
             "hidden_size": 2880,
@@ -488,21 +509,26 @@ FAMILIES: dict[str, Family] = {
                 "original_max_position_embeddings": 4096,
             },
         },
-        joined={"mlp.router": ("mlp.gate",)},
-        full_every=2,
-        experts="intermediate_size",
-        divides=True,
+        joined_layers={"mlp.router": ("mlp.gate",)},
+        full_attention_every=2,
+        expert_width_key="intermediate_size",
+        always_norm_topk_prob=True,
         fused_experts="columns",
         expert_bias=True,
-        clamped=True,
-        sinks=True,
-        only_default=("swiglu_alpha", "swiglu_limit"),
-        llama_cpp=LlamaCpp("gpt-oss", own_head=True, biases=True, mlp_norm=_POST_NORM),
+        clamped_gating=True,
+        attention_sinks=True,
+        only_default_keys=("swiglu_alpha", "swiglu_limit"),
+        llama_cpp=LlamaCppSupport(
+            "gpt-oss",
+            needs_output_head=True,
+            computes_attention_bias=True,
+            mlp_norm_name=_POST_ATTENTION_NORM,
+        ),
     ),
 }
 # Keys of config.json that change what transformers computes or loads, with the values for which it
-# computes the same as `Llama`. The first of them is transformers' default.
-_COMPUTED: dict[str, tuple[Any, ...]] = {
+# computes the same as `Llama`. The first value is transformers' default.
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
@@ -515,12 +541,13 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
 }
-_READ_BY_SOME = {key for its in FAMILIES.values() for key in its.only_default}
-# transformers' names of one activation.
-_NAMES_OF_ACTIVATION = {"silu": ("silu", "swish"), "gelu_pytorch_tanh": ("gelu_pytorch_tanh",)}
+# Those of them that only some families read. All families read the others.
+_KEYS_READ_BY_SOME = {key for family in FAMILIES.values() for key in family.only_default_keys}
+# The names that transformers has for one activation.
+_ACTIVATION_NAMES = {"silu": ("silu", "swish"), "gelu_pytorch_tanh": ("gelu_pytorch_tanh",)}
 
 
-def family(model_type: object) -> Family:
+def find_family(model_type: object) -> Family:
     """Return the family of a model_type.
 
     Raises:
@@ -533,27 +560,26 @@ def family(model_type: object) -> Family:
     return FAMILIES[model_type]
 
 
-def check_computed(values: Mapping[str, Any]) -> None:
+def check_supported(values: Mapping[str, Any]) -> None:
     """Raise InputRefused if a config.json asks for something that the decoder does not compute.
 
-    The message has the name of the key.
+    The message has the name of the key. The family's `optional_keys` are not checked here.
     """
-    model_type = values["model_type"]
-    its = family(model_type)
-    activation_key, activation = its.activation
-    computed = {activation_key: _NAMES_OF_ACTIVATION[activation], **_COMPUTED}
-    for key, supported in computed.items():
-        is_read = key not in _READ_BY_SOME or key in its.only_default
-        # Optional keys of the family are checked elsewhere.
-        is_checked = is_read and key not in its.keys
-        if is_checked and values.get(key, supported[0]) not in supported:
+    family = find_family(values["model_type"])
+    activation_key, activation = family.activation
+    supported_values = {activation_key: _ACTIVATION_NAMES[activation], **_SUPPORTED_VALUES}
+    for key, supported in supported_values.items():
+        is_read = key not in _KEYS_READ_BY_SOME or key in family.only_default_keys
+        is_checked_here = is_read and key not in family.optional_keys
+        if is_checked_here and values.get(key, supported[0]) not in supported:
             raise InputRefused(
                 f"{key} = {values[key]!r} is not supported: only {supported[0]!r} is"
             )
     quantisation = values.get("quantization_config")
     if quantisation is None:
         return
-    if its.fused_experts != "columns":
+    # gpt-oss, whose experts may be in MXFP4, is the only family with alternating columns.
+    if family.fused_experts != "columns":
         raise InputRefused(
             "quantization_config: quantised weights are not supported; save them in bf16 or fp32"
         )
@@ -565,9 +591,9 @@ def check_computed(values: Mapping[str, Any]) -> None:
 
 
 # The family of a new model if the user names none.
-FIRST_FAMILY = "llama"
-# vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
-# num_key_value_heads
+DEFAULT_FAMILY = "llama"
+# The sizes of each preset: vocab_size, hidden_size, intermediate_size, num_hidden_layers,
+# num_attention_heads, num_key_value_heads.
 PRESETS: dict[str, tuple[int, ...]] = {
     "nano": (512, 64, 192, 2, 2, 1),
     "micro": (4096, 192, 512, 4, 6, 2),
@@ -582,8 +608,8 @@ _LLAMA_3: dict[str, Any] = {
     "bos_token_id": 128_000,
     "eos_token_id": 128_001,
 }
-# The other keys of the presets.
-BEYOND_SHAPE: dict[str, dict[str, Any]] = {
+# The presets' values of other keys.
+PRESET_EXTRAS: dict[str, dict[str, Any]] = {
     "nano": {"tie_word_embeddings": True, "initializer_range": 0.08},
     "micro": {"tie_word_embeddings": True, "initializer_range": 0.046},
     "124m": {"tie_word_embeddings": True},

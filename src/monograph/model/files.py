@@ -25,42 +25,55 @@ from monograph.storage.reading import (
     entries,
     error_number,
     exists,
-    inside,
+    file_inside,
     is_folder,
     open_input,
     read_json,
     unreadable,
     without_links,
 )
-from monograph.storage.writing import FULL, held, sync, sync_below
+from monograph.storage.writing import FULL, lock_folder, sync, sync_below
 
+# torch's dtypes by safetensors' names, of all dtypes that weights may have.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# The file of a model in one file, and the index of a model in several files, its shards.
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 
 
-class Stored(NamedTuple):
+class AxisSlice(NamedTuple):
+    """The slice begin:end:step of one axis of a tensor."""
+
+    begin: int
+    end: int
+    step: int
+    axis: int
+
+
+class StoredTensor(NamedTuple):
     """The description of a tensor that can be read from files.
+
+    It is a tensor of a file, or a slice of one, or it is made of several others (its pieces).
 
     Attributes:
         path: the file.
         shape: the shape of the tensor.
         dtype: safetensors' name of the dtype.
-        known_as: the tensor's name in the file; "": the same name.
-        part: begin, end, step and axis, if the tensor is a slice of the file's tensor; None: it is
-            all of the file's tensor.
+        name_in_file: the tensor's name in the file; "": the name under which it is listed here.
+        slice: the slice of the file's tensor that this tensor is; None: it is all of it.
         transposed: whether the file has the tensor's last two axes in the other order.
-        pieces: the tensors of which this one is made, by name; {}: it is made of no others.
-        join: returns the tensor, given the pieces.
+        pieces: the tensors of which this one is made, by name; {}: it is not made of others.
+        join: makes the tensor of its pieces, which are given in their order.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    known_as: str = ""
-    part: tuple[int, int, int, int] | None = None
+    name_in_file: str = ""
+    slice: AxisSlice | None = None
     transposed: bool = False
-    pieces: "Mapping[str, Stored]" = MappingProxyType({})
+    pieces: "Mapping[str, StoredTensor]" = MappingProxyType({})
     join: Callable[[list[Tensor]], Tensor] = torch.stack
 
 
@@ -74,26 +87,28 @@ def has_weights(folder: Path) -> bool:
     return any(exists(folder / name) for name in (_SINGLE, _INDEX))
 
 
-def read_headers(folder: Path) -> dict[str, Stored]:
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Return the descriptions of all tensors of a folder, by name, without reading weights.
 
     Raises:
         InputRefused: there are no weights, a file is damaged, or the index does not fit the files.
     """
     if exists(folder / _SINGLE):
-        return read_header(inside(folder, _SINGLE))
+        return read_header(file_inside(folder, _SINGLE))
     if not exists(folder / _INDEX):
         raise InputRefused(
             f"{folder}: holds neither {_SINGLE} nor {_INDEX}; no other kind of weights is read"
         )
-    weight_map = read_json(inside(folder, _INDEX)).get("weight_map")
+    weight_map = read_json(file_inside(folder, _INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(file, str) for file in weight_map.values()
     ):
         raise InputRefused(
             f"{folder / _INDEX}: expected a table weight_map from tensor names to file names"
         )
-    headers = {file: read_header(inside(folder, file)) for file in sorted(set(weight_map.values()))}
+    headers = {
+        file: read_header(file_inside(folder, file)) for file in sorted(set(weight_map.values()))
+    }
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise InputRefused(
@@ -102,7 +117,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     return {name: tensor for header in headers.values() for name, tensor in header.items()}
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the descriptions of all tensors of a safetensors file, by name.
 
     Raises:
@@ -111,32 +126,34 @@ def read_header(path: Path) -> dict[str, Stored]:
     with open_tensors(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
         return {
-            name: Stored(path, tuple(view.get_shape()), view.get_dtype())
+            name: StoredTensor(path, tuple(view.get_shape()), view.get_dtype())
             for name, view in slices.items()
         }
 
 
-def read_tensors(stored: dict[str, Stored], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def read_tensors(stored: dict[str, StoredTensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return copies of tensors on the CPU.
 
     Besides the result, one tensor at a time is in memory.
 
     Args:
-        stored: the tensors, none of which has pieces.
+        stored: the descriptions of the tensors, none of which has pieces.
         dtype: the dtype of the copies; None: that of the files.
 
     Raises:
         InputRefused: a file is damaged.
     """
-    # Tensors are copied, because the bytes of a mapped file may change later.
+    # Tensors are copied even if they have the dtype, because the bytes of a mapped file may change.
     return {name: tensor.to(dtype, copy=True) for name, tensor in mapped_tensors(stored)}
 
 
-def mapped_tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors that are mapped to their files, so that the first access reads them.
+def mapped_tensors(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors that are mapped to their files, by name.
+
+    Their numbers are read from the file at the first access.
 
     Args:
-        stored: the tensors, none of which has pieces.
+        stored: the descriptions of the tensors, none of which has pieces.
 
     Raises:
         InputRefused: a file is damaged.
@@ -146,20 +163,23 @@ def mapped_tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]
             for name, header in stored.items():
                 if header.path != path:
                     continue
-                tensor = file.get_tensor(header.known_as or name)
-                if header.part:
-                    begin, end, step, axis = header.part
-                    before_axis = [slice(None)] * axis
-                    tensor = tensor[(*before_axis, slice(begin, end, step))]
+                tensor = file.get_tensor(header.name_in_file or name)
+                if header.slice is not None:
+                    tensor = _take_slice(tensor, header.slice)
                 yield name, tensor.mT if header.transposed else tensor
 
 
-def mapped_weights(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor | Pieces]]:
-    """Yield mapped tensors, as `mapped_tensors` does, and `Pieces` for tensors with pieces."""
+def _take_slice(tensor: Tensor, part: AxisSlice) -> Tensor:
+    earlier_axes = [slice(None)] * part.axis
+    return tensor[(*earlier_axes, slice(part.begin, part.end, part.step))]
+
+
+def mapped_weights(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor | Pieces]]:
+    """Yield what `mapped_tensors` yields, and `Pieces` for each tensor that is made of others."""
     without_pieces = {name: tensor for name, tensor in stored.items() if not tensor.pieces}
     yield from mapped_tensors(without_pieces)
     with_pieces = {name: tensor for name, tensor in stored.items() if tensor.pieces}
-    stored_pieces = dict[str, Stored]()
+    stored_pieces = dict[str, StoredTensor]()
     for tensor in with_pieces.values():
         stored_pieces.update(tensor.pieces)
     mapped_pieces = dict(mapped_tensors(stored_pieces))
@@ -172,22 +192,22 @@ def mapped_weights(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor |
 def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file for reading in the block.
 
-    Errors of the block become errors that name the file.
+    Errors in the block that come from reading become errors that name the file.
 
     Raises:
         InputRefused: the file is missing or damaged, or is not a safetensors file.
         Unreadable: the system failed to read the file.
     """
     try:
-        # The header's size is checked first, because the library takes a second per 100,000 tensors
-        # in a header.
+        # The header's size is checked first, because safetensors takes a second per 100,000 tensors in
+        # a header, so that a hostile header could take very long.
         with open_input(path) as file:
             tensor_layout.header_bytes(
                 file.read(tensor_layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size
             )
         with safe_open(path, framework="pt") as file:
             yield file
-    # Without memory to map the file, torch raises another of these errors than safetensors.
+    # If there is no memory to map the file, torch and safetensors raise different errors of these.
     except (
         SafetensorError,
         OSError,
@@ -199,7 +219,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
             raise unreadable(path, error) from None
         if isinstance(error, MemoryError):
             raise
-        # `open_input` found the file, but the library raises this error for every failure to open.
+        # `open_input` has found the file. safetensors raises this error for every failure to open one.
         if isinstance(error, FileNotFoundError):
             raise Unreadable(
                 f"{path}: cannot be read: the system failed to open it; run again when it can"
@@ -245,29 +265,28 @@ def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) ->
 
 
 def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
-    """Write tensors to one safetensors file."""
-    _, pieces = tensor_layout.encode(
-        {name: tensor.like for name, tensor in tensors.items()}, lambda name: tensors[name].read()
-    )
+    """Write tensors to one new safetensors file. One tensor at a time is read."""
+    metas = {name: tensor.like for name, tensor in tensors.items()}
+    _, chunks = tensor_layout.encode(metas, lambda name: tensors[name].read())
     with open(path, "xb") as file:
-        file.writelines(pieces)
+        file.writelines(chunks)
 
 
 def write_no_extras(new: Path) -> None:
-    """Write nothing: the default of functions that can write further files into a model's folder."""
+    """Write nothing. This is the default of `write_extras` in functions that write a folder."""
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Yield a hidden folder next to `target`, which becomes `target` at the end of the block.
 
-    The folder is synced and then renamed. So after a crash, the target is complete, or absent, or
-    still the empty folder that it was.
+    At the end of the block the hidden folder is synced and then renamed. So after a crash, the target
+    is complete, or it is as it was before: absent or an empty folder.
 
     Raises:
         InputRefused: the target is not an empty folder, or cannot be written.
-        DiskFull: there is no space left, or the disk fails. Nothing is kept, unless only the last
-            sync fails, which the message then says.
+        DiskFull: there is no space left, or the disk fails. Nothing is kept, except if only the sync
+            of the parent folder fails. The message says which.
     """
     target = without_links(target)
     if exists(target) and (not is_folder(target) or entries(target)):
@@ -309,16 +328,17 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _claimed(partial: Path) -> Iterator[None]:
-    """Make a folder, and remove it at the end if it is still there.
+    """Make a folder and hold its lock in the block; remove it at the end if it is still there.
 
     A folder with this name that a killed process left is removed first.
     """
-    # `held` raises OSError while another process still writes to the folder.
-    with suppress(OSError), held(partial):
+    # `lock_folder` takes the folder's lock. It raises OSError while another process writes to the folder,
+    # and then `mkdir` below fails, too.
+    with suppress(OSError), lock_folder(partial):
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     try:
-        with held(partial):
+        with lock_folder(partial):
             yield
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,12 +1,11 @@
 """Write a model as a GGUF file for llama.cpp and Ollama: configuration, tokenizer and weights in
 one file.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written with the package `gguf`
-(an extra). Comments on llama.cpp come from its src/models/ and are tested on it
-(tests/laws/test_exported_is_original.py).
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md describes the format. The package `gguf`,
+an extra, writes it. What comments say about llama.cpp is from its src/models/, and
+tests/laws/test_exported_is_original.py checks it.
 
-Shape suffixes: V vocabulary, D hidden size, F = head dimension / 2 frequencies, R rows, C columns
-of a matrix.
+Shape suffix: F = rotated channels of a head / 2, the frequencies.
 """
 
 from __future__ import annotations
@@ -28,32 +27,51 @@ from monograph.graph.lora import Plain, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
 from monograph.model import gguf_layers, sampling_defaults
 from monograph.model.config import LlamaConfig
-from monograph.model.families import LlamaCpp, Norms
+from monograph.model.families import LlamaCppSupport, NormNames
 from monograph.model.files import new_folder, write_no_extras
-from monograph.model.gguf_blocks import MIXTURES, choose_types, quantize
+from monograph.model.gguf_blocks import K_QUANTS, choose_types, quantize
+from monograph.model.gguf_layers import USE_HF
 from monograph.model.gguf_words import add_tokenizer, modelfile
-from monograph.model.layouts import JoinedRule
+from monograph.model.layer_types import LINEAR_ATTENTION
+from monograph.model.layouts import JoinedLayersRule
 from monograph.model.llama import Llama
 from monograph.model.rope import inverse_frequencies
-from monograph.model.scaling import LINEAR, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
+from monograph.model.scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    YarnScaling,
+)
 from monograph.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 FILE = "model.gguf"
-BLOCK = 32  # weights that share one scale in Q8_0
+Q8_0_BLOCK = 32  # weights that share one scale in Q8_0
 # gguf's name of the type of most matrices, by the name on the command line.
-DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"} | MIXTURES
-# llama_ftype.
+DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"} | K_QUANTS
+# The number of a file's dtype in llama.cpp's enum `llama_ftype`.
 _FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "bf16": 32}
-# The dtype before conversion to a type, if not fp32.
-_BEFORE = {"F16": torch.float16, "BF16": torch.bfloat16}
-_OWN = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+# The dtype in which weights are cast for a type. For all other types it is fp32.
+_CAST_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+# The file's dtype if the user gives none, by the dtype of the weights.
+_DEFAULT_DTYPES = {
+    torch.float64: "f32",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+}
 
-_EVERY = 4  # It rotates all layers of a SmolLM3 but each fourth one.
-_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_INNER = {
+# llama.cpp rotates all layers of a SmolLM3 except every fourth one.
+_SMOLLM3_INTERVAL = 4
+# llama.cpp's names of the layers outside of the blocks, and of those in a block.
+_OUTER_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_BLOCK_NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -68,7 +86,8 @@ _INNER = {
     "mlp.gate_up_proj": "ffn_up",
     **gguf_layers.EXPERT_NAMES,
 }
-_NORMS = Norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")  # mostly
+# llama.cpp's names of a block's norms. Some families have another `mlp_norm_name`.
+_NORM_NAMES = NormNames("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
 
 
 def save_gguf(
@@ -81,50 +100,52 @@ def save_gguf(
 ) -> None:
     """Write a folder with model.gguf and a Modelfile for `ollama create`, whole or not at all.
 
-    Matrices are stored as `dtype`, vectors (norms, biases) as f32, as llama.cpp requires, and
-    routers as its own converter does. q8_0 stores 32 neighbours w of a row as a float16 scale d and
-    integers q with w = d q and
-    d = max|w| / 127, so that no weight is off by more than d / 2 and the rounding of d. In q4_k_m, q5_k_m and q6_k each
-    matrix has the type and the bytes (`gguf_blocks`) that llama.cpp's own quantizer writes. Besides
-    the model, one tensor at a time is in memory.
+    Matrices are stored as `dtype`. Vectors, such as norms and biases, are stored as f32, as llama.cpp
+    requires, and so are routers, as in files of its own converter. q8_0 stores 32 consecutive weights
+    w of a row as a float16 scale d = max|w| / 127 and integers q with w = d q. So the error of a
+    weight is at most d / 2, plus the rounding of d. In q4_k_m, q5_k_m and q6_k each matrix has the
+    type and the bytes that llama.cpp's own quantizer writes (`gguf_blocks`). Besides the model, one
+    tensor at a time is in memory.
 
     Args:
-        model: its weights may be on any device or in a mapped file; adapters are merged.
+        model: the model. Its weights may be on any device or in a mapped file. Adapters are merged
+            into the weights that are written.
         folder: the folder to create; it may exist if it is empty.
-        tokenizer: the model's; it is written into the file with its chat template.
-        dtype: a name in `DTYPES`; None: the weights' own (f32 for float64).
+        tokenizer: the model's tokenizer, which is written into the file with its chat template.
+        dtype: a name in `DTYPES`; None: the dtype of the weights (f32 for float64).
         warn: called with each line that the user should read about what llama.cpp will do
             differently.
         write_extras: called with the temporary folder, to write further files before the folder gets
             its name.
 
     Raises:
-        UsageError: the package is not installed.
+        UsageError: the package `gguf` is not installed.
         InputRefused: a feature that llama.cpp lacks or would read wrongly (a window, an unknown
             split pattern, too many stop tokens), weights that do not fit the dtype, or a folder
             that cannot be written.
         DiskFull: no space left; nothing of this export remains.
     """
-    name = dtype or _OWN[kept_dtype(model.model.embed_tokens.weight)]
+    if dtype is None:
+        dtype = _DEFAULT_DTYPES[kept_dtype(model.model.embed_tokens.weight)]
     gguf = import_gguf()
     config = model.config
-    _check(config, name)
+    _check_supported(config, dtype)
     _warn_of_positions(config, warn)
-    tensors = [*named(plain_parameters(model), config)]
-    tensors[:0] = [
-        Plain(name, divisors, divisors.clone) for name, divisors in _rope_divisors(config).items()
+    divisors = [
+        Plain(name, tensor, tensor.clone) for name, tensor in _rope_divisors(config).items()
     ]
+    tensors = [*divisors, *llama_cpp_tensors(plain_parameters(model), config)]
     shapes = {tensor.name: tensor.like.shape for tensor in tensors}
-    kinds = _kinds(shapes, name, config)
+    types = _choose_tensor_types(shapes, dtype, config)
     with new_folder(Path(folder)) as new:
-        writer = gguf.GGUFWriter(new / FILE, reader_of(config).name)
+        writer = gguf.GGUFWriter(new / FILE, llama_cpp_support(config).name)
         _add_shape(gguf, writer, config)
-        writer.add_file_type(_FILE_TYPES[name])
-        if name.startswith("q"):
+        writer.add_file_type(_FILE_TYPES[dtype])
+        if dtype.startswith("q"):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        sampling_defaults.add_to_gguf(writer, model.sampling, _context(config))
+        sampling_defaults.add_to_gguf(writer, model.sampling, _context_length(config))
         stops = add_tokenizer(writer, tokenizer, config, warn)
-        write_tensors(gguf, writer, tensors, kinds)
+        write_tensors(gguf, writer, tensors, types)
         lines = [
             modelfile(FILE, tokenizer, stops),
             *sampling_defaults.modelfile_lines(model.sampling),
@@ -135,11 +156,11 @@ def save_gguf(
         write_extras(new)
 
 
-def reader_of(config: LlamaConfig) -> LlamaCpp:
-    """Return how llama.cpp reads a model's family.
+def llama_cpp_support(config: LlamaConfig) -> LlamaCppSupport:
+    """Return how llama.cpp computes the models of a configuration's family.
 
     Raises:
-        InputRefused: it does not know the family.
+        InputRefused: llama.cpp does not know the family.
     """
     if config.family.llama_cpp is None:
         raise InputRefused(
@@ -162,80 +183,98 @@ def import_gguf() -> ModuleType:
         ) from None
 
 
-def _check(config: LlamaConfig, dtype: str) -> None:
-    """Refuse features that llama.cpp would silently ignore."""
-    family = config.model_type
-    its = reader_of(config)
-    instead = "; export it with --format hf"
-    _check_windows(config, instead)
-    if config.family.others == LINEAR:
-        gguf_layers.check_delta_nets(config, instead)
-    layers = range(config.num_hidden_layers)
-    unrotated = [layer for layer in layers if not config.rotates(layer)]
-    if "no_rope_layers" in config.family.keys and unrotated != [*layers[_EVERY - 1 :: _EVERY]]:
+def _check_supported(config: LlamaConfig, dtype: str) -> None:
+    """Refuse features that llama.cpp does not compute. It would load most of them without an error."""
+    model_type = config.model_type
+    llama_cpp = llama_cpp_support(config)
+    _check_windows(config)
+    if config.family.other_layer_type == LINEAR_ATTENTION:
+        gguf_layers.check_delta_nets(config)
+    _check_unrotated_layers(config)
+    if isinstance(config.rope_scaling, Llama3Scaling) and not llama_cpp.reads_rope_divisors:
         raise InputRefused(
-            f"no_rope_layers: llama.cpp rotates all layers of a {family} but each {_EVERY}th{instead}"
+            f"rope_scaling = 'llama3' is not computed by llama.cpp for a {model_type}{USE_HF}"
         )
-    if isinstance(config.rope_scaling, Llama3Scaling) and not its.has_divisors:
+    heads = config.num_attention_heads
+    width = config.head_dim
+    if llama_cpp.head_dim_is_derived and heads * width != config.hidden_size:
         raise InputRefused(
-            f"rope_scaling = 'llama3' is not computed by llama.cpp for a {family}{instead}"
+            f"head_dim = {width} and num_attention_heads = {heads}: llama.cpp loads a {model_type} only if their "
+            f"product is hidden_size = {config.hidden_size}{USE_HF}"
         )
-    heads, width = config.num_attention_heads, config.head_dim
-    if its.whole_heads and heads * width != config.hidden_size:
+    _check_score_scale(config)
+    gguf_layers.check_experts(config, llama_cpp.norm_topk_prob)
+    if config.attention_bias and not llama_cpp.computes_attention_bias:
         raise InputRefused(
-            f"head_dim = {width} and num_attention_heads = {heads}: llama.cpp loads a {family} only if their product "
-            f"is hidden_size = {config.hidden_size}{instead}"
-        )
-    _check_scores(config, instead)
-    gguf_layers.check_experts(config, its.divides, instead)
-    if config.attention_bias and not its.biases:
-        raise InputRefused(
-            f"attention_bias = true is not computed by llama.cpp for a {family}{instead}"
+            f"attention_bias = true is not computed by llama.cpp for a {model_type}{USE_HF}"
         )
     if dtype.startswith("q"):
-        inner = config.family.experts or "intermediate_size"
-        widths = {
-            key: getattr(config, key)
-            for key in ("hidden_size", inner, "shared_expert_intermediate_size")
-        }
-        widths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
-        if config.family.others == LINEAR:
-            values = config.linear_num_value_heads * config.linear_value_head_dim
-            widths["linear_num_value_heads * linear_value_head_dim"] = values
-        for key, width in widths.items():
-            if width % BLOCK:
-                raise InputRefused(
-                    f"{key} = {width} is not a multiple of {BLOCK}, a block of {dtype}: use --dtype f16"
-                )
+        _check_row_lengths(config, dtype)
 
 
-def _check_scores(config: LlamaConfig, instead: str) -> None:
+def _check_unrotated_layers(config: LlamaConfig) -> None:
+    if "no_rope_layers" not in config.family.optional_keys:
+        return
+    layers = range(config.num_hidden_layers)
+    unrotated = [layer for layer in layers if not config.rotates(layer)]
+    if unrotated != [*layers[_SMOLLM3_INTERVAL - 1 :: _SMOLLM3_INTERVAL]]:
+        raise InputRefused(
+            f"no_rope_layers: llama.cpp rotates all layers of a {config.model_type} but each "
+            f"{_SMOLLM3_INTERVAL}th{USE_HF}"
+        )
+
+
+def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
+    """Refuse a model with matrices whose rows cannot be cut into blocks of 32 weights."""
+    ffn_key = config.family.expert_width_key or "intermediate_size"
+    row_lengths = {
+        key: getattr(config, key)
+        for key in ("hidden_size", ffn_key, "shared_expert_intermediate_size")
+    }
+    row_lengths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
+    if config.family.other_layer_type == LINEAR_ATTENTION:
+        values_width = config.linear_num_value_heads * config.linear_value_head_dim
+        row_lengths["linear_num_value_heads * linear_value_head_dim"] = values_width
+    for key, length in row_lengths.items():
+        if length % Q8_0_BLOCK:
+            raise InputRefused(
+                f"{key} = {length} is not a multiple of {Q8_0_BLOCK}, a block of {dtype}: use --dtype f16"
+            )
+
+
+def _check_score_scale(config: LlamaConfig) -> None:
+    """Refuse factors of attention's scores other than those that llama.cpp computes."""
     if config.query_pre_attn_scalar:
         raise InputRefused(
             f"query_pre_attn_scalar = {config.query_pre_attn_scalar} is not head_dim = {config.head_dim}, as llama.cpp "
-            f"takes it to be{instead}"
+            f"takes it to be{USE_HF}"
         )
     scaling = config.rope_scaling
-    if isinstance(scaling, YarnScaling):
-        usual = scaling.default_attention_factor(scaling.factor)
-        truncates = scaling.truncate or not config.family.sinks  # see `_warn_of_positions`
-        if (
-            replace(
-                scaling, attention_factor=usual, beta_fast=32.0, beta_slow=1.0, truncate=truncates
-            )
-            != scaling
-        ):
-            raise InputRefused(
-                f"rope_scaling = 'yarn' with attention_factor = {scaling.attention_factor}, beta_fast = "
-                f"{scaling.beta_fast}, beta_slow = {scaling.beta_slow}, truncate = {scaling.truncate}: llama.cpp "
-                f"computes it with {usual:.4g}, 32, 1 and true{instead}"
-            )
+    if not isinstance(scaling, YarnScaling):
+        return
+    default_factor = scaling.default_attention_factor(scaling.factor)
+    # gpt-oss, the family with sinks, may have truncate = false; `_warn_of_positions` warns of it.
+    truncate = scaling.truncate or not config.family.attention_sinks
+    computed = replace(
+        scaling,
+        attention_factor=default_factor,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=truncate,
+    )
+    if scaling != computed:
+        raise InputRefused(
+            f"rope_scaling = 'yarn' with attention_factor = {scaling.attention_factor}, beta_fast = "
+            f"{scaling.beta_fast}, beta_slow = {scaling.beta_slow}, truncate = {scaling.truncate}: llama.cpp "
+            f"computes it with {default_factor:.4g}, 32, 1 and true{USE_HF}"
+        )
 
 
 def _warn_of_positions(config: LlamaConfig, warn: Callable[[str], None]) -> None:
+    """Warn of rotary positions that llama.cpp computes a little differently."""
     scaling = config.rope_scaling
     if isinstance(scaling, YarnScaling) and not scaling.truncate:
-        # All published gpt-oss are like that, and llama.cpp's own converter does not say it.
+        # All published gpt-oss have truncate = false, and llama.cpp's own converter gives no warning.
         warn(
             "rope_scaling.truncate = false: llama.cpp rotates as with true, so its answers will differ a little"
         )
@@ -246,36 +285,42 @@ def _warn_of_positions(config: LlamaConfig, warn: Callable[[str], None]) -> None
         )
 
 
-def _check_windows(config: LlamaConfig, instead: str) -> None:
+def _check_windows(config: LlamaConfig) -> None:
     window = config.sliding_window
-    every = config.family.full_every
+    every = config.family.full_attention_every
     layers = range(config.num_hidden_layers)
     if window is None:
         return
-    if not every and window < _context(config):
+    if not every and window < _context_length(config):
         raise InputRefused(
-            f"sliding_window = {window} is below max_position_embeddings = {_context(config)}, and "
-            f"llama.cpp computes no window for a {config.model_type}{instead}"
+            f"sliding_window = {window} is below max_position_embeddings = {_context_length(config)}, and "
+            f"llama.cpp computes no window for a {config.model_type}{USE_HF}"
         )
-    # However long the window is, layers with one have a base of their own.
-    base = reader_of(config).local_base or config.rope_theta
-    whole = [layer for layer in layers if config.window(layer) is None]
-    if every and (whole != [*layers[every - 1 :: every]] or config.rope(local=True)[0] != base):
+    # The base of layers with a window is checked for a window of any length, even one that is longer
+    # than all texts.
+    llama_cpp_theta = llama_cpp_support(config).local_rope_theta or config.rope_theta
+    local_theta, _ = config.theta_and_scaling(local=True)
+    without_window = [layer for layer in layers if config.window(layer) is None]
+    if every and (
+        without_window != [*layers[every - 1 :: every]] or local_theta != llama_cpp_theta
+    ):
         raise InputRefused(
-            f"layer_types and rope_local_theta: llama.cpp computes a window and a base of {base:g} in all layers of a "
-            f"{config.model_type} but each {every}th{instead}"
+            f"layer_types and rope_local_theta: llama.cpp computes a window and a base of {llama_cpp_theta:g} in all "
+            f"layers of a {config.model_type} but each {every}th{USE_HF}"
         )
 
 
-def _context(config: LlamaConfig) -> int:
-    """Return the length of the longest text that llama.cpp shall compute, which may be too long
-    here.
+def _context_length(config: LlamaConfig) -> int:
+    """Return the length of the longest text that llama.cpp shall compute, in tokens.
+
+    With LongRoPE this is more than `Llama` computes.
     """
     return getattr(config.rope_scaling, "max_position_embeddings", config.max_position_embeddings)
 
 
 def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> None:
-    writer.add_context_length(_context(config))
+    """Add a configuration's sizes and constants to a file."""
+    writer.add_context_length(_context_length(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -297,82 +342,114 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     if isinstance(config.rope_scaling, LongScaling):
         writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
         writer.add_rope_scaling_attn_factors(config.rope_scaling.attention_factor)
-    if config.family.full_every and (config.sliding_window is not None or config.family.sinks):
-        # A gpt-oss must have one.
-        writer.add_sliding_window(config.sliding_window or _context(config))
-    if config.family.others == LINEAR:
-        gguf_layers.add_delta_net_sizes(writer, config, reader_of(config).name)
-    if config.family.experts:
+    # llama.cpp does not load a gpt-oss, the family with sinks, without a window.
+    writes_window = config.sliding_window is not None or config.family.attention_sinks
+    if config.family.full_attention_every and writes_window:
+        writer.add_sliding_window(config.sliding_window or _context_length(config))
+    if config.family.other_layer_type == LINEAR_ATTENTION:
+        gguf_layers.add_delta_net_sizes(writer, config, llama_cpp_support(config).name)
+    if config.family.expert_width_key:
         gguf_layers.add_expert_sizes(writer, config)
-    if "logits_scaling" in config.family.keys:
+    if "logits_scaling" in config.family.optional_keys:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier or config.head_dim**-0.5)
         writer.add_logit_scale(config.logits_scaling)
 
 
-def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
-    """Yield a model's tensors with llama.cpp's names and its order of rows, in the order of the
-    file.
+def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
+    """Yield a model's tensors with llama.cpp's names and its order of rows.
+
+    Args:
+        parameters: the model's parameters, in the order of the model.
+        config: the model's configuration.
     """
-    its = reader_of(config)
-    norms = _NORMS._replace(before_mlp=its.mlp_norm)
-    inner_names = _INNER | {
-        own: name for own, name in zip(config.family.norms, norms, strict=True) if own
+    llama_cpp = llama_cpp_support(config)
+    norm_names = _NORM_NAMES._replace(before_mlp=llama_cpp.mlp_norm_name)
+    block_names = _BLOCK_NAMES | {
+        own_name: name
+        for own_name, name in zip(config.family.norm_names, norm_names, strict=True)
+        if own_name is not None
     }
-    for name, like, read in JoinedRule(config).written(parameters):
+    # Some families' files join layers, and llama.cpp reads them joined, too.
+    for name, like, read in JoinedLayersRule(config).to_files(parameters):
+        # The name model.layers.3.self_attn.q_proj.weight has the module model.layers.3.self_attn.q_proj,
+        # the suffix weight, the layer 3, and the name self_attn.q_proj of the module in its block.
         module, _, suffix = name.rpartition(".")
         if suffix == "sinks":
+            # Sinks are a parameter of attention itself, which llama.cpp names like a module's weight.
             module = name
             suffix = "weight"
         layer, _, inner = module.removeprefix("model.layers.").partition(".")
         if inner.startswith("linear_attn"):
-            changed = gguf_layers.convert_delta_net(
-                name.partition("linear_attn.")[2], like, read, config
-            )
-            yield changed._replace(name=f"blk.{layer}.{changed.name}")
+            _, _, delta_net_name = name.partition("linear_attn.")
+            converted = gguf_layers.convert_delta_net(delta_net_name, like, read, config)
+            yield converted._replace(name=f"blk.{layer}.{converted.name}")
             continue
-        if config.family.centred and like.ndim == 1 and suffix == "weight":
-            read = _then(read, lambda weight: 1 + weight)
-        if module in _OUTER:
-            yield Plain(f"{_OUTER[module]}.{suffix}", like, read)
-            if config.tie_word_embeddings and "embed" in module and its.own_head:
+        is_norm = like.ndim == 1 and suffix == "weight"
+        if config.family.centred_norms and is_norm:
+            # The norm multiplies by 1 + weight, and llama.cpp by the stored numbers.
+            read = _read_and_change(read, lambda weight: 1 + weight)
+        if module in _OUTER_NAMES:
+            yield Plain(f"{_OUTER_NAMES[module]}.{suffix}", like, read)
+            is_embedding = module == "model.embed_tokens"
+            if is_embedding and config.tie_word_embeddings and llama_cpp.needs_output_head:
                 yield Plain("output.weight", like, read)
             continue
-        if inner in ("self_attn.q_proj", "self_attn.k_proj") and its.neighbouring:
-            read = _then(read, functools.partial(neighbouring, head_dim=config.head_dim))
-        if inner_names[inner] == gguf_layers.SHARED_GATE:  # one row there
+        if inner in ("self_attn.q_proj", "self_attn.k_proj") and llama_cpp.interleaved_rotary:
+            read = _read_and_change(
+                read, functools.partial(interleave_rotary_pairs, head_dim=config.head_dim)
+            )
+        if block_names[inner] == gguf_layers.SHARED_GATE:
+            # llama.cpp reads this matrix of one row as a vector.
             like = like[0]
-            read = _then(read, lambda weight: weight[0])
-        yield Plain(f"blk.{layer}.{inner_names[inner]}.{suffix}", like, read)
+            read = _read_and_change(read, lambda weight: weight[0])
+        yield Plain(f"blk.{layer}.{block_names[inner]}.{suffix}", like, read)
 
 
-def _kinds(shapes: dict[str, torch.Size], dtype: str, config: LlamaConfig) -> dict[str, str]:
-    """Return gguf's name of each tensor's type, by llama.cpp's name of the tensor."""
-    columns = {name: shape[-1] for name, shape in shapes.items() if _is_matrix(name, shape)}
-    matrices = (
-        choose_types(columns, dtype, config)
-        if dtype in MIXTURES
-        else dict.fromkeys(columns, DTYPES[dtype])
-    )
-    return dict.fromkeys(shapes, "F32") | matrices
-
-
-def _is_matrix(name: str, shape: torch.Size) -> bool:
-    """Return whether llama.cpp reads a tensor in the file's dtype, by its name there; not biases, a
-    router or a row.
-    """
-    kept = ("ssm_conv1d.weight", f"{gguf_layers.ROUTER}.weight", ".bias")
-    return shape.numel() > shape[-1] and not name.endswith(kept)
-
-
-def _then(read: Callable[[], Tensor], change: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+def _read_and_change(
+    read: Callable[[], Tensor], change: Callable[[Tensor], Tensor]
+) -> Callable[[], Tensor]:
+    """Return a function that reads a tensor and then changes it."""
     return lambda: change(read())
 
 
-def neighbouring(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder a projection's rows so that the channels of a rotary pair are neighbours instead of
-    halves of a head.
+def _choose_tensor_types(
+    shapes: dict[str, torch.Size], dtype: str, config: LlamaConfig
+) -> dict[str, str]:
+    """Return gguf's name of each tensor's type.
+
+    Args:
+        shapes: the tensors' shapes by llama.cpp's names, in the order of the file.
+        dtype: the file's dtype.
+        config: the model's configuration.
+    """
+    row_lengths = {name: shape[-1] for name, shape in shapes.items() if _has_dtype(name, shape)}
+    if dtype in K_QUANTS:
+        matrix_types = choose_types(row_lengths, dtype, config)
+    else:
+        matrix_types = dict.fromkeys(row_lengths, DTYPES[dtype])
+    return dict.fromkeys(shapes, "F32") | matrix_types
+
+
+def _has_dtype(name: str, shape: torch.Size) -> bool:
+    """Return whether a tensor is stored in the file's dtype.
+
+    These are the matrices, without routers and convolutions. Everything else is stored in fp32.
+
+    Args:
+        name: llama.cpp's name of the tensor.
+        shape: its shape.
+    """
+    in_fp32 = ("ssm_conv1d.weight", f"{gguf_layers.ROUTER}.weight", ".bias")
+    has_several_rows = shape.numel() > shape[-1]
+    return has_several_rows and not name.endswith(in_fp32)
+
+
+def interleave_rotary_pairs(rows: Tensor, head_dim: int) -> Tensor:
+    """Reorder a projection's rows so that the two channels of a rotary pair are neighbours.
+
+    In this package, they are at the same place in the two halves of a head.
 
     Args:
         rows: [heads * head_dim, ...], a weight or a bias.
@@ -382,31 +459,42 @@ def neighbouring(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
-    """Return the divisors of the rotary frequencies, [F] each, the form in which llama.cpp reads
-    some scalings.
+    """Return the divisors of the rotary frequencies, by llama.cpp's names of the tensors, [F] each.
+
+    llama.cpp reads the scalings "llama3" and "longrope" in this form. The result is {} for others.
     """
     scaling = config.rope_scaling
     if isinstance(scaling, LongScaling):
-        factors = {"long": scaling.long_factor, "short": scaling.short_factor}
-        return {f"rope_factors_{name}.weight": torch.tensor(each) for name, each in factors.items()}
+        return {
+            "rope_factors_long.weight": torch.tensor(scaling.long_factor),
+            "rope_factors_short.weight": torch.tensor(scaling.short_factor),
+        }
     if not isinstance(scaling, Llama3Scaling):
         return {}
-    unscaled = LlamaConfig.from_hf(config.to_hf() | {"rope_scaling": None})
-    plain_F, scaled_F = (
-        inverse_frequencies(c, torch.float64, torch.device("cpu")) for c in (unscaled, config)
-    )
-    return {"rope_freqs.weight": (plain_F / scaled_F).float()}
+    unscaled_config = LlamaConfig.from_hf(config.to_hf() | {"rope_scaling": None})
+    cpu = torch.device("cpu")
+    unscaled_F = inverse_frequencies(unscaled_config, torch.float64, cpu)
+    scaled_F = inverse_frequencies(config, torch.float64, cpu)
+    return {"rope_freqs.weight": (unscaled_F / scaled_F).float()}
 
 
 def write_tensors(
-    gguf: ModuleType, writer: GGUFWriter, tensors: Sequence[Plain], kinds: dict[str, str]
+    gguf: ModuleType, writer: GGUFWriter, tensors: Sequence[Plain], types: dict[str, str]
 ) -> None:
-    """Write a file's header and these tensors, each as the kind of its name, and close it."""
+    """Write a file's header and tensors, and close the file.
+
+    Args:
+        gguf: the package.
+        writer: the file's writer, which has the file's keys and no tensors yet.
+        tensors: the tensors.
+        types: gguf's name of each tensor's type, by the tensor's name.
+    """
     for name, like, _ in tensors:
-        stored = gguf.GGMLQuantizationType[kinds[name]]
-        per_block, block_bytes = gguf.GGML_QUANT_SIZES[stored]
-        size = like.numel() // per_block * block_bytes
-        writer.add_tensor_info(name, like.shape, None, size, raw_dtype=stored)  # type: ignore[arg-type]  # no dtype of numpy's
+        tensor_type = gguf.GGMLQuantizationType[types[name]]
+        block_weights, block_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
+        tensor_bytes = like.numel() // block_weights * block_bytes
+        no_dtype: Any = None  # The type says everything; a dtype of numpy is not needed.
+        writer.add_tensor_info(name, like.shape, no_dtype, tensor_bytes, raw_dtype=tensor_type)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -415,29 +503,38 @@ def write_tensors(
         (file,) = writer.fout
         writer.write_padding(file, file.tell())
         for name, _, read in tensors:
-            # Not by numpy's tofile as in the package, whose error does not say that the disk is
-            # full.
-            writer.write_padding(
-                file, file.write(memoryview(_stored(gguf, name, read(), kinds[name])).cast("B"))
+            # The package would call numpy's tofile, whose error does not say that the disk is full.
+            written_bytes = file.write(
+                memoryview(_encode(gguf, name, read(), types[name])).cast("B")
             )
+            writer.write_padding(file, written_bytes)
     finally:
         writer.close()
 
 
-def _stored(gguf: ModuleType, name: str, weight: Tensor, kind: str) -> Any:
-    """Return the bytes of a tensor as a contiguous array."""
-    before = _BEFORE.get(kind, torch.float32)
-    cast = weight.to("cpu", before).contiguous()
+def _encode(gguf: ModuleType, name: str, weight: Tensor, tensor_type: str) -> Any:
+    """Return the bytes of a tensor in the file, as a contiguous array.
+
+    Raises:
+        InputRefused: a weight, or the scale of a block, is too large for the type.
+    """
+    cast_dtype = _CAST_DTYPES.get(tensor_type, torch.float32)
+    cast_weight = weight.to("cpu", cast_dtype).contiguous()
     if weight.ndim == 1:
-        return cast.numpy()
-    # The scales of integers are float16; Q8_0's is max|w| / 127, those of others may be as large as a weight.
-    largest = float(torch.stack(weight.aminmax()).abs().max()) / (127 if kind == "Q8_0" else 1)
-    if not largest <= torch.finfo(torch.float16 if kind.startswith("Q") else before).max:
+        return cast_weight.numpy()
+    # The largest number that is stored. For quantised types this is a scale, in float16. Q8_0 has
+    # scales of max|w| / 127, and those of the other types may be as large as a weight.
+    largest = float(torch.stack(weight.aminmax()).abs().max())
+    if tensor_type == "Q8_0":
+        largest /= 127
+    stored_dtype = torch.float16 if tensor_type.startswith("Q") else cast_dtype
+    fits = largest <= torch.finfo(stored_dtype).max  # False for a NaN
+    if not fits:
         raise InputRefused(
-            f"{name}: a weight of {largest:.3g} does not fit {kind.lower()}: use --dtype f32 or bf16"
+            f"{name}: a weight of {largest:.3g} does not fit {tensor_type.lower()}: use --dtype f32 or bf16"
         )
-    if kind == "BF16":
-        return cast.view(torch.uint16).numpy()
-    if kind.endswith("_K"):
-        return quantize(cast.numpy(), kind)
-    return gguf.quantize(cast.numpy(), gguf.GGMLQuantizationType[kind])
+    if tensor_type == "BF16":
+        return cast_weight.view(torch.uint16).numpy()
+    if tensor_type.endswith("_K"):
+        return quantize(cast_weight.numpy(), tensor_type)
+    return gguf.quantize(cast_weight.numpy(), gguf.GGMLQuantizationType[tensor_type])

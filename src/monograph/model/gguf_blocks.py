@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from monograph.model.config import LlamaConfig
 
 BLOCK = 256
-# Blocks that are searched at once. What a search reads and writes then stays in the cache of a
-# core.
+# The number of blocks that are searched at once. What a search reads and writes then stays in the cache
+# of a core.
 _AT_ONCE = 128
 # In Q6_K, a group whose weights are all smaller than this becomes zeros.
 _NEGLIGIBLE = 1e-15
@@ -37,10 +37,10 @@ _Bytes = NDArray[np.uint8]
 def quantize(rows: _Floats, kind: str) -> _Bytes:
     """Return the bytes of quantised rows.
 
-    "Q4_K" and "Q5_K" stand for a weight w by w = d s q - m t. Each block has two float16 numbers d
-    and m, and each group two integers s and t of 6 bits. "Q6_K" stands for it by w = d s q. Each
-    block has a float16 number d, and each group an integer s of 8 bits. The integer q of a weight
-    has as many bits as the name says.
+    In "Q4_K" and "Q5_K", a weight is w = d s q - m t. Each block has two float16 numbers d and m, and
+    each group has two integers s and t of 6 bits. In "Q6_K", a weight is w = d s q. Each block has a
+    float16 number d, and each group has an integer s of 8 bits. Each weight has an integer q, of 4,
+    5 or 6 bits as the name says. So d s is a group's scale, and -m t its minimum.
 
     Args:
         rows: finite and contiguous. The last axis is a multiple of 256, and no magnitude is above
@@ -58,7 +58,10 @@ def quantize(rows: _Floats, kind: str) -> _Bytes:
 
 
 def _groups(blocks: _Floats, size: int) -> _Floats:
-    """Return the groups as columns, [W, N]. Numpy adds up the first axis in order."""
+    """Return the groups as columns, [W, N].
+
+    Numpy adds up the first axis in order, which the module's bits need.
+    """
     return np.ascontiguousarray(blocks.reshape(-1, size).T)
 
 
@@ -70,47 +73,51 @@ def _sum_of_groups(values_WN: _Floats) -> _Floats:
 def _nearest(values: _Floats) -> NDArray[np.int32]:
     """Round to the nearest integer, and halves to even integers.
 
-    It is `nearest_int` of llama.cpp: adding 1.5 * 2^23 moves the integer into the low bits of the
-    number. Numbers beyond 22 bits become the same wrong integers as there.
+    This is `nearest_int` of llama.cpp. Adding 1.5 * 2^23 moves the integer into the low bits of the
+    number. Numbers beyond 22 bits become wrong integers, which are the same as in llama.cpp.
     """
     return ((values + 1.5 * 2**23).view(np.int32) & 0x7FFFFF) - 0x400000
 
 
-def _round_levels_(values: _Floats, inverse_scale: _Floats, lowest: int, highest: int) -> _Floats:
-    """Multiply values by the inverse scale, and round them to integers of a range, in place."""
+def _round_to_range_(values: _Floats, inverse_scale: _Floats, lowest: int, highest: int) -> _Floats:
+    """Multiply values by the inverse scale, and round to integers from lowest to highest, in place."""
     np.multiply(values, inverse_scale, out=values)
     np.rint(values, out=values)
     return np.clip(values, lowest, highest, out=values)
 
 
 def _quantize_with_minimum(blocks: _Floats, bits: int) -> _Bytes:
-    """Return the bytes of blocks in Q4_K or Q5_K."""
+    """Return the bytes of blocks in Q4_K (4 bits) or Q5_K (5 bits)."""
     x_WN = _groups(blocks, 32)
     highest = 2**bits - 1
     # llama.cpp's constants for the search.
     first, steps = (-1.0, 20) if bits == 4 else (-0.5, 15)
-    scale_N, minus_minimum_N, levels_WN = _search_with_minimum(x_WN, highest, first, steps)
+    scale_N, minus_minimum_N, searched_q_WN = _search_with_minimum(x_WN, highest, first, steps)
     d_B, scales_BG = _quantize_to_6_bits(scale_N.reshape(-1, 8))
     m_B, minima_BG = _quantize_to_6_bits(minus_minimum_N.reshape(-1, 8))
     # The weights are rounded again, with the scales and minima as they are stored.
-    step_N = (d_B.astype(np.float32)[:, None] * scales_BG).ravel()
-    base_N = (m_B.astype(np.float32)[:, None] * minima_BG).ravel()
-    nearest_WN = np.clip(_nearest((x_WN + base_N) / step_N), 0, highest)
+    stored_scale_N = (d_B.astype(np.float32)[:, None] * scales_BG).ravel()
+    stored_minimum_N = (m_B.astype(np.float32)[:, None] * minima_BG).ravel()
+    rounded_q_WN = np.clip(_nearest((x_WN + stored_minimum_N) / stored_scale_N), 0, highest)
     # As in llama.cpp, a group whose stored scale is 0 keeps the integers of the search.
-    q_BGW = np.where(step_N == 0, levels_WN, nearest_WN).astype(np.uint8).T.reshape(-1, 8, 32)
-    # 8 scales and 8 minima of 6 bits in 12 bytes: those of groups 0 to 3 in the low bits of the
-    # first 8 bytes, and those of groups 4 to 7 in the last 4 bytes (low 4 bits) and in the high
-    # bits of the first 8 (high 2 bits).
+    q_BGW = (
+        np.where(stored_scale_N == 0, searched_q_WN, rounded_q_WN)
+        .astype(np.uint8)
+        .T.reshape(-1, 8, 32)
+    )
+    # The 8 scales and 8 minima of a block, of 6 bits each, are packed into 12 bytes. The first 8 bytes
+    # have those of groups 0 to 3 in their low 6 bits. Those of groups 4 to 7 are split: their high 2 bits
+    # are in the high bits of the first 8 bytes, and their low 4 bits are in the last 4 bytes.
     packed = [
         scales_BG[:, :4] | scales_BG[:, 4:] >> 4 << 6,
         minima_BG[:, :4] | minima_BG[:, 4:] >> 4 << 6,
         scales_BG[:, 4:] & 15 | (minima_BG[:, 4:] & 15) << 4,
     ]
     if bits == 5:
-        # The fifth bits of the 8 groups' integers, in one byte for each place in a group.
+        # One byte for each place in a group has the fifth bits of the 8 groups' integers there.
         fifth_bits = q_BGW >> 4 << np.arange(8, dtype=np.uint8)[:, None]
         packed.append(np.bitwise_or.reduce(fifth_bits, axis=1))
-    # The low 4 bits of two neighbouring groups share bytes.
+    # The low 4 bits of two neighbouring groups are in the same bytes.
     low = (q_BGW & 15) << np.array([0, 4] * 4, np.uint8)[:, None]
     packed.append((low[:, ::2] | low[:, 1::2]).reshape(-1, 128))
     return np.concatenate(
@@ -119,9 +126,9 @@ def _quantize_with_minimum(blocks: _Floats, bits: int) -> _Bytes:
 
 
 def _quantize_to_6_bits(values_BG: _Floats) -> tuple[NDArray[np.float16], _Bytes]:
-    """Return a float16 number of each block and an integer of 6 bits of each group.
+    """Return a float16 number for each block and an integer of 6 bits for each group.
 
-    Their product is approximately the value.
+    Their product is approximately the group's value.
     """
     largest_B = np.maximum(values_BG.max(axis=1), 0)
     inverse_B = np.where(largest_B > 0, 63 / largest_B, 0)
@@ -132,17 +139,17 @@ def _quantize_to_6_bits(values_BG: _Floats) -> tuple[NDArray[np.float16], _Bytes
 def _search_with_minimum(
     x_WN: _Floats, highest: int, first: float, steps: int
 ) -> tuple[_Floats, _Floats, _Floats]:
-    """Search a scale a and a minimum b <= 0 of each group with a small error.
+    """Search a scale a and a minimum b <= 0 for each group, so that the error is small.
 
         error = sum of v (a q + b - x)^2,    v = |x| + root mean square of the group
 
-    A candidate rounds (x - b) (highest + first + 0.1 step) / (max x - b) to integers q, with the
-    best b so far. Then it solves for the a and b with the smallest error.
+    Each step rounds (x - b) (highest + first + 0.1 step) / (max x - b) to integers q, with the best b
+    so far. Then it solves for the a and b with the smallest error for these q.
 
     Args:
         x_WN: the weights.
         highest: the largest integer q.
-        first: see above.
+        first: what the first step adds to `highest`.
         steps: the last step; the first one is 0.
 
     Returns:
@@ -151,16 +158,20 @@ def _search_with_minimum(
     v_WN = np.sqrt(_sum_of_groups(x_WN * x_WN) / 32) + np.abs(x_WN)
     sum_v = _sum_of_groups(v_WN)
     sum_x = _sum_of_groups(v_WN * x_WN)
-    minimum_N = np.minimum(x_WN.min(axis=0), 0)  # b of the best candidate
+    minimum_N = np.minimum(x_WN.min(axis=0), 0)  # b of the best step so far
     maximum_N = x_WN.max(axis=0)
 
-    def candidate(part: float) -> tuple[_Floats, _Floats]:
-        """Return (inverse scale [N], integers [W, N])."""
-        inverse_N = part / (maximum_N - minimum_N)
+    def round_range_to(largest: float) -> tuple[_Floats, _Floats]:
+        """Map a group's range to 0 ... largest, and round.
+
+        Returns:
+            The inverse scale, [N], and the integers, [W, N].
+        """
+        inverse_N = largest / (maximum_N - minimum_N)
         # Weights that are equal, or subnormal, give an infinity, and an infinity times zero is a
         # NaN.
         inverse_N[np.isinf(inverse_N)] = 0
-        return inverse_N, _round_levels_(x_WN - minimum_N, inverse_N, 0, highest)
+        return inverse_N, _round_to_range_(x_WN - minimum_N, inverse_N, 0, highest)
 
     def error(q_WN: _Floats, scale_N: _Floats, minimum_N: _Floats) -> _Floats:
         error_WN = q_WN * scale_N
@@ -168,14 +179,14 @@ def _search_with_minimum(
         error_WN -= x_WN
         return _sum_of_groups(error_WN * error_WN * v_WN)
 
-    # The inverse scale and the minimum with which the best candidate's integers were rounded. The
-    # minimum of the same candidate, `minimum_N`, is solved for later, and differs.
-    rounding_inverse_N, q_WN = candidate(highest)
+    # The inverse scale and the minimum with which the best step rounded. `minimum_N` is what the same
+    # step solved for afterwards, and differs.
+    rounding_inverse_N, q_WN = round_range_to(highest)
     rounding_minimum_N = minimum_N.copy()
     scale_N = 1 / (highest / (maximum_N - minimum_N))
     least_error_N = error(q_WN, scale_N, minimum_N)
     for step in range(steps + 1):
-        inverse_N, q_WN = candidate(highest + first + 0.1 * step)
+        inverse_N, q_WN = round_range_to(highest + first + 0.1 * step)
         vq_WN = v_WN * q_WN
         sum_q = _sum_of_groups(vq_WN)
         sum_qq = _sum_of_groups(vq_WN * q_WN)
@@ -191,16 +202,16 @@ def _search_with_minimum(
         np.copyto(rounding_minimum_N, minimum_N, where=is_better_N)
         np.copyto(least_error_N, error_N, where=is_better_N)
         np.copyto(scale_N, a_N, where=is_better_N)
-        # Last, since the line of `rounding_minimum_N` needs the one before.
+        # This is last, because `rounding_minimum_N` above needs the minimum before the step.
         np.copyto(minimum_N, b_N, where=is_better_N)
-    levels_WN = _round_levels_(x_WN - rounding_minimum_N, rounding_inverse_N, 0, highest)
-    return scale_N, -minimum_N, levels_WN
+    searched_q_WN = _round_to_range_(x_WN - rounding_minimum_N, rounding_inverse_N, 0, highest)
+    return scale_N, -minimum_N, searched_q_WN
 
 
 def _quantize_symmetric(blocks: _Floats) -> _Bytes:
     """Return the bytes of blocks in Q6_K."""
     x_WN = _groups(blocks, 16)
-    scale_N, levels_WN = _search_symmetric(x_WN)
+    scale_N, searched_q_WN = _search_symmetric(x_WN)
     scale_BG = scale_N.reshape(-1, 16)
     largest_B1 = np.take_along_axis(scale_BG, np.abs(scale_BG).argmax(axis=1)[:, None], axis=1)
     is_negligible_B1 = np.abs(largest_B1) < _NEGLIGIBLE
@@ -209,10 +220,10 @@ def _quantize_symmetric(blocks: _Floats) -> _Bytes:
     integers_BG = np.minimum(_nearest(inverse_B1 * scale_BG), 127)
     scales_BG = np.where(is_negligible_B1, 0, integers_BG).astype(np.int8)
     # The weights are rounded again, with the scales as they are stored.
-    step_N = (d_B1.astype(np.float32) * scales_BG).ravel()
-    nearest_WN = np.clip(_nearest(x_WN / step_N), -32, 31) + 32
+    stored_scale_N = (d_B1.astype(np.float32) * scales_BG).ravel()
+    rounded_q_WN = np.clip(_nearest(x_WN / stored_scale_N), -32, 31) + 32
     # As in llama.cpp, a group whose stored scale is 0 keeps the integers of the search.
-    q_WN = np.where(step_N == 0, levels_WN, nearest_WN)
+    q_WN = np.where(stored_scale_N == 0, searched_q_WN, rounded_q_WN)
     q_BW = np.where(is_negligible_B1, 0, q_WN.T.reshape(-1, BLOCK)).astype(np.uint8)
     # The low 4 bits of the first and the third quarter of a half share bytes, and so do those of
     # the second and the fourth. The high 2 bits of all four quarters share bytes.
@@ -224,74 +235,76 @@ def _quantize_symmetric(blocks: _Floats) -> _Bytes:
 
 
 def _search_symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
-    """Search a scale a of each group with a small error.
+    """Search a scale a for each group, so that the error is small.
 
         error = sum of x^2 (a q - x)^2,    -32 <= q <= 31
 
-    A candidate rounds -(32 + 0.1 step) x / x_max to integers q, where x_max is the weight of the
-    largest magnitude. The best a for these q is in closed form.
+    Each step rounds -(32 + 0.1 step) x / x_max to integers q, where x_max is the weight of the
+    largest magnitude. The best a for these q has a closed form.
 
     Returns:
         The scale of each group, [N], and q + 32, [W, N]. Both are zeros for a group without a
         weight of at least 1e-15.
     """
-    top_N = np.take_along_axis(x_WN, np.abs(x_WN).argmax(axis=0)[None], axis=0)[0]
+    x_max_N = np.take_along_axis(x_WN, np.abs(x_WN).argmax(axis=0)[None], axis=0)[0]
     squares_WN = x_WN * x_WN
     cubes_WN = squares_WN * x_WN
     # The error is smallest where sum_xq^2 / sum_qq is largest.
-    best_gain_N = np.full_like(top_N, -1)
-    scale_N = np.zeros_like(top_N)
-    best_inverse_N = np.zeros_like(top_N)
+    best_gain_N = np.full_like(x_max_N, -1)
+    scale_N = np.zeros_like(x_max_N)
+    best_inverse_N = np.zeros_like(x_max_N)
     for step in (0, *range(-9, 0), *range(1, 10)):
-        inverse_N = -(32 + 0.1 * step) / top_N
-        q_WN = _round_levels_(x_WN.copy(), inverse_N, -32, 31)
+        inverse_N = -(32 + 0.1 * step) / x_max_N
+        q_WN = _round_to_range_(x_WN.copy(), inverse_N, -32, 31)
         sum_xq = _sum_of_groups(cubes_WN * q_WN)
         sum_qq = _sum_of_groups(squares_WN * q_WN * q_WN)
         is_better_N = (sum_qq > 0) & (sum_xq * sum_xq > best_gain_N * sum_qq)
         scale_N = np.where(is_better_N, sum_xq / sum_qq, scale_N)
         best_inverse_N = np.where(is_better_N, inverse_N, best_inverse_N)
         best_gain_N = np.where(is_better_N, scale_N * sum_xq, best_gain_N)
-    levels_WN = _round_levels_(x_WN.copy(), best_inverse_N, -32, 31) + 32
-    has_weight_N = np.abs(top_N) >= _NEGLIGIBLE
-    return np.where(has_weight_N, scale_N, 0), np.where(has_weight_N, levels_WN, 0)
+    searched_q_WN = _round_to_range_(x_WN.copy(), best_inverse_N, -32, 31) + 32
+    has_weight_N = np.abs(x_max_N) >= _NEGLIGIBLE
+    return np.where(has_weight_N, scale_N, 0), np.where(has_weight_N, searched_q_WN, 0)
 
 
 # The type that most matrices of a file have, by the file's dtype.
-MIXTURES = {"q4_k_m": "Q4_K", "q5_k_m": "Q5_K", "q6_k": "Q6_K"}
-# The types for matrices whose rows are not a multiple of 256.
-_TYPES_OF_OTHER_ROWS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+K_QUANTS = {"q4_k_m": "Q4_K", "q5_k_m": "Q5_K", "q6_k": "Q6_K"}
+# The types that replace these if the length of a row is not a multiple of 256.
+_FALLBACK_TYPES = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+# The ends of llama.cpp's names of value projections.
 _VALUE_NAMES = (".attn_v.weight", ".attn_qkv.weight")
-# llama.cpp spends more bits on the attention of a model with so many experts: the Mixtral 8x7B.
+# llama.cpp takes a model with this number of experts for Mixtral 8x7B, and gives its attention more bits.
 _MIXTRAL_EXPERTS = 8
 
 
-def choose_types(columns: dict[str, int], dtype: str, config: LlamaConfig) -> dict[str, str]:
+def choose_types(row_lengths: dict[str, int], dtype: str, config: LlamaConfig) -> dict[str, str]:
     """Return gguf's name of the type of each matrix.
 
     Args:
-        columns: {llama.cpp's name: length of a row} of each matrix, in the order of the layers.
-        dtype: the file's dtype, a key of `MIXTURES`.
+        row_lengths: the length of the rows of each matrix, by llama.cpp's names, in the order of the
+            layers.
+        dtype: the file's dtype, a key of `K_QUANTS`.
         config: the model's configuration.
     """
-    value_names = [name for name in columns if name.endswith(_VALUE_NAMES)]
-    # The embedding is the head if there is no other one.
-    head = "output.weight" if "output.weight" in columns else "token_embd.weight"
+    value_names = [name for name in row_lengths if name.endswith(_VALUE_NAMES)]
+    # A tied head is the embedding.
+    head = "output.weight" if "output.weight" in row_lengths else "token_embd.weight"
     is_mixtral = config.num_experts == _MIXTRAL_EXPERTS
     types = {}
-    for name, width in columns.items():
-        kind = MIXTURES[dtype]
+    for name, length in row_lengths.items():
+        kind = K_QUANTS[dtype]
         if name == head:
             kind = "Q6_K"
         elif name in value_names:
-            kind = _of_values(kind, value_names.index(name), len(value_names), config)
-        elif ".ffn_down" in name and _takes_more(_layer(name), config.num_hidden_layers):
+            kind = _type_of_values(kind, value_names.index(name), len(value_names), config)
+        elif ".ffn_down" in name and _gets_more_bits(_layer(name), config.num_hidden_layers):
             kind = "Q6_K"
         elif is_mixtral and name.endswith(".attn_k.weight"):
             kind = "Q8_0"
         elif is_mixtral and name.endswith(".attn_output.weight") and kind == "Q4_K":
             kind = "Q5_K"
-        if width % BLOCK:
-            kind = _TYPES_OF_OTHER_ROWS.get(kind, kind)
+        if length % BLOCK:
+            kind = _FALLBACK_TYPES.get(kind, kind)
         types[name] = kind
     return types
 
@@ -301,30 +314,40 @@ def _layer(name: str) -> int:
     return int(name.split(".")[1])
 
 
-def _of_values(kind: str, index: int, count: int, config: LlamaConfig) -> str:
-    """Return the type of the matrix of values that is number `index` of `count`.
+def _type_of_values(kind: str, index: int, count: int, config: LlamaConfig) -> str:
+    """Return the type of a value projection.
 
     Args:
         kind: the type of most matrices.
-        index: its number, from 0.
-        count: the number of such matrices.
+        index: the number of this projection among all value projections, from 0.
+        count: the number of value projections.
         config: the model's configuration.
     """
     if config.num_experts == _MIXTRAL_EXPERTS:
         return "Q8_0"
-    if _takes_more(index, count):
+    if _gets_more_bits(index, count):
         return "Q6_K"
-    its = config.family.llama_cpp
-    is_grouped = config.num_key_value_heads < config.num_attention_heads
-    taken = ("grouped", "all") if is_grouped else ("all",)
-    of_70b = its is not None and its.of_70b in taken and config.num_hidden_layers == 80
-    return "Q5_K" if of_70b and kind == "Q4_K" else kind
+    if kind == "Q4_K" and _is_treated_as_70b(config):
+        return "Q5_K"
+    return kind
 
 
-def _takes_more(index: int, count: int) -> bool:
-    """Return whether llama.cpp gives more bits to the matrix of a layer.
+def _is_treated_as_70b(config: LlamaConfig) -> bool:
+    """Return whether llama.cpp's quantizer takes a model for one of 70 billion weights."""
+    llama_cpp = config.family.llama_cpp
+    if llama_cpp is None or config.num_hidden_layers != 80:
+        return False
+    has_grouped_heads = config.num_key_value_heads < config.num_attention_heads
+    return llama_cpp.treated_as_70b == "all" or (
+        llama_cpp.treated_as_70b == "grouped" and has_grouped_heads
+    )
 
-    It does for the first and the last eighth of the layers, and for each third layer between them.
+
+def _gets_more_bits(index: int, count: int) -> bool:
+    """Return whether llama.cpp gives more bits to a matrix, given the number of its layer.
+
+    It does so in the first and the last eighth of the layers, and in each third layer between them.
     """
     eighth = count // 8
-    return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2
+    is_at_an_end = index < eighth or index >= 7 * count // 8
+    return is_at_an_end or (index - eighth) % 3 == 2

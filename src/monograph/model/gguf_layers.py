@@ -1,7 +1,6 @@
 """Give mixtures of experts and gated delta nets the names, sizes and order that llama.cpp reads.
 
 `monograph.model.gguf` writes a file, and calls the functions here for these two kinds of layers.
-`instead` is the end of an error message in all of them: what a user can do instead.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from torch import Tensor
 from monograph.errors import InputRefused
 from monograph.graph.lora import Plain
 from monograph.model.config import LlamaConfig
-from monograph.model.layer_kinds import LENGTH_EPS
-from monograph.model.scaling import FULL, LINEAR
+from monograph.model.layer_keys import L2_NORM_EPS
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
+# The end of errors about models that llama.cpp does not compute.
+USE_HF = "; export it with --format hf"
 # llama.cpp's names of the tensors of a delta net, by their names in the layer.
 _DELTA_NET_NAMES = {
     "in_proj_qkv.weight": "attn_qkv.weight",
@@ -39,7 +40,7 @@ _DELTA_NET_NAMES = {
 _WITH_QUERIES_AND_KEYS = ("in_proj_qkv.weight", "conv1d.weight")
 
 
-def check_delta_nets(config: LlamaConfig, instead: str) -> None:
+def check_delta_nets(config: LlamaConfig) -> None:
     """Refuse delta nets that llama.cpp computes differently or does not load.
 
     Raises:
@@ -50,20 +51,20 @@ def check_delta_nets(config: LlamaConfig, instead: str) -> None:
     if key_size != value_size:
         raise InputRefused(
             f"linear_key_head_dim = {key_size} and linear_value_head_dim = {value_size} are one size in llama.cpp"
-            f"{instead}"
+            f"{USE_HF}"
         )
-    if config.rms_norm_eps != LENGTH_EPS:
+    if config.rms_norm_eps != L2_NORM_EPS:
         raise InputRefused(
             f"rms_norm_eps = {config.rms_norm_eps:g}: llama.cpp adds it to the lengths of a delta net's keys, too, "
-            f"where the model adds {LENGTH_EPS:g}{instead}"
+            f"where the model adds {L2_NORM_EPS:g}{USE_HF}"
         )
     layers = range(config.num_hidden_layers)
-    has_both_kinds = len({config.is_linear(layer) for layer in layers}) == 2
+    has_both_kinds = len({config.is_delta_net(layer) for layer in layers}) == 2
     if not has_both_kinds:
-        kind = LINEAR if config.is_linear(0) else FULL
+        kind = LINEAR_ATTENTION if config.is_delta_net(0) else FULL_ATTENTION
         raise InputRefused(
             f"layer_types: llama.cpp loads a {config.model_type} only with layers of both kinds, not with "
-            f"{kind!r} alone{instead}"
+            f"{kind!r} alone{USE_HF}"
         )
 
 
@@ -74,14 +75,15 @@ def add_delta_net_sizes(writer: GGUFWriter, config: LlamaConfig, architecture: s
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_group_count(config.linear_num_key_heads)
-    linear = [config.is_linear(layer) for layer in range(config.num_hidden_layers)]
-    writer.add_array(f"{architecture}.attention.recurrent_layers", linear)
-    if config.family.by_key_head:
+    are_delta_nets = [config.is_delta_net(layer) for layer in range(config.num_hidden_layers)]
+    writer.add_array(f"{architecture}.attention.recurrent_layers", are_delta_nets)
+    if config.family.projections_by_key_head:
         return
-    # Rotary pairs are divided into three sections, one for each coordinate of a position in a
-    # picture. In a text the three coordinates are equal. llama.cpp puts pair i into section i % 3
-    # if i is below three times the section's size, and does not rotate a pair without a section.
-    # These sizes give each pair a section.
+    # The other families, Qwen 3.5, have models that see pictures. There the rotary pairs are divided
+    # into three sections, one for each coordinate of a position in a picture. In a text the three
+    # coordinates are equal. llama.cpp puts pair i into section i % 3 if i is below three times the
+    # section's size, and does not rotate a pair without a section. These sizes give each pair a
+    # section.
     pairs = config.rotary_dim // 2
     writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
 
@@ -91,14 +93,15 @@ def convert_delta_net(
 ) -> Plain:
     """Return a tensor of a delta net with llama.cpp's name, order and values.
 
-    A key head has several value heads. In Monograph's order, the value heads of the first key head
-    come first. In llama.cpp's order, the first value head of each key head come first. If the
-    family orders its projections by key heads (`by_key_head`), llama.cpp does so as well. Instead
-    of A_log, llama.cpp stores -exp(A_log).
+    Each key head has several value heads. Monograph lists all value heads of the first key head, then
+    all of the second, and so on. llama.cpp lists the first value head of every key head, then the
+    second of every key head, and so on. If the family orders its projections by key heads
+    (`projections_by_key_head`), llama.cpp has the same order as Monograph. Instead of A_log,
+    llama.cpp stores -exp(A_log).
 
     Args:
         name: the tensor's name in the layer.
-        like: a tensor of its shape and dtype.
+        like: a meta tensor of the tensor's shape and dtype.
         read: returns the tensor.
         config: the model's configuration.
     """
@@ -109,25 +112,28 @@ def convert_delta_net(
     def change(tensor: Tensor) -> Tensor:
         if name == "A_log":
             tensor = -tensor.exp()
-        # All heads share the norm's weight.
-        if name == "norm.weight" or config.family.by_key_head:
+        # All heads share the norm's weight, so it has no order.
+        if name == "norm.weight" or config.family.projections_by_key_head:
             return tensor
         # The output projection has the heads in its columns, all others have them in their rows.
         axis = 1 if name == "out_proj.weight" else 0
-        of_keys, of_values = tensor.tensor_split([query_key_rows], dim=axis)
-        head_width = of_values.shape[axis] // config.linear_num_value_heads
-        # [key head, value head of the key head, width], then [value head, key head, width].
-        heads = of_values.unflatten(axis, (config.linear_num_key_heads, -1, head_width))
+        queries_and_keys, values = tensor.tensor_split([query_key_rows], dim=axis)
+        head_width = values.shape[axis] // config.linear_num_value_heads
+        # The axis becomes [key head, value head of the key head, width], and these are reordered to
+        # [value head of the key head, key head, width].
+        heads = values.unflatten(axis, (config.linear_num_key_heads, -1, head_width))
         reordered = heads.transpose(axis, axis + 1).flatten(axis, axis + 2)
-        return torch.cat([of_keys, reordered], dim=axis)
+        return torch.cat([queries_and_keys, reordered], dim=axis)
 
-    return Plain(_DELTA_NET_NAMES[name], _flatten(like), lambda: _flatten(change(read())))
+    return Plain(
+        _DELTA_NET_NAMES[name],
+        _without_middle_axis(like),
+        lambda: _without_middle_axis(change(read())),
+    )
 
 
-def _flatten(tensor: Tensor) -> Tensor:
-    """Return a convolution's weight without its middle axis, which has one entry; others
-    unchanged.
-    """
+def _without_middle_axis(tensor: Tensor) -> Tensor:
+    """Return a convolution's weight [C, 1, K] as [C, K], and any other tensor unchanged."""
     return tensor.squeeze(1) if tensor.ndim == 3 else tensor
 
 
@@ -147,29 +153,33 @@ EXPERT_NAMES = {
 }
 
 
-def check_experts(config: LlamaConfig, divides: bool, instead: str) -> None:
+def check_experts(config: LlamaConfig, norm_topk_prob: bool) -> None:
     """Refuse mixtures that llama.cpp computes differently or does not load.
+
+    Args:
+        config: the model's configuration.
+        norm_topk_prob: whether llama.cpp divides the weights of a token's experts by their sum.
 
     Raises:
         InputRefused: the configuration has such mixtures.
     """
-    if not config.family.experts:
+    if not config.family.expert_width_key:
         return
     # The values with which llama.cpp computes the family, whatever the configuration says.
     computed = {
-        "norm_topk_prob": divides,
+        "norm_topk_prob": norm_topk_prob,
         "mlp_only_layers": (),
         "clip_qkv": None,
     }
     if config.family.expert_bias:
         computed["attention_bias"] = True
-    if config.family.whole_heads:
+    if config.family.head_dim_is_derived:
         computed["num_key_value_heads"] = config.num_attention_heads
-    for key, value in computed.items():
-        if getattr(config, key) != value:
-            actual = f"{key} = {getattr(config, key)}"
+    for key, computed_value in computed.items():
+        value = getattr(config, key)
+        if value != computed_value:
             raise InputRefused(
-                f"{actual}: llama.cpp computes {config.model_type} with {value}{instead}"
+                f"{key} = {value}: llama.cpp computes {config.model_type} with {computed_value}{USE_HF}"
             )
 
 
@@ -177,6 +187,6 @@ def add_expert_sizes(writer: GGUFWriter, config: LlamaConfig) -> None:
     """Add to a file how many experts there are, how many compute a token, and how wide they are."""
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(getattr(config, config.family.experts))
+    writer.add_expert_feed_forward_length(getattr(config, config.family.expert_width_key))
     if config.shared_expert_intermediate_size:
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)

@@ -1,17 +1,17 @@
 """Write a tokenizer into a GGUF file for llama.cpp, and its chat template into Ollama's Modelfile.
 
-**llama.cpp.** It does not read a tokenizer's split pattern, but has a list of patterns with names.
-A file with a wrong name loads without an error and is tokenised differently. So a name is written
-only for patterns whose tokens were compared on ten thousand strings
-(tests/laws/test_exported_is_original.py). For a tokenizer in the style of SentencePiece, llama.cpp
-reads a score per token instead of merges. The two are equivalent if every pair of tokens that
-together are a third token is a merge, as in published files.
+**llama.cpp.** A file cannot have the pattern by which a tokenizer splits text into words: llama.cpp
+has a list of patterns with names, and a file has a name. With a wrong name a file loads without an
+error, and text gets other tokens. So a name is written only for patterns whose tokens were compared
+on ten thousand strings (tests/laws/test_exported_is_original.py). For a tokenizer in the style of
+SentencePiece, llama.cpp reads a score per token instead of merges. The two are equivalent if every
+pair of tokens that together are a third token is a merge, as in published files.
 
-**Ollama.** It has no Jinja, and there is no general translation of Jinja to its own language, the
-templates of Go. Without a TEMPLATE in Go it uses that of a model with a similar template, or sends
-the bare prompt. So the text that the chat template writes around each role's message is found out
-by rendering a few chats (`_probe`). It is compared with the template on other chats, and written in
-Go.
+**Ollama.** Chat templates are in Jinja. Ollama reads only templates of Go, and there is no general
+translation. Without a TEMPLATE in Go it uses that of a model with a similar chat template, or sends
+the bare prompt. So `_probe` renders a few chats to find the text that the chat template writes around
+each role's message. A template in Go that writes the same text is compared with the chat template on
+other chats.
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ _UNUSED = 5
 _BYTE = 6
 
 # llama.cpp's names of split patterns, by (name in `KNOWN_PATTERNS`, ignore_merges). With
-# ignore_merges, a word that is a token is not merged from its parts. Qwen's tokenizers also
-# normalise text (NFC), which llama.cpp leaves to the caller.
-_SPLITS = {
+# ignore_merges, a word that is itself a token is not made by merges. Qwen's tokenizers also normalise
+# text (NFC), which llama.cpp leaves to the caller.
+_LLAMA_CPP_PATTERNS = {
     ("qwen2", False): "qwen2",
     ("qwen3.5", False): "qwen35",
     ("llama3", True): "llama-bpe",
     ("llama3", False): "smaug-bpe",
 }
-# llama.cpp always stops at tokens with these texts (src/llama-vocab.cpp).
+# The end of errors about tokenizers that llama.cpp would read wrongly.
+_WOULD_DIFFER = "; llama.cpp would read other tokens without a word: export with --format hf"
+# llama.cpp stops at tokens with these texts in any model (src/llama-vocab.cpp).
 _ALWAYS_STOP = frozenset(
     (
         "<|eot_id|>",
@@ -84,29 +86,28 @@ def add_tokenizer(
             or would read other tokens.
     """
     content = json.loads(tokenizer.to_json())
-    if notes := tokenizer.notes:
-        raise InputRefused(
-            f"{notes[0]}; llama.cpp would read other tokens without a word: export with --format hf"
-        )
-    tokens, types = _tokens(content, config.vocab_size)
+    if tokenizer.notes:
+        raise InputRefused(f"{tokenizer.notes[0]}{_WOULD_DIFFER}")
+    tokens, types = _tokens_and_types(content, config.vocab_size)
     if content["decoder"]["type"] == "ByteLevel":
-        pre = pre_tokenizer(content)
+        pattern_name = split_pattern_name(content)
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre)
+        writer.add_tokenizer_pre(pattern_name)
         merges = content["model"]["merges"]
         if not merges:
-            # llama.cpp needs at least one. This one never applies, since no word has these tokens.
+            # llama.cpp needs at least one merge. This one never applies, because no word has these tokens.
             merges = [[tokens[tokenizer.bos_id], tokens[tokenizer.eos_id]]]
         writer.add_token_merges([" ".join(pair) for pair in merges])
     else:
-        scores = _scores(content, tokens)
+        # A tokenizer in the style of SentencePiece.
+        scores = _merge_scores(content, tokens)
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(scores)
         writer.add_add_space_prefix(tokenizer.inserts_space)
         unknown = content["model"]["unk_token"]
         for row, token in enumerate(tokens):
-            # The token of a byte has a text of six characters, such as <0x0A>.
+            # The token of a single byte has a text of six characters, such as <0x0A>.
             is_byte = len(tokenizer.pieces[row]) == 1 and len(token) == 6
             if types[row] == _NORMAL and is_byte:
                 types[row] = _BYTE
@@ -120,8 +121,8 @@ def add_tokenizer(
     writer.add_eos_token_id(tokenizer.eos_id)
     if tokenizer.pad_id != tokenizer.eos_id:
         writer.add_pad_token_id(tokenizer.pad_id)
-    writer.add_add_bos_token(_begins_with_bos(tokenizer, content, tokens[tokenizer.bos_id], warn))
-    stops = stop_ids(tokenizer, config.ends)
+    writer.add_add_bos_token(_should_add_bos(tokenizer, content, tokens[tokenizer.bos_id], warn))
+    stops = stop_ids(tokenizer, config.eos_token_ids)
     _add_stops(writer, tokenizer, stops, tokens, warn)
     if template := tokenizer.config.template:
         writer.add_chat_template(template.source)
@@ -145,7 +146,7 @@ def _add_named_templates(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
         writer.add_array("tokenizer.chat_templates", sorted(named))
 
 
-def pre_tokenizer(content: dict[str, Any]) -> str:
+def split_pattern_name(content: dict[str, Any]) -> str:
     """Return llama.cpp's name of the split pattern of a tokenizer.
 
     Args:
@@ -154,11 +155,12 @@ def pre_tokenizer(content: dict[str, Any]) -> str:
     Raises:
         InputRefused: llama.cpp does not have the pattern, or tokenises differently with it.
     """
-    pre = content["pre_tokenizer"]
+    pre_tokenizer = content["pre_tokenizer"]
     ignores_merges = content["model"]["ignore_merges"]
-    steps = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+    is_sequence = pre_tokenizer["type"] == "Sequence"
+    steps = pre_tokenizer["pretokenizers"] if is_sequence else [pre_tokenizer]
     types = [step["type"] for step in steps]
-    # A ByteLevel with use_regex splits text by GPT-2's pattern.
+    # The step ByteLevel with use_regex splits text by GPT-2's pattern.
     splits_as_gpt2 = any(
         step["type"] == "ByteLevel" and step.get("use_regex", True) for step in steps
     )
@@ -170,62 +172,65 @@ def pre_tokenizer(content: dict[str, Any]) -> str:
             for name, pattern in KNOWN_PATTERNS.items()
             if steps[0]["pattern"] == {"Regex": pattern}
         )
-        if llama_cpp_name := _SPLITS.get((pattern_name, ignores_merges)):
+        llama_cpp_name = _LLAMA_CPP_PATTERNS.get((pattern_name, ignores_merges))
+        if llama_cpp_name is not None:
             return llama_cpp_name
-    shown = ", ".join([*types, "ignore_merges"] if ignores_merges else types)
+    description = ", ".join([*types, "ignore_merges"] if ignores_merges else types)
     raise InputRefused(
-        f"the tokenizer's way of splitting text ({shown}) is not known to be one of "
+        f"the tokenizer's way of splitting text ({description}) is not known to be one of "
         "llama.cpp's, which would then read other tokens without a word; export with --format hf"
     )
 
 
-def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
-    """Return a score for each token: minus the rank of its merge.
+def _merge_scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
+    """Return a score for each token: minus the place of its merge in the list of merges.
 
-    llama.cpp joins the pair whose token has the highest score first.
+    Of all pairs, llama.cpp first joins the one whose token has the highest score.
 
     Raises:
         InputRefused: llama.cpp would join other tokens, or in another order, or would treat spaces
             differently.
     """
-    instead = "; llama.cpp would read other tokens without a word: export with --format hf"
     vocab = content["model"]["vocab"]
     merges = content["model"]["merges"]
-    # A token may be made by several merges. They must follow one another, since all of them get the
-    # same score.
+    # A token may be made by several merges. All of them get the same score, so they must follow one
+    # another in the list.
     rank_of: dict[str, int] = {}
     previous = ""
     for rank, (left, right) in enumerate(merges):
         token = left + right
         if token != previous and token in rank_of:
-            raise InputRefused(f"the merges of token {token!r} do not follow one another{instead}")
+            raise InputRefused(
+                f"the merges of token {token!r} do not follow one another{_WOULD_DIFFER}"
+            )
         rank_of.setdefault(token, rank)
         previous = token
-    # llama.cpp joins every pair of tokens that is a token, so each such pair must be a merge.
+    # llama.cpp joins any two tokens that together are a token, so each such pair must be a merge.
     merge_pairs = {tuple(pair) for pair in merges}
     for token in tokens:
         if token not in vocab:
             continue
         for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
+            left = token[:cut]
+            right = token[cut:]
             if left in vocab and right in vocab and (left, right) not in merge_pairs:
                 raise InputRefused(
-                    f"{left!r} and {right!r} are tokens, as their join is, but no merge{instead}"
+                    f"{left!r} and {right!r} are tokens, as their join is, but no merge{_WOULD_DIFFER}"
                 )
     steps = content["pre_tokenizer"]["pretokenizers"] if content["pre_tokenizer"] else []
     if any(step["type"] != "Split" for step in steps):
         raise InputRefused(
-            f"the tokenizer splits text before it joins ({steps[0]['type']}){instead}"
+            f"the tokenizer splits text before it joins ({steps[0]['type']}){_WOULD_DIFFER}"
         )
     for token in content["added_tokens"]:
         if token["special"] and (token["normalized"] or token["lstrip"] or token["rstrip"]):
             raise InputRefused(
-                f"the spaces next to the special token {token['content']!r} are not text{instead}"
+                f"the spaces next to the special token {token['content']!r} are not text{_WOULD_DIFFER}"
             )
     return [-float(rank_of.get(token, len(merges))) for token in tokens]
 
 
-def _tokens(content: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
+def _tokens_and_types(content: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
     """Return the text and the type of the token of each row of the embedding."""
     text_of = {index: text for text, index in content["model"]["vocab"].items()}
     type_of = dict.fromkeys(text_of, _NORMAL)
@@ -237,12 +242,13 @@ def _tokens(content: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
     return tokens, types
 
 
-def _begins_with_bos(
+def _should_add_bos(
     tokenizer: Tokenizer, content: dict[str, Any], bos: str, warn: Callable[[str], None]
 ) -> bool:
-    """Return whether llama.cpp is to put the beginning-of-text token before every text.
+    """Return whether llama.cpp shall put the beginning-of-text token before every text.
 
-    A GGUF file says this for chats and other texts alike. If there is a chat template, it decides.
+    A GGUF file has one answer for chats and for other texts. If there is a chat template, the answer
+    is whether the template writes the token.
 
     Args:
         tokenizer: the tokenizer.
@@ -276,8 +282,8 @@ def _add_stops(
 ) -> None:
     """Add the stop tokens to a file.
 
-    A file can name three: the end of text, which `add_tokenizer` names, and two others. llama.cpp
-    knows some more by their texts.
+    A file can name three: the end of text, which `add_tokenizer` adds, and two others, whose keys are
+    meant for the ends of a turn and of a message. llama.cpp knows some more by their texts.
     """
     others = [
         stop for stop in stops if stop != tokenizer.eos_id and tokens[stop] not in _ALWAYS_STOP
@@ -314,7 +320,7 @@ _CONTENTS = (
 
 
 class _NotInGo(Exception):
-    """A template cannot be written in Go. The message has the reason, for the Modelfile."""
+    """A chat template cannot be written in Go. The message is the reason, for the Modelfile."""
 
 
 def modelfile(weights: str, tokenizer: Tokenizer, stops: Sequence[int]) -> str:
@@ -340,12 +346,12 @@ def modelfile(weights: str, tokenizer: Tokenizer, stops: Sequence[int]) -> str:
 
 
 def _go_template(template: ChatTemplate | None, bos: str) -> str:
-    """Return a chat template in Go's language.
+    """Return a template of Go that writes what a chat template writes.
 
     Args:
-        template: the template; None if the model has none.
-        bos: the text of the beginning-of-text token. It is not in the result, since Ollama writes
-            it as the GGUF file says.
+        template: the chat template; None if the model has none.
+        bos: the text of the beginning-of-text token. It is not in the result, because Ollama adds it
+            if the GGUF file says so.
 
     Raises:
         _NotInGo: it cannot be translated.
@@ -380,10 +386,11 @@ def _go_template(template: ChatTemplate | None, bos: str) -> str:
 
 
 def _probe(template: ChatTemplate, bos: str) -> tuple[dict[str, tuple[str, str]], str]:
-    """Find out what a chat template writes, by rendering chats of known messages.
+    """Render chats of known messages, to find what a chat template writes around them.
 
     Returns:
-        {role: (text before, text after a message)}, and the text that asks for an answer.
+        By role, the texts before and after a message.
+        The text at the end of a chat that asks for an answer.
 
     Raises:
         _NotInGo: the texts depend on the other messages, or cannot be written in Go.
@@ -430,7 +437,8 @@ def _probe(template: ChatTemplate, bos: str) -> tuple[dict[str, tuple[str, str]]
 def held_out_chats() -> list[ChatMessages]:
     """Return 20 chats of 1 to 5 questions, with and without a system message.
 
-    `_probe` does not use them. No message begins or ends with a space, which some templates strip.
+    They are other chats than those of `_probe`. No message begins or ends with a space, because some
+    templates strip spaces.
     """
     chats: list[ChatMessages] = []
     contents = cycle(_CONTENTS)

@@ -22,7 +22,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.files import (
     DTYPES,
-    Stored,
+    StoredTensor,
     mapped_weights,
     new_folder,
     read_headers,
@@ -30,40 +30,42 @@ from monograph.model.files import (
     write_no_extras,
     write_tensors,
 )
-from monograph.model.layouts import in_decoder, in_files
+from monograph.model.layouts import to_decoder_tensors, to_file_tensors
 from monograph.model.llama import Llama
-from monograph.storage.reading import exists, inside, is_folder, read_json
+from monograph.storage.reading import exists, file_inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
 
-# Keys of a text model that are read from the outer config.json if it has them, and otherwise from its
-# `text_config`.
-_OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+# Keys that are read from the top of a config.json if they are there, and otherwise from its `text_config`.
+_OUTER_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 
 
-class _Wrapped(NamedTuple):
-    """The form of a folder whose model contains a text model.
+class _Wrapper(NamedTuple):
+    """A kind of model that contains a text model, such as one that also sees pictures.
 
     Attributes:
-        text: the text model's model_type.
+        text_type: the text model's model_type.
         prefixes: {prefix of the names of the text model's tensors in this folder: the prefix that
             replaces it in the folder of a text model alone}.
         other_prefixes: prefixes of the names of all other tensors.
         defaults: transformers' defaults for keys that the folder of a text model must have.
-        ties: transformers' default for tie_word_embeddings, which is read from the outer config.json.
+        tie_word_embeddings: transformers' default for this key, which is read from the top of the
+            config.json.
     """
 
-    text: str
+    text_type: str
     prefixes: Mapping[str, str]
     other_prefixes: tuple[str, ...]
     defaults: Mapping[str, int] = {}
-    ties: bool = False
+    tie_word_embeddings: bool = False
 
 
+# The prefixes of Qwen's text model, and of its other tensors.
 _QWEN = {"model.language_model.": "model."}, ("model.visual.",)
-_WRAPPED = {
-    "qwen3_5": _Wrapped("qwen3_5_text", *_QWEN),
-    "qwen3_5_moe": _Wrapped("qwen3_5_moe_text", *_QWEN),
-    "gemma3": _Wrapped(
+# By model_type.
+_WRAPPERS = {
+    "qwen3_5": _Wrapper("qwen3_5_text", *_QWEN),
+    "qwen3_5_moe": _Wrapper("qwen3_5_moe_text", *_QWEN),
+    "gemma3": _Wrapper(
         "gemma3_text",
         {
             "language_model.model.": "model.",
@@ -77,83 +79,86 @@ _WRAPPED = {
             "model.multi_modal_projector.",
         ),
         {"vocab_size": 262_208, "hidden_size": 2304, "num_attention_heads": 8},
-        ties=True,
+        tie_word_embeddings=True,
     ),
 }
-# The prefix of layers that predict several tokens at once, in families that have such layers.
-_PREDICTION = "mtp."
+# The prefix of layers for multi-token prediction, in families that have such layers.
+_MTP_PREFIX = "mtp."
 
 
 def _is_wrapped(values: Mapping[str, Any]) -> bool:
     """Return whether a config.json belongs to a model that contains a text model."""
-    return str(values.get("model_type")) in _WRAPPED
+    return str(values.get("model_type")) in _WRAPPERS
 
 
 def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the content of config.json that the text model alone would have.
+    """Return the content that the config.json of the text model alone would have.
 
     Raises:
-        InputRefused: the text model's part is missing, or is of another kind.
+        InputRefused: `text_config` is missing, or is of another kind of model.
     """
-    wrapped = _WRAPPED.get(str(values.get("model_type")))
-    if wrapped is None:
+    wrapper = _WRAPPERS.get(str(values.get("model_type")))
+    if wrapper is None:
         return values
     inner = values.get("text_config")
-    if not isinstance(inner, dict) or inner.get("model_type", wrapped.text) != wrapped.text:
+    if (
+        not isinstance(inner, dict)
+        or inner.get("model_type", wrapper.text_type) != wrapper.text_type
+    ):
         raise InputRefused(
-            f"text_config = {inner!r}: expected a table with model_type = {wrapped.text!r}"
+            f"text_config = {inner!r}: expected a table with model_type = {wrapper.text_type!r}"
         )
-    ties = values.get("tie_word_embeddings", wrapped.ties)
-    if ties is None:
+    is_tied = values.get("tie_word_embeddings", wrapper.tie_word_embeddings)
+    if is_tied is None:
         raise InputRefused("tie_word_embeddings = null: expected true or false")
-    outer = {key: values[key] for key in _OUTER if values.get(key) is not None}
-    text_values = {**wrapped.defaults, **inner, **outer}
-    text_values["model_type"] = wrapped.text
-    text_values["tie_word_embeddings"] = ties
+    outer = {key: values[key] for key in _OUTER_KEYS if values.get(key) is not None}
+    text_values = {**wrapper.defaults, **inner, **outer}
+    text_values["model_type"] = wrapper.text_type
+    text_values["tie_word_embeddings"] = is_tied
     return text_values
 
 
 def _text_tensors(
-    stored: Mapping[str, Stored], model_type: object
-) -> tuple[dict[str, Stored], list[str]]:
+    stored: Mapping[str, StoredTensor], model_type: object
+) -> tuple[dict[str, StoredTensor], list[str]]:
     """Split a folder's tensors into those of the text model and the others.
 
     Returns:
         The text model's tensors, by the names that the text model alone would have.
         The prefixes of the names of the other tensors, sorted.
     """
-    wrapped = _WRAPPED.get(str(model_type), _Wrapped("", {}, ()))
-    other_prefixes = wrapped.other_prefixes
-    its = FAMILIES.get(wrapped.text or str(model_type))
-    if its is not None and its.predicts_ahead:
-        other_prefixes = (*other_prefixes, _PREDICTION)
-    found = dict[str, Stored]()
-    left_out = set[str]()
+    wrapper = _WRAPPERS.get(str(model_type), _Wrapper("", {}, ()))
+    other_prefixes = wrapper.other_prefixes
+    family = FAMILIES.get(wrapper.text_type or str(model_type))
+    if family is not None and family.may_have_mtp_layers:
+        other_prefixes = (*other_prefixes, _MTP_PREFIX)
+    text_tensors = dict[str, StoredTensor]()
+    seen_prefixes = set[str]()
     for name, tensor in stored.items():
         other_prefix = next((each for each in other_prefixes if name.startswith(each)), None)
         if other_prefix is not None:
-            left_out.add(other_prefix)
+            seen_prefixes.add(other_prefix)
             continue
-        prefix = next((each for each in wrapped.prefixes if name.startswith(each)), "")
-        text_name = wrapped.prefixes.get(prefix, "") + name.removeprefix(prefix)
-        if text_name in found:
+        prefix = next((each for each in wrapper.prefixes if name.startswith(each)), "")
+        text_name = wrapper.prefixes.get(prefix, "") + name.removeprefix(prefix)
+        if text_name in text_tensors:
             raise InputRefused(
-                f"{tensor.path}: {name} and {found[text_name].known_as} are one tensor of the text model"
+                f"{tensor.path}: {name} and {text_tensors[text_name].name_in_file} are one tensor of the text model"
             )
-        found[text_name] = tensor._replace(known_as=name)
-    return found, sorted(left_out)
+        text_tensors[text_name] = tensor._replace(name_in_file=name)
+    return text_tensors, sorted(seen_prefixes)
 
 
-# The largest length of an error message that quotes a file, whose text may have any length.
-LONGEST_FAULT = 400
-# transformers 4 begins a new file at this size.
+# The largest number of characters of an error about a file, because it may quote a text of any length.
+MAX_ERROR_LENGTH = 400
+# The size at which transformers 4 begins a new file.
 SHARD_BYTES = 5_000_000_000
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,8})\..+")
 # A buffer in old exports. It is ignored, because it can be computed from config.json.
-_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
+_ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 def read_config(folder: str | Path) -> LlamaConfig:
@@ -170,8 +175,8 @@ def read_config(folder: str | Path) -> LlamaConfig:
         fault = str(error)
         if _is_wrapped(values) and not fault.startswith("text_config"):
             fault = f"text_config: {fault}"
-        if len(fault) > LONGEST_FAULT:
-            fault = f"{fault[: LONGEST_FAULT // 2]} ... {fault[-100:]}"
+        if len(fault) > MAX_ERROR_LENGTH:
+            fault = f"{fault[: MAX_ERROR_LENGTH // 2]} ... {fault[-100:]}"
         raise InputRefused(f"{path}: {fault}") from None
 
 
@@ -181,24 +186,24 @@ def _config_json(folder: Path) -> tuple[Path, dict[str, Any]]:
         raise InputRefused(
             f"{folder}: no such folder; expected a Hugging Face model folder with config.json"
         )
-    path = inside(folder, "config.json")
+    path = file_inside(folder, "config.json")
     return path, read_json(path)
 
 
-def left_out(folder: str | Path) -> list[str]:
-    """Return the prefixes of a folder's tensors that do not belong to its text model."""
+def prefixes_left_out(folder: str | Path) -> list[str]:
+    """Return the prefixes of a folder's tensors that do not belong to its text model and are not read."""
     headers = read_headers(Path(folder))
     _, values = _config_json(Path(folder))
     _, prefixes = _text_tensors(headers, values.get("model_type"))
     return prefixes
 
 
-def read_headers_of(
+def read_checked_headers(
     folder: str | Path, config: LlamaConfig | None = None
-) -> tuple[LlamaConfig, dict[str, Stored]]:
-    """Return a folder's configuration and the descriptions of its tensors.
+) -> tuple[LlamaConfig, dict[str, StoredTensor]]:
+    """Return a folder's configuration, and the descriptions of its tensors in the decoder's form.
 
-    The names, shapes and dtypes of the tensors are checked.
+    The names, shapes and dtypes of the tensors are compared with the configuration.
 
     Args:
         folder: as in `mapped_model`.
@@ -211,8 +216,8 @@ def read_headers_of(
     headers = read_headers(Path(folder))
     _, values = _config_json(Path(folder))
     stored, _ = _text_tensors(headers, values.get("model_type"))
-    stored = {name: tensor for name, tensor in stored.items() if not _DERIVED.fullmatch(name)}
-    stored = in_decoder(stored, config)
+    stored = {name: tensor for name, tensor in stored.items() if not _ROTARY_BUFFER.fullmatch(name)}
+    stored = to_decoder_tensors(stored, config)
     check_headers(stored, config, Path(folder))
     return config, stored
 
@@ -242,7 +247,7 @@ def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
             message names.
     """
     folder = Path(folder)
-    config, stored = read_headers_of(folder)
+    config, stored = read_checked_headers(folder)
     stored_dtypes = sorted({tensor.dtype for tensor in stored.values()})
     if dtype is None and len(stored_dtypes) > 1:
         raise InputRefused(
@@ -251,12 +256,12 @@ def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
     if dtype is None:
         dtype = DTYPES[stored_dtypes[0]]
     state = {name: mapped(tensor, dtype) for name, tensor in mapped_weights(stored)}
-    model = assembled(config, state, folder)
+    model = assemble(config, state, folder)
     model.sampling = sampling_defaults.read(folder)
     return model
 
 
-def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Llama:
+def assemble(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Llama:
     """Return a model whose parameters are the given tensors, without copies.
 
     Args:
@@ -275,7 +280,7 @@ def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Ll
                 "set it to false if the head is meant to be separate"
             )
         state["lm_head.weight"] = embedding
-    # On the meta device, initial weights are neither allocated nor sampled. `state` replaces them.
+    # On the meta device, initial weights are neither allocated nor sampled. `state` takes their place.
     with torch.device("meta"):
         model = Llama(config)
     model.load_state_dict(state, assign=True)
@@ -287,7 +292,7 @@ def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Ll
 def tokenizer_file(folder: str | Path) -> Path | None:
     """Return the path of a folder's tokenizer.json, or None."""
     folder = Path(folder)
-    return inside(folder, "tokenizer.json") if exists(folder / "tokenizer.json") else None
+    return file_inside(folder, "tokenizer.json") if exists(folder / "tokenizer.json") else None
 
 
 def save_model(
@@ -328,11 +333,11 @@ def save_model(
             config["eos_token_id"] = tokenizer.eos_id
     with new_folder(Path(folder)) as new:
         write_json(new / "config.json", config)
-        ends = _generation_config(config, model.config.ends, tokenizer)
+        generation = _generation_config(config, model.config.eos_token_ids, tokenizer)
         if model.sampling:
             # With this key, transformers may read all values from config.json instead.
-            ends.pop("_from_model_config", None)
-        write_json(new / sampling_defaults.FILE, {**ends, **model.sampling})
+            generation.pop("_from_model_config", None)
+        write_json(new / sampling_defaults.FILE, {**generation, **model.sampling})
         if tokenizer is not None:
             tokenizer.save(new / "tokenizer.json")
             write_json(
@@ -343,34 +348,39 @@ def save_model(
             for name, source in tokenizer.config.named_template_files().items():
                 (new / name).parent.mkdir(exist_ok=True)
                 (new / name).write_text(source, encoding="utf-8")
-        write_tensors(new, in_files(plain_parameters(model), model.config), max_shard_bytes)
+        write_tensors(new, to_file_tensors(plain_parameters(model), model.config), max_shard_bytes)
         write_extras(new)
 
 
 def _generation_config(
-    config: dict[str, Any], own: Collection[int], tokenizer: Tokenizer | None
+    config: dict[str, Any], model_ends: Collection[int], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """Return the content of generation_config.json about the ids that begin and end a text.
+    """Return the keys of generation_config.json about the ids that begin and end a text.
 
     Args:
         config: the content of config.json.
-        own: the ids that end a text by the model's configuration.
+        model_ends: the ids that end a text by the model's configuration.
         tokenizer: the tokenizer, or None.
     """
-    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     if tokenizer is not None:
-        stops = tokenizer.config.stops
-        if stops or (own and tokenizer.eos_id not in own):
-            # Training texts may end with each of these.
-            ends["eos_token_id"] = list(dict.fromkeys((*(stops or own), tokenizer.eos_id)))
-            return ends
-    return {"_from_model_config": True, **ends}
+        tokenizer_ends = tokenizer.config.stops
+        lacks_eos = bool(model_ends) and tokenizer.eos_id not in model_ends
+        if tokenizer_ends or lacks_eos:
+            # The texts of the training may end with each of these.
+            ends = (*(tokenizer_ends or model_ends), tokenizer.eos_id)
+            ids["eos_token_id"] = list(dict.fromkeys(ends))  # each once
+            return ids
+    return {"_from_model_config": True, **ids}
 
 
 def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json.
+    """Return the content of tokenizer_config.json: settings, and the texts of special tokens.
 
-    It has settings, and the texts of the tokens that begin and end a document.
+    Args:
+        folder: the folder, with tokenizer.json.
+        tokenizer: the tokenizer.
+        config: the model's configuration.
     """
     content = read_json(folder / "tokenizer.json")
     text_of = {id_: text for text, id_ in content["model"]["vocab"].items()}
@@ -392,19 +402,22 @@ def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor], config: LlamaConfig, path: Path, said_by: str
+    tensors: Mapping[str, Tensor], config: LlamaConfig, path: Path, source: str
 ) -> None:
     """Compare tensors with those that a configuration requires, as `check_headers` does."""
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
     stored = {
-        name: Stored(path, tuple(t.shape), dtype_names.get(t.dtype, str(t.dtype)))
+        name: StoredTensor(path, tuple(t.shape), dtype_names.get(t.dtype, str(t.dtype)))
         for name, t in tensors.items()
     }
-    check_headers(stored, config, path, said_by)
+    check_headers(stored, config, path, source)
 
 
 def check_headers(
-    stored: dict[str, Stored], config: LlamaConfig, origin: Path, said_by: str = "config.json"
+    stored: dict[str, StoredTensor],
+    config: LlamaConfig,
+    origin: Path,
+    source: str = "config.json",
 ) -> None:
     """Compare descriptions of tensors with those that a configuration requires.
 
@@ -412,7 +425,7 @@ def check_headers(
         stored: the tensors.
         config: the configuration.
         origin: the file or folder of the tensors, for messages.
-        said_by: the name of the configuration, for messages.
+        source: where the sizes of the configuration are from, for messages.
 
     Raises:
         InputRefused: a missing or unexpected tensor, a wrong shape or an unsupported dtype. The
@@ -423,9 +436,9 @@ def check_headers(
     layers = len({match[1] for match in map(_LAYER.fullmatch, stored) if match})
     if layers != config.num_hidden_layers:
         raise InputRefused(
-            f"{origin}: num_hidden_layers = {config.num_hidden_layers} in {said_by}, the weights have {layers} layers"
+            f"{origin}: num_hidden_layers = {config.num_hidden_layers} in {source}, the weights have {layers} layers"
         )
-    shapes = dict(parameters.shapes(config))
+    shapes = dict(parameters.parameter_shapes(config))
     tied = config.tie_word_embeddings and _HEAD in stored
     if tied:
         shapes[_HEAD] = shapes[_EMBEDDING]
@@ -440,9 +453,9 @@ def check_headers(
         expected = shapes[name]
         if tensor.shape != expected:
             shaped_as = _EMBEDDING if tied and name == _HEAD else name
-            keys = ", ".join(parameters.keys_of(config, shaped_as))
+            keys = ", ".join(parameters.axis_keys(config, shaped_as))
             raise InputRefused(
-                f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(expected)} by {said_by} ({keys})"
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(expected)} by {source} ({keys})"
             )
         if tensor.dtype not in DTYPES:
             raise InputRefused(

@@ -2,9 +2,10 @@
 experts.
 
 Shape suffixes: B batch, T positions, D hidden size, H query heads, K key-value heads, E head
-dimension, F rotated pairs of a head, X any number of channels; 1 broadcasts. In mixtures: N = B T
-tokens, E experts, k experts of a token, P = N k pairs of a token and an expert. In a layer's
-recurrence: K taps of the convolution, C its channels, E key dimension, V value dimension.
+dimension, F rotated pairs of a head, X any number of channels; 1 broadcasts. Some letters stand for
+other sizes in two places. In mixtures: N = B T tokens, E experts, k experts of a token, P = N k pairs
+of a token and an expert. In `Recurrence`: H value heads, K taps of the convolution, C its channels,
+E key dimension, V value dimension.
 """
 
 import functools
@@ -49,15 +50,15 @@ class Cache(Protocol):
         ...
 
     def recurrence(self, layer_index: int) -> "Recurrence":
-        """Return the state of a layer without attention, which the layer changes in place."""
+        """Return the state of a layer that is a delta net. The layer changes it in place."""
         ...
 
 
 class Recurrence(NamedTuple):
-    """A layer's state after the first tokens of each row.
+    """The state of a delta net after some tokens of each row.
 
     Attributes:
-        inputs_BKC: the last inputs of the convolution, the newest last.
+        inputs_BKC: the last K inputs of the convolution, the newest last.
         state_BHEV: the state of the delta rule.
         count_B: number of tokens that the state includes, int64.
         limit_B: largest number of tokens that it may include, int64.
@@ -117,31 +118,33 @@ class Scale(nn.Module):
         return hidden * self.factor
 
 
-def scale(factor: float) -> nn.Module:
-    """Return a layer that multiplies by `factor`, or the identity if the factor is 1."""
+def make_scale(factor: float) -> nn.Module:
+    """Return a layer that multiplies by `factor`; the identity if the factor is 1."""
     return nn.Identity() if factor == 1 else Scale(factor)
 
 
 class CentredRMSNorm(RMSNorm):
-    """A layer that applies `rms_norm` with 1 + its weight."""
+    """A layer that applies `rms_norm` with 1 + its weight, so that weights are centred at 0."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise over the last axis."""
         return rms_norm(hidden, 1 + self.weight, self.eps)
 
 
-def norm_of(config: LlamaConfig, size: int) -> RMSNorm:
-    """Return a norm over `size` channels, as the model's family has it."""
-    norm_class = CentredRMSNorm if config.family.centred else RMSNorm
+def make_norm(config: LlamaConfig, size: int) -> RMSNorm:
+    """Return a norm over `size` channels, of the class that the model's family has."""
+    norm_class = CentredRMSNorm if config.family.centred_norms else RMSNorm
     return norm_class(size, config.rms_norm_eps)
 
 
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions.
 
-    Families may also have biases, norms of queries and keys, gates, and sinks. With gates, the
+    Some families also have biases, norms of queries and keys, gates, or sinks. With gates, the
     query projection gives for each head its query and then its gate, which have the same width.
     """
+
+    # The projections of the same input, which `monograph.graph.siblings` can fuse.
 
     siblings = ("q_proj", "k_proj", "v_proj")
 
@@ -150,32 +153,36 @@ class Attention(nn.Module):
         query_width = config.num_attention_heads * config.head_dim
         key_value_width = config.num_key_value_heads * config.head_dim
         qkv_bias = config.attention_bias or config.family.qkv_bias
-        self.gated = config.family.gated
-        self.q_proj = Linear(config.hidden_size, query_width * (1 + self.gated), bias=qkv_bias)
+        self.is_gated = config.family.gated_attention
+        query_and_gate_width = 2 * query_width if self.is_gated else query_width
+        self.q_proj = Linear(config.hidden_size, query_and_gate_width, bias=qkv_bias)
         self.k_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
         self.v_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
         self.o_proj = Linear(query_width, config.hidden_size, bias=config.attention_bias)
-        # Whether queries and keys are normalised over all heads, instead of over each.
-        self.norms_all = config.family.qk_norm == "all"
+        # Whether queries and keys are normalised over all heads together, and not over each head.
+        self.norms_over_all_heads = config.family.qk_norm == "all"
         self.q_norm: nn.Module
         self.k_norm: nn.Module
-        if config.family.qk_norm == "all":
-            self.q_norm = norm_of(config, query_width)
-            self.k_norm = norm_of(config, key_value_width)
+        if self.norms_over_all_heads:
+            self.q_norm = make_norm(config, query_width)
+            self.k_norm = make_norm(config, key_value_width)
         elif config.family.qk_norm == "heads":
-            self.q_norm = norm_of(config, config.head_dim)
-            self.k_norm = norm_of(config, config.head_dim)
+            self.q_norm = make_norm(config, config.head_dim)
+            self.k_norm = make_norm(config, config.head_dim)
         else:
             self.q_norm = nn.Identity()
             self.k_norm = nn.Identity()
         self.sinks = (
-            nn.Parameter(torch.empty(config.num_attention_heads)) if config.family.sinks else None
+            nn.Parameter(torch.empty(config.num_attention_heads))
+            if config.family.attention_sinks
+            else None
         )
         self.clip = config.clip_qkv
-        self.scale = scale(config.query_scale)
+        self.scale_query = make_scale(config.query_scale)
         self.head_dim = config.head_dim
         self.impl = impl
         self.kernel: AttentionKernel = "torch"
+        # The type of the device whose operators `rotate` uses; "": that of the input.
         self.device_type = ""
 
     def forward(
@@ -198,12 +205,12 @@ class Attention(nn.Module):
         query_BTX = self.q_proj(hidden_BTD)
         key_BTX = self.k_proj(hidden_BTD)
         value_BTX = self.v_proj(hidden_BTD)
-        if self.gated:
+        if self.is_gated:
             query_and_gate_BTH2E = query_BTX.unflatten(-1, (-1, 2, self.head_dim))
             query_BTX, gate_BTX = (
                 part_BTHE.flatten(2) for part_BTHE in query_and_gate_BTH2E.unbind(-2)
             )
-        if self.norms_all:
+        if self.norms_over_all_heads:
             query_BTX = self.q_norm(query_BTX)
             key_BTX = self.k_norm(key_BTX)
         if self.clip is not None:
@@ -215,13 +222,13 @@ class Attention(nn.Module):
             each_BTX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for each_BTX in (query_BTX, key_BTX, value_BTX)
         )
-        if not self.norms_all:
+        if not self.norms_over_all_heads:
             query_BHTE = self.q_norm(query_BHTE)
             key_BKTE = self.k_norm(key_BKTE)
         if cos_sin_B1TF is not None:
             query_BHTE = rotate(query_BHTE, cos_sin_B1TF, self.device_type)
             key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type)
-        heads = self.scale(query_BHTE), key_BKTE, value_BKTE
+        heads = self.scale_query(query_BHTE), key_BKTE, value_BKTE
         if cache is None:
             mixed_BHTE = attention(*heads, mask, self.impl, self.kernel, self.sinks)
         else:
@@ -229,7 +236,7 @@ class Attention(nn.Module):
                 cache.layer_index, heads, cache.positions_BT, cache.window, self.sinks
             )
         mixed_BTX = mixed_BHTE.transpose(1, 2).flatten(2)
-        if self.gated:
+        if self.is_gated:
             mixed_BTX = mixed_BTX * gate_BTX.sigmoid()
         return self.o_proj(mixed_BTX)
 
@@ -238,17 +245,17 @@ ACTIVATIONS: dict[str, Any] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
-# The constants of gpt-oss' gating.
-STEEPNESS = 1.702
-LIMIT = 7.0
+# The constants of gpt-oss' gating (`_clamped_gating`).
+_STEEPNESS = 1.702
+_LIMIT = 7.0
 
 
 def gating(family: Family) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function of a gated layer that combines the two projections, gate and up.
+    """Return the function with which a family's gated layers combine their projections gate and up.
 
     It is act(gate) * up, except in gpt-oss (`_clamped_gating`).
     """
-    if family.clamped:
+    if family.clamped_gating:
         return _clamped_gating
     _, activation = family.activation
     return functools.partial(_activation_gating, ACTIVATIONS[activation])
@@ -260,9 +267,9 @@ def _activation_gating(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor
 
 def _clamped_gating(gate: Tensor, up: Tensor) -> Tensor:
     """Return g sigmoid(1.702 g) (u + 1) with g = min(gate, 7) and u = max(-7, min(up, 7))."""
-    gate = gate.clamp(max=LIMIT)
-    up = up.clamp(-LIMIT, LIMIT)
-    return (up + 1) * (gate * (gate * STEEPNESS).sigmoid())
+    gate = gate.clamp(max=_LIMIT)
+    up = up.clamp(-_LIMIT, _LIMIT)
+    return (up + 1) * (gate * (gate * _STEEPNESS).sigmoid())
 
 
 class MLP(nn.Module):
@@ -290,21 +297,21 @@ class MLP(nn.Module):
         return self.down_proj(self.combine(self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)))
 
 
-ExpertsWay = Literal["dense", "grouped"]
-SHARED = "shared_expert_intermediate_size"
+MixtureImpl = Literal["dense", "grouped"]
+SHARED_WIDTH_KEY = "shared_expert_intermediate_size"
 
 
 class Experts(nn.Module):
-    """E gated layers, and for each token the weighted sum of the k layers that a router chose.
+    """E gated layers, and the weighted sum of the k of them that a router chose for each token.
 
         y = sum over a token's experts e of w_e down_e(act(gate_e x) * up_e x)
 
-    Some families have biases in the projections, or combine gate and up otherwise (see `gating`).
+    Some families have biases in the projections, or combine gate and up differently (`gating`).
     """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        width = getattr(config, config.family.experts)
+        width = getattr(config, config.family.expert_width_key)
         experts = config.num_experts
         bias = config.family.expert_bias
         self.gate_proj = ExpertLinear(experts, config.hidden_size, width, bias)
@@ -316,7 +323,7 @@ class Experts(nn.Module):
         """Return the output of each expert for its rows of the input, or for all rows.
 
         Args:
-            input: the rows, sorted by expert, or all rows for every expert.
+            input: the rows, sorted by expert; or, if every expert computes all rows, in any order.
             ends_E: the index after each expert's last row; None: every expert computes all rows.
         """
         inner = self.combine(self.gate_proj(input, ends_E), self.up_proj(input, ends_E))
@@ -338,15 +345,18 @@ class Experts(nn.Module):
         The pairs of a token and an expert are sorted by expert. Shapes depend only on the number of
         pairs and not on how many pairs each expert has, so the host does not wait for the device.
         """
+        experts_per_token = experts_Nk.shape[1]
         expert_P = experts_Nk.flatten()
-        count = experts_Nk.shape[1]
         order_P = expert_P.argsort(stable=True)
         inverse_P = order_P.argsort()
+        # An expert's last pair comes after all pairs of the experts up to it.
         numbers_E1 = torch.arange(self.gate_proj.experts, device=expert_P.device)[:, None]
         ends_E = (expert_P <= numbers_E1).sum(-1, dtype=torch.int32)
-        pairs_PD = hidden_ND[:, None].expand(-1, count, -1).flatten(0, 1)
-        out_PD = self._expert_outputs(permute_rows(pairs_PD, order_P, inverse_P), ends_E)
-        out_NkD = permute_rows(out_PD, inverse_P, order_P).unflatten(0, (-1, count))
+        pairs_PD = hidden_ND[:, None].expand(-1, experts_per_token, -1).flatten(0, 1)
+        sorted_out_PD = self._expert_outputs(permute_rows(pairs_PD, order_P, inverse_P), ends_E)
+        out_NkD = permute_rows(sorted_out_PD, inverse_P, order_P).unflatten(
+            0, (-1, experts_per_token)
+        )
         return (out_NkD * weights_Nk[..., None]).sum(1).to(hidden_ND.dtype)
 
 
@@ -359,7 +369,7 @@ class Mixture(nn.Module):
     Source: Shazeer et al. 2017, arXiv 1701.06538.
 
     Attributes:
-        way: "grouped" computes only the chosen experts; "dense" is the reference, in which every
+        impl: "grouped" computes only the chosen experts; "dense" is the reference, in which every
             expert computes every token.
     """
 
@@ -368,11 +378,11 @@ class Mixture(nn.Module):
         sizes = config.num_experts, config.hidden_size, config.num_experts_per_tok
         self.gate = Router(*sizes, config.norm_topk_prob, config.family.expert_bias)
         self.experts = Experts(config)
-        self.has_shared_expert = SHARED in config.family.keys
+        self.has_shared_expert = SHARED_WIDTH_KEY in config.family.optional_keys
         if self.has_shared_expert:
-            self.shared_expert = MLP(config, SHARED)
+            self.shared_expert = MLP(config, SHARED_WIDTH_KEY)
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
-        self.way: ExpertsWay = "grouped"
+        self.impl: MixtureImpl = "grouped"
 
     def forward(self, hidden_BTD: Tensor, balance: Balance | None = None) -> Tensor:
         """Map [B, T, D] to [B, T, D].
@@ -381,7 +391,7 @@ class Mixture(nn.Module):
         """
         hidden_ND = hidden_BTD.flatten(0, -2)
         experts_Nk, weights_Nk = self.gate(hidden_ND, balance)
-        if self.way == "grouped":
+        if self.impl == "grouped":
             mixed_ND = self.experts.grouped(hidden_ND, experts_Nk, weights_Nk)
         else:
             mixed_ND = self.experts.dense(hidden_ND, experts_Nk, weights_Nk)

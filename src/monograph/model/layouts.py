@@ -1,13 +1,15 @@
-"""Convert between the decoder's tensors and the forms in which files of some families hold them.
+"""Convert between the decoder's tensors and the tensors of a family's files.
 
-Files differ from the decoder in two ways. Some join several of the decoder's tensors into one, in
-which the rows of one tensor are below those of another (`Family.joined`). And the decoder has one
-tensor for the matrices of all experts of a layer, while files have a tensor for each expert, or one
-tensor for gate and up of all experts (`Family.fused_experts`). The latter is [E, 2 I, D] with
-"halves", where gate's rows are above up's. It is [E, D, 2 I] with "columns", where columns of gate
-and of up alternate, and it may then be in MXFP4.
+Files differ from the decoder in two ways:
 
-Each form is a rule with both directions, and each family has a list of rules for its files.
+- Some join several of the decoder's layers into one (`Family.joined_layers`). The rows of the joined
+  weight are those of the layers, one after another.
+- The decoder has one tensor for the matrices of all experts of a layer. Some files have a tensor for
+  each expert instead. Others have one tensor for gate and up of all experts (`Family.fused_experts`).
+  It is [E, 2 I, D] with "halves", where gate's rows are above up's. It is [E, D, 2 I] with "columns",
+  where columns of gate and of up alternate, and it may then be in MXFP4.
+
+Each difference is a rule that converts in both directions, and each family has a list of rules.
 
 Shapes: E experts, I an expert's width, D hidden size, R rows of an expert's matrix, G blocks of 32
 numbers in a row.
@@ -16,7 +18,7 @@ numbers in a row.
 import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -24,25 +26,30 @@ from torch import Tensor
 from monograph.errors import InputRefused
 from monograph.graph.lora import Plain
 from monograph.model.config import LlamaConfig
-from monograph.model.files import Stored
-from monograph.model.parameters import layer_shapes
+from monograph.model.files import AxisSlice, StoredTensor
+from monograph.model.parameters import block_shapes
 
-_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(0|[1-9]\d{0,8})\.(\w+_proj\.weight)")
-STACK = re.compile(r"(.+\.mlp\.experts\.)(gate|up|down)_proj\.(weight|bias)")
+# A matrix of one expert in files. The groups are the layer's experts, the expert, and the matrix.
+_ONE_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(0|[1-9]\d{0,8})\.(\w+_proj\.weight)")
+# The decoder's tensor of one matrix of all experts.
+_STACKED = re.compile(r"(.+\.mlp\.experts\.)(gate|up|down)_proj\.(weight|bias)")
+# A tensor of fused experts in files. Tensors whose names end with _blocks have MXFP4's codes.
 _FUSED = re.compile(r"(.+\.mlp\.experts\.)(gate_up|down)_proj(_bias|_blocks)?")
-# The numbers of MXFP4's codes, which have a sign, two bits of exponent and one of mantissa.
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# The numbers that the 16 codes of MXFP4 stand for. A code has a sign bit, two bits of exponent and one
+# of mantissa.
+_FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4_VALUES = (*_FP4_MAGNITUDES, *(-magnitude for magnitude in _FP4_MAGNITUDES))
 
 
 class FileRule(ABC):
-    """A form in which files hold some of the decoder's tensors."""
+    """A difference between the decoder's tensors and those of some files, in both directions."""
 
     @abstractmethod
-    def written(self, named: Iterable[Plain]) -> Iterator[Plain]:
+    def to_files(self, tensors: Iterable[Plain]) -> Iterator[Plain]:
         """Yield the decoder's tensors in the form of the files."""
 
     @abstractmethod
-    def read(self, stored: dict[str, Stored]) -> dict[str, Stored]:
+    def to_decoder(self, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return a file's tensors in the form of the decoder.
 
         Raises:
@@ -51,109 +58,113 @@ class FileRule(ABC):
 
 
 def rules_of(config: LlamaConfig) -> list[FileRule]:
-    """Return the rules of a family's files. Both directions apply them in this order."""
+    """Return the rules of a family's files. In both directions they are applied in this order."""
     family = config.family
     rules: list[FileRule] = []
-    if family.joined:
-        rules.append(JoinedRule(config))
+    if family.joined_layers:
+        rules.append(JoinedLayersRule(config))
     if family.fused_experts:
-        rules.append(FusedRule(columns=family.fused_experts == "columns"))
-    if family.experts:
-        # Also after `FusedRule`: for models that also see images, transformers 5 reads and writes
-        # a tensor for each expert, too.
-        rules.append(ApartRule(config))
+        rules.append(FusedExpertsRule(alternating_columns=family.fused_experts == "columns"))
+    if family.expert_width_key:
+        # This rule also follows a `FusedExpertsRule`. Files of models that also see images may have
+        # either form, because transformers 5 reads and writes both.
+        rules.append(SeparateExpertsRule(config))
     return rules
 
 
-def in_files(named: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
+def to_file_tensors(tensors: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
     """Return a model's tensors in the form of its family's files."""
-    tensors = iter(named)
+    converted = iter(tensors)
     for rule in rules_of(config):
-        tensors = rule.written(tensors)
-    return tensors
+        converted = rule.to_files(converted)
+    return converted
 
 
-def in_decoder(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]:
+def to_decoder_tensors(
+    stored: dict[str, StoredTensor], config: LlamaConfig
+) -> dict[str, StoredTensor]:
     """Return a file's tensors in the form of the decoder.
 
     Raises:
         InputRefused: tensors do not fit together.
     """
     for rule in rules_of(config):
-        stored = rule.read(stored)
+        stored = rule.to_decoder(stored)
     return stored
 
 
-class JoinedRule(FileRule):
-    """Files join several of the decoder's tensors into one, in which their rows are in order."""
+class JoinedLayersRule(FileRule):
+    """Files join several layers of the decoder into one, whose rows are those of the layers in order."""
 
     def __init__(self, config: LlamaConfig):
         """Make the rule for a model of this shape."""
         self.config = config
 
-    def written(self, named: Iterable[Plain]) -> Iterator[Plain]:
+    def to_files(self, tensors: Iterable[Plain]) -> Iterator[Plain]:
         """Yield a model's tensors in the form of the files.
 
         A joined tensor takes the place of its last part.
         """
         joined_and_parts = {
             part: (joined, parts)
-            for joined, parts in self.config.family.joined.items()
+            for joined, parts in self.config.family.joined_layers.items()
             for part in parts
         }
-        waiting: dict[str, Plain] = {}
-        for tensor in named:
+        # Parts of joined layers whose last part has not come yet.
+        pending: dict[str, Plain] = {}
+        for tensor in tensors:
             block, module, suffix = _split_name(tensor.name)
             if module not in joined_and_parts:
                 yield tensor
                 continue
             joined, parts = joined_and_parts[module]
-            waiting[tensor.name] = tensor
+            pending[tensor.name] = tensor
             if module == parts[-1]:
-                tensors = [waiting.pop(f"{block}{part}{suffix}") for part in parts]
-                like = torch.cat([part.like for part in tensors])
-                read = functools.partial(_read_joined, tensors)
+                part_tensors = [pending.pop(f"{block}{part}{suffix}") for part in parts]
+                like = torch.cat([part.like for part in part_tensors])
+                read = functools.partial(_read_joined, part_tensors)
                 yield Plain(f"{block}{joined}{suffix}", like, read)
 
-    def read(self, stored: dict[str, Stored]) -> dict[str, Stored]:
+    def to_decoder(self, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return a file's tensors in the form of the decoder.
 
-        A part of a joined tensor is described by its rows there.
+        Each part is described as a slice of the rows of the joined tensor.
 
         Raises:
             InputRefused: a joined tensor does not have as many rows as its parts together, or a file
                 has both a joined tensor and one of its parts.
         """
         # All layers have the same shapes in a family that joins tensors.
-        shapes = layer_shapes(self.config, 0)
-        found = dict[str, Stored]()
+        shapes = block_shapes(self.config, 0)
+        converted = dict[str, StoredTensor]()
         for name, tensor in stored.items():
             block, module, suffix = _split_name(name)
-            parts = self.config.family.joined.get(module, ())
+            parts = self.config.family.joined_layers.get(module, ())
             row_counts = [
                 shapes[f"{part}{suffix}"][0] for part in parts if f"{part}{suffix}" in shapes
             ]
             if not row_counts:
-                found[name] = tensor
+                converted[name] = tensor
                 continue
             if tensor.shape[:1] != (sum(row_counts),):
                 raise InputRefused(
                     f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected "
                     f"{' + '.join(map(str, row_counts))} rows, those of {', '.join(parts)} by config.json"
                 )
-            tensor = tensor._replace(known_as=tensor.known_as or name)
+            tensor = tensor._replace(name_in_file=tensor.name_in_file or name)
             begin = 0
             for part, rows in zip(parts, row_counts, strict=True):
                 part_name = f"{block}{part}{suffix}"
                 if part_name in stored:
                     raise InputRefused(
-                        f"{tensor.path}: {tensor.known_as} and {part_name} are one tensor of the model"
+                        f"{tensor.path}: {tensor.name_in_file} and {part_name} are one tensor of the model"
                     )
-                found[part_name] = tensor._replace(
-                    shape=(rows, *tensor.shape[1:]), part=(begin, begin + rows, 1, 0)
+                converted[part_name] = tensor._replace(
+                    shape=(rows, *tensor.shape[1:]),
+                    slice=AxisSlice(begin, begin + rows, step=1, axis=0),
                 )
                 begin += rows
-        return found
+        return converted
 
 
 def _read_joined(parts: list[Plain]) -> Tensor:
@@ -161,29 +172,33 @@ def _read_joined(parts: list[Plain]) -> Tensor:
 
 
 def _split_name(name: str) -> tuple[str, str, str]:
-    """Return the block, the module in it, and ".weight" or ".bias" of a parameter's name."""
+    """Split a parameter's name into the block, the module in it, and ".weight" or ".bias".
+
+    For example, model.layers.0.mlp.up_proj.weight becomes ("model.layers.0.", "mlp.up_proj",
+    ".weight").
+    """
     path, _, kind = name.rpartition(".")
     module = ".".join(path.split(".")[-2:])
     return path.removesuffix(module), module, f".{kind}"
 
 
-class FusedRule(FileRule):
+class FusedExpertsRule(FileRule):
     """Files have two tensors for all experts' matrices of a layer: gate with up, and down."""
 
-    def __init__(self, columns: bool):
+    def __init__(self, alternating_columns: bool):
         """Make the rule.
 
         Args:
-            columns: True if columns of gate and of up alternate, False if gate's rows are above
-                up's.
+            alternating_columns: True if matrices are transposed, and columns of gate and of up
+                alternate; False if gate's rows are above up's.
         """
-        self.columns = columns
+        self.alternating_columns = alternating_columns
 
-    def written(self, named: Iterable[Plain]) -> Iterator[Plain]:
+    def to_files(self, tensors: Iterable[Plain]) -> Iterator[Plain]:
         """Yield a model's tensors with gate and up as one tensor."""
         gates = dict[str, Plain]()
-        for tensor in named:
-            match = STACK.fullmatch(tensor.name)
+        for tensor in tensors:
+            match = _STACKED.fullmatch(tensor.name)
             if match is None:
                 yield tensor
                 continue
@@ -196,103 +211,122 @@ class FusedRule(FileRule):
                 parts = [gates.pop(kind), tensor]
                 projection = "gate_up"
             suffix = "_bias" if kind == "bias" else ""
-            like = _fuse([part.like for part in parts], self.columns)
-            read = functools.partial(_read_fused, parts, self.columns)
+            like = _fuse([part.like for part in parts], self.alternating_columns)
+            read = functools.partial(_read_fused, parts, self.alternating_columns)
             yield Plain(f"{experts}{projection}_proj{suffix}", like, read)
 
-    def read(self, stored: dict[str, Stored]) -> dict[str, Stored]:
+    def to_decoder(self, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return a file's tensors with gate and up as two tensors.
 
         Raises:
             InputRefused: a shape that cannot be halved, or MXFP4 whose codes and scales do not fit
                 together.
         """
-        columns = self.columns
-        found = dict[str, Stored]()
+        alternating_columns = self.alternating_columns
+        converted = dict[str, StoredTensor]()
         for name, tensor in stored.items():
-            is_scales = columns and name.endswith("_scales")
+            is_scales = alternating_columns and name.endswith("_scales")
             if is_scales and f"{name.removesuffix('_scales')}_blocks" in stored:
-                continue  # They are read with their blocks.
+                continue  # `_mxfp4_tensor` adds them to their blocks.
             match = _FUSED.fullmatch(name)
-            if match is None or (match[3] and not columns):
-                _add(found, name, tensor)
+            # Only files with alternating columns have biases or blocks.
+            if match is None or (match[3] and not alternating_columns):
+                _add(converted, name, tensor)
                 continue
             experts, projection, suffix = match.groups()
             kind = "bias" if suffix == "_bias" else "weight"
-            tensor = tensor._replace(known_as=tensor.known_as or name)
+            tensor = tensor._replace(name_in_file=tensor.name_in_file or name)
+            # The half of the tensor that each projection is; None: it is the whole tensor.
             halves: dict[str, int | None] = {"down": None}
             if projection == "gate_up":
                 halves = {"gate": 0, "up": 1}
-            for part_projection, half in halves.items():
-                take_half = functools.partial(_half, half=half, columns=columns)
+            for half_projection, half in halves.items():
+                take_half = functools.partial(
+                    _take_half, half=half, alternating=alternating_columns
+                )
                 if suffix == "_blocks":
-                    part = _read_mxfp4(name, tensor, stored, take_half)
+                    part = _mxfp4_tensor(name, tensor, stored, take_half)
                 else:
-                    part = take_half(tensor, len(tensor.shape) - 1 if columns else 1)
-                    if columns and kind == "weight":
+                    # gate and up are on the last axis, or on the axis of rows.
+                    part = take_half(tensor, len(tensor.shape) - 1 if alternating_columns else 1)
+                    if alternating_columns and kind == "weight":
                         # The decoder has rows and columns in the other order.
                         shape = (*part.shape[:1], *part.shape[:0:-1])
                         part = part._replace(shape=shape, transposed=True)
-                _add(found, f"{experts}{part_projection}_proj.{kind}", part)
-        return found
+                _add(converted, f"{experts}{half_projection}_proj.{kind}", part)
+        return converted
 
 
-def _read_fused(parts: list[Plain], columns: bool) -> Tensor:
-    return _fuse([part.read() for part in parts], columns)
+def _read_fused(parts: list[Plain], alternating_columns: bool) -> Tensor:
+    return _fuse([part.read() for part in parts], alternating_columns)
 
 
-def _fuse(parts: list[Tensor], columns: bool) -> Tensor:
+def _fuse(parts: list[Tensor], alternating_columns: bool) -> Tensor:
     """Return gate and up, or down alone, in the form of the files."""
-    if not columns:
+    if not alternating_columns:
         return torch.cat(parts, dim=1)
+    # Rows of gate and of up alternate here, and become columns below.
     rows = torch.stack(parts, dim=2).flatten(1, 2)
-    # A bias has no columns.
-    return rows.mT.contiguous() if rows.ndim == 3 else rows
+    is_bias = rows.ndim == 2
+    return rows if is_bias else rows.mT.contiguous()
 
 
-def _add(found: dict[str, Stored], name: str, tensor: Stored) -> None:
+def _add(tensors: dict[str, StoredTensor], name: str, tensor: StoredTensor) -> None:
     """Add a tensor, and raise InputRefused if another one has its name."""
-    if name in found:
-        first = found[name].known_as or name
-        second = tensor.known_as or name
+    if name in tensors:
+        first = tensors[name].name_in_file or name
+        second = tensor.name_in_file or name
         raise InputRefused(f"{tensor.path}: {first} and {second} are one tensor of the model")
-    found[name] = tensor
+    tensors[name] = tensor
 
 
-def _half(tensor: Stored, axis: int, half: int | None, columns: bool) -> Stored:
-    """Return the part of a tensor that has gate (half = 0), up (1) or down (None) on an axis."""
+def _take_half(
+    tensor: StoredTensor, axis: int, half: int | None, alternating: bool
+) -> StoredTensor:
+    """Return the part of a tensor that belongs to gate or up.
+
+    Args:
+        tensor: the tensor.
+        axis: the axis on which it has both.
+        half: 0 for gate, 1 for up; None: the tensor is down's, and is returned as it is.
+        alternating: whether gate and up alternate on the axis; if not, gate is the first half.
+    """
     if half is None:
         return tensor
     if len(tensor.shape) <= axis or tensor.shape[axis] % 2:
         raise InputRefused(
-            f"{tensor.path}: {tensor.known_as} has shape {list(tensor.shape)}, expected an even number on axis {axis}"
+            f"{tensor.path}: {tensor.name_in_file} has shape {list(tensor.shape)}, expected an even number on axis "
+            f"{axis}"
         )
     size = tensor.shape[axis]
     shape = (*tensor.shape[:axis], size // 2, *tensor.shape[axis + 1 :])
-    if columns:
-        part = (half, size, 2, axis)
+    if alternating:
+        part = AxisSlice(half, size, 2, axis)
     else:
-        part = (half * size // 2, (half + 1) * size // 2, 1, axis)
-    return tensor._replace(shape=shape, part=part)
+        part = AxisSlice(half * size // 2, (half + 1) * size // 2, 1, axis)
+    return tensor._replace(shape=shape, slice=part)
 
 
-def _read_mxfp4(
-    name: str, blocks: Stored, stored: dict[str, Stored], take_half: Callable[[Stored, int], Stored]
-) -> Stored:
-    """Return experts' matrices in MXFP4.
+def _mxfp4_tensor(
+    name: str,
+    blocks: StoredTensor,
+    stored: dict[str, StoredTensor],
+    take_half: Callable[[StoredTensor, int], StoredTensor],
+) -> StoredTensor:
+    """Return the description of experts' matrices that are stored in MXFP4.
 
     Args:
         name: the name of the tensor of codes.
         blocks: the tensor of codes.
         stored: the file's tensors, including the scales.
-        take_half: returns gate, up or down of a tensor, see `_half`.
+        take_half: returns gate, up or down of a tensor, see `_take_half`.
     """
     scales_name = f"{name.removesuffix('_blocks')}_scales"
     scales = stored.get(scales_name)
     if scales is None or scales.shape != blocks.shape[:-1] or blocks.shape[3:] != (16,):
-        found = "is missing" if scales is None else f"has shape {list(scales.shape)}"
+        fault = "is missing" if scales is None else f"has shape {list(scales.shape)}"
         raise InputRefused(
-            f"{blocks.path}: {name} has shape {list(blocks.shape)} and {scales_name} {found}, expected [experts, rows, "
+            f"{blocks.path}: {name} has shape {list(blocks.shape)} and {scales_name} {fault}, expected [experts, rows, "
             "blocks, 16] and the same without the last axis"
         )
     for tensor_name, tensor in ((name, blocks), (scales_name, scales)):
@@ -300,13 +334,15 @@ def _read_mxfp4(
             raise InputRefused(
                 f"{tensor.path}: {tensor_name} is stored as {tensor.dtype}, expected U8"
             )
-    scales = scales._replace(known_as=scales.known_as or scales_name)
+    scales = scales._replace(name_in_file=scales.name_in_file or scales_name)
     codes = take_half(blocks, 1)
     # A block has 32 numbers.
     shape = (*codes.shape[:2], codes.shape[2] * 32)
-    # Gate and up are pieces of the same two tensors, so the pieces' names also say which part.
-    pieces = {f"{name} {codes.part}": codes, f"{scales_name} {codes.part}": take_half(scales, 1)}
-    return Stored(blocks.path, shape, "BF16", blocks.known_as, pieces=pieces, join=from_mxfp4)
+    # Gate and up have pieces of the same two tensors of the file, so a piece's name has its slice, too.
+    pieces = {f"{name} {codes.slice}": codes, f"{scales_name} {codes.slice}": take_half(scales, 1)}
+    return StoredTensor(
+        blocks.path, shape, "BF16", blocks.name_in_file, pieces=pieces, join=from_mxfp4
+    )
 
 
 def from_mxfp4(codes_and_scales: list[Tensor]) -> Tensor:
@@ -319,13 +355,13 @@ def from_mxfp4(codes_and_scales: list[Tensor]) -> Tensor:
             of 4 bits, the first in its lower bits. The scales are [E, R, G] uint8.
 
     Returns:
-        [E, R, 32 G] bf16. Beside it, the memory is that of one expert.
+        [E, R, 32 G] bf16. One expert at a time is converted, which limits the memory beside the result.
 
     Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0,
     sections 5.3 and 6.3.
     """
     codes, scales = codes_and_scales
-    table = torch.tensor(_FP4)
+    table = torch.tensor(_FP4_VALUES)
     out = torch.empty(*codes.shape[:2], codes.shape[2] * 32, dtype=torch.bfloat16)
     for expert in range(len(codes)):
         pairs = torch.stack([codes[expert] & 15, codes[expert] >> 4], -1).flatten(-2)
@@ -334,21 +370,21 @@ def from_mxfp4(codes_and_scales: list[Tensor]) -> Tensor:
     return out
 
 
-class ApartRule(FileRule):
+class SeparateExpertsRule(FileRule):
     """Files have a tensor for each matrix of each expert."""
 
     def __init__(self, config: LlamaConfig):
         """Make the rule for a model of this shape."""
         self.config = config
 
-    def written(self, named: Iterable[Plain]) -> Iterator[Plain]:
+    def to_files(self, tensors: Iterable[Plain]) -> Iterator[Plain]:
         """Yield a model's tensors with one tensor for each matrix of each expert.
 
-        The tensor of all experts that was read last stays in memory until another one is read.
+        A layer's tensor of all experts is read once and stays in memory until another one is read.
         """
         last_read = dict[str, Tensor]()
-        for tensor in named:
-            match = STACK.fullmatch(tensor.name)
+        for tensor in tensors:
+            match = _STACKED.fullmatch(tensor.name)
             if match is None:
                 yield tensor
                 continue
@@ -358,46 +394,54 @@ class ApartRule(FileRule):
                 read = functools.partial(_read_expert, tensor, expert, last_read)
                 yield Plain(name, tensor.like[expert], read)
 
-    def read(self, stored: dict[str, Stored]) -> dict[str, Stored]:
+    def to_decoder(self, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return a file's tensors in the form of the decoder, with one tensor for all experts.
 
         Raises:
             InputRefused: an expert's matrix is missing, or differs from the first one's in shape or
                 dtype.
         """
-        found = dict[str, Stored]()
-        # By the name of the decoder's tensor: each expert's tensor with its name in the file.
-        stacks = dict[str, dict[int, tuple[str, Stored]]]()
+        converted = dict[str, StoredTensor]()
+        # For each tensor of all experts, by its name in the decoder: each expert's tensor and the
+        # tensor's name in the file, by the expert's number.
+        stacks = dict[str, dict[int, tuple[str, StoredTensor]]]()
         for name, tensor in stored.items():
-            match = _EXPERT.fullmatch(name) if self.config.family.experts else None
+            match = _ONE_EXPERT.fullmatch(name) if self.config.family.expert_width_key else None
             if match is None:
-                found[name] = tensor
+                converted[name] = tensor
             else:
-                experts = stacks.setdefault(match[1] + match[3], {})
-                experts[int(match[2])] = name, tensor
-        for name, experts in stacks.items():
-            if name in found:
-                fused = found[name]
+                prefix, expert, matrix = match.groups()
+                stacks.setdefault(prefix + matrix, {})[int(expert)] = name, tensor
+        for stack_name, experts in stacks.items():
+            if stack_name in converted:
+                fused = converted[stack_name]
                 raise InputRefused(
-                    f"{fused.path}: {fused.known_as} is there, and tensors of each expert, too"
+                    f"{fused.path}: {fused.name_in_file} is there, and tensors of each expert, too"
                 )
-            first_name, first = experts[min(experts)]
-            if len(experts) != self.config.num_experts or max(experts) >= self.config.num_experts:
-                raise InputRefused(
-                    f"{first.path}: there are {len(experts)} tensors such as {first_name!r}, the last of expert "
-                    f"{max(experts)}, but num_experts = {self.config.num_experts}"
-                )
-            for other_name, other in experts.values():
-                if (other.shape, other.dtype) != (first.shape, first.dtype):
-                    raise InputRefused(
-                        f"{other.path}: {other_name} has shape {list(other.shape)} and dtype {other.dtype}, but "
-                        f"{first_name} {list(first.shape)} and {first.dtype}"
-                    )
-            of_stack = dict(experts[expert] for expert in range(self.config.num_experts))
-            found[name] = Stored(
-                first.path, (self.config.num_experts, *first.shape), first.dtype, pieces=of_stack
+            converted[stack_name] = self._stack(experts)
+        return converted
+
+    def _stack(self, experts: Mapping[int, tuple[str, StoredTensor]]) -> StoredTensor:
+        """Return the description of one tensor for all experts.
+
+        Args:
+            experts: the name in the file and the tensor of each expert, by the expert's number.
+        """
+        count = self.config.num_experts
+        first_name, first = experts[min(experts)]
+        if len(experts) != count or max(experts) >= count:
+            raise InputRefused(
+                f"{first.path}: there are {len(experts)} tensors such as {first_name!r}, the last of expert "
+                f"{max(experts)}, but num_experts = {count}"
             )
-        return found
+        for other_name, other in experts.values():
+            if (other.shape, other.dtype) != (first.shape, first.dtype):
+                raise InputRefused(
+                    f"{other.path}: {other_name} has shape {list(other.shape)} and dtype {other.dtype}, but "
+                    f"{first_name} {list(first.shape)} and {first.dtype}"
+                )
+        pieces = dict(experts[expert] for expert in range(count))
+        return StoredTensor(first.path, (count, *first.shape), first.dtype, pieces=pieces)
 
 
 def _read_expert(stack: Plain, expert: int, last_read: dict[str, Tensor]) -> Tensor:

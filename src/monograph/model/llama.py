@@ -14,7 +14,6 @@ F rotated pairs of a head, V vocabulary; 1 broadcasts.
 
 import hashlib
 import math
-from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -34,19 +33,20 @@ from monograph.model.layers import (
     LayerCache,
     Linear,
     Mixture,
-    norm_of,
-    scale,
+    make_norm,
+    make_scale,
 )
 from monograph.model.rope import CosSin, cos_sin
 from monograph.model.sampling_defaults import Defaults
 from monograph.ops.attention import AttentionKernel, Impl, Mask
 
-# Positions per side of a block of the mask. This is flex attention's own default.
+# Positions per side of a block of a block mask. This is flex attention's own default.
 BLOCK = 128
 # The smallest head_dim that flex attention computes on a GPU.
-FLEX_HEAD = 16
+MIN_FLEX_HEAD_DIM = 16
 # The segment number of padding in `block_mask`, which is above every document number. It is not
-# 2^63 - 1, because F.pad converts the number to a double, which overflows (torch 2.13).
+# 2^63 - 1, because F.pad converts the number to a double, and the conversion back to int64 overflows
+# (torch 2.13).
 _PADDING = 2**62
 
 
@@ -161,32 +161,35 @@ def _count_and_order(needed_BNN: Tensor) -> tuple[Tensor, Tensor]:
 class Block(nn.Module):
     """One layer: x += s norm(mixer(norm x)), then x += s norm(mlp(norm x)).
 
-    The mixer is attention or a gated delta net, and the mlp a gated layer or a mixture of experts.
-    A family has some of the four norms; s is config.residual_multiplier. A block can be compiled or
-    recomputed alone.
+    The mixer is attention or a gated delta net, and the mlp is a gated layer or a mixture of experts.
+    Each family has some of the four norms. s is config.residual_multiplier. A block can be compiled
+    or recomputed alone.
     """
 
     def __init__(self, config: LlamaConfig, impl: Impl, layer: int) -> None:
         super().__init__()
-        self.norms = config.family.norms
+        self.norm_names = config.family.norm_names
         # Modules are added in the order of the computation, so that parameters have this order, too.
-        self._add_norms(config, self.norms[:1])
-        self.mixer_name = "linear_attn" if config.is_linear(layer) else "self_attn"
-        mixer_class = GatedDeltaNet if config.is_linear(layer) else Attention
+        self._add_norm(config, self.norm_names.before_attention)
+        self.mixer_name = "linear_attn" if config.is_delta_net(layer) else "self_attn"
+        mixer_class = GatedDeltaNet if config.is_delta_net(layer) else Attention
         self.add_module(self.mixer_name, mixer_class(config, impl))
-        self._add_norms(config, self.norms[1:3])
+        self._add_norm(config, self.norm_names.after_attention)
+        self._add_norm(config, self.norm_names.before_mlp)
         self.mlp = Mixture(config) if config.is_mixture(layer) else MLP(config)
-        self._add_norms(config, self.norms[3:])
-        self.scale = scale(config.residual_multiplier)
+        self._add_norm(config, self.norm_names.after_mlp)
+        self.scale_branch = make_scale(config.residual_multiplier)
 
-    def _add_norms(self, config: LlamaConfig, names: Iterable[str | None]) -> None:
-        for name in names:
-            if name is not None:
-                self.add_module(name, norm_of(config, config.hidden_size))
+    def _add_norm(self, config: LlamaConfig, name: str | None) -> None:
+        """Add a norm with this name, unless the family has no norm at this place."""
+        if name is not None:
+            self.add_module(name, make_norm(config, config.hidden_size))
 
     def _normalise(self, name: str | None, hidden_BTD: Tensor) -> Tensor:
-        """Apply the norm with this name, if the family has it."""
-        return hidden_BTD if name is None else getattr(self, name)(hidden_BTD)
+        """Apply the norm with this name; return the input if the family has no norm at this place."""
+        if name is None:
+            return hidden_BTD
+        return getattr(self, name)(hidden_BTD)
 
     def forward(
         self,
@@ -203,15 +206,19 @@ class Block(nn.Module):
             cos_sin_B1TF: cosine and sine of the positions; None: the layer does not rotate.
             mask: the mask of attention, or the segments for a delta net.
             cache: the block's view of a cache; None: the pass has no cache.
-            balance: the balance of a mixture; None in other layers, and where it gets no gradient.
+            balance: the tokens for the balance of a mixture; None: the layer has no mixture, or the
+                balance gets no gradient.
         """
-        norms = self.norms
-        normed_BTD = self._normalise(norms.before_attention, hidden_BTD)
-        branch_BTD = getattr(self, self.mixer_name)(normed_BTD, cos_sin_B1TF, mask, cache)
-        hidden_BTD = hidden_BTD + self.scale(self._normalise(norms.after_attention, branch_BTD))
-        normed_BTD = self._normalise(norms.before_mlp, hidden_BTD)
+        names = self.norm_names
+        normed_BTD = self._normalise(names.before_attention, hidden_BTD)
+        mixer = getattr(self, self.mixer_name)
+        branch_BTD = mixer(normed_BTD, cos_sin_B1TF, mask, cache)
+        hidden_BTD = hidden_BTD + self.scale_branch(
+            self._normalise(names.after_attention, branch_BTD)
+        )
+        normed_BTD = self._normalise(names.before_mlp, hidden_BTD)
         branch_BTD = self.mlp(normed_BTD) if balance is None else self.mlp(normed_BTD, balance)
-        return hidden_BTD + self.scale(self._normalise(norms.after_mlp, branch_BTD))
+        return hidden_BTD + self.scale_branch(self._normalise(names.after_mlp, branch_BTD))
 
 
 class Decoder(nn.Module):
@@ -228,7 +235,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             Block(config, impl, layer) for layer in range(config.num_hidden_layers)
         )
-        self.norm = norm_of(config, config.hidden_size)
+        self.norm = make_norm(config, config.hidden_size)
 
 
 class Llama(nn.Module):
@@ -258,8 +265,8 @@ class Llama(nn.Module):
             not read them.
     """
 
-    # The forward pass takes no gradients itself, so the products of the backward pass may add to the
-    # gradients of weights (`monograph.ops.fused_gradients`).
+    # Whether the matrix products of the backward pass may add directly to the gradients of weights
+    # (`monograph.ops.fused_gradients`). They may, because the forward pass takes no gradients itself.
     fuses = True
     # Whether each block is a compiled graph of its own (`monograph.graph.capture`).
     blocks_captured = False
@@ -271,8 +278,8 @@ class Llama(nn.Module):
         self.model = Decoder(config, attention)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         # transformers keeps the factor in fp32, so it is rounded to fp32 here.
-        self.scale_embedded = scale(torch.tensor(config.embedding_scale, device="cpu").item())
-        self.scale_last = scale(1 / config.logits_scaling)
+        self.scale_embedded = make_scale(torch.tensor(config.embedding_scale, device="cpu").item())
+        self.scale_last = make_scale(1 / config.logits_scaling)
         self.sampling: Defaults = {}
         self.balance_factor = mixture_keys.balance_factor(config)
         self.tie_weights()
@@ -331,11 +338,11 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         shares: Tensor | None = None,
     ) -> tuple[Tensor, list[tuple[object, ...]]]:
-        """Return the embedded tokens, and each block's arguments after the hidden states.
+        """Return the embedded tokens, and for each block its arguments after the hidden states.
 
-        `forward(x)` is `end(blocks(begin(x)))`, and the arguments are those of `forward`. A caller
-        that runs the blocks itself, as streaming does, needs only the modules `parts_before` for
-        `begin`, and only `parts_after` for `end` and the loss.
+        `forward` is `begin`, then all blocks, then `end`. A caller can run the blocks itself, as
+        streaming does. Then `begin` needs only the modules `parts_before`, and `end` and the loss
+        need only `parts_after`. The arguments are those of `forward`.
         """
         if positions is None:
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
@@ -346,12 +353,12 @@ class Llama(nn.Module):
             balance = balance_of(segments, shares * self.balance_factor)
             for layer in range(self.config.num_hidden_layers):
                 if self.config.is_mixture(layer):
-                    # None is the block's `cache`.
-                    layer_inputs[layer] = (*layer_inputs[layer], None, balance)
+                    no_cache = None
+                    layer_inputs[layer] = (*layer_inputs[layer], no_cache, balance)
         hidden_BTD = self.scale_embedded(self.model.embed_tokens(tokens_BT))
         if torch.is_autocast_enabled(hidden_BTD.device.type):
-            # Autocast leaves the embedding in fp32, and with it the residual stream, which is the
-            # largest memory traffic of the pass.
+            # Autocast would leave the embedded tokens, and so the residual stream, in fp32. Reading
+            # and writing this stream is most of the memory traffic of a pass.
             hidden_BTD = hidden_BTD.to(torch.get_autocast_dtype(hidden_BTD.device.type))
         return hidden_BTD, layer_inputs
 
@@ -390,12 +397,12 @@ class Llama(nn.Module):
         is_double = self.model.embed_tokens.weight.dtype == torch.float64
         dtype = torch.float64 if is_double else torch.float32
         impl = self.attention
-        if impl == "auto" and self.config.head_dim < FLEX_HEAD:
+        if impl == "auto" and self.config.head_dim < MIN_FLEX_HEAD_DIM:
             impl = "sdpa"
         mask_by_window: dict[int, Mask] = {}
         for layer in range(self.config.num_hidden_layers):
             window = self._window_in(length, layer)
-            if not self.config.is_linear(layer) and window not in mask_by_window:
+            if not self.config.is_delta_net(layer) and window not in mask_by_window:
                 mask_by_window[window] = attention_mask(
                     segments, tokens_BT, impl, window, self.blocks_captured
                 )
@@ -404,21 +411,20 @@ class Llama(nn.Module):
         for layer in range(self.config.num_hidden_layers):
             layer_cos_sin = None
             if self.config.rotates(layer):
-                is_local = self.config.is_local(layer)
+                is_local = self.config.has_local_theta(layer)
                 if is_local not in cos_sin_by_locality:
                     cos_sin_by_locality[is_local] = cos_sin(positions, self.config, dtype, is_local)
                 layer_cos_sin = cos_sin_by_locality[is_local]
             mask: Mask = segments
-            if not self.config.is_linear(layer):
+            if not self.config.is_delta_net(layer):
                 mask = mask_by_window[self._window_in(length, layer)]
             layer_inputs.append((layer_cos_sin, mask))
         return layer_inputs
 
     def _window_in(self, length: int, layer: int) -> int:
-        """Return a layer's window in rows of this length.
+        """Return a layer's window, or the length of the rows if the layer has no shorter window.
 
-        A window longer than the row is the row's length here, and so is no window, so that such
-        layers share one mask.
+        So layers without a window, and layers whose window is longer than the rows, share one mask.
         """
         return min(self.config.window(layer) or length, length)
 
@@ -434,7 +440,7 @@ class Llama(nn.Module):
         Args:
             impl: the attention implementation, as the argument `attention` of `Llama`.
             kernel: the kernel of torch's implementation, see `monograph.ops.attention`.
-            device_type: the type of the device as on which `rotate` computes; "": as on its own.
+            device_type: the type of the device whose operators `rotate` uses; "": that of the input.
         """
         self.attention = impl
         for block in self.model.layers:
@@ -454,9 +460,11 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
+        """Set the initial weights, which the class describes."""
         std = self.config.initializer_range
         residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
-        branch_ends = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+        # The matrices whose products are added to the residual stream.
+        residual_matrices = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
@@ -468,10 +476,10 @@ class Llama(nn.Module):
             elif name.endswith((".bias", ".sinks")):
                 parameter.zero_()
             elif parameter.ndim == 1:
-                parameter.fill_(0.0 if self.config.family.centred else 1.0)
+                parameter.fill_(0.0 if self.config.family.centred_norms else 1.0)
             else:
                 noise = torch.randn(
                     parameter.shape, generator=generator, dtype=torch.float32, device="cpu"
                 )
-                ends_branch = name.endswith(branch_ends)
-                parameter.copy_(noise.mul_(residual_std if ends_branch else std))
+                is_residual = name.endswith(residual_matrices)
+                parameter.copy_(noise.mul_(residual_std if is_residual else std))

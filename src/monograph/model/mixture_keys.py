@@ -6,50 +6,55 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from monograph.errors import InputRefused
-from monograph.model.families import family
-from monograph.model.layer_kinds import layer_count
-from monograph.model.scaling import check_positive_integer, check_positive_number
+from monograph.model.checks import check_positive_integer, check_positive_number
+from monograph.model.families import find_family
+from monograph.model.layer_keys import layer_count
 
 if TYPE_CHECKING:
     from monograph.model.config import LlamaConfig
 
-# The largest factor of the balance, whose gradient is fp32.
-LARGEST_FACTOR = 1e6
+# The largest router_aux_loss_coef, because the gradient of the balance is in fp32.
+MAX_BALANCE_FACTOR = 1e6
 
 
-def checked(config: LlamaConfig) -> dict[str, Any]:
-    """Return the fields of a configuration that are derived from others, or that have several forms.
+def check_and_derive(config: LlamaConfig) -> dict[str, Any]:
+    """Check a configuration's keys of mixtures, and return the fields that change.
+
+    A field changes if its default is derived from other fields, or if several of its values mean the
+    same and one of them stands for all.
 
     Raises:
         InputRefused: a value of the wrong type or out of range; the message names the key.
     """
-    its = config.family
-    if its.whole_heads and config.num_attention_heads * config.head_dim != config.hidden_size:
+    family = config.family
+    heads_width = config.num_attention_heads * config.head_dim
+    if family.head_dim_is_derived and heads_width != config.hidden_size:
         raise InputRefused(
             f"head_dim = {config.head_dim}: expected hidden_size / num_attention_heads with model_type = "
             f"{config.model_type!r}"
         )
     if config.clip_qkv is not None:
         check_positive_number("clip_qkv", config.clip_qkv)
-    if not its.experts:
+    if not family.expert_width_key:
         return {}
     _check_router(config)
     layers_without_mixture = {*config.mlp_only_layers} & {*range(config.num_hidden_layers)}
-    found: dict[str, Any] = {"mlp_only_layers": tuple(sorted(layers_without_mixture))}
-    if its.experts == "moe_intermediate_size":
+    changed: dict[str, Any] = {"mlp_only_layers": tuple(sorted(layers_without_mixture))}
+    if family.expert_width_key == "moe_intermediate_size":
         default_width = -(-config.intermediate_size // config.num_experts_per_tok)  # rounded up
-        found["moe_intermediate_size"] = config.moe_intermediate_size or default_width
-        check_positive_integer("moe_intermediate_size", found["moe_intermediate_size"])
-    if its.divides:
-        found["norm_topk_prob"] = True
-    if its.experts == "moe_intermediate_size" and "mlp_only_layers" not in its.keys:
-        # No layer has the intermediate_size, so all equal models get the same one.
-        found["intermediate_size"] = found["moe_intermediate_size"]
-    if "shared_expert_intermediate_size" in its.keys:
-        width = config.shared_expert_intermediate_size or found["moe_intermediate_size"]
-        found["shared_expert_intermediate_size"] = width
+        changed["moe_intermediate_size"] = config.moe_intermediate_size or default_width
+        check_positive_integer("moe_intermediate_size", changed["moe_intermediate_size"])
+    if family.always_norm_topk_prob:
+        changed["norm_topk_prob"] = True
+    # Without mlp_only_layers all layers have a mixture, and none has the intermediate_size.
+    every_layer_has_mixture = "mlp_only_layers" not in family.optional_keys
+    if family.expert_width_key == "moe_intermediate_size" and every_layer_has_mixture:
+        changed["intermediate_size"] = changed["moe_intermediate_size"]
+    if "shared_expert_intermediate_size" in family.optional_keys:
+        width = config.shared_expert_intermediate_size or changed["moe_intermediate_size"]
+        changed["shared_expert_intermediate_size"] = width
         check_positive_integer("shared_expert_intermediate_size", width)
-    return found
+    return changed
 
 
 def _check_router(config: LlamaConfig) -> None:
@@ -57,9 +62,9 @@ def _check_router(config: LlamaConfig) -> None:
         check_positive_integer(name, getattr(config, name))
     factor = config.router_aux_loss_coef
     chosen = config.num_experts_per_tok
-    if factor > LARGEST_FACTOR:
+    if factor > MAX_BALANCE_FACTOR:
         raise InputRefused(
-            f"router_aux_loss_coef = {factor}: expected a number from 0 to {LARGEST_FACTOR:g}"
+            f"router_aux_loss_coef = {factor}: expected a number from 0 to {MAX_BALANCE_FACTOR:g}"
         )
     if chosen > config.num_experts:
         raise InputRefused(
@@ -76,28 +81,33 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InputRefused: a wrong value.
     """
-    its = family(values["model_type"])
-    found = dict[str, Any]()
-    if its.experts:
-        # If the family has both keys and the file has both, transformers reads the key without a
-        # default.
+    family = find_family(values["model_type"])
+    fields = dict[str, Any]()
+    if family.expert_width_key:
+        # A family may have two keys for the number of experts. If the file has both, transformers
+        # reads the one for which it has no default.
         count_keys = [
-            key for key in ("num_experts", "num_local_experts") if key in its.keys and key in values
+            key
+            for key in ("num_experts", "num_local_experts")
+            if key in family.optional_keys and key in values
         ]
-        count_key = min(count_keys, key=lambda key: key in its.defaults)
-        shared_keys = [key for key in its.keys if key.startswith("shared_expert")]
-        for key in (count_key, "num_experts_per_tok", its.experts, *shared_keys):
+        count_key = min(count_keys, key=lambda key: key in family.defaults)
+        check_positive_integer(count_key, values[count_key])
+        fields["num_experts"] = values[count_key]
+        shared_keys = [key for key in family.optional_keys if key.startswith("shared_expert")]
+        for key in ("num_experts_per_tok", family.expert_width_key, *shared_keys):
             check_positive_integer(key, values[key])
-            found[key] = values[key]
-        found["num_experts"] = found.pop(count_key)
-    if "mlp_only_layers" in its.keys:
-        found["mlp_only_layers"] = _layers_without_mixture(values)
-    return found
+            fields[key] = values[key]
+    if "mlp_only_layers" in family.optional_keys:
+        fields["mlp_only_layers"] = _layers_without_mixture(values)
+    return fields
 
 
 def _layers_without_mixture(values: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers without a mixture: those of mlp_only_layers, and all layers except every
-    n-th, with n = decoder_sparse_step.
+    """Return the layers without a mixture.
+
+    They are the layers of mlp_only_layers and, with n = decoder_sparse_step, all layers except every
+    n-th.
     """
     step = values.get("decoder_sparse_step", 1)
     listed = values.get("mlp_only_layers")
@@ -116,22 +126,24 @@ def _layers_without_mixture(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 def to_hf(config: LlamaConfig) -> dict[str, Any]:
     """Return the keys of a config.json that differ in name or form from fields of a `LlamaConfig`."""
-    keys = config.family.keys
-    found = dict[str, Any]()
+    optional_keys = config.family.optional_keys
+    values = dict[str, Any]()
     if config.family.expert_bias:
-        found["num_local_experts"] = config.num_experts
-    if "use_sliding_window" in keys:
-        found["use_sliding_window"] = config.sliding_window is not None
-    if "mlp_only_layers" in keys:
-        found["mlp_only_layers"] = list(config.mlp_only_layers)
-        found["decoder_sparse_step"] = 1
-    return found
+        # gpt-oss, whose files have only this key for the number.
+        values["num_local_experts"] = config.num_experts
+    if "use_sliding_window" in optional_keys:
+        values["use_sliding_window"] = config.sliding_window is not None
+    if "mlp_only_layers" in optional_keys:
+        values["mlp_only_layers"] = list(config.mlp_only_layers)
+        values["decoder_sparse_step"] = 1
+    return values
 
 
 def balance_factor(config: LlamaConfig) -> float:
-    """Return the factor of each mixture's balance in the loss, router_aux_loss_coef / mixtures.
+    """Return the factor of each mixture's balance in the loss.
 
-    It is 0 if the balance does not train, or if no layer has a mixture.
+    It is router_aux_loss_coef divided by the number of mixtures, and 0 if the balance is not part of
+    the loss (output_router_logits = false) or if no layer has a mixture.
     """
     mixtures = sum(map(config.is_mixture, range(config.num_hidden_layers)))
     if not config.output_router_logits or not mixtures:
@@ -139,27 +151,27 @@ def balance_factor(config: LlamaConfig) -> float:
     return float(config.router_aux_loss_coef / mixtures)
 
 
-def fresh(model_type: str, ffn: int) -> dict[str, Any]:
+def new_model_keys(model_type: str, ffn_width: int) -> dict[str, Any]:
     """Return the keys of a new model's mixtures: 8 experts, of which each token uses two.
 
-    The balance trains, because otherwise some experts are soon hardly used (docs/model.md). Its
-    factor is that of arXiv 2101.03961.
+    The balance is part of the loss, because otherwise some experts are soon hardly used
+    (docs/model.md). Its factor is that of arXiv 2101.03961.
 
     Args:
         model_type: the family; the result is {} if it has no mixtures.
-        ffn: the width of the two experts of a token together.
+        ffn_width: the width of the two experts of a token together.
     """
-    its = family(model_type)
-    if not its.experts:
+    family = find_family(model_type)
+    if not family.expert_width_key:
         return {}
-    values: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
-        "norm_topk_prob": its.new_divides,
+        "norm_topk_prob": family.new_norm_topk_prob,
         "output_router_logits": True,
         "router_aux_loss_coef": 0.01,
     }
-    # The default of moe_intermediate_size is already this width.
-    if its.experts != "moe_intermediate_size":
-        values[its.experts] = ffn // 2
-    return values
+    # `check_and_derive` gives this width to moe_intermediate_size.
+    if family.expert_width_key != "moe_intermediate_size":
+        keys[family.expert_width_key] = ffn_width // 2
+    return keys

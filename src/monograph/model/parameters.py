@@ -1,7 +1,7 @@
-"""Count a model's parameters from modules on the meta device, which have shapes but no memory.
+"""List the shapes of a model's parameters, which are those of modules on the meta device.
 
-Blocks of one kind have the same shapes, so only one block of each kind is built, once for each
-configuration.
+Such modules have shapes but no memory. Blocks of one kind have the same shapes, so only one block of
+each kind is built, once for each configuration.
 """
 
 import copy
@@ -19,42 +19,45 @@ from monograph.model.llama import Block, Llama
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LAYERS = "model.layers."
-# Integers of a configuration that are not sizes of a tensor.
+# Integers of a configuration that are not sizes of any tensor.
 _NOT_SIZES = {"num_hidden_layers", "pad_token_id", "bos_token_id", "eos_token_id"}
 
 
-def layer_shapes(config: LlamaConfig, layer: int) -> Shapes:
-    """Return the shapes of a block's parameters, by their names in the block.
+def block_shapes(config: LlamaConfig, layer: int) -> Shapes:
+    """Return the shapes of a layer's parameters, by their names in its block.
 
     Raises:
         InputRefused: a tensor would have more bytes than a tensor can have.
     """
+    # The cache is asked for the first layer of the same kind, so that one block of each kind is built.
     kind = _kind(config, layer)
-    # The first layer of the kind, for which `_block_shapes` may have an answer.
-    first = next(each for each in range(layer + 1) if _kind(config, each) == kind)
-    return _block_shapes(config, first)
+    first_of_kind = next(each for each in range(layer + 1) if _kind(config, each) == kind)
+    return _cached_block_shapes(config, first_of_kind)
 
 
 def _kind(config: LlamaConfig, layer: int) -> tuple[bool, bool]:
     """Return whether a layer is a delta net, and whether it has a mixture."""
-    return config.is_linear(layer), config.is_mixture(layer)
+    return config.is_delta_net(layer), config.is_mixture(layer)
 
 
 @functools.lru_cache(maxsize=256)
-def _block_shapes(config: LlamaConfig, layer: int) -> Shapes:
-    return _parameter_shapes(config, lambda: Block(config, "auto", layer))
+def _cached_block_shapes(config: LlamaConfig, layer: int) -> Shapes:
+    return _shapes_of_module(config, lambda: Block(config, "auto", layer))
 
 
 @functools.lru_cache(maxsize=256)
 def outer_shapes(config: LlamaConfig) -> Shapes:
-    """Return the shapes of the parameters outside the blocks, by full name, without a tied head."""
+    """Return the shapes of the parameters outside of the blocks, by their names in the model.
+
+    A tied head is left out.
+    """
     with_one_layer = _replace_unchecked(config, "num_hidden_layers", 1)
-    all_shapes = _parameter_shapes(config, lambda: Llama(with_one_layer))
+    all_shapes = _shapes_of_module(config, lambda: Llama(with_one_layer))
     return {name: shape for name, shape in all_shapes.items() if not name.startswith(_LAYERS)}
 
 
-def _parameter_shapes(config: LlamaConfig, build: Callable[[], nn.Module]) -> Shapes:
-    """Return the shapes of a module's parameters, by name. `build` makes the module."""
+def _shapes_of_module(config: LlamaConfig, build: Callable[[], nn.Module]) -> Shapes:
+    """Return the shapes of the parameters of the module that `build` makes, by name."""
     try:
         with torch.device("meta"):
             return {name: tuple(parameter.shape) for name, parameter in build().named_parameters()}
@@ -65,29 +68,32 @@ def _parameter_shapes(config: LlamaConfig, build: Callable[[], nn.Module]) -> Sh
 
 
 def _replace_unchecked(config: LlamaConfig, key: str, value: int) -> LlamaConfig:
-    """Return the configuration with another size, without the checks of a configuration.
+    """Return a copy of the configuration with another value, which is not checked.
 
-    A model may not have this size, but its modules still have shapes.
+    No model may have this value, but modules can still be built and have shapes.
     """
     changed = copy.copy(config)
     object.__setattr__(changed, key, value)
     return changed
 
 
-def shapes(config: LlamaConfig) -> Shapes:
-    """Return the shapes of all parameters by full name, without a tied head."""
-    found = dict(outer_shapes(config))
+def parameter_shapes(config: LlamaConfig) -> Shapes:
+    """Return the shapes of all parameters, by their names in the model. A tied head is left out."""
+    shapes = dict(outer_shapes(config))
     for layer in range(config.num_hidden_layers):
-        found |= {
-            f"{_LAYERS}{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()
-        }
-    return found
+        for name, shape in block_shapes(config, layer).items():
+            shapes[f"{_LAYERS}{layer}.{name}"] = shape
+    return shapes
 
 
-def keys_of(config: LlamaConfig, name: str) -> tuple[str, ...]:
-    """Return, for messages, the keys of the configuration on which each axis of a parameter depends.
+def axis_keys(config: LlamaConfig, name: str) -> tuple[str, ...]:
+    """Return for each axis of a parameter, for messages, the keys on which its length depends.
 
-    Each size is doubled in turn to find the axes that change.
+    The keys are found by doubling the configuration's sizes one by one and looking which axes change.
+
+    Args:
+        config: the configuration.
+        name: the parameter's name in the model.
 
     Returns:
         A text for each axis, such as "2 * num_attention_heads * head_dim".
@@ -97,15 +103,15 @@ def keys_of(config: LlamaConfig, name: str) -> tuple[str, ...]:
     sizes = {
         key: value for key, value in values.items() if type(value) is int and key not in _NOT_SIZES
     }
-    doubled = {
+    shapes_if_doubled = {
         key: _shape(_replace_unchecked(config, key, 2 * size), name) for key, size in sizes.items()
     }
     texts = list[str]()
     for axis, length in enumerate(shape):
-        keys = [key for key, other_shape in doubled.items() if other_shape[axis] != length]
+        keys = [key for key, other in shapes_if_doubled.items() if other[axis] != length]
         product = math.prod(sizes[key] for key in keys)
-        all_double = all(doubled[key][axis] == 2 * length for key in keys)
-        if all_double and length % product == 0:
+        is_product = all(shapes_if_doubled[key][axis] == 2 * length for key in keys)
+        if is_product and length % product == 0:
             factor = length // product
             factors = keys if keys and factor == 1 else [str(factor), *keys]
             texts.append(" * ".join(factors))
@@ -115,52 +121,58 @@ def keys_of(config: LlamaConfig, name: str) -> tuple[str, ...]:
 
 
 def _shape(config: LlamaConfig, name: str) -> tuple[int, ...]:
+    """Return the shape of the parameter with this name in the model."""
     if not name.startswith(_LAYERS):
         return outer_shapes(config)[name]
     layer, _, inner = name.removeprefix(_LAYERS).partition(".")
-    return layer_shapes(config, int(layer))[inner]
+    return block_shapes(config, int(layer))[inner]
 
 
-def block_matrices(
+def block_matrix_shapes(
     config: LlamaConfig, layer: int, experts: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of a block's matrices.
+    """Return the shapes of a layer's matrices, each expert's on its own.
 
     Args:
         config: the configuration.
-        layer: the block.
+        layer: the layer.
         experts: the number of experts whose matrices are included; None: all experts.
     """
-    found = list[tuple[int, ...]]()
-    for name, shape in layer_shapes(config, layer).items():
+    matrices = list[tuple[int, ...]]()
+    for name, shape in block_shapes(config, layer).items():
         is_bias = name.endswith(".bias")
         if is_bias or len(shape) == 1:
             continue
         if len(shape) == 2:
-            found.append(shape)
+            matrices.append(shape)
         else:
-            found += [shape[-2:]] * (experts or shape[0])
-    return found
+            # All experts' matrices, [experts, rows, columns]; or the weight of a delta net's convolution,
+            # [channels, 1, taps].
+            matrices += [shape[-2:]] * (experts or shape[0])
+    return matrices
 
 
-def matrices(config: LlamaConfig) -> list[tuple[int, ...]]:
+def matrix_shapes(config: LlamaConfig) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices of all blocks."""
     return [
         shape
         for layer in range(config.num_hidden_layers)
-        for shape in block_matrices(config, layer)
+        for shape in block_matrix_shapes(config, layer)
     ]
 
 
-def block_multiplied(config: LlamaConfig, layer: int) -> list[tuple[int, ...]]:
-    """Return the shapes of a block's matrices that multiply a token, with only a token's experts."""
-    return block_matrices(config, layer, config.num_experts_per_tok)
+def block_active_matrix_shapes(config: LlamaConfig, layer: int) -> list[tuple[int, ...]]:
+    """Return the shapes of a layer's matrices that a token is multiplied by.
+
+    Of a mixture's experts, these are num_experts_per_tok.
+    """
+    return block_matrix_shapes(config, layer, config.num_experts_per_tok)
 
 
-def multiplied(config: LlamaConfig) -> list[tuple[int, ...]]:
-    """Return the shapes of `block_multiplied` of all blocks."""
+def active_matrix_shapes(config: LlamaConfig) -> list[tuple[int, ...]]:
+    """Return the shapes of all blocks' matrices that a token is multiplied by."""
     return [
         shape
         for layer in range(config.num_hidden_layers)
-        for shape in block_multiplied(config, layer)
+        for shape in block_active_matrix_shapes(config, layer)
     ]

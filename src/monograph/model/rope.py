@@ -1,8 +1,10 @@
 """Compute rotary position embeddings: the angles of positions, and the rotation of query and key
 heads.
 
-Shape suffixes: B batch, H heads, T positions, D rotated channels of a head, F = D / 2 frequencies, X
-other channels; 1 broadcasts.
+A *pair* is two channels of a head that are rotated together, by one frequency.
+
+Shape suffixes: B batch, H heads, T positions, D rotated channels of a head, F = D / 2 pairs, X other
+channels; 1 broadcasts.
 """
 
 import math
@@ -14,13 +16,13 @@ from monograph.model.config import LlamaConfig
 from monograph.model.scaling import LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 from monograph.ops.materialize import materialize
 
-CosSin = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]  # cosine and sine of the angles, as `cos_sin` returns them
 
 
 def inverse_frequencies(
     config: LlamaConfig, dtype: torch.dtype, device: torch.device, local: bool = False
 ) -> Tensor:
-    """Return the radians per position of each pair of channels.
+    """Return the frequency of each pair of channels, in radians per position.
 
         f[i] = rope_theta ^ (-2 i / D),   i = 0 .. D / 2 - 1
 
@@ -32,8 +34,8 @@ def inverse_frequencies(
                   f / factor                     where w > L / low_freq_factor
                   (1 - s) f / factor + s f       in between, with
                   s = (L / w - low_freq_factor) / (high_freq_factor - low_freq_factor)
-        yarn:     (1 - k[i]) f / factor + k[i] f, where k is 1 up to the pair with beta_fast
-                  rotations in L, 0 from the pair with beta_slow rotations on, and linear between
+        yarn:     (1 - k[i]) f / factor + k[i] f, where k is 1 up to the pair that makes beta_fast
+                  rotations in L, 0 from the pair that makes beta_slow rotations on, and linear between
         longrope: f / short_factor[i]
 
     Args:
@@ -50,10 +52,10 @@ def inverse_frequencies(
     reference code (meta-llama/llama-models, models/llama3/model.py); YaRN: Peng et al., arXiv
     2309.00071, section 3.2.
     """
-    # The order of operations is that of transformers, because another order rounds otherwise. At
-    # position 2,000, one rounding of a frequency changes the angle by 1e-4 radians.
+    # The order of operations is that of transformers, because another order would round differently.
+    # At position 2,000, a frequency that differs by one rounding changes the angle by 1e-4 radians.
     exponents_F = torch.arange(0, config.rotary_dim, 2, device=device).to(dtype) / config.rotary_dim
-    theta, scaling = config.rope(local)
+    theta, scaling = config.theta_and_scaling(local)
     powers_F = theta**exponents_F
     frequencies_F = 1.0 / powers_F
     if scaling is None:
@@ -61,14 +63,15 @@ def inverse_frequencies(
     if isinstance(scaling, LinearScaling):
         return frequencies_F / scaling.factor
     if isinstance(scaling, Llama3Scaling):
-        return _llama3(frequencies_F, scaling)
+        return _scale_as_llama3(frequencies_F, scaling)
     if isinstance(scaling, LongScaling):
         return 1.0 / (torch.tensor(scaling.short_factor, device=device).to(dtype) * powers_F)
     kept_F = _yarn_kept_share(scaling, config.rotary_dim, theta).to(exponents_F)
     return 1.0 / (scaling.factor * powers_F) * (1 - kept_F) + frequencies_F * kept_F
 
 
-def _llama3(frequencies_F: Tensor, scaling: Llama3Scaling) -> Tensor:
+def _scale_as_llama3(frequencies_F: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Return f with the scaling llama3, see `inverse_frequencies`."""
     wavelengths_F = 2 * math.pi / frequencies_F
     length = scaling.original_max_position_embeddings
     low = scaling.low_freq_factor
@@ -81,10 +84,13 @@ def _llama3(frequencies_F: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn_kept_share(scaling: YarnScaling, rotary_dim: int, theta: float) -> Tensor:
-    """Return k, the share of each pair's unscaled frequency, [F] in float32 as in transformers."""
+    """Return k of `inverse_frequencies`, [F] in float32 as in transformers.
+
+    k is the share of each pair's unscaled frequency in its scaled frequency.
+    """
 
     def pair_index(rotations: float) -> float:
-        """Return the index of the pair with so many rotations in L, as a real number."""
+        """Return the index of the pair that makes this number of rotations in L, a real number."""
         wavelength = scaling.original_max_position_embeddings / rotations
         return rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
@@ -96,7 +102,7 @@ def _yarn_kept_share(scaling: YarnScaling, rotary_dim: int, theta: float) -> Ten
     first = max(first, 0)
     last = min(last, rotary_dim - 1)
     if first == last:
-        # As in transformers, so that the difference is not 0.
+        # As in transformers. A difference of 0 would be a division by zero below.
         last += 0.001
     indices_F = torch.arange(rotary_dim // 2, dtype=torch.float32)
     return 1 - ((indices_F - first) / (last - first)).clamp(0, 1)
@@ -107,10 +113,10 @@ def cos_sin(
 ) -> CosSin:
     """Return the cosine and sine of position * frequency.
 
-    A forward pass computes them once, and all blocks share them. A module does not keep them in a
-    buffer for three reasons. A buffer gets into checkpoints, or is lost on the meta device. And a
-    cast of the model to bf16 would also cast the buffer, so that neighbouring positions above 256
-    would be the same.
+    A forward pass computes them once, and all blocks share them. They are not kept in a buffer of a
+    module, because a buffer is saved in checkpoints or lost when a model is built on the meta device.
+    Also, a cast of the model to bf16 would cast the buffer, and positions above 256 would no longer
+    differ from their neighbours.
 
     Args:
         positions_BT: position of each token, int64.
@@ -125,18 +131,17 @@ def cos_sin(
     angles_B1TF = positions_BT[:, None, :, None].to(dtype) * frequencies_F
     cos_B1TF = angles_B1TF.cos()
     sin_B1TF = angles_B1TF.sin()
-    _, scaling = config.rope(local)
+    _, scaling = config.theta_and_scaling(local)
     if isinstance(scaling, YarnScaling | LongScaling):
         cos_B1TF = cos_B1TF * scaling.attention_factor
         sin_B1TF = sin_B1TF * scaling.attention_factor
-    # Without this, a compiler would fuse these computations into each rotation, which would compute
-    # a power, a cosine and a sine again for every element.
+    # `materialize` keeps a compiler from fusing these computations into each rotation, which would then
+    # compute a power, a cosine and a sine again for every element.
     return materialize(cos_B1TF), materialize(sin_B1TF)
 
 
 def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> Tensor:
-    """Rotate the pair (x[i], x[i + D/2]) of every head by the angle of its position and frequency
-    i.
+    """Rotate each pair (x[i], x[i + D/2]) of every head by its angle, position * frequency i.
 
         y[i]       = x[i] cos - x[i + D/2] sin
         y[i + D/2] = x[i + D/2] cos + x[i] sin
@@ -148,8 +153,7 @@ def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> T
     Args:
         heads_BHTD: x.
         cos_sin_B1TF: cosine and sine of the angles.
-        device_type: the type of the device as on which the rotation is computed; "": as on the
-            device of the heads.
+        device_type: the type of the device whose operators are used; "": that of the heads.
 
     Returns:
         [B, H, T, D] in the dtype of the heads. The rotation is computed in the cosine's dtype and

@@ -1,6 +1,6 @@
-"""Read a model's defaults for sampling: the values that its makers recommend.
+"""Read and export a model's sampling defaults, such as the temperature that its makers recommend.
 
-Exports keep them. Monograph itself does not sample by them.
+Monograph keeps them for exports, and does not use them when it samples.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monograph.errors import InputRefused
-from monograph.storage.reading import inside, read_json, status
+from monograph.storage.reading import file_inside, read_json, status
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-# The values by their names in generation_config.json.
+# The values, by their keys in generation_config.json.
 Defaults = Mapping[str, bool | int | float]
 
 FILE = "generation_config.json"
@@ -47,11 +47,11 @@ def read(folder: Path) -> dict[str, bool | int | float]:
     """
     if status(folder / FILE, follow=False) is None:
         return {}
-    return select_defaults(read_json(inside(folder, FILE)), str(folder / FILE))
+    return select_defaults(read_json(file_inside(folder, FILE)), str(folder / FILE))
 
 
 def select_defaults(values: Mapping[str, Any], where: str) -> dict[str, bool | int | float]:
-    """Return the values of a file that say how to sample, without nulls.
+    """Return the values of a generation_config.json that say how to sample, without nulls.
 
     Args:
         values: the values by their names in generation_config.json.
@@ -80,12 +80,12 @@ def add_to_gguf(writer: GGUFWriter, defaults: Defaults, context: int) -> None:
 
     Args:
         writer: the file's writer.
-        defaults: the model's defaults.
-        context: the length of the longest text. A penalty for repetitions regards all of it, as in
-            transformers.
+        defaults: the model's sampling defaults.
+        context: the length of the longest text, in tokens. As in transformers, the penalty for
+            repetitions is computed from the whole text.
     """
     if defaults.get("do_sample") is False:
-        writer.add_sampling_temp(0.0)  # The most probable token is taken.
+        writer.add_sampling_temp(0.0)  # always the most probable token
     else:
         if "temperature" in defaults:
             writer.add_sampling_temp(float(defaults["temperature"]))
@@ -110,7 +110,7 @@ def modelfile_lines(defaults: Defaults) -> list[str]:
     if "repetition_penalty" in defaults:
         lines += [
             f"PARAMETER repeat_penalty {defaults['repetition_penalty']}",
-            # -1 stands for the length of the longest text.
+            # Ollama's word for the length of the longest text.
             "PARAMETER repeat_last_n -1",
         ]
     return lines

@@ -1,4 +1,5 @@
-"""Describe rotary positions, and the ways to scale them for longer contexts.
+"""Describe rotary positions and the ways to scale them for longer contexts, and read and write them
+as keys of a config.json.
 
 The module needs no torch.
 """
@@ -11,47 +12,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monograph.errors import InputRefused
+from monograph.model.checks import check_positive_integer, check_positive_number
+from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 
 if TYPE_CHECKING:
     from monograph.model.config import LlamaConfig
 
-LARGEST_SIZE = 2**31 - 1
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-LINEAR = "linear_attention"
-LONG = "longrope"
-
-
-def check_positive_integer(name: str, value: object) -> None:
-    """Raise InputRefused unless the value is an integer from 1 to 2^31 - 1.
-
-    The upper limit is the largest number that GGUF files can hold.
-    """
-    _check_integer(name, value, 1, "")
-
-
-def check_token_id(name: str, value: object) -> None:
-    """Raise InputRefused unless the value is an integer from 0 to 2^31 - 1."""
-    _check_integer(name, value, 0, "a token id, ")
-
-
-def _check_integer(name: str, value: object, minimum: int, meaning: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise InputRefused(
-            f"{name} = {value!r}: expected {meaning}a whole number of at least {minimum}"
-        )
-    if value > LARGEST_SIZE:
-        raise InputRefused(f"{name} = {value}: expected {meaning}at most {LARGEST_SIZE}")
-
-
-def check_positive_number(name: str, value: object) -> None:
-    """Raise InputRefused unless the value is a positive number that torch accepts.
-
-    torch accepts an int64 or a finite float.
-    """
-    limit = 2**63 if isinstance(value, int) else 1e300
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < limit:
-        raise InputRefused(f"{name} = {value!r}: expected a positive number below {limit:g}")
+LONGROPE = "longrope"  # the rope_type of `LongScaling`
 
 
 @dataclass(frozen=True)
@@ -213,34 +180,38 @@ class LongScaling:
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
 
-_CLASSES: dict[str, type[Scaling]] = {
+_SCALING_CLASSES: dict[str, type[Scaling]] = {
     "linear": LinearScaling,
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
-    LONG: LongScaling,
+    LONGROPE: LongScaling,
 }
 
 
 def rope_type(scaling: Scaling) -> str:
     """Return transformers' name of a scaling, the value of its `rope_type`."""
-    return next(name for name, scaling_class in _CLASSES.items() if type(scaling) is scaling_class)
+    return next(
+        name for name, scaling_class in _SCALING_CLASSES.items() if type(scaling) is scaling_class
+    )
 
 
 class Rope(NamedTuple):
-    """The rotary positions that a config.json states. Only `scaling` is already checked.
+    """The rotary positions that a config.json states.
+
+    The numbers are as in the file and not yet checked. The scaling is checked.
 
     Attributes:
         theta: base of the wavelengths.
         scaling: the scaling of the wavelengths; None: they are not scaled.
         local_theta: base of the wavelengths in layers with a window, which then have no scaling;
             None: these layers have the base and the scaling of the other layers.
-        rotated_share: share of a head's channels that are rotated.
+        partial_rotary_factor: share of a head's channels that are rotated.
     """
 
     theta: object
     scaling: Scaling | None
     local_theta: object = None
-    rotated_share: object = 1.0
+    partial_rotary_factor: object = 1.0
 
 
 def from_hf(
@@ -253,8 +224,9 @@ def from_hf(
 
     Args:
         values: the content of the config.json, with its family's defaults filled in.
-        local_theta: the family's default base in layers with a window. Files of such a family have
-            one table for these layers and one for the others. None: a file has one table.
+        local_theta: the family's default base in layers with a window. Files of a family with such a
+            default have one table for these layers and one for the others. None: files have one
+            table for all layers.
         keys: the family's optional keys.
         rope_types: the family's scalings, by transformers' names.
 
@@ -269,40 +241,50 @@ def from_hf(
     # transformers 5 writes a dictionary `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`.
     # If a file has both, transformers reads only `rope_scaling`.
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-    table = _table(values, name)
+    table = _copy_table(values, name)
     nested = [key for key, value in table.items() if isinstance(value, dict)]
     if nested:
         raise InputRefused(
             f"{name}.{nested[0]}: one rotary embedding for each kind of layer is not supported"
         )
-    rotated_share = None
+    partial_rotary_factor = None
     if "partial_rotary_factor" in keys:
-        rotated_share = table.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if rotated_share is None:
-        rotated_share = 1.0
+        partial_rotary_factor = table.pop(
+            "partial_rotary_factor", values.get("partial_rotary_factor")
+        )
+    if partial_rotary_factor is None:
+        partial_rotary_factor = 1.0
     theta = table.get("rope_theta", values.get("rope_theta", 10_000.0))
     scaling = _read_scaling(table, values, rope_types)
-    return Rope(theta, scaling, rotated_share=rotated_share)
+    return Rope(theta, scaling, partial_rotary_factor=partial_rotary_factor)
 
 
 def _read_two_tables(
     values: Mapping[str, Any], local_theta: object, rope_types: Collection[str]
 ) -> Rope:
-    """Return what the table of full attention and the table of layers with a window state."""
-    tables = _table(values, "rope_parameters")
+    """Return the rotary positions of a file with two tables in `rope_parameters`: one for full
+    attention, and one for layers with a window.
+
+    Args:
+        values: the content of the config.json, with its family's defaults filled in.
+        local_theta: base in layers with a window, if their table has none.
+        rope_types: the family's scalings, by transformers' names.
+    """
+    tables = _copy_table(values, "rope_parameters")
     for key in tables:
-        if key not in (FULL, SLIDING):
+        if key not in (FULL_ATTENTION, SLIDING_ATTENTION):
             raise InputRefused(
-                f"rope_parameters.{key}: expected a table for {FULL!r} and one for {SLIDING!r}"
+                f"rope_parameters.{key}: expected a table for {FULL_ATTENTION!r} and one for {SLIDING_ATTENTION!r}"
             )
-    full_table = _table(tables, FULL) | _table(values, "rope_scaling")
+    full_table = _copy_table(tables, FULL_ATTENTION) | _copy_table(values, "rope_scaling")
     # transformers looks for `truncate` beside the two tables, where no file has it.
     full_table.pop("truncate", None)
-    sliding_table = _table(tables, SLIDING)
+    sliding_table = _copy_table(tables, SLIDING_ATTENTION)
     default_theta = values["rope_theta"]
     if _read_scaling(sliding_table, values, rope_types) is not None:
+        sliding_type = sliding_table.get("rope_type")
         raise InputRefused(
-            f"rope_parameters.{SLIDING}: rope_type = {sliding_table.get('rope_type')!r} is not supported there"
+            f"rope_parameters.{SLIDING_ATTENTION}: rope_type = {sliding_type!r} is not supported there"
         )
     return Rope(
         full_table.get("rope_theta", default_theta),
@@ -311,8 +293,8 @@ def _read_two_tables(
     )
 
 
-def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a copy of the table with this name, which is empty if the file has none or null."""
+def _copy_table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of the table with this name, or {} if the file has no such table or null."""
     table = values.get(name) or {}
     if not isinstance(table, dict):
         raise InputRefused(f"{name} = {table!r}: expected a table or null")
@@ -337,8 +319,8 @@ def _read_scaling(
     if name == "default":
         return None
     # Older files of families with LongRoPE call it "su" or "yarn".
-    if LONG in rope_types and name in ("su", "yarn"):
-        name = LONG
+    if LONGROPE in rope_types and name in ("su", "yarn"):
+        name = LONGROPE
     if not isinstance(name, str) or name not in rope_types:
         supported = ", ".join(map(repr, rope_types))
         raise InputRefused(
@@ -352,9 +334,9 @@ def _read_scaling(
     table = {original: values["max_position_embeddings"], **table}
     if name == "yarn":
         table = _complete_yarn(table)
-    elif name == LONG:
+    elif name == LONGROPE:
         table = _complete_long(table, values["max_position_embeddings"])
-    scaling_class = _CLASSES[name]
+    scaling_class = _SCALING_CLASSES[name]
     attributes = [field.name for field in fields(scaling_class)]
     missing = [attribute for attribute in attributes if attribute not in table]
     if missing:
@@ -426,11 +408,11 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
     elif "rope_parameters" in config.family.defaults:
         # A file without this key would get the family's default, which has a scaling.
         values["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
-    if "rope_local_theta" in config.family.keys:
+    if "rope_local_theta" in config.family.optional_keys:
         local_theta = config.rope_local_theta or theta
         values["rope_parameters"] = {
-            FULL: {"rope_theta": theta},
-            SLIDING: {"rope_type": "default", "rope_theta": local_theta},
+            FULL_ATTENTION: {"rope_theta": theta},
+            SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": local_theta},
         }
         values["rope_local_base_freq"] = local_theta
     return values
@@ -447,7 +429,7 @@ def _long_to_hf(scaling: LongScaling) -> dict[str, Any]:
         "short_factor": list(scaling.short_factor),
         "long_factor": list(scaling.long_factor),
     }
-    table: dict[str, Any] = {"type": LONG, **factors}
+    table: dict[str, Any] = {"type": LONGROPE, **factors}
     completed = _complete_long({**factors, **lengths}, scaling.max_position_embeddings)
     # transformers 4 wants a table of exactly three keys, so it gets a fourth only where it has to.
     if scaling.attention_factor != completed["attention_factor"]:

@@ -1,13 +1,13 @@
 """Read a Llama from a file of `torch.save`, which has weights but no configuration.
 
-A. Tam's article "Pretraining a Llama Model on Your Local GPU" writes such a file: a state dict,
-alone or under "model", with "base_model." in the names of the decoder, and with the rotary tables
-as buffers.
+A. Tam's article "Pretraining a Llama Model on Your Local GPU" writes such a file. It has a state dict,
+alone or under the key "model". The names of the decoder's tensors begin with "base_model.", and the
+rotary tables are buffers.
 
-The sizes are those of the tensors. The number of heads follows from the rotary tables. Without
-them, it is the user's setting in the section [model]. Without a setting, it is that of the preset
-llama-179m, if the weights have its shape. Everything else is what the settings in [model] say, or
-its default.
+Sizes are those of the tensors. The number of heads is found in the rotary tables. If there are none,
+it is the user's setting in the section [model]. If there is no setting either, it is that of the
+preset llama-179m, provided that the weights have its shape. Everything else is what the settings in
+[model] say, or its default.
 """
 
 import math
@@ -31,8 +31,8 @@ _WEIGHTS_KEYS = ("model", "model_state_dict", "state_dict")
 # The prefixes of names that come from torch.compile, DistributedDataParallel and the article.
 _PREFIX = re.compile(r"^(?:_orig_mod\.|module\.)*(?:base_model\.|model\.)?")
 _ROTARY = re.compile(r"model\.rotary_emb\.(cos|sin|inv_freq)")
-# The largest accepted error of a rotary table. A table in bf16 has an error of 2^-9. A table of
-# another base, or one that was never computed, has an error of about 1.
+# The largest accepted error of a number in a rotary table. It is at most 2^-9 for a table in bf16, and
+# about 1 for a table of another base, or one that was never computed.
 _TABLE_ERROR = 0.01
 # torch.save writes a ZIP file. It ends with three records that describe the list of its entries: the
 # ZIP64 end record, its locator and the plain end record.
@@ -42,7 +42,7 @@ _PLAIN_END_BYTES = 22
 MAX_LISTED_BYTES = 1 << 24  # the largest list of entries, which zipfile reads as a whole
 
 
-def read(path: Path, given: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, Tensor]]:
+def read(path: Path, settings: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, Tensor]]:
     """Return the configuration of the model in a file, and its weights.
 
     The weights are memory-mapped, and have their Hugging Face names. Nothing but tensors is
@@ -50,7 +50,7 @@ def read(path: Path, given: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, T
 
     Args:
         path: the file.
-        given: the values of `LlamaConfig` that the user gave. They must agree with the tensors.
+        settings: the values of `LlamaConfig` that the user gave. They must agree with the tensors.
 
     Raises:
         InputRefused: there is no such file, or it does not have the weights of a Llama, or a size
@@ -58,9 +58,9 @@ def read(path: Path, given: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, T
     """
     state = _state_dict(path)
     weights = {name: tensor for name, tensor in state.items() if not _ROTARY.fullmatch(name)}
-    config = _config(state, path, given)
-    # The configuration comes from some of the tensors, so an error about another one names them.
-    hub.check_tensors(weights, config, path, said_by="the other tensors")
+    config = _config(state, path, settings)
+    # The configuration is made from some of the tensors, so errors call these "the other tensors".
+    hub.check_tensors(weights, config, path, source="the other tensors")
     _check_rotary(state, config, path)
     return config, weights
 
@@ -73,12 +73,13 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
             loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise InputRefused(f"{path}: no such file; it is looked for from {Path.cwd()}") from None
-    except MonographError:  # Its message is already right, so the next clause must not replace it.
+    except MonographError:  # an error of `_check_archive` or `readable`, whose message is for users
         raise
     except Exception as error:  # The unpickler may raise anything for a damaged file.
-        line = (str(error).splitlines() or [""])[0][:100]
+        first_line = (str(error).splitlines() or [""])[0][:100]
         raise InputRefused(
-            f"{path}: not weights that torch.save wrote ({type(error).__name__}: {line}); save model.state_dict() alone"
+            f"{path}: not weights that torch.save wrote ({type(error).__name__}: {first_line}); "
+            "save model.state_dict() alone"
         ) from None
     if isinstance(loaded, dict):
         loaded = next((loaded[key] for key in _WEIGHTS_KEYS if key in loaded), loaded)
@@ -137,8 +138,8 @@ def _check_archive(path: Path) -> None:
                 )
 
 
-def _config(state: Mapping[str, Tensor], path: Path, given: Mapping[str, Any]) -> LlamaConfig:
-    """Return the configuration that the tensors and the given values determine.
+def _config(state: Mapping[str, Tensor], path: Path, settings: Mapping[str, Any]) -> LlamaConfig:
+    """Return the configuration that the tensors and the user's settings determine.
 
     Raises:
         InputRefused: a tensor is missing, or a size is unknown, or not that of the tensors.
@@ -155,7 +156,7 @@ def _config(state: Mapping[str, Tensor], path: Path, given: Mapping[str, Any]) -
         match[1] for match in (re.match(r"model\.layers\.(\d+)\.", name) for name in state) if match
     }
     vocab_size, hidden_size = shape("model.embed_tokens.weight")
-    found: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": shape("model.layers.0.mlp.gate_proj.weight")[0],
@@ -165,52 +166,53 @@ def _config(state: Mapping[str, Tensor], path: Path, given: Mapping[str, Any]) -
     query_size = shape("model.layers.0.self_attn.q_proj.weight")[0]
     key_size = shape("model.layers.0.self_attn.k_proj.weight")[0]
     if "model.rotary_emb.cos" in state:
-        found["max_position_embeddings"], head_dim = shape("model.rotary_emb.cos")
-        # The user's rope_theta is used if there is one, and `_check_rotary` refuses it if the table
-        # differs. In `found`, the loop below would refuse it for a rounding error.
-        given = {"rope_theta": _rope_theta(state["model.rotary_emb.cos"]), **given}
+        sizes["max_position_embeddings"], head_dim = shape("model.rotary_emb.cos")
+        # If the user gives a rope_theta, it is used, and `_check_rotary` refuses it if the table differs.
+        # It must not be in `sizes`, because the loop below would refuse it for a rounding error.
+        settings = {"rope_theta": _rope_theta(state["model.rotary_emb.cos"]), **settings}
     else:
-        head_dim = _head_dim(found, query_size, path, given)
-    found["num_attention_heads"] = query_size // head_dim
-    found["num_key_value_heads"] = key_size // head_dim
-    if "lm_head.weight" not in state and not given.get("tie_word_embeddings"):
+        head_dim = _head_dim(sizes, query_size, path, settings)
+    sizes["num_attention_heads"] = query_size // head_dim
+    sizes["num_key_value_heads"] = key_size // head_dim
+    if "lm_head.weight" not in state and not settings.get("tie_word_embeddings"):
         raise InputRefused(
             f"{path}: there is no lm_head.weight: save the whole model's state_dict(), "
             "or give model.tie_word_embeddings=true if its head is the embedding"
         )
     # The rotary table may be longer or shorter than the texts that the user wants.
-    for key in (found.keys() & given.keys()) - {"max_position_embeddings"}:
-        if given[key] != found[key]:
+    for key in (sizes.keys() & settings.keys()) - {"max_position_embeddings"}:
+        if settings[key] != sizes[key]:
             raise InputRefused(
-                f"model.{key} = {given[key]}, but the weights in {path} have {found[key]}"
+                f"model.{key} = {settings[key]}, but the weights in {path} have {sizes[key]}"
             )
-    return LlamaConfig(**{**found, "head_dim": head_dim, **given})
+    return LlamaConfig(**{**sizes, "head_dim": head_dim, **settings})
 
 
 def _head_dim(
-    found: Mapping[str, Any], query_size: int, path: Path, given: Mapping[str, Any]
+    sizes: Mapping[str, Any], query_size: int, path: Path, settings: Mapping[str, Any]
 ) -> int:
     """Return the width of a head of a model without a rotary table.
 
-    The width follows from the given number of heads. Without such a number, it is that of the
+    The width follows from the user's number of heads. Without such a number, it is that of the
     preset llama-179m, if the weights have its shape.
 
     Args:
-        found: the sizes that the tensors show.
+        sizes: the sizes that the tensors show.
         query_size: the width of the queries of all heads.
         path: the file, for errors.
-        given: the values of `LlamaConfig` that the user gave.
+        settings: the values of `LlamaConfig` that the user gave.
 
     Raises:
-        InputRefused: no number is given, and the weights do not have the preset's shape.
+        InputRefused: the user gives no number, and the weights do not have the preset's shape.
     """
-    if heads := given.get("num_attention_heads"):
+    heads = settings.get("num_attention_heads")
+    if heads:
         # At least 1, because the caller divides by the width. `hub.check_tensors` refuses a number
         # of heads that does not fit the tensors.
         return max(1, query_size // int(heads))
     preset = LlamaConfig.preset("llama-179m")
     has_preset_sizes = all(
-        found[key] == getattr(preset, key)
+        sizes[key] == getattr(preset, key)
         for key in ("hidden_size", "intermediate_size", "num_hidden_layers")
     )
     if has_preset_sizes and query_size == preset.hidden_size:
@@ -223,9 +225,9 @@ def _head_dim(
 def _rope_theta(cos_TE: Tensor) -> float:
     """Return the base theta of a rotary table, or the default if the table does not show it.
 
-    The second frequency of a table is theta ^ (-2 / E), and its cosine at position 1 is cos_TE[1,
-    1]. The table is exact to about six digits, so rounding theta to four digits recovers the round
-    number that was meant, such as 10000 or 500000. `_check_rotary` then compares the whole table.
+    cos_TE[1, 1] is the cosine of the second frequency, theta ^ (-2 / E). The table is exact to about
+    six digits, so rounding theta to four digits recovers the round number that was meant, such as
+    10000 or 500000. `_check_rotary` then compares the whole table.
 
     Shapes: T positions, E width of a head.
     """

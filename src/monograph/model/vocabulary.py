@@ -1,14 +1,13 @@
-"""Add rows for tokens that a base lacks, and read and write trained rows of tokens in PEFT's
-format.
+"""Add rows for new tokens to a model, and read and write the trained rows of tokens of adapters.
 
-A *row* is the row of a token in an embedding or in a head. A *table* is a layer with trained rows
-(`monograph.graph.token_rows`).
+A *row* is the row of one token in an embedding or in a head. A *table* is an embedding or a head of
+which some rows are trained and the others are frozen (`monograph.graph.token_rows`).
 
-PEFT's key `trainable_token_indices` is a list of ids, for the embedding and a tied head, or an
-object by layer: {"embed_tokens": [...], "lm_head": [...]}. The tensor
-`LAYER.token_adapter.trainable_tokens_delta` has the rows in the order of the list. They are the
-rows themselves, although the name says "delta". A table with more rows than the base's is also
-stored whole.
+Adapters are in PEFT's format. Its key `trainable_token_indices` is a list of ids, for the embedding
+and a tied head, or an object with a list for each layer: {"embed_tokens": [...], "lm_head": [...]}.
+The tensor `LAYER.token_adapter.trainable_tokens_delta` has the trained rows in the order of the list.
+They are the rows themselves, although the name says "delta". If a table has more rows than the
+base's, PEFT also stores the whole table.
 
 Shapes: V rows of a table, D hidden size.
 """
@@ -24,36 +23,39 @@ from torch import Tensor, nn
 from monograph.errors import InputRefused
 from monograph.graph.mmap_weights import MappedWeight, kept_dtype, replace_data
 from monograph.graph.token_rows import ROWS, TableWithRows, tables_with_rows
-from monograph.model.files import DTYPES, Stored, read_tensors
+from monograph.model.files import DTYPES, StoredTensor, read_tensors
 from monograph.model.llama import Llama
 from monograph.text.tokenizer_file import MAX_VOCABULARY
 
-KEY = "trainable_token_indices"
-PREFIX = "base_model.model."  # The names of all of PEFT's tensors begin with it.
-# Ends of names: of a whole table in PEFT's files, and of trained rows there and in Monograph.
+TRAINABLE_TOKENS_KEY = "trainable_token_indices"
+PEFT_PREFIX = "base_model.model."  # of the names of all tensors in PEFT's files
+# The ends of tensors' names: a whole table in PEFT's files, trained rows in PEFT's files, and trained
+# rows in Monograph.
 _WHOLE_TABLE = ".token_adapter.base_layer.weight"
 _PEFT_ROWS = ".token_adapter.trainable_tokens_delta"
 _OWN_ROWS = f".{ROWS}"
 
 
-def read_tokens(value: object, path: Path) -> tuple[int, ...]:
-    """Return the ids of the trained rows, which must be the same for all layers.
+def read_trainable_tokens(value: object, path: Path) -> tuple[int, ...]:
+    """Return the ids of the tokens whose rows are trained, which must be the same for all layers.
 
     Args:
-        value: the value of `KEY` in an adapter's configuration.
+        value: the value of `TRAINABLE_TOKENS_KEY` in an adapter's configuration; None: no rows.
         path: the configuration's file, for errors.
 
     Raises:
         InputRefused: the value has another form, or the layers differ.
     """
-    ids_by_layer = list(value.values()) if isinstance(value, dict) else [value or []]
-    ids = ids_by_layer[0] if ids_by_layer else []
-    if any(other_ids != ids for other_ids in ids_by_layer):
+    lists_of_layers = list(value.values()) if isinstance(value, dict) else [value or []]
+    ids = lists_of_layers[0] if lists_of_layers else []
+    if any(other_ids != ids for other_ids in lists_of_layers):
         raise InputRefused(
-            f"{path}: {KEY} lists other tokens for one layer than for another, which is not read here"
+            f"{path}: {TRAINABLE_TOKENS_KEY} lists other tokens for one layer than for another, which is not read here"
         )
     if not _are_tokens(ids):
-        raise InputRefused(f"{path}: {KEY} = {str(value)[:60]}: expected ids of tokens, each once")
+        raise InputRefused(
+            f"{path}: {TRAINABLE_TOKENS_KEY} = {str(value)[:60]}: expected ids of tokens, each once"
+        )
     return tuple(ids)
 
 
@@ -66,31 +68,40 @@ def _are_tokens(ids: object) -> TypeGuard[list[int]]:
     return are_in_range and len(set(ids)) == len(ids)
 
 
-def tokens_value(module: nn.Module) -> list[int] | dict[str, list[int]] | None:
-    """Return the value of `KEY` for a module's trained rows; None if it has none."""
+def trainable_tokens_value(module: nn.Module) -> list[int] | dict[str, list[int]] | None:
+    """Return the value of `TRAINABLE_TOKENS_KEY` for a module's trained rows; None if it has none."""
     ids_by_layer = {
         name: layer.token_index.tolist() for name, layer in tables_with_rows(module).items()
     }
-    if len(ids_by_layer) > 1:
-        return {name.rpartition(".")[2]: ids for name, ids in ids_by_layer.items()}
-    return next(iter(ids_by_layer.values()), None)
+    if not ids_by_layer:
+        return None
+    if len(ids_by_layer) == 1:
+        return next(iter(ids_by_layer.values()))
+    return {_last_name(path): ids for path, ids in ids_by_layer.items()}
+
+
+def _last_name(path: str) -> str:
+    """Return the last name of a module's path, such as "lm_head"."""
+    return path.rpartition(".")[2]
 
 
 def peft_name(name: str) -> str:
     """Return PEFT's name for a tensor of an adapter."""
     if name.endswith(_OWN_ROWS):
         name = name.removesuffix(_OWN_ROWS) + _PEFT_ROWS
-    return PREFIX + name
+    return PEFT_PREFIX + name
 
 
-def own_tensors(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dict[str, Stored]:
+def tensors_by_own_names(
+    stored: Mapping[str, StoredTensor], module: nn.Module, path: Path
+) -> dict[str, StoredTensor]:
     """Return the tensors of PEFT's file by Monograph's names.
 
-    Left out are whole tables, and the rows of a tied head, which repeat those of the embedding.
+    Whole tables are left out, and so are the rows of a tied head, which repeat those of the embedding.
 
     Args:
         stored: the file's tensors by PEFT's names.
-        module: the module into which they will be copied.
+        module: the module with the adapters into which they will be copied.
         path: the file, for errors.
 
     Raises:
@@ -101,13 +112,13 @@ def own_tensors(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> 
     layers = {
         name: layer for name, layer in module.named_modules() if isinstance(layer, TableWithRows)
     }
-    renamed = dict[str, Stored]()
+    renamed = dict[str, StoredTensor]()
     for stored_name, tensor in stored.items():
-        name = stored_name.removeprefix(PREFIX)
+        name = stored_name.removeprefix(PEFT_PREFIX)
         layer_name = name.removesuffix(_PEFT_ROWS).removesuffix(_WHOLE_TABLE)
         layer = layers.get(layer_name)
         if layer is None or name == layer_name:
-            # Not of a table, such as a matrix of LoRA.
+            # A tensor of something else than a table, such as a matrix of LoRA.
             renamed[name] = tensor
         elif name.endswith(_WHOLE_TABLE):
             _require_base_table(stored_name, tensor, layer, path)
@@ -117,28 +128,28 @@ def own_tensors(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> 
 
 
 def unlisted_rows(value: object, module: nn.Module) -> set[str]:
-    """Return the names of a module's trained rows that a configuration does not list.
+    """Return the names of a module's trained rows of layers that a configuration does not list.
 
-    For example, a list of ids does not name the rows of an untied head.
+    For example, a list of ids stands for the embedding alone, and not for an untied head.
 
     Args:
-        value: the value of `KEY` in the configuration.
+        value: the value of `TRAINABLE_TOKENS_KEY` in the configuration.
         module: the module.
     """
     if isinstance(value, dict):
         listed_layers = set(value)
     else:
-        embedding = next(iter(tables_with_rows(module)), "")
-        listed_layers = {embedding.rpartition(".")[2]}
+        embedding_path = next(iter(tables_with_rows(module)), "")
+        listed_layers = {_last_name(embedding_path)}
     return {
-        name + _OWN_ROWS
-        for name in tables_with_rows(module)
-        if name.rpartition(".")[2] not in listed_layers
+        path + _OWN_ROWS
+        for path in tables_with_rows(module)
+        if _last_name(path) not in listed_layers
     }
 
 
-def _require_base_table(name: str, stored: Stored, layer: TableWithRows, path: Path) -> None:
-    """Require that a stored whole table is the base's, but for the trained rows."""
+def _require_base_table(name: str, stored: StoredTensor, layer: TableWithRows, path: Path) -> None:
+    """Require that a stored whole table equals the base's in all rows that are not trained."""
     shape = list(layer.weight.shape)
     if list(stored.shape) != shape:
         raise InputRefused(
@@ -152,52 +163,55 @@ def _require_base_table(name: str, stored: Stored, layer: TableWithRows, path: P
     is_equal_VD = read_tensors({name: stored}, layer.weight.dtype)[name] == layer.weight
     is_equal_VD[layer.token_index] = True
     if not bool(torch.all(is_equal_VD)):
-        row = int((~is_equal_VD.all(1)).nonzero()[0])
+        first_different = (~is_equal_VD.all(1)).nonzero()[0]
+        row = int(first_different)
         raise InputRefused(
             f"{path}: {name} is a whole table, whose row {row} is not the base's: merge it with PEFT first"
         )
 
 
-# Rows that are converted to float64 at a time. A whole large table in float64 may not fit in
-# memory.
+# The number of rows that are converted to float64 at a time, because a large table in float64 may not
+# fit in memory.
 ROWS_AT_ONCE = 4096
 
 
 @torch.no_grad()
-def extend(model: Llama, known: int, tokens: int) -> None:
-    """Set the rows of the tokens from `known` to `tokens` - 1 in the embedding and the head, in
-    place.
+def set_new_rows(model: Llama, known: int, tokens: int) -> None:
+    """Give new tokens rows in the embedding and in the head, in place: the mean of all known rows.
 
         W[i] = mean of W[0] ... W[known - 1],   known <= i < tokens
 
-    Rows are added if there are too few, and none is removed. Rows below `known` keep their bits. An
-    untied head gets its own mean, and a tied head stays tied. To sample the rows around the mean
-    would not be better (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language
-    Models"). The sum is in float64 and is rounded once, so its bits depend neither on the device
-    nor on the dtype in which the folder was read.
+    Rows are added if there are too few, and none is removed. Rows below `known` keep their bits. The
+    means of the embedding and of an untied head differ; a tied head stays tied. Rows that are sampled
+    around the mean would not be better (Hewitt 2021, "Initializing New Word Embeddings for Pretrained
+    Language Models"). The sum is in float64 and is rounded once, so its bits depend neither on the
+    device nor on the dtype in which the folder was read.
 
     Args:
         model: a model on any device.
         known: number of tokens with which the model was trained, at most V.
-        tokens: number of tokens of the tokenizer.
+        tokens: number of tokens of the tokenizer, with the new ones.
     """
     layers: list[nn.Embedding | nn.Linear] = [model.model.embed_tokens]
     if not model.config.tie_word_embeddings:
         layers.append(model.lm_head)
     for layer in layers:
         weight = layer.weight
-        # A mapped weight is copied into memory, where it can be changed.
+        # A mapped weight is copied into memory, because a mapped file must not be changed.
         in_memory = weight.detach().to(kept_dtype(weight), copy=isinstance(weight, MappedWeight))
         replace_data(weight, in_memory)
-        layer.weight = _extended(weight, known, tokens)
+        layer.weight = _with_new_rows(weight, known, tokens)
     model.config = replace(model.config, vocab_size=max(model.config.vocab_size, tokens))
     model.tie_weights()
     model.model.embed_tokens.num_embeddings = model.config.vocab_size
     model.lm_head.out_features = model.config.vocab_size
 
 
-def _extended(weight_VD: Tensor, known: int, tokens: int) -> Tensor:
-    """Return the weight with the rows of `extend`: itself if it has enough rows, else a new one."""
+def _with_new_rows(weight_VD: Tensor, known: int, tokens: int) -> Tensor:
+    """Return the weight with the rows that `set_new_rows` sets.
+
+    If the weight has enough rows it is changed in place, otherwise the result is a new parameter.
+    """
     mean_D = _mean_row(weight_VD[:known]).to(weight_VD.dtype)
     missing = max(0, tokens - weight_VD.shape[0])
     if not missing:

@@ -6,8 +6,15 @@ from monograph.optim.adamw import AdamW, adamw_
 from monograph.optim.muon import Muon, hidden_matrices, muon_, newton_schulz
 from monograph.optim.narrow import join, split, split_, splittable
 from monograph.optim.optimizer import Group, Hyperparameters, Knob, Optimizer, ParameterKind, Rule
-from monograph.optim.optimizers import OPTIMIZERS, checked, name_of
-from monograph.optim.planes import Plane, holding, planes, trainable, unlinked, vectors_at_once
+from monograph.optim.optimizers import OPTIMIZERS, name_of, require_optimizer
+from monograph.optim.planes import (
+    Plane,
+    planes,
+    temporary_params,
+    trainable,
+    unlinked,
+    vectors_at_once,
+)
 from monograph.optim.updates import ema_, initialise, update_
 
 __all__ = [
@@ -22,10 +29,10 @@ __all__ = [
     "Plane",
     "Rule",
     "adamw_",
-    "checked",
+    "require_optimizer",
     "ema_",
     "hidden_matrices",
-    "holding",
+    "temporary_params",
     "initialise",
     "join",
     "muon_",

@@ -1,4 +1,4 @@
-"""AdamW: its formula, its rule, and the optimizer that updates all parameters so."""
+"""AdamW: its formula, its rule, and the optimizer that applies it to all parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def adamw_(param: Tensor, grad: Tensor, moments: Sequence[Tensor], hyper: Hyperp
     t = hyper.applied.to(torch.float64)  # 1 - b2^t loses digits in fp32
     step_size = materialize((hyper.lr / (1 - beta1**t)).to(param.dtype))
     root_correction = materialize((1 - beta2**t).sqrt().to(param.dtype))
-    # lr wd p is subtracted, because p (1 - lr wd) would round the factor in the same way at every
+    # lr wd p is subtracted from p. In p (1 - lr wd) the factor would be rounded in the same way at every
     # update, and these errors would add up.
     decay = materialize((hyper.lr * hyper.weight_decay).to(param.dtype))
     denominator = v.sqrt() / root_correction + cast_like(hyper.eps, param)
@@ -49,7 +49,7 @@ def adamw_moments(
     """Return AdamW's next moments m and v; see `adamw_`."""
     exp_avg, exp_avg_sq = moments
     beta1, beta2 = hyper.betas
-    # `lerp`, because torch.optim computes m so; where m = g the result is exactly g.
+    # torch.optim computes m by `lerp`, too. Where m = g the result is exactly g.
     m = torch.lerp(exp_avg, grad, cast_like(1 - beta1, grad))
     return m, exp_avg_sq * cast_like(beta2, grad) + grad * grad * cast_like(1 - beta2, grad)
 
@@ -59,6 +59,6 @@ ADAMW = Rule((Moment("exp_avg"), Moment("exp_avg_sq", never_negative=True)), ada
 
 @dataclass(frozen=True)
 class AdamW(Elementwise):
-    """AdamW with weight decay on matrices only; its fields are those of `Optimizer`."""
+    """AdamW with weight decay on matrices only. It has the fields of `Optimizer`."""
 
     rules: ClassVar[tuple[Rule, ...]] = (ADAMW,)

@@ -1,4 +1,4 @@
-"""The forms in which an optimizer keeps its moments, which `monograph.optim_table` lists."""
+"""The formats in which optimizers keep their moments. `monograph.optim_table` lists them."""
 
 from monograph import optim_table
 from monograph.optim.state_format import StateFormat
@@ -8,12 +8,12 @@ FORMATS: dict[str, StateFormat] = {name: row.load() for name, row in optim_table
 
 
 def narrower(state: str) -> list[str]:
-    """Return the forms that take fewer bytes than this one, the largest first."""
-    limit = FORMATS[state].bytes_each
-    smaller = [name for name, form in FORMATS.items() if form.bytes_each < limit]
+    """Return the names of the formats that take fewer bytes than this one, the largest first."""
+    bytes_each = FORMATS[state].bytes_each
+    smaller = [name for name, form in FORMATS.items() if form.bytes_each < bytes_each]
     return sorted(smaller, key=lambda name: -FORMATS[name].bytes_each)
 
 
 def rounding(*, stochastic: bool) -> list[str]:
-    """Return the forms that round stochastically, or those that do not."""
+    """Return the names of the formats that round stochastically, or of those that do not."""
     return [name for name, form in FORMATS.items() if form.stochastic == stochastic]

@@ -1,4 +1,4 @@
-"""Say how each parameter is updated, for optimizers with one rule or several."""
+"""Sort parameters into kinds, which say how they are updated. All optimizers use this file."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -12,7 +12,7 @@ from monograph.optim.planes import trainable
 
 
 class Elementwise(Optimizer):
-    """An optimizer that updates all parameters by its only rule, element by element."""
+    """Base class of optimizers with one rule, which updates each element of all parameters separately."""
 
     def kinds(self, module: nn.Module) -> dict[str, ParameterKind]:
         """Return how each trainable parameter is updated, by name.
@@ -24,13 +24,13 @@ class Elementwise(Optimizer):
         return kinds_of(trainable(module), rule, self)
 
     @property
-    def moments_each(self) -> float:
-        """Return how many moments a parameter has."""
-        return self.moments_of_matrices
+    def moments_per_parameter(self) -> float:
+        """Return the number of moments for each parameter."""
+        return self.moments_per_block_matrix
 
     @property
-    def moments_of_matrices(self) -> int:
-        """Return how many moments a block's matrix has, and so an adapter."""
+    def moments_per_block_matrix(self) -> int:
+        """Return the number of moments of a matrix in a block, which an adapter's matrices also have."""
         [rule] = self.rules
         return len(rule.moments)
 
@@ -52,26 +52,32 @@ def kinds_of(
     unmatched = {group.pattern for group in groups}
     kinds: dict[str, ParameterKind] = {}
     for name, parameter in parameters.items():
-        # The first match counts, so that an exception is written before its rule.
+        # The first match counts, so that a user can write an exception before a general pattern.
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
         unmatched.discard(group.pattern)
-        # By name too, because the biases of all experts are one matrix.
+        # The biases of all experts are one tensor with two dimensions, so the name is also asked.
         is_vector = parameter.ndim < 2 or name.endswith(".bias")
         if group.weight_decay is not None:
             decay = group.weight_decay
         else:
-            # Gains and biases are not decayed: pulling a gain to zero shrinks activations without
-            # regularising them.
+            # Gains and biases are not decayed. Pulling a gain towards zero would shrink activations
+            # and regularise nothing.
             decay = 0.0 if is_vector else optim.weight_decay
         eps = optim.eps * group.eps
-        kinds[name] = ParameterKind(rule, group.lr, decay, optim.betas, eps, vector=is_vector)
+        kinds[name] = ParameterKind(rule, group.lr, decay, optim.betas, eps, is_vector=is_vector)
     if unmatched:
         raise UsageError(no_match_message("the optimizer's group", min(unmatched), parameters))
     return kinds
 
 
 def no_match_message(what: str, pattern: str, parameters: Mapping[str, nn.Parameter]) -> str:
-    """Return the error of a pattern, which `what` calls by its kind, that matches no parameter."""
+    """Return the error for a pattern that matches no parameter.
+
+    Args:
+        what: what the message calls the pattern, such as "muon's pattern".
+        pattern: the pattern.
+        parameters: the parameters by name, of which the message names one.
+    """
     return (
         f"{what} {pattern!r} matches no trainable parameter that is not another's already; "
         f"names are such as {next(iter(parameters))!r}"
@@ -79,5 +85,5 @@ def no_match_message(what: str, pattern: str, parameters: Mapping[str, nn.Parame
 
 
 def cast_like(knob: Knob, param: Tensor) -> Knob:
-    """Return a knob; if it is a tensor, in the dtype of the parameters."""
+    """Return a hyperparameter; if it is a tensor, in the dtype of the parameters."""
     return materialize(knob.to(param.dtype)) if isinstance(knob, Tensor) else knob

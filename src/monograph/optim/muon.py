@@ -1,4 +1,4 @@
-"""Muon: its formula, its rule, and the optimizer that updates the matrices of blocks so."""
+"""Muon: its formula, its rule, and the optimizer that applies it to the matrices of blocks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ from monograph.optim.planes import trainable
 from monograph.optim.state_format import Moment
 from monograph.ranges import DECAY, NOT_NEGATIVE
 
-# Keller Jordan's quintic (https://kellerjordan.github.io/posts/muon/) is so steep at 0 that five
-# iterations are enough. Singular values then end between 0.68 and 1.21 instead of at 1, which does
-# not harm training.
+# The coefficients of Keller Jordan's quintic polynomial (https://kellerjordan.github.io/posts/muon/). It
+# is so steep at 0 that five iterations are enough. Singular values then end between 0.68 and 1.21 instead
+# of at 1, which does not harm training.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 MIN_NORM = 1e-7
-# The usual RMS of AdamW's update, divided by the learning rate (Liu et al. 2025, "Muon is Scalable
-# for LLM Training", arXiv 2502.16982, eq. 4).
+# The usual RMS (root mean square) of AdamW's update, divided by the learning rate (Liu et al. 2025, "Muon
+# is Scalable for LLM Training", arXiv 2502.16982, eq. 4).
 ADAMW_RMS = 0.2
 
 
@@ -38,20 +38,20 @@ def newton_schulz(matrices: Tensor, compute: torch.dtype) -> Tensor:
 
     With U S V^T = G / |G|, the result is U f(S) V^T. For s > 0.002, 0.68 < f(s) < 1.21; smaller
     values stay small, with f(s) ~ 3.4445^5 s. A tall G is transposed first, so that A has the
-    smaller side. |G| counts as at least 1e-7, so that a zero gradient gives zeros.
+    smaller side. The divisor is at least 1e-7, so that a gradient of zeros gives zeros.
 
     Args:
         matrices: G, [..., rows, cols].
-        compute: the dtype of the products; norms have the dtype of `matrices`.
+        compute: the dtype of the products. Norms are computed in the dtype of `matrices`.
 
     Returns:
-        Of the same shape and dtype.
+        Matrices of the same shape and dtype.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     wide = matrices.mT if is_tall else matrices
     norms = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
-    # The iteration needs singular values up to 1, and the Frobenius norm is at least the largest.
+    # The iteration needs singular values of at most 1. No singular value is above the Frobenius norm.
     X = (wide / norms.clamp_min(MIN_NORM)).flatten(0, -3).to(compute)
     for _ in range(ITERATIONS):
         A = X @ X.mT
@@ -68,12 +68,13 @@ def muon_(param: Tensor, grad: Tensor, moments: Sequence[Tensor], hyper: Hyperpa
         m <- mu m + (1 - mu) g          u = mu m + (1 - mu) g
         p <- p (1 - lr wd) - lr * 0.2 sqrt(max(rows, cols)) * newton_schulz(u)
 
-    A matrix of rank min(rows, cols) with singular values 1 has an RMS of 1 / sqrt(max(rows, cols)).
-    So the update's RMS is about 0.2 lr, like that of AdamW, and one learning rate serves both.
+    A matrix of full rank whose singular values are 1 has elements with an RMS of
+    1 / sqrt(max(rows, cols)). So the update's RMS is about 0.2 lr, like that of AdamW, and one
+    learning rate serves both.
 
     Args:
         param: matrices p of one shape, [..., rows, cols] with at least one leading dimension; flat
-            parts of them if `hyper` has newton_schulz(u).
+            parts of them if `hyper.orthogonal` has newton_schulz(u).
         grad: g, of the same shape.
         moments: the momentum m, of the same shape.
         hyper: lr, betas (mu,), weight_decay wd, whether it is accepted, the dtype of products, and
@@ -85,7 +86,7 @@ def muon_(param: Tensor, grad: Tensor, moments: Sequence[Tensor], hyper: Hyperpa
     if orthogonal is None:
         orthogonal = newton_schulz(direction, hyper.compute)
     decay = materialize((hyper.lr * hyper.weight_decay).to(param.dtype))
-    rms_factor = ADAMW_RMS * math.sqrt(max((hyper.matrix or param.shape)[-2:]))
+    rms_factor = ADAMW_RMS * math.sqrt(max((hyper.matrix_shape or param.shape)[-2:]))
     step_size = materialize((hyper.lr * rms_factor).to(param.dtype))
     new = param - (decay * param + step_size * orthogonal)
     param.copy_(torch.where(hyper.accepted, new, param))
@@ -105,6 +106,7 @@ def muon_direction(grad: Tensor, moments: Sequence[Tensor], hyper: Hyperparamete
 def _nesterov(
     grad: Tensor, moments: Sequence[Tensor], hyper: Hyperparameters
 ) -> tuple[Tensor, Tensor]:
+    """Return the next momentum m and the direction u; see `muon_`."""
     (momentum_buffer,) = moments
     (momentum,) = hyper.betas
     m = torch.lerp(momentum_buffer, grad, cast_like(1 - momentum, grad))
@@ -124,8 +126,8 @@ MUON = Rule(
 class Muon(Optimizer):
     """Muon for the matrices inside blocks, AdamW for all other parameters.
 
-    The others are embedding, head, norm gains and biases. Both use the same learning rate, see
-    `muon_`. The fields of `Optimizer` mean the same here; betas and eps are AdamW's.
+    The others are the embedding, the head, gains of norms and biases. Both use the same learning
+    rate, see `muon_`. The fields of `Optimizer` mean the same here, and betas and eps are AdamW's.
 
     Attributes:
         momentum: Nesterov momentum of the matrices.
@@ -140,8 +142,8 @@ class Muon(Optimizer):
 
     rules: ClassVar[tuple[Rule, ...]] = (ADAMW, MUON)
     updates_matrices: ClassVar[bool] = True
-    # The rate is AdamW's as the updates have the same size, but better numbers were measured for
-    # two presets (dev/log.md, benchmarks/recipe.py).
+    # The usual learning rate is AdamW's, because updates have the same size. For two presets, better
+    # numbers were measured (dev/log.md, benchmarks/recipe.py).
     tuned: ClassVar[Mapping[str, Mapping[str, Any]]] = dict.fromkeys(
         ("nano", "micro"), {"lr": 6e-3, "momentum": 0.9, "embedding_lr": 6.0}
     )
@@ -179,21 +181,21 @@ class Muon(Optimizer):
         for name, kind in kinds.items():
             if name in shapes:
                 kinds[name] = kind._replace(
-                    rule=MUON, matrix=shapes[name], betas=(self.momentum,), eps=self.eps
+                    rule=MUON, matrix_shape=shapes[name], betas=(self.momentum,), eps=self.eps
                 )
             elif id(parameters[name]) in embeddings:
                 kinds[name] = kind._replace(lr=kind.lr * self.embedding_lr)
         return kinds
 
     @property
-    def moments_each(self) -> float:
-        """Return how many moments a parameter has, in the mean over a language model."""
-        # AdamW's other parameters, with two, are about an eighth of a model.
+    def moments_per_parameter(self) -> float:
+        """Return the number of moments for each parameter, the mean over a language model."""
+        # Muon has one moment and AdamW two. AdamW's parameters are about an eighth of a model.
         return 1.125
 
     @property
-    def moments_of_matrices(self) -> int:
-        """Return how many moments a block's matrix has, and so an adapter."""
+    def moments_per_block_matrix(self) -> int:
+        """Return the number of moments of a matrix in a block, which an adapter's matrices also have."""
         return len(MUON.moments)
 
     @property
@@ -203,8 +205,9 @@ class Muon(Optimizer):
 
     def width_factor(self, wide: Sequence[int], narrow: Sequence[int]) -> float:
         """See Optimizer."""
-        # For activations to keep their size, Muon's |dW| must grow as sqrt(rows / cols). It is
-        # lr * 0.2 sqrt(max(rows, cols)) already, and the second square root cancels that.
+        # So that activations keep their size, the spectral norm of Muon's update must grow as
+        # sqrt(rows / cols). Without a factor, it is lr * 0.2 sqrt(max(rows, cols)), whose growth the
+        # second square root cancels.
         growth = math.sqrt(wide[0] * narrow[1] / (narrow[0] * wide[1]))
         return growth * math.sqrt(max(narrow) / max(wide))
 
@@ -212,19 +215,21 @@ class Muon(Optimizer):
 def hidden_matrices(module: nn.Module) -> list[str]:
     """Return the names of the trainable matrices in a module's `blocks`.
 
-    These include stacks of experts' matrices, but not embeddings: an embedding's rows are looked up
-    instead of multiplied, and orthogonalising its gradient would mix rows of different tokens.
+    These include stacks of experts' matrices, but not embeddings. An embedding's rows are looked up
+    instead of multiplied, and orthogonalising its gradient would mix the rows of different tokens.
     """
-    inside = {id(p) for block in blocks(module).values() for p in block.parameters()}
-    experts = [m for m in module.modules() if isinstance(m, ExpertLinear)]
-    stacks = {id(p) for m in experts for p in m.parameters(recurse=False)}
-    biases = {id(m.bias) for m in experts}
-    matrices = {id(p) for p in module.parameters() if p.ndim == 2 or id(p) in stacks} - biases
-    hidden = (inside - _embeddings(module)) & matrices
+    in_blocks = {id(p) for block in blocks(module).values() for p in block.parameters()}
+    expert_layers = [m for m in module.modules() if isinstance(m, ExpertLinear)]
+    of_experts = {id(p) for layer in expert_layers for p in layer.parameters(recurse=False)}
+    # The biases of all experts are one tensor with two dimensions.
+    expert_biases = {id(layer.bias) for layer in expert_layers}
+    matrices = {id(p) for p in module.parameters() if p.ndim == 2 or id(p) in of_experts}
+    hidden = (in_blocks & matrices) - expert_biases - _embeddings(module)
     return [name for name, p in module.named_parameters() if id(p) in hidden and p.requires_grad]
 
 
 def _embeddings(module: nn.Module) -> set[int]:
+    """Return the ids of the weights of a module's embeddings."""
     return {
         id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
     }

@@ -1,8 +1,8 @@
 """Numbers in fewer bits: stochastic rounding to bf16, halves of fp32, and blocks of 8-bit codes.
 
-The forms of the optimizer's state that are made of them stand at the end. If ranks have rows of a
-parameter each, the first block may begin with `before` elements of another rank, and the last block
-may end with elements of another rank.
+At the end are the formats of the optimizer's state that use them. If ranks share out the rows of a
+parameter, a rank's first block may begin with elements of another rank
+(`PackingContext.block_offset` is how many), and its last block may end with elements of another rank.
 
 Shapes: N elements of a plane, K blocks of 256.
 """
@@ -17,13 +17,14 @@ from monograph.ops.philox import LOW32, philox
 from monograph.optim.state_format import MomentBuffer, PackingContext, StateFormat
 
 BLOCK = 256
-# A code is a root of the ratio of a value to its block's largest value, in this many steps: the
-# square root for a signed value, the fourth root for a second moment. An update uses the square
-# root of a second moment.
-SIGNED_STEPS, SQUARE_STEPS = 127, 255
+# An 8-bit code is a root of the ratio of a value to its block's largest value, in this many steps. It is
+# the square root for a signed value, and the fourth root for a second moment, because an update uses
+# the square root of a second moment.
+SIGNED_STEPS = 127
+SQUARE_STEPS = 255
 
 
-def noise(
+def random_words(
     like_N: Tensor,
     seed: int,
     applied: Tensor,
@@ -33,7 +34,7 @@ def noise(
 ) -> tuple[Tensor, ...]:
     """Return independent random words for each element of a plane.
 
-    They are a function of (seed, update, plane, start + index).
+    A word is a function of the seed, the update, the plane and the element's index in the whole plane.
 
     Args:
         like_N: a tensor of the plane's length, on its device.
@@ -41,25 +42,25 @@ def noise(
         applied: the number of the update, int64.
         plane: the number of the plane.
         start: the index of the first element in the whole plane.
-        count: how many words, 4 at most.
+        count: how many words each element gets, 4 at most.
 
     Returns:
-        So many tensors [N], int64 in [0, 2^32).
+        `count` tensors [N], int64 in [0, 2^32).
     """
-    # The index in the whole plane, so that chunks of a streamed plane and rows of a sharded one get
-    # the same words.
+    # With the index in the whole plane, chunks of a streamed plane and rows of a sharded plane get the
+    # same words as one process gets.
     index_N = torch.arange(len(like_N), device=like_N.device) + start
     zero = torch.zeros_like(applied)
     counter = (index_N & LOW32, applied & LOW32, zero + plane, index_N >> 32)
     return philox(counter, (zero + (seed & LOW32), zero + (seed >> 32)))[:count]
 
 
-def stochastic(values: Tensor, word: Tensor) -> Tensor:
-    """Round to bf16, up or down, with probabilities for which the mean is the value.
+def round_stochastically(values: Tensor, word: Tensor) -> Tensor:
+    """Round to bf16, up or down at random, so that the mean of the results is the value.
 
-    A value that bf16 holds is not changed.
+    A value that is a bf16 number does not change.
 
-        bits <- (bits + r) with the lower 16 bits cut off,   r = word mod 2^16
+        bits <- (bits + r) with the lower 16 bits set to 0,   r = word mod 2^16
 
     Args:
         values: any shape; first rounded to fp32.
@@ -68,20 +69,20 @@ def stochastic(values: Tensor, word: Tensor) -> Tensor:
     Returns:
         bf16, one of the two neighbours of the value.
     """
-    # The sum carries into bf16's last bit with the probability of rounding up. The number next to
-    # infinity may become infinite, as in ordinary rounding.
+    # The sum carries into the last bit of bf16 with the right probability of rounding up. The largest
+    # numbers may become infinite, as in ordinary rounding.
     bits = values.to(torch.float32).view(torch.int32) + (word & 0xFFFF).to(torch.int32)
     return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
 def splittable(master: Tensor) -> Tensor:
-    """Return the weights, of which `split` can store the rest in 16 bits.
+    """Return weights that `split` can store in two halves of 16 bits. A few weights change a little.
 
-        b <- b - 1 where the lower 17 bits of b are 0 1000 0000 0000 0000
+        b <- b - 1 where the lower 17 bits of b are 0 1000 0000 0000 0000,   b the bits of a weight
 
-    A weight halfway between two bf16 numbers that would be rounded down is moved towards zero by
-    its last bit. Its rounding to bf16 stays the same, and `split` needs no 65,537th value of `lo`.
-    One weight of 131,072 is moved, by 2^-24 of itself.
+    These are weights halfway between two bf16 numbers that would be rounded down. They are moved
+    towards zero by their last bit. Their rounding to bf16 stays the same, and otherwise `lo` would
+    need one more than its 65,536 values. One weight of 131,072 is moved, by about 2^-24 of itself.
 
     Args:
         master: fp32, any shape.
@@ -93,7 +94,7 @@ def splittable(master: Tensor) -> Tensor:
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """Return a splittable fp32 tensor as (hi, lo).
 
-        hi = (b + 0x7FFF + (bit 16 of b)) >> 16          lo = b - (hi << 16)         b the bits of the master
+        hi = (b + 0x7FFF + (bit 16 of b)) >> 16          lo = b - (hi << 16)         b the bits of a weight
 
     hi is the rounding to bf16, ties to even; lo is the rest, int16. The largest finite numbers have
     hi = inf, so only the result of `join` tells whether a number is finite.
@@ -114,80 +115,90 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
     return ((hi.view(torch.int16).to(torch.int32) << 16) + lo).view(torch.float32)
 
 
-def rounded(values_N: Tensor, packing: PackingContext) -> tuple[Tensor]:
-    """Return values rounded stochastically to bf16."""
+def pack_bf16(values_N: Tensor, packing: PackingContext) -> tuple[Tensor]:
+    """Return a moment's values rounded stochastically to bf16."""
     assert packing.word_N is not None
-    return (stochastic(values_N, packing.word_N),)
+    return (round_stochastically(values_N, packing.word_N),)
 
 
-def widened(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
-    """Return the values [N] of the only buffer, which any wider dtype holds."""
+def unpack_bf16(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
+    """Return a moment's values [N], which the only buffer has, in bf16."""
     return tensors[0]
 
 
-def quantised(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor]:
-    """Return 8-bit codes of values in blocks of 256, an idea of Dettmers et al., arXiv 2110.02861.
+def pack_8bit(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor]:
+    """Return 8-bit codes of a moment's values, and a scale for each block of 256.
 
         a = max |x| of the block
-        signed (m):  c = sign(x) round(127 (|x| / a)^(1/2))         x' = sign(c) a (c / 127)^2
-        else (v):    c = max(1, round(255 (x / a)^(1/4))), 0 of 0   x' = a (c / 255)^4
+        signed (m):  c = sign(x) round(127 (|x| / a)^(1/2))                    x' = sign(c) a (c / 127)^2
+        else (v):    c = max(1, round(255 (x / a)^(1/4))), but 0 where x = 0   x' = a (c / 255)^4
 
-    Roots are used instead of a table, because they fuse into the update. Codes of v reach twice as
-    many orders of magnitude down as codes of m, and are 0 only where v is 0. So the update
-    m' / sqrt(v') stays bounded for an element whose gradient is tiny compared with its block's.
+    The idea is that of Dettmers et al., arXiv 2110.02861. Roots are used instead of their table,
+    because a compiler can fuse them with the update. The smallest code of v stands for a number twice
+    as many orders of magnitude below the largest as the smallest code of m, and v' is 0 only where v
+    is 0. So the update m' / sqrt(v') stays bounded for an element whose gradient is tiny compared
+    with others in its block.
 
     Args:
         values_N: m or v; v is not negative.
-        packing: whether the values are signed, and which elements of the blocks they are.
+        packing: whether the values are signed, and which elements of their blocks they are.
 
     Returns:
         The codes [N], int8 if signed, else uint8; and a, [K] fp32.
     """
-    blocks_K256 = _blocks(values_N.to(torch.float32), packing.before)
+    blocks_K256 = _blocks(values_N.to(torch.float32), packing.block_offset)
     scale_K1 = blocks_K256.abs().amax(-1, keepdim=True)
-    if packing.ends_2 is not None:
-        scale_K1[0], scale_K1[-1] = packing.ends_2
+    if packing.edge_maxima_2 is not None:
+        scale_K1[0], scale_K1[-1] = packing.edge_maxima_2
     root_K256 = (blocks_K256.abs() / torch.where(scale_K1 > 0, scale_K1, 1.0)).sqrt()
     if packing.signed:
         codes = ((root_K256 * SIGNED_STEPS).round() * blocks_K256.sign()).to(torch.int8)
     else:
-        # At least 1, because an element whose second moment rounded to 0 would be divided by eps
-        # alone.
+        # At least 1. If a second moment became 0, the element's update would be divided by eps alone.
         steps = (root_K256.sqrt() * SQUARE_STEPS).round().clamp_min(1)
         codes = torch.where(blocks_K256 > 0, steps, 0.0).to(torch.uint8)
-    return codes.view(-1)[packing.before : packing.before + len(values_N)], scale_K1.squeeze(-1)
+    return codes.view(-1)[
+        packing.block_offset : packing.block_offset + len(values_N)
+    ], scale_K1.squeeze(-1)
 
 
-def dequantised(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
-    """Return the values [N], fp32, that codes [N] and scales [K] stand for; see `quantised`."""
+def unpack_8bit(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
+    """Return the values [N], fp32, that codes [N] and scales [K] stand for; see `pack_8bit`."""
     codes_N, scale_K = tensors
-    codes_K256 = _blocks(codes_N, packing.before).to(torch.float32)
-    share = codes_K256 / (SIGNED_STEPS if packing.signed else SQUARE_STEPS)
-    powers = share * share.abs() if packing.signed else share.square().square()
-    return (powers * scale_K[:, None]).view(-1)[packing.before : packing.before + len(codes_N)]
+    codes_K256 = _blocks(codes_N, packing.block_offset).to(torch.float32)
+    if packing.signed:
+        root_K256 = codes_K256 / SIGNED_STEPS
+        ratio_K256 = root_K256 * root_K256.abs()
+    else:
+        root_K256 = codes_K256 / SQUARE_STEPS
+        ratio_K256 = root_K256.square().square()
+    values = (ratio_K256 * scale_K[:, None]).view(-1)
+    return values[packing.block_offset : packing.block_offset + len(codes_N)]
 
 
-def _blocks(values_N: Tensor, before: int) -> Tensor:
+def _blocks(values_N: Tensor, block_offset: int) -> Tensor:
     """Return values as blocks [K, 256], with zeros for the elements of other ranks."""
-    after = -(before + len(values_N)) % BLOCK
-    return (F.pad(values_N, (before, after)) if before or after else values_N).view(-1, BLOCK)
+    missing_at_end = -(block_offset + len(values_N)) % BLOCK
+    if block_offset or missing_at_end:
+        values_N = F.pad(values_N, (block_offset, missing_at_end))
+    return values_N.view(-1, BLOCK)
 
 
-# Right on average.
+# The mean of the rounded numbers is right.
 BF16 = StateFormat(
     (MomentBuffer("", torch.bfloat16),),
-    eager_update_bytes=116,  # this many because random words are 8-byte integers
-    pack=rounded,
-    unpack=widened,
+    eager_update_bytes=116,  # so many because random words are integers of 8 bytes
+    pack=pack_bf16,
+    unpack=unpack_bf16,
     stochastic=True,
 )
-# Codes, and the largest number of each block.
+# Codes, and the largest magnitude in each block.
 EIGHT_BIT = StateFormat(
     (
-        MomentBuffer("", torch.int8, of_squares=torch.uint8),
+        MomentBuffer("", torch.int8, nonnegative_dtype=torch.uint8),
         MomentBuffer("_scale", torch.float32, numbers_per_element=BLOCK),
     ),
     eager_update_bytes=36,
-    pack=quantised,
-    unpack=dequantised,
+    pack=pack_8bit,
+    unpack=unpack_8bit,
 )

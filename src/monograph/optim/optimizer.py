@@ -1,9 +1,9 @@
 """The type of an optimizer: its numbers, the kinds of parameters, and the rules that update them.
 
 An optimizer sorts parameters into kinds, and each kind has a rule. A rule's formula is a free
-function that changes tensors in place, and that every engine calls. Tensors may have leading
-dimensions (members of an ensemble). The host reads no value. `monograph.optim_table` lists the
-optimizers and says how to add one.
+function that changes tensors in place. Every engine calls the same functions, for planes: flat buffers
+of all parameters of a kind. Tensors may have a leading axis for the members of an ensemble. The host
+reads no value. `monograph.optim_table` lists the optimizers and says how to add one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from monograph.optim.formats import FORMATS, rounding
 from monograph.optim.state_format import Moment
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 
-Knob = float | Tensor  # a number, or [N] fp64 with one for each member of a stack
+# A hyperparameter: a number, or a tensor [N] in fp64 with one for each member of an ensemble.
+Knob = float | Tensor
 
 
 class Hyperparameters(NamedTuple):
-    """The numbers of one update of a plane; those that are tensors broadcast against the parameters.
+    """The numbers of one update of a plane. Tensors among them broadcast against the parameters.
 
     Attributes:
         lr: the learning rate.
@@ -36,9 +37,9 @@ class Hyperparameters(NamedTuple):
         applied: t, the number of updates applied, including this one, int64.
         accepted: whether the update is made, bool.
         compute: the dtype of matrix products.
-        matrix: the shape of a matrix that is updated as a whole, or of a stack of them; None: each
-            element is updated separately.
-        orthogonal: what the rule's `orthogonalise` makes of its `direction`, if ranks have only
+        matrix_shape: the shape of a matrix that is updated as a whole, or of a stack of them; None:
+            each element is updated separately.
+        orthogonal: the result of the rule's `orthogonalise` for its `direction`, if ranks have only
             rows of the matrices; then all tensors are flat. None: the rule computes it.
     """
 
@@ -49,7 +50,7 @@ class Hyperparameters(NamedTuple):
     applied: Tensor
     accepted: Tensor
     compute: torch.dtype = torch.float32
-    matrix: tuple[int, ...] | None = None
+    matrix_shape: tuple[int, ...] | None = None
     orthogonal: Tensor | None = None
 
 
@@ -58,16 +59,19 @@ class Rule(NamedTuple):
 
     Attributes:
         moments: the moments, three at most.
-        update_: gets (parameters, gradient, moments, numbers) and changes parameters and moments in
-            place. The gradient is the mean one after clipping. All are [size], or [matrices, rows,
-            cols] for matrices as a whole. Nothing changes where `accepted` is false.
-        next_moments: gets (gradient, moments, numbers) and returns the moments after an update,
-            without changing any. By them, ranks agree on the largest number of a block that is cut
-            between them. They ask for all parameters with the same betas at once, so other numbers
-            that differ between parameters must not matter.
-        direction: returns the matrices to orthogonalise, for a rule of matrices as a whole.
-        orthogonalise: returns whole matrices [..., rows, cols] orthogonalised in a dtype. Ranks
-            that share out the rows of a matrix bring it together for this.
+        update_: gets (parameters, gradient, moments, hyperparameters) and changes parameters and
+            moments in place. The gradient is the mean gradient after clipping. All tensors are
+            [size], or [matrices, rows, cols] for a rule that updates matrices as a whole. Nothing
+            changes where `accepted` is false.
+        next_moments: gets (gradient, moments, hyperparameters) and returns the moments after an
+            update, without changing any. If a block of a state's format is cut between ranks, they
+            need this to agree on the block's largest number. They call it once for all parameters
+            with the same betas, so the result must not depend on other hyperparameters.
+        direction: gets what `next_moments` gets and returns the matrices to orthogonalise, for a rule
+            that updates matrices as a whole.
+        orthogonalise: gets whole matrices [..., rows, cols] and a dtype, and returns the matrices
+            orthogonalised in it. Ranks that share out the rows of a matrix bring it together for
+            this.
     """
 
     moments: tuple[Moment, ...]
@@ -78,7 +82,7 @@ class Rule(NamedTuple):
 
 
 class ParameterKind(NamedTuple):
-    """A way to update parameters; parameters of one kind share a plane.
+    """A rule and the hyperparameters of some parameters. Parameters of one kind share a plane.
 
     Attributes:
         rule: the formula.
@@ -86,9 +90,9 @@ class ParameterKind(NamedTuple):
         weight_decay: decoupled decay.
         betas: the decay rates of the rule's moments.
         eps: added to a denominator.
-        matrix: (rows, cols) of a matrix that is updated as a whole, or (matrices, rows, cols) of a
-            stack; None: each element is updated separately.
-        vector: whether the parameters have at most one dimension, such as gains and biases.
+        matrix_shape: (rows, cols) of a matrix that is updated as a whole, or (matrices, rows, cols)
+            of a stack; None: each element is updated separately.
+        is_vector: whether the parameters are vectors, such as gains and biases.
     """
 
     rule: Rule
@@ -96,8 +100,8 @@ class ParameterKind(NamedTuple):
     weight_decay: Knob
     betas: tuple[Knob, ...] = ()
     eps: Knob = 0.0
-    matrix: tuple[int, ...] | None = None
-    vector: bool = False
+    matrix_shape: tuple[int, ...] | None = None
+    is_vector: bool = False
 
     def hyperparameters(
         self,
@@ -107,7 +111,7 @@ class ParameterKind(NamedTuple):
         accepted: Tensor,
         compute: torch.dtype,
         orthogonal: Tensor | None = None,
-        over: Callable[[Any], Any] = lambda knob: knob,
+        broadcast: Callable[[Any], Any] = lambda knob: knob,
     ) -> Hyperparameters:
         """Return the numbers of an update of these parameters.
 
@@ -117,18 +121,18 @@ class ParameterKind(NamedTuple):
             accepted: see `Hyperparameters`.
             compute: see `Hyperparameters`.
             orthogonal: see `Hyperparameters`.
-            over: maps a number, which may differ between the members of a stack, to a shape that
-                broadcasts against the parameters.
+            broadcast: gives a number that differs between the members of an ensemble, [N], a shape
+                that broadcasts against the parameters.
         """
         return Hyperparameters(
-            lr=over(lr * self.lr),
-            betas=tuple(over(beta) for beta in self.betas),
-            eps=over(self.eps),
-            weight_decay=over(self.weight_decay),
-            applied=over(applied),
-            accepted=over(accepted),
+            lr=broadcast(lr * self.lr),
+            betas=tuple(broadcast(beta) for beta in self.betas),
+            eps=broadcast(self.eps),
+            weight_decay=broadcast(self.weight_decay),
+            applied=broadcast(applied),
+            accepted=broadcast(accepted),
             compute=compute,
-            matrix=self.matrix,
+            matrix_shape=self.matrix_shape,
             orthogonal=orthogonal,
         )
 
@@ -138,12 +142,12 @@ class Group:
     """Parameters that have their own learning rate, weight decay or eps.
 
     Attributes:
-        pattern: a pattern of names as in a shell, such as "lm_head.*" or "*.bias"; a star matches
-            dots too. The first group that matches a name counts.
+        pattern: a pattern of names as in a shell, such as "lm_head.*" or "*.bias". A star also matches
+            dots. A parameter belongs to the first group that matches its name.
         lr: factor of the optimizer's learning rate.
         weight_decay: the decay of these parameters; None: the optimizer's decay for matrices, 0 for
             other parameters.
-        eps: factor of the optimizer's eps; Muon's matrices have no eps.
+        eps: factor of the optimizer's eps. It has no effect on Muon's matrices, which have no eps.
     """
 
     pattern: str
@@ -163,30 +167,32 @@ class Group:
 
 @dataclass(frozen=True)
 class Optimizer(ABC):
-    """Base class of optimizers; the defaults are usual for pretraining small language models.
+    """Base class of optimizers. The defaults are usual for pretraining small language models.
 
     Attributes:
-        lr: peak learning rate; a schedule multiplies it. With 0 no weight changes.
+        lr: peak learning rate, which a schedule multiplies. With 0 no weight changes.
         betas: decay rates of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled decay of parameters with two dimensions or more.
-        groups: parameters with their own rate, decay or eps.
+        groups: groups of parameters with their own rate, decay or eps.
         ema: decay of a moving average of the weights, which evaluation then uses; None: no average.
-        state: the form in which moments are kept; the update always computes in the gradient's
-            dtype. "fp32": exact, in the parameters' dtype, 8 bytes a parameter in fp32. "bf16":
-            stochastically rounded to 8 bits, which are right on average, 4 bytes. "8bit": codes in
-            blocks of 256, 2 bytes; errors are up to 1 % of a block's largest moment, and not
-            random.
-        master_weights: whether weights keep their dtype. False, which needs the state "bf16",
-            rounds them stochastically to bf16: a weight changes by 2^-8 of itself or not at all.
+        state: the form in which moments are kept. The update always computes in the gradient's dtype.
+            "fp32": exact, in the parameters' dtype; 8 bytes a parameter in fp32. "bf16": rounded to
+            8 significant bits, up or down at random, so that the mean is right; 4 bytes. "8bit":
+            codes in blocks of 256; 2 bytes. Its errors are up to 1 % of a block's largest moment, and
+            not random.
+        master_weights: whether weights keep their dtype. False, which needs the state "bf16", rounds
+            them stochastically to bf16. Then a weight changes by about 2^-8 of itself or not at all.
         seed: the seed of stochastic rounding.
 
     Class attributes, for plans, engines and defaults:
-        rules: its rules.
+        rules: the rules of all its kinds.
         updates_matrices: whether the matrices of blocks are updated as a whole.
         rate_factor: the usual learning rate, divided by AdamW's.
-        tuned: fields, by a preset's name, that were measured to be best for a new model of it.
-        may_differ: fields in which the members of a stack may differ; all others shape the graph.
+        tuned: by a preset's name, the values of fields that were measured to be best for a new model
+            of this preset.
+        may_differ: fields in which the members of an ensemble may differ. They must have all other
+            fields in common, because these change the computation graph.
     """
 
     lr: float = 1e-3
@@ -219,13 +225,13 @@ class Optimizer(ABC):
 
     @property
     @abstractmethod
-    def moments_each(self) -> float:
-        """Return how many moments a parameter has, in the mean over a language model."""
+    def moments_per_parameter(self) -> float:
+        """Return the number of moments for each parameter, the mean over a language model."""
 
     @property
     @abstractmethod
-    def moments_of_matrices(self) -> int:
-        """Return how many moments a block's matrix has, and so an adapter."""
+    def moments_per_block_matrix(self) -> int:
+        """Return the number of moments of a matrix in a block, which an adapter's matrices also have."""
 
     @property
     def names_parameters(self) -> bool:
@@ -233,11 +239,11 @@ class Optimizer(ABC):
         return bool(self.groups)
 
     def width_factor(self, wide: Sequence[int], narrow: Sequence[int]) -> float:
-        """Return the factor of the learning rate with which a block's matrix that becomes wider
-        keeps the change of its outputs.
+        """Return the factor of the learning rate for a block's matrix that is made wider.
 
-        It is 1 / m, with m the ratio of the columns, where an element's update has the same size
-        whatever its gradient's is.
+        With it, an update changes the matrix's outputs as much as before. If the size of an element's
+        update does not depend on its gradient's size, as in AdamW, the factor is 1 / m, where m is
+        the ratio of the numbers of columns.
 
         Args:
             wide: (rows, cols) of the matrix.
@@ -267,21 +273,22 @@ def _require_ranges(optim: Optimizer) -> None:
     require_list("groups", optim.groups, Group, "monograph.Group(...)")
 
 
-def require_list(name: str, values: object, kind: type, words: str) -> None:
-    """Refuse values that are not a list of `kind`.
+def require_list(name: str, values: object, item_class: type, description: str) -> None:
+    """Refuse values that are not a list of objects of one class.
 
     Args:
-        name: what the values are called in the message.
+        name: what the message calls the values.
         values: the values.
-        kind: the class of each value.
-        words: what the message calls this class.
+        item_class: the class of each value.
+        description: what the message calls such objects.
 
     Raises:
         UsageError: `values` is not such a list.
     """
+    # A text is iterable, too, and each of its characters is a text.
     if (
         isinstance(values, str)
         or not isinstance(values, Iterable)
-        or not all(isinstance(value, kind) for value in values)
+        or not all(isinstance(value, item_class) for value in values)
     ):
-        raise UsageError(f"{name} = {values!r}: expected a list of {words}")
+        raise UsageError(f"{name} = {values!r}: expected a list of {description}")

@@ -1,4 +1,4 @@
-"""The optimizers, which `monograph.optim_table` lists."""
+"""The classes of optimizers. `monograph.optim_table` lists them."""
 
 from monograph import optim_table
 from monograph.errors import UsageError
@@ -15,8 +15,8 @@ def name_of(optim: Optimizer) -> str:
     return next(name for name, kind in OPTIMIZERS.items() if type(optim) is kind)
 
 
-def checked(optim: object) -> Optimizer:
-    """Return the optimizer, if it is one.
+def require_optimizer(optim: object) -> Optimizer:
+    """Return the object if it is an optimizer, and refuse it otherwise.
 
     Raises:
         UsageError: it is another object.

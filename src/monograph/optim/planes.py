@@ -1,11 +1,14 @@
 """Keep the parameters of a module in planes, a few flat buffers.
 
-A plane is one contiguous buffer of all parameters that are updated in the same way. The module's
-parameters and their gradients are views of it. So an update is a few large operations for any
-number of parameters: on a CPU, compiling AdamW over 110 separate tensors took 48 s, over two flat
-buffers 3.6 s.
+A plane has one contiguous buffer with all parameters that are updated in the same way, and one with
+their gradients. The module's parameters and their `.grad` are views of these buffers. So an update
+consists of a few large operations, however many parameters there are. On a CPU, compiling AdamW took
+48 s for 110 separate tensors, and 3.6 s for two flat buffers.
 
-Shapes: N stacked modules, size elements of a plane.
+Optimizers may keep moments in blocks of consecutive elements (`monograph.optim.state_format`). Then
+each parameter begins at a block, and there are gaps of zeros between parameters.
+
+Shapes: N modules of an ensemble, size elements of a plane.
 """
 
 import itertools
@@ -28,7 +31,13 @@ from monograph.optim.optimizer import ParameterKind
 
 
 class PlacedParameter(NamedTuple):
-    """The place of one parameter in its plane; `offset` is that of its first element."""
+    """The place of one parameter in its plane.
+
+    Attributes:
+        name: the parameter's name in the module.
+        parameter: the parameter.
+        offset: the index of its first element in the plane.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -39,28 +48,30 @@ class PlacedParameter(NamedTuple):
 class Plane:
     """The parameters of one kind as flat buffers of `size` elements.
 
-    If the parameters are those of N stacked modules, every shape below has a leading N.
+    If the parameters are those of an ensemble of N modules, every shape below has a leading N. If
+    ranks share out the rows of parameters, or a plane is streamed in chunks, this may be a part of
+    the module's plane.
 
     Attributes:
         kind: how the parameters are updated.
         slots: the parameters, in the module's order.
-        param: [size] in the parameters' dtype; the module's parameters are views of it.
-        grad: [size] in the parameters' original dtype, even if they are kept in bf16 now; the
+        param: [size] in the parameters' dtype. The module's parameters are views of it.
+        grad: [size] in the parameters' original dtype, even if they are now kept in bf16. The
             parameters' `.grad` are views of it.
         number: the plane's number among the module's planes.
         parts: the number of elements of each part of the module, in the order of `slots`; see
             `planes`.
-        start: the index of the first element in the module's plane of this number, if this is only
-            a part of that plane; else 0.
-        before: the number of elements of other ranks in the first block of 256.
-        state: the optimizer's buffers by name, each [size], or [size / 256] with one number for
-            each block of 256.
-        rounded: the parameters in the dtype of products, which `round` writes; None if products
+        start: the index of the first element in the module's plane; 0 if this is the whole plane.
+        block_offset: the index of the first element in its block of the state's format. The elements
+            before it belong to other ranks.
+        state: the optimizer's buffers by name. Each is [size], or smaller if several elements share
+            one number, such as the scale of their block.
+        rounded: the parameters in the dtype of matrix products, which `round` writes; None: products
             read the parameters themselves.
-        orthogonal: [size], Muon's directions of this update if ranks have only rows of the
-            matrices; else None.
-        ends: by buffer, the largest number of its first and of its last block after this update,
-            [2], if other ranks have parts of these blocks.
+        orthogonal: [size], the orthogonalised directions of Muon's update if ranks have only rows of
+            the matrices; else None.
+        edge_maxima: by the moments' names, [2]: the largest magnitude of the moment in the first and
+            in the last block after this update, if other ranks have parts of these blocks.
     """
 
     kind: ParameterKind
@@ -70,20 +81,21 @@ class Plane:
     number: int
     parts: tuple[int, ...] = ()
     start: int | Tensor = 0
-    before: int = 0
+    block_offset: int = 0
     state: dict[str, Tensor] = field(default_factory=dict)
     rounded: Tensor | None = None
     orthogonal: Tensor | None = None
-    ends: dict[str, Tensor] = field(default_factory=dict)
-    # `grad`, and its views.
+    edge_maxima: dict[str, Tensor] = field(default_factory=dict)
+    # The `grad` of the last `link`, and the views of it that `link` made.
     _linked: tuple[Tensor, list[Tensor]] | None = field(default=None, init=False)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter's name and its part of a buffer of the plane.
 
-        A part has the parameter's shape, or one number for each block if `flat` is [size / 256].
+        The part has the parameter's shape. If several elements share one number of the buffer, as in
+        a buffer of scales, the part is flat.
         """
-        block = self.param.shape[-1] // flat.shape[-1]
+        block = self.param.shape[-1] // flat.shape[-1]  # elements that share one number
         leading_axes = flat.ndim - 1
         for name, parameter, offset in self.slots:
             end = offset + math.prod(parameter.shape[leading_axes:])
@@ -91,10 +103,10 @@ class Plane:
             part = flat[..., offset // block : end_block]
             yield name, part.view(parameter.shape) if block == 1 else part
 
-    def hold(self, flat: Tensor) -> None:
-        """Make the parameters views of `flat`; they have no gradient until the next `link`."""
-        # Through `.data` the parameter stays the same object, so that ties, hooks and other owners
-        # see the new memory.
+    def rebind_parameters(self, flat: Tensor) -> None:
+        """Make the parameters views of `flat`. They have no gradient until the next `link`."""
+        # `.data` is set, so that each parameter stays the same object, and modules that share it and
+        # hooks see the new memory.
         for (_, parameter, _), (_, view) in zip(self.slots, self.views(flat), strict=True):
             parameter.grad = None
             parameter.data = view
@@ -104,16 +116,19 @@ class Plane:
     def link(self) -> None:
         """Point every parameter's `.grad` at the plane, even if it was set to something else."""
         if self._linked is None or self._linked[0] is not self.grad:
-            # `.data`, because Dynamo would trace the base of what autograd sees as a view with
-            # symbols.
+            # With `.data` autograd sees no view. Otherwise Dynamo would trace the view's base with
+            # symbolic shapes.
             self._linked = self.grad, [view.data for _, view in self.views(self.grad)]
         for slot, view in zip(self.slots, self._linked[1], strict=True):
             if slot.parameter.grad is not view:
                 slot.parameter.grad = view
 
     def fuse_gradients(self) -> None:
-        """Make products add the gradients of matrices; see `monograph.ops.fused_gradients`."""
-        if self.kind.vector or self.grad.dtype == torch.float64:
+        """Make matrix products of the backward pass add directly to the gradients in the plane.
+
+        See `monograph.ops.fused_gradients`.
+        """
+        if self.kind.is_vector or self.grad.dtype == torch.float64:
             return
         weights = self.views(self.param if self.rounded is None else self.rounded)
         for (_, parameter, _), (_, weight), (_, total) in zip(
@@ -122,18 +137,18 @@ class Plane:
             parameter.fused_gradient = FusedGradient(weight.data, total.data)  # type: ignore[attr-defined]
 
     def round(self) -> None:
-        """Write `param` to `rounded`, unless that is None."""
+        """Write `param` to `rounded`, in its dtype, if there is such a buffer."""
         if self.rounded is not None:
             self.rounded.copy_(self.param)
 
 
 @contextmanager
-def holding(planes: Sequence[Plane], params: Sequence[Tensor]) -> Iterator[None]:
-    """Write other numbers to the planes, and restore their own after the `with` block.
+def temporary_params(planes: Sequence[Plane], params: Sequence[Tensor]) -> Iterator[None]:
+    """Replace the parameters' values in the `with` block, and restore them after it.
 
     Args:
         planes: the planes.
-        params: the numbers, one tensor for each plane.
+        params: the values, one tensor for each plane.
     """
     own_params = [plane.param.clone() for plane in planes]
     try:
@@ -147,13 +162,12 @@ def holding(planes: Sequence[Plane], params: Sequence[Tensor]) -> Iterator[None]
 
 @contextmanager
 def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
-    """Remove gradients of another dtype than their parameters' in the `with` block.
+    """Take away, in the `with` block, gradients that have another dtype than their parameters.
 
-    torch cannot trace a graph with such parameters.
+    torch cannot trace a graph with such parameters, which are bf16 weights with fp32 gradients.
     """
-    # Only these planes (bf16 weights with fp32 gradients), because removing gradients and setting
-    # them again takes time. If weights are on the host and gradients on the device, as in
-    # streaming, parameters never have a gradient.
+    # Gradients of other planes stay, because removing and setting them takes time. In streaming,
+    # weights are on the host and gradients on the device, and parameters never have a gradient.
     of_two_dtypes = [
         plane
         for plane in planes
@@ -173,21 +187,25 @@ def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
 def vectors_at_once(planes: Iterable[Plane]) -> Iterator[None]:
     """Add the gradients of all vectors in one kernel, at the end of the `with` block.
 
-    Otherwise a backward pass in the block would launch one kernel for each vector.
+    Without this, a backward pass in the block would launch one kernel for each vector.
     """
-    parameters = [slot.parameter for plane in planes if plane.kind.vector for slot in plane.slots]
+    parameters = [
+        slot.parameter for plane in planes if plane.kind.is_vector for slot in plane.slots
+    ]
     totals = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
         yield
-        computed: list[tuple[Any, Any]] = [
+        totals_and_new: list[tuple[Any, Any]] = [
             (total, parameter.grad)
             for total, parameter in zip(totals, parameters, strict=True)
             if parameter.grad is not None
         ]
-        if computed:
-            torch._foreach_add_([total for total, _ in computed], [grad for _, grad in computed])
+        if totals_and_new:
+            torch._foreach_add_(
+                [total for total, _ in totals_and_new], [new for _, new in totals_and_new]
+            )
     finally:
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total
@@ -205,8 +223,8 @@ def require_movable(module: nn.Module) -> None:
             raise UsageError(
                 f"{name} has no shape yet: call the module once, with inputs of the size it will have"
             )
-        # In fp16 an optimizer's eps rounds to 0, and so do squares of gradients: the first update
-        # would be NaN.
+        # In fp16 an optimizer's eps and the squares of gradients round to 0, and the first update would
+        # be NaN.
         if tensor.requires_grad and kept_dtype(tensor) not in (
             torch.float32,
             torch.float64,
@@ -225,7 +243,7 @@ def require_movable(module: nn.Module) -> None:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, by name; tied ones once, under their first name.
+    """Return the parameters that are trained, by name. A tied parameter has its first name.
 
     Raises:
         UsageError: there are none, they have different dtypes or devices, or `require_movable`
@@ -254,23 +272,23 @@ def planes(
 ) -> list[Plane]:
     """Move parameters into planes, one for each kind.
 
-    Values, names and devices do not change, and tied parameters stay tied. Afterwards the
-    parameters are views, so load weights and move the module to its device before.
+    Values, names and devices do not change, and tied parameters stay tied. Afterwards the parameters
+    are views, so weights must be loaded, and the module moved to its device, before.
 
     Args:
         parameters: the parameters by name.
         kinds: the parameters' kinds, by the same names.
-        state: the optimizer's `state`; each parameter begins at a block of its format, with zeros
-            between parameters.
-        lead: 1 for stacked parameters [N, ...], for which planes are stacked as well; else 0.
-        master_weights: whether parameters keep their dtype; if not, they are rounded to bf16, and
+        state: the optimizer's `state`. Each parameter begins at a block of its format.
+        lead: the number of leading axes of parameters that are not the module's: 1 for the parameters
+            [N, ...] of an ensemble, whose planes are [N, size]; else 0.
+        master_weights: whether parameters keep their dtype. If not, they are rounded to bf16, and
             only their gradients keep it.
-        parts: for each parameter, by name, any value that stands for its part of the module;
-            consecutive parameters of one part make one of the plane's `parts`. None: the module is
-            one part.
+        parts: for each parameter, by name, any value that stands for its part of the module, such as
+            a block. Consecutive parameters of one part make one of the plane's `parts`. None: the
+            module is one part.
     """
-    # Parameters of a kind are in the module's order, which is the same in checkpoints of other
-    # ranks or engines.
+    # Parameters of a kind are in the module's order, so that all ranks and engines have the same
+    # planes.
     members_by_kind: dict[ParameterKind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         members_by_kind.setdefault(kinds[name], []).append((name, parameter))
@@ -284,7 +302,7 @@ def planes(
 
 
 def _part_sizes(plane: Plane, parts: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the number of elements of each run of parameters of one part, with gaps included."""
+    """Return the number of elements of each run of parameters that are of one part, with the gaps."""
     slot_ends = [*(slot.offset for slot in plane.slots[1:]), plane.param.shape[-1]]
     runs = itertools.groupby(
         zip(plane.slots, slot_ends, strict=True),
@@ -305,7 +323,16 @@ def _plane(
     lead: int,
     master_weights: bool,
 ) -> Plane:
-    """Move parameters of one kind, given as (name, parameter), into a new plane."""
+    """Move parameters of one kind into a new plane.
+
+    Args:
+        number: the plane's number.
+        kind: the kind.
+        members: the names and the parameters.
+        state: see `planes`.
+        lead: see `planes`.
+        master_weights: see `planes`.
+    """
     block = FORMATS[state].block
     sizes = [math.prod(p.shape[lead:]) for _, p in members]
     padded_sizes = [-(-size // block) * block for size in sizes]  # rounded up to blocks
@@ -313,7 +340,7 @@ def _plane(
     _, first = members[0]
     plane_shape = (*first.shape[:lead], offsets[-1])
     grad_dtype = kept_dtype(first)
-    # The gaps between parameters are zeros, because they are quantised together with parameters.
+    # The gaps between parameters are zeros, because a block is quantised with the gap in it.
     allocate = torch.empty if block == 1 else torch.zeros
     param_dtype = grad_dtype if master_weights else torch.bfloat16
     param = allocate(plane_shape, dtype=param_dtype, device=first.device)
@@ -330,6 +357,6 @@ def _plane(
         replace_data(parameter, part)
     grad = torch.zeros(plane_shape, dtype=grad_dtype, device=first.device)
     plane = Plane(kind, slots, param, grad, number)
-    plane.hold(param)
+    plane.rebind_parameters(param)
     plane.link()
     return plane

@@ -1,9 +1,10 @@
-"""The type of a form in which an optimizer keeps its moments between updates.
+"""The type of a format in which an optimizer keeps its moments between updates.
 
 A plane is a flat buffer of parameters that are updated in the same way (`monograph.optim.planes`).
-An optimizer keeps one or more moments of it, and a form says in which buffers a moment lies. If
-ranks have rows of a parameter each, a form's block of numbers may begin with numbers of an earlier
-rank, of which there are `before`, and end with numbers of a later one.
+An optimizer keeps one or more moments of it, and a format says in which buffers a moment is stored.
+A format may store numbers in blocks that share a scale. If ranks share out the rows of a parameter, a
+rank's first block may begin with numbers of an earlier rank (`block_offset` is how many), and its
+last block may end with numbers of a later rank.
 
 Shapes: N numbers of a plane.
 """
@@ -19,31 +20,31 @@ Buffers = dict[str, Tensor]
 
 
 class PackingContext(NamedTuple):
-    """What a form's functions get beside the numbers.
+    """What the functions of a format get beside the numbers or the buffers.
 
     Attributes:
         size: N, how many numbers there are.
         signed: whether the numbers may be negative, as first moments may.
-        before: how many numbers of the first block another rank has.
-        ends_2: the largest number of the first and of the last block, if other ranks have numbers
+        block_offset: how many numbers of the first block another rank has.
+        edge_maxima_2: the largest number of the first and of the last block, if other ranks have numbers
             of them; None: the largest of the numbers here.
-        word_N: random words, int64 in [0, 2^32), if the form rounds stochastically.
+        word_N: random words, int64 in [0, 2^32), if the format rounds stochastically.
     """
 
     size: int
     signed: bool = True
-    before: int = 0
-    ends_2: Tensor | None = None
+    block_offset: int = 0
+    edge_maxima_2: Tensor | None = None
     word_N: Tensor | None = None
 
 
 class Moment(NamedTuple):
-    """One of the tensors that a rule keeps of each parameter.
+    """One of the tensors that a rule keeps for each parameter.
 
     Attributes:
         name: its name in checkpoints, as in torch.optim.
-        never_negative: whether it is a mean of squares or the like, so that a form may use the
-            sign's bit for the value.
+        never_negative: whether its numbers are never negative, as means of squares are. Then a format
+            needs no bit for a sign.
     """
 
     name: str
@@ -51,51 +52,55 @@ class Moment(NamedTuple):
 
 
 class MomentBuffer(NamedTuple):
-    """One of the buffers that hold a moment.
+    """One of the buffers in which a moment is stored, such as its codes or its scales.
 
-    A rank with some rows of a parameter has the elements for the numbers of these rows. If an
-    element is for numbers of several ranks, each of them has a copy.
+    A rank that has some rows of a parameter has the buffer's elements for the numbers of these rows.
+    If an element is for numbers of several ranks, each of them has a copy.
 
     Attributes:
-        suffix: what the buffer's name has after the moment's, such as "_scale".
+        suffix: the end of the buffer's name, after the moment's name, such as "_scale".
         dtype: the buffer's dtype; None: the gradient's.
-        of_squares: the dtype for a moment that is never negative, if it is another one.
+        nonnegative_dtype: the dtype for a moment that is never negative, if it is another one.
         numbers_per_element: how many consecutive numbers of the moment share one element, a power
-            of two. In a form with scales it is the block's size for the scales, which depend on the
-            block's largest number alone. It is 2 for codes of 4 bits.
+            of two. For scales it is the size of a block, and a scale must depend on the block's
+            largest number alone. For codes of 4 bits it is 2.
     """
 
     suffix: str
     dtype: torch.dtype | None
-    of_squares: torch.dtype | None = None
+    nonnegative_dtype: torch.dtype | None = None
     numbers_per_element: int = 1
 
     def buffer_name(self, moment: Moment) -> str:
         """Return the buffer's name in a plane's state and in checkpoints."""
         return moment.name + self.suffix
 
-    def count_elements(self, numbers: int, before: int) -> int:
-        """Return how many elements so many numbers need, if other ranks have the first `before`
-        numbers of their first block.
+    def count_elements(self, numbers: int, block_offset: int) -> int:
+        """Return how many elements of the buffer a rank needs.
+
+        Args:
+            numbers: how many numbers of the moment the rank has.
+            block_offset: how many numbers of the first block other ranks have.
         """
-        occupied = before % self.numbers_per_element + numbers
+        occupied = block_offset % self.numbers_per_element + numbers
         return -(-occupied // self.numbers_per_element)  # rounded up
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """A form in which moments are kept between updates.
+    """A format in which moments are kept between updates.
 
     The update itself computes in the gradient's dtype.
 
     Attributes:
         parts: the buffers of a moment.
         eager_update_bytes: bytes of temporary memory that an eager update takes for each number of
-            the largest plane: seven fp32 copies, and the tensors that read and write this form.
-        pack: returns the buffers' new values, in the order of `parts`, for a moment's numbers [N];
-            None: the update computes in the only buffer itself.
-        unpack: returns a moment's numbers [N] from its buffers. Buffers of zeros, whatever the
-            scales, must be numbers of zero, as new moments and the gaps between parameters are.
+            the largest plane: seven fp32 copies, and the tensors of `pack` and `unpack`.
+        pack: returns the new values of the buffers, in the order of `parts`, given a moment's numbers
+            [N]. None: the update changes the only buffer itself.
+        unpack: returns a moment's numbers [N], given its buffers. Codes of zero must stand for
+            numbers of zero, whatever the scales are, because new moments and the gaps between
+            parameters are zeros.
         stochastic: whether `pack` rounds stochastically, for which it gets random words.
     """
 
@@ -119,62 +124,64 @@ class StateFormat:
 
     @property
     def block(self) -> int:
-        """Return how many consecutive numbers are packed together.
+        """Return the size of a block: how many consecutive numbers are packed together.
 
-        Parameters and chunks of planes begin at multiples of it, and ranks that hold parts of one
-        block agree on its largest number.
+        Parameters and chunks of planes begin at multiples of it. Ranks that have parts of one block
+        agree on its largest number.
         """
         return max(part.numbers_per_element for part in self.parts)
 
     @property
     def rows_multiple(self) -> int:
-        """Return the number at whose multiples a rank's rows must begin.
+        """Return a number of which the first index of each rank's rows must be a multiple.
 
-        Ranks can have copies of a scale, on which they agree. An element that packs several numbers
-        would have other contents on each of them.
+        Several ranks can have copies of a scale, because they agree on it. But an element that packs
+        several numbers, such as two codes of 4 bits, must not be shared by ranks.
         """
         sizes = [part.numbers_per_element for part in self.parts]
         return max((size for size in sizes if size < self.block), default=1)
 
     def numbers_per_element(self, moments: Sequence[Moment]) -> dict[str, int]:
-        """Return for the name of each of these moments' buffers how many numbers share one element."""
+        """Return how many numbers share one element, for each buffer of these moments by its name."""
         return {
             part.buffer_name(moment): part.numbers_per_element
             for moment in moments
             for part in self.parts
         }
 
-    def zeros(self, like_N: Tensor, moment: Moment, before: int) -> Buffers:
+    def zeros(self, like_N: Tensor, moment: Moment, block_offset: int) -> Buffers:
         """Return the buffers of a moment that is zero, by their names in a checkpoint.
 
         Args:
             like_N: a tensor in the gradient's dtype.
             moment: the moment.
-            before: how many numbers of the first block other ranks have.
+            block_offset: how many numbers of the first block other ranks have.
         """
         shape = like_N.shape[:-1]  # (members,) in a stack, else ()
-        made = {}
+        buffers = {}
         for part in self.parts:
-            own = (moment.never_negative and part.of_squares) or part.dtype or like_N.dtype
-            size = (*shape, part.count_elements(like_N.shape[-1], before))
-            made[part.buffer_name(moment)] = like_N.new_zeros(size, dtype=own)
-        return made
+            dtype = part.dtype or like_N.dtype
+            if moment.never_negative and part.nonnegative_dtype is not None:
+                dtype = part.nonnegative_dtype
+            size = (*shape, part.count_elements(like_N.shape[-1], block_offset))
+            buffers[part.buffer_name(moment)] = like_N.new_zeros(size, dtype=dtype)
+        return buffers
 
     def read(
-        self, buffers: Mapping[str, Tensor], moment: Moment, like_N: Tensor, before: int
+        self, buffers: Mapping[str, Tensor], moment: Moment, like_N: Tensor, block_offset: int
     ) -> Tensor:
-        """Return a moment's numbers [N]; the buffer itself if the form is exact.
+        """Return a moment's numbers [N]. If the format is exact, they are the buffer itself.
 
         Args:
             buffers: the plane's buffers.
             moment: the moment.
             like_N: a tensor of N numbers in the gradient's dtype.
-            before: how many numbers of the first block other ranks have.
+            block_offset: how many numbers of the first block other ranks have.
         """
         tensors = [buffers[part.buffer_name(moment)] for part in self.parts]
         if self.unpack is None:
             return tensors[0].to(like_N.dtype)
-        packing = PackingContext(like_N.shape[-1], not moment.never_negative, before)
+        packing = PackingContext(like_N.shape[-1], not moment.never_negative, block_offset)
         return self.unpack(tensors, packing).to(like_N.dtype)
 
     def write_(
@@ -185,8 +192,8 @@ class StateFormat:
         accepted: Tensor,
         *,
         word_N: Tensor | None = None,
-        before: int = 0,
-        ends_2: Tensor | None = None,
+        block_offset: int = 0,
+        edge_maxima_2: Tensor | None = None,
     ) -> None:
         """Write a moment's new numbers into its buffers; nothing changes where `accepted` is false.
 
@@ -195,14 +202,16 @@ class StateFormat:
             moment: the moment.
             values_N: the numbers after the update.
             accepted: whether the update is made, bool.
-            word_N: random words, int64; None if the form is not `stochastic`.
-            before: how many numbers of the first block other ranks have.
-            ends_2: the largest numbers of the first and of the last block, if other ranks have
+            word_N: random words, int64; None if the format is not `stochastic`.
+            block_offset: how many numbers of the first block other ranks have.
+            edge_maxima_2: the largest numbers of the first and of the last block, if other ranks have
                 parts of these blocks; else None.
         """
         if self.pack is None:
             return
-        packing = PackingContext(len(values_N), not moment.never_negative, before, ends_2, word_N)
+        packing = PackingContext(
+            len(values_N), not moment.never_negative, block_offset, edge_maxima_2, word_N
+        )
         for part, new in zip(self.parts, self.pack(values_N, packing), strict=True):
             buffer = buffers[part.buffer_name(moment)]
             buffer.copy_(torch.where(accepted, new, buffer))

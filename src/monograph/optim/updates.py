@@ -9,15 +9,15 @@ from torch import Tensor
 
 from monograph.ops.materialize import materialize
 from monograph.optim.formats import FORMATS
-from monograph.optim.narrow import noise, stochastic
+from monograph.optim.narrow import random_words, round_stochastically
 from monograph.optim.optimizer import Knob, Optimizer
 from monograph.optim.planes import Plane
 
 
 def initialise(plane: Plane, optim: Optimizer) -> None:
-    """Give the plane its state: moments of zero, and the average, which equals the weights."""
+    """Give a plane its state: moments of zero, and the moving average, which equals the weights."""
     for moment in plane.kind.rule.moments:
-        plane.state |= FORMATS[optim.state].zeros(plane.grad, moment, plane.before)
+        plane.state |= FORMATS[optim.state].zeros(plane.grad, moment, plane.block_offset)
     if optim.ema is not None:
         # A copy, because an average that is a view of the weights would change with them.
         plane.state["ema"] = plane.param.to(plane.grad.dtype, copy=True)
@@ -33,76 +33,84 @@ def update_(
     accepted: Tensor,
     compute: torch.dtype,
 ) -> None:
-    """Update a plane by the rule of its kind, and then the average.
+    """Update a plane by the rule of its kind, and then the moving average of its weights.
 
-    Matrices of one shape are updated all at once. Buffers in fewer bits are unpacked before the
-    update, and packed after it.
+    All matrices of one shape are updated at once. Moments that are kept in fewer bits are unpacked
+    before the update, and packed after it.
 
     Args:
-        plane: the plane, which may be that of a stack of N modules.
-        optim: the optimizer, whose numbers may be [N] for a stack.
-        grad: the mean gradient after clipping, [size]; [N, size] for a stack.
-        lr: see `monograph.optim.updates`; [N] for a stack.
-        applied: see `monograph.optim.updates`; [N] for a stack.
-        accepted: see `monograph.optim.updates`; [N] for a stack.
+        plane: the plane, which may be that of an ensemble of N modules.
+        optim: the optimizer, whose hyperparameters may be [N] for an ensemble.
+        grad: the mean gradient after clipping, [size]; [N, size] for an ensemble.
+        lr: the optimizer's learning rate for this update; [N] for an ensemble.
+        applied: the number of updates applied, including this one, int64; [N] for an ensemble.
+        accepted: whether the update is made, bool; [N] for an ensemble.
         compute: the dtype of matrix products.
     """
     kind = plane.kind
     rule = kind.rule
     state = plane.state
-    form = FORMATS[optim.state]
-    # All arithmetic is in the gradient's dtype, so that one formula serves every form.
-    moments = [form.read(state, moment, grad, plane.before) for moment in rule.moments]
+    state_format = FORMATS[optim.state]
+    # All arithmetic is in the gradient's dtype, so that one formula serves every format.
+    moments = [
+        state_format.read(state, moment, grad, plane.block_offset) for moment in rule.moments
+    ]
     param = plane.param.to(grad.dtype)
-    stacks = [param, grad, *moments]
-    if kind.matrix is not None and plane.orthogonal is None:
-        stacks = [_matrices(flat, plane) for flat in stacks]
+    # What the rule gets: parameters, gradient and moments, each flat or as matrices.
+    tensors = [param, grad, *moments]
+    if kind.matrix_shape is not None and plane.orthogonal is None:
+        tensors = [_matrices(flat, plane) for flat in tensors]
     hyper = kind.hyperparameters(
         lr=lr,
         applied=applied,
         accepted=accepted,
         compute=compute,
         orthogonal=plane.orthogonal,
-        over=functools.partial(_over, stacks[0]),
+        broadcast=functools.partial(_broadcast, tensors[0]),
     )
-    rule.update_(stacks[0], stacks[1], stacks[2:], hyper)
-    # Word 0 rounds the weights, the others the moments, because the roundings of one update must be
-    # independent.
+    rule.update_(tensors[0], tensors[1], tensors[2:], hyper)
+    # The first random word rounds the weights, and each other one rounds a moment, because the roundings
+    # of one update must be independent.
     words = None
-    if form.stochastic:
+    if state_format.stochastic:
         count = 1 + max(2, len(moments))
-        words = noise(param, optim.seed, applied, plane.number, plane.start, count)
+        words = random_words(param, optim.seed, applied, plane.number, plane.start, count)
     for number, (moment, values) in enumerate(zip(rule.moments, moments, strict=True), start=1):
-        form.write_(
+        state_format.write_(
             state,
             moment,
             values,
             accepted,
             word_N=None if words is None else words[number],
-            before=plane.before,
-            ends_2=plane.ends.get(moment.name),
+            block_offset=plane.block_offset,
+            edge_maxima_2=plane.edge_maxima.get(moment.name),
         )
     if words is not None and not optim.master_weights:
-        plane.param.copy_(stochastic(param, words[0]))
+        plane.param.copy_(round_stochastically(param, words[0]))
     if optim.ema is not None:
         average = state["ema"]
-        of_members = {"applied": _over(average, applied), "accepted": _over(average, accepted)}
-        ema_(average, plane.param.to(average.dtype), decay=optim.ema, **of_members)
+        ema_(
+            average,
+            plane.param.to(average.dtype),
+            decay=optim.ema,
+            applied=_broadcast(average, applied),
+            accepted=_broadcast(average, accepted),
+        )
 
 
 def _matrices(flat: Tensor, plane: Plane) -> Tensor:
-    """Return a plane's matrices, or stacks of matrices, as [..., slots, *shape].
+    """Return a buffer of a plane of matrices as [..., slots, *matrix_shape].
 
-    The zeros between them are left out.
+    The gaps between the slots are left out.
     """
-    shape = plane.kind.matrix or ()
+    shape = plane.kind.matrix_shape or ()
     by_slot = flat.unflatten(-1, (len(plane.slots), -1))
     matrices: Tensor = by_slot[..., : math.prod(shape)].unflatten(-1, shape)
     return matrices
 
 
-def _over(stack: Tensor, knob: object) -> Any:
-    """Return a knob; if it is [N], in a shape that broadcasts against `stack`, [N, ...]."""
+def _broadcast(stack: Tensor, knob: object) -> Any:
+    """Return a hyperparameter; if it is [N], as [N, 1, ...] with as many axes as `stack`."""
     if isinstance(knob, Tensor) and knob.ndim:
         return knob.view(-1, *[1] * (stack.ndim - 1))
     return knob

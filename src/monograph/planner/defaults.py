@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from monograph.device import Device
 from monograph.errors import OutOfDeviceMemory, UsageError
-from monograph.model.families import FIRST_FAMILY
+from monograph.model.families import DEFAULT_FAMILY
 from monograph.optim import OPTIMIZERS
 from monograph.planner.candidates import (
     ByDtype,
@@ -279,7 +279,7 @@ def tuned_fields(preset: str, family: str, optimizer: str, epochs: int = 1) -> d
         epochs: how often the text is read.
     """
     tuned = OPTIMIZERS[optimizer].tuned.get(preset)
-    if tuned is None or family != FIRST_FAMILY:
+    if tuned is None or family != DEFAULT_FAMILY:
         return {}
     fields = {name: value for name, value in tuned.items() if name != "lr"}
     return {**fields, "weight_decay": min(MOST_DECAY, round(DECAY * max(1, epochs), 6))}

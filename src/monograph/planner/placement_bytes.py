@@ -179,7 +179,7 @@ def _plane_shapes(stage: Stage) -> tuple[PlaneShape, ...]:
             for name, buffer in entry.buffers.items()
         }
         # A plane of matrices holds matrices of one size, one in each of `plane.slots`.
-        update_unit = numbers // len(plane.slots) if plane.kind.matrix else 1
+        update_unit = numbers // len(plane.slots) if plane.kind.matrix_shape else 1
         shapes.append(PlaneShape(plane.number, numbers, update_unit, buffers))
     return tuple(shapes)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from monograph.cards import CARDS
-from monograph.device import Device, named
+from monograph.device import Device, card_device
 from monograph.errors import OutOfDeviceMemory
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
@@ -276,7 +276,7 @@ def _larger_cards(changes: Iterable[TrainingChange], device: Device) -> Iterator
     """Yield for each change the smallest card that the training fits, of those with more memory
     than the device.
     """
-    by_memory = sorted(map(named, CARDS), key=lambda card: card.memory_bytes)
+    by_memory = sorted(map(card_device, CARDS), key=lambda card: card.memory_bytes)
     larger = [card for card in by_memory if card.memory_bytes > device.memory_bytes]
     short_names = {card.name: short_name for short_name, card in CARDS.items()}
     for change in changes:

@@ -44,7 +44,12 @@ from monograph.graph.remat import Choice, Product, Recording, cheapest_within
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.model.parameters import block_matrices, block_multiplied, layer_shapes, matrices
+from monograph.model.parameters import (
+    block_active_matrix_shapes,
+    block_matrix_shapes,
+    block_shapes,
+    matrix_shapes,
+)
 from monograph.ops.attention import BLOCK_QUERIES, MAX_KEYS_IN_BLOCKS
 from monograph.ops.cross_entropy import chunk_count
 from monograph.ops.delta_rule import CHUNK
@@ -113,7 +118,7 @@ def stored_numbers(work: Work, remat: str | float) -> float:
         remat: the recomputation, as in `Work.remat`.
     """
     layers = work.config.num_hidden_layers
-    delta_nets = sum(map(work.config.is_linear, range(layers)))
+    delta_nets = sum(map(work.config.is_delta_net, range(layers)))
     numbers = _attention_block_numbers(work, remat)
     if not delta_nets or remat in ("full", "offload"):
         return numbers
@@ -311,7 +316,7 @@ def _rounded_numbers(work: Work) -> int:
     if work.compile == "none" or has_compute_dtype or work.lora or work.fused:
         return 0
     layers = range(work.config.num_hidden_layers)
-    return max(_count_numbers(block_matrices(work.config, layer)) for layer in layers)
+    return max(_count_numbers(block_matrix_shapes(work.config, layer)) for layer in layers)
 
 
 class _AdaptedSizes(NamedTuple):
@@ -395,7 +400,7 @@ def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, gathers
     elif gathers_bf16:
         layers = range(config.num_hidden_layers)
         narrow = _count_numbers(
-            [shape for layer in layers for shape in layer_shapes(config, layer).values()]
+            [shape for layer in layers for shape in block_shapes(config, layer).values()]
         )
     else:
         narrow = _matrix_numbers(config)
@@ -438,11 +443,11 @@ def estimate_bytes(work: Work) -> int:
     moments: float  # of each trained parameter
     if lora:
         trained, frozen_bytes, _ = _adapted_sizes(config, lora, work.precision)
-        moments = optim.moments_of_matrices
+        moments = optim.moments_per_block_matrix
     else:
         trained = config.parameter_count()
         frozen_bytes = 0
-        moments = optim.moments_each
+        moments = optim.moments_per_parameter
     keeps_rounded = work.fused and work.remat == "none" and weight_bytes == 4
     rounded_bytes = 2 if keeps_rounded else 0
     gradient_bytes = 4
@@ -455,7 +460,7 @@ def estimate_bytes(work: Work) -> int:
     # stored
     adapter_inner = 0
     if lora and work.remat not in ("full", "offload"):
-        shapes = block_multiplied(config, config.num_hidden_layers - 1)
+        shapes = block_active_matrix_shapes(config, config.num_hidden_layers - 1)
         # With DoRA a number for each output is kept, too.
         adapter_inner = sum(lora.rank + (shape[0] if lora.dora else 0) for shape in shapes)
     kept_numbers = (stored_numbers(work, work.remat) + adapter_inner) * tokens
@@ -515,13 +520,13 @@ def _largest_stack(config: LlamaConfig) -> int:
     """Return the numbers of the largest plane of block matrices of one shape, which Muon updates at
     once.
     """
-    return max(count * math.prod(shape) for shape, count in Counter(matrices(config)).items())
+    return max(count * math.prod(shape) for shape, count in Counter(matrix_shapes(config)).items())
 
 
 @functools.lru_cache(maxsize=64)
 def _matrix_numbers(config: LlamaConfig) -> int:
     """Return how many numbers the matrices of all blocks have."""
-    return _count_numbers(matrices(config))
+    return _count_numbers(matrix_shapes(config))
 
 
 @functools.lru_cache(maxsize=64)
@@ -531,7 +536,7 @@ def _largest_weight(config: LlamaConfig) -> int:
     """
     layers = range(config.num_hidden_layers)
     return max(
-        math.prod(shape) for layer in layers for shape in layer_shapes(config, layer).values()
+        math.prod(shape) for layer in layers for shape in block_shapes(config, layer).values()
     )
 
 

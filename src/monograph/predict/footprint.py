@@ -135,7 +135,7 @@ class Work(Training):
         config = self.config
         if not self._experts:
             return config.intermediate_size
-        expert_width: int = getattr(config, config.family.experts)
+        expert_width: int = getattr(config, config.family.expert_width_key)
         return self._experts * expert_width
 
     @property
@@ -344,7 +344,7 @@ def layer_period(config: LlamaConfig) -> int:
     A block's kind is whether it has a gated delta net, and whether it has a mixture of experts.
     """
     kinds = [
-        (config.is_linear(layer), config.is_mixture(layer))
+        (config.is_delta_net(layer), config.is_mixture(layer))
         for layer in range(config.num_hidden_layers)
     ]
     return next(period for period in itertools.count(1) if kinds[period:] == kinds[:-period])

@@ -21,7 +21,7 @@ from monograph.device import Device, clock, default_device, measured_matmul_flop
 from monograph.errors import InputRefused, Unreadable
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
-from monograph.model.parameters import multiplied
+from monograph.model.parameters import active_matrix_shapes
 from monograph.predict import estimate
 from monograph.predict.fake_memory import TRANSIENT
 from monograph.predict.footprint import Work
@@ -39,7 +39,9 @@ def matmul_parameters(config: LlamaConfig) -> int:
     place of 3·d·d_ff. The input embedding is not counted, as it is a lookup. Norms and biases are
     not counted, as they are elementwise. Unit: parameters.
     """
-    return sum(map(math.prod, multiplied(config))) + config.vocab_size * config.hidden_size
+    return (
+        sum(map(math.prod, active_matrix_shapes(config))) + config.vocab_size * config.hidden_size
+    )
 
 
 def training_flops(
@@ -83,7 +85,9 @@ def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameter
     layer instead of T. A gated delta net has for each head a matrix of E key times V value
     channels, which it reads, corrects and reads again: 18·heads·E·V for the layer.
     """
-    attending = [layer for layer in range(config.num_hidden_layers) if not config.is_linear(layer)]
+    attending = [
+        layer for layer in range(config.num_hidden_layers) if not config.is_delta_net(layer)
+    ]
     windows = [min(config.window(layer) or sequence_length, sequence_length) for layer in attending]
     length_of_all_layers = sum(w * (2 * sequence_length - w) // sequence_length for w in windows)
     width = config.num_attention_heads * config.head_dim
@@ -569,7 +573,7 @@ def drawing_s(config: LlamaConfig, drawing: Drawing, device: Device, peak_flops:
     layers = config.num_hidden_layers
     context = drawing.prompt + drawing.tokens / 2
     matrices = matmul_parameters(config)
-    attending = layers - sum(map(config.is_linear, range(layers)))
+    attending = layers - sum(map(config.is_delta_net, range(layers)))
     attention_flops = 4 * attending * config.num_attention_heads * config.head_dim * context
     product_rate = peak_flops * shares.products * rows / (rows + shares.saturating_tokens)
     compute_s = rows * (

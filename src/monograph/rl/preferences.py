@@ -189,8 +189,10 @@ class LossOfPairs:
     labelled: bool = False
 
 
-_ABOVE_0 = Range("a number above 0 and below 1e9", 0, _MAX_FACTOR, above=True, below=True)
-_NOT_NEGATIVE = Range("a number, 0 or more and below 1e9", 0, _MAX_FACTOR, below=True)
+_ABOVE_0 = Range(
+    "a number above 0 and below 1e9", 0, _MAX_FACTOR, excludes_low=True, excludes_high=True
+)
+_NOT_NEGATIVE = Range("a number, 0 or more and below 1e9", 0, _MAX_FACTOR, excludes_high=True)
 _BETA = Parameter("prefer.beta", "Strength of the comparison.", _ABOVE_0, 0.1)
 # The names that the key prefer.loss takes.
 LOSSES = {
@@ -203,7 +205,7 @@ LOSSES = {
             Parameter(
                 "prefer.label_smoothing",
                 "Share of the pairs that robust takes to be swapped.",
-                Range("a number from 0 and below 0.5", 0, 0.5, below=True),
+                Range("a number from 0 and below 0.5", 0, 0.5, excludes_high=True),
                 0.1,
             ),
         ),

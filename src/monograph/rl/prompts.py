@@ -217,7 +217,7 @@ class Prompts:
     def end_ids(self, config: LlamaConfig) -> tuple[int, ...]:
         """Return the ids that end an answer of the model with this configuration."""
         if self.has_chats:
-            return stop_ids(self.tokenizer, config.ends)
+            return stop_ids(self.tokenizer, config.eos_token_ids)
         return (self.tokenizer.eos_id,)
 
     @property

@@ -39,7 +39,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.ops.padded_rows import padded_count, unpadded_count
-from monograph.optim import holding
+from monograph.optim import temporary_params
 from monograph.rl.advantages import ADVANTAGES, ROUNDING, AnswerWeight, rewards_are_equal
 from monograph.rl.arrange import (
     AnswerGroup,
@@ -349,7 +349,7 @@ class Drawer:
                 rollout._replace(reference=[0.0] * len(rollout.token_ids)) for rollout in rollouts
             ]
         # In this block the planes have the reference's weights.
-        with holding(self.engine.step.planes, self.reference or ()):
+        with temporary_params(self.engine.step.planes, self.reference or ()):
             self._gather_model()
             references = self.log_probabilities_of(rollouts, self.model)
         return [

@@ -26,7 +26,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.exports import find_export
 from monograph.model.files import write_no_extras
 from monograph.model.llama import Llama
-from monograph.model.vocabulary import extend
+from monograph.model.vocabulary import set_new_rows
 from monograph.run import recorded_state
 from monograph.run.folder import Run, no_folder
 from monograph.run.recipe import (
@@ -242,7 +242,7 @@ def _load_run_unmerged(
     base = model.config
     require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
     if recipe.vocabulary:
-        extend(model, *recipe.vocabulary)
+        set_new_rows(model, *recipe.vocabulary)
     # "auto" keeps the base's weights unchanged, even if the run trained with them in 4 or 8 bits.
     adapt(model, recorded_lora(recipe.lora | {"base": "auto"}))
     load_weights(model, weights_of(checkpoint))
@@ -259,7 +259,7 @@ def _restore_llama(run: Run, checkpoint: Checkpoint) -> Llama:
     config = LlamaConfig.from_hf(checkpoint.state["model_config"])
     weights = {name: tensor.float() for name, tensor in weights_of(checkpoint).items()}
     hub.check_tensors(weights, config, run.checkpoints, "state.json")
-    return hub.assembled(config, weights, run.folder)
+    return hub.assemble(config, weights, run.folder)
 
 
 def _merge_adapters(model: Llama) -> Llama:
@@ -278,7 +278,7 @@ def _dtype_to_merge_in(init: str) -> torch.dtype | None:
         return torch.float32
     if is_weight_file(init):
         return None
-    dtypes = {tensor.dtype for tensor in hub.read_headers_of(init)[1].values()}
+    dtypes = {tensor.dtype for tensor in hub.read_checked_headers(init)[1].values()}
     return torch.float32 if len(dtypes) > 1 else None
 
 
@@ -305,7 +305,7 @@ def _load_unmerged(
         model = _merge_adapters(
             _load_unmerged(base, warn, dtype or _dtype_to_merge_in(base), sizes)
         )
-        stored.require(model.config)
+        stored.require_base_shape(model.config)
         if stored.weights_sha256:  # not needed for the result, but a digest reads all weights
             require_base_of(stored, digest(model))
         file = hub.tokenizer_file(folder)
@@ -317,7 +317,7 @@ def _load_unmerged(
     if is_weight_file(folder):
         shape, tensors = torch_file.read(Path(folder), sizes)
         weights = {name: mapped(tensor, dtype or tensor.dtype) for name, tensor in tensors.items()}
-        return hub.assembled(shape, weights, Path(folder))
+        return hub.assemble(shape, weights, Path(folder))
     if not exists(folder):
         raise InputRefused(no_folder(folder))
     return hub.mapped_model(folder, dtype)
@@ -352,7 +352,7 @@ def load_trained(
         if recipe.lora:
             require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
             if recipe.vocabulary and isinstance(model, Llama):
-                extend(model, *recipe.vocabulary)
+                set_new_rows(model, *recipe.vocabulary)
             adapter.install_adapters(model, recorded_lora(recipe.lora), precision=precision)
         load_weights(model, weights_of(checkpoint))
         materialize_(model)

@@ -25,11 +25,11 @@ from monograph.graph.lora import Lora
 from monograph.graph.trial import USER_MODULE_PREFIX
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub
-from monograph.model.adapter import BASE, Adapter
-from monograph.model.config import WEIGHT_FILES, LlamaConfig
-from monograph.model.families import FIRST_FAMILY
+from monograph.model.adapter import BASE_FILE, Adapter
+from monograph.model.config import TORCH_FILE_SUFFIXES, LlamaConfig
+from monograph.model.families import DEFAULT_FAMILY
 from monograph.model.llama import Llama
-from monograph.model.vocabulary import extend
+from monograph.model.vocabulary import set_new_rows
 from monograph.run.folder import Run, names_mixture
 from monograph.run.run_index import resolve_checkpoint, update_of_checkpoint
 from monograph.storage.code import Code, code_named
@@ -60,7 +60,7 @@ class ModelRecipe(NamedTuple):
         adapter: the folder of a stored adapter to start from, whose base is `init`; None without.
         base_sha256: the `digest` of the base's weights as they are stored; None without adapters.
         vocabulary: (first new id, number of tokens) if the model got rows for new tokens
-            (`monograph.model.vocabulary.extend`); otherwise None. New ids are those that the
+            (`monograph.model.vocabulary.set_new_rows`); otherwise None. New ids are those that the
             weights of `init` were not trained with.
         family: the family of a new Llama.
         norm_eps: the rms_norm_eps of a new Llama, from a checkpoint of its run or of the run's
@@ -79,7 +79,7 @@ class ModelRecipe(NamedTuple):
     adapter: str | None = None
     base_sha256: str | None = None
     vocabulary: list[int] | None = None
-    family: str = FIRST_FAMILY
+    family: str = DEFAULT_FAMILY
     norm_eps: float | None = None
     vouched: Mapping[str, str] = MappingProxyType({})
 
@@ -177,7 +177,7 @@ def is_weight_file(name: str | Path) -> bool:
 
     The file need not exist.
     """
-    return str(name).endswith(WEIGHT_FILES) and not is_folder(name)
+    return str(name).endswith(TORCH_FILE_SUFFIXES) and not is_folder(name)
 
 
 class _LoaderOfBytes(importlib.machinery.SourceFileLoader):
@@ -375,7 +375,7 @@ def add_missing_rows(model: Llama, vocabulary: Vocabulary, base: str) -> list[in
         base: where the model comes from, for the message.
 
     Returns:
-        The arguments for `monograph.model.vocabulary.extend`, to repeat it later; None if no token
+        The arguments for `monograph.model.vocabulary.set_new_rows`, to repeat it later; None if no token
         is new.
 
     Raises:
@@ -391,7 +391,7 @@ def add_missing_rows(model: Llama, vocabulary: Vocabulary, base: str) -> list[in
             f"model.vocab_size = {rows} of {base} is smaller than the tokenizer's {vocabulary.all}, and no "
             "tokenizer.json next to its weights says which tokens are new: put the model's own there"
         )
-    extend(model, new.start, new.stop)
+    set_new_rows(model, new.start, new.stop)
     return [new.start, new.stop]
 
 
@@ -445,7 +445,8 @@ def require_base_of(adapter: Adapter, base_sha256: str) -> None:
     if adapter.weights_sha256 not in (None, base_sha256):
         raise InputRefused(
             f"{adapter.folder}: this adapter was trained on other weights than those of {adapter.base}: write the "
-            f"folder of its base into adapter_config.json, or, to use it with these weights all the same, remove {BASE}"
+            f"folder of its base into adapter_config.json, or, to use it with these weights all the same, remove "
+            f"{BASE_FILE}"
         )
 
 

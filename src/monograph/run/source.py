@@ -127,7 +127,7 @@ class ModelSource:
         """
         if not self._is_folder or not has_weights(Path(self.base)):
             return ""
-        return ", ".join(f"{prefix}*" for prefix in hub.left_out(self.base))
+        return ", ".join(f"{prefix}*" for prefix in hub.prefixes_left_out(self.base))
 
     def require_headers(self, sizes: Mapping[str, Any]) -> None:
         """Require usable weights, as far as the headers of their files show; no weights are read.
@@ -143,13 +143,13 @@ class ModelSource:
             if base.adapter is None:  # otherwise the base has a base of its own, and other answers
                 base = self._with_cached_answers(base)
             base.require_headers(sizes)
-            self.adapter.require(base.shape)
+            self.adapter.require_base_shape(base.shape)
         elif self.is_weight_file:
             torch_file.read(Path(self.name), sizes)
         elif self.run is None:
             if not exists(self.name):
                 raise InputRefused(no_folder(self.name))
-            hub.read_headers_of(self.name, self.shape)
+            hub.read_checked_headers(self.name, self.shape)
 
     @property
     def recorded_name(self) -> str:

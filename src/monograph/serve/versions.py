@@ -86,7 +86,7 @@ class Version:
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """The ids that end an answer in a chat."""
-        return stop_ids(self.tokenizer, self.model.config.ends)
+        return stop_ids(self.tokenizer, self.model.config.eos_token_ids)
 
     @cached_property
     def longest_piece(self) -> int:

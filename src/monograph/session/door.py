@@ -13,7 +13,7 @@ from monograph.config import DEFAULT_MINUTES, Settings
 from monograph.data.options import ReadingOptions
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
-from monograph.model.families import FIRST_FAMILY
+from monograph.model.families import DEFAULT_FAMILY
 from monograph.model.files import has_weights
 from monograph.optim import OPTIMIZERS
 from monograph.planner import defaults
@@ -231,7 +231,7 @@ def _look_up(
         str(decided.get("model.preset", model.preset)),
         model.sizes(),
         settings.train.seed,
-        family=model.family or FIRST_FAMILY,
+        family=model.family or DEFAULT_FAMILY,
         vouched=settings.vouched,
     )
     # A folder without weights cannot be checked, and need not be for its shape alone.

@@ -76,7 +76,7 @@ def sample_prompt_from_corpus(
             # The first word may be cut, so it is left out.
             last_words = prompt[-_MAX_SHOWN_CHARACTERS:].split(maxsplit=1) or [""]
             shown = f"… {last_words[-1]}"
-        stop = stop_ids(corpus.tokenizer, config.ends if config else ())
+        stop = stop_ids(corpus.tokenizer, config.eos_token_ids if config else ())
         return SamplePrompt(f"{shown} ", ids, stop, (), "chat")
     first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
     if corpus.name == "stdlib":

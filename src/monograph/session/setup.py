@@ -22,8 +22,8 @@ from monograph.graph.remat import policy_named
 from monograph.loss import Loss, TokenLoss
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
+from monograph.model.layer_types import LINEAR_ATTENTION
 from monograph.model.llama import Llama
-from monograph.model.scaling import LINEAR
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import build
@@ -141,7 +141,10 @@ def _with_recorded_norm_eps(plan: RunPlan, run: Run) -> RunPlan:
     with it. The plan of another model, or of a run without a checkpoint, is not changed.
     """
     recipe = plan.job.recipe
-    if recipe.init is not None or recipe.shape(vocab_size=1).family.others != LINEAR:
+    if (
+        recipe.init is not None
+        or recipe.shape(vocab_size=1).family.other_layer_type != LINEAR_ATTENTION
+    ):
         return plan
     state = newest_state(run)
     parent = recorded_parent(run)

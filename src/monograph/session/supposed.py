@@ -14,7 +14,7 @@ from typing import Any
 
 from monograph.config import Settings
 from monograph.model.config import LlamaConfig
-from monograph.model.families import FIRST_FAMILY
+from monograph.model.families import DEFAULT_FAMILY
 from monograph.planner import defaults
 from monograph.report.quantities import binary
 from monograph.run.recipe import ModelRecipe
@@ -34,7 +34,11 @@ def given_shape(settings: Settings) -> LlamaConfig | None:
     if model.init is not None or (model.preset == "auto" and not model.hidden_size):
         return None
     recipe = ModelRecipe(
-        None, model.preset, model.sizes(), settings.train.seed, family=model.family or FIRST_FAMILY
+        None,
+        model.preset,
+        model.sizes(),
+        settings.train.seed,
+        family=model.family or DEFAULT_FAMILY,
     )
     if model.preset != "auto":
         return recipe.shape()

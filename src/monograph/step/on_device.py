@@ -62,7 +62,9 @@ class OnDevice(Parameters):
             # So rounding each weight once a window, into `plane.rounded`, takes no more memory.
             can_round_once = isinstance(step.remat, Remat.Off)
             for plane in new_planes:
-                needs_rounding = not plane.kind.vector and plane.param.dtype != step.precision.dtype
+                needs_rounding = (
+                    not plane.kind.is_vector and plane.param.dtype != step.precision.dtype
+                )
                 if can_round_once and needs_rounding:
                     plane.rounded = torch.empty_like(plane.param, dtype=step.precision.dtype)
                 plane.fuse_gradients()

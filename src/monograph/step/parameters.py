@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.lora import checkpoint_state
-from monograph.loss import counted, counts, pair
+from monograph.loss import check_result, count_tensor, has_count
 from monograph.optim import Plane
 from monograph.schedule import factor_at
 
@@ -92,12 +92,12 @@ class Parameters(ABC):
 
     def sums(self, batch: object) -> Sums:
         """Return the batch's summed loss and the number of its targets."""
-        return pair(self.step.loss(self.step.model, batch))
+        return check_result(self.step.loss(self.step.model, batch))
 
     def targets(self, batch: object) -> Tensor | None:
         """Return the number of the batch's targets; None if the loss must run to count them."""
         loss = self.step.loss
-        return counted(loss.count(batch), self.step.device) if counts(loss) else None
+        return count_tensor(loss.count(batch), self.step.device) if has_count(loss) else None
 
     def begin(self) -> None:
         """Get ready for a window, before its micro-batches are cut; `complete` is its counterpart."""

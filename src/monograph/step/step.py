@@ -22,15 +22,15 @@ from monograph.graph.inspect import buffers_kept, modes_kept, unwrap_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
-from monograph.loss import IGNORE, SHARES, Loss, counts, token_loss
+from monograph.loss import IGNORE, SHARES, Loss, has_count, token_loss
 from monograph.optim import (
     AdamW,
     Optimizer,
     Plane,
-    checked,
     hidden_matrices,
-    holding,
     initialise,
+    require_optimizer,
+    temporary_params,
     unlinked,
 )
 from monograph.schedule import Schedule, constant
@@ -151,7 +151,7 @@ class Step:
         self.loss = loss
         self.clip = Clip.of(clip)
         self.parameters = parameters or OnDevice()
-        self.optim = checked(optim or AdamW())
+        self.optim = require_optimizer(optim or AdamW())
         self.sum_over_ranks = sum_over_ranks
         self.balances = balances(self.model, self.loss)
         self.schedule = schedule or constant()
@@ -260,7 +260,7 @@ class Step:
             yield
             return
         self.parameters.wait_for_planes(to_write=True)
-        with holding(self.planes, [plane.state["ema"] for plane in self.planes]):
+        with temporary_params(self.planes, [plane.state["ema"] for plane in self.planes]):
             self.holds_average = True
             try:
                 yield
@@ -460,7 +460,7 @@ class Step:
 
     def gradient_scale(self) -> Tensor:
         """Return the factor that turns the planes' summed gradient into the mean loss's gradient."""
-        if counts(self.loss):
+        if has_count(self.loss):
             # `count_window` knew the number of targets, and `loss_factor` divided each loss by it.
             mean_factor = torch.ones_like(self.lr)
         else:

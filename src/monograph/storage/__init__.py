@@ -1,3 +1,1 @@
-"""Open all files of the package: distrust files that a user gave, and make sure that written files
-are on the disk.
-"""
+"""All access to files: files that a user gave are not trusted, and written files are made durable."""

@@ -1,7 +1,7 @@
 """Read and write whole files in blocks of 64 MiB, and compute each block's SHA-256 in threads.
 
-A piece is any part of a file's content, in memory. A block is a list of pieces of BLOCK_BYTES
-together; the last block of a file may be shorter.
+A piece is any part of a file's content, in memory. A block is a list of pieces that together have
+BLOCK_BYTES. The last block of a file may be shorter.
 """
 
 import errno
@@ -12,15 +12,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 BLOCK_BYTES = 64 * 1024 * 1024
-# Several threads, since one computes SHA-256 (0.3 to 2 GB/s) more slowly than a disk reads. They
-# run in parallel, because hashlib releases the GIL.
+# There are several threads, because one computes SHA-256 (0.3 to 2 GB/s) more slowly than a disk reads.
+# They run in parallel, because hashlib releases the GIL.
 HASH_THREADS = min(8, os.cpu_count() or 1)
-_MAX_PIECES = os.sysconf("SC_IOV_MAX")  # that one call of os.preadv or os.pwritev takes
+_MAX_PIECES = os.sysconf("SC_IOV_MAX")  # the most that one call of os.preadv or os.pwritev takes
 
 FileBlock = list[memoryview]
 
 
-def in_blocks(pieces: Iterable[memoryview]) -> Iterator[FileBlock]:
+def group_into_blocks(pieces: Iterable[memoryview]) -> Iterator[FileBlock]:
     """Group pieces of any length into blocks. Pieces are cut where a block ends, but not copied."""
     block: FileBlock = []
     room = BLOCK_BYTES
@@ -51,7 +51,7 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
         with open(path, "xb", buffering=0) as file:
 
             def write_blocks() -> Iterator[FileBlock]:
-                for index, block in enumerate(in_blocks(pieces)):
+                for index, block in enumerate(group_into_blocks(pieces)):
                     _transfer(os.pwritev, file.fileno(), block, index * BLOCK_BYTES)
                     yield block
 
@@ -66,16 +66,16 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
 
 
 def read_pieces(descriptor: int, pieces: Iterable[memoryview]) -> list[str]:
-    """Fill the pieces from the start of an open file.
+    """Fill the pieces with the content of an open file, from its beginning.
 
     Returns:
-        The digest of each block, of the bytes that are then in memory.
+        The digest of each block, computed from the bytes in memory.
     """
 
     def fill(index: int, block: FileBlock) -> None:
         _transfer(os.preadv, descriptor, block, index * BLOCK_BYTES)
 
-    return _digests(in_blocks(pieces), fill)
+    return _digests(group_into_blocks(pieces), fill)
 
 
 def digests_of(descriptor: int, length: int) -> list[str]:
@@ -113,8 +113,8 @@ def _digests(
 
     Args:
         blocks: the blocks. Their generator runs in this thread.
-        fill: a function of a block and its index that fills the block. It is called in the block's
-            thread, before the digest is computed; None if the blocks are already filled.
+        fill: a function that gets a block's index and the block, and fills it. It is called in the
+            thread that then computes the digest. None: the blocks are already filled.
     """
 
     def digest(index: int, block: FileBlock) -> str:
@@ -129,8 +129,8 @@ def _digests(
         pending: list[Future[str]] = []
         for index, block in enumerate(blocks):
             pending.append(pool.submit(digest, index, block))
-            # Wait for an earlier block, so that only a few blocks are in memory. A block may be a
-            # copy, from a device or of a strided tensor.
+            # Wait for an earlier block, so that only a few blocks are in memory. A block may be a copy
+            # of a strided tensor, or of a tensor on a device.
             if index >= HASH_THREADS:
                 pending[index - HASH_THREADS].result()
         return [future.result() for future in pending]
@@ -160,10 +160,10 @@ def _transfer(
         if moved == 0:
             raise OSError(errno.EIO, "the file ended early")
         offset += moved
-        done = 0  # number of pieces that have moved entirely
-        while done < len(pieces) and moved >= len(pieces[done]):
-            moved -= len(pieces[done])
-            done += 1
-        del pieces[:done]
-        if moved:  # what is left are bytes of a piece that has moved in part
+        moved_pieces = 0  # number of pieces that have moved entirely
+        while moved_pieces < len(pieces) and moved >= len(pieces[moved_pieces]):
+            moved -= len(pieces[moved_pieces])
+            moved_pieces += 1
+        del pieces[:moved_pieces]
+        if moved:  # The rest are bytes of the first piece that has not moved entirely.
             pieces[0] = pieces[0][moved:]

@@ -1,7 +1,7 @@
 """Find the cache folder and the state folder, and manage compiled code in the cache.
 
-What is in the cache, e.g. tokens and compiled code, can be made again. What is in the state folder
-must not be lost.
+The content of the cache, such as tokens and compiled code, can be made again. The content of the state
+folder must not be lost.
 """
 
 import hashlib
@@ -17,7 +17,8 @@ from pathlib import Path
 def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
     """Return the cache folder, and whether the user chose it.
 
-    A caller that cannot write a folder of the user's choice reports an error and uses no other.
+    A caller that cannot write to a folder that the user chose must report an error, and use no other
+    folder.
 
     Args:
         given: the value of the key `cache`; None for $MONOGRAPH_HOME or, if that is not set, the
@@ -61,9 +62,9 @@ def keep_compiled() -> None:
     Torch's default is a temporary folder, which a reboot removes. If the variable is set, or the
     cache folder cannot be written, nothing is changed.
 
-    If the folder is new, another process compiles a small graph into it at the same time, so that
-    this process need not wait for what its first graph needs. If the files in the folder exceed
-    `MOST_COMPILED_BYTES`, the least recently used are removed.
+    If the folder is new, another process compiles a small graph into it in the meantime. So this
+    process need not wait for what torch prepares before its first graph. If the files in the folder
+    exceed `MOST_COMPILED_BYTES`, the least recently used are removed.
     """
     folder = compiled_folder()
     with suppress(OSError):
@@ -87,7 +88,10 @@ def compiled_folder() -> Path:
 
 
 def files_in(folder: Path) -> list[tuple[float, int, Path]]:
-    """Return (time of last use, bytes, path) of each file below a folder, the last used first."""
+    """Return the time of last use, the size in bytes and the path of each file below a folder.
+
+    The file that was used last comes first.
+    """
     files = []
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -101,14 +105,14 @@ def files_in(folder: Path) -> list[tuple[float, int, Path]]:
 
 
 def _remove_least_recent(folder: Path) -> None:
-    """If the files exceed MOST_COMPILED_BYTES, remove all but the last used, of half this size."""
+    """If the files exceed MOST_COMPILED_BYTES, keep those last used, up to half of this size."""
     files = files_in(folder)
     if sum(size for _, size, _ in files) <= MOST_COMPILED_BYTES:
         return
-    seen_bytes = 0
+    total_bytes = 0
     for _, size, path in files:
-        seen_bytes += size
-        if seen_bytes > MOST_COMPILED_BYTES // 2:
+        total_bytes += size
+        if total_bytes > MOST_COMPILED_BYTES // 2:
             with suppress(OSError):
                 path.unlink()
 
@@ -136,7 +140,7 @@ def python_aside(code: str, *arguments: str) -> subprocess.Popen[bytes]:
         code: what it runs. It can import what this process can, except from the working folder.
         *arguments: its sys.argv[1:].
     """
-    # -P: the working folder, whose files may be a stranger's, is not searched for modules.
+    # With -P, Python does not search the working folder, whose files may be a stranger's, for modules.
     command = [sys.executable, "-P", "-c", _EXIT_WITH_PARENT + code, *arguments]
     quiet = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
@@ -145,10 +149,10 @@ def python_aside(code: str, *arguments: str) -> subprocess.Popen[bytes]:
 def is_compiled(key: str) -> bool:
     """Return whether the training step of a key was compiled into the cache before.
 
-    Without a cache the answer is True, since then nobody should compile in advance.
+    Without a cache the answer is True, because then it is no use to compile in advance.
 
     Args:
-        key: a text that has all that the compiled code depends on.
+        key: a text with everything on which the compiled code depends.
     """
     mark = _mark_file(key)
     return mark is None or mark.exists()
@@ -170,24 +174,24 @@ def _mark_file(key: str) -> Path | None:
 
 
 def found_once(key: str, find: Callable[[], bool]) -> bool:
-    """Return the answer to a question, from the cache if it was found before.
+    """Return the answer to a question with the answers yes and no, from the cache if it is there.
 
     Args:
-        key: a text that names the question, and all that the answer depends on.
+        key: a text with the question, and everything on which the answer depends.
         find: finds the answer. It is called only if the cache does not have the answer.
     """
     folder = cache_root()[0] / "found"
-    # An empty file per question; the end of its name is the answer.
+    # The cache has an empty file for each question, and the end of the file's name is the answer.
     files = {answer: folder / f"{digest(key)}.{answer}" for answer in (True, False)}
     with suppress(OSError):
         for answer, path in files.items():
             if path.exists():
                 return answer
-    found = find()
+    answer = find()
     with suppress(OSError):
-        files[found].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        files[found].touch()
-    return found
+        files[answer].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files[answer].touch()
+    return answer
 
 
 def digest(key: str) -> str:

@@ -1,6 +1,6 @@
-"""Decide whether a value of a key names code, a function in a Python file, and read such a file.
+"""Decide whether the value of a key names code, which is a function in a Python file, and read the file.
 
-The decision depends on the value alone, and never on which files exist, since a stranger may have
+The decision depends on the value alone, and never on which files exist, because a stranger may have
 made them.
 """
 
@@ -14,7 +14,7 @@ from monograph.storage.reading import read_input
 
 # The largest size of a Python file, more than a person writes. Without a limit, a huge sparse file
 # would exhaust the memory.
-MOST_CODE_BYTES = 16 * 1024 * 1024
+MAX_CODE_BYTES = 16 * 1024 * 1024
 HUB = "hf://"  # a value with this prefix names a repository on the Hugging Face Hub
 
 
@@ -36,11 +36,11 @@ class Code:
         """Read the file.
 
         Raises:
-            InputRefused: the file is missing, or is larger than MOST_CODE_BYTES.
+            InputRefused: the file is missing, or is larger than MAX_CODE_BYTES.
             Unreadable: the system failed to read the file.
         """
         try:
-            return read_input(self.path, MOST_CODE_BYTES)
+            return read_input(self.path, MAX_CODE_BYTES)
         except OSError as error:
             raise InputRefused(
                 f"{self.value}: {self.path} cannot be read ({error.strerror}); it is looked for from {Path.cwd()}"
@@ -72,7 +72,7 @@ class Code:
 
 
 def code_named(value: str | None) -> Code | None:
-    """Return the code that a value names; None if the value names anything else.
+    """Return the code that a value names; None if the value does not name code.
 
     A value names code if the part before its last colon ends with .py and the part after it is a
     Python identifier, unless the value begins with HUB. A slash at the end names a folder instead.
@@ -86,7 +86,7 @@ def code_named(value: str | None) -> Code | None:
 
 
 def folder_named(path: Path) -> str:
-    """Return the name of a folder. It ends with a slash if it would name code otherwise."""
+    """Return a folder's path as the value of a key, with a slash at the end if it would name code."""
     return f"{path}/" if code_named(str(path)) else str(path)
 
 

@@ -1,7 +1,7 @@
 """Read files and folders without mistaking an unreadable file for a missing one.
 
 `Path.exists` and similar functions return False after some system errors, and in newer Pythons
-after all of them. `glob` finds nothing in a folder that cannot be listed. Whoever then concludes
+after all of them. `glob` finds nothing in a folder that cannot be listed. Code that then concludes
 that a run has not begun, or that a checkpoint is incomplete, destroys data. So all access to a
 user's files goes through this module.
 """
@@ -24,7 +24,7 @@ from monograph.errors import InputRefused, Unreadable
 
 # The largest size of a JSON file. The largest that is needed is an index of weights, with about 100
 # bytes per tensor.
-MOST_JSON_BYTES = 1 << 24
+MAX_JSON_BYTES = 1 << 24
 # Errors after which it is certain that there is nothing at the path, or something other than a
 # file. A socket gives ENXIO.
 _NOT_A_FILE = {
@@ -114,8 +114,8 @@ def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
 def open_input(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
-    No other function of the package opens a user's file. Reads of the opened file may fail, too:
-    wrap them in `readable`.
+    No other function of the package opens a user's file. Reads of the opened file may fail, too, so
+    they must be wrapped in `readable`.
 
     Raises:
         Unreadable: the system failed to open the file.
@@ -123,7 +123,7 @@ def open_input(path: Path) -> BinaryIO:
     """
     with readable(path):
         try:
-            # O_NONBLOCK: without it, opening a FIFO would wait for a writer.
+            # Without O_NONBLOCK, opening a FIFO would wait for a writer.
             file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
         except ValueError:
             raise OSError(errno.EINVAL, "no file has a NUL in its name", str(path)) from None
@@ -137,8 +137,8 @@ def open_input(path: Path) -> BinaryIO:
     return file
 
 
-def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
-    """Return the content of a user's file. If the file grows meanwhile, the new bytes are left out.
+def read_input(path: Path, most_bytes: int | None = MAX_JSON_BYTES) -> bytes:
+    """Return the content of a user's file. Bytes that are added while it is read are left out.
 
     Args:
         path: the file.
@@ -158,7 +158,7 @@ def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
         return file.read(size)
 
 
-def contents(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes | None:
+def contents(path: Path, most_bytes: int | None = MAX_JSON_BYTES) -> bytes | None:
     """Return the content of a file; None if there is no such file.
 
     Raises:
@@ -311,7 +311,7 @@ def without_links(path: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-def inside(folder: Path, name: str) -> Path:
+def file_inside(folder: Path, name: str) -> Path:
     """Return the path of a regular file in a folder that a stranger may have made.
 
     The file may be a link into Hugging Face's cache of the same model. Any other link that leads
@@ -339,11 +339,11 @@ def inside(folder: Path, name: str) -> Path:
 
 
 class KeyTwice(ValueError):
-    """A JSON object has a key twice. Different readers would take different values."""
+    """A JSON object has a key twice, of which different programs would read different values."""
 
 
 def object_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of the (key, value) pairs of a JSON object; a hook of JSON decoders.
+    """Return a dict of the (key, value) pairs of a JSON object. JSON decoders take it as a hook.
 
     Raises:
         KeyTwice: a key is there twice.
@@ -371,7 +371,7 @@ def parse_json(text: str | bytes | bytearray) -> Any:
     return _DECODER.decode(text)
 
 
-def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) -> dict[str, Any]:
+def read_json(path: Path, instead: str = "", most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read the JSON object in an untrusted file.
 
     Args:

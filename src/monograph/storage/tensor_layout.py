@@ -41,10 +41,10 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ORDER = list(NAMES)
-LENGTH_BYTES = 8  # bytes of the header's length at the begin of a file
-MOST_HEADER_BYTES = 1 << 24  # enough for 100,000 tensors; the library's own limit is 100 MB
+LENGTH_BYTES = 8  # bytes at the beginning of a file that say how long the header is
+MAX_HEADER_BYTES = 1 << 24  # enough for 100,000 tensors; the library's own limit is 100 MB
 ALIGNMENT = 8  # the tensors' bytes begin at a multiple of this
-MOST_ELEMENTS = 2**60  # of a tensor, whose strides must not overflow 64 bits
+MAX_ELEMENTS = 2**60  # of a tensor, so that its strides do not overflow 64 bits
 
 
 class LayoutError(ValueError):
@@ -56,13 +56,14 @@ def encode(
 ) -> tuple[int, Iterator[memoryview]]:
     """Encode tensors as a safetensors file, in the library's order: by dtype, then by name.
 
-    Tensors may share storage, be strided or be on a device. A tensor is copied, if it is not
-    contiguous on the host, when its piece is taken. So tensors must not change until then.
+    Tensors may share storage, be strided or be on a device. A tensor that is not contiguous on the
+    host is copied when its piece is taken from the iterator. So tensors must not change until then.
 
     Args:
         tensors: the tensors by name.
-        read: a function that returns the tensor of a name, when its piece is taken. `tensors` are
-            then used only for their shapes and dtypes. None to encode `tensors` themselves.
+        read: a function that returns the tensor with a name. It is called when the tensor's piece is
+            taken, and `tensors` are then only needed for their shapes and dtypes. None: `tensors`
+            themselves are encoded.
 
     Returns:
         The file's length in bytes, and the pieces of its content in order.
@@ -88,7 +89,7 @@ def encode(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    if len(text) > MOST_HEADER_BYTES:
+    if len(text) > MAX_HEADER_BYTES:
         raise InputRefused(
             f"{len(tensors):,} tensors: more than a file of weights may list; use fewer and larger ones"
         )
@@ -106,16 +107,16 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
     """Return the number of bytes before the tensors: the header and the length before it.
 
     Args:
-        first: the first LENGTH_BYTES of the file, which give the header's length.
+        first: the first LENGTH_BYTES of the file, which are the header's length.
         file_bytes: the file's length.
 
     Raises:
-        LayoutError: the header is longer than the file or than MOST_HEADER_BYTES.
+        LayoutError: the header is longer than the file or than MAX_HEADER_BYTES.
     """
     length = LENGTH_BYTES + int.from_bytes(first, "little")
-    if length > min(file_bytes, LENGTH_BYTES + MOST_HEADER_BYTES):
+    if length > min(file_bytes, LENGTH_BYTES + MAX_HEADER_BYTES):
         raise LayoutError(
-            f"a header of {length} bytes in a file of {file_bytes} bytes; at most {MOST_HEADER_BYTES}"
+            f"a header of {length} bytes in a file of {file_bytes} bytes; at most {MAX_HEADER_BYTES}"
         )
     return length
 
@@ -167,17 +168,18 @@ def entries(prefix: bytes, file_bytes: int) -> list[TensorEntry]:
         in_order = sorted(unordered, key=lambda entry: (entry.begin, entry.end))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise LayoutError(f"an unreadable header ({error})") from error
-    at = 0
+    next_begin = 0
     for name, begin, end, dtype, shape in in_order:
-        size = math.prod(shape) * dtype.itemsize
-        if (begin, end) != (at, at + size):
+        expected_end = next_begin + math.prod(shape) * dtype.itemsize
+        if (begin, end) != (next_begin, expected_end):
             raise LayoutError(
-                f"tensor {name} at bytes {begin} to {end} where {at} to {at + size} was expected"
+                f"tensor {name} at bytes {begin} to {end} where {next_begin} to {expected_end} was expected"
             )
-        at = end
-    if len(prefix) + at != file_bytes:
+        next_begin = end
+    tensor_bytes = next_begin
+    if len(prefix) + tensor_bytes != file_bytes:
         raise LayoutError(
-            f"tensors of {at} bytes in a file of {file_bytes} bytes with a header of {len(prefix)}"
+            f"tensors of {tensor_bytes} bytes in a file of {file_bytes} bytes with a header of {len(prefix)}"
         )
     return in_order
 
@@ -194,7 +196,7 @@ def _entry(name: str, value: dict[str, Any]) -> TensorEntry:
     begin, end = value["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise ValueError(f"tensor {name} has a shape or offset that is not a natural number")
-    # A size of 0 counts as 1, since the strides of an empty tensor would overflow, too.
-    if math.prod(number or 1 for number in shape) > MOST_ELEMENTS:
+    # A size of 0 counts as 1, because the strides of an empty tensor could overflow, too.
+    if math.prod(number or 1 for number in shape) > MAX_ELEMENTS:
         raise ValueError(f"tensor {name} has an impossible shape")
     return TensorEntry(name, begin, end, dtype, shape)

@@ -16,7 +16,7 @@ from monograph.storage.reading import entries, open_input
 _TEMPORARY = "monograph-"  # the prefix of temporary folders
 _LOCK = "in-use"  # the file in a temporary folder that is locked while the folder's process lives
 
-# Errors of a write: no space, over quota, beyond the limit on a file's size.
+# Errors of a write for lack of room: no space, over quota, beyond the limit on a file's size.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FAILING = FULL | {errno.EIO}  # errors for which the disk is the reason
 
@@ -54,12 +54,13 @@ def writing(folder: Path) -> Iterator[None]:
 def temporary_folder() -> Iterator[Path]:
     """Yield a new folder, and remove it after the `with` block.
 
-    If this process is killed, the next call in any process removes the folder. A locked file in the
-    folder shows that its process lives: the kernel frees the lock even if the process is killed.
+    If this process is killed, the next call of this function in any process removes the folder. A
+    locked file in the folder shows that its process lives. The kernel frees the lock even if the
+    process is killed.
     """
     with suppress(Unreadable):  # raised if the folder of all temporary folders cannot be listed
         for other in entries(tempfile.gettempdir(), _TEMPORARY):
-            # OSError: the lock is held, or the file does not exist any more or yet. Unreadable: the
+            # OSError: the lock is lock_folder, or the file does not exist any more or yet. Unreadable: the
             # folder is another user's.
             with suppress(OSError, Unreadable), open_input(other / _LOCK) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,7 +75,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder during the `with` block, without waiting.
 
     The kernel frees the lock even if the process is killed.

@@ -68,7 +68,7 @@ class Chunk(NamedTuple):
         """
         stored, begin, end = self
         slots = stored.plane.slots
-        if stored.plane.kind.matrix is not None:
+        if stored.plane.kind.matrix_shape is not None:
             # Muon orthogonalises whole matrices, so a chunk consists of whole matrices.
             matrix_size = stored.plane.param.numel() // len(slots)
             slots = slots[begin // matrix_size : end // matrix_size]
@@ -100,7 +100,7 @@ def cut_into_chunks(planes: Iterable[StoredPlane], max_elements: int) -> Iterato
     for stored in planes:
         size = stored.plane.param.numel()
         # The unit is the smallest number of elements that must stay together.
-        unit = size // len(stored.plane.slots) if stored.plane.kind.matrix else 1
+        unit = size // len(stored.plane.slots) if stored.plane.kind.matrix_shape else 1
         units_per_chunk = max(1, max_elements // unit)
         chunk_size = units_per_chunk * unit
         for begin in range(0, size, chunk_size):

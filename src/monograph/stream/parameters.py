@@ -186,9 +186,9 @@ class InStages(Parameters):
                 full_weights = entry.plane.state["ema"]
             else:
                 full_weights = entry.master()
-            entry.plane.hold(full_weights.cpu())
+            entry.plane.rebind_parameters(full_weights.cpu())
         try:
             yield self.step.model
         finally:
             for entry in self.store.stored:
-                entry.plane.hold(entry.plane.param)
+                entry.plane.rebind_parameters(entry.plane.param)

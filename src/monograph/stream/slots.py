@@ -172,7 +172,7 @@ class StageOnDevice:
         """
         weights_at_home = [slot.parameter.data for plane in self.planes for slot in plane.slots]
         for plane in self.planes:
-            plane.hold(plane.param)
+            plane.rebind_parameters(plane.param)
             plane.fuse_gradients()
         # Projections that are computed as one product refer to the parameters' memory, which has
         # changed (`monograph.graph.fused_linears`).

@@ -270,7 +270,7 @@ def store_in_stages(
             # Until `_move_home` allocates the gradient, it is a view of a single zero, which takes
             # no memory.
             plane.grad = plane.grad.new_zeros(()).expand_as(plane.grad)
-            plane.hold(plane.param)
+            plane.rebind_parameters(plane.param)
             initialise(plane, optim)
             # Only weights of linear layers are split, because only these are rounded to bf16 for
             # computing. Each pass needs all bits of the other weights, so splitting those would
@@ -356,7 +356,7 @@ def _move_home(
         plane.param = move(WEIGHTS, plane.param)
     order = (WEIGHTS, GRADIENT, *plane.state, REST)
     buffers = {name: buffers[name] for name in order if name in buffers}
-    plane.hold(plane.param)
+    plane.rebind_parameters(plane.param)
     # A plane with a buffer on the device is updated on the device: an update on the host would have
     # to copy that buffer to the host and back.
     any_on_device = any(buffer.space.home == Home.DEVICE for buffer in buffers.values())

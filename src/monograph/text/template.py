@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from monograph.errors import InputRefused
-from monograph.storage.reading import entries, inside, read_input, status
+from monograph.storage.reading import entries, file_inside, read_input, status
 from monograph.text import sandbox
 
 FILE = "chat_template.jinja"
@@ -356,7 +356,9 @@ def _named_files(folder: Path) -> list[Path]:
 def _read_source(folder: Path, name: str) -> str:
     """Return the source of a chat template from a file of this name in a folder."""
     try:
-        return read_input(inside(folder, name), MAX_SOURCE_BYTES).decode().replace("\r\n", "\n")
+        return (
+            read_input(file_inside(folder, name), MAX_SOURCE_BYTES).decode().replace("\r\n", "\n")
+        )
     except (OSError, UnicodeDecodeError) as error:
         raise InputRefused(f"{folder / name}: cannot be read as UTF-8 text: {error}") from None
 

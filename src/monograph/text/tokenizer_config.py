@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from monograph.errors import InputRefused
-from monograph.storage.reading import inside, read_json, status
+from monograph.storage.reading import file_inside, read_json, status
 from monograph.text.template import DEFAULT, FILE, NAMED_FOLDER, ChatTemplate, read_sources
 
 CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
@@ -133,7 +133,7 @@ def _read_settings(folder: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file; {} if the file is missing."""
     if status(folder / name, follow=False) is None:
         return {}
-    return read_json(inside(folder, name), "; put the model's own there")
+    return read_json(file_inside(folder, name), "; put the model's own there")
 
 
 def _read_stops(folder: Path) -> tuple[int, ...]:
