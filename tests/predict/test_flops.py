@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import monograph
 from monograph.model.config import LlamaConfig
+from monograph.model.parameters import (
+    block_active_matrix_shapes,
+    block_matrix_shapes,
+    block_shapes,
+)
 from monograph.predict.roofline import flops_per_token, matmul_parameters, mfu, training_flops
 
 
@@ -46,6 +52,17 @@ def test_of_a_mixture_the_experts_of_a_token_count() -> None:
     mixed = config(model_type="qwen3_moe", mlp_only_layers=(1,), **experts)
     layers = 2 * (8 * 32 + 3 * 2 * 32 * 24) + 3 * 32 * 80
     assert matmul_parameters(mixed) == matmul_parameters(config()) - 3 * 3 * 32 * 80 + layers
+
+
+def test_of_a_hybrid_mixture_s_convolution_every_channel_counts() -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    mixed = config(model_type="qwen3_next", **experts)
+    shapes = block_shapes(mixed, 0)
+    stacks = [shape for name, shape in shapes.items() if ".experts." in name]
+    assert any("conv1d" in name for name in shapes)
+    of_all = sum(map(math.prod, block_matrix_shapes(mixed, 0)))
+    of_a_token = sum(map(math.prod, block_active_matrix_shapes(mixed, 0)))
+    assert of_all - of_a_token == sum(math.prod(shape) * (8 - 2) // 8 for shape in stacks)
 
 
 def test_count_is_what_torch_counts_for_the_same_products() -> None:

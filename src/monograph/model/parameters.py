@@ -145,10 +145,13 @@ def block_matrix_shapes(
             continue
         if len(shape) == 2:
             matrices.append(shape)
-        else:
-            # All experts' matrices, [experts, rows, columns]; or the weight of a delta net's convolution,
-            # [channels, 1, taps].
-            matrices += [shape[-2:]] * (experts or shape[0])
+            continue
+        # All experts' matrices, [experts, rows, columns]; or the weight of a delta net's convolution,
+        # [channels, 1, taps].
+        count = shape[0]
+        if ".experts." in name and experts is not None:
+            count = experts
+        matrices += [shape[-2:]] * count
     return matrices
 
 
