@@ -56,7 +56,15 @@ def test_of_a_mixture_the_experts_of_a_token_count() -> None:
 
 def test_of_a_hybrid_mixture_s_convolution_every_channel_counts() -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    mixed = config(model_type="qwen3_next", **experts)
+    delta_net = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": ("linear_attention", "linear_attention", "full_attention"),
+    }
+    mixed = config(model_type="qwen3_next", **experts, **delta_net)
     shapes = block_shapes(mixed, 0)
     stacks = [shape for name, shape in shapes.items() if ".experts." in name]
     assert any("conv1d" in name for name in shapes)
