@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import sys
 from contextlib import nullcontext
