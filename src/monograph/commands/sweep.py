@@ -85,7 +85,7 @@ def _open_or_create(
     """
     remembered = world.recall("sweep") if world.again else None
     out = Path(remembered) if remembered else out
-    # To verify a member needs no arguments. Without --out it is a member of the newest sweep.
+    # --verify without arguments is for an existing sweep: that of --out, or else the newest one.
     verifies_existing = verify is not None and not arguments
     if verifies_existing or spec.names_existing_sweep(out, arguments, samples):
         sweep = Sweep.open(out)

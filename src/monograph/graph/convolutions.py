@@ -1,7 +1,7 @@
-"""Compute a large convolution that joins those of several members member by member, in captured
+"""Compute the large convolutions of an ensemble's members one member after another, in captured
 graphs on a CPU.
 
-vmap computes the convolutions of an ensemble's members as one:
+vmap computes the convolutions of all members as one:
 - If each member has its own input, the convolution has a group for each member: its input is
   [B, G C, ...], and its output is [B, G O, ...].
 - If all members read the same input, the convolution has no groups. Its input is [B, C, ...], and
@@ -238,9 +238,9 @@ def _weight_by_group(graph: Graph, weight: Node, groups: int) -> Node:
 def _activations_by_group(graph: Graph, node: Node, groups: int) -> Node:
     """Return a copy of [B, G C, ...] as [G, B, C, ...].
 
-    Its memory still holds one row after another, [B, G, C, ...], because `clone` keeps the order of
-    the axes in memory. ATen makes a group's rows contiguous when it computes the group. To make them
-    contiguous here takes as long, and gives the same bits.
+    In memory the copy is still [B, G, C, ...], because `clone` keeps the order of the axes there. So
+    ATen copies a group's rows once more, next to each other, when it computes the group. Memory in the
+    order of the groups was no faster, and gave the same bits.
     """
     rows, channels, *rest = node.meta["val"].shape
     split = _add_call(graph, aten.reshape.default, node, [rows, groups, channels // groups, *rest])

@@ -226,8 +226,8 @@ def _check_unrotated_layers(config: LlamaConfig) -> None:
 def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
     """Refuse a model with matrices whose rows cannot be cut into blocks of 32 weights.
 
-    Only those of Q8_0 have 32. Those of the k-quants have 256, but for rows that are not a multiple of
-    256 `choose_types` takes other types instead, whose blocks have 32, too.
+    A block of Q8_0 has 32 weights. A block of the k-quants has 256, but for rows that are not a multiple
+    of 256 `choose_types` takes other types instead, whose blocks have 32, too.
     """
     ffn_key = config.family.expert_width_key or "intermediate_size"
     row_lengths = {

@@ -220,8 +220,8 @@ def build_run(
         shape = make_shape(with_rows(known_shape, new_tokens), trained_tokens)
         plan = resolve(plan, machine, shape)
     model, loss = build(recipe)
-    # These are the ids and rows of above if the shape was known; otherwise only the model tells
-    # them. A module that is not a Llama has no vocabulary, so its number of rows does not matter.
+    # The same ids as above if the shape was known; otherwise they are known only now. In a module
+    # that is not a Llama no token is new, so the number of rows does not matter.
     rows = model.config.vocab_size if isinstance(model, Llama) else 0
     trained_tokens = new_tokens.trained_ids(rows) if new_tokens else ()
     notes = token_notes(new_tokens, rows)
@@ -298,8 +298,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         "remat": policy_named(training.remat),
     }
     rows = training.rows
-    # Without train.parallel, this process trains the model alone: it is the only one, or a rank of
-    # a sweep, whose ranks train different members.
+    # Without train.parallel the world is this process alone, whose engine sums nothing over ranks.
     world = None if plan.job.parallel == "none" else world
     batch_norms = batch_norm_layers(model) if world else []
     if batch_norms:
