@@ -144,7 +144,10 @@ def test_a_member_is_the_run_that_train_makes_of_its_config(
 def test_a_member_is_verified_against_itself_alone(place: Path, server: CommandServer) -> None:
     done = server.run(place, "sweep", "--verify", "3", "--json", figures=0)
     assert done.code == 0, done.err
-    found = result(done.out)["verify"]
+    whole = result(done.out)
+    found = whole["verify"]
+    record = json.loads((place / whole["run"] / "sweep.json").read_text())
+    assert record["result"] == whole
     assert (
         found["equal"] and found["updates"] == 20 and found["difference"] <= found["bound"] < 1e-2
     )

@@ -70,7 +70,7 @@ def test_it_ends_at_100_percent_of_what_it_then_is() -> None:
     with SweepDisplay(Screen(stream), 200, list, done=50) as block:
         block.resume(40)
         block.update(120, "12 k tok/s")
-        block.drop_work(80)
+        block.shorten_bar(80)
     assert stream.getvalue() == "  100 %   12 k tok/s   0:00\n"
 
 

@@ -19,7 +19,7 @@ from monograph.session import warmup
 from monograph.session.resolve import resolve
 from monograph.sweeps import concurrency
 from monograph.sweeps import progress as sweep_progress
-from monograph.sweeps.concurrency import Timing
+from monograph.sweeps.concurrency import TimedGroup
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.progress import SweepProgress
 
@@ -71,8 +71,10 @@ def test_a_sweep_by_the_clock_that_is_shorter_than_compiling_is_not_compiled(
     """
     plan = resolve(load(None, {"model.preset": "nano", "train.minutes": minutes}, {}), describe())
     machine = replace(describe(), type="cpu", cores=cores)
-    timing = SimpleNamespace(group=SimpleNamespace(plan=plan), machine=machine, given_updates=0)
-    assert Timing.is_brief(timing) == brief  # type: ignore[arg-type]
+    timed_group = SimpleNamespace(
+        group=SimpleNamespace(plan=plan), machine=machine, given_updates=0
+    )
+    assert TimedGroup.is_brief(timed_group) == brief  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("length", ["train.updates=1e9", "train.minutes=1.1"])

@@ -17,7 +17,7 @@ from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory
 from monograph.run.progress import Progress
 from monograph.session.resolve import resolve
-from monograph.sweeps.concurrency import Timing, WidthTime, choose_updates
+from monograph.sweeps.concurrency import TimedGroup, WidthTime, choose_updates
 from monograph.sweeps.spec import MemberGroup, groups_of, members_of
 
 TEXT = SimpleNamespace(train=SimpleNamespace(per_epoch=10_000), held_out=range(100))
@@ -35,11 +35,11 @@ def groups(updates: int | None, lr: int, **axes: list[Any]) -> list[MemberGroup]
     return groups_of(found)
 
 
-def timing(
+def timed_group(
     group: MemberGroup, seconds: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
-) -> Timing:
+) -> TimedGroup:
     """One whose times are made up: `seconds(width)` an update, 20 s to compile."""
-    made: Any = Timing(group, TEXT, torch.device("cpu"), describe())  # type: ignore[arg-type]
+    made: Any = TimedGroup(group, TEXT, torch.device("cpu"), describe())  # type: ignore[arg-type]
 
     def time(width: int, progress: Progress) -> WidthTime:
         made.held_out_row_s[width] = 0.001 * width
@@ -60,7 +60,7 @@ def said(told: Progress) -> str:
 
 def test_updates_that_are_given_stand(monkeypatch: pytest.MonkeyPatch) -> None:
     [group] = groups(5000, 16)
-    found = timing(group, lambda k: 0.01 * (1 + k / 16), monkeypatch)
+    found = timed_group(group, lambda k: 0.01 * (1 + k / 16), monkeypatch)
     assert choose_updates([found], 0, progress()) == [5000]
     assert group.round_sizes == [16] and found.engines.keys() == {16}, "what is not used is let go"
     assert group.update_s == pytest.approx(0.02) and group.compile_s == 0
@@ -72,11 +72,11 @@ def test_minutes_are_those_of_the_whole_sweep(monkeypatch: pytest.MonkeyPatch) -
     evaluations.
     """
     both = groups(None, 4, optim__name=["adamw", "muon"])
-    timings = [
-        timing(both[0], lambda k: 0.1 * k, monkeypatch),
-        timing(both[1], lambda k: 0.2 * k, monkeypatch),
+    timed_groups = [
+        timed_group(both[0], lambda k: 0.1 * k, monkeypatch),
+        timed_group(both[1], lambda k: 0.2 * k, monkeypatch),
     ]
-    found = choose_updates(timings, 0, progress())
+    found = choose_updates(timed_groups, 0, progress())
     assert found[0] == found[1] == int((0.95 * 120 - 2 * 4 * (6 * 16 + 100) * 0.001) / 1.2) and [
         group.round_sizes for group in both
     ] == [[1] * 4, [1] * 4]
@@ -84,8 +84,8 @@ def test_minutes_are_those_of_the_whole_sweep(monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_member_learns_from_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     both = groups(None, 2, train__tokens_per_update=[1024, 4096])
-    timings = [timing(group, lambda k: 0.1 * k, monkeypatch) for group in both]
-    small, large = choose_updates(timings, 0, progress())
+    timed_groups = [timed_group(group, lambda k: 0.1 * k, monkeypatch) for group in both]
+    small, large = choose_updates(timed_groups, 0, progress())
     assert small == pytest.approx(4 * large, rel=0.02)
     assert 0.2 * (small + large) == pytest.approx(0.95 * 120, rel=0.02)
 
@@ -95,7 +95,9 @@ def test_a_first_sweep_learns_from_enough_however_slow_the_machine(
 ) -> None:
     [group] = groups(None, 8)
     told = progress()
-    assert choose_updates([timing(group, lambda k: 2.0 * k, monkeypatch)], 102_400, told) == [100]
+    assert choose_updates([timed_group(group, lambda k: 2.0 * k, monkeypatch)], 102_400, told) == [
+        100
+    ]
     assert "26 min 42 s instead of 2 min" in said(told)
 
 
@@ -106,7 +108,7 @@ def test_what_is_worth_compiling_is_judged_by_the_length_that_it_will_be(
     100.
     """
     [group] = groups(None, 16)
-    choose_updates([timing(group, lambda k: 2.0, monkeypatch)], 102_400, progress())
+    choose_updates([timed_group(group, lambda k: 2.0, monkeypatch)], 102_400, progress())
     assert group.round_sizes == [16]
 
 
@@ -115,7 +117,7 @@ def test_evaluations_take_half_of_the_minutes_at_most(monkeypatch: pytest.Monkey
     time.
     """
     [group] = groups(None, 4)
-    found = timing(group, lambda k: 0.1 * k, monkeypatch)
+    found = timed_group(group, lambda k: 0.1 * k, monkeypatch)
     found.text = SimpleNamespace(train=TEXT.train, held_out=range(10**6))
     assert choose_updates([found], 0, progress()) == [pytest.approx(0.95 * 60 / 0.4, abs=1)]
 
@@ -127,7 +129,7 @@ def test_a_width_that_does_not_fit_is_not_asked_for_again(monkeypatch: pytest.Mo
         return 0.1
 
     [group], told = groups(1000, 8), progress()
-    choose_updates([timing(group, seconds, monkeypatch)], 0, told)
+    choose_updates([timed_group(group, seconds, monkeypatch)], 0, told)
     assert group.round_sizes == [4, 4] and "8 members at once: one row does not fit" in said(told)
 
 
@@ -137,7 +139,7 @@ def test_not_even_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     [group] = groups(1000, 8)
     with pytest.raises(OutOfDeviceMemory, match="nothing fits"):
-        choose_updates([timing(group, seconds, monkeypatch)], 0, progress())
+        choose_updates([timed_group(group, seconds, monkeypatch)], 0, progress())
 
 
 def test_what_no_graph_holds_trains_one_after_another_with_the_reason(
@@ -149,6 +151,6 @@ def test_what_no_graph_holds_trains_one_after_another_with_the_reason(
         return 0.1
 
     [group] = groups(1000, 8)
-    choose_updates([timing(group, seconds, monkeypatch)], 0, progress())
+    choose_updates([timed_group(group, seconds, monkeypatch)], 0, progress())
     assert group.round_sizes == [1] * 8
     assert group.why == "8 members, one after another: noise (RReLU): it draws random numbers"

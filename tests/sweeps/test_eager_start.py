@@ -19,7 +19,7 @@ from monograph.session import warmup
 from monograph.session.eager_start import MARK
 from monograph.sweeps import concurrency, eager_start
 from monograph.sweeps import progress as sweep_progress
-from monograph.sweeps.concurrency import Timing
+from monograph.sweeps.concurrency import TimedGroup
 from monograph.sweeps.folder import Sweep
 
 BY_CLOCK = [each for each in TINY if not each.startswith(("train.compile", "train.updates"))]
@@ -39,8 +39,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         concurrency, "timed_update", lambda engine, _: {1: 1.0}.get(getattr(engine, "size", 1), 1.5)
     )
     monkeypatch.setattr(concurrency, "MIN_SAVING", 0.0)
-    monkeypatch.setattr(Timing, "is_brief", lambda _: False)
-    monkeypatch.setattr(Timing, "held_out_s", lambda *_: 0.0)
+    monkeypatch.setattr(TimedGroup, "is_brief", lambda _: False)
+    monkeypatch.setattr(TimedGroup, "held_out_s", lambda *_: 0.0)
     monkeypatch.setattr(eager_start, "_is_possible", lambda _: True)
     monkeypatch.setattr(sweep_progress, "write_sweep_report", lambda *_: None)
     monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 1000)
@@ -190,7 +190,7 @@ def test_it_is_for_a_length_by_the_clock_that_is_compiled(
         training=training,
         **facts,
     )
-    timing: Any = SimpleNamespace(
+    timed_group: Any = SimpleNamespace(
         machine=SimpleNamespace(**facts), group=SimpleNamespace(plan=plan)
     )
-    assert eager_start._is_possible([timing]) == possible
+    assert eager_start._is_possible([timed_group]) == possible

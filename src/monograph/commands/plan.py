@@ -176,7 +176,7 @@ def _choices(asked: RunToPlan, job: Job, target: Device) -> Choices:
                 smaller_shapes.append((f"model.preset={name}", preset))
     half_precisions = [name for name in ("bf16", "fp16") if name in target.peak_flops]
     return Choices(
-        has_weights=job.recipe.init is not None,
+        may_add_adapters=job.recipe.init is not None,
         smaller_shapes=tuple(smaller_shapes),
         may_change_card=asked.elsewhere,
         may_stream=job.objective.can_stream and job.training.lora is None,

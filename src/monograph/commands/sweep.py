@@ -43,7 +43,8 @@ def run(
     """Train or resume the members and compare them; see the command line's help."""
     # Before torch._dynamo is imported, which sets its own cache path in the environment.
     keep_compiled()
-    world = World(place(srun=True), lambda line: Progress().line("note", line))
+    # All ranks that a launcher started, or this process alone. Each trains its share of the rounds.
+    world = World(place(srun=True), say=lambda line: Progress().line("note", line))
     progress = ranks.progress_of(world)
     repeatable(default_device())
     led_sweep = _open_or_create(world, arguments, samples, verify, out) if world.leads else None
@@ -52,7 +53,9 @@ def run(
     sweep = led_sweep or Sweep.open(Path(folder))
     with (
         sweep.run.lock() if world.leads else nullcontext(),
-        ranks.one_end(world, sweep.run, unbegun=lambda: "groups" not in sweep.record),
+        ranks.report_error_once(
+            world, sweep.run, has_not_begun=lambda: "groups" not in sweep.record
+        ),
     ):
         if world.leads:
             note_start(sweep.run)
@@ -63,7 +66,7 @@ def run(
         state = SweepProgress(sweep, progress, world)
         if not world.broadcast(state.are_over(state.members)):
             _train(state, progress)
-            world.let_rank_0_wait()
+            world.rank_0_waits_for_others()
         exit_code = _finish(state, verify, progress, json) if world.leads else 0
         world.broadcast(None)  # the other ranks wait until rank 0 has written the results
         world.leave()
@@ -82,7 +85,9 @@ def _open_or_create(
     """
     remembered = world.recall("sweep") if world.again else None
     out = Path(remembered) if remembered else out
-    if spec.names_existing_sweep(out, arguments, samples) or (verify is not None and not arguments):
+    # --verify without arguments is for an existing sweep: that of --out, or else the newest one.
+    verifies_existing = verify is not None and not arguments
+    if verifies_existing or spec.names_existing_sweep(out, arguments, samples):
         sweep = Sweep.open(out)
         _require_member(verify, len(sweep.points))
     else:
@@ -96,10 +101,12 @@ def _open_or_create(
 def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: bool) -> int:
     """Compare the members, print the result and return the exit code."""
     state.outcomes = state.read_outcomes()
+    # This object is also in the sweep's record, so `Sweep.write` writes what is added to it below.
     result = state.finish()
     if verify is not None:
         eager = state.eager_updates_of(state.members[verify])
         result["verify"] = results.verify(state.outcomes[verify], progress, eager)
+        state.sweep.write()
     if state.sweep.record.get("distill") and result["best"]:
         result["distilled"] = _distill(state, result["best"]["member"], progress)
         state.sweep.write()
@@ -144,7 +151,8 @@ def _require_member(verify: int | None, members: int) -> None:
 def _train(state: SweepProgress, progress: Progress) -> None:
     """Train this rank's rounds, one after another."""
     with state.world.rank_0_first():
-        # Rank 0 has decided which members train at once, and the others read it.
+        # On rank 0, `prepare` decides which members train at once, and writes that into the record.
+        # Then the other ranks run this block: they read the record, and `prepare` follows it.
         if not state.world.leads:
             state.sweep.record |= Sweep.open(state.sweep.run.folder).record
         state.prepare(default_device(), describe())
@@ -153,11 +161,11 @@ def _train(state: SweepProgress, progress: Progress) -> None:
         StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop,
     ):
         try:
-            for timing, updates, members in state.rounds:
+            for timed_group, updates, members in state.rounds:
                 if state.are_over(members):
                     continue
                 with state.sweep.lock_members(members) as runs:
-                    cohort = timing.begin_round(members, runs, updates, progress)
+                    cohort = timed_group.cohort_of_round(members, runs, updates, progress)
                     _train_round(cohort, updates, state, block, stop, progress)
         finally:
             state.record_time()
@@ -181,13 +189,16 @@ def _train_round(
         stop: the user's signals.
         progress: the display's lines.
     """
-    had_metrics = any(session.run.metrics_offset for session in cohort.sessions)
-    if not resume_cohort(cohort, state.divergences_by_place(cohort.members), progress):
-        if had_metrics:
+    # A member that was trained before has rows in its metrics.
+    were_trained_before = any(session.run.metrics_offset for session in cohort.sessions)
+    divergences = state.divergences_in_round(cohort.members)
+    resumed_at = resume_cohort(cohort, divergences, progress)
+    if resumed_at == 0:
+        if were_trained_before:
             progress.line(
                 "warning", "no update of which every member has a sound checkpoint: they begin anew"
             )
-        cohort.save()
+        cohort.save()  # as any run saves its beginning
     block.resume(state.count_resumed(cohort))
     after = AfterUpdateOfRound(cohort, updates, state, block, stop)
     for update in train(cohort.engine, cohort.windows, updates):
@@ -195,9 +206,9 @@ def _train_round(
         with after.paused():
             after.evaluate(round_state)
             after.save(round_state)
-        after.stop(round_state)
-        if round_state.all_lost:
-            after.drop_work(round_state)
+        after.raise_if_stopped(round_state)
+        if round_state.all_diverged:
+            after.shorten_bar(round_state)
             break
     state.write_summaries(cohort)
     cohort.close()
@@ -211,6 +222,8 @@ def _print_next_commands(
     best = result["best"]
     if best is None:
         return
+    # If the members are narrow proxies of a wide run, these are the settings of that run with the
+    # best values of the members.
     has_wide_run = is_file(sweep.wide)
     if has_wide_run:
         show_command(progress, "next", "train", str(sweep.wide))

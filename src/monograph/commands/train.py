@@ -73,8 +73,10 @@ def run(
     this_run, is_resumed = ranks.folder_of(world, out, resume)
     with (
         this_run.lock(new=not is_resumed),
-        ranks.one_end(
-            world, this_run, unbegun=lambda: not is_resumed and not exists(this_run.checkpoints)
+        ranks.report_error_once(
+            world,
+            this_run,
+            has_not_begun=lambda: not is_resumed and not exists(this_run.checkpoints),
         ) as retry_rows,
     ):
         warning = ""
@@ -134,7 +136,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
                 after.keep_time(due)
                 after.sample(due)
                 after.save(due)
-            after.stop(due)
+            after.raise_if_stopped(due)
             if due.is_last:  # earlier than planned if a cool-down was begun
                 break
         after.end()

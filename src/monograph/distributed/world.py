@@ -370,8 +370,11 @@ class World:
         if self.leads:
             self.broadcast(None)
 
-    def let_rank_0_wait(self) -> None:
-        """Make rank 0 wait, up to RANK_0_TIMEOUT, until all other ranks have called this method."""
+    def rank_0_waits_for_others(self) -> None:
+        """On rank 0, wait up to RANK_0_TIMEOUT until all other ranks have called this method, too.
+
+        The other ranks do not wait.
+        """
         if self.leads:
             self._wait_for(*(f"here/{rank}" for rank in range(1, self.size)))
         else:

@@ -1,10 +1,15 @@
-"""Compute a large convolution of several groups group by group, in captured graphs on a CPU.
+"""Compute the large convolutions of an ensemble's members one member after another, in captured
+graphs on a CPU.
 
-Such convolutions come from vmap, which makes one convolution of those of an ensemble's members: a
-convolution with a group for each member, or, if all members read the same input, a convolution
-without groups that has the output channels of all members. oneDNN takes up to four times as long
-for it as for the members' own convolutions, unless these are tiny (dev/log.md), and the results of
-one member do not lie together in memory. vmap's convolution is the reference.
+vmap computes the convolutions of all members as one:
+- If each member has its own input, the convolution has a group for each member: its input is
+  [B, G C, ...], and its output is [B, G O, ...].
+- If all members read the same input, the convolution has no groups. Its input is [B, C, ...], and
+  its output is [B, G O, ...], too.
+
+oneDNN takes up to four times as long for it as for the members' own convolutions, unless these are
+tiny (dev/log.md), and the results of one member do not lie together in memory. Here each member is
+called a group in both cases. vmap's convolution is the reference.
 
 Shapes: G groups (members), B rows, C input and O output channels of a group, and any further
 dimensions.
@@ -135,12 +140,13 @@ def _rewrite_convolution(graph: Graph, node: Any) -> None:
     inputs, weight, bias, *geometry, transposed, _, groups = node.args
     members = groups
     if groups == 1:
-        members = max([1, *(_members_sharing_input(user, node) for user in node.users)])
+        # If members share the input, a user of the output splits it into theirs.
+        members = max([1, *(_members_by_split(user, node) for user in node.users)])
     if bias is not None or transposed or not _is_faster_by_group(node, weight, members):
         return
     with graph.inserting_before(node):
         operands = [
-            _activations_by_group(graph, inputs, groups),
+            _activations_by_group(graph, inputs, groups),  # [1, B, C, ...] if the input is shared
             _weight_by_group(graph, weight, members),
         ]
         convolution_GBO = _add_call(
@@ -153,15 +159,18 @@ def _rewrite_gradients(graph: Graph, node: Any) -> None:
     grad, inputs, weight, _, *geometry, transposed, _, groups, output_mask = node.args
     needs_input_grad, needs_weight_grad, needs_bias_grad = output_mask
     members = groups
+    # If members share the input, their gradients are joined by a view. The gradient of a shared
+    # input would be a sum over members, which `gradients` does not compute.
     if groups == 1 and not needs_input_grad and grad.target in _VIEWS:
-        members = _members_sharing_input(grad.args[0], grad)
-    needs_weight_grad_alone = needs_weight_grad and not needs_bias_grad
-    if not needs_weight_grad_alone or transposed or not _is_faster_by_group(grad, weight, members):
+        members = _members_by_split(grad.args[0], grad)
+    if not needs_weight_grad or needs_bias_grad or transposed:
+        return
+    if not _is_faster_by_group(grad, weight, members):
         return
     with graph.inserting_before(node):
         operands = [
             _activations_by_group(graph, grad, members),
-            _activations_by_group(graph, inputs, groups),
+            _activations_by_group(graph, inputs, groups),  # [1, B, C, ...] if the input is shared
             _weight_by_group(graph, weight, members),
         ]
         both_grads = _add_call(
@@ -182,10 +191,18 @@ def _rewrite_gradients(graph: Graph, node: Any) -> None:
                 item.replace_all_uses_with(view)
 
 
-def _members_sharing_input(split: Node, joined: Node) -> int:
-    """Return the number of members whose convolutions of one input vmap joined; 1 if it did not.
+def _members_by_split(split: Node, joined: Node) -> int:
+    """Return the number of members of a convolution without groups.
 
-    It is G if the shape of `split` is [B, G, O, ...] and that of `joined` is [B, G O, ...].
+    vmap gives the output's channels an axis of members again, or joins that axis in the gradient of
+    the output. Both show G, the number of members.
+
+    Args:
+        split: what may be the output, or its gradient, as [B, G, O, ...].
+        joined: the same as [B, G O, ...].
+
+    Returns:
+        G; 1 if the tensors do not have these shapes, so that nothing shows several members.
     """
     shape = list(split.meta["val"].shape)
     joined_shape = list(joined.meta["val"].shape)
@@ -199,7 +216,9 @@ def _is_faster_by_group(result: Node, weight: Node, groups: int) -> bool:
     out = result.meta["val"]
     if groups == 1 or out.device.type != "cpu" or out.dtype != torch.float32:
         return False
-    multiplications = out.numel() // groups * weight.meta["val"][0].numel()
+    elements_of_group = out.numel() // groups
+    multiplications_per_element = weight.meta["val"][0].numel()
+    multiplications = elements_of_group * multiplications_per_element
     return bool(multiplications >= MIN_MULTIPLICATIONS)
 
 
@@ -217,7 +236,12 @@ def _weight_by_group(graph: Graph, weight: Node, groups: int) -> Node:
 
 
 def _activations_by_group(graph: Graph, node: Node, groups: int) -> Node:
-    """Return [B, G C, ...] as [G, B, C, ...], whose memory holds one group after another."""
+    """Return a copy of [B, G C, ...] as [G, B, C, ...].
+
+    In memory the copy is still [B, G, C, ...], because `clone` keeps the order of the axes there. So
+    ATen copies a group's rows once more, next to each other, when it computes the group. Memory in the
+    order of the groups was no faster, and gave the same bits.
+    """
     rows, channels, *rest = node.meta["val"].shape
     split = _add_call(graph, aten.reshape.default, node, [rows, groups, channels // groups, *rest])
     by_group = _add_call(graph, aten.permute.default, split, _swapped_axes(split))
@@ -232,7 +256,9 @@ def _replace_by(graph: Graph, node: Node, by_group: Node) -> None:
     for user in [*node.users]:
         if user.target in _VIEWS and user.meta["val"].shape == by_row.meta["val"].shape:
             user.replace_all_uses_with(by_row)
-    if any(user.users for user in node.users) or any(user.op == "output" for user in node.users):
+    # The views that were replaced are still users of `node`, but nothing uses them.
+    remaining_users = [user for user in node.users if user.users or user.op == "output"]
+    if remaining_users:
         shape = list(node.meta["val"].shape)
         node.replace_all_uses_with(_add_call(graph, aten.reshape.default, by_row, shape))
 

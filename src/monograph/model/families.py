@@ -41,7 +41,7 @@ class LlamaCppSupport(NamedTuple):
         local_rope_theta: the base of rotary positions in layers with a window; None: they have the
             base of the other layers.
         computes_attention_bias: whether llama.cpp computes the biases of attention_bias.
-        mlp_norm_name: llama.cpp's name of the norm before the feed-forward layer.
+        norm_before_mlp: llama.cpp's name of the norm before the feed-forward layer.
         norm_topk_prob: whether llama.cpp divides the weights of a token's experts by their sum. It
             does not read this from the file.
         treated_as_70b: which models of 80 layers llama.cpp's quantizer treats as a model of 70
@@ -56,7 +56,7 @@ class LlamaCppSupport(NamedTuple):
     needs_output_head: bool = False
     local_rope_theta: float | None = None
     computes_attention_bias: bool = False
-    mlp_norm_name: str = "ffn_norm"
+    norm_before_mlp: str = "ffn_norm"
     norm_topk_prob: bool = True
     treated_as_70b: Literal["", "grouped", "all"] = ""
 
@@ -387,7 +387,7 @@ FAMILIES: dict[str, Family] = {
         ("attention_bias", "layer_types", "partial_rotary_factor", *DELTA_NET_SIZES),
         {"num_key_value_heads": 4, **_HYBRID_DEFAULTS},
         **_HYBRID,
-        llama_cpp=LlamaCppSupport("qwen35", mlp_norm_name=_POST_ATTENTION_NORM),
+        llama_cpp=LlamaCppSupport("qwen35", norm_before_mlp=_POST_ATTENTION_NORM),
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
@@ -413,7 +413,7 @@ FAMILIES: dict[str, Family] = {
         **_HYBRID,
         expert_width_key="moe_intermediate_size",
         projections_by_key_head=True,
-        llama_cpp=LlamaCppSupport("qwen3next", mlp_norm_name=_POST_ATTENTION_NORM),
+        llama_cpp=LlamaCppSupport("qwen3next", norm_before_mlp=_POST_ATTENTION_NORM),
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
@@ -439,7 +439,7 @@ FAMILIES: dict[str, Family] = {
         expert_width_key="moe_intermediate_size",
         always_norm_topk_prob=True,
         fused_experts="halves",
-        llama_cpp=LlamaCppSupport("qwen35moe", mlp_norm_name=_POST_ATTENTION_NORM),
+        llama_cpp=LlamaCppSupport("qwen35moe", norm_before_mlp=_POST_ATTENTION_NORM),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -522,7 +522,7 @@ FAMILIES: dict[str, Family] = {
             "gpt-oss",
             needs_output_head=True,
             computes_attention_bias=True,
-            mlp_norm_name=_POST_ATTENTION_NORM,
+            norm_before_mlp=_POST_ATTENTION_NORM,
         ),
     ),
 }

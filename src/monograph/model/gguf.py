@@ -86,8 +86,6 @@ _BLOCK_NAMES = {
     "mlp.gate_up_proj": "ffn_up",
     **gguf_layers.EXPERT_NAMES,
 }
-# llama.cpp's names of a block's norms. Some families have another `mlp_norm_name`.
-_NORM_NAMES = NormNames("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
 
 
 def save_gguf(
@@ -132,7 +130,8 @@ def save_gguf(
     _check_supported(config, dtype)
     _warn_of_positions(config, warn)
     divisors = [
-        Plain(name, tensor, tensor.clone) for name, tensor in _rope_divisors(config).items()
+        Plain(name, like=divisor_F, read=divisor_F.clone)
+        for name, divisor_F in _rope_divisors(config).items()
     ]
     tensors = [*divisors, *llama_cpp_tensors(plain_parameters(model), config)]
     shapes = {tensor.name: tensor.like.shape for tensor in tensors}
@@ -225,7 +224,11 @@ def _check_unrotated_layers(config: LlamaConfig) -> None:
 
 
 def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
-    """Refuse a model with matrices whose rows cannot be cut into blocks of 32 weights."""
+    """Refuse a model with matrices whose rows cannot be cut into blocks of 32 weights.
+
+    A block of Q8_0 has 32 weights. A block of the k-quants has 256, but for rows that are not a multiple
+    of 256 `choose_types` takes other types instead, whose blocks have 32, too.
+    """
     ffn_key = config.family.expert_width_key or "intermediate_size"
     row_lengths = {
         key: getattr(config, key)
@@ -244,7 +247,7 @@ def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
 
 def _check_score_scale(config: LlamaConfig) -> None:
     """Refuse factors of attention's scores other than those that llama.cpp computes."""
-    if config.query_pre_attn_scalar:
+    if config.query_pre_attn_scalar:  # 0 means head_dim
         raise InputRefused(
             f"query_pre_attn_scalar = {config.query_pre_attn_scalar} is not head_dim = {config.head_dim}, as llama.cpp "
             f"takes it to be{USE_HF}"
@@ -253,16 +256,20 @@ def _check_score_scale(config: LlamaConfig) -> None:
     if not isinstance(scaling, YarnScaling):
         return
     default_factor = scaling.default_attention_factor(scaling.factor)
-    # gpt-oss, the family with sinks, may have truncate = false; `_warn_of_positions` warns of it.
-    truncate = scaling.truncate or not config.family.attention_sinks
-    computed = replace(
+    if config.family.attention_sinks:
+        # This is gpt-oss. It may have truncate = false, of which `_warn_of_positions` warns.
+        accepted_truncate = scaling.truncate
+    else:
+        accepted_truncate = True
+    # Apart from that, these are the only values that llama.cpp computes.
+    accepted = replace(
         scaling,
         attention_factor=default_factor,
         beta_fast=32.0,
         beta_slow=1.0,
-        truncate=truncate,
+        truncate=accepted_truncate,
     )
-    if scaling != computed:
+    if scaling != accepted:
         raise InputRefused(
             f"rope_scaling = 'yarn' with attention_factor = {scaling.attention_factor}, beta_fast = "
             f"{scaling.beta_fast}, beta_slow = {scaling.beta_slow}, truncate = {scaling.truncate}: llama.cpp "
@@ -288,22 +295,22 @@ def _warn_of_positions(config: LlamaConfig, warn: Callable[[str], None]) -> None
 def _check_windows(config: LlamaConfig) -> None:
     window = config.sliding_window
     every = config.family.full_attention_every
-    layers = range(config.num_hidden_layers)
     if window is None:
         return
-    if not every and window < _context_length(config):
-        raise InputRefused(
-            f"sliding_window = {window} is below max_position_embeddings = {_context_length(config)}, and "
-            f"llama.cpp computes no window for a {config.model_type}{USE_HF}"
-        )
-    # The base of layers with a window is checked for a window of any length, even one that is longer
-    # than all texts.
-    llama_cpp_theta = llama_cpp_support(config).local_rope_theta or config.rope_theta
-    local_theta, _ = config.theta_and_scaling(local=True)
+    if not every:
+        if window < _context_length(config):
+            raise InputRefused(
+                f"sliding_window = {window} is below max_position_embeddings = {_context_length(config)}, and "
+                f"llama.cpp computes no window for a {config.model_type}{USE_HF}"
+            )
+        return
+    layers = range(config.num_hidden_layers)
     without_window = [layer for layer in layers if config.window(layer) is None]
-    if every and (
-        without_window != [*layers[every - 1 :: every]] or local_theta != llama_cpp_theta
-    ):
+    # The base of the rotary positions in layers with a window. It matters for a window of any length,
+    # even one that is longer than all texts.
+    local_theta, _ = config.theta_and_scaling(local=True)
+    llama_cpp_theta = llama_cpp_support(config).local_rope_theta or config.rope_theta
+    if without_window != [*layers[every - 1 :: every]] or local_theta != llama_cpp_theta:
         raise InputRefused(
             f"layer_types and rope_local_theta: llama.cpp computes a window and a base of {llama_cpp_theta:g} in all "
             f"layers of a {config.model_type} but each {every}th{USE_HF}"
@@ -313,9 +320,11 @@ def _check_windows(config: LlamaConfig) -> None:
 def _context_length(config: LlamaConfig) -> int:
     """Return the length of the longest text that llama.cpp shall compute, in tokens.
 
-    With LongRoPE this is more than `Llama` computes.
+    With LongRoPE this may be more than `Llama` computes, which is `LongScaling.longest`.
     """
-    return getattr(config.rope_scaling, "max_position_embeddings", config.max_position_embeddings)
+    if isinstance(config.rope_scaling, LongScaling):
+        return config.rope_scaling.max_position_embeddings
+    return config.max_position_embeddings
 
 
 def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> None:
@@ -365,7 +374,12 @@ def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Itera
         config: the model's configuration.
     """
     llama_cpp = llama_cpp_support(config)
-    norm_names = _NORM_NAMES._replace(before_mlp=llama_cpp.mlp_norm_name)
+    norm_names = NormNames(
+        before_attention="attn_norm",
+        after_attention="post_attention_norm",
+        before_mlp=llama_cpp.norm_before_mlp,
+        after_mlp="post_ffw_norm",
+    )
     block_names = _BLOCK_NAMES | {
         own_name: name
         for own_name, name in zip(config.family.norm_names, norm_names, strict=True)
@@ -424,7 +438,9 @@ def _choose_tensor_types(
         dtype: the file's dtype.
         config: the model's configuration.
     """
-    row_lengths = {name: shape[-1] for name, shape in shapes.items() if _has_dtype(name, shape)}
+    row_lengths = {
+        name: shape[-1] for name, shape in shapes.items() if _is_stored_in_file_dtype(name, shape)
+    }
     if dtype in K_QUANTS:
         matrix_types = choose_types(row_lengths, dtype, config)
     else:
@@ -432,7 +448,7 @@ def _choose_tensor_types(
     return dict.fromkeys(shapes, "F32") | matrix_types
 
 
-def _has_dtype(name: str, shape: torch.Size) -> bool:
+def _is_stored_in_file_dtype(name: str, shape: torch.Size) -> bool:
     """Return whether a tensor is stored in the file's dtype.
 
     These are the matrices, without routers and convolutions. Everything else is stored in fp32.
@@ -522,16 +538,16 @@ def _encode(gguf: ModuleType, name: str, weight: Tensor, tensor_type: str) -> An
     cast_weight = weight.to("cpu", cast_dtype).contiguous()
     if weight.ndim == 1:
         return cast_weight.numpy()
-    # The largest number that is stored. For quantised types this is a scale, in float16. Q8_0 has
-    # scales of max|w| / 127, and those of the other types may be as large as a weight.
-    largest = float(torch.stack(weight.aminmax()).abs().max())
-    if tensor_type == "Q8_0":
-        largest /= 127
+    largest_weight = float(torch.stack(weight.aminmax()).abs().max())
+    # The largest number that is stored: the largest weight, or the largest scale of a quantised type.
+    # A scale of Q8_0 is max|w| / 127. Those of the other types may be as large as a weight.
+    largest_stored = largest_weight / 127 if tensor_type == "Q8_0" else largest_weight
+    # Scales are stored in float16.
     stored_dtype = torch.float16 if tensor_type.startswith("Q") else cast_dtype
-    fits = largest <= torch.finfo(stored_dtype).max  # False for a NaN
+    fits = largest_stored <= torch.finfo(stored_dtype).max  # False for a NaN
     if not fits:
         raise InputRefused(
-            f"{name}: a weight of {largest:.3g} does not fit {tensor_type.lower()}: use --dtype f32 or bf16"
+            f"{name}: a weight of {largest_weight:.3g} does not fit {tensor_type.lower()}: use --dtype f32 or bf16"
         )
     if tensor_type == "BF16":
         return cast_weight.view(torch.uint16).numpy()

@@ -32,8 +32,8 @@ from monograph.report.quantities import binary
 ESTIMATE_SHARE = 0.95
 MIN_LENGTH = 256  # tokens of a row
 HOSTS_GIB = 64, 128, 256, 512  # the memory of usual hosts
-# Smaller updates to try where a model is streamed: the memory of states between stages grows with
-# the tokens of an update.
+# Smaller updates to try where a model is streamed. For all tokens of an update, the tensors that
+# pass from one group of blocks to the next are kept in memory.
 FEWER_TOKENS = 2**17, 2**14
 
 
@@ -69,7 +69,8 @@ class Choices(NamedTuple):
     """What may be changed in a training.
 
     Attributes:
-        has_weights: whether the model has trained weights, to which adapters can be added.
+        may_add_adapters: whether adapters may be trained in place of all weights. A new model,
+            whose weights are not trained yet, needs all of them.
         smaller_shapes: (what to add to the command line, shape) of smaller models, the largest
             first.
         may_change_card: whether another card may be taken.
@@ -77,7 +78,7 @@ class Choices(NamedTuple):
         half_precision: the 16-bit precision of the device, such as bf16; "" if it has none.
     """
 
-    has_weights: bool
+    may_add_adapters: bool
     smaller_shapes: tuple[tuple[str, LlamaConfig], ...] = ()
     may_change_card: bool = False
     may_stream: bool = False
@@ -110,8 +111,8 @@ def remedies_worth_showing(
     if isinstance(best, StreamCandidate):
         choices = choices._replace(may_stream=False)
         return [*fitting_remedies(request, plan.device, peaks, choices, limits)]
-    # Without adapters: what fits need not give up training all weights.
-    narrower_numbers = _narrower_numbers(request, choices._replace(has_weights=False))
+    # No adapters are offered, because the training of all weights fits already.
+    narrower_numbers = _narrower_numbers(request, choices._replace(may_add_adapters=False))
     return [
         remedy
         for remedy in _that_fit(narrower_numbers, plan.device, peaks)
@@ -144,14 +145,17 @@ def fitting_remedies(
     )
     yield from itertools.islice(_that_fit(smaller, device, peaks), 1)
     if choices.may_change_card:
-        # On larger cards: the training itself, and with adapters if these do not fit here.
+        # On larger cards: the training itself, and each change with adapters that does not fit
+        # here: to add them, or to round the weights below them.
         fitting_here = [remedy.arguments for remedy in narrower_that_fit]
-        adapters = [
-            change
-            for change in narrower_numbers
-            if change.arguments not in fitting_here and change.request.training.lora is not None
+        too_large_here = [
+            change for change in narrower_numbers if change.arguments not in fitting_here
         ]
-        yield from _larger_cards([TrainingChange("", "", request), *adapters], device)
+        adapters_too_large_here = [
+            change for change in too_large_here if change.request.training.lora is not None
+        ]
+        unchanged = TrainingChange("", "", request)
+        yield from _larger_cards([unchanged, *adapters_too_large_here], device)
 
 
 def _that_fit(
@@ -174,7 +178,11 @@ def fastest_fitting(request: PlanRequest, device: Device, peaks: ByDtype) -> Can
     for way in resident_ways(request):
         if way.scope == "none":
             continue
-        for candidate in way_candidates(request, way, device, limit, 1.0, peaks, {}):
+        # Nothing is traced or measured for a changed training, so no estimate is corrected.
+        candidates = way_candidates(
+            request, way, device, limit, correction=1.0, peaks=peaks, slowness={}
+        )
+        for candidate in candidates:
             if candidate.peak_memory_bytes <= limit:
                 fitting.append(candidate)
     return min(fitting, key=lambda candidate: candidate.update_s, default=None)
@@ -204,7 +212,8 @@ def _narrower_numbers(request: PlanRequest, choices: Choices) -> Iterator[Traini
     optim = training.optim
     if FORMATS[optim.state].exact:
         for state in narrower(optim.state):
-            # A format that rounds stochastically is yielded below, together with the weights.
+            # bf16, which rounds stochastically, is not offered for the moments alone, only together
+            # with weights in bf16, below.
             if FORMATS[state].stochastic:
                 continue
             bits = round(8 * FORMATS[state].bytes_each)
@@ -214,6 +223,7 @@ def _narrower_numbers(request: PlanRequest, choices: Choices) -> Iterator[Traini
                 f"moments rounded to {bits} bits",
                 request.with_training(narrow),
             )
+        # Only a training in bf16 can do without weights in fp32.
         if request.precisions == ("bf16",):
             bits_16 = replace(training, optim=replace(optim, state="bf16", master_weights=False))
             yield TrainingChange(
@@ -221,8 +231,10 @@ def _narrower_numbers(request: PlanRequest, choices: Choices) -> Iterator[Traini
                 "weights, moments in 16 bits",
                 request.with_training(bits_16),
             )
-    if choices.has_weights:
+    if choices.may_add_adapters:
         rank = Lora().rank
+        # The default optimizer stands for any: adapters are so few weights that their optimizer
+        # hardly changes memory and time.
         adapted = replace(training, optim=AdamW(), lora=Lora())
         yield TrainingChange(
             f"lora.rank={rank}", "adapters in place of all weights", request.with_training(adapted)
@@ -254,14 +266,18 @@ def _streaming(
     smaller updates.
     """
     length = request.training.length
-    for tokens in (request.tokens_per_update, *FEWER_TOKENS):
-        if not length <= tokens <= request.tokens_per_update:
-            continue
+    # Of the smaller numbers, those that are smaller here, and enough for one row.
+    fewer_tokens = [
+        tokens for tokens in FEWER_TOKENS if length <= tokens < request.tokens_per_update
+    ]
+    for tokens in (request.tokens_per_update, *fewer_tokens):
         arguments = "train.memory=stream"
         further_cost = ""
         if tokens != request.tokens_per_update:
             arguments += f" train.tokens_per_update={binary(tokens)}"
             further_cost = ", small updates"
+        # To keep the search short, only compiled blocks are tried, and no recomputation within a
+        # stage (a group of blocks). Between stages only their inputs are kept in any case.
         changed = replace(request, remats=("none",), scopes=("blocks",))
         changed = changed.with_tokens(tokens, length)
         for gibibytes in HOSTS_GIB:
@@ -280,8 +296,10 @@ def _larger_cards(changes: Iterable[TrainingChange], device: Device) -> Iterator
     larger = [card for card in by_memory if card.memory_bytes > device.memory_bytes]
     short_names = {card.name: short_name for short_name, card in CARDS.items()}
     for change in changes:
+        # The precision is decided by now, so there is only one.
+        (precision,) = change.request.precisions
         for card in larger:
-            if change.request.precisions[0] not in card.peak_flops:
+            if precision not in card.peak_flops:
                 continue
             best = fastest_fitting(change.request, card, card.peak_flops)
             if best is not None:

@@ -512,7 +512,7 @@ class SweepDisplay(_Display):
         self._done += units
         self._start += units
 
-    def drop_work(self, units: int) -> None:
+    def shorten_bar(self, units: int) -> None:
         """Report that `units` units of the remaining work will not be done."""
         self.set_end(max(1, self._work - units))  # never 0, by which the share is divided
 

@@ -198,8 +198,8 @@ class AfterUpdate:
         if self.session.world.leads:
             self.report.page.refresh()
 
-    def stop(self, due: DueWork) -> None:
-        """End the run if `due.stops`.
+    def raise_if_stopped(self, due: DueWork) -> None:
+        """Raise an error that ends the run, if `due.stops`.
 
         Raises:
             Stopped: the message has the command that continues the run.

@@ -175,7 +175,7 @@ def agreed(world: World, record: ConfigRecord) -> ConfigRecord:
 
 
 @contextmanager
-def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[int]:
+def report_error_once(world: World, run: Run, has_not_begun: Callable[[], bool]) -> Iterator[int]:
     """Let only one rank report an error of the `with` block, and record the error for the next
     attempt.
 
@@ -186,7 +186,7 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[int
     Args:
         world: the ranks.
         run: the run.
-        unbegun: returns whether the run has not begun, so that its folder has nothing of value.
+        has_not_begun: returns whether the run has not begun, so that its folder has nothing of value.
 
     Yields:
         The maximum number of rows of a micro-batch if the attempt before ran out of memory; else 0.
@@ -209,7 +209,7 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[int
         ) from None
     except BaseException as raised:
         error = _ending(world, run, raised)
-        if world.alone and exists(run.folder) and unbegun():
+        if world.alone and exists(run.folder) and has_not_begun():
             discard(run)
         if error is raised:
             raise
@@ -222,7 +222,7 @@ def _ending(world: World, run: Run, error: BaseException) -> BaseException:
     Args:
         world: the ranks.
         run: the run.
-        error: the error of the `with` block of `one_end`.
+        error: the error of the `with` block of `report_error_once`.
     """
     # This comes first, because the error of a lost connection may also come out of a user's module.
     if not world.alone and lost(error):

@@ -90,8 +90,10 @@ def open_session(
         built = build_run(plan, task, machine, device, world.size, minutes=minutes)
         agreed_plan(world, built.plan, machine)  # sends the decided plan to the other ranks
     else:
-        # The others wait for rank 0's plan, in which nothing is left to decide.
-        decided = _with_recorded_norm_eps(agreed_plan(world, plan, machine), run)
+        # The others wait for rank 0's plan, in which nothing is left to decide. It is sent as a
+        # config.toml, which has no rms_norm_eps of a checkpoint.
+        decided = agreed_plan(world, plan, machine)
+        decided = _with_recorded_norm_eps(decided, run)
         built = build_run(decided, task, machine, device, world.size)
     _print_notes(built, progress)
     engine = make_engine(built, device, world)
@@ -141,10 +143,7 @@ def _with_recorded_norm_eps(plan: RunPlan, run: Run) -> RunPlan:
     with it. The plan of another model, or of a run without a checkpoint, is not changed.
     """
     recipe = plan.job.recipe
-    if (
-        recipe.init is not None
-        or recipe.shape(vocab_size=1).family.other_layer_type != LINEAR_ATTENTION
-    ):
+    if not _is_new_hybrid(recipe):
         return plan
     state = newest_state(run)
     parent = recorded_parent(run)
@@ -155,6 +154,15 @@ def _with_recorded_norm_eps(plan: RunPlan, run: Run) -> RunPlan:
         return plan
     recipe = recipe._replace(norm_eps=LlamaConfig.from_hf(shape).rms_norm_eps)
     return replace(plan, job=replace(plan.job, recipe=recipe))
+
+
+def _is_new_hybrid(recipe: ModelRecipe) -> bool:
+    """Return whether a recipe is that of a new hybrid, not of a model that `init` names."""
+    if recipe.init is not None:
+        return False
+    # Only the family is needed, which does not depend on the size of the vocabulary.
+    family = recipe.shape(vocab_size=1).family
+    return family.other_layer_type == LINEAR_ATTENTION
 
 
 def build_run(
@@ -189,8 +197,10 @@ def build_run(
     job = plan.job
     recipe = job.recipe
     records = task.data
-    # A single file of weights has no config.json: its tensors give these sizes.
-    if recipe.adapter or not (job.source and job.source.is_weight_file):
+    # Of a single file of weights, which has no config.json, the tensors give these sizes. A file
+    # that is the base of an adapter gets them all the same, and its tensors must agree with them.
+    is_weight_file = job.source is not None and job.source.is_weight_file
+    if recipe.adapter or not is_weight_file:
         sizes = {"vocab_size": records.vocab_size, "max_position_embeddings": plan.training.length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
     new_tokens = job.tokens.compare(records.tokenizer)
@@ -210,6 +220,8 @@ def build_run(
         shape = make_shape(with_rows(known_shape, new_tokens), trained_tokens)
         plan = resolve(plan, machine, shape)
     model, loss = build(recipe)
+    # The same ids as above if the shape was known; otherwise they are known only now. In a module
+    # that is not a Llama no token is new, so the number of rows does not matter.
     rows = model.config.vocab_size if isinstance(model, Llama) else 0
     trained_tokens = new_tokens.trained_ids(rows) if new_tokens else ()
     notes = token_notes(new_tokens, rows)
@@ -223,6 +235,8 @@ def build_run(
     if config:
         _require_fit(config, records.vocab_size, plan.training.length)
     if not known_shape:
+        # `add_missing_rows` has given the model its rows. Of a module that is not a Llama, the
+        # shape stays unknown, None.
         plan = resolve(plan, machine, make_shape(config, trained_tokens))
     if plan.transfer:
         plan.transfer.initialise_(model)
@@ -284,6 +298,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         "remat": policy_named(training.remat),
     }
     rows = training.rows
+    # Without train.parallel the world is this process alone, whose engine sums nothing over ranks.
     world = None if plan.job.parallel == "none" else world
     batch_norms = batch_norm_layers(model) if world else []
     if batch_norms:
@@ -301,9 +316,11 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
             )
         return Streamed(model, micro_batch=rows, placement=placement, **step_options)
     if world is None:
-        # On a CPU, trained weights stay mapped to their file, from which the engine copies them
-        # into its flat buffers. So there is no second copy in memory.
-        model = materialize_(model, device, trained=device.type != "cpu").to(device)
+        # On a CPU only the frozen weights are copied into memory here. The trained ones stay mapped
+        # to their file, from which the engine copies them into its flat buffers, so there is no
+        # second copy in memory. On a GPU all are copied to the device first.
+        copies_trained = device.type != "cpu"
+        model = materialize_(model, device, trained=copies_trained).to(device)
         return Resident(model, micro_batch=rows, **step_options)
     if is_sharded(plan.job.parallel):
         return Sharded(
@@ -314,9 +331,9 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
             by_machine=plan.job.parallel == "hsdp",
             **step_options,
         )
-    return Replicated(
-        materialize_(model, device).to(device), world=world, micro_batch=rows, **step_options
-    )
+    # Here all weights are copied on a CPU, too, before the engine copies them into its buffers.
+    model = materialize_(model, device).to(device)
+    return Replicated(model, world=world, micro_batch=rows, **step_options)
 
 
 def repeatable(device: torch.device) -> None:

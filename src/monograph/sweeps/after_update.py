@@ -25,13 +25,13 @@ class RoundState(NamedTuple):
     Attributes:
         updates_done: the number of updates so far.
         is_last: whether it is the round's last update.
-        all_lost: whether every member has diverged.
+        all_diverged: whether every member has diverged.
         stopping: whether the user asked the sweep to stop.
     """
 
     updates_done: int
     is_last: bool
-    all_lost: bool
+    all_diverged: bool
     stopping: bool
 
 
@@ -79,8 +79,8 @@ class AfterUpdateOfRound:
         were_written = self.logs.add(update, {"tokens_per_s": rate, "wall_s": self.state.spent_s})
         if were_written or is_last or stopping:
             self._show(done, is_last)
-        all_lost = len(cohort.divergences) == len(cohort.members)
-        return RoundState(done, is_last, all_lost, stopping)
+        all_diverged = len(cohort.divergences) == len(cohort.members)
+        return RoundState(done, is_last, all_diverged, stopping)
 
     def _show(self, done: int, is_last: bool) -> None:
         """Write and show the members' numbers, and freeze members that diverged."""
@@ -105,7 +105,7 @@ class AfterUpdateOfRound:
         if (
             round_state.updates_done % self._intervals.eval_every == 0
             or round_state.is_last
-            or round_state.all_lost
+            or round_state.all_diverged
         ):
             self.logs.flush()
             self.state.evaluate(self.cohort, round_state.updates_done, last=round_state.is_last)
@@ -123,13 +123,14 @@ class AfterUpdateOfRound:
         if self.state.world.leads:
             self.state.page.refresh()
 
-    def stop(self, round_state: RoundState) -> None:
-        """End the sweep, if the user asked for that and the round does not end anyway.
+    def raise_if_stopped(self, round_state: RoundState) -> None:
+        """Raise an error that ends the sweep, if the user asked to stop and the round does not end
+        anyway.
 
         Raises:
             Stopped: the message has the command that continues the sweep.
         """
-        if not round_state.stopping or round_state.is_last or round_state.all_lost:
+        if not round_state.stopping or round_state.is_last or round_state.all_diverged:
             return
         if self.state.world.leads:
             self.state.page.write("stopped")
@@ -138,7 +139,7 @@ class AfterUpdateOfRound:
             f"saved at update {round_state.updates_done} of {self.updates}; continue: {continue_command}"
         )
 
-    def drop_work(self, round_state: RoundState) -> None:
-        """Subtract updates that the round will not make from the display's total."""
+    def shorten_bar(self, round_state: RoundState) -> None:
+        """Subtract updates that the round will not make from the total of the progress bar."""
         remaining = self.updates - round_state.updates_done
-        self.block.drop_work(len(self.cohort.members) * remaining)
+        self.block.shorten_bar(len(self.cohort.members) * remaining)

@@ -229,11 +229,11 @@ CACHED_COMPILE_RATIO = 0.23
 CURVE_ROWS = 16  # held-out rows scored for a point of a curve; the last point uses all
 
 
-class Timing:
-    """The timed widths of one group, and the engines captured for them.
+class TimedGroup:
+    """A group of members with its timed widths, and the engines captured for them.
 
-    It decides the group's rounds and opens them. One of the captured engines trains the first
-    round.
+    It decides the group's rounds and makes their cohorts. One of the captured engines trains the
+    first round.
 
     Attributes:
         group: the group.
@@ -355,10 +355,10 @@ class Timing:
         rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
         return rows * sum(self.held_out_row_s.get(size, self.held_out_row_s[1]) for size in rounds)
 
-    def begin_round(
+    def cohort_of_round(
         self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress
     ) -> Cohort:
-        """Return the members of a round, ready to train from their beginning.
+        """Return the cohort of a round, ready to train from its beginning.
 
         The first round gets the engine that was timed. A later round of one member takes over the
         captured engine of one member. A later round of several members is built and captured again,
@@ -470,7 +470,7 @@ def first_window(built_runs: Sequence[BuiltRun], text: Corpus) -> Batch:
 
 
 def choose_updates(
-    timings: Sequence[Timing], least_tokens: int, progress: Progress, done: int = 0
+    timed_groups: Sequence[TimedGroup], least_tokens: int, progress: Progress, done: int = 0
 ) -> list[int]:
     """Time widths, set each group's rounds, and return the number of updates of each group's
     members.
@@ -479,34 +479,34 @@ def choose_updates(
     shared out so that every member learns from equally many tokens.
 
     Args:
-        timings: for each group, its measured times and engines.
+        timed_groups: for each group, its measured times and engines.
         least_tokens: the minimum number of tokens of a member, even if they take longer.
         progress: the display.
         done: updates that each member has already made. The time is for further ones.
     """
-    for timing in timings:
-        if timing.given_updates:
-            timing.measure(timing.given_updates, progress)
-            timing.decide(timing.given_updates)
-    open_ended = [timing for timing in timings if not timing.given_updates]
+    for timed_group in timed_groups:
+        if timed_group.given_updates:
+            timed_group.measure(timed_group.given_updates, progress)
+            timed_group.decide(timed_group.given_updates)
+    open_ended = [timed_group for timed_group in timed_groups if not timed_group.given_updates]
     if not open_ended:
-        return [timing.given_updates for timing in timings]
+        return [timed_group.given_updates for timed_group in timed_groups]
     minutes = open_ended[0].group.plan.job.span.minutes
     budget_s = defaults.UPDATES_SHARE * 60 * minutes
     # Which widths pay depends on the number of updates, and this number on the widths. So the
     # number is first estimated for members one after another.
-    for timing in open_ended:
-        timing.measure(1, progress)  # for one update, only width 1 is timed
-    one_after_another = [[1] * len(timing.group.members) for timing in open_ended]
+    for timed_group in open_ended:
+        timed_group.measure(1, progress)  # for one update, only width 1 is timed
+    one_after_another = [[1] * len(timed_group.group.members) for timed_group in open_ended]
     per_token_s, evaluations_s = _costs(open_ended, one_after_another)
     estimated_tokens = max(least_tokens, _affordable_tokens(budget_s, per_token_s, evaluations_s))
-    for timing in open_ended:
-        updates = max(1, round(estimated_tokens / _tokens_per_update(timing)))
-        timing.measure(updates, progress)
-        timing.decide(updates)
+    for timed_group in open_ended:
+        updates = max(1, round(estimated_tokens / _tokens_per_update(timed_group)))
+        timed_group.measure(updates, progress)
+        timed_group.decide(updates)
     # Then it is computed for the rounds that were decided.
     per_token_s, evaluations_s = _costs(
-        open_ended, [timing.group.round_sizes for timing in open_ended]
+        open_ended, [timed_group.group.round_sizes for timed_group in open_ended]
     )
     tokens = _affordable_tokens(budget_s, per_token_s, evaluations_s)
     if tokens < least_tokens:
@@ -517,34 +517,36 @@ def choose_updates(
         )
         tokens = least_tokens
     updates_of_groups = []
-    for timing in timings:
-        training = timing.group.plan.training
+    for timed_group in timed_groups:
+        training = timed_group.group.plan.training
         most = defaults.most_updates(
-            timing.text.train.per_epoch, training.window_rows, training.optim.weight_decay
+            timed_group.text.train.per_epoch, training.window_rows, training.optim.weight_decay
         )
-        affordable = defaults.updates_in_time(tokens, _tokens_per_update(timing), most)
-        updates_of_groups.append(timing.given_updates or min(most, done + affordable))
+        affordable = defaults.updates_in_time(tokens, _tokens_per_update(timed_group), most)
+        updates_of_groups.append(timed_group.given_updates or min(most, done + affordable))
     return updates_of_groups
 
 
-def _tokens_per_update(timing: Timing) -> int:
-    return timing.group.plan.training.tokens_per_update
+def _tokens_per_update(timed_group: TimedGroup) -> int:
+    return timed_group.group.plan.training.tokens_per_update
 
 
-def _costs(timings: Sequence[Timing], rounds: Sequence[Sequence[int]]) -> tuple[float, float]:
+def _costs(
+    timed_groups: Sequence[TimedGroup], rounds: Sequence[Sequence[int]]
+) -> tuple[float, float]:
     """Return the seconds in which every member trains on one token, and the seconds of all
     evaluations.
 
     Args:
-        timings: for each group, its measured times and engines.
+        timed_groups: for each group, its measured times and engines.
         rounds: for each group, the number of members of each round.
     """
     per_token_s = 0.0
     evaluations_s = 0.0
-    for timing, sizes in zip(timings, rounds, strict=True):
-        update_s = sum(predict_update_s(timing.timed, size) for size in sizes)
-        per_token_s += update_s / _tokens_per_update(timing)
-        evaluations_s += timing.held_out_s(sizes)
+    for timed_group, sizes in zip(timed_groups, rounds, strict=True):
+        update_s = sum(predict_update_s(timed_group.timed, size) for size in sizes)
+        per_token_s += update_s / _tokens_per_update(timed_group)
+        evaluations_s += timed_group.held_out_s(sizes)
     return per_token_s, evaluations_s
 
 

@@ -45,7 +45,7 @@ from monograph.sweeps.cohort import (
     set_schedules,
     with_length,
 )
-from monograph.sweeps.concurrency import Timing, first_window, have_different_seeds
+from monograph.sweeps.concurrency import TimedGroup, first_window, have_different_seeds
 from monograph.sweeps.folder import Sweep
 
 _COMPILING_PROGRAM = (
@@ -90,48 +90,50 @@ class EagerStart:
         for key in self.keys:
             mark_compiled(key)
 
-    def leave_uncompiled(self, timings: Sequence[Timing]) -> None:
+    def leave_uncompiled(self, timed_groups: Sequence[TimedGroup]) -> None:
         """Make plans without a graph for all members."""
         self.keys.clear()  # so that no graph is marked as compiled
-        for index, timing in enumerate(timings):
-            timing.leave_uncompiled()
+        for index, timed_group in enumerate(timed_groups):
+            timed_group.leave_uncompiled()
             # The models are built again for the sake of their plans; the cohort has been trained.
-            built_runs = build_models(timing.group.members, timing.text, timing.machine)
+            built_runs = build_models(
+                timed_group.group.members, timed_group.text, timed_group.machine
+            )
             _, cohort = self.groups[index]
             self.groups[index] = (built_runs, cohort)
 
 
 @contextmanager
 def start_eagerly(
-    sweep: Sweep, timings: Sequence[Timing], progress: Progress, *, alone: bool
+    sweep: Sweep, timed_groups: Sequence[TimedGroup], progress: Progress, *, alone: bool
 ) -> Iterator[EagerStart]:
     """Train all members until another process has compiled the graphs, if that is possible, and
     yield what was done. The members' runs stay locked in the block.
 
     Args:
         sweep: the sweep, of which nothing was trained yet.
-        timings: for each group, its measured times and engines.
+        timed_groups: for each group, its measured times and engines.
         progress: the display.
         alone: whether no other process trains members of the sweep.
     """
     with ExitStack() as resources:
         start = EagerStart()
-        if alone and _is_possible(timings):
-            if _open_cohorts(start, sweep, timings, resources):
-                _train(start, sweep, timings, progress)
+        if alone and _is_possible(timed_groups):
+            if _open_cohorts(start, sweep, timed_groups, resources):
+                _train(start, sweep, timed_groups, progress)
             else:
                 resources.close()  # the cohorts that were opened before one could not be
                 start = EagerStart()
         yield start
 
 
-def _is_possible(timings: Sequence[Timing]) -> bool:
+def _is_possible(timed_groups: Sequence[TimedGroup]) -> bool:
     """Return whether a sweep can begin eagerly: its length is given as a time, its graphs are to be
     compiled, and there is a core for the compiler.
     """
-    if not has_spare_core(timings[0].machine):
+    if not has_spare_core(timed_groups[0].machine):
         return False
-    plans = [timing.group.plan for timing in timings]
+    plans = [timed_group.group.plan for timed_group in timed_groups]
     return not any(
         plan.updates
         or plan.job.span.epochs
@@ -143,7 +145,7 @@ def _is_possible(timings: Sequence[Timing]) -> bool:
 
 
 def _open_cohorts(
-    start: EagerStart, sweep: Sweep, timings: Sequence[Timing], resources: ExitStack
+    start: EagerStart, sweep: Sweep, timed_groups: Sequence[TimedGroup], resources: ExitStack
 ) -> bool:
     """Build a cohort of each group, and return whether all members can train while the graphs
     compile.
@@ -154,33 +156,37 @@ def _open_cohorts(
     Args:
         start: gets the cohorts and the names of the graphs.
         sweep: the sweep.
-        timings: for each group, its measured times and engines.
+        timed_groups: for each group, its measured times and engines.
         resources: gets what must be closed afterwards: locks and cohorts.
     """
     needed_bytes = 2 * PROCESS_BYTES
     engines = []
     windows = []
-    for timing in timings:
+    for timed_group in timed_groups:
         try:
-            built_runs = build_models(timing.group.members, timing.text, timing.machine)
+            built_runs = build_models(
+                timed_group.group.members, timed_group.text, timed_group.machine
+            )
             engine = make_members_engine(
-                built_runs, have_different_seeds(built_runs), timing.device
+                built_runs, have_different_seeds(built_runs), timed_group.device
             )
         except (UsageError, InputRefused, OutOfDeviceMemory):
-            # The reason is reported when `Timing` tries fewer members.
+            # The reason is reported when `TimedGroup` tries fewer members.
             return False
         expected = built_runs[0].plan.expected
         if expected is None:
             return False
         needed_bytes += MEMORY_FACTOR * len(built_runs) * expected.peak_memory_bytes
         engines.append((built_runs, engine))
-        windows.append(first_window(built_runs, timing.text))
-    if needed_bytes > timings[0].machine.free_memory_bytes:
+        windows.append(first_window(built_runs, timed_group.text))
+    if needed_bytes > timed_groups[0].machine.free_memory_bytes:
         return False
-    for timing, (built_runs, engine), window in zip(timings, engines, windows, strict=True):
-        members = timing.group.members
+    for timed_group, (built_runs, engine), window in zip(
+        timed_groups, engines, windows, strict=True
+    ):
+        members = timed_group.group.members
         runs = resources.enter_context(sweep.lock_members(members))
-        cohort = open_cohort(members, runs, built_runs, timing.text, engine)
+        cohort = open_cohort(members, runs, built_runs, timed_group.text, engine)
         resources.callback(cohort.close)
         start.groups.append((built_runs, cohort))
         graph_key = compiled_key(cohort.sessions[0], window)
@@ -208,20 +214,23 @@ def _can_train(cohort: Cohort, window: Batch) -> bool:
     return True
 
 
-def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress: Progress) -> None:
+def _train(
+    start: EagerStart, sweep: Sweep, timed_groups: Sequence[TimedGroup], progress: Progress
+) -> None:
     """Train all members until the graphs are compiled or the patience for that is over."""
     cohorts = [cohort for _, cohort in start.groups]
-    start.length, most_updates = _expected_updates(timings, start)
+    start.length, most_updates = _expected_updates(timed_groups, start)
     for built_runs, cohort in start.groups:
         plans = [
-            resolve(built.plan, timings[0].machine, Length(start.length)) for built in built_runs
+            resolve(built.plan, timed_groups[0].machine, Length(start.length))
+            for built in built_runs
         ]
         set_schedules(cohort.engine, [constant(plan.intervals.warmup_updates) for plan in plans])
     logs = [
         MetricsLogs([session.run for session in cohort.sessions], every=1) for cohort in cohorts
     ]
     began = clock()
-    patience_s = patience_for(timings[0].group.plan.job.span.minutes, len(timings))
+    patience_s = patience_for(timed_groups[0].group.plan.job.span.minutes, len(timed_groups))
     with (
         compiling(_COMPILING_PROGRAM, str(sweep.run.folder)) as is_over,
         progress.stage("start", "training eagerly while the graphs compile") as stage,
@@ -243,28 +252,28 @@ def _train(start: EagerStart, sweep: Sweep, timings: Sequence[Timing], progress:
         is_compiled_now = is_over()
         stage.result = f"{counted(start.updates, 'update')} of each member"
     if not is_compiled_now and patience_s < MAX_PATIENCE_S:
-        start.leave_uncompiled(timings)
+        start.leave_uncompiled(timed_groups)
         progress.line(
             "eager",
             f"training without compiling: the compiler was not ready in {duration(patience_s)}",
         )
 
 
-def _expected_updates(timings: Sequence[Timing], start: EagerStart) -> tuple[int, int]:
+def _expected_updates(timed_groups: Sequence[TimedGroup], start: EagerStart) -> tuple[int, int]:
     """Return how many updates each member will probably make, and the maximum that a run by the
     clock makes.
     """
     most = MOST
     seconds = 0.0  # of one update of all members
-    for timing, (built_runs, _) in zip(timings, start.groups, strict=True):
+    for timed_group, (built_runs, _) in zip(timed_groups, start.groups, strict=True):
         plan = built_runs[0].plan
         assert plan.expected
         seconds += len(built_runs) * plan.expected.update_s
         most_of_group = defaults.most_updates(
-            timing.text.train.per_epoch,
+            timed_group.text.train.per_epoch,
             plan.training.window_rows,
             plan.training.optim.weight_decay,
         )
         most = min(most, most_of_group)
-    training_s = defaults.UPDATES_SHARE * 60 * timings[0].group.plan.job.span.minutes
+    training_s = defaults.UPDATES_SHARE * 60 * timed_groups[0].group.plan.job.span.minutes
     return defaults.updates_in_time(training_s, seconds, most), most

@@ -33,7 +33,7 @@ from monograph.storage.cache_dir import keep_compiled
 from monograph.sweeps import eager_start, results
 from monograph.sweeps.advice import advise
 from monograph.sweeps.cohort import Cohort
-from monograph.sweeps.concurrency import CURVE_ROWS, Timing, choose_updates
+from monograph.sweeps.concurrency import CURVE_ROWS, TimedGroup, choose_updates
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.results import NO_EAGER_UPDATES, EagerUpdates, Outcome
 from monograph.sweeps.spec import Member, groups_of, members_of, short_key, spread_rounds
@@ -43,12 +43,12 @@ class Round(NamedTuple):
     """Members that train at once.
 
     Attributes:
-        timing: the measured times and the captured engines of their group.
+        timed_group: the measured times and the captured engines of their group.
         updates: the number of updates of each member.
         members: the members.
     """
 
-    timing: Timing
+    timed_group: TimedGroup
     updates: int
     members: list[Member]
 
@@ -63,7 +63,7 @@ class SweepProgress:
         members: all members.
         groups: the members, grouped by what one graph can hold.
         outcomes: each member's results so far.
-        timings: for each group, its measured times and captured engines; empty until `open` or
+        timed_groups: for each group, its measured times and captured engines; empty until `open` or
             `prepare`.
         updates: for each group, the number of updates of its members; empty until `prepare`.
         rate: targets per second of the last updates, over all members that train at once; 0 before
@@ -86,7 +86,7 @@ class SweepProgress:
         self.members = members_of(sweep.settings, sweep.points)
         self.groups = groups_of(self.members)
         self.outcomes = self.read_outcomes()
-        self.timings: list[Timing] = []
+        self.timed_groups: list[TimedGroup] = []
         self.updates: list[int] = []
         self.rate = 0.0
         self.done = 0
@@ -102,9 +102,9 @@ class SweepProgress:
     def rounds(self) -> list[Round]:
         """Return this rank's rounds."""
         rounds = []
-        for timing, updates in zip(self.timings, self.updates, strict=True):
-            for members in timing.group.rounds():
-                rounds.append(Round(timing, updates, members))
+        for timed_group, updates in zip(self.timed_groups, self.updates, strict=True):
+            for members in timed_group.group.rounds():
+                rounds.append(Round(timed_group, updates, members))
         return rounds[self.world.rank :: self.world.size]
 
     @property
@@ -134,11 +134,11 @@ class SweepProgress:
 
     def _recall_rounds(self) -> None:
         """Take over what an earlier process has decided."""
-        for timing, saved in zip(self.timings, self._saved_groups, strict=True):
-            timing.group.round_sizes = saved["rounds"]
-            timing.group.why = saved["why"]
+        for timed_group, saved in zip(self.timed_groups, self._saved_groups, strict=True):
+            timed_group.group.round_sizes = saved["rounds"]
+            timed_group.group.why = saved["why"]
             if saved.get("compile") == "none":
-                timing.leave_uncompiled()
+                timed_group.leave_uncompiled()
         self.updates = [saved["updates"] for saved in self._saved_groups]
 
     def _decide_rounds(self) -> None:
@@ -146,19 +146,19 @@ class SweepProgress:
 
         Members may make their first updates meanwhile.
         """
-        for timing in self.timings:
-            if timing.is_brief():
-                timing.leave_uncompiled()
+        for timed_group in self.timed_groups:
+            if timed_group.is_brief():
+                timed_group.leave_uncompiled()
                 self.progress.line(
                     "eager", "not compiled: the members train in less time than compiling takes"
                 )
         self.sweep.forget_members()
         self._print_time()
         with eager_start.start_eagerly(
-            self.sweep, self.timings, self.progress, alone=self.world.alone
+            self.sweep, self.timed_groups, self.progress, alone=self.world.alone
         ) as start:
             self.updates = choose_updates(
-                self.timings, self.least_tokens, self.progress, start.updates
+                self.timed_groups, self.least_tokens, self.progress, start.updates
             )
             start.settle(self.updates)
         spread_rounds(self.groups, self.world.size)
@@ -187,7 +187,7 @@ class SweepProgress:
             require_possible(member.settings, machine)
             member.plan = resolve(member.settings, machine)
         pairs = zip(self.groups, self._texts(), strict=True)
-        self.timings = [Timing(group, text, device, machine) for group, text in pairs]
+        self.timed_groups = [TimedGroup(group, text, device, machine) for group, text in pairs]
 
     @property
     def least_tokens(self) -> int:
@@ -223,7 +223,7 @@ class SweepProgress:
 
     def _print_time(self) -> None:
         """Print how long a sweep with a given time trains, and how long it will take in all."""
-        if any(timing.given_updates for timing in self.timings):
+        if any(timed_group.given_updates for timed_group in self.timed_groups):
             return
         training_s = 60 * self.groups[0].plan.job.span.minutes
         compiled = [group for group in self.groups if group.plan.training.compile != "none"]
@@ -279,7 +279,7 @@ class SweepProgress:
         """Return whether each of these members has finished or diverged."""
         return all(self.outcomes[member.index].is_over for member in members)
 
-    def divergences_by_place(self, members: Sequence[Member]) -> dict[int, int]:
+    def divergences_in_round(self, members: Sequence[Member]) -> dict[int, int]:
         """Return for each diverged member, by its place among `members`, the update after which it
         diverged.
         """
@@ -440,7 +440,7 @@ def compile_sweep(folder: str) -> None:
     repeatable(default_device())
     state = SweepProgress(Sweep.open(Path(folder)), silent())
     state.open(default_device(), describe())
-    choose_updates(state.timings, state.least_tokens, state.progress)
+    choose_updates(state.timed_groups, state.least_tokens, state.progress)
 
 
 def _curves(outcomes: Sequence[Outcome]) -> list[MemberCurve]:
