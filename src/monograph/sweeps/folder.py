@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field
 
@@ -33,7 +33,7 @@ SCHEMA = "monograph.sweep/1"
 # The minimum number of tokens that a member of a sweep without arguments trains on, even on a slow
 # machine. With fewer tokens, the best rate would be that of the first few updates.
 DEFAULT_TOKENS = 100_000
-_SettingKey = Literal[tuple(KEYS)]  # type: ignore[valid-type]
+_SettingKey: TypeAlias = Literal[tuple(KEYS)]  # type: ignore[valid-type]
 
 
 class _Group(Strict):
@@ -336,6 +336,7 @@ def task_digest(settings: Settings, points: Sequence[Point]) -> str:
     with another such value is another sweep.
     """
     # The first of the two texts has the knobs in the order of the axes, the second has exact values.
+    # Without either, the digests that existing sweeps have recorded would not be found again.
     point_texts = [describe_knobs(point) + repr(sorted(point.items())) for point in points]
     text = settings.to_toml() + "\n".join(point_texts)
     return hashlib.sha256(text.encode()).hexdigest()
