@@ -6,6 +6,9 @@ float64.
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -356,3 +359,38 @@ def test_a_member_s_number_is_spread_over_all_of_its_elements():
         _broadcast(stack, knob) * stack, torch.stack([torch.full((3, 4), each) for each in knob])
     )
     assert _broadcast(stack, 3.0) == 3.0 and _broadcast(stack, knob[1]).ndim == 0
+
+
+COPYING = """
+import torch
+from torch import nn
+from monograph.optim.optimizer import ParameterKind
+from monograph.optim.planes import planes
+
+def peak_mib():
+    status = dict(line.split(":") for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(status["VmHWM"].split()[0]) // 1024
+
+# 16 parameters of 16 MiB, and of one element more, so that there are gaps.
+named = {f"w{n}": nn.Parameter(torch.ones(4 * 2**20 + 1)) for n in range(16)}
+before = peak_mib()
+zeros = torch.zeros
+
+def gradients(*sizes, **options):
+    print(peak_mib() - before)
+    return zeros(*sizes, **options)
+
+torch.zeros = gradients
+planes(named, dict.fromkeys(named, ParameterKind(None, 1.0, 0.0)), "%s")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("state", ["fp32", "8bit"])
+def test_on_a_cpu_a_plane_is_never_a_second_copy_of_its_parameters(state: str) -> None:
+    # Without the variable, glibc keeps some freed parameters.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", COPYING % state]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    [more_mib] = ran.stdout.split()
+    assert int(more_mib) < 3 * 16, "all parameters are 256 MiB"

@@ -11,7 +11,7 @@ import json
 import pytest
 
 from monograph.errors import InputRefused, UsageError
-from monograph.evaluation.choices import Question, hold_questions, read_questions
+from monograph.evaluation.choices import Question, are_question_files, read_questions
 
 GOOD = {"query": "2 + 2 =", "choices": ["3", "4"], "gold": 1}
 
@@ -30,14 +30,14 @@ def test_each_name_is_read_and_other_keys_are_passed_over(query, answer, tmp_pat
     path = written(
         tmp_path, {query: "2 + 2 =", "choices": ["3", "4"], answer: 1, "subject": "sums", "id": 7}
     )
-    assert hold_questions([path], "text")
+    assert are_question_files([path], "text")
     assert read_questions([path]) == [Question("2 + 2 =", ("3", "4"), 1, f"{path}:1")]
 
 
 def test_files_are_read_in_order_compressed_or_not(tmp_path):
     one, other = written(tmp_path, GOOD, "\n", GOOD), tmp_path / "more.ndjson.gz"
     other.write_bytes(gzip.compress(json.dumps(GOOD | {"gold": 0}).encode()))
-    assert hold_questions([one, str(other)], "text")
+    assert are_question_files([one, str(other)], "text")
     assert [(each.gold, each.where) for each in read_questions([one, str(other)])] == [
         (1, f"{one}:1"),
         (1, f"{one}:3"),
@@ -62,9 +62,9 @@ def test_what_is_no_file_of_questions(tmp_path):
         "stdlib",
         "-",
     ):
-        assert not hold_questions([place], "text"), place
-    assert not hold_questions([], "text")
-    assert hold_questions([both], "content"), "what holds text is known by the run's key"
+        assert not are_question_files([place], "text"), place
+    assert not are_question_files([], "text")
+    assert are_question_files([both], "content"), "what holds text is known by the run's key"
 
 
 def test_questions_and_text_at_once_are_refused(tmp_path):
@@ -73,7 +73,7 @@ def test_questions_and_text_at_once_are_refused(tmp_path):
         UsageError,
         match="quiz.jsonl holds questions and .*text.jsonl does not; evaluate them one by",
     ):
-        hold_questions([quiz, text], "text")
+        are_question_files([quiz, text], "text")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from monograph.config.sources import classify
 from monograph.data.corpus import Corpus, corpus
 from monograph.data.options import ReadingOptions
 from monograph.errors import InputRefused, UsageError
-from monograph.evaluation.choices import hold_questions
+from monograph.evaluation.choices import are_question_files
 from monograph.rl.pairs import read_pairs
 from monograph.rl.prompts import read_prompts
 from monograph.rl.rewards import Reward, TeacherReward
@@ -355,7 +355,7 @@ def test_a_damaged_file_is_passed_over_where_bad_records_are(
 def test_a_bad_first_line_does_not_hide_questions(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text('{\n{"question": "q", "choices": ["a", "b"], "answer": 1}\n')
-    assert hold_questions([str(path)], None)
+    assert are_question_files([str(path)], None)
 
 
 def test_standard_input_and_text_files_that_hold_records_are_refused(

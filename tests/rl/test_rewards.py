@@ -571,8 +571,8 @@ def test_without_namespaces_nothing_runs_unless_told_and_then_within_limits(
     bare = changed(
         monkeypatch,
         tmp_path,
-        "    namespaces = _NEW_NETWORK",
-        "    return\n    namespaces = _NEW_NETWORK",
+        "    namespaces = CLONE_NEWNET",
+        "    return\n    namespaces = CLONE_NEWNET",
     )
     if confined() is None:
         bare.close()
@@ -592,7 +592,10 @@ def test_where_no_program_runs_python_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = changed(
-        monkeypatch, tmp_path, "    channels = [", "    raise SystemExit\n    channels = ["
+        monkeypatch,
+        tmp_path,
+        "    parent = _Channel(0)",
+        "    raise SystemExit\n    parent = _Channel(0)",
     )
     with pytest.raises(InputRefused, match="no program can run"):
         broken.require({"tests": "assert f(1)"}, PLACE)

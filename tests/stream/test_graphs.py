@@ -18,7 +18,7 @@ BLOCK, HEAD = 2, 2  # one graph without gradients, one with
 def of_updates(engine):
     """How many graphs square and update planes: one for each shape and way of updating."""
     planes = list(engine.store.stored)
-    squares = {(each.plane.grad.numel(), each.plane.parts) for each in planes}
+    squares = {(each.plane.grad.numel(), each.plane.section_sizes) for each in planes}
     cut = (piece for stage in engine.store.stages for piece in chunks(stage))
     updates = {(stored.plane.kind, stored.splits, end - begin) for stored, begin, end in cut}
     return len(squares) + len(updates)

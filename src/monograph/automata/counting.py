@@ -1,13 +1,18 @@
 """Counters of an automaton: they bound a long string or array without a state for each length.
 
-A counted part of an expression is between two operations, and a third operation is in each of its
-repetitions:
+A part that is repeated M - W to M times is written with three operations on its counter: M is the
+maximum, and W says how many of these repetitions may be left over at the end.
 
-    begin(M) (count part)* end(W)       begin: c = M        count: c >= 1, then c -= 1        end: c <= W, then c = 0
+    begin(M) (count part)* end(W)
 
-So the count c is the number of repetitions that may still follow, and the part is repeated M - W to M
-times. A counted part inside another one has a counter of its own. There are COUNTERS of them; a part
-that is nested deeper is written out, repetition by repetition, so that there is a state for each.
+The count c is the number of repetitions that may still follow:
+
+    begin(M)    sets c = M
+    count       is allowed if c >= 1, and sets c = c - 1
+    end(W)      is allowed if c <= W, and sets c = 0
+
+A counted part inside another one has a counter of its own. There are COUNTERS of them; a part that
+is nested deeper is written out, repetition by repetition, so that there is a state for each.
 
 While an automaton is built, operations are symbols like the 256 bytes. Then `remove_operations`
 moves the operations before a byte into the transition of that byte: the transition gets an
@@ -16,8 +21,6 @@ moves the operations before a byte into the transition of that byte: the transit
 A state and its counters are packed into one number, so that a decoder keeps one number for a row:
 
     state + c[0] * 2^16 + c[1] * 2^31 + c[2] * 2^46
-
-Shapes: S states, K classes of symbols.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,7 +43,7 @@ class CounterOperation(NamedTuple):
     Attributes:
         kind: which of the three operations it is; the module's docstring describes them.
         counter: the counter's index.
-        number: M of "begin", W of "end", and 0 of "count".
+        number: M of "begin", W of "end", and 0 of "count"; at most MAX_COUNT.
     """
 
     kind: Literal["begin", "count", "end"]
@@ -81,7 +84,7 @@ def effect_of(operation: CounterOperation) -> Effect:
         add[operation.counter] = operation.number
     else:
         keep[operation.counter] = 0
-        high[operation.counter] = min(operation.number, MAX_COUNT)
+        high[operation.counter] = operation.number
     return Effect(tuple(low), tuple(high), tuple(keep), tuple(add))
 
 
@@ -90,9 +93,12 @@ def compose_effects(first: Effect, second: Effect) -> Effect | None:
     low, high, keep, add = (list(numbers) for numbers in first)
     for counter in range(COUNTERS):
         if first.keep[counter]:
+            # `second` bounds the count c + add that `first` leaves, so subtracting `add` gives the
+            # bounds of the count c before `first`.
             low[counter] = max(low[counter], second.low[counter] - first.add[counter])
             high[counter] = min(high[counter], second.high[counter] - first.add[counter])
         elif not second.low[counter] <= first.add[counter] <= second.high[counter]:
+            # `first` sets the count to `add`, whatever it was before, and `second` forbids that.
             return None
         if low[counter] > high[counter]:
             return None
@@ -154,39 +160,39 @@ def remove_operations(
 ) -> list[Transitions]:
     """Return each state's transitions by bytes, with their effects; states keep their numbers.
 
-    A transition exists, and the counts allow its effect, exactly if an accepting state can still be
-    reached afterwards with the new counts. If state 0 has no transition, no text with a byte is
-    accepted.
+    After every transition that the counts allow, an accepting state can still be reached with the
+    new counts. If state 0 has no transition, no text with a byte is accepted.
 
     Args:
-        rows: the transitions of each state.
+        rows: the transitions of each state. All of them lead to states from which an accepting state
+            can be reached if the counts are ignored. If W of a part is less than M, the rows let it
+            repeat without limit, so that its count can always fall to W.
         accepting: whether a text may end in each state.
         byte_classes: the classes of bytes.
-        operations: the operation of each other class.
+        operations: the operation of each class that is not one of bytes.
 
     Raises:
         Ambiguous: a byte may have two effects.
     """
     if not operations:
+        # There are no counts that could forbid a transition.
         return [{symbol: (state, ALWAYS) for symbol, state in row.items()} for row in rows]
-    live = live_states(rows, accepting)
     while True:
-        rows = [{symbol: state for symbol, state in row.items() if live[state]} for row in rows]
         needs = [_needed_repetitions(rows, operations, counter) for counter in range(COUNTERS)]
         # A part that needs more repetitions than its bound allows must not begin. When these transitions
-        # are removed, states that lead only to such a part become dead, so the search is repeated.
+        # are removed, states that lead only to such a part become dead. Removing the transitions to
+        # them can make other parts need more repetitions, so the search is repeated.
         possible = [
             {
                 symbol: state
                 for symbol, state in row.items()
-                if not _cannot_end(operations.get(symbol), needs, state)
+                if not _begins_hopeless_part(operations.get(symbol), needs, state)
             }
             for row in rows
         ]
         if possible == rows:
             break
-        rows = possible
-        live = live_states(rows, accepting)
+        rows = without_dead_targets(possible, live_states(possible, accepting))
     effects = {symbol: effect_of(operation) for symbol, operation in operations.items()}
     guards = [_guard([need[state] for need in needs]) for state in range(len(rows))]
     byte_class_set = set(byte_classes)
@@ -210,8 +216,8 @@ def _byte_transitions(
         rows: the transitions of all states.
         byte_classes: the classes of bytes.
         effects: the effect of each operation's class.
-        guards: for each state, an effect that changes no count, and that counts allow if the text
-            can end from this state with them.
+        guards: for each state the condition on the counts under which the text can still end after
+            it, as an effect that changes no count; see `_guard`.
     """
     transitions: Transitions = {}
     # The queue grows in the loop. It has the states that operations lead to, each with the effect of
@@ -219,7 +225,10 @@ def _byte_transitions(
     queue = [(state, ALWAYS)]
     for current, effect in queue:
         if len(queue) > len(rows) + 1:
-            raise Ambiguous  # Operations repeat without a byte between them.
+            # There are more entries than states, so some state was reached in two ways: by a loop of
+            # operations without a byte, in which the queue would never end, or with two effects
+            # before the same byte.
+            raise Ambiguous
         for symbol, next_state in rows[current].items():
             if symbol not in byte_classes:
                 further = compose_effects(effect, effects[symbol])
@@ -245,10 +254,16 @@ def _guard(needs: Sequence[int]) -> Effect:
     return ALWAYS._replace(low=tuple(need if need < _NEVER else 0 for need in needs))
 
 
-def _cannot_end(
+def _begins_hopeless_part(
     operation: CounterOperation | None, needs: Sequence[Sequence[int]], state: int
 ) -> bool:
-    """Return whether an operation that leads to `state` begins a part with too low a bound."""
+    """Return whether an operation begins a part whose bound is too low for it to end.
+
+    Args:
+        operation: the operation; None: a transition by a byte, which begins no part.
+        needs: for each counter, the repetitions that each state needs; see `_needed_repetitions`.
+        state: the state that the operation leads to.
+    """
     if operation is None or operation.kind != "begin":
         return False
     return needs[operation.counter][state] > operation.number
@@ -280,6 +295,7 @@ def _needed_repetitions(
                 predecessors[next_state].append((state, True))
             elif operation.kind == "end":
                 frontier.add(state)
+            # "begin" leads into the part from outside, and states outside need no repetitions.
     number = 0
     # The search is breadth first: all states that need `number` repetitions are found before the
     # states that need more.
@@ -298,6 +314,13 @@ def _needed_repetitions(
         frontier = next_frontier
         number += 1
     return needs
+
+
+def without_dead_targets(
+    rows: Sequence[StateTransitions], live: Sequence[bool]
+) -> list[dict[int, int]]:
+    """Return the rows without the transitions to states that are not live; see `live_states`."""
+    return [{symbol: state for symbol, state in row.items() if live[state]} for row in rows]
 
 
 def live_states(rows: Sequence[StateTransitions], accepting: Sequence[bool]) -> list[bool]:

@@ -27,6 +27,7 @@ from monograph.automata.counting import (
     apply_effect,
     live_states,
     remove_operations,
+    without_dead_targets,
 )
 from monograph.automata.expression import (
     Alternation,
@@ -448,7 +449,13 @@ def _symbol_automaton(expression: Expression, budget: Budget) -> _SymbolAutomato
             yield symbol_class, positions.without_loops(next_positions)
 
     rows, states = _explore(start, transitions, budget)
-    return _minimize(rows, [END in state for state in states], classes)
+    accepting = [END in state for state in states]
+    # A loop has positions even if what follows it matches no text, as in an empty class after `x*`.
+    # Transitions to such states are removed, so that no text can begin that cannot be completed.
+    live = live_states(rows, accepting)
+    if not live[0]:
+        return None
+    return _minimize(without_dead_targets(rows, live), accepting, classes)
 
 
 def _explore(
@@ -602,10 +609,7 @@ def _intersection_positions(
     live = live_states(rows, accepting)
     if not live[0]:
         return EMPTY
-    live_rows = [
-        {symbol_class: target for symbol_class, target in row.items() if live[target]}
-        for row in rows
-    ]
+    live_rows = without_dead_targets(rows, live)
     return positions.add_automaton(live_rows, accepting, symbols_of, after)
 
 

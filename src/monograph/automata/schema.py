@@ -521,7 +521,10 @@ class _SchemaReader:
         self.counters += 1
         item = concatenation(count, literal(b","), self.read(items, (*path, "items")))
         self.counters -= 1
-        return first_items, self._bound_repetitions(Repetition(item, 0, None), minimum, maximum)
+        # The operations of a counter cannot tell that items which match no text are never repeated.
+        # One repetition is written out, so that an array that needs such an item matches no text.
+        repeated = Repetition(item, min(minimum, 1), None)
+        return first_items, self._bound_repetitions(repeated, minimum, maximum)
 
     def _object(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
         """Return an expression for the objects of a schema, with members in the schema's order."""

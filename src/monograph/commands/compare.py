@@ -19,7 +19,7 @@ from monograph.data.progress import ProgressCallback
 from monograph.data.rows import Rows
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError
-from monograph.evaluation.choices import Accuracy, ChoiceMarks, hold_questions, read_questions
+from monograph.evaluation.choices import Accuracy, ChoiceMarks, are_question_files, read_questions
 from monograph.evaluation.comparison import (
     Comparison,
     bits_per_byte,
@@ -80,7 +80,7 @@ class _Side:
     @property
     def is_run(self) -> bool:
         """Return whether this is a run, which records how it reads text, and its held-out text."""
-        return bool(self.models[0].own_text)
+        return bool(self.models[0].own_text_arguments)
 
     @property
     def params(self) -> int:
@@ -130,13 +130,13 @@ def run(
     if report:
         _require_page(report)
     sides = [_open_side(name) for name in runs]
-    if not data and not sides[0].models[0].own_text:
+    if not data and not sides[0].models[0].own_text_arguments:
         raise UsageError(
             f"{runs[0]} learned from answers, not from text, so no text was held out for it: give one with --data"
         )
     # How the first run reads text; sides that are not runs read the text in the same way.
     reading = next((side.models[0].reading for side in sides if side.is_run), {})
-    has_questions = hold_questions(data, reading.get("text_key"), chat)
+    has_questions = are_question_files(data, reading.get("text_key"), chat)
     first = sides[0]
     on_data = f"on {' and '.join(data)}" if data else f"on what {first.name} held out"
     progress = Progress()
@@ -268,7 +268,7 @@ def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any
     The arguments are those of `_compare_texts`; `side` is the side whose tokenizer is used.
     """
     model = side.models[0]
-    text_of_first = first.models[0].own_text
+    text_of_first = first.models[0].own_text_arguments
     side_reading = model.reading
     if not side.is_run:
         # A folder does not record how to read text, so it reads as the first run does. Its rows
@@ -281,10 +281,10 @@ def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any
         warn(
             f"{side.name} does not say what it was trained on: what {first.name} held out may be part of it"
         )
-    elif model.own_text != text_of_first:
+    elif model.own_text_arguments != text_of_first:
         warn(f"{side.name} was trained on other text: what {first.name} held out may be part of it")
     text = corpus(tokenizer=model.tokenizer, **side_reading, **text_of_first)
-    if model.own_text == text_of_first and text.fingerprint != model.fingerprint:
+    if model.own_text_arguments == text_of_first and text.fingerprint != model.fingerprint:
         warn(
             f"{text.name} changed since {side.name}: what is held out now may have been trained on"
         )

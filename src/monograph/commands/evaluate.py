@@ -10,7 +10,7 @@ from monograph.data.progress import ProgressCallback
 from monograph.device import default_device
 from monograph.errors import UsageError
 from monograph.evaluation import Evaluation, evaluate
-from monograph.evaluation.choices import Accuracy, hold_questions, read_questions
+from monograph.evaluation.choices import Accuracy, are_question_files, read_questions
 from monograph.report.quantities import counted
 from monograph.run.folder import Run, standard_json
 from monograph.run.progress import Progress
@@ -28,6 +28,7 @@ from monograph.terminal import warn
 
 # The scores that --json prints; those that were not measured are null.
 TEXT_SCORES = ("bits_per_byte", "perplexity", "loss", "tokens")
+# `cut` counts shortened questions. It is no score, and `answer_questions` warns about it.
 QUESTION_SCORES = tuple(key for key in Accuracy._fields if key != "cut")
 
 
@@ -43,13 +44,14 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
     """
     members = mixture_members(run)
     model, is_run = _open_model(run, members)
-    if not data and not model.own_text:
-        what = (
-            "learned from answers, not from text, so no text" if is_run else "is no run, so nothing"
-        )
-        raise UsageError(f"{run} {what} was held out for it: give the text to score with --data")
+    if not data and not model.own_text_arguments:
+        if is_run:
+            reason = "learned from answers, not from text, so no text was held out for it"
+        else:
+            reason = "is no run, so nothing was held out for it"
+        raise UsageError(f"{run} {reason}: give the text to score with --data")
     model.module.to(default_device()).eval()
-    has_questions = hold_questions(data, model.reading.get("text_key"), chat)
+    has_questions = are_question_files(data, model.reading.get("text_key"), chat)
     scores: Evaluation | Accuracy
     with Progress().stage("evaluate", run) as stage:
         if has_questions:
@@ -93,8 +95,11 @@ def _score_text(
     """
     if model.text_warning and not data:
         warn(model.text_warning)
-    source = {"source": data, "held_out": 0.0} if data else model.own_text
-    text = open_corpus(tokenizer=model.tokenizer, **model.reading, **source, progress=report)
+    # Which text is opened: all of the given one, or the run's own. `model.reading` says how it is read.
+    text_arguments = {"source": data, "held_out": 0.0} if data else model.own_text_arguments
+    text = open_corpus(
+        tokenizer=model.tokenizer, **model.reading, **text_arguments, progress=report
+    )
     if not data and text.fingerprint != model.fingerprint:
         warn(f"{text.name} changed since the run: what is held out now may have been trained on")
     rows = text.train if data else text.held_out

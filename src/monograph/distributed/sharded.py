@@ -489,7 +489,7 @@ def make_rows_planes(
             param=own,
             grad=torch.zeros_like(own),
             number=numbers.setdefault(kind, len(numbers)),
-            parts=(own.numel(),),
+            section_sizes=(own.numel(),),
             start=start,
             block_offset=begin % block if own.numel() else 0,
             begin=begin,

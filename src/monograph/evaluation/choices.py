@@ -260,7 +260,7 @@ class Question(NamedTuple):
     where: str
 
 
-def hold_questions(places: Sequence[str], text_key: str | None, chat: bool = False) -> bool:
+def are_question_files(places: Sequence[str], text_key: str | None, chat: bool = False) -> bool:
     """Return whether the files hold questions.
 
     A file holds questions if it has JSON lines, one of its first records has the key `choices`, and

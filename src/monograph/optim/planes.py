@@ -48,9 +48,11 @@ class PlacedParameter(NamedTuple):
 class Plane:
     """The parameters of one kind as flat buffers of `size` elements.
 
-    If the parameters are those of an ensemble of N modules, every shape below has a leading N. If
-    ranks share out the rows of parameters, or a plane is streamed in chunks, this may be a part of
-    the module's plane.
+    If the parameters are those of an ensemble of N modules, every shape below has a leading N.
+
+    A `Plane` may also stand for a piece of one of the module's planes: if ranks share out the rows of
+    parameters, or if a plane is streamed in stages and chunks. `number` and `start` then say which
+    plane of the module it is a piece of, and where the piece begins.
 
     Attributes:
         kind: how the parameters are updated.
@@ -59,19 +61,21 @@ class Plane:
         grad: [size] in the parameters' original dtype, even if they are now kept in bf16. The
             parameters' `.grad` are views of it.
         number: the plane's number among the module's planes.
-        parts: the number of elements of each part of the module, in the order of `slots`; see
-            `planes`.
-        start: the index of the first element in the module's plane; 0 if this is the whole plane.
-        block_offset: the index of the first element in its block of the state's format. The elements
-            before it belong to other ranks.
+        section_sizes: the number of elements of each section, in the order of `slots`. A section has
+            the parameters of one layer; see `planes`.
+        start: the index of this piece's first element in the module's plane; 0 if this is the whole
+            plane.
+        block_offset: how many elements of the first block of the state's format come before this
+            piece. Other ranks have them.
         state: the optimizer's buffers by name. Each is [size], or smaller if several elements share
             one number, such as the scale of their block.
         rounded: the parameters in the dtype of matrix products, which `round` writes; None: products
             read the parameters themselves.
         orthogonal: [size], the orthogonalised directions of Muon's update if ranks have only rows of
             the matrices; else None.
-        edge_maxima: by the moments' names, [2]: the largest magnitude of the moment in the first and
-            in the last block after this update, if other ranks have parts of these blocks.
+        edge_maxima: for each moment, by name, [2]: its largest magnitude after this update in the
+            first and in the last block, over all ranks that have elements of these blocks. They need
+            it because a block is quantised with one scale. Empty if no block is shared by ranks.
     """
 
     kind: ParameterKind
@@ -79,7 +83,7 @@ class Plane:
     param: Tensor
     grad: Tensor
     number: int
-    parts: tuple[int, ...] = ()
+    section_sizes: tuple[int, ...] = ()
     start: int | Tensor = 0
     block_offset: int = 0
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -90,18 +94,18 @@ class Plane:
     _linked: tuple[Tensor, list[Tensor]] | None = field(default=None, init=False)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter's name and its part of a buffer of the plane.
+        """Yield each parameter's name and its view of a buffer of the plane.
 
-        The part has the parameter's shape. If several elements share one number of the buffer, as in
-        a buffer of scales, the part is flat.
+        The view has the parameter's shape. If several elements share one number of the buffer, as in
+        a buffer of scales, the view is flat.
         """
         block = self.param.shape[-1] // flat.shape[-1]  # elements that share one number
         leading_axes = flat.ndim - 1
         for name, parameter, offset in self.slots:
             end = offset + math.prod(parameter.shape[leading_axes:])
             end_block = -(-end // block)  # rounded up
-            part = flat[..., offset // block : end_block]
-            yield name, part.view(parameter.shape) if block == 1 else part
+            view = flat[..., offset // block : end_block]
+            yield name, view.view(parameter.shape) if block == 1 else view
 
     def rebind_parameters(self, flat: Tensor) -> None:
         """Make the parameters views of `flat`. They have no gradient until the next `link`."""
@@ -111,6 +115,7 @@ class Plane:
             parameter.grad = None
             parameter.data = view
             if flat.dtype != self.grad.dtype:
+                # torch refuses a `.grad` of another dtype unless this attribute of torch allows it.
                 parameter.grad_dtype = self.grad.dtype
 
     def link(self) -> None:
@@ -128,6 +133,8 @@ class Plane:
 
         See `monograph.ops.fused_gradients`.
         """
+        # Vectors are not factors of matrix products. In fp64 the products may still be computed in bf16,
+        # and a GPU adds those only to sums in fp32.
         if self.kind.is_vector or self.grad.dtype == torch.float64:
             return
         weights = self.views(self.param if self.rounded is None else self.rounded)
@@ -166,8 +173,9 @@ def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
 
     torch cannot trace a graph with such parameters, which are bf16 weights with fp32 gradients.
     """
-    # Gradients of other planes stay, because removing and setting them takes time. In streaming,
-    # weights are on the host and gradients on the device, and parameters never have a gradient.
+    # Gradients of other planes stay, because removing and setting them takes time. The comparison of
+    # devices leaves out streamed planes, with weights on the host and gradients on the device: their
+    # parameters never have a `.grad`.
     of_two_dtypes = [
         plane
         for plane in planes
@@ -224,7 +232,8 @@ def require_movable(module: nn.Module) -> None:
                 f"{name} has no shape yet: call the module once, with inputs of the size it will have"
             )
         # In fp16 an optimizer's eps and the squares of gradients round to 0, and the first update would
-        # be NaN.
+        # be NaN. A weight in a mapped file may have another dtype until it is read, so `kept_dtype`
+        # returns the one that it will have in memory.
         if tensor.requires_grad and kept_dtype(tensor) not in (
             torch.float32,
             torch.float64,
@@ -239,6 +248,7 @@ def require_movable(module: nn.Module) -> None:
             f"{pair[0]} and {pair[1]} lie in the same memory, and would come apart when parameters move: register one "
             "Parameter under both names, or compute one from the other where it is read"
         )
+    # Called only because it refuses state dicts that cannot be saved and loaded.
     loadable_state(module)
 
 
@@ -268,7 +278,7 @@ def planes(
     state: str = "fp32",
     lead: int = 0,
     master_weights: bool = True,
-    parts: Mapping[str, Any] | None = None,
+    layers: Mapping[str, Any] | None = None,
 ) -> list[Plane]:
     """Move parameters into planes, one for each kind.
 
@@ -283,9 +293,9 @@ def planes(
             [N, ...] of an ensemble, whose planes are [N, size]; else 0.
         master_weights: whether parameters keep their dtype. If not, they are rounded to bf16, and
             only their gradients keep it.
-        parts: for each parameter, by name, any value that stands for its part of the module, such as
-            a block. Consecutive parameters of one part make one of the plane's `parts`. None: the
-            module is one part.
+        layers: for each parameter, by name, any value that stands for its layer, such as the layer's
+            index. Consecutive parameters with the same value are a section of the plane; see
+            `Plane.section_sizes`. None: each plane is one section.
     """
     # Parameters of a kind are in the module's order, so that all ranks and engines have the same
     # planes.
@@ -297,22 +307,24 @@ def planes(
         for number, (kind, members) in enumerate(members_by_kind.items())
     ]
     for plane in new_planes:
-        plane.parts = _part_sizes(plane, parts or {})
+        plane.section_sizes = _section_sizes(plane, layers or {})
     return new_planes
 
 
-def _part_sizes(plane: Plane, parts: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the number of elements of each run of parameters that are of one part, with the gaps."""
-    slot_ends = [*(slot.offset for slot in plane.slots[1:]), plane.param.shape[-1]]
-    runs = itertools.groupby(
-        zip(plane.slots, slot_ends, strict=True),
-        lambda slot_and_end: parts.get(slot_and_end[0].name),
-    )
-    run_ends = [0]
-    for _, run in runs:
-        _, end = list(run)[-1]
-        run_ends.append(end)
-    return tuple(end - begin for begin, end in itertools.pairwise(run_ends))
+def _section_sizes(plane: Plane, layers: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the number of elements of each section, with the gap after each of its parameters.
+
+    Args:
+        plane: the plane.
+        layers: see `planes`.
+    """
+    # A section ends where the next one begins, or at the plane's end.
+    bounds = [0]
+    for slot, next_slot in itertools.pairwise(plane.slots):
+        if layers.get(slot.name) != layers.get(next_slot.name):
+            bounds.append(next_slot.offset)
+    bounds.append(plane.param.shape[-1])
+    return tuple(end - begin for begin, end in itertools.pairwise(bounds))
 
 
 def _plane(
@@ -340,21 +352,25 @@ def _plane(
     _, first = members[0]
     plane_shape = (*first.shape[:lead], offsets[-1])
     grad_dtype = kept_dtype(first)
-    # The gaps between parameters are zeros, because a block is quantised with the gap in it.
-    allocate = torch.empty if block == 1 else torch.zeros
     param_dtype = grad_dtype if master_weights else torch.bfloat16
-    param = allocate(plane_shape, dtype=param_dtype, device=first.device)
+    param = torch.empty(plane_shape, dtype=param_dtype, device=first.device)
     slots = [
         PlacedParameter(name, parameter, offset)
         for (name, parameter), offset in zip(members, offsets, strict=False)
     ]
-    for (_, parameter, offset), size in zip(slots, sizes, strict=True):
-        # Each parameter's old memory is freed at once, and gradients are allocated last, so that
-        # there is never a second copy of all weights.
-        part = param[..., offset : offset + size].view(parameter.shape)
-        part.copy_(parameter.detach())
+    # Each parameter's old memory is freed as soon as it is copied, and gradients are allocated last. A
+    # CPU takes memory for `param` only where it is written, so there is a second copy of one parameter
+    # at most. A GPU takes it all above, so there are two copies of this kind's parameters.
+    for (_, parameter, offset), size, padded_size in zip(slots, sizes, padded_sizes, strict=True):
+        values = param[..., offset : offset + size].view(parameter.shape)
+        values.copy_(parameter.detach())
+        if padded_size > size:
+            # The gap is zeros, because a block is quantised with the gap in it.
+            param[..., offset + size : offset + padded_size].zero_()
         parameter.grad = None
-        replace_data(parameter, part)
+        # This also makes a parameter in a mapped file an ordinary one, which `rebind_parameters` does
+        # not; that sets the dtype of the gradient.
+        replace_data(parameter, values)
     grad = torch.zeros(plane_shape, dtype=grad_dtype, device=first.device)
     plane = Plane(kind, slots, param, grad, number)
     plane.rebind_parameters(param)

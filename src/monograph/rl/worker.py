@@ -8,9 +8,13 @@ standard streams. A message is a line of JSON. The first argument is the role:
         [name, arguments, named arguments]. A reply is [null, result], or [name, message] of an
         exception.
     solution 0 FOLDER...: does the same, but is confined, and sees only the files of these folders.
-    tests SOCKET FOLDER...: is also confined. It reads [code, tests], sends the code to the solution
-        at SOCKET, and writes for each test whether it passed. The tests call the solution's
+    tests SOCKET FOLDER...: is also confined. It reads [source, tests], sends the source to the
+        solution at SOCKET, and writes for each test whether it passed. The tests call the solution's
         functions through proxies.
+
+Every process talks to the process that started it over its standard input, which is a socket.
+SOCKET is the file descriptor of a second socket; 0: there is none. Each character of a source is one
+byte of its file (Latin-1), since only Python knows the encoding that the file declares.
 """
 
 import ast
@@ -29,7 +33,8 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, NamedTuple
 
-# The maximum size of a message, which is more than that of a record.
+# The maximum size of a message in bytes. A record of training data, which may be part of a message,
+# has at most half of it (`monograph.data.records`).
 MAX_BYTES = 1 << 26
 LIMITS = {
     resource.RLIMIT_CPU: 5,  # seconds of processor time
@@ -45,25 +50,27 @@ ENDS_OF_ITERATORS = (StopIteration, StopAsyncIteration)
 MAX_LIFETIME_S = 20.0
 # The user without rights.
 NOBODY = 65534
-# Constants that Python does not define, with their names in Linux.
-_NEW_NETWORK = 1 << 30  # CLONE_NEWNET
-_NEW_PROCESSES = 1 << 29  # CLONE_NEWPID
-_NEW_USER = 1 << 28  # CLONE_NEWUSER
-_NEW_IPC = 1 << 27  # CLONE_NEWIPC
-_NEW_MOUNTS = 1 << 17  # CLONE_NEWNS
-_PRIVATE = 1 << 18  # MS_PRIVATE
-_BIND = 1 << 12  # MS_BIND
-_RECURSIVE = 1 << 14  # MS_REC
-_MOUNT_SETATTR = 442  # SYS_mount_setattr
-_CURRENT_FOLDER = -100  # AT_FDCWD
-_WITH_MOUNTS_BELOW = 0x8000  # AT_RECURSIVE
-_READ_ONLY_WITHOUT_DEVICES = 7  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
-_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_OPEN_TO_OTHERS = 4  # PR_SET_DUMPABLE
-_NO_NEW_RIGHTS = 38  # PR_SET_NO_NEW_PRIVS
-_CAPABILITIES_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
-_FILTER_CALLS = 22  # PR_SET_SECCOMP
-_BY_PROGRAM = 2  # SECCOMP_MODE_FILTER
+# Constants of Linux that Python does not define, by their names in Linux.
+CLONE_NEWNET = 1 << 30
+CLONE_NEWPID = 1 << 29
+CLONE_NEWUSER = 1 << 28
+CLONE_NEWIPC = 1 << 27
+CLONE_NEWNS = 1 << 17
+MS_PRIVATE = 1 << 18
+MS_BIND = 1 << 12
+MS_REC = 1 << 14
+SYS_MOUNT_SETATTR = 442
+AT_FDCWD = -100
+AT_RECURSIVE = 0x8000
+MOUNT_ATTR_RDONLY = 1
+MOUNT_ATTR_NOSUID = 2
+MOUNT_ATTR_NODEV = 4
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_NO_NEW_PRIVS = 38
+PR_SET_SECCOMP = 22
+SECCOMP_MODE_FILTER = 2
+LINUX_CAPABILITY_VERSION_3 = 0x20080522
 # Where the new root is mounted. Every Linux has this folder, and no library is in it.
 ROOT = b"/proc"
 
@@ -160,6 +167,8 @@ class _Channel:
 
         They must neither reply nor keep the socket open.
         """
+        # Standard input leads to /dev/null since the channel to the parent took over the socket that
+        # was there. So the children's copies of the socket lead to /dev/null, too.
         os.register_at_fork(
             after_in_child=lambda: [os.dup2(0, descriptor) for descriptor in self._descriptors]
         )
@@ -190,12 +199,12 @@ def _confine(folders: Sequence[str]) -> None:
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
-    libc.prctl(_NO_NEW_RIGHTS, 1, 0, 0, 0)
-    libc.capset(struct.pack("Ii", _CAPABILITIES_VERSION, 0), bytes(24))
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.capset(struct.pack("Ii", LINUX_CAPABILITY_VERSION_3, 0), bytes(24))
     # Without namespaces, a solution could otherwise read the memory of its tests' process.
-    libc.prctl(_OPEN_TO_OTHERS, 0)
+    libc.prctl(PR_SET_DUMPABLE, 0)
     # This comes after the changes of rights, since each of them cancels it.
-    libc.prctl(_END_WITH_PARENT, signal.SIGKILL)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for limit, value in LIMITS.items():
         resource.setrlimit(limit, (value, value))
     _forbid(libc)
@@ -228,7 +237,9 @@ def _forbid(libc: ctypes.CDLL) -> None:
         for numbers in FORBIDDEN.values()
         if numbers[machine.column] is not None
     ]
-    # An instruction is (operation, instructions to skip if true, the same if false, operand).
+    # An instruction is (operation, instructions to skip if true, the same if false, operand). After
+    # the processor is checked, all jumps lead to the last instruction, `fail`: for a number above the
+    # largest, and for each of the calls. The jump of call `index` skips the calls after it, and `allow`.
     code = [
         (load, 0, 0, architecture),
         (jump_if_equal, 1, 0, machine.number),
@@ -244,24 +255,26 @@ def _forbid(libc: ctypes.CDLL) -> None:
     )
     # The kernel's struct sock_fprog: the number of instructions and their address.
     program_struct = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(program))
-    if libc.prctl(_FILTER_CALLS, _BY_PROGRAM, program_struct, 0, 0):
+    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program_struct, 0, 0):
         raise OSError(ctypes.get_errno(), "the system takes no filter of system calls")
 
 
 def _mount_root(libc: ctypes.CDLL, folders: list[bytes]) -> bool:
     """Mount a root in memory, with the folders in it, read-only; return whether that succeeded."""
     # The functions of libc return 0 if they succeed.
-    if libc.mount(None, b"/", None, _PRIVATE | _RECURSIVE, None):
+    if libc.mount(None, b"/", None, MS_PRIVATE | MS_REC, None):
         return False
     if libc.mount(b"tmpfs", ROOT, b"tmpfs", 0, b"size=64k,mode=755"):
         return False
     for folder in folders:
         os.makedirs(ROOT + folder, exist_ok=True)
-        if libc.mount(folder, ROOT + folder, None, _BIND | _RECURSIVE, None):
+        if libc.mount(folder, ROOT + folder, None, MS_BIND | MS_REC, None):
             return False
-    attributes = struct.pack("4Q", _READ_ONLY_WITHOUT_DEVICES, 0, 0, 0)
+    # The kernel's struct mount_attr: the attributes to set, and three fields that are not needed.
+    read_only = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
+    attributes = struct.pack("4Q", read_only, 0, 0, 0)
     error = libc.syscall(
-        _MOUNT_SETATTR, _CURRENT_FOLDER, ROOT, _WITH_MOUNTS_BELOW, attributes, len(attributes)
+        SYS_MOUNT_SETATTR, AT_FDCWD, ROOT, AT_RECURSIVE, attributes, len(attributes)
     )
     return not error
 
@@ -272,18 +285,27 @@ def _hide(libc: ctypes.CDLL, folders: list[bytes]) -> None:
     The process then sees only the files of the folders, read-only. Its root is a file system in
     memory, which disappears with the process, however the process ends.
     """
-    namespaces = _NEW_NETWORK | _NEW_PROCESSES | _NEW_IPC | _NEW_MOUNTS
-    if libc.unshare(namespaces) and libc.unshare(namespaces | _NEW_USER):
+    namespaces = CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNS
+    # `unshare` returns 0 if it succeeds. Root may make these namespaces; another user needs a namespace
+    # of users for that.
+    failed = libc.unshare(namespaces)
+    if failed:
+        failed = libc.unshare(namespaces | CLONE_NEWUSER)
+    if failed:
         return
     if _mount_root(libc, folders):
         os.chroot(ROOT)
         os.chdir("/")
+    # This process forks twice: each parent only waits for its child and ends, and the child goes on.
     # The first child is the first process of the namespace: when it ends, the kernel ends all other
     # processes there. The second child is the confined one, so that it cannot end the first.
+    # LIMITS are set afterwards, for it alone. A blocked SIGCHLD stays pending until `sigtimedwait` takes
+    # it, even if the child ends before.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     for _ in range(2):
-        libc.prctl(_END_WITH_PARENT, signal.SIGKILL)
-        if os.fork():
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        is_parent = os.fork() != 0
+        if is_parent:
             signal.sigtimedwait({signal.SIGCHLD}, MAX_LIFETIME_S)
             os._exit(0)
 
@@ -334,7 +356,7 @@ def _serve(channel: _Channel) -> None:
         module.__file__ = path
         # The file can import modules of its folder, as if Python ran it.
         sys.path.append(os.path.dirname(path))
-        # The message holds the source's bytes as Latin-1. The source itself declares its encoding.
+        # Each character of the message is one byte of the file.
         exec(compile(source.encode("latin-1"), path, "exec"), module.__dict__)
         if function and not callable(getattr(module, function, None)):
             # Imported only here, since it would delay the start of each process.
@@ -383,8 +405,8 @@ def _test(parent: _Channel, solution: _Channel) -> None:
     def call(name: str, /, *positional: object, **named: object) -> Any:
         return ask(name, encoded(positional), encoded(named))
 
-    code, tests = parent.receive()
-    ask(code, "solution", None)
+    source, tests = parent.receive()
+    ask(source, "solution", None)
     for test in tests:
         parent.send(_passes(test, call))
 
@@ -420,15 +442,28 @@ def _passes(test: str, call: Callable[..., Any]) -> bool:
 
 
 def main(role: str, descriptor: str = "0", *folders: str) -> None:
-    """Work until the socket is closed; see the module."""
-    channels = [_Channel(number) for number in sorted({0, int(descriptor)})]
+    """Work until the socket is closed; see the module.
+
+    Args:
+        role: "function", "solution" or "tests".
+        descriptor: the file descriptor of the tests' socket to the solution; "0" for other roles.
+        folders: the folders whose files a solution or its tests may see. A user's own function gets
+            none, and is not confined.
+    """
+    parent = _Channel(0)
+    solution = None
+    if role == "tests":
+        solution = _Channel(int(descriptor))
     if folders:
         _confine(folders)
     elif sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
-    channels[0].close_in_children()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent.close_in_children()
     with suppress(EOFError, ConnectionError):
-        _test(*channels) if role == "tests" else _serve(*channels)
+        if solution is None:
+            _serve(parent)
+        else:
+            _test(parent, solution)
 
 
 if __name__ == "__main__":

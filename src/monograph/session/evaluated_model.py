@@ -52,10 +52,10 @@ class EvaluatedModel:
         precision: the precision in which the model is evaluated: the run's own, or fp32.
         reading: the arguments of `data.corpus.corpus` that say how to read any text.
         averaged: whether the weights are averages over updates.
-        own_text: the further arguments of `corpus` that name the run's text, which is evaluated if
+        own_text_arguments: the further arguments of `corpus` that name the run's text, which is evaluated if
             there is no --data; {} if the run has no text.
         fingerprint: the fingerprint that the run's text had in training.
-        text_warning: a warning to print before `own_text` is read; "" if the text is the user's own.
+        text_warning: a warning to print before `own_text_arguments` is read; "" if the text is the user's own.
         samples_answers: whether the run sampled answers between its updates, so that its speed is not
             that of a step.
     """
@@ -66,7 +66,7 @@ class EvaluatedModel:
     precision: Precision
     reading: dict[str, Any]
     averaged: bool = False
-    own_text: dict[str, Any] = field(default_factory=dict)
+    own_text_arguments: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
     text_warning: str = ""
     samples_answers: bool = False
@@ -108,7 +108,9 @@ def load_from_run(run: Run, warn: Warn) -> EvaluatedModel:
         precision=precision,
         reading={key: text[key] for key in _READING_KEYS},
         averaged=averaged,
-        own_text={key: text[key] for key in _OWN_TEXT_KEYS} if objective.is_of_texts else {},
+        own_text_arguments={key: text[key] for key in _OWN_TEXT_KEYS}
+        if objective.is_of_texts
+        else {},
         fingerprint=state["fingerprint"],
         text_warning=foreign_text_warning(run, settings.data.source, settings.programs),
         samples_answers=objective.samples_answers,

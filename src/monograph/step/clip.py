@@ -134,14 +134,14 @@ def _median(values_W: Tensor) -> Tensor:
 
 
 def squares(plane: Plane, grad: Tensor) -> list[Tensor]:
-    """Return the sum of squares of each of the plane's parts, fp64."""
-    # Squares are summed part by part, so that the norm has the same bits whether a plane is in one
-    # piece or in stages.
-    parts = grad.split(plane.parts, dim=-1)
-    # `_foreach_norm` needs a few kernels for all parts, and sums each part by itself.
+    """Return the sum of squares of each of the plane's sections, fp64."""
+    # Squares are summed section by section, so that the norm has the same bits whether a plane is in
+    # one piece or in stages.
+    sections = grad.split(plane.section_sizes, dim=-1)
+    # `_foreach_norm` needs a few kernels for all sections, and sums each section by itself.
     if grad.is_cuda and grad.ndim == 1:
-        return [norm.square() for norm in torch._foreach_norm(parts, dtype=torch.float64)]
-    norms = (torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in parts)
+        return [norm.square() for norm in torch._foreach_norm(sections, dtype=torch.float64)]
+    norms = (torch.linalg.vector_norm(section, dim=-1, dtype=torch.float64) for section in sections)
     # The reshape is for torch 2.11, which keeps the reduced dimension if it has one element.
     return [norm.square().reshape(grad.shape[:-1]) for norm in norms]
 

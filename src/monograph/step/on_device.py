@@ -52,7 +52,7 @@ class OnDevice(Parameters):
             step.optim.kinds(step.model),
             step.optim.state,
             master_weights=step.optim.master_weights,
-            parts=parameter_blocks(step.model),
+            layers=parameter_blocks(step.model),
         )
         siblings.split_separated_families(step.model)
         for plane in new_planes:

@@ -260,7 +260,7 @@ def store_in_stages(
             for p in block.parameters()
             if id(p) in names
         }
-        for plane in planes(new_by_name, kinds, optim.state, parts=block_of_parameter):
+        for plane in planes(new_by_name, kinds, optim.state, layers=block_of_parameter):
             plane.number = number_of_kind[plane.kind]
             start = next_start[plane.kind]
             next_start[plane.kind] += plane.param.numel()

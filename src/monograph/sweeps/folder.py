@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field
 
@@ -33,6 +33,7 @@ SCHEMA = "monograph.sweep/1"
 # The minimum number of tokens that a member of a sweep without arguments trains on, even on a slow
 # machine. With fewer tokens, the best rate would be that of the first few updates.
 DEFAULT_TOKENS = 100_000
+_SettingKey: TypeAlias = Literal[tuple(KEYS)]  # type: ignore[valid-type]
 
 
 class _Group(Strict):
@@ -56,10 +57,25 @@ class _Group(Strict):
 
 
 class _Record(Strict):
-    """The entries of sweep.json that commands rely on, with their types."""
+    """The entries of sweep.json that are checked before a sweep is continued, with their types.
+
+    Other entries, such as `result`, may be there. Only the digest of the whole record protects them.
+
+    Attributes:
+        asked: the `task_digest` of the settings and points.
+        points: each member's varied values.
+        settings: the fingerprint of the settings, which are in config.toml.
+        least_tokens: the minimum number of tokens of a member.
+        target: the settings of the wide run as TOML, see `Sweep.create`.
+        groups: the groups of members, once their rounds are decided.
+        distill: whether a model learns from the members at the end.
+        elapsed_s: the time spent so far.
+        training_s: the time spent on training.
+        tokens: the number of tokens that the members trained on.
+    """
 
     asked: str
-    points: Annotated[list[dict[Literal[tuple(KEYS)], Any]], Field(min_length=1)]  # type: ignore[valid-type]
+    points: Annotated[list[dict[_SettingKey, Any]], Field(min_length=1)]
     settings: str | None = None
     least_tokens: Natural = 0
     target: str | None = None
@@ -75,9 +91,8 @@ class Sweep:
 
     Attributes:
         run: the folder. Like a run's it has a lock and a config.toml, and `last` can name it.
-        record: the content of sweep.json: `asked` (a digest of settings and points), `points`,
-            `least_tokens` if the sweep has no arguments, `distill` if a model learns from the
-            members at the end, later `groups`, the time spent so far, and the result.
+        record: the content of sweep.json: the entries of `_Record`, the schema's version, and in the
+            end the result.
     """
 
     def __init__(self, run: Run, record: dict[str, Any]):
@@ -94,8 +109,8 @@ class Sweep:
             out: the folder; None: a new one in runs/.
             settings: the settings that all members share.
             points: each member's varied values.
-            target: the settings of the wide run whose narrow proxies the members are; None if they
-                are not proxies.
+            target: the settings of a wide model. The members then have a narrow model, its proxy, on
+                which its learning rate is searched for. None: the members stand for themselves.
 
         Raises:
             UsageError: `out` holds another sweep.
@@ -115,6 +130,7 @@ class Sweep:
             "points": [dict(point) for point in points],
             "settings": settings.fingerprint,
         }
+        # The sweep itself has set the minutes if it was begun without arguments.
         if settings.origins.get("train.minutes") == ORIGIN:
             record["least_tokens"] = DEFAULT_TOKENS
         sweep = cls(Run.create(out), record)
@@ -173,7 +189,11 @@ class Sweep:
 
     @property
     def programs(self) -> list[str]:
-        """Return the values that members vary and that name a function in a Python file."""
+        """Return the values that members vary and that name a function in a Python file.
+
+        config.toml has only the shared settings. So the code that members vary is checked, when the
+        settings are read, and marked as trusted, when they are written, by this list.
+        """
         return sorted({value for point in self.points for value in programs_in(point)})
 
     @property
@@ -189,12 +209,21 @@ class Sweep:
         """
         if not self.record.get("target"):
             return []
-        # The recorded settings are read as a file's, so they are written first.
+        # `load_settings` reads only files, so the settings are first written without the best knobs.
         write_atomically(self.wide, self.record["target"])
-        target = load_settings(self.wide, {}, {}, recorded=True).resolve(best, "sweep")
+        # They are complete, so variables of this process's environment must not change them.
+        target_without_best = load_settings(self.wide, overrides={}, environment={}, recorded=True)
+        target = target_without_best.resolve(best, ORIGIN)
         write_atomically(self.wide, target.to_toml())
-        updates = self.record["groups"][0]["updates"]
-        return transfer_notes(target, self.settings, target.train.updates or updates, updates)
+        # The first group stands for all. The members of a group with larger updates make fewer of
+        # them, if the settings do not give the number, so that all train on about as many tokens.
+        proxy_updates = self.record["groups"][0]["updates"]
+        return transfer_notes(
+            target,
+            proxy=self.settings,
+            updates=target.train.updates or proxy_updates,
+            proxy_updates=proxy_updates,
+        )
 
     @property
     def points(self) -> list[Point]:
@@ -207,8 +236,11 @@ class Sweep:
         return Run(self.run.folder / "members" / f"{index:03d}")
 
     def forget_members(self) -> None:
-        """Remove the members' folders. They are left by a process that was stopped before the
-        number of updates was decided.
+        """Remove the members' folders, left by a process that was stopped before the number of
+        updates was decided.
+
+        Members can exist then, since they make their first updates while it is being decided
+        (`monograph.sweeps.eager_start`).
         """
         shutil.rmtree(self.run.folder / "members", ignore_errors=True)
 
@@ -221,8 +253,10 @@ class Sweep:
             runs = []
             for member in members:
                 run = self.member(member.index)
-                run = run if run.has_begun else Run.create(run.folder)
-                locks.enter_context(run.lock(new=not run.has_begun))
+                is_new = not run.has_begun
+                if is_new:
+                    run = Run.create(run.folder)
+                locks.enter_context(run.lock(new=is_new))
                 runs.append(run)
             yield runs
 
@@ -235,17 +269,20 @@ class Sweep:
         content = {**self.record, "sha256": _digest(self.record)}
         write_atomically(self.run.folder / SWEEP, json.dumps(content, indent=1) + "\n")
 
-    def write_table(self, members: Sequence[dict[str, Any]]) -> Path:
+    def write_table(self, member_results: Sequence[dict[str, Any]]) -> Path:
         """Write sweep.csv, with a line for each member and a column for each knob and result, and
         return its path.
+
+        Args:
+            member_results: each member's results by name, and its varied values under "knobs".
         """
         text = io.StringIO()
         path = self.run.folder / "sweep.csv"
-        knobs = list(dict.fromkeys(key for member in members for key in member["knobs"]))
-        results = [key for key in members[0] if key != "knobs"]
+        knobs = list(dict.fromkeys(key for member in member_results for key in member["knobs"]))
+        results = [key for key in member_results[0] if key != "knobs"]
         table = csv.writer(text, lineterminator="\n")
         table.writerow(["member", *knobs, *results])
-        for index, member in enumerate(members):
+        for index, member in enumerate(member_results):
             cells = []
             for key in knobs:
                 value = member["knobs"].get(key)
@@ -277,13 +314,13 @@ def seeds_of_best(folder: Path) -> dict[int, Run]:
     sweep = Sweep.open(folder)
     result = sweep.record.get("result") or {}
     best = result.get("best")
-    members = result.get("members", [])
+    member_results = result.get("members", [])
     if not best:
         raise InputRefused(
             f"{folder}: a sweep without a best setting yet: `monograph sweep --out {shell_words(folder)}` continues it"
         )
     runs = {}
-    for index, member in enumerate(members):
+    for index, member in enumerate(member_results):
         knobs = dict(member["knobs"])
         seed = knobs.pop(SEED, index)
         if member["diverged"] is None and knobs == best["knobs"]:
@@ -294,8 +331,12 @@ def seeds_of_best(folder: Path) -> dict[int, Run]:
 def task_digest(settings: Settings, points: Sequence[Point]) -> str:
     """Return the SHA-256 of a sweep's settings and points, by which a sweep is recognised.
 
-    It does not depend on where the settings come from.
+    It does not depend on whether a value comes from a file, an argument or the defaults. Unlike
+    `Settings.fingerprint`, it includes the values that may change when a run is resumed, so a sweep
+    with another such value is another sweep.
     """
+    # The first of the two texts has the knobs in the order of the axes, the second has exact values.
+    # Without either, the digests that existing sweeps have recorded would not be found again.
     point_texts = [describe_knobs(point) + repr(sorted(point.items())) for point in points]
     text = settings.to_toml() + "\n".join(point_texts)
     return hashlib.sha256(text.encode()).hexdigest()
