@@ -44,9 +44,10 @@ from monograph.data.kinds import kind_of_records
 from monograph.data.loss_mask import AnswerOptions, ConversationConverter, MaskedRow
 from monograph.data.messages import is_trained_on
 from monograph.data.options import ReadingOptions
+from monograph.data.pack import Int64
 from monograph.data.progress import ProgressCallback
 from monograph.data.records import JSON_TYPES, Fault, Unusable, checked_text, list_names, quote
-from monograph.data.rows import IGNORE, Int64, Rows
+from monograph.data.rows import IGNORE, Rows
 from monograph.data.sources import source_paths
 from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.store import Side
