@@ -53,7 +53,7 @@ from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.store import Side
 from monograph.errors import InputRefused
 from monograph.rl.prompts import JsonRecord, model_tokenizer, read_items
-from monograph.text.chat import require_read
+from monograph.text.chat import require_variables_read
 from monograph.text.tokenizer import Tokenizer
 
 # The values of a label. The keys True and False also match 1 and 0.
@@ -247,7 +247,7 @@ def read_pairs(
         if chat_answers is None:
             options = AnswerOptions(every=False, truncate=False, max_inputs=length)
             chat_answers = ConversationConverter(tokenizer, options)
-        require_read(tokenizer, conversation.template_variables)
+        require_variables_read(tokenizer, conversation.template_variables)
         [row] = chat_answers.rows(conversation)
         return row
 
