@@ -205,7 +205,7 @@ def test_plans_know_their_bytes():
         # The allocator gives each buffer a multiple of 64 bytes.
         assert footprint(work).by_origin["moments"] == sum(-(-size // 64) * 64 for size in sizes)
         stages = stages_of(shape, optim, "fp32", 1)
-        names = set(stages.names) & set(
+        names = set(stages.buffer_names) & set(
             FORMATS[optim.state].numbers_per_element(optim.rules[0].moments)
         )
         streamed = [stages.size_bytes(i, name) for i in range(stages.count) for name in names]
