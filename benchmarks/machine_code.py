@@ -114,7 +114,7 @@ def trained(engine: Engine, window: Batch) -> Found:
     step, said = engine.step, list[str]()
     step.announce = engine.announce = said.append
     # As a run does where flex attention's kernels need more shared memory than the card has.
-    eager = warmup.capture(engine, window, "whole")
+    eager = warmup.capture_engine(engine, window, "whole")
     engine.accumulate(window)
     engine.update()
     batch = next(engine._micro_batches(window))
@@ -178,7 +178,7 @@ def streaming(**placed: Any) -> Found:
         Llama(shape.config), optim=AdamW(lr=1e-3), clip=clip, precision=Precision(HALF), micro_batch=1,
         placement=placement,
     )  # fmt: skip
-    eager = warmup.capture(engine, window, "blocks")
+    eager = warmup.capture_engine(engine, window, "blocks")
 
     def update() -> None:
         engine.accumulate(window)

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from monograph.distributed.engine import Replicated, Sharded
-from monograph.distributed.world import World, place
+from monograph.distributed.world import World, read_place
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
@@ -179,7 +179,7 @@ def started(parallel: str, ranks: int, optim_and_names: list[str], smoke: bool) 
 
 def rank(parallel: str, names: list[str], shape: Shape, rounds: int) -> dict[str, Any]:
     """Return one loop's bytes per parameter, or the ratios of two loops' times."""
-    world = World(None if parallel == "none" else place())
+    world = World(None if parallel == "none" else read_place())
     windows = [shape.window(world.size, index) for index in range(WARM + 1)]
     if len(names) == 1:
         build = LOOPS[names[0]]

@@ -77,7 +77,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     if obstacle := engine.capture(window(0, task["rows"], shape), scope="blocks"):
         raise SystemExit(f"not compiled: {obstacle}")
     if task["resume"]:
-        found = checkpointing.newest(folder, print)
+        found = checkpointing.load_newest(folder, print)
         engine.load_state(EngineState(found.model, found.optimizer, found.state["engine"]))
         del found
     seen, seconds = [], []

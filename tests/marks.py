@@ -15,6 +15,7 @@ import argparse
 import ast
 import io
 import json
+import re
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -60,6 +61,7 @@ TITLES = (
     "fmt: skip and fmt: off, in all",
     "public types of the same name, in all",
 )
+_TYPE_NAME = re.compile("[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -85,7 +87,7 @@ class Counted(NamedTuple):
     comments: int
     wide: int
     places: list[Place]
-    types: set[str]
+    types: dict[str, str]  # public type: the expression that it is an alias of, or "" for a class
 
 
 def count(path: Path) -> Counted:
@@ -108,17 +110,12 @@ def count(path: Path) -> Counted:
     ]
     lines = text.splitlines()
     wide = sum(len(lines[number - 1]) >= WIDE for number in code)
-    public = {
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    }
     return Counted(
         len(code),
         len(comments) - len(unformatted),
         wide,
         [*unformatted, *found(tree, path)],
-        public,
+        dict(public_types(tree)),
     )
 
 
@@ -129,6 +126,19 @@ def docstrings(tree: ast.Module) -> Iterator[ast.stmt]:
             first = node.body[0] if node.body else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 yield first
+
+
+def public_types(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the public classes of a file, each with "", and its aliases of types, each with the
+    expression behind it. A name in capital and small letters is taken for a type's.
+    """
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name, ""
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and _TYPE_NAME.fullmatch(target.id):
+                yield target.id, ast.unparse(node.value)
 
 
 def found(tree: ast.Module, path: Path) -> Iterator[Place]:
@@ -154,11 +164,15 @@ def marks_of(files: Iterable[Path]) -> tuple[Marks, list[Place], dict[str, list[
     places = [place for each in counted.values() for place in each.places]
     times = Counter(place.kind for place in places)
     lines = sum(each.code_lines for each in counted.values())
-    named = defaultdict[str, list[str]](list)
+    named = defaultdict[str, list[tuple[str, str]]](list)
     for path, each in counted.items():
-        for name in each.types:
-            named[name].append(path.name)
-    shared = {name: paths for name, paths in named.items() if len(paths) > 1}
+        for name, meaning in each.types.items():
+            named[name].append((path.name, meaning))
+    shared = {
+        name: [path for path, _ in homes]
+        for name, homes in named.items()
+        if len(homes) > 1 and not _are_one_alias({meaning for _, meaning in homes})
+    }
 
     def per_100(number: int) -> float:
         return round(100 * number / lines, 2)
@@ -174,6 +188,11 @@ def marks_of(files: Iterable[Path]) -> tuple[Marks, list[Place], dict[str, list[
         len(shared),
     )
     return marks, places, shared
+
+
+def _are_one_alias(meanings: set[str]) -> bool:
+    # Rooms that do not import each other may each write the same alias; it stands for one thing.
+    return len(meanings) == 1 and "" not in meanings
 
 
 def table(now: Marks, before: dict[str, object] | None) -> Iterator[str]:

@@ -15,7 +15,7 @@ from monograph.profiling.profiler import Profile
 from monograph.report.compare_report import Compared, compare_page
 from monograph.report.profile_report import ladder_page, profile_page
 from monograph.report.run_report import About, run_page
-from monograph.report.sweep_charts import drawings_of
+from monograph.report.sweep_charts import sweep_drawings
 from monograph.report.sweep_report import sweep_page
 
 HOSTILE = "<script>alert(1)</script> & \x1b[31m"
@@ -246,7 +246,7 @@ def of_sweep(folder: Path) -> str:
     found["advice"] = [
         {"text": "0.004 is better than 0.002.", "command": f"monograph sweep '{HOSTILE}'"}
     ]
-    drawings = drawings_of(settings, curves, "eval_bits_per_byte", "bits/byte")
+    drawings = sweep_drawings(settings, curves, "eval_bits_per_byte", "bits/byte")
     return sweep_page(folder, found, settings, drawings, ORIGIN)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import monograph as mono
 from batches import ENGINES, of_rows, ragged, tiny_llama
-from monograph.config.settings import check
+from monograph.config.settings import checked_value
 from monograph.errors import UsageError
 from monograph.loss import check_result
 from monograph.optim import Group
@@ -69,7 +69,9 @@ def test_the_library_refuses_what_the_settings_refuse(key: str) -> None:
     make, apart = SAME[key]
     for value in (value for value in NUMBERS if value not in apart):
         given = [0.9, value] if key == "optim.betas" else value
-        by_key = refused(lambda key=key, given=given: check(key, given, "here", from_text=False))
+        by_key = refused(
+            lambda key=key, given=given: checked_value(key, given, "here", from_text=False)
+        )
         assert (refused(lambda make=make, value=value: make(value)) is None) == (by_key is None), (
             value,
             by_key,

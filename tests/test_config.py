@@ -20,7 +20,7 @@ from monograph.config import KEYS, Settings, classify, load
 from monograph.config.commented import WIDTH, commented
 from monograph.config.elsewhere import VALUES
 from monograph.config.keys import SECTIONS, DataSection, ModelSection, key_declaration
-from monograph.config.settings import CHANGEABLE_ON_RESUME, check, choices
+from monograph.config.settings import CHANGEABLE_ON_RESUME, checked_value, choices
 from monograph.config.sources import written_fingerprint
 from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.model.config import LlamaConfig
@@ -266,7 +266,7 @@ def test_every_whole_number_has_a_bound() -> None:
     unbounded = []
     for key in KEYS:
         try:
-            if type(check(key, 10**30, "here", from_text=False)) is int:
+            if type(checked_value(key, 10**30, "here", from_text=False)) is int:
                 unbounded.append(key)
         except UsageError:
             pass
@@ -400,7 +400,7 @@ def test_every_key_says_in_one_line_what_it_means_and_what_it_is_without_a_value
         shown = said.example if said.default is None else said.default
         assert (said.default in (None, "auto")) == (said.example is not None), key
         assert not (said.otherwise and said.default is not None), key
-        check(key, shown, "here", from_text=False)
+        checked_value(key, shown, "here", from_text=False)
     assert "data.source" in KEYS and DataSection().source == "stdlib"
 
 
@@ -611,7 +611,7 @@ def test_a_value_as_other_programs_or_people_write_it_is_answered_with_the_one_h
     key, _, value = given.partition("=")
     with pytest.raises(UsageError, match=f"; did you mean {re.escape(meant)}\\?$"):
         load(None, {key: value}, {})
-    check(key, meant, "here", from_text=True)
+    checked_value(key, meant, "here", from_text=True)
 
 
 def test_each_value_of_other_programs_leads_to_one_that_is_taken() -> None:
@@ -621,9 +621,9 @@ def test_each_value_of_other_programs_leads_to_one_that_is_taken() -> None:
             with pytest.raises(UsageError, match=re.escape(said)):
                 load(None, {key: name}, {})
             if re.fullmatch(r"\w+", said):
-                check(key, said, "here", from_text=True)
+                checked_value(key, said, "here", from_text=True)
             for assignment in re.findall(r"[a-z]+\.[a-z_]+=\w+", said):
-                check(*assignment.split("="), "here", from_text=True)
+                checked_value(*assignment.split("="), "here", from_text=True)
 
 
 @pytest.mark.parametrize("text", ["1e-4,1e-3", "1e-4 1e-3", "1e-4;1e-3"])

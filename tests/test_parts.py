@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from batches import ragged, tiny_llama
 from monograph.resident import Resident
 from monograph.run.folder import Run
-from monograph.run.metrics_log import MetricsLog, rows_of
+from monograph.run.metrics_log import MetricsLog, metrics_rows
 from monograph.step.parts import PartTimer, seconds
 from monograph.stream.engine import Streamed
 
@@ -111,7 +111,7 @@ def test_the_row_of_an_update_has_its_own_and_a_member_s_has_none(tmp_path: Path
     assert {name: log.last[name] for name in ("forward_s", "backward_s", "optimizer_s")} == seconds(
         update.marks
     )
-    assert "forward_s" not in rows_of([replace(update, lr=(0.1,))])[0][0]
+    assert "forward_s" not in metrics_rows([replace(update, lr=(0.1,))])[0][0]
     streamed = Streamed(tiny_llama())
     streamed.accumulate(ragged(2))
     assert not seconds(streamed.update().marks)

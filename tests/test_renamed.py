@@ -22,7 +22,7 @@ from monograph.config.axes import AXIS_KEYS, axes_of, require_single_values
 from monograph.config.elsewhere import ELSEWHERE
 from monograph.config.keys import SECTIONS
 from monograph.config.renamed import OLD_SPELLINGS
-from monograph.config.settings import check, translated_values
+from monograph.config.settings import checked_value, translated_values
 from monograph.config.sources import classify, written_fingerprint
 from monograph.config.unknown import key_advice
 from monograph.errors import UsageError
@@ -110,7 +110,7 @@ def test_values_in_an_old_spelling_are_answered_with_the_new_keys_as_an_axis_of_
 
 def is_value(key: str, text: str) -> bool:
     try:
-        check(key, text, "here", from_text=True)
+        checked_value(key, text, "here", from_text=True)
     except UsageError:
         return False
     return True
@@ -225,7 +225,7 @@ def test_no_value_of_a_key_has_parts(key: str) -> None:
     for one in WORDS:
         for other in WORDS:
             with pytest.raises(UsageError):
-                check(key, f"{one}:{other}", "command line", from_text=True)
+                checked_value(key, f"{one}:{other}", "command line", from_text=True)
 
 
 # A sweep's axis has its own notation, and a key of the answer's table of tokens is no value that

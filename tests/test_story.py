@@ -173,7 +173,7 @@ def test_the_story(taught: bool, server: CommandServer, tmp_path: Path) -> None:
         torch.equal(exported.state_dict()[name], tensor)
         for name, tensor in model.state_dict().items()
     )
-    newest = checkpointing.newest(run / "checkpoints", print)
+    newest = checkpointing.load_newest(run / "checkpoints", print)
     assert all(
         torch.equal(newest.optimizer[f"ema.{name}"], exported.get_parameter(name))
         for name in newest.model

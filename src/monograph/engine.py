@@ -25,7 +25,7 @@ from monograph.loop import EngineState
 from monograph.loss import Batch, fill_of
 from monograph.step import Step, Update, accumulate, update
 from monograph.step.fill import require_nothing_added
-from monograph.step.retries import Retries, rows_of
+from monograph.step.retries import Retries, rows_text
 
 T = TypeVar("T")
 
@@ -424,7 +424,7 @@ class Engine:
             if self.retries.captured and batch_rows not in self._captured_sizes:
                 self._captured_sizes.add(batch_rows)
                 self.announce(
-                    f"a micro-batch of {rows_of(batch_rows)} is one more graph, as the loss has no `fill`"
+                    f"a micro-batch of {rows_text(batch_rows)} is one more graph, as the loss has no `fill`"
                 )
             return batch
         empty = self._empty_rows(batch, rows - batch_rows, fill)

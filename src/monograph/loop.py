@@ -204,7 +204,7 @@ def load_checkpoint(
         NoValidCheckpoint: no checkpoint passes verification.
         InputRefused: the checkpoint does not fit the engine.
     """
-    checkpoint = checkpointing.newest(Path(folder), warn)
+    checkpoint = checkpointing.load_newest(Path(folder), warn)
     state = checkpoint.state
     engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, state["engine"]))
     position: dict[str, Any] = state["data"]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.graph.token_rows import rows_of
+from monograph.graph.token_rows import trained_rows
 from monograph.ops.cross_entropy import linear_cross_entropy, token_log_probabilities
 from monograph.ops.mixture import mixture_cross_entropy
 from monograph.ranges import NOT_NEGATIVE
@@ -79,7 +79,7 @@ class TokenLoss:
         teaching = self.teaching_arguments(batch)
         hidden_ND, head = hidden_of(model, batch, **shares)
         targets_N = batch["targets"].flatten()
-        rows = rows_of(head)
+        rows = trained_rows(head)
         return self.head(hidden_ND, head.weight, targets_N, impl=self.impl, rows=rows, **teaching)
 
     def teaching_arguments(self, batch: Batch) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def target_log_probabilities(
     tokens_N = batch["targets"].flatten()
     tokens_N = torch.where(tokens_N != IGNORE, tokens_N, 0)
     return token_log_probabilities(
-        hidden_ND, head.weight, tokens_N, temperature, rows=rows_of(head), among=among
+        hidden_ND, head.weight, tokens_N, temperature, rows=trained_rows(head), among=among
     )
 
 

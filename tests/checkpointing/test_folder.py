@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 
 from faults.examples import checkpoint, same, two_saves
-from monograph.checkpointing import CheckpointDamaged, load, load_state, newest, save, verify
+from monograph.checkpointing import CheckpointDamaged, load, load_newest, load_state, save, verify
 from monograph.checkpointing.folder import FileEntry, read_manifest
 from monograph.errors import NoValidCheckpoint
 from monograph.storage import blocks
@@ -47,10 +47,10 @@ def test_a_flipped_bit_anywhere_falls_back_with_one_warning(flips: int, tmp_path
         flipped[random_numbers.randrange(len(whole))] ^= 1 << random_numbers.randrange(8)
         path.write_bytes(flipped)
         warnings: list[str] = []
-        assert same(newest(tmp_path, warnings.append), checkpoint(1)), path
+        assert same(load_newest(tmp_path, warnings.append), checkpoint(1)), path
         assert len(warnings) == 1 and str(path) in warnings[0] and "step-00000001" in warnings[0]
         path.write_bytes(whole)
-    assert same(newest(tmp_path, pytest.fail), checkpoint(2))
+    assert same(load_newest(tmp_path, pytest.fail), checkpoint(2))
 
 
 @pytest.mark.parametrize("ways", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -202,7 +202,7 @@ def test_damaged_missing_extra_and_swapped_files_are_refused(
         with pytest.raises(CheckpointDamaged, match=r"expected .*, found "):
             check(folder)
     warnings: list[str] = []
-    assert same(newest(tmp_path, warnings.append), checkpoint(1)) and len(warnings) == 1
+    assert same(load_newest(tmp_path, warnings.append), checkpoint(1)) and len(warnings) == 1
 
 
 def test_exchanged_files_and_folders_are_refused(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_exchanged_files_and_folders_are_refused(tmp_path: Path) -> None:
         for source, target in ((first, aside), (second, first), (aside, second)):
             source.rename(target)
     with pytest.raises(NoValidCheckpoint, match="update 2 as in the folder's name, found update 1"):
-        newest(tmp_path, pytest.fail)
+        load_newest(tmp_path, pytest.fail)
 
 
 def test_a_manifest_cannot_name_other_files(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def saved(tmp_path, monkeypatch):
 
 def test_the_same_tensors_in_any_order_whatever_becomes_of_the_name(saved):
     path, model = saved
-    found = checkpointing.newest(path, print)
+    found = checkpointing.load_newest(path, print)
     assert type(found.model).__name__ == "LargeFile" and isinstance(found.optimizer, dict)
     assert sorted(found.model) == sorted(model) and len(found.model) == len(model)
     (path / "step-00000007" / "model.safetensors").unlink()
@@ -47,12 +47,12 @@ def test_the_same_tensors_in_any_order_whatever_becomes_of_the_name(saved):
 def test_a_flipped_bit_is_found_before_and_while_it_is_read(saved):
     path, model = saved
     file = path / "step-00000007" / "model.safetensors"
-    sound = checkpointing.newest(path, print)
+    sound = checkpointing.load_newest(path, print)
     content = bytearray(file.read_bytes())
     content[-100] ^= 4
     file.write_bytes(content)
     with pytest.raises(NoValidCheckpoint, match="sha256"):
-        checkpointing.newest(path, print)
+        checkpointing.load_newest(path, print)
     with pytest.raises(
         CheckpointDamaged, match=r"expected sha256 .* in block \d+ of \d+, found sha256"
     ):
@@ -61,7 +61,7 @@ def test_a_flipped_bit_is_found_before_and_while_it_is_read(saved):
 
 def test_it_holds_a_few_blocks_and_no_more(saved):
     path, model = saved
-    found = checkpointing.newest(path, print).model
+    found = checkpointing.load_newest(path, print).model
     for name in found:
         assert len(found[name]) == len(model[name])
         assert found._block.cache_info().currsize <= 4

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from faults.examples import checkpoint, same, two_saves
-from monograph.checkpointing import Checkpoint, newest, rotation, save
+from monograph.checkpointing import Checkpoint, load_newest, rotation, save
 from monograph.errors import DiskFull, NoValidCheckpoint, UsageError
 from monograph.storage import blocks
 
@@ -51,34 +51,34 @@ def test_newest_says_what_it_skipped_and_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(
         NoValidCheckpoint, match="nowhere: no checkpoint to load; expected a folder"
     ):
-        newest(tmp_path / "nowhere", pytest.fail)
+        load_newest(tmp_path / "nowhere", pytest.fail)
     with pytest.raises(NoValidCheckpoint, match="expected a folder such as step-"):
-        newest(tmp_path, pytest.fail)
+        load_newest(tmp_path, pytest.fail)
     for update in (1, 2, 3):
         save(tmp_path, checkpoint(update), keep=3)
-    assert same(newest(tmp_path, pytest.fail), checkpoint(3))
-    assert same(newest(tmp_path, pytest.fail, at=1), checkpoint(1))
+    assert same(load_newest(tmp_path, pytest.fail), checkpoint(3))
+    assert same(load_newest(tmp_path, pytest.fail, at=1), checkpoint(1))
     with pytest.raises(
         NoValidCheckpoint, match="no checkpoint of update 5; there are those of 1, 2, 3"
     ):
-        newest(tmp_path, pytest.fail, at=5)
+        load_newest(tmp_path, pytest.fail, at=5)
     for update in (3, 2):
         (tmp_path / f"step-{update:08d}" / "state.json").write_text("{}")
     warnings: list[str] = []
-    assert same(newest(tmp_path, warnings.append), checkpoint(1))
+    assert same(load_newest(tmp_path, warnings.append), checkpoint(1))
     assert len(warnings) == 1
     assert all(
         word in warnings[0]
         for word in ("step-00000003/state.json", "step-00000002/state.json", "2 bytes")
     )
     with pytest.raises(NoValidCheckpoint, match="step-00000002/state.json"):
-        newest(tmp_path, pytest.fail, at=2)
+        load_newest(tmp_path, pytest.fail, at=2)
     (tmp_path / "step-00000001" / "MANIFEST.json").unlink()
     with pytest.raises(
         NoValidCheckpoint,
         match="no valid checkpoint: .*step-00000003.*step-00000002.*step-00000001",
     ):
-        newest(tmp_path, pytest.fail)
+        load_newest(tmp_path, pytest.fail)
 
 
 def test_one_that_is_removed_while_it_is_read_was_overtaken(
@@ -94,21 +94,21 @@ def test_one_that_is_removed_while_it_is_read_was_overtaken(
         return load(folder)
 
     monkeypatch.setattr(rotation, "load", overtaken)
-    assert same(newest(tmp_path, pytest.fail), checkpoint(2))
+    assert same(load_newest(tmp_path, pytest.fail), checkpoint(2))
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for update in (1, 5, 20, 100_000_000):
         save(tmp_path, checkpoint(update), keep=3)
     assert names(tmp_path) == ["step-00000005", "step-00000020", "step-100000000"]
-    assert same(newest(tmp_path, pytest.fail), checkpoint(100_000_000))
+    assert same(load_newest(tmp_path, pytest.fail), checkpoint(100_000_000))
 
 
 def test_saving_an_update_again_replaces_it(tmp_path: Path) -> None:
     two_saves(tmp_path)
     for seed in (1, 2):
         save(tmp_path, checkpoint(2, seed=seed))
-        assert same(newest(tmp_path, pytest.fail), checkpoint(2, seed=seed))
+        assert same(load_newest(tmp_path, pytest.fail), checkpoint(2, seed=seed))
         assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_update_is_saved_again(
         shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000002.replaced")
     (tmp_path / "step-00000002" / "state.json").unlink()
     save(tmp_path, checkpoint(2, seed=1))
-    assert same(newest(tmp_path, pytest.fail), checkpoint(2, seed=1))
+    assert same(load_newest(tmp_path, pytest.fail), checkpoint(2, seed=1))
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
@@ -171,7 +171,7 @@ def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
         isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == errno.EFBIG
     )
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
-    assert same(newest(tmp_path, pytest.fail), checkpoint(2))
+    assert same(load_newest(tmp_path, pytest.fail), checkpoint(2))
 
 
 def test_a_place_that_cannot_hold_a_folder_is_named(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 
 from commands.forked import CommandServer
 from commands.test_finetune import folder_that_chats
-from monograph.commands.chat import HELP, Chat, Message
+from monograph.commands.chat import HELP, Chat
 from monograph.decode import Sampling
 from monograph.errors import InputRefused, UsageError
+from monograph.text.template import Message
 
 
 class Echo:

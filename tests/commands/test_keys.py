@@ -12,7 +12,7 @@ from monograph.commands.keys import run as command
 from monograph.config.elsewhere import ELSEWHERE
 from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.lookup import example_of, keys_in, keys_named
-from monograph.config.settings import check
+from monograph.config.settings import checked_value
 from monograph.errors import UsageError
 from monograph.planner.defaults import FINETUNING_RATES, known_learning_rate
 
@@ -57,7 +57,9 @@ def test_a_word_that_is_none_is_answered_by_the_nearest() -> None:
 def test_every_key_has_an_example_and_says_what_auto_stands_for(key: str) -> None:
     said, example = key_declaration(key), example_of(key)
     assert example is not None and example != "auto"
-    check(key, list(example) if isinstance(example, tuple) else example, "test", from_text=False)
+    checked_value(
+        key, list(example) if isinstance(example, tuple) else example, "test", from_text=False
+    )
     assert ("auto" in said.expected.replace(",", "").split()) == bool(said.auto)
     assert not said.auto or said.meaning.endswith(f" auto: {said.auto}.")
 

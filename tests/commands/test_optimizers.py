@@ -65,7 +65,7 @@ def test_a_module_with_batch_statistics_and_a_loss_of_its_own(
     assert "blocks.0.1 normalises over micro-batches of 2 rows, not over the update's 4" in done.err
     trained = json.loads(done.out)
     assert trained["eval_weights"] == "averaged" and trained["eval_bits_per_byte"] is None
-    kept = checkpointing.newest(here / "run/checkpoints", print)
+    kept = checkpointing.load_newest(here / "run/checkpoints", print)
     assert int(kept.model["blocks.0.1.num_batches_tracked"]) == 8 * 2, (
         "once per micro-batch, the trial's not counted"
     )

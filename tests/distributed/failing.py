@@ -13,7 +13,7 @@ from batches import tiny_llama
 from monograph.checkpointing import Checkpoint
 from monograph.distributed.checkpoint import save
 from monograph.distributed.engine import Sharded
-from monograph.distributed.world import World, lost, place
+from monograph.distributed.world import World, is_rank_lost, read_place
 from monograph.errors import DiskFull
 from monograph.storage import blocks
 
@@ -23,7 +23,7 @@ def refused(descriptor: int, piece: memoryview, start: int) -> None:
 
 
 def main() -> None:
-    world, folder = World(place()), Path(sys.argv[1])
+    world, folder = World(read_place()), Path(sys.argv[1])
     state = Sharded(tiny_llama(), world=world).state()
     save(world, folder, Checkpoint(1, state.model, state.optimizer), keep=2)
     if world.rank == 1:
@@ -33,4 +33,4 @@ def main() -> None:
     except DiskFull as error:
         print(error)
     except RuntimeError as error:
-        print("lost" if lost(error) else repr(error))
+        print("lost" if is_rank_lost(error) else repr(error))

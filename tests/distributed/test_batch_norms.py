@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commands.forked import CommandServer
 from distributed.launched import ranks
 from monograph.distributed.engine import Replicated
-from monograph.distributed.world import World, place
+from monograph.distributed.world import World, read_place
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.optim import AdamW
 from monograph.predict.footprint import Training
@@ -105,7 +105,7 @@ def on_a_cpu() -> torch.library.Library:
 
 
 def main() -> None:
-    world, library = World(place()), on_a_cpu()
+    world, library = World(read_place()), on_a_cpu()
     of_gpus = patch.object(
         DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *of: None
     )

@@ -16,7 +16,7 @@ from four_bits import FOUR_BITS
 from monograph.distributed.by_rank import seed_micro_batch
 from monograph.distributed.engine import Replicated, streamed_replica
 from monograph.distributed.retries import RestartAll
-from monograph.distributed.rows import rows_of
+from monograph.distributed.rows import rank_rows
 from monograph.distributed.sharded import require_shardable, require_whole_elements
 from monograph.distributed.world import World
 from monograph.errors import OutOfDeviceMemory, UsageError
@@ -125,7 +125,7 @@ def test_memory_that_ran_out_names_the_rank_and_other_errors_stay() -> None:
 def test_rows_are_shared_out_as_torch_chunks_them() -> None:
     for rows in (0, 1, 2, 3, 7, 8, 257):
         for size in (1, 2, 3, 4, 8):
-            own = [torch.arange(rows)[rows_of(rank, size, rows)] for rank in range(size)]
+            own = [torch.arange(rows)[rank_rows(rank, size, rows)] for rank in range(size)]
             chunks = [part for part in torch.arange(rows).chunk(size) if len(part)] if rows else []
             assert [part.tolist() for part in own if len(part)] == [
                 part.tolist() for part in chunks

@@ -19,7 +19,7 @@ from distributed.launched import Torchrun, free_port, ranks, started
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.distributed import world
-from monograph.distributed.world import Place, first_host, place
+from monograph.distributed.world import Place, first_host, read_place
 from monograph.errors import PeerLost, UsageError
 
 LAUNCHED = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
@@ -253,22 +253,22 @@ def test_who_this_is_comes_from_torchrun_or_slurm() -> None:
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
         "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "False",
     }  # fmt: skip
-    assert place(torchrun) == Place(3, 4, 1, 2, 2, True, "a", 1, False)
+    assert read_place(torchrun) == Place(3, 4, 1, 2, 2, True, "a", 1, False)
     slurm = {
         "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[03-04,9]",
         "SLURM_JOB_ID": "123456", "SLURM_RESTART_COUNT": "1", "SLURM_TASKS_PER_NODE": "6(x2),4",
     }  # fmt: skip
-    assert place(slurm) is None  # four tasks may be four runs
-    assert place(slurm, srun=True) == Place(5, 16, 1, 6, 0, True, "gpu03", 23456)
-    assert place(slurm | torchrun, srun=True) == place(torchrun)
+    assert read_place(slurm) is None  # four tasks may be four runs
+    assert read_place(slurm, srun=True) == Place(5, 16, 1, 6, 0, True, "gpu03", 23456)
+    assert read_place(slurm | torchrun, srun=True) == read_place(torchrun)
     assert (
-        place({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, srun=True) is None
-        and place({}) is None
+        read_place({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, srun=True) is None
+        and read_place({}) is None
     )
     shared = torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
     with pytest.raises(UsageError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        place(shared)
-    assert place(shared | {"LOCAL_WORLD_SIZE": "4"}) is not None
+        read_place(shared)
+    assert read_place(shared | {"LOCAL_WORLD_SIZE": "4"}) is not None
     assert [first_host(nodes) for nodes in ("big1,gpu[1-2]", "gpu[007,009]", "one")] == [
         "big1",
         "gpu007",
@@ -309,7 +309,7 @@ def test_a_rank_that_cannot_write_leaves_the_checkpoint_before(
         "No space left on device; make room, then resume"
     )
     assert first.out.splitlines()[-1] == "lost"
-    last = checkpointing.newest(tmp_path, pytest.fail)
+    last = checkpointing.load_newest(tmp_path, pytest.fail)
     assert last.update == 1
     checkpointing.save(tmp_path, Checkpoint(2, last.model, last.optimizer))
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000002"]

@@ -48,7 +48,7 @@ from monograph.model.llama import Llama
 from monograph.run.folder import TEACHERS, Run
 from monograph.run.models import save
 from monograph.run.progress import Progress
-from monograph.run.recipe import ModelRecipe, digest, lora_record
+from monograph.run.recipe import ModelRecipe, lora_record, module_digest
 from monograph.run.run_index import serial_number
 from monograph.run.writing import discard, record_parent, write_tokenizer
 from monograph.session import reporting
@@ -224,7 +224,7 @@ def resume(folder: Path) -> None:
     """What `train --resume` does with its folder."""
     run = Run.open(folder / "run")
     with run.lock():
-        found = checkpointing.newest(run.checkpoints, quiet)
+        found = checkpointing.load_newest(run.checkpoints, quiet)
         run.truncate_metrics(len("".join(json.dumps(row) + "\n" for row in LOGGED[:BEFORE])))
         run.log(LOGGED[BEFORE])
         run.sync_metrics()
@@ -234,7 +234,7 @@ def resume(folder: Path) -> None:
 def look_at_resumed(folder: Path) -> str:
     run = Run.open(folder / "run")
     assert run.rows()[:BEFORE] == LOGGED[:BEFORE] and serial_number(run.folder) == 1
-    found = checkpointing.newest(run.checkpoints, quiet)
+    found = checkpointing.load_newest(run.checkpoints, quiet)
     assert found.update in (2, 3) and same(found, checkpoint(found.update))
     assert found.update == 2 or run.rows() == LOGGED[: BEFORE + 1], (
         "a checkpoint is newer than its metrics"
@@ -283,7 +283,7 @@ def begin_adapted(folder: Path) -> None:
     """A run of adapters, to which nothing more is done."""
     begin_export(folder)
     base = mapped_model(folder / "model")
-    sha256 = digest(base)
+    sha256 = module_digest(base)
     install_adapters(base, SMALL)
     recipe = ModelRecipe(
         str(folder / "model"), "auto", {}, 0, lora=lora_record(SMALL), base_sha256=sha256
@@ -540,7 +540,7 @@ def begin_stream(folder: Path) -> None:
 
 
 def taken_up(folder: Path) -> Streamed:
-    found = checkpointing.newest(folder / "checkpoints", quiet)
+    found = checkpointing.load_newest(folder / "checkpoints", quiet)
     engine = engine_in(folder)
     engine.load_state(EngineState(found.model, found.optimizer, dict(found.state["engine"])))
     engine.step.index = found.update
@@ -562,7 +562,7 @@ def expected_of_stream(scratch: Path) -> dict[int, dict[str, Tensor]]:
 
 
 def look_at_stream(folder: Path) -> str:
-    found = checkpointing.newest(folder / "checkpoints", quiet)
+    found = checkpointing.load_newest(folder / "checkpoints", quiet)
     assert found.update in (2, 3)
     state = EngineState(found.model, found.optimizer, dict(found.state["engine"]))
     assert not other_bits(outcome(state), expected_of_stream(folder.parent)[found.update])

@@ -17,7 +17,13 @@ from batches import flat_gradient, large_batch_gradient, ragged, tiny_llama
 from monograph.errors import UsageError
 from monograph.graph import fp8
 from monograph.graph.capture import compiled
-from monograph.graph.fp8 import BACKWARD_DTYPE, FORWARD_DTYPE, Float8Linear, linear, quantised
+from monograph.graph.fp8 import (
+    BACKWARD_DTYPE,
+    FORWARD_DTYPE,
+    Float8Linear,
+    fp8_linear,
+    quantised_to_fp8,
+)
 from monograph.graph.precision import Precision
 from monograph.laws.comparisons import relative_error
 from monograph.optim import AdamW, hidden_matrices
@@ -40,7 +46,7 @@ def drawn(*shape, decades=0.0, seed=0):
 @pytest.mark.parametrize("dtype", [FORWARD_DTYPE, BACKWARD_DTYPE], ids=str)
 def test_numbers_are_the_nearest_under_a_scale_that_uses_the_range(dtype, seed, decades, exponent):
     values = drawn(100, decades=decades, seed=seed) * 2.0**exponent
-    found, unit = quantised(values, dtype)
+    found, unit = quantised_to_fp8(values, dtype)
     table = torch.arange(256, dtype=torch.uint8).view(dtype).double()
     table = table[table.isfinite()]
     scaled = values.double() / unit.double()
@@ -52,17 +58,17 @@ def test_numbers_are_the_nearest_under_a_scale_that_uses_the_range(dtype, seed, 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_zeros_stay_and_what_is_not_finite_makes_the_product_so(poison):
-    found, unit = quantised(torch.zeros(4), FORWARD_DTYPE)
+    found, unit = quantised_to_fp8(torch.zeros(4), FORWARD_DTYPE)
     assert not found.float().any() and unit.isfinite()
     x, weight = drawn(16, 16), drawn(32, 16)
     x[3, 2] = poison
-    assert not linear(x, weight)[3].isfinite().any()
+    assert not fp8_linear(x, weight)[3].isfinite().any()
 
 
 def rounding(values, dtype):
-    """The most that `quantised` is off, element by element."""
+    """The most that `quantised_to_fp8` is off, element by element."""
     relative, smallest = ULP[dtype]
-    _, unit = quantised(values, dtype)
+    _, unit = quantised_to_fp8(values, dtype)
     return torch.maximum(values.double().abs() * relative, smallest * unit.double()) / 2
 
 
@@ -75,7 +81,7 @@ def test_products_are_those_of_the_rounded_operands_and_near_the_exact_ones(rows
         drawn(rows, 32, decades=decades, seed=2),
     )
     x_MK, w_NK, dy_MN = x_MK.bfloat16().requires_grad_(), w_NK.requires_grad_(), dy_MN.bfloat16()
-    y_MN = linear(x_MK.view(rows, 1, 48), w_NK).view(rows, 32)
+    y_MN = fp8_linear(x_MK.view(rows, 1, 48), w_NK).view(rows, 32)
     y_MN.backward(dy_MN)
     assert (y_MN.dtype, x_MK.grad.dtype, w_NK.grad.dtype) == (
         torch.bfloat16,
@@ -83,8 +89,14 @@ def test_products_are_those_of_the_rounded_operands_and_near_the_exact_ones(rows
         torch.float32,
     )
     x, w = x_MK.detach(), w_NK.detach()
-    x8, w8, dy8 = ((q.double() * u.double()) for q, u in (quantised(x, FORWARD_DTYPE), quantised(w, FORWARD_DTYPE),
-                                                          quantised(dy_MN, BACKWARD_DTYPE)))  # fmt: skip
+    x8, w8, dy8 = (
+        (q.double() * u.double())
+        for q, u in (
+            quantised_to_fp8(x, FORWARD_DTYPE),
+            quantised_to_fp8(w, FORWARD_DTYPE),
+            quantised_to_fp8(dy_MN, BACKWARD_DTYPE),
+        )
+    )
     for found, left, right, raw_left, raw_right, kind in (
         (y_MN, x8, w8.T, x, w.T, FORWARD_DTYPE),
         (x_MK.grad, dy8, w8, dy_MN, w, BACKWARD_DTYPE),
@@ -147,7 +159,7 @@ def test_sides_that_are_no_multiple_of_16_stay_in_bf16_and_are_named():
     biased = nn.Sequential(nn.Sequential(nn.Linear(16, 16)))
     assert fp8.convert_(biased, hidden_matrices(biased)) == []
     x = drawn(8, 16)
-    plain = linear(x, biased[0][0].weight) + biased[0][0].bias.bfloat16()
+    plain = fp8_linear(x, biased[0][0].weight) + biased[0][0].bias.bfloat16()
     assert torch.equal(biased(x), plain)
 
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from monograph.graph.fp8 import BACKWARD_DTYPE, FORWARD_DTYPE, linear, quantised
+from monograph.graph.fp8 import BACKWARD_DTYPE, FORWARD_DTYPE, fp8_linear, quantised_to_fp8
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own kernels, which are for GPUs
@@ -66,7 +66,7 @@ def torchao_cast(values, dtype, powers=True):
 def test_numbers_and_scales_are_equal_in_bits(dtype, seed, decades, exponent, wide):
     values = drawn(64, 48, decades=decades, seed=seed) * 2.0**exponent
     values = values if wide else values.bfloat16()
-    ours, unit = quantised(values, dtype)
+    ours, unit = quantised_to_fp8(values, dtype)
     theirs, scale = torchao_cast(values, dtype)
     assert torch.equal(unit.reciprocal(), scale) and unit * scale == 1.0
     assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
@@ -80,7 +80,7 @@ def test_its_scales_that_are_no_powers_of_two_are_less_than_twice_ours(dtype):
     relative, smallest = ULP[dtype]
     for seed in range(50):
         values = drawn(64, 48, decades=6, seed=seed)
-        ours, unit = quantised(values, dtype)
+        ours, unit = quantised_to_fp8(values, dtype)
         theirs, scale = torchao_cast(values, dtype, powers=False)
         assert 1.0 <= scale * unit < 2.0
         off = (ours.double() * unit.double() - theirs.double() / scale.double()).abs()
@@ -95,7 +95,7 @@ def test_where_the_casts_differ():
     """
     tiny = drawn(16, 16) * 2.0**-60
     (ours, unit), (theirs, scale) = (
-        quantised(tiny, FORWARD_DTYPE),
+        quantised_to_fp8(tiny, FORWARD_DTYPE),
         torchao_cast(tiny, FORWARD_DTYPE),
     )
     assert (
@@ -103,7 +103,7 @@ def test_where_the_casts_differ():
     )
     above = torch.tensor(448.0 / 1024).nextafter(torch.tensor(1.0)).reshape(1, 1)
     (ours, unit), (theirs, scale) = (
-        quantised(above, FORWARD_DTYPE),
+        quantised_to_fp8(above, FORWARD_DTYPE),
         torchao_cast(above, FORWARD_DTYPE),
     )
     assert unit.reciprocal() == 512 and scale == 1024 and above * scale > 448, (
@@ -117,7 +117,7 @@ def test_what_is_not_finite_makes_both_products_so(poison):
     x, weight = drawn(16, 16), drawn(32, 16)
     x[3, 2] = poison
     theirs = layer_of(weight, emulate=True)(x)
-    assert not linear(x, weight)[3].isfinite().any() and not theirs[3].isfinite().any()
+    assert not fp8_linear(x, weight)[3].isfinite().any() and not theirs[3].isfinite().any()
 
 
 def layer_of(weight_NK, emulate):
@@ -141,7 +141,7 @@ def test_layers_are_equal_but_for_the_order_of_sums_and_the_rounding_at_the_end(
     x_MK, w_NK = drawn(rows, 48, decades=decades).bfloat16(), drawn(32, 48, seed=1)
     dy_MN = drawn(rows, 32, decades=decades, seed=2).bfloat16()
     ours_x, ours_w = x_MK.clone().requires_grad_(), w_NK.clone().requires_grad_()
-    ours_y = linear(ours_x, ours_w)
+    ours_y = fp8_linear(ours_x, ours_w)
     ours_y.backward(dy_MN)
     layer = layer_of(w_NK, emulate)
     their_x = x_MK.float().requires_grad_()
@@ -150,9 +150,9 @@ def test_layers_are_equal_but_for_the_order_of_sums_and_the_rounding_at_the_end(
     x8, w8, dy8 = (
         found.double() * unit.double()
         for found, unit in (
-            quantised(x_MK, FORWARD_DTYPE),
-            quantised(w_NK, FORWARD_DTYPE),
-            quantised(dy_MN, BACKWARD_DTYPE),
+            quantised_to_fp8(x_MK, FORWARD_DTYPE),
+            quantised_to_fp8(w_NK, FORWARD_DTYPE),
+            quantised_to_fp8(dy_MN, BACKWARD_DTYPE),
         )
     )
     for ours, theirs, left, right in (

@@ -327,7 +327,7 @@ def test_a_save_takes_the_place_of_what_is_no_checkpoint(
     for name in ("step-00000002", "step-00000002.replaced", "step-00777777"):
         kind(run.checkpoints / name)
     saved(run, 2)
-    assert checkpointing.newest(run.checkpoints, pytest.fail).update == 2
+    assert checkpointing.load_newest(run.checkpoints, pytest.fail).update == 2
     names = sorted(path.name for path in run.checkpoints.iterdir())
     assert [name for name in names if not name.endswith(".aside")] == [
         "step-00000001",

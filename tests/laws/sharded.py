@@ -31,7 +31,7 @@ from monograph.distributed import replicated
 from monograph.distributed import sharded as room
 from monograph.distributed.checkpoint import save
 from monograph.distributed.engine import Replicated, Sharded, streamed_replica
-from monograph.distributed.world import World, place
+from monograph.distributed.world import World, read_place
 from monograph.errors import OutOfDeviceMemory
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
@@ -429,7 +429,7 @@ def by_machine(world: World, folder: Path) -> dict[str, Any]:
         )
     ):
         if number:
-            last = checkpointing.newest(folder / str(number - 1), print)
+            last = checkpointing.load_newest(folder / str(number - 1), print)
             each.load_state(EngineState(last.model, last.optimizer, last.state["engine"]))
         state = each.state()
         save(
@@ -472,7 +472,7 @@ def saved(world: World, folder: Path, by_day: bool) -> dict[str, str]:
         # Which rank 0 may have begun by now.
         before = [path for path in folder.glob(f"*/{name}") if path != here]
         if before:
-            last = checkpointing.newest(
+            last = checkpointing.load_newest(
                 max(before, key=lambda path: path.stat().st_mtime_ns), print
             )
             engine.load_state(EngineState(last.model, last.optimizer, last.state["engine"]))
@@ -738,7 +738,7 @@ PROGRAMS = {
 
 
 def main() -> None:
-    ours, program = World(place()), sys.argv[1].removesuffix(" by day")
+    ours, program = World(read_place()), sys.argv[1].removesuffix(" by day")
     by_day = program != sys.argv[1]
     if by_day and program != "saved":
         LAYERS["num_hidden_layers"] = 1

@@ -57,13 +57,13 @@ def checkpoints(folder: Path) -> Kind:
 
     def look(path: Path) -> str:
         warnings: list[str] = []
-        found = checkpointing.newest(folder, warnings.append)
+        found = checkpointing.load_newest(folder, warnings.append)
         assert same(found, checkpoint(1)) and len(warnings) == 1 and path.name in warnings[0], (
             warnings
         )
         assert DIGESTS.search(warnings[0])
         try:
-            checkpointing.newest(folder, pytest.fail, at=2)
+            checkpointing.load_newest(folder, pytest.fail, at=2)
         except NoValidCheckpoint as error:
             return refused(error, path) + "; the one before is taken"
         raise AssertionError("taken")

@@ -64,7 +64,7 @@ def passing_over(folder: str, update: int, rows: list[int]) -> None:
     over.
     """
     cut_back(folder, "other", update)
-    saved = checkpointing.newest(Path("other/checkpoints"), print)
+    saved = checkpointing.load_newest(Path("other/checkpoints"), print)
     state = {**saved.state, "data": {**saved.state["data"], "skip": [rows]}}
     shutil.rmtree("other/checkpoints")
     checkpointing.save(
@@ -127,7 +127,7 @@ def test_what_is_never_finite_again_is_an_end_that_says_where(weight: bool) -> N
     said = f"{PATIENCE} updates in a row, up to {last}, skipped as not finite, {passed_over}: "
     with pytest.raises(Diverged, match=f"{said}the loss is nan: {where}"):
         start("run", SETTINGS)
-    checkpoint = checkpointing.newest(Path("run/checkpoints"), print)
+    checkpoint = checkpointing.load_newest(Path("run/checkpoints"), print)
     assert all(bool(tensor.isfinite().all()) for tensor in checkpoint.model.values())
     assert len(checkpoint.state["data"]["skip"]) == MAX_REWINDS
 

@@ -16,7 +16,7 @@ from daily import nightly
 from faults.examples import checkpoint, same, two_saves
 from faults.harness import EVERY_UNREAD, FaultServer, Operation, Outcome, Scenario, unavailable
 from faults.power import power_cuts
-from monograph.checkpointing import Checkpoint, newest, save, verify
+from monograph.checkpointing import Checkpoint, load_newest, save, verify
 from monograph.errors import NoValidCheckpoint
 from monograph.storage import blocks
 
@@ -108,7 +108,7 @@ def judge(
     returned = not outcome.killed and outcome.error is None
     warnings: list[str] = []
     try:
-        found = newest(checkpoints, warnings.append)
+        found = load_newest(checkpoints, warnings.append)
     except NoValidCheckpoint:
         assert previous is None and not returned, where
         verdict = "previous"
@@ -134,7 +134,7 @@ def goes_on(outcome: Outcome, previous: Checkpoint | None) -> None:
     checkpoints = outcome.folder / "checkpoints"
     warnings: list[str] = []
     save(checkpoints, checkpoint(4))
-    assert same(newest(checkpoints, warnings.append), checkpoint(4)) and not warnings
+    assert same(load_newest(checkpoints, warnings.append), checkpoint(4)) and not warnings
     names = sorted(path.name.removesuffix(".replaced") for path in checkpoints.iterdir())
     assert names[-1] == "step-00000004" and len(set(names)) == len(names) <= 2, names
     if previous is not None:

@@ -204,7 +204,7 @@ def test_after_updates_without_a_graph(
     monkeypatch.setattr(Resident, "capture", partialmethod(Resident.capture, backend="eager"))
     if not compiled:
         monkeypatch.setattr(capture, "compiled", rounding_otherwise)
-    monkeypatch.setattr(eager_start, "pays", lambda session, key: True)
+    monkeypatch.setattr(eager_start, "should_begin_eagerly", lambda session, key: True)
     monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
     # Or a busy machine would end some of the runs early.
     monkeypatch.setattr(Reporter, "keep_time", lambda *_: None)
@@ -254,7 +254,7 @@ def test_answers_are_drawn_as_a_resumed_run_draws_them_where_the_compiler_is_nev
         "python_aside",
         lambda *_: SimpleNamespace(poll=lambda: None, kill=lambda: None),
     )
-    monkeypatch.setattr(eager_start, "pays", lambda session, key: True)
+    monkeypatch.setattr(eager_start, "should_begin_eagerly", lambda session, key: True)
     monkeypatch.setattr(eager_start, "patience_s", lambda session: 0.0)
     monkeypatch.setattr(start_of_run, "why_uncompiled", lambda *_: "")
     monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)

@@ -151,7 +151,7 @@ def test_checkpoints_are_the_same_bytes_for_any_number_of_ranks(
     monkeypatch.setattr(blocks, "BLOCK_BYTES", sharded.SMALL_BLOCK)
     for name, digest in four.items():
         engine = Resident(sharded.model(torch.float32, False), optim=sharded.SAVED[name.split()[1]])
-        last = checkpointing.newest(tmp_path / "2 ranks" / name, pytest.fail)
+        last = checkpointing.load_newest(tmp_path / "2 ranks" / name, pytest.fail)
         engine.load_state(EngineState(last.model, last.optimizer, last.state["engine"]))
         state = engine.state()
         checkpoint = Checkpoint(3, state.model, state.optimizer, {"engine": state.scalars})

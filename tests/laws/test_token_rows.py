@@ -26,7 +26,7 @@ from laws.together import (
 from monograph.graph.lora import Lora, adapt, adapted_layers, merge
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
-from monograph.graph.token_rows import rows_of, tables_with_rows
+from monograph.graph.token_rows import tables_with_rows, trained_rows
 from monograph.laws.comparisons import error_within, relative_error
 from monograph.loss import token_loss
 from monograph.ops.token_rows import with_replaced_rows
@@ -223,7 +223,7 @@ def exact_gradient(base, tied, **sizes):
     """By tables with the rows in them."""
     model = adapted_llama(lora(base), tie_word_embeddings=tied, **sizes).double()
     return separate_gradient(
-        model, with_replaced_rows(model.lm_head.weight, rows_of(model.lm_head)), packed(ROWS)
+        model, with_replaced_rows(model.lm_head.weight, trained_rows(model.lm_head)), packed(ROWS)
     )
 
 

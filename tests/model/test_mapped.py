@@ -32,7 +32,7 @@ from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
 from monograph.run.models import build, load, load_to_export
-from monograph.run.recipe import ModelRecipe, digest
+from monograph.run.recipe import ModelRecipe, module_digest
 from monograph.stream import Placement, Streamed
 from monograph.text.tokenizer import Tokenizer
 
@@ -202,7 +202,7 @@ def test_the_digest_is_of_the_numbers_in_fp32(tmp_path: Path, stored: str) -> No
     for name, tensor in sorted(unique_state(read_whole(folder, torch.float32)).items()):
         expected.update(f"{name} {list(tensor.shape)} ".encode() + tensor.numpy().tobytes())
     model, _ = build(ModelRecipe(str(folder), "auto", {}, 0))
-    assert digest(model) == expected.hexdigest() == digest(materialize_(model))
+    assert module_digest(model) == expected.hexdigest() == module_digest(materialize_(model))
 
 
 def exported(folder: Path) -> dict[str, bytes]:
@@ -282,7 +282,7 @@ def test_experts_of_all_shards_become_one_tensor(
         dtype or STORED[stored]
     )
     assert sum(isinstance(p, MappedPieces) for p in found.parameters()) == (0 if rounded else 6)
-    assert digest(found) == digest(expected)
+    assert module_digest(found) == module_digest(expected)
     for name, each in (("at once", expected), ("one by one", found)):
         save_model(each, tmp_path / name, None, SHARD_BYTES)
     assert exported(tmp_path / "one by one") == exported(tmp_path / "at once")

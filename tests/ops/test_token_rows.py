@@ -12,7 +12,12 @@ from torch import Tensor
 
 from monograph.laws.comparisons import error_within
 from monograph.ops.cross_entropy import linear_cross_entropy
-from monograph.ops.token_rows import ReplacementRows, embedding, linear, with_replaced_rows
+from monograph.ops.token_rows import (
+    ReplacementRows,
+    embedding_with_rows,
+    linear_with_rows,
+    with_replaced_rows,
+)
 from monograph.profiling.memory import LiveBytes
 
 N, D, V, INDEX = 37, 16, 101, (3, 50, 100)
@@ -99,8 +104,10 @@ def test_rows_that_are_the_tables_own_leave_every_bit(dtype):
     (grad,) = torch.autograd.grad(loss, hidden)
     found, _ = linear_cross_entropy(hidden, weight, targets, chunks=3, rows=rows)
     assert torch.equal(found, loss) and torch.equal(torch.autograd.grad(found, hidden)[0], grad)
-    assert torch.equal(linear(hidden, weight, rows), hidden @ weight.T)
-    assert torch.equal(embedding(targets.clamp_min(0), weight, rows), weight[targets.clamp_min(0)])
+    assert torch.equal(linear_with_rows(hidden, weight, rows), hidden @ weight.T)
+    assert torch.equal(
+        embedding_with_rows(targets.clamp_min(0), weight, rows), weight[targets.clamp_min(0)]
+    )
 
 
 @pytest.mark.parametrize("capture", CAPTURES)
@@ -121,7 +128,9 @@ def test_a_lookup_is_one_in_the_table_with_the_rows_in_it(dtype, capture):
         return found, *torch.autograd.grad((found * cotangent).sum(), rows.values_KD)
 
     ours = gradient(
-        embedding if capture is None else torch.compile(embedding, backend=capture),
+        embedding_with_rows
+        if capture is None
+        else torch.compile(embedding_with_rows, backend=capture),
         cotangent,
         weight,
         rows,
@@ -129,7 +138,9 @@ def test_a_lookup_is_one_in_the_table_with_the_rows_in_it(dtype, capture):
     in_copy = lambda tokens, weight, rows: F.embedding(tokens, with_replaced_rows(weight, rows))  # noqa: E731
     naive = gradient(in_copy, cotangent, weight, rows)
     exact = gradient(
-        embedding, cotangent.double(), *as_double(rows.values_KD, weight, targets, rows)[1::2]
+        embedding_with_rows,
+        cotangent.double(),
+        *as_double(rows.values_KD, weight, targets, rows)[1::2],
     )
     assert torch.equal(ours[0], naive[0]) and error_within(ours[1], naive[1], exact[1])
 
@@ -137,7 +148,7 @@ def test_a_lookup_is_one_in_the_table_with_the_rows_in_it(dtype, capture):
 def test_a_product_is_one_with_the_table_with_the_rows_in_it():
     hidden, weight, _, rows = as_double(*inputs())
     torch.testing.assert_close(
-        linear(hidden, weight, rows),
+        linear_with_rows(hidden, weight, rows),
         hidden @ with_replaced_rows(weight, rows).T,
         rtol=1e-13,
         atol=1e-13,
@@ -152,7 +163,9 @@ def test_members_of_a_batch_have_rows_of_their_own():
     values = torch.stack([rows.values_KD.detach(), 2 * rows.values_KD.detach()]).requires_grad_()
 
     def loss(values_KD):
-        embedded = embedding(targets.clamp_min(0), weight, rows._replace(values_KD=values_KD))
+        embedded = embedding_with_rows(
+            targets.clamp_min(0), weight, rows._replace(values_KD=values_KD)
+        )
         return loss_of(
             hidden.detach() + embedded,
             weight,
@@ -182,5 +195,5 @@ def test_no_second_table_and_no_gradient_of_its_size():
     targets = torch.tensor([0, 1, 2, 3, 4, 5, 6, size - 1])
     with LiveBytes() as live:
         loss, _ = loss_of(hidden, weight, targets, rows, chunks=1)
-        (loss + embedding(targets, weight, rows).sum()).backward()
+        (loss + embedding_with_rows(targets, weight, rows).sum()).backward()
     assert live.peak_bytes < weight.nbytes

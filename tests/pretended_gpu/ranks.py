@@ -15,7 +15,7 @@ import monograph.cli
 from batches import ragged, tiny_llama
 from laws import sharded
 from monograph.device import default_device
-from monograph.distributed.world import World, place
+from monograph.distributed.world import World, read_place
 from monograph.optim import AdamW
 from monograph.predict.footprint import Work, footprint
 from monograph.step import on_device
@@ -43,7 +43,7 @@ def collective() -> None:
     """Check each collective's numbers, that none makes the host wait or takes memory, and that it
     waits itself.
     """
-    world, device = World(place()), default_device()
+    world, device = World(read_place()), default_device()
     before = torch.full((2,), 1.0 + world.rank, device=device)
     whole, own = torch.empty(4, device=device), torch.empty(1, device=device)
     torch.cuda.reset_peak_memory_stats()
@@ -66,7 +66,7 @@ def collective() -> None:
 
 def in_any_order() -> None:
     """Check that two updates have the same bits whenever each card does its work."""
-    world = World(place())
+    world = World(read_place())
     for kind in sharded.ENGINES:
         expected = _two_updates(kind, world)
         for seed in range(3):
@@ -88,7 +88,7 @@ def _two_updates(kind: str, world: World) -> dict[str, Tensor]:
 
 def memory() -> None:
     """Check what two ranks take of their cards against docs/distributed.md and the plan."""
-    world, device = World(place()), default_device()
+    world, device = World(read_place()), default_device()
     sizes: dict[str, Any] = {"vocab_size": 3000, "hidden_size": 64, "intermediate_size": 160}
     work = Work(
         tiny_llama(**sizes).config,

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from monograph.profiling.health import PROBE_BYTES, compiled_obstacle, disk, limits, limits_said
+from monograph.profiling.health import (
+    PROBE_BYTES,
+    compiled_obstacle,
+    disk,
+    resource_limits,
+    resource_limits_text,
+)
 
 
 def test_a_disk_is_written_and_left_as_it_was(tmp_path: Path) -> None:
@@ -71,11 +77,11 @@ def test_limits_are_the_process_s_own() -> None:
     try:
         for each, soft in given.items():
             resource.setrlimit(each, (soft, before[each][1]))
-        found = limits()
+        found = resource_limits()
     finally:
         for each, both in before.items():
             resource.setrlimit(each, both)
-    said = limits_said(found)
+    said = resource_limits_text(found)
     assert found["open_files"] == 100 and found["file_bytes"] == 4096 * 1024
     assert "100 open files" in said and "ulimit -n 256" in said and "(ulimit -f)" in said
-    assert limits_said(dict.fromkeys(limits())) == "none"
+    assert resource_limits_text(dict.fromkeys(resource_limits())) == "none"

@@ -52,7 +52,9 @@ class Made:
         return self.event(name, begin, end, "user_annotation")
 
     def read(self, vocabulary: int | None = 97, heads_are_batched: bool = True):
-        found = trace.read({"traceEvents": self.events}, has_kernel, vocabulary, heads_are_batched)
+        found = trace.read_trace(
+            {"traceEvents": self.events}, has_kernel, vocabulary, heads_are_batched
+        )
         return found, {
             part: 1e6 * seconds
             for part, seconds in time_by_part(found).parts.items()
@@ -191,11 +193,11 @@ def test_generated_code_moves_its_arguments_once() -> None:
         "name": "triton_poi_fused_mul_0",
         "args": shaped([4, 8], [8], [4, 8]) | {"Input type": ["float"] * 3},
     }
-    assert trace.work(event) == (0.0, 4 * (32 + 8 + 32))
-    assert trace.work(event | {"name": "cpp_fused_mul_0"}) == (0.0, 4 * (32 + 8 + 32))
-    assert trace.work(event | {"name": "triton_tem_fused_mm_0"}) == (None, None)
+    assert trace.operator_work(event) == (0.0, 4 * (32 + 8 + 32))
+    assert trace.operator_work(event | {"name": "cpp_fused_mul_0"}) == (0.0, 4 * (32 + 8 + 32))
+    assert trace.operator_work(event | {"name": "triton_tem_fused_mm_0"}) == (None, None)
     number = {"name": "aten::mul", "args": shaped([], []) | {"Input type": ["double", "Scalar"]}}
-    assert trace.work(number) == (0.0, 16.0)  # a tensor of one number
+    assert trace.operator_work(number) == (0.0, 16.0)  # a tensor of one number
 
 
 def test_a_trace_without_a_step_is_refused() -> None:
@@ -228,7 +230,9 @@ def test_a_real_step_eagerly(tmp_path) -> None:
     assert sum(judged.spent.share(part) for part in PARTS) == pytest.approx(1.0)
     assert judged.spent.total_s == pytest.approx(found.update_s)
     assert judged.floor_s < found.update_s and judged.spent.share("other") < 0.05
-    timeline = trace.read(json.loads((tmp_path / "trace.json").read_text()), has_kernel, 97, True)
+    timeline = trace.read_trace(
+        json.loads((tmp_path / "trace.json").read_text()), has_kernel, 97, True
+    )
     # As recorded: of a model this small, what recording cost may be all that a part took.
     recorded = time_by_part(timeline).parts
     for part in ("matmul", "attention", "loss head", "optimizer", "elementwise", "host gaps"):
@@ -266,7 +270,9 @@ def test_a_real_step_captured(tmp_path) -> None:
     assert engine.capture(window) is None
     kernels = generated()
     found = profile(engine, [window] * MIN_WINDOWS, tmp_path / "trace.json").verdict
-    timeline = trace.read(json.loads((tmp_path / "trace.json").read_text()), has_kernel, None, True)
+    timeline = trace.read_trace(
+        json.loads((tmp_path / "trace.json").read_text()), has_kernel, None, True
+    )
     seen = [kernel for kernel in timeline.kernels if kernel.name.startswith("cpp_fused_")]
     assert {kernel.part for kernel in seen} == {"elementwise", "optimizer"}
     assert (

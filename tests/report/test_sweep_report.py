@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from monograph.report.charts import payload
-from monograph.report.sweep_charts import drawings_of
+from monograph.report.sweep_charts import sweep_drawings
 from monograph.report.sweep_report import draw_sweep, write_page_so_far, write_sweep_report
 
 
@@ -71,7 +71,7 @@ def test_a_figure_for_each_knob_that_varies_and_one_of_the_curves(name: str) -> 
         "curves",
     ]
     assert all(drawing.png[:4] == b"\x89PNG" for drawing in drawings)
-    charts = drawings_of(settings, curves, "eval_bits_per_byte", "bits/byte")
+    charts = sweep_drawings(settings, curves, "eval_bits_per_byte", "bits/byte")
     assert [chart.name for chart in charts.charts] == [drawing.name for drawing in drawings]
     shown = json.loads(payload(charts.tables, charts.charts))
     for chart in shown["charts"]:

@@ -20,7 +20,7 @@ from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.recipe import ModelRecipe
-from monograph.run.recorded_state import MOST, newest, recorded_files, require
+from monograph.run.recorded_state import MOST, load_newest, recorded_files, require
 from recorded import recorded
 
 UPDATE = 3
@@ -204,9 +204,9 @@ def test_a_forged_recipe_is_refused(forged: dict[str, Any]) -> None:
 def test_it_is_required_of_what_is_read(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run")
     checkpointing.save(run.checkpoints, Checkpoint(UPDATE, {}, {}, whole()))
-    assert newest(run, print).state == json.loads(json.dumps(whole()))
+    assert load_newest(run, print).state == json.loads(json.dumps(whole()))
     checkpointing.save(run.checkpoints, Checkpoint(UPDATE, {}, {}, altered(("length",), None)))
     with pytest.raises(
         InputRefused, match=r"length = null: it should be a valid integer; .* move step-00000003"
     ):
-        newest(run, print)
+        load_newest(run, print)

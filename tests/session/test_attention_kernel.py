@@ -13,7 +13,7 @@ from batches import packed, ragged, tiny_llama
 from monograph.device import card_device
 from monograph.distributed.world import World
 from monograph.session import warmup
-from monograph.session.warmup import capture, choose_kernel, kept_or_fastest
+from monograph.session.warmup import capture_engine, choose_kernel, kept_or_fastest
 
 TIMES = {"torch": 2.0, "cudnn": 1.0, "flash": 2.0}
 
@@ -117,7 +117,7 @@ def test_where_flex_attention_does_not_fit_the_gpu_a_graph_has_dense_masks(
     run, coming = session(tiny_llama(), kernel="cudnn"), iter(reasons)
     run.engine.capture = lambda window, scope: next(coming)
     assert (
-        capture(run.engine, packed(2), "whole", "cudnn") == left
+        capture_engine(run.engine, packed(2), "whole", "cudnn") == left
         and next(coming, "all asked") == "all asked"
     )
     assert run.engine.model.attention == attention

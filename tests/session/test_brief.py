@@ -106,7 +106,7 @@ def test_what_is_compiled(
         raise Compiled
 
     monkeypatch.setattr(Resident, "capture", capture)
-    monkeypatch.setattr("monograph.session.eager_start.pays", lambda *_: False)
+    monkeypatch.setattr("monograph.session.eager_start.should_begin_eagerly", lambda *_: False)
     # As if the text were long.
     monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)
     given = {

@@ -20,7 +20,7 @@ from monograph.rl.processes import FunctionProcess
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import eager_start
-from monograph.session.eager_start import MARK, compile_run, compiled_key, pays
+from monograph.session.eager_start import MARK, compile_run, compiled_key, should_begin_eagerly
 from monograph.session.objectives import with_records
 from monograph.session.record import write_config
 from monograph.session.resolve import resolve
@@ -53,7 +53,7 @@ def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(
     session = session_of(BY_CLOCK)
     window = next(session.open_batches(0))
     key = compiled_key(session, window)
-    assert pays(session, key)
+    assert should_begin_eagerly(session, key)
     whole = session.plan
     by_epochs = replace(whole.job, span=whole.job.span._replace(epochs=2))
     others = [
@@ -61,31 +61,31 @@ def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(
         for change in ({"updates": 20}, {"job": by_epochs}, {"memory": "stream"})
     ]  # type: ignore[arg-type]
     for session.plan in (*others, whole.with_training(replace(whole.training, compile="none"))):
-        assert not pays(session, key), session.plan
+        assert not should_begin_eagerly(session, key), session.plan
     session.plan = whole
     for change in ({"cores": 1}, {"free_memory_bytes": 2**30}, {"type": "cuda"}):
         machine = replace(describe(), **change)  # type: ignore[arg-type]
         monkeypatch.setattr(eager_start, "describe", lambda machine=machine: machine)
-        assert not pays(session, key), change
+        assert not should_begin_eagerly(session, key), change
     monkeypatch.setattr(eager_start, "describe", describe)
     eager_start.mark_compiled(key)
-    assert not pays(session, key), "it is compiled"
+    assert not should_begin_eagerly(session, key), "it is compiled"
     other = session_of(BY_CLOCK | {"train.seed": 5, "optim.lr": 0.01})
     assert compiled_key(other, window) == key, "another seed or rate is the same code"
-    assert pays(session, compiled_key(session, {**window, "tokens": window["tokens"][:, 1:]})), (
-        "this shape is not"
-    )
+    assert should_begin_eagerly(
+        session, compiled_key(session, {**window, "tokens": window["tokens"][:, 1:]})
+    ), "this shape is not"
 
 
 def test_it_pays_for_a_model_that_exists_and_for_preferences_and_rewards_too() -> None:
     for kind in (LORA, PREFERRED, MATCHED):
         session = session_of({key: value for key, value in kind.items() if key not in OPEN})
-        assert pays(session, compiled_key(session, next(session.open_batches(0))))
+        assert should_begin_eagerly(session, compiled_key(session, next(session.open_batches(0))))
 
 
 def test_a_module_of_a_file_is_not_run_by_another_process() -> None:
     session = session_of({key: value for key, value in OWN.items() if key not in OPEN})
-    assert not pays(session, compiled_key(session, next(session.open_batches(0))))
+    assert not should_begin_eagerly(session, compiled_key(session, next(session.open_batches(0))))
 
 
 def test_answers_of_any_number_are_one_step_and_another_loss_is_another_one() -> None:

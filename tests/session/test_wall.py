@@ -19,7 +19,7 @@ from monograph.run.progress import RunningStage, silent
 from monograph.session import deadline, eager_start, reporting, warmup
 from monograph.session.brief import why_uncompiled
 from monograph.session.deadline import Deadline
-from monograph.session.eager_start import compiled_key, pays
+from monograph.session.eager_start import compiled_key, should_begin_eagerly
 from monograph.session.reporting import Reporter
 from monograph.session.start import Started, _short_time_note, _time_line
 from session.test_eager_start import BY_CLOCK, session_of
@@ -217,7 +217,7 @@ def test_timing_updates_takes_a_share_of_the_time_that_the_run_has(
 def test_a_compiler_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     session = session_of(BY_CLOCK | {"train.wall_minutes": 5})
     window = next(session.open_batches(0))
-    assert pays(session, compiled_key(session, window))
+    assert should_begin_eagerly(session, compiled_key(session, window))
     session.deadline_s = clock() + 60 * 5
     assert eager_start.patience_s(session) == pytest.approx(0.5 * (5 * 60 - END_S), abs=5)
     assert [eager_start.patience_for(minutes) for minutes in (0.5, 5, 600)] == [72, 300, 600], (

@@ -68,7 +68,7 @@ def advised(points: Sequence[Point], values: Sequence[float | None], **given: An
 
 def asked(found: Advice) -> SweepSpec:
     """What the printed command asks for, read as the shell and the command line read it."""
-    [said] = advice.as_json([found])
+    [said] = advice.advice_json([found])
     words = shlex.split(said["command"] or "")
     assert words[:2] == ["monograph", "sweep"]
     return spec_of(words[2:], None)

@@ -32,7 +32,7 @@ def test_a_brief_sweep_is_not_compiled_and_goes_on_so(
     def capture(*_: object, **__: object) -> None:
         raise AssertionError("something was compiled")
 
-    monkeypatch.setattr(warmup, "capture", capture)
+    monkeypatch.setattr(warmup, "capture_engine", capture)
     monkeypatch.setattr(warmup, "CALIBRATION_S", 0.0)
     monkeypatch.setattr(sweep_progress, "write_sweep_report", lambda *_: None)
     monkeypatch.chdir(with_texts(tmp_path))
@@ -87,7 +87,7 @@ def test_a_long_sweep_is_compiled(
     def capture(*_: object, **__: object) -> None:
         raise Compiled
 
-    monkeypatch.setattr(warmup, "capture", capture)
+    monkeypatch.setattr(warmup, "capture_engine", capture)
     monkeypatch.setattr("monograph.sweeps.eager_start._is_possible", lambda _: False)
     monkeypatch.chdir(with_texts(tmp_path))
     long = [argument.replace("train.updates=8", length) for argument in OPEN]

@@ -33,8 +33,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An update of a member takes a second, or of all at once 1.5 s, which is always worth it;
     graphs cost nothing.
     """
-    monkeypatch.setattr(warmup, "capture", lambda *_: None)
-    monkeypatch.setattr("monograph.sweeps.results.capture", lambda *_: None)
+    monkeypatch.setattr(warmup, "capture_engine", lambda *_: None)
+    monkeypatch.setattr("monograph.sweeps.results.capture_engine", lambda *_: None)
     monkeypatch.setattr(
         concurrency, "timed_update", lambda engine, _: {1: 1.0}.get(getattr(engine, "size", 1), 1.5)
     )

@@ -121,7 +121,7 @@ def test_where_the_loss_says_nothing_about_bytes_it_is_the_score(tmp_path: Path)
 
 def test_as_json(tmp_path: Path) -> None:
     found = outcomes(tmp_path, BITS)
-    members, best = results.as_json(found, results.compare_settings(found))
+    members, best = results.results_json(found, results.compare_settings(found))
     assert members[2]["knobs"] == POINTS[2] and members[2]["eval_bits_per_byte"] == 1.95
     assert members[4]["diverged"] == 31 and members[4]["checkpoint"] is None
     assert (
@@ -132,9 +132,9 @@ def test_as_json(tmp_path: Path) -> None:
     )
     assert best["mean"] == pytest.approx(2.03) and best["run"].endswith("members/002")
     assert (
-        results.as_json(found, results.compare_settings(outcomes(tmp_path / "other", [None] * 6)))[
-            1
-        ]
+        results.results_json(
+            found, results.compare_settings(outcomes(tmp_path / "other", [None] * 6))
+        )[1]
         is None
     )
 

@@ -11,7 +11,7 @@ from monograph.checkpointing.folder import (
     load_state,
     verify,
 )
-from monograph.checkpointing.rotation import candidates, newest, remove_leftovers, save
+from monograph.checkpointing.rotation import candidates, load_newest, remove_leftovers, save
 
 __all__ = [
     "Checkpoint",
@@ -20,7 +20,7 @@ __all__ = [
     "is_gone",
     "load",
     "load_state",
-    "newest",
+    "load_newest",
     "remove_leftovers",
     "save",
     "verify",

@@ -342,7 +342,7 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
             start = os.pread(descriptor, tensor_layout.LENGTH_BYTES, 0)
             prefix = os.pread(descriptor, tensor_layout.header_bytes(start, entry.bytes), 0)
             if entry.bytes > LARGE_BYTES:
-                layout = tensor_layout.entries(prefix, entry.bytes)
+                layout = tensor_layout.tensor_entries(prefix, entry.bytes)
                 return LargeFile(
                     descriptor, layout, len(prefix), functools.partial(_read_block, path, entry)
                 )

@@ -111,7 +111,7 @@ def unfinished_folder(checkpoints: Path, update: int) -> Path:
     return checkpoints / f"{TEMPORARY}step-{update:08d}"
 
 
-def newest(
+def load_newest(
     checkpoints: Path, warn: Warn, at: int | None = None, until: int | None = None
 ) -> Checkpoint:
     """Load the newest valid checkpoint, or the checkpoint of one update.
@@ -138,7 +138,7 @@ def newest(
         except CheckpointDamaged as error:
             # A run that still trains may have removed this checkpoint, and then has a newer one.
             if is_gone(folder):
-                return newest(checkpoints, warn, at, until)
+                return load_newest(checkpoints, warn, at, until)
             faults.append(str(error))
             continue
         except Unreadable as error:

@@ -15,7 +15,7 @@ from monograph.cli.typed import BadCommandLine, bounds, example, help_of
 from monograph.config.elsewhere import COMMANDS, DEVICES, ELSEWHERE, OPTIONS
 from monograph.config.given import COMMAND_LINE, MAX_FAULTS
 from monograph.config.keys import KEYS
-from monograph.config.settings import check
+from monograph.config.settings import checked_value
 from monograph.config.sources import key_and_value
 from monograph.config.unknown import accepts, key_advice, require_known
 from monograph.errors import UsageError, did_you_mean
@@ -92,9 +92,9 @@ def _key_faults(command: Command, values: Mapping[str, Sequence[str] | None]) ->
             key, value = pair
             try:
                 require_known(key, COMMAND_LINE, value)
-                # `sweep` also takes axes, which `check` would refuse.
+                # `sweep` also takes axes, which `checked_value` would refuse.
                 if not accepts(key, value):
-                    check(key, value, COMMAND_LINE, from_text=True)
+                    checked_value(key, value, COMMAND_LINE, from_text=True)
             except UsageError as fault:
                 faults.append(str(fault))
     return faults

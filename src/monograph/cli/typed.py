@@ -212,7 +212,7 @@ def _download_one(context: typer.Context, name: str) -> str | Path:
     return fetch_if_on_hub(name)
 
 
-Run = Annotated[
+RunArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN|FOLDER",
@@ -246,44 +246,48 @@ def _path_option(metavar: str, help: str, *names: str) -> Any:
     return _option(metavar, help, *names, readable=False)
 
 
-Temperature = Annotated[
+TemperatureOption = Annotated[
     float, _option("T", "sampling temperature; 0: always the most likely token", min=0.0)
 ]
-TopK = Annotated[int, _option("K", "sample from the K most likely tokens; 0: off", min=0)]
-TopP = Annotated[
+TopKOption = Annotated[int, _option("K", "sample from the K most likely tokens; 0: off", min=0)]
+TopPOption = Annotated[
     float, _option("P", "sample from the most likely tokens, up to this total probability")
 ]
-MinP = Annotated[
+MinPOption = Annotated[
     float, _option("P", "leave out tokens less likely than P times the most likely one")
 ]
-Sampler = Annotated[
+SamplerOption = Annotated[
     list[str] | None,
     _option("KEY=VALUE", "another sampling option (docs/generate.md); may be repeated"),
 ]
-Seed = Annotated[int, _option("S", "the same seed writes the same text", min=0)]
-Stop = Annotated[list[str] | None, _option("S", "end before this text; may be repeated")]
-Choice = Annotated[
+SeedOption = Annotated[int, _option("S", "the same seed writes the same text", min=0)]
+StopOption = Annotated[list[str] | None, _option("S", "end before this text; may be repeated")]
+ChoiceOption = Annotated[
     list[str] | None, _option("TEXT", "write one of these texts; repeat it for each")
 ]
-Regex = Annotated[str | None, _option("PATTERN", "write text that matches this pattern as a whole")]
-JsonSchema = Annotated[Path | None, _path_option("FILE", "write JSON that follows this schema")]
-TrustCode = Annotated[
+RegexOption = Annotated[
+    str | None, _option("PATTERN", "write text that matches this pattern as a whole")
+]
+JsonSchemaOption = Annotated[
+    Path | None, _path_option("FILE", "write JSON that follows this schema")
+]
+TrustCodeOption = Annotated[
     bool,
     _flag(
         "--trust-code", "run the Python file that a run names, even if the run was not made here"
     ),
 ]
-FromRecipe = Annotated[
+FromRecipeOption = Annotated[
     str | None,
     _option(
         "NAME", "start from the settings of this recipe; `monograph recipes` lists all", "--recipe"
     ),
 ]
-Name = Annotated[str | None, _option("NAME", "a name in runs/: short for --out runs/NAME")]
-Minutes = Annotated[
+NameOption = Annotated[str | None, _option("NAME", "a name in runs/: short for --out runs/NAME")]
+MinutesOption = Annotated[
     float | None, _option("M", "train for this many minutes; short for train.minutes=M")
 ]
-Json = Annotated[bool, _flag("--json", "end stdout with one JSON object")]
+JsonOption = Annotated[bool, _flag("--json", "end stdout with one JSON object")]
 # Commands that the processes of a launcher run together. None is `monograph` without a command.
 SHARED_COMMANDS = (None, "train", "sweep")
 
@@ -332,8 +336,8 @@ def train(
     out: Annotated[
         Path | None, _path_option("DIR", "the run's folder; default: runs/DATE-TIME")
     ] = None,
-    name: Name = None,
-    recipe: FromRecipe = None,
+    name: NameOption = None,
+    recipe: FromRecipeOption = None,
     resume: Annotated[
         str | None, _option("[RUN]", "continue a stopped run; without a name the newest one")
     ] = None,
@@ -341,7 +345,7 @@ def train(
         str | None,
         _option("RUN[@UPDATE]", "start a new run from the weights of this one", "--from"),
     ] = None,
-    minutes: Minutes = None,
+    minutes: MinutesOption = None,
     wall_minutes: Annotated[
         float | None,
         _option(
@@ -353,8 +357,8 @@ def train(
         bool,
         _flag("--print-config", "print all keys with their meaning, value and origin, and stop"),
     ] = False,
-    trust_code: TrustCode = False,
-    json: Json = False,
+    trust_code: TrustCodeOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Train a model on text, chats, rewards or preferences.
 
@@ -393,17 +397,17 @@ def sweep(
         Path | None,
         _path_option("DIR", "the sweep's folder, new or to continue; default: runs/DATE-TIME"),
     ] = None,
-    name: Name = None,
-    recipe: FromRecipe = None,
-    minutes: Minutes = None,
+    name: NameOption = None,
+    recipe: FromRecipeOption = None,
+    minutes: MinutesOption = None,
     distill: Annotated[
         bool,
         _flag(
             "--distill", "at the end, train one more model on the members' averaged probabilities"
         ),
     ] = False,
-    trust_code: TrustCode = False,
-    json: Json = False,
+    trust_code: TrustCodeOption = False,
+    json: JsonOption = False,
 ) -> int:
     """Train many runs that differ in a few settings, and compare them.
 
@@ -433,7 +437,7 @@ _PLAN = "Predict which settings fit a device, and how fast they train."
 )
 def plan(
     arguments: ConfigArguments = None,
-    recipe: FromRecipe = None,
+    recipe: FromRecipeOption = None,
     device: Annotated[
         str | None, _option("NAME", "one of the GPUs above; default: this machine")
     ] = None,
@@ -448,7 +452,7 @@ def plan(
     minutes: Annotated[
         float | None, _option("M", "the time to train; short for train.minutes=M")
     ] = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Predict which settings fit a device, and how fast they train."""
     from monograph.commands.plan import run
@@ -484,7 +488,7 @@ def keys(
             help="a section, a key, a part of its name, or what another program calls it; default: all keys",
         ),
     ] = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Explain the keys of a configuration: meaning, values, default, and an example."""
     from monograph.commands.keys import run as command
@@ -502,7 +506,7 @@ def runs(
             readable=False,
         ),
     ] = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """List the runs of a folder, newest first, with their results, sizes and states."""
     from monograph.commands.runs import run as command
@@ -521,7 +525,7 @@ def check(
     laws: Annotated[
         bool, _flag("--laws", "compare fast paths with slow ones on this machine; takes minutes")
     ] = False,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Check this machine, or verify a run's files."""
     from monograph.commands.check import run as command
@@ -577,7 +581,7 @@ def build(arguments: ConfigArguments = None) -> None:
 
 @_command(USE, 'monograph generate last "Once upon a time"')
 def generate(
-    run: Run,
+    run: RunArgument,
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="text to continue")
     ] = None,
@@ -588,19 +592,19 @@ def generate(
     chat: Annotated[
         bool, _flag("--chat", "answer each prompt, through the model's chat template")
     ] = False,
-    temperature: Temperature = 0.8,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    sampler: Sampler = None,
-    seed: Seed = 0,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    sampler: SamplerOption = None,
+    seed: SeedOption = 0,
     n: Annotated[int, _option("N", "continuations of each prompt", "-n", "--n", min=1)] = 1,
     max_tokens: Annotated[int, _option("N", "longest continuation, in tokens", min=1)] = 128,
-    stop: Stop = None,
-    choice: Choice = None,
-    regex: Regex = None,
-    json_schema: JsonSchema = None,
-    json: Json = False,
+    stop: StopOption = None,
+    choice: ChoiceOption = None,
+    regex: RegexOption = None,
+    json_schema: JsonSchemaOption = None,
+    json: JsonOption = False,
 ) -> None:
     """Continue a text, or answer a prompt, with a trained model."""
     from monograph.commands.generate import GenerateOptions
@@ -636,21 +640,21 @@ def generate(
 
 @_command(USE, "monograph chat last")
 def chat(
-    run: Run,
+    run: RunArgument,
     system: Annotated[
         str | None, _option("TEXT", "the system prompt, as /system in the chat sets it")
     ] = None,
-    temperature: Temperature = 0.8,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    sampler: Sampler = None,
-    seed: Seed = 0,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    sampler: SamplerOption = None,
+    seed: SeedOption = 0,
     max_tokens: Annotated[int, _option("N", "longest answer, in tokens", min=1)] = 512,
-    stop: Stop = None,
-    choice: Choice = None,
-    regex: Regex = None,
-    json_schema: JsonSchema = None,
+    stop: StopOption = None,
+    choice: ChoiceOption = None,
+    regex: RegexOption = None,
+    json_schema: JsonSchemaOption = None,
 ) -> None:
     """Talk to a model in the terminal; /help there lists what you can type.
 
@@ -680,7 +684,7 @@ def chat(
 
 @_command(USE, "monograph serve last")
 def serve(
-    run: Run,
+    run: RunArgument,
     host: Annotated[
         str, _option("ADDRESS", "where to listen; any other address needs --api-key-file")
     ] = "127.0.0.1",
@@ -729,7 +733,7 @@ _CONVERTING = [export for export in EXPORTS.values() if export.dtypes]
     f"Write a model for {join_with_or(tool for export in EXPORTS.values() for tool in export.tools)}.",
 )
 def export(
-    run: Run,
+    run: RunArgument,
     to: Annotated[
         str, _option("DIR", "the folder to write; hf://OWNER/NAME: push to the Hugging Face Hub")
     ],
@@ -764,8 +768,8 @@ def profile(
     ladder: Annotated[
         bool, _flag("--ladder", "measure what compiling, bf16, packing and so on gain, one by one")
     ] = False,
-    trust_code: TrustCode = False,
-    json: Json = False,
+    trust_code: TrustCodeOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Show where the time of an update goes, what limits it, and the one change that helps most."""
     if ladder:
@@ -779,7 +783,7 @@ def profile(
 
 @_command(UNDERSTAND, "monograph evaluate last")
 def evaluate(
-    run: Run,
+    run: RunArgument,
     data: Annotated[
         list[str] | None,
         _option(
@@ -789,8 +793,8 @@ def evaluate(
     chat: Annotated[
         bool, _flag("--chat", "ask each question through the model's chat template")
     ] = False,
-    trust_code: TrustCode = False,
-    json: Json = False,
+    trust_code: TrustCodeOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Measure a model on held-out text or on multiple-choice questions."""
     from monograph.commands.evaluate import run as command
@@ -825,8 +829,8 @@ def compare(
             "FILE.html", "write a page with the curves of all runs and the settings that differ"
         ),
     ] = None,
-    trust_code: TrustCode = False,
-    json: Json = False,
+    trust_code: TrustCodeOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Say whether one model is better than another, and how certain that is."""
     from monograph.commands.compare import run as command

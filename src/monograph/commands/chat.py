@@ -9,7 +9,6 @@ from typing import Protocol
 
 from monograph.commands.generate import (
     GenerateOptions,
-    Message,
     PromptRequest,
     ReadyModel,
     open_model,
@@ -18,6 +17,7 @@ from monograph.commands.generate import (
 from monograph.decode import Sampling
 from monograph.errors import InputRefused, UsageError, did_you_mean
 from monograph.terminal import is_terminal, shell_words
+from monograph.text.template import Message
 
 # The commands that a person can type instead of a message, with their help.
 HELP = {

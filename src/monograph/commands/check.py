@@ -22,7 +22,13 @@ from monograph.device import (
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable, UsageError
 from monograph.model.adapter import is_adapter
 from monograph.model.files import has_weights
-from monograph.profiling.health import Disk, compiled_obstacle, disk, limits, limits_said
+from monograph.profiling.health import (
+    Disk,
+    compiled_obstacle,
+    disk,
+    resource_limits,
+    resource_limits_text,
+)
 from monograph.report.quantities import gibibytes, megabytes
 from monograph.run import recorded_state
 from monograph.run.folder import DEFAULT_ROOT, TEACHERS, Run, standard_json
@@ -152,7 +158,7 @@ def _check_machine() -> CheckResult:
     obstacle = obstacle or compiled_obstacle(device)
     disks = [disk(folder) for folder in (DEFAULT_ROOT, cache_root()[0])]
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled_folder()))
-    process_limits = limits()
+    process_limits = resource_limits()
     compiled_bytes = sum(size for _, size, _ in files_in(folder))
     # Only the folder in the cache is kept below a size.
     limit = f", at most {gibibytes(MOST_COMPILED_BYTES)}" if folder == compiled_folder() else ""
@@ -169,7 +175,7 @@ def _check_machine() -> CheckResult:
         "runs": _disk_text(disks[0]),
         "cache": _disk_text(disks[1]),
         "compiled": f"{megabytes(compiled_bytes)} in {folder}{limit}",
-        "limits": limits_said(process_limits),
+        "limits": resource_limits_text(process_limits),
     }
     facts = {
         "device": machine.name,

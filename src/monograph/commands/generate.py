@@ -26,9 +26,9 @@ from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import json_fault, open_input, parse_json, readable
 from monograph.terminal import warn
 from monograph.text.chat import chat_ids, stop_ids
+from monograph.text.template import Message
 from monograph.text.tokenizer import Tokenizer
 
-Message = dict[str, Any]
 PromptContent = str | list[Message]
 # Flags of the command that are not options of `Sampling`.
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")

@@ -14,7 +14,7 @@ from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
 from monograph.planner import Limits, Plan, budget, streamed_or_resident
 from monograph.planner.defaults import LEARNING_RATES, TOKENS_PER_PARAMETER, updates_for_tokens
-from monograph.planner.remedies import Choices, remedies_worth_showing
+from monograph.planner.remedies import RemedyChoices, remedies_worth_showing
 from monograph.planner.streaming import HOST_SHARE
 from monograph.predict.roofline import Calibration, peak_flops
 from monograph.report.quantities import gibibytes
@@ -166,7 +166,7 @@ def _length(asked: RunToPlan, plan: RunPlan, answer: Plan, config: LlamaConfig) 
     return ShownLength()
 
 
-def _choices(asked: RunToPlan, job: Job, target: Device) -> Choices:
+def _choices(asked: RunToPlan, job: Job, target: Device) -> RemedyChoices:
     """Return what may be changed so that the run fits or is faster."""
     smaller_shapes: list[tuple[str, LlamaConfig]] = []
     if asked.shape is not None:
@@ -175,7 +175,7 @@ def _choices(asked: RunToPlan, job: Job, target: Device) -> Choices:
             if preset.parameter_count() < asked.shape.parameter_count():
                 smaller_shapes.append((f"model.preset={name}", preset))
     half_precisions = [name for name in ("bf16", "fp16") if name in target.peak_flops]
-    return Choices(
+    return RemedyChoices(
         may_add_adapters=job.recipe.init is not None,
         smaller_shapes=tuple(smaller_shapes),
         may_change_card=asked.elsewhere,

@@ -11,7 +11,7 @@ from typing import Any
 from monograph.commands.train import run as train_one
 from monograph.config import Settings
 from monograph.device import default_device, describe
-from monograph.distributed.world import World, place
+from monograph.distributed.world import World, read_place
 from monograph.errors import Diverged, UsageError
 from monograph.loop import train
 from monograph.run.progress import Progress, SweepDisplay
@@ -44,7 +44,7 @@ def run(
     # Before torch._dynamo is imported, which sets its own cache path in the environment.
     keep_compiled()
     # All ranks that a launcher started, or this process alone. Each trains its share of the rounds.
-    world = World(place(srun=True), say=lambda line: Progress().line("note", line))
+    world = World(read_place(srun=True), say=lambda line: Progress().line("note", line))
     progress = ranks.progress_of(world)
     repeatable(default_device())
     led_sweep = _open_or_create(world, arguments, samples, verify, out) if world.leads else None
@@ -105,7 +105,7 @@ def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: 
     result = state.finish()
     if verify is not None:
         eager = state.eager_updates_of(state.members[verify])
-        result["verify"] = results.verify(state.outcomes[verify], progress, eager)
+        result["verify"] = results.verify_member(state.outcomes[verify], progress, eager)
         state.sweep.write()
     if state.sweep.record.get("distill") and result["best"]:
         result["distilled"] = _distill(state, result["best"]["member"], progress)

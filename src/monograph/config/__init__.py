@@ -1,7 +1,7 @@
 """Turn a TOML file, the environment and `key=value` pairs into checked, frozen `Settings`."""
 
 from monograph.config.keys import DEFAULT_MINUTES, KEYS
-from monograph.config.settings import EXCLUSIVE, Settings, build, check
+from monograph.config.settings import EXCLUSIVE, Settings, build, checked_value
 from monograph.config.sources import Arguments, classify, load
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "Arguments",
     "Settings",
     "build",
-    "check",
+    "checked_value",
     "classify",
     "load",
 ]

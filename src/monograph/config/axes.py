@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from monograph.config.given import COMMAND_LINE, SourcedValue, raise_all
 from monograph.config.keys import KEYS, key_declaration
 from monograph.config.renamed import TextsByKey, new_spelling, new_spellings, texts_by_key
-from monograph.config.settings import advise_run_each, as_typed, check
+from monograph.config.settings import advise_run_each, as_typed, checked_value
 from monograph.config.toml_file import toml_values
 from monograph.ensemble.knobs import log_range, require_ends
 from monograph.errors import UsageError
@@ -137,7 +137,7 @@ def _file_value_as_axis(key: str, given: SourcedValue) -> str | None:
     """
     value = given.value
     with suppress(UsageError):
-        check(key, value, "", from_text=False)
+        checked_value(key, value, "", from_text=False)
         return None
     # A list of values in old spellings (`monograph.config.renamed`).
     translations = new_spellings(key, value)
@@ -269,7 +269,9 @@ def _axis(key: str, text: str) -> Axis | None:
         UsageError: the key cannot be an axis, a range is wrong, or a value is empty or given twice.
     """
     if new_spelling(key, text):
-        return None  # an old spelling of a single value, which `check` will refuse with advice
+        return (
+            None  # an old spelling of a single value, which `checked_value` will refuse with advice
+        )
     translations = new_spellings(key, text)
     if translations:
         raise UsageError(f"{key}={text}: {_new_axis_advice(key, translations)}")
@@ -289,7 +291,7 @@ def _axis(key: str, text: str) -> Axis | None:
         return None
     if key not in AXIS_KEYS:
         try:
-            check(key, text, COMMAND_LINE, from_text=True)
+            checked_value(key, text, COMMAND_LINE, from_text=True)
         except UsageError:
             axes = ", ".join(AXIS_KEYS)
             raise UsageError(
@@ -427,7 +429,7 @@ def _check_value(key: str, text: str) -> Any:
     """
     if not text:
         raise UsageError(f"{key}: an axis with an empty value; give values between the commas")
-    return check(key, text, COMMAND_LINE, from_text=True)
+    return checked_value(key, text, COMMAND_LINE, from_text=True)
 
 
 def _range_text(key: str, sampled_range: SampledRange) -> str:

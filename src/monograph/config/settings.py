@@ -131,7 +131,9 @@ class Settings(BaseModel):
         Raises:
             UsageError: a key is unknown, or a value has the wrong type.
         """
-        checked = {key: check(key, value, origin, from_text=False) for key, value in values.items()}
+        checked = {
+            key: checked_value(key, value, origin, from_text=False) for key, value in values.items()
+        }
         unset: set[str] = set()
         for group in EXCLUSIVE:
             if not checked.keys().isdisjoint(group):
@@ -230,7 +232,9 @@ def toml_of(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def check(key: str, value: object, origin: str, *, from_text: bool, written: str = "") -> Any:
+def checked_value(
+    key: str, value: object, origin: str, *, from_text: bool, written: str = ""
+) -> Any:
     """Return a value, converted to its key's type.
 
     Args:
@@ -293,7 +297,8 @@ def translated_values(key: str, value: object) -> dict[str, Any] | None:
         return None
     origin = f"{key} = {value}"
     return {
-        new_key: check(new_key, text, origin, from_text=True) for new_key, text in new_texts.items()
+        new_key: checked_value(new_key, text, origin, from_text=True)
+        for new_key, text in new_texts.items()
     }
 
 
@@ -359,7 +364,7 @@ def in_toml(texts: Mapping[str, str | list[str]]) -> str:
 def _toml_value(key: str, text: str | list[str]) -> str:
     """Return a value, or a list of values, as TOML; `text` is what a person types in a shell."""
     try:
-        value = check(key, text, "", from_text=True)
+        value = checked_value(key, text, "", from_text=True)
     except UsageError:
         if isinstance(text, str) and text.isupper():
             return text  # a placeholder, such as N

@@ -23,7 +23,7 @@ from monograph.config.settings import (
     EXCLUSIVE,
     Settings,
     build,
-    check,
+    checked_value,
     digest_of,
 )
 from monograph.config.toml_file import MAX_TOML_BYTES, toml_values_and_faults
@@ -80,7 +80,7 @@ def load(
     values = dict[str, Any]()
     for key, entry in sourced.items():
         try:
-            values[key] = check(
+            values[key] = checked_value(
                 key, entry.value, entry.origin, from_text=entry.from_text, written=entry.written
             )
         except UsageError as fault:

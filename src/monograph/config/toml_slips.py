@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from monograph.config.keys import KEYS, key_declaration
-from monograph.config.settings import check, toml_of
+from monograph.config.settings import checked_value, toml_of
 from monograph.errors import UsageError
 
 _KEY = r"\s*[\w.\"'-]+\s*"
@@ -154,7 +154,7 @@ def _wrong_value_message(line: str, section: str) -> str:
         if key not in KEYS:
             continue
         try:
-            check(key, value, "", from_text=False)
+            checked_value(key, value, "", from_text=False)
         except UsageError:
             text = line.partition("=")[2].strip(" \"'")
             return f"{name} = {text[:_MAX_SHOWN]}: expected {key_declaration(key).expected}"

@@ -7,7 +7,7 @@ from contextlib import suppress
 from monograph.config.elsewhere import ELSEWHERE, VALUES
 from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.lookup import example_of, typed
-from monograph.config.settings import as_typed, check, in_toml
+from monograph.config.settings import as_typed, checked_value, in_toml
 from monograph.errors import UsageError, did_you_mean
 
 
@@ -120,7 +120,7 @@ def accepts(key: str, text: str) -> bool:
 
 def _is_value(key: str, text: str) -> bool:
     with suppress(UsageError):
-        check(key, text, "", from_text=True)
+        checked_value(key, text, "", from_text=True)
         return True
     return False
 

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from monograph.data.rows import Rows, weighted_rows_at
 from monograph.errors import UsageError
 from monograph.ranges import COUNT
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 # The number of prefetched windows: the next one, and one more that the thread makes while the
 # caller computes.

@@ -28,7 +28,7 @@ from monograph.data.shards import INDEX_DTYPE, ShardWriter, token_dtype
 from monograph.data.sources import SourceFile, place_of
 from monograph.data.spelled import SpecialTokenSpellings
 from monograph.errors import InputRefused
-from monograph.text.chat import require_read
+from monograph.text.chat import require_variables_read
 from monograph.text.tokenizer import Tokenizer
 
 Item = TypeVar("Item")
@@ -354,7 +354,7 @@ def encode_conversations(
             conversation = Conversation.of_text("".join(part for part, _ in document.parts))
             untagged_before = answers.counts["untagged"]
             try:
-                require_read(tokenizer, conversation.template_variables)
+                require_variables_read(tokenizer, conversation.template_variables)
                 rows = answers.rows(conversation)
             except Unusable as unusable:
                 if not reading.skip_bad:

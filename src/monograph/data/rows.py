@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monograph.data.pack import Packing, plan_rows
+from monograph.data.pack import Int64, Packing, plan_rows
 from monograph.data.store import Side
 from monograph.text.tokenizer import Tokenizer
 
@@ -183,8 +183,6 @@ if TYPE_CHECKING:
 
 # The id under `targets` at positions without a target: torch's ignore_index.
 IGNORE = -100
-
-Int64 = NDArray[np.int64]
 
 
 class DocumentPiece(NamedTuple):

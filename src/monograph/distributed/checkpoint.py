@@ -70,7 +70,7 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
     world.barrier()
 
 
-def newest(
+def load_newest(
     world: World, checkpoints: Path, warn: Warn, at: int | None = None, until: int | None = None
 ) -> Checkpoint:
     """Load the checkpoint that rank 0 chooses, on all ranks; a collective.
@@ -78,9 +78,9 @@ def newest(
     Args:
         world: the ranks.
         checkpoints: the folder of checkpoints.
-        warn: see `monograph.checkpointing.newest`.
-        at: see `monograph.checkpointing.newest`.
-        until: see `monograph.checkpointing.newest`.
+        warn: see `monograph.checkpointing.load_newest`.
+        at: see `monograph.checkpointing.load_newest`.
+        until: see `monograph.checkpointing.load_newest`.
 
     Raises:
         NoValidCheckpoint: rank 0 finds none; raised on all ranks.
@@ -89,13 +89,13 @@ def newest(
     fault = ""
     if world.leads:
         try:
-            checkpoint = checkpointing.newest(checkpoints, warn, at, until)
+            checkpoint = checkpointing.load_newest(checkpoints, warn, at, until)
         except NoValidCheckpoint as error:
             fault = str(error)
     update, fault = world.broadcast([checkpoint.update if checkpoint else None, fault])
     if update is None:
         raise NoValidCheckpoint(fault)
-    return checkpoint or checkpointing.newest(checkpoints, warn, update)
+    return checkpoint or checkpointing.load_newest(checkpoints, warn, update)
 
 
 def find_not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -159,7 +159,7 @@ def _own_pieces(
     """Yield the pieces of a file that this rank writes, as (offset, bytes)."""
     if world.leads:
         yield 0, header
-    for entry in tensor_layout.entries(bytes(header), length):
+    for entry in tensor_layout.tensor_entries(bytes(header), length):
         tensor = tensors[entry.name]
         offset = len(header) + entry.begin
         if isinstance(tensor, DTensor):

@@ -3,7 +3,7 @@
 For this, each matrix is sent to one rank, its owner, which has all of its rows for a moment.
 
 Shapes: n matrices [rows, cols] of the same shape on W ranks; rank r has R_r rows of each
-(`monograph.distributed.rows.rows_of`).
+(`monograph.distributed.rows.rank_rows`).
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from monograph.distributed.rows import rows_of
+from monograph.distributed.rows import rank_rows
 from monograph.distributed.world import World
 
 
@@ -46,7 +46,7 @@ def orthogonalise_rows(
     ranks = range(world.size)
     # For each rank, the numbers of the matrices that it owns.
     owned = [[i for i in range(len(own)) if (first + i) % world.size == rank] for rank in ranks]
-    slices = [rows_of(rank, world.size, rows) for rank in ranks]
+    slices = [rank_rows(rank, world.size, rows) for rank in ranks]
     # Matrices are sent in the order of their owners.
     order = [i for matrices in owned for i in matrices]
     sent = [len(matrices) * own_size for matrices in owned]

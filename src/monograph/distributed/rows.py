@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
-def rows_of(rank: int, size: int, rows: int) -> slice:
+def rank_rows(rank: int, size: int, rows: int) -> slice:
     """Return the slice of `rows` rows that rank `rank` of `size` ranks has."""
     share = math.ceil(rows / size)
     return slice(min(rank * share, rows), min((rank + 1) * share, rows))
@@ -28,7 +28,7 @@ def rank_and_size(mesh: DeviceMesh) -> tuple[int, int]:
 def own_slice(tensor: DTensor) -> slice:
     """Return the slice of a sharded tensor's rows that this rank has."""
     unusual_slice: slice | None = getattr(tensor, "unusual_slice", None)
-    return unusual_slice or rows_of(*rank_and_size(tensor.device_mesh), len(tensor))
+    return unusual_slice or rank_rows(*rank_and_size(tensor.device_mesh), len(tensor))
 
 
 def shard_from_rows(
@@ -40,8 +40,8 @@ def shard_from_rows(
         own: this rank's rows.
         mesh: the ranks.
         whole: a tensor with the shape of the sharded tensor; its values are not used.
-        unusual_slice: which rows `own` are, if they are not those of `rows_of`; torch's functions
-            cannot gather such a tensor. None: they are those of `rows_of`.
+        unusual_slice: which rows `own` are, if they are not those of `rank_rows`; torch's functions
+            cannot gather such a tensor. None: they are those of `rank_rows`.
     """
     shape = whole.shape
     stride = torch.empty(whole.shape, device="meta").stride()

@@ -28,7 +28,7 @@ from monograph import compat
 from monograph.device import default_device, describe
 from monograph.distributed.by_rank import ByRank
 from monograph.distributed.matrices import orthogonalise_rows
-from monograph.distributed.rows import gather_rows, rank_and_size, rows_of, shard_from_rows
+from monograph.distributed.rows import gather_rows, rank_and_size, rank_rows, shard_from_rows
 from monograph.distributed.shared_blocks import (
     CutPlane,
     EndBlocks,
@@ -475,7 +475,7 @@ def make_rows_planes(
         assert isinstance(parameter, DTensor)
         rank, ranks = rank_and_size(parameter.device_mesh)
         row_elements = math.prod(parameter.shape[1:])
-        slices = [rows_of(each, ranks, len(parameter)) for each in range(ranks)]
+        slices = [rank_rows(each, ranks, len(parameter)) for each in range(ranks)]
         bounds = [(rows.start * row_elements, rows.stop * row_elements) for rows in slices]
         require_whole_elements(name, bounds, form)
         has_cut_blocks = any(end % block for _, end in bounds)

@@ -69,7 +69,7 @@ class Place(NamedTuple):
     shared: bool = False
 
 
-def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Place | None:
+def read_place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Place | None:
     """Read this process's place from the variables of torchrun or srun.
 
     Args:
@@ -424,7 +424,7 @@ def _is_gloo_running(task: Path) -> bool:
     return False
 
 
-def lost(error: BaseException | None) -> bool:
+def is_rank_lost(error: BaseException | None) -> bool:
     """Return whether an error, or an error that caused it, means that another rank cannot be
     reached.
     """
@@ -434,4 +434,4 @@ def lost(error: BaseException | None) -> bool:
         return True
     if isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "NCCL" in str(error)):
         return True
-    return lost(error.__cause__)
+    return is_rank_lost(error.__cause__)

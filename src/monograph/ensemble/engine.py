@@ -20,7 +20,7 @@ from monograph.engine import Engine, require_member_axis
 from monograph.ensemble.call import MemberCaller
 from monograph.ensemble.knobs import Knobs
 from monograph.ensemble.layers import Layers
-from monograph.ensemble.optimizers import dropout_seeds, member_optimizers, require_read
+from monograph.ensemble.optimizers import dropout_seeds, member_optimizers, require_used_knobs
 from monograph.ensemble.stack import Stack
 from monograph.ensemble.stacked_parameters import StackedParameters
 from monograph.errors import OutOfDeviceMemory, UsageError
@@ -115,7 +115,7 @@ class Ensemble(Engine):
         optims_given = isinstance(optim, list | tuple)
         schedules_given = isinstance(schedule, Sequence)
         if callable(build) and not (each or optims_given or schedules_given):
-            require_read(knobs or (), optims[0])
+            require_used_knobs(knobs or (), optims[0])
         schedules = _schedules(schedule, len(members))
 
         def make_stacked_parameters() -> StackedParameters:

@@ -73,7 +73,7 @@ def member_optimizers(
     return optims
 
 
-def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
+def require_used_knobs(knobs: Sequence[Any], optim: Optimizer) -> None:
     """Refuse a knob that changes nothing. Reports would list it as if members differed by it.
 
     Args:

@@ -82,17 +82,17 @@ class Float8Linear(nn.Linear):
         """Map [..., K] to [..., N] in bf16, or in evaluation mode as `nn.Linear` does."""
         if not self.training:
             return super().forward(input)
-        output = linear(input, self.weight)
+        output = fp8_linear(input, self.weight)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
+def fp8_linear(input: Tensor, weight_NK: Tensor) -> Tensor:
     """Return input @ weight^T with operands rounded to fp8, one scale per tensor.
 
         y = q4(x) q4(W)^T        dx = q5(dy) q4(W)        dW = q5(dy)^T q4(x)
 
-    q4 and q5 are `quantised` to e4m3 and e5m2. Sums are fp32; the forward product's may use the
-    hardware's fast mode.
+    q4 and q5 are `quantised_to_fp8` to e4m3 and e5m2. Sums are fp32; the forward product's may use
+    the hardware's fast mode.
 
     Args:
         input: x, [..., K], K a multiple of 16.
@@ -109,7 +109,7 @@ def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
     return y_MN[:rows].view(*input.shape[:-1], -1)
 
 
-def quantised(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantised_to_fp8(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round to fp8 after scaling by the largest power of two that keeps every element in range.
 
     Scaling by a power of two is exact. NaN and infinity are not changed.
@@ -128,12 +128,12 @@ class _LinearContext(Context):
 
 
 class _Linear(torch.autograd.Function):
-    """Compute the three products of `linear`."""
+    """Compute the three products of `fp8_linear`."""
 
     @staticmethod
     def forward(ctx: _LinearContext, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        x8_MK, x_inverse_scale = quantised(x_MK, FORWARD_DTYPE)
-        w8_NK, w_inverse_scale = quantised(weight_NK, FORWARD_DTYPE)
+        x8_MK, x_inverse_scale = quantised_to_fp8(x_MK, FORWARD_DTYPE)
+        w8_NK, w_inverse_scale = quantised_to_fp8(weight_NK, FORWARD_DTYPE)
         # The input is saved in fp8. The weight is saved as it is, since it is in memory anyway, and
         # rounded again in the backward pass; its rounded copy would take more memory until then.
         ctx.save_for_backward(x8_MK, x_inverse_scale, weight_NK)
@@ -145,8 +145,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _LinearContext, dy_MN: Tensor) -> tuple[Tensor, Tensor]:
         x8_MK, x_inverse_scale, weight_NK = ctx.saved_tensors
-        dy8_MN, dy_inverse_scale = quantised(dy_MN, BACKWARD_DTYPE)
-        w8_NK, w_inverse_scale = quantised(weight_NK, FORWARD_DTYPE)
+        dy8_MN, dy_inverse_scale = quantised_to_fp8(dy_MN, BACKWARD_DTYPE)
+        w8_NK, w_inverse_scale = quantised_to_fp8(weight_NK, FORWARD_DTYPE)
         dx_MK = compat.scaled_mm(
             dy8_MN, _column_major(w8_NK), dy_inverse_scale, w_inverse_scale, ctx.input_dtype
         )

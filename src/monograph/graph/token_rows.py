@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.graph.inspect import head_of
 from monograph.graph.mmap_weights import kept_dtype, replace_data
-from monograph.ops.token_rows import ReplacementRows, embedding, linear, with_replaced_rows
+from monograph.ops.token_rows import (
+    ReplacementRows,
+    embedding_with_rows,
+    linear_with_rows,
+    with_replaced_rows,
+)
 
 ROWS = "token_rows"  # the parameter's name, next to `weight`
 
@@ -46,7 +51,7 @@ class TokenEmbedding(TableWithRows, nn.Embedding):
     """An embedding with trained rows; `add_trained_rows` gives embeddings this class."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map ids [...] to [..., D]; see `monograph.ops.token_rows.embedding`."""
+        """Map ids [...] to [..., D]; see `monograph.ops.token_rows.embedding_with_rows`."""
         rows = self.rows
         # Looking up the padding gives its row no gradient, as in PEFT.
         if self.padding_idx is not None:
@@ -54,17 +59,17 @@ class TokenEmbedding(TableWithRows, nn.Embedding):
             rows = rows._replace(
                 values_KD=torch.where(padding_K1, rows.values_KD.detach(), rows.values_KD)
             )
-        return embedding(input, self.weight, rows)
+        return embedding_with_rows(input, self.weight, rows)
 
 
 class TokenHead(TableWithRows, nn.Linear):
     """A head with trained rows; `add_trained_rows` gives heads this class."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map [..., D] to [..., V]; see `monograph.ops.token_rows.linear`."""
+        """Map [..., D] to [..., V]; see `monograph.ops.token_rows.linear_with_rows`."""
         # This adds the rows' difference to the table's logits, so all other rows keep their bits, and
         # the table is not copied.
-        return linear(input, self.weight, self.rows, self.bias)
+        return linear_with_rows(input, self.weight, self.rows, self.bias)
 
 
 def add_trained_rows(
@@ -147,7 +152,7 @@ def tables_with_rows(module: nn.Module) -> dict[str, TableWithRows]:
     return dict(first_by_rows.values())
 
 
-def rows_of(layer: nn.Module) -> ReplacementRows | None:
+def trained_rows(layer: nn.Module) -> ReplacementRows | None:
     """Return the trained rows of a layer, or None."""
     return layer.rows if isinstance(layer, TableWithRows) else None
 

@@ -37,7 +37,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.token_rows import ROWS, tables_with_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
-from monograph.model.gguf import import_gguf, llama_cpp_support, llama_cpp_tensors, write_tensors
+from monograph.model.gguf import import_gguf, llama_cpp_support, llama_cpp_tensors, write_gguf_file
 from monograph.model.layer_types import LINEAR_ATTENTION
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import (
@@ -540,7 +540,9 @@ def write_gguf_adapter(packed: PeftAdapters, config: LlamaConfig, new: Path) -> 
     # llama.cpp divides alpha by the rank. Writing scale * rank as alpha makes it use the right scale
     # even for rslora, which llama.cpp does not know (alpha / sqrt(rank)).
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, lora.scale * lora.rank)
-    write_tensors(gguf, writer, tensors, dict.fromkeys([tensor.name for tensor in tensors], "F32"))
+    write_gguf_file(
+        gguf, writer, tensors, dict.fromkeys([tensor.name for tensor in tensors], "F32")
+    )
 
 
 def _gguf_tensors(matrices: Mapping[str, Tensor], config: LlamaConfig) -> Iterator[Plain]:

@@ -144,7 +144,7 @@ def save_gguf(
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         sampling_defaults.add_to_gguf(writer, model.sampling, _context_length(config))
         stops = add_tokenizer(writer, tokenizer, config, warn)
-        write_tensors(gguf, writer, tensors, types)
+        write_gguf_file(gguf, writer, tensors, types)
         lines = [
             modelfile(FILE, tokenizer, stops),
             *sampling_defaults.modelfile_lines(model.sampling),
@@ -494,7 +494,7 @@ def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
     return {"rope_freqs.weight": (unscaled_F / scaled_F).float()}
 
 
-def write_tensors(
+def write_gguf_file(
     gguf: ModuleType, writer: GGUFWriter, tensors: Sequence[Plain], types: dict[str, str]
 ) -> None:
     """Write a file's header and tensors, and close the file.

@@ -46,7 +46,7 @@ def row_differences(weight_VD: Tensor, rows: ReplacementRows) -> Tensor:
     return rows.values_KD.to(weight_VD.dtype) - weight_VD[rows.index_K]
 
 
-def embedding(tokens: Tensor, weight_VD: Tensor, rows: ReplacementRows) -> Tensor:
+def embedding_with_rows(tokens: Tensor, weight_VD: Tensor, rows: ReplacementRows) -> Tensor:
     """Look tokens up in the table with its rows replaced, as `F.embedding` does.
 
     Args:
@@ -60,7 +60,7 @@ def embedding(tokens: Tensor, weight_VD: Tensor, rows: ReplacementRows) -> Tenso
     return _Lookup.apply(F.embedding(tokens, weight_VD), rows.slot_V[tokens], rows.values_KD)
 
 
-def linear(
+def linear_with_rows(
     hidden: Tensor, weight_VD: Tensor, rows: ReplacementRows, bias_V: Tensor | None = None
 ) -> Tensor:
     """Apply `F.linear` with the table whose rows are replaced: [..., D] to [..., V].

@@ -65,7 +65,7 @@ class TrainingChange(NamedTuple):
     request: PlanRequest
 
 
-class Choices(NamedTuple):
+class RemedyChoices(NamedTuple):
     """What may be changed in a training.
 
     Attributes:
@@ -91,7 +91,7 @@ MIN_SPEEDUP, MAX_MEMORY_SHARE = 1.05, 0.75
 
 
 def remedies_worth_showing(
-    plan: Plan, request: PlanRequest, peaks: ByDtype, choices: Choices, limits: Limits
+    plan: Plan, request: PlanRequest, peaks: ByDtype, choices: RemedyChoices, limits: Limits
 ) -> list[Remedy]:
     """Return the changes that are worth a line in a plan.
 
@@ -122,7 +122,7 @@ def remedies_worth_showing(
 
 
 def fitting_remedies(
-    request: PlanRequest, device: Device, peaks: ByDtype, choices: Choices, limits: Limits
+    request: PlanRequest, device: Device, peaks: ByDtype, choices: RemedyChoices, limits: Limits
 ) -> Iterator[Remedy]:
     """Yield the changes with which the training fits: all narrower numbers, then the least change
     of each other kind.
@@ -188,7 +188,7 @@ def fastest_fitting(request: PlanRequest, device: Device, peaks: ByDtype) -> Can
     return min(fitting, key=lambda candidate: candidate.update_s, default=None)
 
 
-def _narrower_numbers(request: PlanRequest, choices: Choices) -> Iterator[TrainingChange]:
+def _narrower_numbers(request: PlanRequest, choices: RemedyChoices) -> Iterator[TrainingChange]:
     """Yield changes to numbers of fewer bits, and to adapters in place of all weights."""
     training = request.training
     if request.precisions == ("fp32",) and choices.half_precision:

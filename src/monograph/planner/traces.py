@@ -17,7 +17,7 @@ import monograph
 from monograph.errors import InputRefused, Unreadable
 from monograph.predict.fake_memory import ORIGINS
 from monograph.predict.footprint import Work, footprint
-from monograph.storage.cache_dir import cache_root, digest
+from monograph.storage.cache_dir import cache_root, key_digest
 from monograph.storage.reading import contents, parse_json
 
 MAX_TRACES = 512  # the newest ones are kept, of about 150 bytes each
@@ -29,7 +29,7 @@ def traced_bytes(work: Work) -> Mapping[str, int]:
     new trace, which is then kept there.
     """
     path = cache_root()[0] / "traces.json"
-    key = digest(repr((work, torch.__version__, _code_state())))
+    key = key_digest(repr((work, torch.__version__, _code_state())))
     known_trace = _read_traces(path).get(key)
     if known_trace:
         return _bytes_by_origin(known_trace)
@@ -53,7 +53,7 @@ def _bytes_by_origin(trace: Trace) -> dict[str, int]:
 
 def _seal(key: str, sizes: list[int]) -> str:
     """Return a checksum, which tells a damaged trace."""
-    return digest(f"{key} {sizes}")[:16]
+    return key_digest(f"{key} {sizes}")[:16]
 
 
 def _read_traces(path: Path) -> dict[str, Trace]:

@@ -23,7 +23,7 @@ from monograph.graph.compilable import Scope
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import policy_named
-from monograph.graph.token_rows import rows_of
+from monograph.graph.token_rows import trained_rows
 from monograph.loss import Batch, Loss, TokenLoss, hidden_of
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
@@ -533,7 +533,7 @@ def _answer_loss(device_type: str) -> Loss:
         targets_N = batch["targets"].flatten()
         chunks = chunk_count(len(targets_N), len(head.weight), device_type)
         logs_N = token_log_probabilities(
-            hidden_ND, head.weight, targets_N, rows=rows_of(head), chunks=chunks
+            hidden_ND, head.weight, targets_N, rows=trained_rows(head), chunks=chunks
         )
         return -logs_N.sum(), (targets_N >= 0).sum()
 

@@ -88,7 +88,7 @@ def compiled_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def limits() -> dict[str, int | None]:
+def resource_limits() -> dict[str, int | None]:
     """Return the system's limits on this process; None: no limit.
 
     The keys are "open_files", "address_space_bytes" and "file_bytes" (the size of a file).
@@ -104,7 +104,7 @@ def limits() -> dict[str, int | None]:
     }
 
 
-def limits_said(values: dict[str, int | None]) -> str:
+def resource_limits_text(values: dict[str, int | None]) -> str:
     """Return the limits in words, "none" without limits."""
     open_files = values["open_files"]
     memory_bytes = values["address_space_bytes"]

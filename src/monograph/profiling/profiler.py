@@ -219,7 +219,7 @@ def profile(
     measured = times[len(times) // 4]
     profiled, profiled_s = _profile_updates(engine, windows, measured.whole_s)
     events = _export_trace(profiled, file)
-    timeline = trace.read(
+    timeline = trace.read_trace(
         events,
         has_kernel,
         vocabulary=_head_rows(engine, micro_batch * math.prod(row_shape)),

@@ -91,7 +91,7 @@ class _Place(NamedTuple):
     kernel_part: Part | None = None
 
 
-def read(
+def read_trace(
     trace: Mapping[str, Any], has_kernel: HasKernel, vocabulary: int | None, heads_are_batched: bool
 ) -> Timeline:
     """Read a trace, from the beginning of the first step's span to the end of the last one.
@@ -180,9 +180,9 @@ class _Reader:
     """Collects what the events of the host's threads tell.
 
     Attributes:
-        has_kernel: see `read`.
-        vocabulary: see `read`.
-        heads_are_batched: see `read`.
+        has_kernel: see `read_trace`.
+        vocabulary: see `read_trace`.
+        heads_are_batched: see `read_trace`.
         begin_s: the time that becomes 0 s, in the trace's seconds.
         head_numbers: the sequence numbers of the operators of the loss's head.
         kernels: the intervals of operators that compute; on a CPU these are the kernels.
@@ -250,7 +250,7 @@ class _Reader:
         elif _WAITS.search(event["name"]):
             self.spans.append(Span("sync", begin, end))
         elif place.kernel_part:
-            flops, moved_bytes = work(event)
+            flops, moved_bytes = operator_work(event)
             kernel = Kernel(
                 part=place.kernel_part,
                 begin_s=begin,
@@ -325,7 +325,7 @@ class _Reader:
                 part = self._part(operator, place.span_part)
                 if id(operator) not in given:
                     given.add(id(operator))
-                    flops, moved_bytes = work(operator)
+                    flops, moved_bytes = operator_work(operator)
                     operands = _operands(operator)
             elif place.span_part is None and _GENERATED.search(event["name"]):
                 part = "elementwise"
@@ -359,7 +359,7 @@ def _operands(event: TraceEvent) -> Operands | None:
     return operands if len(operands) == 2 else None
 
 
-def work(event: TraceEvent) -> tuple[float | None, float | None]:
+def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
     """Return (FLOPs, bytes) of an operator's call, from the shapes of its inputs.
 
         product of [N, K] and [K, M]                      2 N K M FLOPs

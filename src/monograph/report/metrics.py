@@ -2,8 +2,8 @@
 
 Pages, pictures, comparisons, the terminal and the check of a row's types read this table. A new
 number needs an entry here and a value in a row. The value comes from
-`monograph.run.metrics_log.rows_of`, `monograph.session.after_update`, or `figures` of an objective
-(`monograph.session.objective`).
+`monograph.run.metrics_log.metrics_rows`, `monograph.session.after_update`, or `figures` of an
+objective (`monograph.session.objective`).
 
 Training records and held-out records may have the same number, for example a loss. It is one metric
 with two keys.

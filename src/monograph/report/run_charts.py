@@ -29,7 +29,7 @@ from monograph.report.quantities import counted, memory
 Moments = Sequence[tuple[int, str]]  # (update, what happened then)
 
 
-def drawings_of(
+def run_drawings(
     metrics: Sequence[MetricsRow], yardsticks: Yardsticks, moments: Moments
 ) -> Drawings:
     """Return the charts of the metrics that a run's rows have values of, and its peak memory.

@@ -15,7 +15,7 @@ from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
 from monograph.report.metrics import LOSS, held_out_metrics, shown_metrics
 from monograph.report.page import column, config_of, number, page, pairs, section, table
-from monograph.report.run_charts import drawings_of
+from monograph.report.run_charts import run_drawings
 
 Summary = Mapping[str, Any]
 TextSample = tuple[float, str]  # (share of the run, 0 to 1; text that the model generated then)
@@ -135,7 +135,7 @@ def run_page(
         key_figures=[
             (name, form(summary[key])) for key, name, form in _FIGURES if key in known_keys
         ],
-        drawings=drawings_of(metrics, about.yardsticks, about.moments),
+        drawings=run_drawings(metrics, about.yardsticks, about.moments),
         sections=[
             section(samples_heading, _samples(about.samples), whole=True),
             column(

@@ -28,7 +28,7 @@ MemberCurve = tuple[
 SHADES = 4  # the page has this many colours that can be told apart
 
 
-def drawings_of(
+def sweep_drawings(
     settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], key: str, unit: str
 ) -> Drawings:
     """Return a chart for each knob that varies, and a chart with the curves of all members.

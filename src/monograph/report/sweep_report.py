@@ -36,9 +36,9 @@ from monograph.report.sweep_charts import (
     SettingSummary,
     axis_of,
     comparable_scores,
-    drawings_of,
     knobs_text,
     limits_of,
+    sweep_drawings,
     value_text,
     varied_in,
 )
@@ -208,7 +208,9 @@ def write_sweep_report(
         DiskFull: the disk has no space for a file.
     """
     key, unit = _score_key_and_unit(results)
-    text = sweep_page(folder, results, settings, drawings_of(settings, curves, key, unit), origin)
+    text = sweep_page(
+        folder, results, settings, sweep_drawings(settings, curves, key, unit), origin
+    )
     write_pages(folder, text, draw_sweep(settings, curves, key, unit))
 
 
@@ -229,7 +231,7 @@ def write_page_so_far(
         DiskFull: the disk has no space for the page.
     """
     key, unit = _score_key_and_unit(results)
-    drawings = drawings_of(settings, curves, key, unit)
+    drawings = sweep_drawings(settings, curves, key, unit)
     write_pages(folder, sweep_page(folder, results, settings, drawings, origin, state), [])
 
 

@@ -44,15 +44,16 @@ from monograph.data.kinds import kind_of_records
 from monograph.data.loss_mask import AnswerOptions, ConversationConverter, MaskedRow
 from monograph.data.messages import is_trained_on
 from monograph.data.options import ReadingOptions
+from monograph.data.pack import Int64
 from monograph.data.progress import ProgressCallback
 from monograph.data.records import JSON_TYPES, Fault, Unusable, checked_text, list_names, quote
-from monograph.data.rows import IGNORE, Int64, Rows
+from monograph.data.rows import IGNORE, Rows
 from monograph.data.sources import source_paths
 from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.store import Side
 from monograph.errors import InputRefused
 from monograph.rl.prompts import JsonRecord, model_tokenizer, read_items
-from monograph.text.chat import require_read
+from monograph.text.chat import require_variables_read
 from monograph.text.tokenizer import Tokenizer
 
 # The values of a label. The keys True and False also match 1 and 0.
@@ -246,7 +247,7 @@ def read_pairs(
         if chat_answers is None:
             options = AnswerOptions(every=False, truncate=False, max_inputs=length)
             chat_answers = ConversationConverter(tokenizer, options)
-        require_read(tokenizer, conversation.template_variables)
+        require_variables_read(tokenizer, conversation.template_variables)
         [row] = chat_answers.rows(conversation)
         return row
 

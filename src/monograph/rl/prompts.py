@@ -48,7 +48,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.model.config import LlamaConfig
 from monograph.rl.rewards import Reward, TeacherReward
 from monograph.storage.writing import temporary_folder
-from monograph.text.chat import chat_ids, require_read, stop_ids, template_of
+from monograph.text.chat import chat_ids, require_variables_read, stop_ids, template_of
 from monograph.text.messages import UnreadKey
 from monograph.text.template import TemplateRefusal
 from monograph.text.tokenizer import Tokenizer, parse_setting
@@ -424,7 +424,7 @@ def _text_and_ids(
         messages = read_messages(value, key)
         require_question(messages, key)
         chat = with_chat_keys(messages, record)
-        require_read(tokenizer, chat.template_variables)
+        require_variables_read(tokenizer, chat.template_variables)
         text = json.dumps(chat.messages, ensure_ascii=False)
         try:
             ids = chat_ids(

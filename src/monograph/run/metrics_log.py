@@ -55,7 +55,7 @@ class _PendingUpdates(ABC):
         """Write the pending rows. The training loop reads tensors of updates only here."""
         if self.pending:
             updates, extras = zip(*self.pending, strict=True)
-            self._write(rows_of(updates), extras)
+            self._write(metrics_rows(updates), extras)
             self.pending.clear()
 
     @abstractmethod
@@ -181,7 +181,7 @@ class MetricsLogs(_PendingUpdates):
         return newly_diverged
 
 
-def rows_of(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
+def metrics_rows(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
     """Read the numbers of some updates from the device, all at once.
 
     Returns:

@@ -34,10 +34,10 @@ from monograph.run.recipe import (
     add_missing_rows,
     build_from_file,
     compare_tokenizers,
-    digest,
     find_run,
     find_tokenizer,
     is_weight_file,
+    module_digest,
     no_tokenizer_error,
     recorded_lora,
     require_base,
@@ -146,7 +146,7 @@ def load_with_tokenizer(
 
 def load_run(run: Run, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer, int]:
     """Load a run's model and its tokenizer, and return them with the update of the checkpoint."""
-    checkpoint = recorded_state.newest(run, warn)
+    checkpoint = recorded_state.load_newest(run, warn)
     model = materialize_(_merge_adapters(_load_run_unmerged(run, checkpoint, None)[0]))
     return model, own_tokenizer(run, checkpoint.state), checkpoint.update
 
@@ -187,7 +187,7 @@ def load_to_export(
             Tokenizer.from_file(require_tokenizer(folder)),
             None,
         )
-    checkpoint = recorded_state.newest(run, warn)
+    checkpoint = recorded_state.load_newest(run, warn)
     model, base = _load_run_unmerged(run, checkpoint, None)
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
     tokenizer = own_tokenizer(run, checkpoint.state)
@@ -240,7 +240,7 @@ def _load_run_unmerged(
         _load_unmerged(recipe.init, lambda line: None, base_dtype, recipe.sizes)
     )
     base = model.config
-    require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
+    require_base(module_digest(model), recipe.base_sha256, recipe.init, run.folder)
     if recipe.vocabulary:
         set_new_rows(model, *recipe.vocabulary)
     # "auto" keeps the base's weights unchanged, even if the run trained with them in 4 or 8 bits.
@@ -298,7 +298,7 @@ def _load_unmerged(
     """
     run = find_run(folder)
     if run:
-        return _load_run_unmerged(run, recorded_state.newest(run, warn), dtype)[0]
+        return _load_run_unmerged(run, recorded_state.load_newest(run, warn), dtype)[0]
     if adapter.is_adapter(folder):
         stored = adapter.read_adapter(folder)
         base = adapter.resolved_base(stored)
@@ -307,7 +307,7 @@ def _load_unmerged(
         )
         stored.require_base_shape(model.config)
         if stored.weights_sha256:  # not needed for the result, but a digest reads all weights
-            require_base_of(stored, digest(model))
+            require_base_of(stored, module_digest(model))
         file = hub.tokenizer_file(folder)
         if file:
             vocabulary = compare_tokenizers(Tokenizer.from_file(file), base, str(file))
@@ -341,7 +341,7 @@ def load_trained(
             its module.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
-    checkpoint = recorded_state.newest(run, warn)
+    checkpoint = recorded_state.load_newest(run, warn)
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
     loss: Loss = token_loss
     if recipe.code or recipe.lora:
@@ -350,7 +350,7 @@ def load_trained(
         require_same_file(recipe, run)
         model, loss = build(recipe)
         if recipe.lora:
-            require_base(digest(model), recipe.base_sha256, recipe.init, run.folder)
+            require_base(module_digest(model), recipe.base_sha256, recipe.init, run.folder)
             if recipe.vocabulary and isinstance(model, Llama):
                 set_new_rows(model, *recipe.vocabulary)
             adapter.install_adapters(model, recorded_lora(recipe.lora), precision=precision)

@@ -58,7 +58,8 @@ class ModelRecipe(NamedTuple):
         lora: the options of the adapters that are trained on frozen weights; None if the module
             itself is trained.
         adapter: the folder of a stored adapter to start from, whose base is `init`; None without.
-        base_sha256: the `digest` of the base's weights as they are stored; None without adapters.
+        base_sha256: the `module_digest` of the base's weights as they are stored; None without
+            adapters.
         vocabulary: (first new id, number of tokens) if the model got rows for new tokens
             (`monograph.model.vocabulary.set_new_rows`); otherwise None. New ids are those that the
             weights of `init` were not trained with.
@@ -416,7 +417,7 @@ def lora_record(lora: Lora) -> dict[str, Any]:
     }
 
 
-def digest(module: nn.Module) -> str:
+def module_digest(module: nn.Module) -> str:
     """Return the hex SHA-256 of the names, shapes and numbers of a module's state.
 
     Numbers of at most 32 bits are hashed as fp32, so that the same numbers in bf16 and in fp32 have
@@ -437,7 +438,7 @@ def require_base_of(adapter: Adapter, base_sha256: str) -> None:
 
     Args:
         adapter: the stored adapter.
-        base_sha256: the `digest` of the base.
+        base_sha256: the `module_digest` of the base.
 
     Raises:
         InputRefused: the base has other weights.
@@ -454,7 +455,7 @@ def require_base(actual: str | None, expected: str | None, init: str | None, fol
     """Require that a base has the weights that a run's adapters were trained on.
 
     Args:
-        actual: the `digest` of the base.
+        actual: the `module_digest` of the base.
         expected: the digest that the run records.
         init: the name of the base, for the message.
         folder: the run's folder, for the message.

@@ -134,7 +134,7 @@ def recorded_files(state: Mapping[str, Any]) -> dict[str, str]:
     return {**({TEACHERS: earlier} if earlier else {}), **state.get("files", {})}
 
 
-def newest(run: Run, warn: Warn) -> Checkpoint:
+def load_newest(run: Run, warn: Warn) -> Checkpoint:
     """Load a run's newest valid checkpoint, or that of update `run.at_update`, and check its state.
 
     Args:
@@ -145,7 +145,7 @@ def newest(run: Run, warn: Warn) -> Checkpoint:
         InputRefused: the state is invalid; see `require`.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
-    checkpoint = checkpointing.newest(run.checkpoints, warn, at=run.at_update)
+    checkpoint = checkpointing.load_newest(run.checkpoints, warn, at=run.at_update)
     require(checkpoint.state, checkpoint.update, run)
     return checkpoint
 

@@ -19,7 +19,7 @@ from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.models import load_run, load_with_tokenizer
-from monograph.run.recipe import digest, find_run
+from monograph.run.recipe import find_run, module_digest
 from monograph.serve import shapes
 from monograph.session.recorded import run_settings
 from monograph.storage.reading import without_links
@@ -56,7 +56,7 @@ class Version:
         precision: Precision,
     ):
         """Put the model on the device; the arguments are the attributes of the same names."""
-        self._digest = digest(model)
+        self._digest = module_digest(model)
         self.id = identity
         self.names = names
         self.tokenizer = tokenizer

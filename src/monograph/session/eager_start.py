@@ -54,7 +54,7 @@ _COMPILE_SCRIPT = (
 )
 
 
-def pays(session: Session, key: str) -> bool:
+def should_begin_eagerly(session: Session, key: str) -> bool:
     """Return whether a run should begin with eager updates.
 
     It should if all of this is true:
@@ -96,11 +96,10 @@ def begin(
     progress: Progress,
     before_first_update: Callable[[], None],
 ) -> bool:
-    """Make eager updates until another process has compiled the step, if that `pays`; then compile
-    the step here.
+    """Make eager updates until another process has compiled the step, then compile it here.
 
-    After eager updates, compiling here takes a few seconds, because the compiled code is in the
-    cache.
+    Eager updates are made only if `should_begin_eagerly` says so. After eager updates, compiling
+    here takes a few seconds, because the compiled code is in the cache.
 
     Args:
         session: a session at its beginning.
@@ -112,7 +111,7 @@ def begin(
         Whether there were eager updates.
     """
     key = compiled_key(session, window)
-    updates_eagerly = pays(session, key)
+    updates_eagerly = should_begin_eagerly(session, key)
     if updates_eagerly:
         before_first_update()
         max_wait_s = patience_s(session)

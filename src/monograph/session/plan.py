@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from monograph.distributed.world import place
+from monograph.distributed.world import read_place
 from monograph.model.config import LlamaConfig
 from monograph.planner import Candidate, StreamCandidate
 from monograph.planner.defaults import EVALUATIONS
@@ -126,7 +126,7 @@ def ranks_that_share(parallel: str, ranks: int) -> int:
         parallel: `train.parallel`. "hsdp" divides the rows among the ranks of one machine.
         ranks: the number of all ranks.
     """
-    own_place = place(srun=True) if parallel == "hsdp" else None
+    own_place = read_place(srun=True) if parallel == "hsdp" else None
     if own_place:
         return own_place.machine_size
     return ranks if is_sharded(parallel) else 1

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from monograph import __version__
-from monograph.config import build, check
+from monograph.config import build, checked_value
 from monograph.device import describe
-from monograph.distributed.world import Place, World, lost, place
+from monograph.distributed.world import Place, World, is_rank_lost, read_place
 from monograph.errors import (
     Ended,
     InputRefused,
@@ -58,7 +58,7 @@ def meet(parallel: str, said: str, resumed: bool) -> World:
         UsageError: `train.parallel` is on for a single process, or off for several.
         PeerLost: some ranks did not call this in time.
     """
-    own = place(srun=parallel != "none")
+    own = read_place(srun=parallel != "none")
     if not resumed:
         require_launched(parallel, said, own)
     return World(own, lambda line: Progress().line("note", line))
@@ -169,7 +169,8 @@ def agreed(world: World, record: ConfigRecord) -> ConfigRecord:
         [settings.pinned(), dict(settings.origins), dict(settings.vouched)]
     )
     checked = {
-        key: check(key, value, origins[key], from_text=False) for key, value in values.items()
+        key: checked_value(key, value, origins[key], from_text=False)
+        for key, value in values.items()
     }
     return ConfigRecord(build(checked, origins).vouching(vouched))
 
@@ -225,7 +226,7 @@ def _ending(world: World, run: Run, error: BaseException) -> BaseException:
         error: the error of the `with` block of `report_error_once`.
     """
     # This comes first, because the error of a lost connection may also come out of a user's module.
-    if not world.alone and lost(error):
+    if not world.alone and is_rank_lost(error):
         peer = PeerLost(f"rank {world.rank}: another rank has ended, or was ended")
         peer.told = not world.leads
         return peer

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from monograph.data.batches import Batch
 from monograph.device import clock
-from monograph.distributed.checkpoint import newest
+from monograph.distributed.checkpoint import load_newest
 from monograph.errors import Diverged, InputRefused, NoValidCheckpoint
 from monograph.graph import capture as graph
 from monograph.report.quantities import counted
@@ -77,7 +77,7 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     if rewinds_in_a_row([*earlier_stretches, (begin, end)], rows) > MAX_REWINDS:
         raise _diverged(session, log)
     try:
-        checkpoint = newest(
+        checkpoint = load_newest(
             session.world, session.run.checkpoints, lambda line: None, until=last - streak
         )
     except NoValidCheckpoint:

@@ -28,7 +28,13 @@ from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
-from monograph.run.recipe import ModelRecipe, add_missing_rows, digest, lora_record, require_base_of
+from monograph.run.recipe import (
+    ModelRecipe,
+    add_missing_rows,
+    lora_record,
+    module_digest,
+    require_base_of,
+)
 from monograph.run.recorded_state import newest_state
 from monograph.run.writing import recorded_parent
 from monograph.session.new_tokens import token_notes
@@ -227,7 +233,7 @@ def build_run(
     notes = token_notes(new_tokens, rows)
     lora = job.adapters(trained_tokens)
     if lora:
-        recipe = recipe._replace(lora=lora_record(lora), base_sha256=digest(model))
+        recipe = recipe._replace(lora=lora_record(lora), base_sha256=module_digest(model))
     if new_tokens and new_tokens.vocabulary and isinstance(model, Llama):
         vocabulary = add_missing_rows(model, new_tokens.vocabulary, str(recipe.init))
         recipe = recipe._replace(vocabulary=vocabulary)

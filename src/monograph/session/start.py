@@ -12,7 +12,7 @@ from monograph import checkpointing
 from monograph.config import Settings
 from monograph.data.sources import spooled_stdin
 from monograph.device import clock, default_device, describe
-from monograph.distributed.checkpoint import newest
+from monograph.distributed.checkpoint import load_newest
 from monograph.distributed.world import World
 from monograph.errors import UsageError
 from monograph.loss import Batch
@@ -295,10 +295,11 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     warn = partial(progress.line, "warning")
     is_saved = bool(checkpointing.candidates(folder.checkpoints))
     # Only eager updates come before the first checkpoint. So a run with rows of other updates had a
-    # checkpoint. If that is gone, the run must not begin anew: `newest` then raises. If there is a
-    # checkpoint, the rows are not read here, since a resume is possible even if one is damaged.
+    # checkpoint. If that is gone, the run must not begin anew: `load_newest` then raises. If there
+    # is a checkpoint, the rows are not read here, since a resume is possible even if one is
+    # damaged.
     if world.broadcast(is_saved or any(eager_start.MARK not in row for row in folder.rows())):
-        session.restore(newest(world, folder.checkpoints, warn), progress)
+        session.restore(load_newest(world, folder.checkpoints, warn), progress)
         if world.leads and writing.repair_tokenizer(folder, session.records.tokenizer):
             warn(f"{folder.tokenizer}: was damaged, and is written again")
         progress.line(
@@ -309,7 +310,7 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     folder.truncate_metrics(0)
     parent = writing.recorded_parent(folder)
     if parent:
-        checkpoint = newest(world, parent.run.checkpoints, warn, at=parent.at_update)
+        checkpoint = load_newest(world, parent.run.checkpoints, warn, at=parent.at_update)
         session.begin_from(checkpoint, parent.run)
         progress.line(
             "from", f"weights and optimizer of {parent.run.folder} after update {checkpoint.update}"

@@ -328,7 +328,7 @@ def _compile(session: Session, window: Batch, progress: Progress) -> None:
         compiled = "one block for all" if scope == "blocks" else "whole step"
         with progress.stage("compile", compiled) as stage:
             began = clock()
-            session.eager_reason = capture(engine, window, scope, session.kernel)
+            session.eager_reason = capture_engine(engine, window, scope, session.kernel)
             session.compile_s = clock() - began
             replayed = ", micro-steps replayed" if graph.is_replayed(engine.step) else ""
             stage.result = "not possible" if session.eager_reason else f"0 graph breaks{replayed}"
@@ -336,7 +336,7 @@ def _compile(session: Session, window: Batch, progress: Progress) -> None:
         progress.line("eager", f"training without compiling: {session.eager_reason}")
 
 
-def capture(
+def capture_engine(
     engine: Engine, window: Batch, scope: Scope, kernel: AttentionKernel | None = None
 ) -> str | None:
     """Capture the step of an engine.

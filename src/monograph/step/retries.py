@@ -121,7 +121,7 @@ class Retries:
                 f"one row does not fit the device's memory: {message}; use a smaller model or sequence_length"
             )
         empty_cache(step.device)
-        self.announce(f"out of memory at {rows_of(rows)}: {change}, the update stays the same")
+        self.announce(f"out of memory at {rows_text(rows)}: {change}, the update stays the same")
         step.parameters.begin_again()
 
     def _recompute(self, step: Step) -> bool:
@@ -153,7 +153,7 @@ def empty_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def rows_of(number: int) -> str:
+def rows_text(number: int) -> str:
     """Return "1 row", "2 rows" and so on."""
     return f"{number} row" if number == 1 else f"{number} rows"
 

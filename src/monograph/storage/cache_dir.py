@@ -170,7 +170,7 @@ def mark_compiled(key: str) -> None:
 def _mark_file(key: str) -> Path | None:
     """Return the path of the empty file that says that a step is compiled; None without a cache."""
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return Path(folder, "steps", digest(key)) if folder else None
+    return Path(folder, "steps", key_digest(key)) if folder else None
 
 
 def found_once(key: str, find: Callable[[], bool]) -> bool:
@@ -182,7 +182,7 @@ def found_once(key: str, find: Callable[[], bool]) -> bool:
     """
     folder = cache_root()[0] / "found"
     # The cache has an empty file for each question, and the end of the file's name is the answer.
-    files = {answer: folder / f"{digest(key)}.{answer}" for answer in (True, False)}
+    files = {answer: folder / f"{key_digest(key)}.{answer}" for answer in (True, False)}
     with suppress(OSError):
         for answer, path in files.items():
             if path.exists():
@@ -194,6 +194,6 @@ def found_once(key: str, find: Callable[[], bool]) -> bool:
     return answer
 
 
-def digest(key: str) -> str:
+def key_digest(key: str) -> str:
     """Return the hex SHA-256 of a key, as a name for a file in the cache."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -142,15 +142,15 @@ class TensorEntry(NamedTuple):
 def decode(prefix: bytes, file_bytes: int) -> dict[str, Tensor]:
     """Allocate the tensors of a file without filling them, in the order of their bytes.
 
-    The arguments and errors are those of `entries`.
+    The arguments and errors are those of `tensor_entries`.
     """
     return {
         entry.name: torch.empty(entry.shape, dtype=entry.dtype)
-        for entry in entries(prefix, file_bytes)
+        for entry in tensor_entries(prefix, file_bytes)
     }
 
 
-def entries(prefix: bytes, file_bytes: int) -> list[TensorEntry]:
+def tensor_entries(prefix: bytes, file_bytes: int) -> list[TensorEntry]:
     """Return the tensors that a header describes, in the order of their bytes.
 
     Args:

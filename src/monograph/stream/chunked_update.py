@@ -35,7 +35,7 @@ MAX_CHUNK_ELEMENTS = 2**23
 HALF_DONE = "take fewer blocks a stage or fewer rows (train.micro_batch), and go on from the last checkpoint"
 # The type of `Passes.update_part`, called with (part of a plane, low halves of split weights or None,
 # gradient, the gradient's factor, whether the update is applied).
-UpdatePart = Callable[[Plane, Tensor | None, Tensor, Tensor, Tensor], None]
+PartUpdater = Callable[[Plane, Tensor | None, Tensor, Tensor, Tensor], None]
 
 
 class Chunk(NamedTuple):
@@ -193,7 +193,7 @@ class ChunkedUpdate:
     @torch.no_grad()
     def update_chunks(
         self,
-        update_part: UpdatePart,
+        update_part: PartUpdater,
         scale: Tensor,
         accepted: Tensor,
         in_slot: StageOnDevice | None = None,
@@ -254,7 +254,7 @@ class ChunkedUpdate:
     def _update(
         self,
         fetched: FetchedChunk,
-        update_part: UpdatePart,
+        update_part: PartUpdater,
         scale: Tensor,
         accepted: Tensor,
         in_slot: StageOnDevice | None,

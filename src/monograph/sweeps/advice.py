@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from monograph.config import Settings
 from monograph.config.axes import AMOUNT_KEYS, SEED
-from monograph.config.settings import check
+from monograph.config.settings import checked_value
 from monograph.errors import UsageError
 from monograph.evaluation.significance import Setting, Table, pooled, seeds_needed, t_quantile
 from monograph.report.quantities import counted
@@ -54,7 +54,7 @@ def advise(sweep: Sweep, table: Table) -> list[Advice]:
     ]
 
 
-def as_json(advices: Sequence[Advice]) -> list[dict[str, str | None]]:
+def advice_json(advices: Sequence[Advice]) -> list[dict[str, str | None]]:
     """Return advice as `--json` prints it: a text, and a command or null."""
     return [
         {
@@ -225,7 +225,7 @@ def _accepted(settings: Settings, key: str, values: Sequence[float]) -> list[Any
     accepted = list[Any]()
     for value in values:
         with suppress(UsageError):
-            read_value = check(key, typed_value(value), ORIGIN, from_text=True)
+            read_value = checked_value(key, typed_value(value), ORIGIN, from_text=True)
             settings.resolve({key: read_value}, ORIGIN)
             accepted.append(read_value)
     return accepted

@@ -339,4 +339,4 @@ def _is_sound(session: Session, update: int) -> bool:
 
 def _checkpoint(session: Session, update: int | None) -> Checkpoint:
     """Return the run's checkpoint of an update; None: the newest one."""
-    return checkpointing.newest(session.run.checkpoints, lambda line: None, at=update)
+    return checkpointing.load_newest(session.run.checkpoints, lambda line: None, at=update)

@@ -374,7 +374,7 @@ class TimedGroup:
         if size == 1 and 1 in self.engines and reuse_engine(self.engines[1][1], engine):
             engine = self.engines[1][1]
         else:
-            capture(
+            capture_or_train_eagerly(
                 engine,
                 first_window(built_runs, self.text),
                 built_runs[0].plan.training.compile,
@@ -398,7 +398,7 @@ class TimedGroup:
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
         began = clock()
         cached = compat.graphs_from_cache()
-        capture(engine, window, built_runs[0].plan.training.compile, progress)
+        capture_or_train_eagerly(engine, window, built_runs[0].plan.training.compile, progress)
         compile_s = clock() - began
         if width == 1 and compat.graphs_from_cache() > cached:
             # The measured compile time is that of a cached graph, but the graph of several members
@@ -414,7 +414,7 @@ class TimedGroup:
         return WidthTime(update_s, compile_s)
 
 
-def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> None:
+def capture_or_train_eagerly(engine: Engine, window: Batch, scope: str, progress: Progress) -> None:
     """Compile the engine as `monograph train` does. If that fails, the reason is reported and the
     engine trains eagerly.
 
@@ -430,7 +430,7 @@ def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> No
     what = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
     by_block = scope == "blocks" and not isinstance(engine, Ensemble)
     with progress.stage("compile", what) as stage, buffers_kept(engine.model, engine.step.loss):
-        failure = warmup.capture(engine, window, "blocks" if by_block else "whole")
+        failure = warmup.capture_engine(engine, window, "blocks" if by_block else "whole")
         stage.result = failure or "0 graph breaks"
 
 

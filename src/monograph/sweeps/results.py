@@ -32,7 +32,7 @@ from monograph.session.recorded import run_settings
 from monograph.session.reporting import finished
 from monograph.session.resolve import resolve
 from monograph.session.setup import build_run, make_engine
-from monograph.session.warmup import capture
+from monograph.session.warmup import capture_engine
 from monograph.storage.code import code_named
 from monograph.storage.reading import is_folder
 from monograph.sweeps import advice
@@ -248,7 +248,7 @@ def verdict(table: Table) -> str:
     return describe_knobs(dict(best.knobs)) if best.knobs else f"member {table.best.member}"
 
 
-def as_json(
+def results_json(
     outcomes: Sequence[Outcome], table: Table
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Return the members and the best setting as `--json` prints them; None if there is no best."""
@@ -314,7 +314,7 @@ def summary(
 
 def result_object(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, Any]:
     """Return the object that `--json` prints, which is also the result in sweep.json."""
-    members, best = as_json(outcomes, table)
+    members, best = results_json(outcomes, table)
     training_s = sweep.record.get("training_s", 0.0)
     tokens = sweep.record.get("tokens", 0)
     return {
@@ -322,7 +322,7 @@ def result_object(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> di
         "run": str(sweep.run.folder),
         "members": members,
         "best": best,
-        "advice": advice.as_json(advice.advise(sweep, table)),
+        "advice": advice.advice_json(advice.advise(sweep, table)),
         "wall_s": sweep.record.get("elapsed_s"),
         "tokens_per_s": tokens / training_s if training_s else None,
     }
@@ -340,7 +340,7 @@ def result_so_far(
         spent_s: the seconds spent so far.
         rate: targets per second of the last updates; 0 before the first update.
     """
-    members, best = as_json(outcomes, table)
+    members, best = results_json(outcomes, table)
     return {
         "members": members,
         "best": best,
@@ -366,7 +366,8 @@ def chart_settings(table: Table) -> list[dict[str, Any]]:
     ]
 
 
-# `verify` allows this many times the difference between two ways to train the same run alone.
+# `verify_member` allows this many times the difference between two ways to train the same run
+# alone.
 MAX_DIFFERENCE_RATIO = 4.0
 
 
@@ -385,7 +386,7 @@ class EagerUpdates(NamedTuple):
 NO_EAGER_UPDATES = EagerUpdates(0, 0)
 
 
-def verify(
+def verify_member(
     outcome: Outcome, progress: Progress, eager: EagerUpdates = NO_EAGER_UPDATES
 ) -> dict[str, Any]:
     """Compare a member's training losses with those of the same run trained alone, and print and
@@ -486,7 +487,7 @@ def train_alone(
         if compiled:
             by_block = built.plan.training.compile == "blocks"
             window = first_window([built], text)
-            capture(engine, window, "blocks" if by_block else "whole")
+            capture_engine(engine, window, "blocks" if by_block else "whole")
         losses = []
         for update in train(engine, batches, updates):
             losses.append(update.loss)  # it stays on the device, so that updates do not wait

@@ -73,7 +73,7 @@ def chat_ids(
     return tokenizer.encode_rendered(text, marker)
 
 
-def require_read(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
+def require_variables_read(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
     """Require that the chat template reads each of these variables of a chat.
 
     Raises:

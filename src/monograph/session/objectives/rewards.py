@@ -50,7 +50,7 @@ from monograph.rl.rollouts import (
 from monograph.run.folder import Run
 from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
-from monograph.run.recipe import digest
+from monograph.run.recipe import module_digest
 from monograph.run.source import ModelSource
 from monograph.run.trust import is_all_trusted
 from monograph.session.choices import FP8, MODEL_FROM_CODE, STREAMED, Condition
@@ -365,7 +365,7 @@ def _read_prompts(
     # part of the fingerprint, which must be the same when the run is resumed.
     digests = [prompts.fingerprint, reward.digest]
     if reward.teacher:
-        digests.append(digest(reward.teacher))
+        digests.append(module_digest(reward.teacher))
     form = form_named(objective.answer_regex, objective.answer_schema)
     if form:
         digests.append(form.digest)

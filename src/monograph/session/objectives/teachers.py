@@ -20,7 +20,7 @@ from monograph.loss import MixtureLoss
 from monograph.model.llama import Llama
 from monograph.run.folder import TEACHERS, Run
 from monograph.run.models import load_run
-from monograph.run.recipe import digest
+from monograph.run.recipe import module_digest
 from monograph.run.recorded_state import Digest, Natural, Strict
 from monograph.run.writing import write_atomically
 from monograph.session.objective import Task
@@ -66,7 +66,9 @@ def write_teachers(run: Run, members: Sequence[Run]) -> None:
     for member in members:
         model, _, update = load_run(member)
         path_in_sweep = member.folder.relative_to(run.folder.parent)
-        teachers.append({"member": str(path_in_sweep), "update": update, "sha256": digest(model)})
+        teachers.append(
+            {"member": str(path_in_sweep), "update": update, "sha256": module_digest(model)}
+        )
     record = {"schema": "monograph.teachers/1", "share": SHARE, "teachers": teachers}
     write_atomically(run.folder / TEACHERS, json.dumps(record, indent=1) + "\n")
 
@@ -151,7 +153,7 @@ class TaughtTask(TextTask):
             raise InputRefused(
                 f"{teacher_run.named_path}, a teacher of {run.folder}: {error}; put it back, or {remedy}"
             ) from None
-        if digest(teacher) != recorded.sha256:
+        if module_digest(teacher) != recorded.sha256:
             raise InputRefused(
                 f"{teacher_run.named_path}, a teacher of {run.folder}, has changed: put it back, or {remedy}"
             )
