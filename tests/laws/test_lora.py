@@ -176,7 +176,9 @@ def test_updates_are_pefts(kind, factor):
     """LoRA+ and DoRA, in float64, each window in three micro-batches; vectors are not decayed here."""
     lora, decay = KINDS[kind], 0.1 if kind == "lora" else 0.0
     settings = load(None, {"optim.lr": 1e-3, "lora.lr_ratio": factor}, {})
-    optim = AdamW(weight_decay=decay, **rates(settings.optim.lr, settings.lora.lr_ratio, default=1.0))
+    optim = AdamW(
+        weight_decay=decay, **rates(settings.optim.lr, settings.lora.lr_ratio, default=1.0)
+    )
     model = adapted_llama(lora, dtype=torch.float64)
     theirs = in_peft(model, tiny_llama(torch.float64), None, lora)
     start = {name: p.detach().clone() for name, p in trained_of(model).items()}
