@@ -18,7 +18,7 @@ from monograph.ops.logits_gradient import COLUMNS, replace_logits_
 TOKENS = 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Below, at and beyond what the kernel reads at once, and two times that with a rest.
-VOCABULARIES = (1, 101, COLUMNS, COLUMNS + 1, 2 * COLUMNS + 96)
+VOCABULARIES = (1, 101, 4096, COLUMNS, COLUMNS + 1, 2 * COLUMNS + 96)
 
 
 def inputs(vocabulary: int, scale: float = 4.0) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ Shapes: C tokens, V vocabulary.
 import torch
 from torch import Tensor
 
-# How many columns a program of the kernel reads at once.
+# How many columns a program of the kernel reads at once, at most.
 COLUMNS = 8192
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

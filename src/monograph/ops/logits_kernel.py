@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# With so many threads of a row, the rows that a GPU computes at once fit about into its L2 cache, from
-# which the second loop reads. Twice as many would spill registers where the vocabulary is odd.
-_WARPS: Final = 16
+# A thread has so many columns. With the 16 warps of a large vocabulary, the rows that a GPU computes at
+# once fit about into its L2 cache, from which the second loop reads. With 32, registers would be
+# spilled where the vocabulary is odd.
+_COLUMNS_OF_THREAD: Final = 16
+_THREADS_OF_WARP: Final = 32
 # exp(x) = 2^(x log2 e): a GPU has an instruction for powers of two.
 _LOG2_E: Final = tl.constexpr(1.4426950408889634)
 _LN_2: Final = tl.constexpr(0.6931471805599453)
@@ -73,7 +75,7 @@ def _replace_row(logits, targets, masks, losses, stride, V, T: tl.constexpr):
 
 
 def launch(
-    logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor, losses_C: Tensor, at_once: int
+    logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor, losses_C: Tensor, most_columns: int
 ) -> None:
     """Launch the kernel; see `monograph.ops.logits_gradient.replace_logits_`.
 
@@ -82,11 +84,13 @@ def launch(
         targets_C: see there.
         mask_C: see there.
         losses_C: receives the losses.
-        at_once: how many columns a program reads at once, a power of two.
+        most_columns: how many columns a program reads at once, at most; a power of two.
     """
     rows, columns = logits_CV.shape
     if not rows:
         return
+    at_once = min(most_columns, triton.next_power_of_2(columns))
+    warps = max(1, at_once // (_COLUMNS_OF_THREAD * _THREADS_OF_WARP))
     _replace_row[(rows,)](
         logits_CV,
         targets_C,
@@ -95,5 +99,5 @@ def launch(
         logits_CV.stride(0),
         columns,
         T=at_once,
-        num_warps=_WARPS,
+        num_warps=warps,
     )
