@@ -180,6 +180,14 @@ def test_json_of_others_has_one_reader_and_homes_one_function(
                 ), name(path)
 
 
+def test_mutants_are_put_into_files_and_sought_by_tests_that_exist() -> None:
+    # Its own imports are installed by `make mutants` alone, so its text is read.
+    named = set(re.findall(r'"([\w/]+\.py)"', (ROOT / "tests/mutants.py").read_text()))
+    folders = (ROOT / "src/monograph", ROOT / "tests")
+    assert named
+    assert not [name for name in named if not any((folder / name).exists() for folder in folders)]
+
+
 def test_no_step_engine_or_plan_is_any() -> None:
     """mypy is strict, but would let anything pass that somebody calls `Any`."""
     names = "step|engine|parameters|planes?|optim|schedule|walk|store|world|plan|job|session|objective|settings"
