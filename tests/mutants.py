@@ -103,8 +103,8 @@ ROOMS = {
         ("automata/__init__.py", "automata/tokens.py", "decode/automaton_tables.py", "automata/dfa.py",
          "automata/expression.py", "automata/pattern.py", "automata/schema.py",
          "automata/values.py"),
-        ("automata/test_tables.py", "automata/test_lift.py", "automata/test_automaton_tables.py", "automata/test_dfa.py",
-         "automata/test_pattern.py", "automata/test_schema.py"),
+        ("automata/test_tables.py", "automata/test_lift.py", "automata/test_automaton_tables.py",
+         "automata/test_dfa.py", "automata/test_pattern.py", "automata/test_schema.py"),
     ),
     "rl": Room(
         ("rl/arrange.py", "rl/loss.py", "rl/pairs.py", "rl/preferences.py",
