@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures one part on the GPU of this machine and writes its numbers as JSON: benchmarks/gpu.sh PART [ARGUMENTS...]
-#   PART: all, or laws, train, kernels, memory, generate, stream or ensemble; each takes at most 9 minutes.
+#   PART: all, or laws, train, kernels, memory, generate, stream, streamspeed or ensemble; each takes at most 9 minutes.
 #         all: as many of the others, in this order, as fit in 9 minutes; the same command goes on with those that are
 #         left, then prints what was predicted without a GPU next to what was measured. What fails is written, too.
 #         laws: the tests that need a GPU, then all laws. train: benchmarks/train.py, which needs neither pydantic nor a
@@ -9,6 +9,7 @@
 #         kernels: benchmarks/kernels.py, where the time of a step goes.
 #         memory: benchmarks/plan.py, predicted beside measured peak memory.
 #         stream: benchmarks/stream.py, streamed, killed and resumed beside resident.
+#         streamspeed (not in all): benchmarks/stream_speed.py, how fast streaming is beside resident.
 #         generate: benchmarks/generate_peers.py, beside transformers where that is installed.
 #         ensemble: benchmarks/ensemble_peers.py, beside a loop of CUDA graphs.
 #   ARGUMENTS: for the part's script, for example: benchmarks/gpu.sh train --models 124m --micro-batch 64
@@ -95,16 +96,17 @@ every() {
 case $part in
   all) every ;;
   laws) laws ;;
-  train | kernels | memory | stream | generate | ensemble)
+  train | kernels | memory | stream | streamspeed | generate | ensemble)
     script="benchmarks/$part.py"
     [ "$part" = generate ] && script=benchmarks/generate_peers.py
     [ "$part" = memory ] && script=benchmarks/plan.py
+    [ "$part" = streamspeed ] && script=benchmarks/stream_speed.py
     [ "$part" = ensemble ] && script=benchmarks/ensemble_peers.py
     [ "$part" = train ] && set -- --seconds $((limit - 40)) "$@"
     timeout "$limit" "$PYTHON" "$script" --out "$out/$part.json" "$@"
     ;;
   *)
-    echo "usage: benchmarks/gpu.sh all|laws|train|kernels|memory|generate|stream|ensemble" >&2
+    echo "usage: benchmarks/gpu.sh all|laws|train|kernels|memory|generate|stream|streamspeed|ensemble" >&2
     exit 2
     ;;
 esac

@@ -579,6 +579,53 @@ def test_stream(script, uncompiled, monkeypatch, tmp_path, capsys):
     ] == [2, 2, 4]
 
 
+def test_stream_speed(script, uncompiled, monkeypatch, tmp_path, capsys):
+    """Its processes in this one. An update copies the same bytes however many micro-batches it has."""
+    stream_speed = script("stream_speed")
+
+    def run_case(name, way, given, seconds):
+        stream_speed.measure(given.models_by_name[name], way, given.timed)
+        last = capsys.readouterr().out.splitlines()[-1]
+        return {"model": name, "way": way, **json.loads(last)}
+
+    monkeypatch.setattr(stream_speed, "run_case", run_case)
+    cases = smoke(stream_speed, monkeypatch, tmp_path / "found.json")["cases"]
+    assert [(case["model"], case["way"]) for case in cases] == list(stream_speed.CASES)
+    streamed = [case for case in cases if case["way"] != stream_speed.RESIDENT]
+    assert all(case["as_promised"] for case in streamed)
+    assert [case["promised_updates"] for case in streamed] == [0, 2, 0, 0, 0]
+    on_device, offloaded = (case["updates"] for case in streamed[:2])
+    assert on_device["large"]["moved_bytes"] == on_device["small"]["moved_bytes"]
+    assert offloaded["large"]["moved_bytes"]["in"] > offloaded["small"]["moved_bytes"]["in"] > 0
+    resident = next(case for case in cases if case["way"] == stream_speed.RESIDENT)
+    assert resident["updates"]["large"]["moved_bytes"] == {"in": 0, "out": 0}
+    other = streamed[1]
+    other["seen"][1][1] = (0.0).hex()
+    stream_speed.compare(other, cases, stream_speed.SMOKE["4b"])
+    assert other["first_loss_equal"] and not other["as_promised"]
+
+
+def test_stream_speed_keeps_what_a_stopped_process_has_measured(script, monkeypatch, tmp_path):
+    stream_speed = script("stream_speed")
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\necho \'{"seen": []}\'\n[ "$SLOW" ] || { echo bad >&2; exit 3; }\nexec sleep 60\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(stream_speed.sys, "executable", str(python))
+    monkeypatch.setattr(stream_speed, "SHORTEST_CASE_S", 0.1)
+
+    def run_case(seconds):
+        return stream_speed.run_case("1b", "sweep", Namespace(), seconds)
+
+    failed = run_case(60.0)
+    assert failed["error"] == "bad" and failed["seen"] == []
+    monkeypatch.setenv("SLOW", "1")
+    stopped = run_case(1.0)
+    assert stopped["error"] == "still running after 1 s" and stopped["seen"] == []
+    assert run_case(0.0)["error"] == "not measured: out of time"
+
+
 def test_stream_and_sweep_runs(script):
     stream, sweep_runs = script("stream"), script("sweep_runs")
     assert stream.window(0, 2, stream.SMOKE)["targets"].shape == (2, 256)
