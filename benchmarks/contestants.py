@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,10 +15,18 @@ from peers import Task, lightning, monograph, plain, trainer, trainer_module
 
 
 class System(NamedTuple):
-    """A system: how it trains, and the packages that it needs."""
+    """A system: how it trains, and what it needs.
+
+    Attributes:
+        fit: builds it.
+        packages: those that it needs.
+        clones: environment variables, each of which names the folder of a repository that is no
+            package.
+    """
 
     fit: Callable[[Task], None]
     packages: tuple[str, ...] = ()
+    clones: tuple[str, ...] = ()
 
     @property
     def versions(self) -> dict[str, str]:
@@ -26,8 +35,9 @@ class System(NamedTuple):
 
     @property
     def missing(self) -> list[str]:
-        """Return its packages that are not installed."""
-        return [name for name in self.packages if importlib.util.find_spec(name) is None]
+        """Return its packages that are not installed, and its variables that name no folder."""
+        packages = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        return packages + [name for name in self.clones if not os.path.isdir(os.getenv(name, ""))]
 
 
 SYSTEMS = {

@@ -4,7 +4,8 @@
 Inference and a training step (forward, backward, AdamW with each member's own learning rate; by
 hand with one rate for all) are interleaved. Ratios say how many times faster the ensemble is: in
 CPU time with one thread, in wall time with more threads or on a GPU. The fastest alternative is the
-one to compare with. On a GPU the alternatives include a loop captured as a CUDA graph.
+one to compare with. On a GPU, the alternatives include eager and compiled loops and `torch.func`
+that the user has captured as CUDA graphs, and inference of the ensemble captured in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
-from monograph.device import default_device
+from monograph.device import clock, default_device
 from monograph.ensemble import Ensemble
 from monograph.loss import Batch, Loss, token_loss
 from monograph.model.config import LlamaConfig
@@ -29,6 +30,7 @@ from monograph.model.llama import Llama
 from monograph.optim import AdamW
 
 LR = 1e-3
+BEGAN = clock()
 
 
 class MLP(nn.Module):
@@ -113,7 +115,7 @@ def one_after_another(
     captured: bool = False,
 ) -> Callable[[], object]:
     """Return a loop over the members; if compiled, one graph serves all, and the optimizer is
-    torch's fused AdamW.
+    torch's fused AdamW; `captured` prepares the optimizer for a CUDA graph.
     """
 
     def forward(model: nn.Module, batch: Batch) -> Tensor:
@@ -151,9 +153,18 @@ def one_after_another(
     return stepped
 
 
-def by_hand(case: Case, models: Sequence[nn.Module], train: bool) -> Callable[[], object]:
-    """Return the recipe of `torch.func`'s documentation, eager: stacked state, vmap, and one AdamW
-    over the stacks.
+def by_hand(
+    case: Case,
+    models: Sequence[nn.Module],
+    train: bool,
+    compiled: bool = False,
+    captured: bool = False,
+) -> Callable[[], object]:
+    """Return the recipe of `torch.func`'s documentation: stacked state, vmap, and one AdamW over the
+    stacks.
+
+    If compiled, what vmap returns is one graph, and the optimizer is torch's fused AdamW;
+    `captured` prepares the optimizer for a CUDA graph.
     """
     parameters, buffers = stack_module_state(list(models))
     base = models[0]
@@ -168,23 +179,34 @@ def by_hand(case: Case, models: Sequence[nn.Module], train: bool) -> Callable[[]
             total, count = case.loss(self.model, batch)
             return total / count
 
+    def outputs(p: dict[str, Tensor], b: dict[str, Tensor]) -> Any:
+        return vmap(lambda p, b: functional_call(base, (p, b), inputs))(p, b)
+
     if not train:
+        look = torch.compile(outputs, dynamic=False) if compiled else outputs
 
         @torch.no_grad()
         def looked() -> None:
-            vmap(lambda p, b: functional_call(base, (p, b), inputs))(parameters, buffers)
+            look(parameters, buffers)
 
         return looked
     leaves = {name: nn.Parameter(tensor.detach()) for name, tensor in parameters.items()}
-    optimizer, wrapped = torch.optim.AdamW(leaves.values(), lr=LR), Loss()
+    optimizer = torch.optim.AdamW(leaves.values(), lr=LR, fused=compiled, capturable=captured)
+    wrapped = Loss()
 
     def of_one(p: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
         named = {f"model.{name}": tensor for name, tensor in (p | b).items()}
         out: Tensor = functional_call(wrapped, named, (case.batch,))
         return out
 
+    def gradients(p: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = vmap(grad(of_one))(p, b)
+        return found
+
+    differentiate = torch.compile(gradients, dynamic=False) if compiled else gradients
+
     def stepped() -> None:
-        grads = vmap(grad(of_one))({name: leaf.detach() for name, leaf in leaves.items()}, buffers)
+        grads = differentiate({name: leaf.detach() for name, leaf in leaves.items()}, buffers)
         for name, leaf in leaves.items():
             leaf.grad = grads[name]
         optimizer.step()
@@ -216,20 +238,23 @@ def together(case: Case, models: Sequence[nn.Module], train: bool) -> Callable[[
 
 
 def cuda_graphed(run: Callable[[], object]) -> Callable[[], object]:
-    """Return the loop over the members, captured once as a CUDA graph and replayed."""
+    """Return the same work, captured once as a CUDA graph and replayed."""
+    # Warm-up and capture use one stream, because autograd accumulates a gradient on the stream that
+    # used the parameter first. The warm-up compiles all that is compiled.
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             run()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         run()
     return graph.replay
 
 
-def ways(case: Case, train: bool) -> dict[str, Callable[[], object]]:
-    """Return all ways by name, each with its own members."""
+def ways(case: Case, train: bool) -> dict[str, Callable[[], Callable[[], object]]]:
+    """Return, by name, a function that prepares each way with its own members."""
     device = default_device()
     case = case._replace(batch={name: tensor.to(device) for name, tensor in case.batch.items()})
     models = [case.build().to(device).train(train) for _ in range(case.members)]
@@ -237,26 +262,52 @@ def ways(case: Case, train: bool) -> dict[str, Callable[[], object]]:
     def own() -> list[nn.Module]:
         return copy.deepcopy(models)
 
-    found: dict[str, Callable[[], object]] = {
-        "ensemble": together(case, own(), train),
-        "loop": one_after_another(case, own(), train),
-        "compiled loop": one_after_another(case, own(), train, compiled=True),
-        "torch.func": by_hand(case, own(), train),
+    def graphed(way: Callable[..., Callable[[], object]], compiled: bool) -> Callable[[], object]:
+        return cuda_graphed(way(case, own(), train, compiled=compiled, captured=True))
+
+    found: dict[str, Callable[[], Callable[[], object]]] = {
+        "ensemble": lambda: together(case, own(), train),
+        "loop": lambda: one_after_another(case, own(), train),
+        "compiled loop": lambda: one_after_another(case, own(), train, compiled=True),
+        "torch.func": lambda: by_hand(case, own(), train),
+        "compiled torch.func": lambda: by_hand(case, own(), train, compiled=True),
     }
     if device.type == "cuda":
-        found["graphed loop"] = cuda_graphed(one_after_another(case, own(), train, captured=True))
+        found |= {
+            "graphed loop": lambda: graphed(one_after_another, compiled=False),
+            "graphed compiled loop": lambda: graphed(one_after_another, compiled=True),
+            "graphed torch.func": lambda: graphed(by_hand, compiled=True),
+        }
+        if not train:  # a training step replays a graph of its own
+            found["graphed ensemble"] = lambda: cuda_graphed(together(case, own(), train))
     return found
 
 
+def progress(text: str) -> None:
+    """Print a line with the seconds since the script began."""
+    print(f"{clock() - BEGAN:6.1f} s  {text}", flush=True)
+
+
 def measured(name: str, case: Case, train: bool, args: Namespace) -> dict[str, Any]:
-    """Return times and ratios of one case."""
+    """Return times and ratios of one case. An alternative that fails is named with its error."""
     device = default_device()
-    runs = ways(case, train)
-    counts = {}
-    for way, run in runs.items():
-        run()
-        run()
-        counts[way] = max(1, round(args.round_s / harness.timed(run, device).wall_s))
+    runs, counts, ready, failed = {}, {}, {}, {}
+    for way, prepare in ways(case, train).items():
+        began = clock()
+        try:
+            run = prepare()
+            run()
+            run()
+            one_s = harness.timed(run, device).wall_s
+        except Exception as error:
+            if way == "ensemble":
+                raise
+            failed[way] = str(error).splitlines()[0] if str(error) else type(error).__name__
+            progress(f"{way} failed: {failed[way]}")
+            continue
+        runs[way], counts[way] = run, max(1, round(args.round_s / one_s))
+        ready[way] = clock() - began
+        progress(f"{way} ready in {ready[way]:.1f} s, {1000 * one_s:.3f} ms once")
     repeated = {way: (lambda way=way: [runs[way]() for _ in range(counts[way])]) for way in runs}
     times = harness.interleaved(repeated, args.rounds, device)
     each = {
@@ -272,7 +323,12 @@ def measured(name: str, case: Case, train: bool, args: Namespace) -> dict[str, A
         "name": name,
         "members": case.members,
         "train": train,
+        "ready_s": ready,
+        "failed": failed,
         "seconds": {way: harness.spread([t.cpu_s for t in found]) for way, found in each.items()},
+        "wall_seconds": {
+            way: harness.spread([t.wall_s for t in found]) for way, found in each.items()
+        },
         "faster_than": ratios,
     }
 
@@ -284,9 +340,13 @@ def main() -> None:
     parser.add_argument(
         "--round-s", type=float, default=0.3, help="a round repeats a way for about so long"
     )
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="each by itself")
-    parser.add_argument("--case", help="only those whose name holds this")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", help="each by itself; default 1 and 2, on a GPU only 1"
+    )
+    parser.add_argument("--case", nargs="+", help="only those whose name holds one of these")
     args = parser.parse_args()
+    if args.threads is None:
+        args.threads = [1] if default_device().type == "cuda" else [1, 2]
     if args.smoke:
         args.rounds, args.round_s, args.threads = 2, 0.0, [1]
     settings = {"rounds": args.rounds, "round_s": args.round_s}
@@ -296,26 +356,27 @@ def main() -> None:
     for threads, (name, case), train in itertools.product(
         args.threads, cases(args.smoke).items(), (False, True)
     ):
-        if args.case and args.case not in name:
+        if args.case and not any(part in name for part in args.case):
             continue
+        label = (
+            f"{name}, N = {case.members}, {'training' if train else 'inference'}, threads {threads}"
+        )
+        progress(label)
         torch.set_num_threads(threads)
         torch.compiler.reset()
         torch.manual_seed(0)
         one = measured(name, case, train, args) | {"threads": threads}
         found["cases"].append(one)
         kind = "cpu" if threads == 1 and default_device().type == "cpu" else "wall"
-        shown = [harness.shown(ratios[kind]) for ratios in one["faster_than"].values()]
-        label = (
-            f"{name}, N = {case.members}, {'training' if train else 'inference'}, threads {threads}"
-        )
-        rows.append([label, *shown])
+        shown = {way: harness.shown(ratios[kind]) for way, ratios in one["faster_than"].items()}
+        rows.append((label, shown))
         harness.write(args.out, found)
-        print(
-            label,
-            *(f"{way} {ratio}" for way, ratio in zip(one["faster_than"], shown, strict=True)),
-            flush=True,
-        )
-    harness.print_table(["times faster than", *found["cases"][0]["faster_than"]], rows)
+        progress(", ".join(f"{way} {ratio}" for way, ratio in shown.items()))
+    others = list(dict.fromkeys(way for _, shown in rows for way in shown))
+    harness.print_table(
+        ["times faster than", *others],
+        [[label, *(shown.get(way, "-") for way in others)] for label, shown in rows],
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Compare generation with transformers, a compiled model with a sampler on the host, and llama.cpp.
+"""Compare generation with transformers, a compiled model with a sampler on the host, llama.cpp and
+gpt-fast.
 
 transformers has a dynamic cache, or a static one and compiles; llama.cpp samples on the host or in
 its graph. All have the same random weights, prompt and filters (temperature, top-k, top-p, min-p),
@@ -10,7 +11,12 @@ logits are nearly equal. "copy" compares the rate at which the weights are read,
 the measured rate of a large copy.
 
 llama.cpp needs `xllamacpp` and `gguf`, and runs on a CPU only (its wheel for GPUs comes from
-another place).
+another place). gpt-fast draws with temperature and top-k alone.
+
+With --at-once all systems of all cases are built and compiled at the same time, on as many cores as
+there are, before the first is measured; all of them must fit in memory together. Measured rounds
+stay one at a time, but the seconds until a system was ready are then those of a busy machine, on
+which what is tuned by timing kernels (gpt-fast asks for that) is tuned, too.
 """
 
 from __future__ import annotations
@@ -76,7 +82,9 @@ ON_CPU = {
 ON_GPU = {
     "1b, 1 row": Case(ONE_B, 1, 256, "bfloat16", {STATIC: 4.0}),
     "8b, 1 row": Case(EIGHT_B, 1, 128, "bfloat16"),
+    "1b, 8 rows": Case(ONE_B, 8, 256, "bfloat16"),
     "1b, 32 rows": Case(ONE_B, 32, 256, "bfloat16", {STATIC: 1.3}),
+    "1b, 64 rows": Case(ONE_B, 64, 256, "bfloat16"),
 }
 SMOKE = {"smoke": Case(shape(2, 64, 512), 2, 8)}
 COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
@@ -117,10 +125,11 @@ def timed(write: Write, tokens: int, greedy: bool) -> dict[str, Any]:
 # ── the side that asks ────────────────────────────────────────────────────────────────────────────
 
 
-def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
-    """Measure every system of one case."""
+def measure(
+    args: Namespace, name: str, found: list[dict[str, Any]], children: dict[str, Child]
+) -> None:
+    """Measure every system of one case that is ready, and add to its entry what was found."""
     case = args.cases[name]
-    found, children = start_all(args, name)
     answers: dict[str, list[dict[str, Any]]] = {system: [] for system in children}
     for system in harness.turns(children, args.rounds):
         ask = children[system].ask
@@ -148,45 +157,79 @@ def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
             entry["copy_share"] = read_bytes * entry["tokens_per_s"]["median"] / case.rows / copied
             entry["texts"] = rounds[0]["greedy"]["texts"]
             entry["repeats"] = all(each["greedy"]["texts"] == entry["texts"] for each in rounds)
+
+
+def entries_of(args: Namespace, name: str) -> list[dict[str, Any]]:
+    """Return an entry for every system of a case; one that cannot be measured here has an error."""
+    found: list[dict[str, Any]] = []
+    for system in args.systems:
+        entry: dict[str, Any] = {"case": name, "system": system}
+        if default_device().type != "cpu" and system in ON_A_CPU_ONLY:
+            entry["error"] = "not measured: its wheel computes on a CPU"
+        elif missing := SYSTEMS[system].missing:
+            entry["error"] = f"not measured: {', '.join(missing)} missing"
+        found.append(entry)
     return found
 
 
-def start_all(args: Namespace, name: str) -> tuple[list[dict[str, Any]], dict[str, Child]]:
-    """Return an entry for every system of a case, and the processes of those that could be started,
-    warmed up.
+def start(args: Namespace, entry: dict[str, Any]) -> Child:
+    """Start the process of an entry's system."""
+    own = [
+        __file__,
+        "--serve",
+        entry["case"],
+        entry["system"],
+        "--threads",
+        str(args.threads),
+        *(["--smoke"] if args.smoke else []),
+    ]
+    return Child(own, args.threads, {})
+
+
+def is_ready(entry: dict[str, Any], child: Child) -> bool:
+    """Wait until a process is warmed up, and add its first answer, or its error, to the entry."""
+    try:
+        entry |= child.answer()
+    except ChildFailed as error:
+        entry |= {"error": str(error.args[0]), "stderr": error.args[1]}
+        return False
+    print(
+        f"{entry['case']}: {entry['system']} is ready after {entry['first_s']:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
+    return True
+
+
+def start_in_turn(args: Namespace, entries: list[dict[str, Any]]) -> dict[str, Child]:
+    """Return the processes of those systems of one case that are ready; each starts when the one
+    before is.
     """
-    found: list[dict[str, Any]] = []
     children: dict[str, Child] = {}
-    for system in args.systems:
-        entry: dict[str, Any] = {"case": name, "system": system}
-        found.append(entry)
-        if default_device().type != "cpu" and system in ON_A_CPU_ONLY:
-            entry["error"] = "not measured: its wheel computes on a CPU"
+    for entry in entries:
+        if "error" in entry:
             continue
-        if missing := SYSTEMS[system].missing:
-            entry["error"] = f"not measured: {', '.join(missing)} missing"
-            continue
-        own = [
-            __file__,
-            "--serve",
-            name,
-            system,
-            "--threads",
-            str(args.threads),
-            *(["--smoke"] if args.smoke else []),
-        ]
-        child = Child(own, args.threads, {})
-        try:
-            entry |= child.answer()
-            children[system] = child
-            print(
-                f"{name}: {system} is ready after {entry['first_s']:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-        except ChildFailed as error:
-            entry |= {"error": str(error.args[0]), "stderr": error.args[1]}
-    return found, children
+        child = start(args, entry)
+        if is_ready(entry, child):
+            children[entry["system"]] = child
+    return children
+
+
+def start_at_once(
+    args: Namespace, entries: dict[str, list[dict[str, Any]]]
+) -> dict[str, dict[str, Child]]:
+    """Return, by case, the processes of those systems that are ready; all start together."""
+    started = [
+        (entry, start(args, entry))
+        for name in args.names
+        for entry in entries[name]
+        if "error" not in entry
+    ]
+    children: dict[str, dict[str, Child]] = {name: {} for name in args.names}
+    for entry, child in started:
+        if is_ready(entry, child):
+            children[entry["case"]][entry["system"]] = child
+    return children
 
 
 def copied_bytes_per_s() -> float:
@@ -266,6 +309,9 @@ def parse() -> Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
+        "--at-once", action="store_true", help="start all systems together, then measure in turn"
+    )
+    parser.add_argument(
         "--serve", nargs=2, metavar=("CASE", "SYSTEM"), help="one system's own process"
     )
     args = parser.parse_args()
@@ -281,14 +327,21 @@ def main() -> None:
     args = parse()
     if args.serve:
         return serve(args, *args.serve)
-    found = harness.result(
-        "generate-peers", {"rounds": args.rounds, "threads": args.threads, "smoke": args.smoke}
-    )
+    settings = {
+        "rounds": args.rounds,
+        "threads": args.threads,
+        "smoke": args.smoke,
+        "first_s": "all systems at once" if args.at_once else "one system at a time",
+    }
+    found = harness.result("generate-peers", settings)
     harness.print_machine(found)
     if missing := sorted({name for system in args.systems for name in SYSTEMS[system].missing}):
         print(f"missing: {', '.join(missing)}. {HOW_TO_INSTALL}")
-    for name in args.names:
-        measured = measure(args, name)
+    entries = {name: entries_of(args, name) for name in args.names}
+    together = start_at_once(args, entries) if args.at_once else None
+    for name, measured in entries.items():
+        children = start_in_turn(args, measured) if together is None else together[name]
+        measure(args, name, measured, children)
         compare(measured, args.cases[name].goals)
         found["cases"] += measured
         harness.write(args.out, found)

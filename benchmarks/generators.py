@@ -1,5 +1,5 @@
 """Build each generating system: Monograph, transformers, and a compiled model with a sampler on the
-host.
+host. llama.cpp and gpt-fast have their own files.
 
 Each is built once in its own process and then generates when asked: it is a function of (tokens,
 greedy) that returns the texts of all rows. Shapes: B rows, T positions, V vocabulary.
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from contestants import System
 from numpy.typing import NDArray
+from peer_gpt_fast import gpt_fast
 from peer_llama import llama_cpp, llama_cpp_backend
 from systems import drawn_on
 from torch import Tensor
@@ -79,7 +80,9 @@ def task(config: LlamaConfig, rows: int, tokens: int, threads: int, dtype: torch
         # Logits with the spread of a trained model's; tokens that must not be drawn get 0, which is
         # unlikely.
         model.lm_head.weight.mul_(8.0).mul_(torch.tensor(letters, device=device)[:, None])
-    return Task(model.to(dtype).eval(), tokenizer, rows, tokens, threads)
+    model = model.to(dtype).eval()
+    torch.cuda.empty_cache()  # what was drawn in float32, for the other systems' processes
+    return Task(model, tokenizer, rows, tokens, threads)
 
 
 def ascii_tokenizer(size: int) -> Tokenizer:
@@ -262,7 +265,11 @@ SYSTEMS = {
     "transformers, static": System(transformers_static, ("transformers",)),
     "llama.cpp": System(llama_cpp, ("xllamacpp", "gguf")),
     "llama.cpp, backend": System(llama_cpp_backend, ("xllamacpp", "gguf")),
+    "gpt-fast": System(gpt_fast, clones=("GPT_FAST",)),
 }
 # The wheel of the package index runs on the CPU only.
 ON_A_CPU_ONLY = ("llama.cpp", "llama.cpp, backend")
-HOW_TO_INSTALL = "pip install -e '.[peers]' -c constraints.txt"
+HOW_TO_INSTALL = (
+    "pip install -e '.[peers]' -c constraints.txt; for gpt-fast, git clone https://github.com/pytorch-labs/gpt-fast "
+    "and set GPT_FAST to its folder"
+)

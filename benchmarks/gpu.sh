@@ -11,7 +11,7 @@
 #         stream: benchmarks/stream.py, streamed, killed and resumed beside resident.
 #         streamspeed (not in all): benchmarks/stream_speed.py, how fast streaming is beside resident.
 #         generate: benchmarks/generate_peers.py, beside transformers where that is installed.
-#         ensemble: benchmarks/ensemble_peers.py, beside a loop of CUDA graphs.
+#         ensemble: benchmarks/ensemble_peers.py, beside loops and torch.func, also as CUDA graphs.
 #   ARGUMENTS: for the part's script, for example: benchmarks/gpu.sh train --models 124m --micro-batch 64
 #   OUT:  the folder for the JSON (default benchmarks/results; of `all` benchmarks/results/gpu).
 #   PYTHON: the interpreter (default .venv's, else python3).

@@ -452,6 +452,57 @@ def test_generate_peers(script, monkeypatch, tmp_path, capsys):
         )
 
 
+def test_a_system_that_is_a_clone_needs_its_folder(script, monkeypatch, tmp_path):
+    generators = script("generators")
+    for folder in (None, "", str(tmp_path / "none")):
+        if folder is None:
+            monkeypatch.delenv("GPT_FAST", raising=False)
+        else:
+            monkeypatch.setenv("GPT_FAST", folder)
+        assert generators.SYSTEMS["gpt-fast"].missing == ["GPT_FAST"], folder
+    assert "git clone" in generators.HOW_TO_INSTALL and "set GPT_FAST" in generators.HOW_TO_INSTALL
+    monkeypatch.setenv("GPT_FAST", str(tmp_path))
+    assert generators.SYSTEMS["gpt-fast"].missing == []
+
+
+def test_gpt_fast_gets_pairs_side_by_side_and_refuses_what_it_has_not(script):
+    gpt_fast, peers = script("peer_gpt_fast"), script("generate_peers")
+    rows = torch.arange(16.0)[:, None].expand(16, 3)
+    pairs = [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
+    assert gpt_fast.interleaved(rows, head_dim=8)[:, 0].tolist() == pairs
+    assert gpt_fast.sizes(peers.ONE_B)["rope_scaling"]["factor"] == 32.0
+    assert gpt_fast.sizes(peers.SMALL)["rope_scaling"] is None
+    with pytest.raises(ValueError, match="no such model"):
+        gpt_fast.sizes(peers.HYBRID)
+
+
+def test_at_once_starts_every_system_before_it_waits_for_one(script, monkeypatch, tmp_path):
+    peers, events = script("generate_peers"), []
+
+    class Ended:
+        """A system whose process starts and fails."""
+
+        def __init__(self, command, *_):
+            self.name = command[command.index("--serve") + 2]
+            events.append(("start", self.name))
+
+        def answer(self):
+            events.append(("wait", self.name))
+            raise peers.ChildFailed("ended", [])
+
+    monkeypatch.setattr(peers, "Child", Ended)
+    one, other = systems = ["monograph", "compiled, host sampler"]
+    for option, expected in (
+        ([], [("start", one), ("wait", one), ("start", other), ("wait", other)]),
+        (["--at-once"], [("start", one), ("start", other), ("wait", one), ("wait", other)]),
+    ):
+        events.clear()
+        found = smoke(peers, monkeypatch, tmp_path / "found.json", "--systems", *systems, *option)
+        assert events == expected
+        assert [case["error"] for case in found["cases"]] == ["ended", "ended"]
+        assert found["settings"]["first_s"].startswith("all" if option else "one")
+
+
 def test_generated_text_is_printable_ascii_and_comes_back(script):
     generators, case = script("generators"), script("generate_peers").SMOKE["smoke"]
     task = generators.task(case.config, 2, 8, 1, torch.float32)
@@ -529,7 +580,8 @@ def test_ensemble_peers(script, monkeypatch, tmp_path):
     found = smoke(peers, monkeypatch, tmp_path / "found.json")
     assert [case["members"] for case in found["cases"]] == [2] * 6
     for case in found["cases"]:
-        assert set(case["faster_than"]) == {"loop", "compiled loop", "torch.func"}
+        others = {"loop", "compiled loop", "torch.func", "compiled torch.func"}
+        assert set(case["faster_than"]) == others and case["failed"] == {}
         assert all(ratios["cpu"]["median"] > 0 for ratios in case["faster_than"].values())
 
 
