@@ -20,6 +20,7 @@ from monograph.loss import TokenLoss
 from monograph.optim import AdamW
 from monograph.profiling.memory import peak_memory_bytes, reset_peak_memory
 from monograph.resident import Resident
+from waits import no_waits
 
 # The deterministic mode warns of what it cannot order; that shows as other bits, if it matters.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deterministic")]
@@ -111,13 +112,9 @@ def test_one_launch_a_micro_batch_and_no_wait(monkeypatch):
     monkeypatch.setattr(
         torch.cuda.CUDAGraph, "replay", lambda graph: (launched.append(graph), replay(graph))
     )
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         made.accumulate(window)
         made.update()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert len(launched) == 3
     assert addresses == [plane.grad.data_ptr() for plane in made.step.planes]
 

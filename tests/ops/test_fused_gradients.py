@@ -18,6 +18,7 @@ import monograph.step.on_device
 import monograph.stream.engine
 import monograph.stream.parameters
 from batches import captured_to_train, packed, ragged, tiny_llama
+from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.siblings import families, fuse_known, fuse_siblings
@@ -209,6 +210,14 @@ def test_siblings_of_a_llama_are_known():
     hooked.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
     fuse_known(hooked)
     assert [family.sizes for family in families(hooked)] == [[32, 16, 16], [32, 16, 16], [48, 48]]
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_layers_with_a_narrow_base_and_adapters_stay_separate(base):
+    model = tiny_llama()
+    adapt(model, Lora(4, base=base))
+    fuse_known(model)
+    assert families(model) == []
 
 
 def test_forms_for_a_gpu_equal_those_for_a_cpu():

@@ -83,9 +83,11 @@ def test_rows_may_be_padded_and_no_row_is_no_error(device: str) -> None:
     view = padded[:, :101]
     view.copy_(logits)
     losses = replace_logits_(view, targets.to(device), mask.to(device))
-    expected = replaced(logits.float(), targets, mask, device)
-    assert torch.equal(losses.cpu(), expected[0])
-    assert torch.equal(view.cpu(), expected[1])
+    # Not the bits of rows without padding: the compiler lets a thread read more of a row at once if it
+    # knows that each row's address is a multiple of 16, and then a row is summed in another order.
+    naive, exact = equation(logits.float(), targets, mask), equation(logits, targets, mask)
+    assert error_within(losses.cpu(), naive[0], exact[0])
+    assert error_within(view.cpu(), naive[1], exact[1])
     assert bool((padded[:, 101:] == 7.0).all())
     none = [tensor[:0].to(device) for tensor in (logits.float(), targets, mask)]
     assert replace_logits_(*none).shape == (0,)
