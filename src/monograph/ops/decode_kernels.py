@@ -13,8 +13,9 @@ launches per layer.
 **A row's bits do not depend on the other rows.** A tile always has 16 rows, and rows beyond the
 batch are zeros, so the terms of a row's sums are always added in the same order. Attention sums each
 block of the cache by itself and adds the blocks one by one from the first; a block that the row does
-not see adds nothing. Tile sizes are constants: a size that was chosen by timing could differ between
-two processes, and so could the bits.
+not see adds nothing. The sizes of a tile depend on the card and on the weight's shape alone
+(`tile_of`): a size that was chosen by timing could differ between two processes, and so could the
+bits.
 
 The kernels are custom operators, which a compiler does not look into.
 
@@ -321,15 +322,60 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def channels_at_once(summed: int) -> int:
-    """Return how many of the summed channels `project` reads at once; 0 if it cannot compute them.
+def channels_at_once(summed: int, most: int = 256) -> int:
+    """Return how many of the summed channels a program reads at once; 0 if it cannot compute them.
 
-    It is the largest power of two from ROWS to 256 that divides their number.
+    It is the largest power of two from ROWS to `most` that divides their number.
     """
-    step = 256
+    step = most
     while summed % step:
         step //= 2
     return step if step >= ROWS else 0
+
+
+class Tile(NamedTuple):
+    """How much of a weight a program of `_project` computes.
+
+    Attributes:
+        columns: its columns.
+        channels: how many of the summed channels it reads at once, at most.
+        warps: its warps.
+        stages: how many of these reads are under way at once.
+    """
+
+    columns: int
+    channels: int
+    warps: int
+    stages: int
+
+
+# The fastest of 516 tiles for the weights of a 1B model on an H200 (docs/log.md), where the step's
+# products take 850 us, and 1,240 us with the tile for small shared memory. They need up to 144 KiB of
+# shared memory, if the product is gated. From the narrowest to the widest:
+_TILES = (Tile(16, 512, 2, 4), Tile(32, 256, 4, 4), Tile(64, 128, 8, 4))
+_SHARED_BYTES_OF_TILES = 147_456
+# For cards with less shared memory.
+_SMALL_TILE = Tile(16, 256, 4, 4)
+# Four stages of fp32 tiles are 115 KiB, and consumer cards have 99.
+_SMALL_TILE_FP32 = Tile(16, 256, 4, 2)
+
+
+def tile_of(columns: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """Return the tile for a weight with so many columns.
+
+    It is the narrowest with which all programs run at once, one on each multiprocessor. Programs
+    with wider tiles would leave multiprocessors without work, and of narrower ones a part would run
+    after the others.
+    """
+    card: Any = torch.cuda.get_device_properties(device)  # torch's types lack an attribute
+    if dtype == torch.float32:
+        return _SMALL_TILE_FP32
+    if card.shared_memory_per_block_optin < _SHARED_BYTES_OF_TILES:
+        return _SMALL_TILE
+    for tile in _TILES:
+        if triton.cdiv(columns, tile.columns) <= card.multi_processor_count:
+            return tile
+    return _TILES[-1]
 
 
 class Norm(NamedTuple):
@@ -431,9 +477,6 @@ def _(
     return x_BK.new_empty(x_BK.shape[0], weight_NK.shape[0] // 2)
 
 
-COLUMNS = 16  # of a tile: many tiles keep all multiprocessors busy even where N is small
-
-
 def _launch(
     x_BK: Tensor,
     weight_NK: Tensor,
@@ -448,7 +491,8 @@ def _launch(
 ) -> None:
     rows, summed = x_BK.shape
     columns = out_BN.shape[1]
-    grid = (triton.cdiv(columns, COLUMNS), triton.cdiv(rows, ROWS))
+    tile = tile_of(columns, x_BK.dtype, x_BK.device)
+    grid = (triton.cdiv(columns, tile.columns), triton.cdiv(rows, ROWS))
     _project[grid](
         x_BK,
         weight_NK if gain_K is None else gain_K,
@@ -467,12 +511,11 @@ def _launch(
         GATED=is_gated,
         GELU=is_gelu,
         ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        STEP=channels_at_once(summed),
+        COLUMNS=tile.columns,
+        STEP=channels_at_once(summed, tile.channels),
         PRECISION=_precision(x_BK.dtype),
-        num_warps=4,
-        # Four stages of fp32 tiles are 115 KiB of shared memory, and consumer cards have 99.
-        num_stages=2 if x_BK.dtype == torch.float32 else 4,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
 
 
