@@ -80,7 +80,7 @@ def test_answers_are_compared_in_a_captured_step(name: str, precision: str) -> N
     first = math.log(2)
     if name == "kto":  # half of each answer's weight, as policy and reference are the same
         weights = pairs.PARAMETERS[name]
-        good = float((rows.labels > 0).mean())
+        good = float((rows.labels[rows.labels != 0] > 0).mean())
         first = 0.5 * (
             weights["desirable_weight"] * good + weights["undesirable_weight"] * (1 - good)
         )
