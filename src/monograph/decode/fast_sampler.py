@@ -54,7 +54,8 @@ LARGE_TILE = 4096
 MANY_ROWS = 16
 # How many groups may be read, and how many tokens may be sorted, in multiples of W. With more room, the
 # search for a logit that not too many reach ends sooner.
-ROOM = 2
+READ = 1
+SORTED = 2
 # G. The smaller, the more maxima are read by the program that finishes last, and the fewer tokens.
 MIN_GROUP, MAX_GROUP = 8, 32
 WARPS = 8
@@ -184,18 +185,18 @@ def _places(ordered_N, low, high, above, ROOM: tl.constexpr):
 def _likeliest_keys(
     logits,
     maxima,
-    read_groups,
-    sorted_keys,
     V,
     G: tl.constexpr,
     GROUPS: tl.constexpr,
     ALL: tl.constexpr,
-    ROOM: tl.constexpr,
+    READ: tl.constexpr,
+    SORTED: tl.constexpr,
     W: tl.constexpr,
 ):
     """Return the keys of a row's W likeliest tokens in descending order.
 
-    The last two pointers are to memory for ROOM numbers, which one program of the row uses.
+    The row's maxima are followed by memory for READ groups and SORTED tokens, which only one program of
+    the row uses.
     """
     group_A = tl.arange(0, ALL)
     # `.cg`: other multiprocessors wrote these numbers, which this one's L1 may not know.
@@ -205,12 +206,13 @@ def _likeliest_keys(
     largest = tl.max(maximum_A, 0)
     groups = (V + G - 1) // G
     low, high, above, count = _narrow(
-        maximum_A, largest * 0 + _LOWEST, largest, groups, tl.minimum(groups, W), ROOM
+        maximum_A, largest * 0 + _LOWEST, largest, groups, tl.minimum(groups, W), READ
     )
-    is_kept_A, place_A = _places(maximum_A, low, high, above, ROOM)
+    is_kept_A, place_A = _places(maximum_A, low, high, above, READ)
+    read_groups = maxima + GROUPS
     tl.store(read_groups + place_A, group_A, mask=is_kept_A)
     tl.debug_barrier()  # all threads write before others read
-    index_C = tl.arange(0, ROOM * G)
+    index_C = tl.arange(0, READ * G)
     is_read_C = index_C // G < count
     group_C = tl.load(read_groups + index_C // G, mask=is_read_C, other=0)
     # Their ids ascend, as the groups do, so that of equal ones the first are the likeliest.
@@ -221,12 +223,16 @@ def _likeliest_keys(
     # A group's maximum that reached `low` is a token that does. Without W groups, these do not suffice.
     low = tl.where(groups < W, _LOWEST, low)
     count = tl.sum((ordered_C >= low).to(tl.int32), 0)
-    low, high, above, count = _narrow(ordered_C, low, largest, count, W, ROOM)
-    is_kept_C, place_C = _places(ordered_C, low, high, above, ROOM)
-    tl.store(sorted_keys + place_C, _key(logit_C, token_C), mask=is_kept_C)
+    low, high, above, count = _narrow(ordered_C, low, largest, count, W, SORTED)
+    is_kept_C, place_C = _places(ordered_C, low, high, above, SORTED)
+    sorted_tokens = read_groups + READ
+    tl.store(sorted_tokens + place_C, token_C, mask=is_kept_C)
     tl.debug_barrier()
-    place_S = tl.arange(0, ROOM)
-    key_S = tl.load(sorted_keys + place_S, mask=place_S < count, other=_NO_TOKEN)
+    place_S = tl.arange(0, SORTED)
+    is_token_S = place_S < count
+    token_S = tl.load(sorted_tokens + place_S, mask=is_token_S, other=0)
+    logit_S = tl.load(logits + token_S, mask=is_token_S, other=0.0)
+    key_S = tl.where(is_token_S, _key(logit_S, token_S), _NO_TOKEN)
     return tl.topk(key_S, W)
 
 
@@ -358,9 +364,7 @@ def _sample(
     knobs_1,
     knobs_2,
     knobs_3,
-    maxima,
-    read_groups,
-    sorted_keys,
+    scratch,
     counters,
     tokens,
     statuses,
@@ -375,7 +379,8 @@ def _sample(
     TILES: tl.constexpr,
     G: tl.constexpr,
     ALL: tl.constexpr,
-    ROOM: tl.constexpr,
+    READ: tl.constexpr,
+    SORTED: tl.constexpr,
     W: tl.constexpr,
 ):
     """Find the maxima of a tile's groups; the last program of the row samples its token.
@@ -385,18 +390,19 @@ def _sample(
     row, tile = tl.program_id(0), tl.program_id(1)
     row_logits = logits + row.to(tl.int64) * row_stride
     GROUPS: tl.constexpr = TILES * (TILE // G)
-    row_maxima = maxima + row.to(tl.int64) * GROUPS
+    # Its maxima, the groups that are read and the tokens that are sorted.
+    row_scratch = scratch + row * (GROUPS + READ + SORTED)
     if RANDOM:
         group_P = tile * (TILE // G) + tl.arange(0, TILE // G)
         token_PG = group_P[:, None] * G + tl.arange(0, G)[None, :]
         is_token_PG = token_PG < V
         logit_PG = tl.load(row_logits + token_PG, mask=is_token_PG, other=0.0)
-        tl.store(row_maxima + group_P, tl.max(_searched(logit_PG, is_token_PG), 1))
+        tl.store(row_scratch + group_P, tl.max(_searched(logit_PG, is_token_PG), 1))
     else:
         token_T = tile * TILE + tl.arange(0, TILE)
         logit_T = tl.load(row_logits + token_T, mask=token_T < V, other=0.0)
         key_T = tl.where(token_T < V, _key(logit_T, token_T), _NO_TOKEN)
-        tl.store(row_maxima + tile, tl.max(key_T, 0))
+        tl.store(row_scratch + tile, tl.max(key_T, 0))
     tl.debug_barrier()  # all threads of the program write before it is counted
     finished_before = tl.atomic_add(counters + row, 1, sem="acq_rel", scope="gpu")
     if finished_before == TILES - 1:
@@ -404,20 +410,19 @@ def _sample(
         if RANDOM:
             key = _likeliest_keys(
                 row_logits,
-                row_maxima,
-                read_groups + row * ROOM,
-                sorted_keys + row * ROOM,
+                row_scratch,
                 V,
                 G,
                 GROUPS,
                 ALL,
-                ROOM,
+                READ,
+                SORTED,
                 W,
             )
         else:
             tile_A = tl.arange(0, ALL)
             key = tl.load(
-                row_maxima + tile_A, mask=tile_A < TILES, other=_NO_TOKEN, cache_modifier=".cg"
+                row_scratch + tile_A, mask=tile_A < TILES, other=_NO_TOKEN, cache_modifier=".cg"
             )
         first_key = tl.max(key, 0)
         largest = _logit(first_key)
@@ -521,9 +526,9 @@ class FastSampler:
         return SampledTokens(token_B, status_B)
 
 
-def _group(vocabulary: int, room: int) -> int:
+def _group(vocabulary: int, read: int) -> int:
     """Return G, with which about as many maxima are read as tokens of groups."""
-    return min(max(MIN_GROUP, triton.next_power_of_2(isqrt(vocabulary // room))), MAX_GROUP)
+    return min(max(MIN_GROUP, triton.next_power_of_2(isqrt(vocabulary // read))), MAX_GROUP)
 
 
 @torch.library.custom_op("monograph::sample_few", mutates_args=("counters_B",))
@@ -557,12 +562,11 @@ def sample_few(
         max(MAX_GROUP, triton.next_power_of_2(vocabulary)),
     )
     tiles = triton.cdiv(vocabulary, tile)
-    room = ROOM * width
-    group = _group(vocabulary, room) if is_random else tile
+    read, sorted_ = READ * width, SORTED * width
+    group = _group(vocabulary, read) if is_random else tile
     groups = tiles * (tile // group)
-    maxima = edited_BV.new_empty(rows * groups, dtype=torch.int32 if is_random else torch.int64)
-    read_groups = edited_BV.new_empty(rows * room, dtype=torch.int32)
-    sorted_keys = edited_BV.new_empty(rows * room, dtype=torch.int64)
+    scratch_dtype = torch.int32 if is_random else torch.int64
+    scratch = edited_BV.new_empty(rows * (groups + read + sorted_), dtype=scratch_dtype)
     token_B = edited_BV.new_empty(rows, dtype=torch.int64)
     status_B = edited_BV.new_empty(rows, dtype=torch.int32)
     unused = _MAX_STAGES - len(stages)
@@ -573,9 +577,7 @@ def sample_few(
         temperature_B if is_random else seed_B,
         *knobs,
         *([seed_B] * unused),
-        maxima,
-        read_groups,
-        sorted_keys,
+        scratch,
         counters_B,
         token_B,
         status_B,
@@ -588,7 +590,8 @@ def sample_few(
         TILES=tiles,
         G=group,
         ALL=triton.next_power_of_2(groups),
-        ROOM=room,
+        READ=read,
+        SORTED=sorted_,
         W=width,
         num_warps=WARPS,
         enable_fp_fusion=False,
