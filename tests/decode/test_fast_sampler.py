@@ -157,7 +157,7 @@ def test_a_search_over_all_tokens_is_left_to_torch() -> None:
 # fewer than it needs.
 HARD = [
     "normal", "bf16", "ties", "equal", "zeros", "neighbours", "ascending", "few", "enough", "far", "huge", "wide",
-    "negative",
+    "negative", "late", "spread",
 ]  # fmt: skip
 
 
@@ -179,6 +179,8 @@ def hard_logits(kind: str, vocabulary: int, width: int) -> Tensor:
         "huge": 1e37 * (normal_V - 10),
         "wide": torch.where(scattered_V < width - 3, normal_V, -1e30 * normal_V.abs()),
         "negative": normal_V - 50,
+        "late": (id_V >= vocabulary - width // 2).float(),  # after more ties than are sorted
+        "spread": (id_V % 32 == 0).float(),  # ties in different groups
     }[kind]
 
 

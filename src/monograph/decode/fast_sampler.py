@@ -220,8 +220,8 @@ def _likeliest_keys(
     is_token_C = is_read_C & (token_C < V)
     logit_C = tl.load(logits + token_C, mask=is_token_C, other=0.0)
     ordered_C = _searched(logit_C, is_token_C)
-    # A group's maximum that reached `low` is a token that does. Without W groups, these do not suffice.
-    low = tl.where(groups < W, _LOWEST, low)
+    # At least W reach `low`: as many maxima as groups are needed, or all tokens if there are fewer than
+    # W groups, as `low` is then the lowest.
     count = tl.sum((ordered_C >= low).to(tl.int32), 0)
     low, high, above, count = _narrow(ordered_C, low, largest, count, W, SORTED)
     is_kept_C, place_C = _places(ordered_C, low, high, above, SORTED)
