@@ -5,8 +5,13 @@ bits, for the chains of stages that it `supports`: greedy ones, and those whose 
 top-p and min-p read only the few likeliest tokens. PyTorch's operators need eight launches for one
 row, and thirty for 64 rows, most of them to sort the likeliest tokens.
 
-Each program sorts a tile of a row's logits, and stores the tile's likeliest tokens. The program of a
-row that finishes last sorts these tokens of all tiles, applies the filters and samples.
+Each program finds the largest logit of each group of a tile's tokens. The program of a row that
+finishes last reads these maxima. The W groups with the largest ones have the row's W likeliest
+tokens: a token of another group is less likely than the W likeliest of these groups. So it reads
+only the tokens of these groups, sorts those that may be among the W likeliest, applies the filters
+and samples. It neither sorts all groups nor all their tokens. It searches for a logit that enough
+of them reach, but not many more (`_narrow`), and only what reaches it is read or sorted. If too many
+do because they are equal, the first of them by id are taken, which are the likeliest.
 
 The result does not depend on the order in which programs finish: tokens are ordered by logit and
 then by id, weights are summed as integers, and every other operation is one that IEEE 754 rounds
@@ -16,10 +21,12 @@ a sum, so the compiler must not use it (`enable_fp_fusion`).
 A token is sorted as one int64, its key: the upper half has the order of the logits, and the lower
 half the reverse order of the ids.
 
-Shapes: B rows, V vocabulary, T tokens of a tile, W likeliest tokens, A likeliest tokens of all tiles
-of a row. In kernels, tensors without a suffix have the shape [W].
+Shapes: B rows, V vocabulary, T tokens of a tile, P groups of a tile, G tokens of a group, A groups
+of a row, C tokens of the groups that are read, S tokens that are sorted, W likeliest tokens; N any of
+A or C. In kernels, tensors without a suffix have the shape [W].
 """
 
+from math import isqrt
 from typing import Final
 
 import torch
@@ -40,11 +47,18 @@ from monograph.decode.chain import (
 from monograph.decode.filters import MIN_TEMPERATURE
 from monograph.decode.knobs import EDITS, Chain
 
-# The number of tokens that a program sorts. A vocabulary of 2^17 then has 32 tiles. If each stores its
-# 128 likeliest tokens, the program that finishes last sorts 32 * 128 further tokens, as many again.
-TILE = 4096
-# W for a chain that samples nothing at random. It needs one token, but `tl.topk` at least two.
-GREEDY_WIDTH = 2
+# T, the number of tokens of which a program finds the groups' maxima. Few rows take small tiles, which
+# occupy more multiprocessors; with many rows, the programs are enough.
+SMALL_TILE = 1024
+LARGE_TILE = 4096
+MANY_ROWS = 16
+# How many groups may be read, and how many tokens may be sorted, in multiples of W. With more room, the
+# search for a logit that not too many reach ends sooner.
+READ = 1
+SORTED = 2
+# G. The smaller, the more maxima are read by the program that finishes last, and the fewer tokens.
+MIN_GROUP, MAX_GROUP = 8, 32
+WARPS = 8
 
 # The stages that the kernel has, by number; 0 is none.
 _STAGE_NUMBERS: Final = {"temperature": 1, "top_k": 2, "top_p": 3, "min_p": 4}
@@ -53,6 +67,17 @@ _MAX_STAGES: Final = len(_STAGE_NUMBERS)
 
 _NO_TOKEN = tl.constexpr(-(1 << 63))  # the smallest key
 _LOW32 = tl.constexpr(0xFFFFFFFF)
+# `_ordered` of -inf, and the number that takes its place where there is no token.
+_LOWEST = tl.constexpr(-0x7F800001)
+_BELOW_ALL = tl.constexpr(-(1 << 31))
+# The first logits that `_narrow` tries are so far below the largest one.
+_NEAR = tl.constexpr(32.0)
+_FAR = tl.constexpr(1024.0)
+# From this step on, `_narrow` halves the bits of the interval, and not its length.
+_BITS_STEP = tl.constexpr(19)
+# `_places` counts two kinds of tokens in one int32. There are fewer than W above these bits.
+_PLACE_BITS = tl.constexpr(22)
+_PLACE_MASK = tl.constexpr((1 << 22) - 1)
 _OK, _NOT_FINITE, _NOTHING_ALLOWED, _UNDECIDED = map(
     tl.constexpr, (OK, NOT_FINITE, NOTHING_ALLOWED, UNDECIDED)
 )
@@ -71,19 +96,144 @@ _ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
+def _ordered(logit):
+    """Return int32 numbers that have the order of the logits."""
+    # 0 and -0 are equal as logits, and so must be their numbers.
+    bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _logit_of(ordered):
+    """Return the logits of `_ordered`'s numbers."""
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _key(logit, token):
     """Return the keys of tokens; see the module's docstring."""
-    # 0 and -0 are equal as logits, and so must be their keys.
-    bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (_LOW32 - token.to(tl.int64))
+    return (_ordered(logit).to(tl.int64) << 32) | (_LOW32 - token.to(tl.int64))
 
 
 @triton.jit
 def _logit(key):
     """Return the logits of keys."""
-    ordered = (key >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return _logit_of((key >> 32).to(tl.int32))
+
+
+@triton.jit
+def _searched(logit, is_token):
+    """Return `_ordered`, but at least _LOWEST, and _BELOW_ALL where there is no token."""
+    return tl.where(is_token, tl.maximum(_ordered(logit), _LOWEST), _BELOW_ALL)
+
+
+@triton.jit
+def _narrow(ordered_N, low, high, count, needed, ROOM: tl.constexpr):
+    """Return an interval of ordered logits that has the one of rank `needed`, and two counts.
+
+    The interval, from `low` to `high`, is narrowed until at most ROOM reach `low`, or until it is a
+    single number, which more than that reach because they are equal. The counts are of those above
+    `high`, which are fewer than `needed`, and of those that reach `low`.
+
+    Args:
+        ordered_N: see `_searched`.
+        low: a number that at least `needed` reach.
+        high: the largest number.
+        count: how many reach `low`.
+        needed: at least 1 and at most ROOM.
+        ROOM: how many may reach `low`.
+    """
+    largest = _logit_of(high)
+    above = count * 0
+    step = count * 0
+    while (count > ROOM) & (low < high):
+        # Most rows have their likeliest tokens near the largest logit. A row with few allowed tokens
+        # has too few finite logits. Both are known soon.
+        guess = (_logit_of(low) + _logit_of(high)) * 0.5
+        guess = tl.where(step == 0, largest - _NEAR, guess)
+        guess = tl.where(step == 1, largest - _FAR, guess)
+        middle = tl.where(step == 2, _LOWEST + 1, _ordered(guess))
+        # The length cannot be halved often if it is infinite or nearly 0, but 32 bits can.
+        is_usable = (middle > low) & (middle <= high) & (step < _BITS_STEP)
+        middle = tl.where(is_usable, middle, (low | high) - ((low ^ high) >> 1))
+        reached = tl.sum((ordered_N >= middle).to(tl.int32), 0)
+        suffices = reached >= needed
+        low = tl.where(suffices, middle, low)
+        count = tl.where(suffices, reached, count)
+        high = tl.where(suffices, high, middle - 1)
+        above = tl.where(suffices, above, reached)
+        step += 1
+    return low, high, above, count
+
+
+@triton.jit
+def _places(ordered_N, low, high, above, ROOM: tl.constexpr):
+    """Return which numbers are kept, and their places among them, in the same order.
+
+    All above `high` are kept, and the first in the interval, up to ROOM in all; see `_narrow`.
+    """
+    is_above_N = ordered_N > high
+    is_within_N = (ordered_N >= low) & (ordered_N <= high)
+    counts_N = tl.cumsum((is_above_N.to(tl.int32) << _PLACE_BITS) + is_within_N.to(tl.int32), 0)
+    within_N = counts_N & _PLACE_MASK
+    room = ROOM - above
+    is_kept_N = is_above_N | (is_within_N & (within_N <= room))
+    return is_kept_N, (counts_N >> _PLACE_BITS) + tl.minimum(within_N, room) - 1
+
+
+@triton.jit
+def _likeliest_keys(
+    logits,
+    maxima,
+    V,
+    G: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    READ: tl.constexpr,
+    SORTED: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Return the keys of a row's W likeliest tokens in descending order.
+
+    The row's maxima are followed by memory for READ groups and SORTED tokens, which only one program of
+    the row uses.
+    """
+    group_A = tl.arange(0, ALL)
+    # `.cg`: other multiprocessors wrote these numbers, which this one's L1 may not know.
+    maximum_A = tl.load(
+        maxima + group_A, mask=group_A < GROUPS, other=_BELOW_ALL, cache_modifier=".cg"
+    )
+    largest = tl.max(maximum_A, 0)
+    groups = (V + G - 1) // G
+    low, high, above, count = _narrow(
+        maximum_A, largest * 0 + _LOWEST, largest, groups, tl.minimum(groups, W), READ
+    )
+    is_kept_A, place_A = _places(maximum_A, low, high, above, READ)
+    read_groups = maxima + GROUPS
+    tl.store(read_groups + place_A, group_A, mask=is_kept_A)
+    tl.debug_barrier()  # all threads write before others read
+    index_C = tl.arange(0, READ * G)
+    is_read_C = index_C // G < count
+    group_C = tl.load(read_groups + index_C // G, mask=is_read_C, other=0)
+    # Their ids ascend, as the groups do, so that of equal ones the first are the likeliest.
+    token_C = group_C * G + index_C % G
+    is_token_C = is_read_C & (token_C < V)
+    logit_C = tl.load(logits + token_C, mask=is_token_C, other=0.0)
+    ordered_C = _searched(logit_C, is_token_C)
+    # At least W reach `low`: as many maxima as groups are needed, or all tokens if there are fewer than
+    # W groups, as `low` is then the lowest.
+    count = tl.sum((ordered_C >= low).to(tl.int32), 0)
+    low, high, above, count = _narrow(ordered_C, low, largest, count, W, SORTED)
+    is_kept_C, place_C = _places(ordered_C, low, high, above, SORTED)
+    sorted_tokens = read_groups + READ
+    tl.store(sorted_tokens + place_C, token_C, mask=is_kept_C)
+    tl.debug_barrier()
+    place_S = tl.arange(0, SORTED)
+    is_token_S = place_S < count
+    token_S = tl.load(sorted_tokens + place_S, mask=is_token_S, other=0)
+    logit_S = tl.load(logits + token_S, mask=is_token_S, other=0.0)
+    key_S = tl.where(is_token_S, _key(logit_S, token_S), _NO_TOKEN)
+    return tl.topk(key_S, W)
 
 
 @triton.jit
@@ -214,7 +364,7 @@ def _sample(
     knobs_1,
     knobs_2,
     knobs_3,
-    tile_keys,
+    scratch,
     counters,
     tokens,
     statuses,
@@ -227,33 +377,60 @@ def _sample(
     RANDOM: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
+    G: tl.constexpr,
     ALL: tl.constexpr,
+    READ: tl.constexpr,
+    SORTED: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Sort a tile of a row; the last program of the row samples its token."""
+    """Find the maxima of a tile's groups; the last program of the row samples its token.
+
+    If no row samples at random, a tile is one group, and its maximum is a key.
+    """
     row, tile = tl.program_id(0), tl.program_id(1)
-    token_T = tile * TILE + tl.arange(0, TILE)
-    logit_T = tl.load(logits + row.to(tl.int64) * row_stride + token_T, mask=token_T < V, other=0.0)
-    key_T = tl.where(token_T < V, _key(logit_T, token_T), _NO_TOKEN)
-    row_keys = tile_keys + row.to(tl.int64) * TILES * W
-    tl.store(row_keys + tile * W + tl.arange(0, W), tl.topk(key_T, W))
+    row_logits = logits + row.to(tl.int64) * row_stride
+    GROUPS: tl.constexpr = TILES * (TILE // G)
+    # Its maxima, the groups that are read and the tokens that are sorted.
+    row_scratch = scratch + row * (GROUPS + READ + SORTED)
+    if RANDOM:
+        group_P = tile * (TILE // G) + tl.arange(0, TILE // G)
+        token_PG = group_P[:, None] * G + tl.arange(0, G)[None, :]
+        is_token_PG = token_PG < V
+        logit_PG = tl.load(row_logits + token_PG, mask=is_token_PG, other=0.0)
+        tl.store(row_scratch + group_P, tl.max(_searched(logit_PG, is_token_PG), 1))
+    else:
+        token_T = tile * TILE + tl.arange(0, TILE)
+        logit_T = tl.load(row_logits + token_T, mask=token_T < V, other=0.0)
+        key_T = tl.where(token_T < V, _key(logit_T, token_T), _NO_TOKEN)
+        tl.store(row_scratch + tile, tl.max(key_T, 0))
     tl.debug_barrier()  # all threads of the program write before it is counted
     finished_before = tl.atomic_add(counters + row, 1, sem="acq_rel", scope="gpu")
     if finished_before == TILES - 1:
         tl.store(counters + row, 0)  # for the next launch
-        place_A = tl.arange(0, ALL)
-        # `.cg`: other multiprocessors wrote these keys, which this one's L1 may not know.
-        key_A = tl.load(
-            row_keys + place_A, mask=place_A < TILES * W, other=_NO_TOKEN, cache_modifier=".cg"
-        )
-        key = tl.topk(key_A, W)
-        logit = _logit(key)
-        token = _LOW32 - (key & _LOW32)
+        if RANDOM:
+            key = _likeliest_keys(
+                row_logits,
+                row_scratch,
+                V,
+                G,
+                GROUPS,
+                ALL,
+                READ,
+                SORTED,
+                W,
+            )
+        else:
+            tile_A = tl.arange(0, ALL)
+            key = tl.load(
+                row_scratch + tile_A, mask=tile_A < TILES, other=_NO_TOKEN, cache_modifier=".cg"
+            )
         first_key = tl.max(key, 0)
         largest = _logit(first_key)
         chosen = _LOW32 - (first_key & _LOW32)
         sufficed = row >= 0  # true, as a value of the kernel
         if RANDOM:
+            logit = _logit(key)
+            token = _LOW32 - (key & _LOW32)
             score = logit - largest
             max_score = largest * 0
             if STAGE_0:
@@ -344,9 +521,14 @@ class FastSampler:
             [_STAGE_NUMBERS[name] for name in stages],
             [rows.knobs[knob_names.get(name, name)] for name in stages],
             rows.knobs["temperature"] if chain.samples_at_random else None,
-            chain.likeliest_count or GREEDY_WIDTH,
+            chain.likeliest_count or 1,
         )
         return SampledTokens(token_B, status_B)
+
+
+def _group(vocabulary: int, read: int) -> int:
+    """Return G, with which about as many maxima are read as tokens of groups."""
+    return min(max(MIN_GROUP, triton.next_power_of_2(isqrt(vocabulary // read))), MAX_GROUP)
 
 
 @torch.library.custom_op("monograph::sample_few", mutates_args=("counters_B",))
@@ -370,12 +552,21 @@ def sample_few(
         stages: the stages in their order, by `_STAGE_NUMBERS`.
         knobs: the knob of each stage, fp32 or int64 [B].
         temperature_B: fp32; a row with 0 takes its likeliest token. None: all rows do.
-        width: W, how many of the likeliest tokens are read; a power of two, at least 2.
+        width: W, how many of the likeliest tokens are read; a power of two. Not used if temperature_B is
+            None.
     """
     rows, vocabulary = edited_BV.shape
-    tile = max(width, min(TILE, triton.next_power_of_2(vocabulary)))
+    is_random = temperature_B is not None
+    tile = min(
+        SMALL_TILE if rows < MANY_ROWS else LARGE_TILE,
+        max(MAX_GROUP, triton.next_power_of_2(vocabulary)),
+    )
     tiles = triton.cdiv(vocabulary, tile)
-    tile_keys = edited_BV.new_empty(rows * tiles * width, dtype=torch.int64)
+    read, sorted_ = READ * width, SORTED * width
+    group = _group(vocabulary, read) if is_random else tile
+    groups = tiles * (tile // group)
+    scratch_dtype = torch.int32 if is_random else torch.int64
+    scratch = edited_BV.new_empty(rows * (groups + read + sorted_), dtype=scratch_dtype)
     token_B = edited_BV.new_empty(rows, dtype=torch.int64)
     status_B = edited_BV.new_empty(rows, dtype=torch.int32)
     unused = _MAX_STAGES - len(stages)
@@ -383,10 +574,10 @@ def sample_few(
         edited_BV,
         seed_B,
         last_position_B,
-        seed_B if temperature_B is None else temperature_B,
+        temperature_B if is_random else seed_B,
         *knobs,
         *([seed_B] * unused),
-        tile_keys,
+        scratch,
         counters_B,
         token_B,
         status_B,
@@ -394,12 +585,15 @@ def sample_few(
         edited_BV.stride(0),
         *stages,
         *([0] * unused),
-        RANDOM=temperature_B is not None,
+        RANDOM=is_random,
         TILE=tile,
         TILES=tiles,
-        ALL=triton.next_power_of_2(tiles * width),
+        G=group,
+        ALL=triton.next_power_of_2(groups),
+        READ=read,
+        SORTED=sorted_,
         W=width,
-        num_warps=8,
+        num_warps=WARPS,
         enable_fp_fusion=False,
     )
     return token_B, status_B
