@@ -14,8 +14,8 @@ launches per layer.
 batch are zeros, so the terms of a row's sums are always added in the same order. Attention begins with
 the new token, sums each block of the cache by itself and adds the blocks one by one from the first; a
 block that the row does not see adds nothing. One program does all of this if the blocks are few, and
-otherwise each block has a program: the sums are the same. Tile sizes are constants: a size that was chosen by timing could differ between
-two processes, and so could the bits.
+otherwise each block has a program: the sums are the same. Tile sizes are constants: a size that was
+chosen by timing could differ between two processes, and so could the bits.
 
 The kernels are custom operators, which a compiler does not look into.
 
