@@ -237,3 +237,54 @@ def test_a_row_behind_the_blocks_that_are_read_leaves_its_counter_at_zero() -> N
     kernels().attend(case.qkv.cuda(), *cache, position, counters, 2, case.heads, 1.0)
     assert not counters.any()
     assert torch.equal(cache[0][2:].cpu(), case.keys[2:]), "it wrote to a block that is not read"
+
+
+FORMS = {  # few_blocks, is_ahead, is_early, stages
+    "a program per block": (0, False, False, 1),
+    "a program per block, ahead": (0, True, False, 1),
+    "one program": (8, False, False, 1),
+    "one program, staged": (8, False, False, 2),
+    "one program, ahead": (8, True, False, 1),
+    "one program, early": (8, True, True, 1),
+    "mixed": (2, False, False, 2),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", CACHED)
+def test_every_form_of_attention_gives_the_same_bits(
+    dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Cached(dtype, **CACHED[kind])
+    expected = case.by_kernel()
+    for name, numbers in FORMS.items():
+        form = kernels().AttendForm(*numbers)
+        if form.is_early and case.window is not None:
+            continue
+        monkeypatch.setattr(kernels(), "attend_form", lambda *_, form=form: form)
+        same = [torch.equal(a, b) for a, b in zip(case.by_kernel(), expected, strict=True)]
+        assert all(same), name
+
+
+def test_a_slot_that_a_row_does_not_see_may_hold_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Cached(torch.float32, **CACHED["grouped"])
+    expected, _, _ = case.by_kernel()
+    for row, position in enumerate(case.positions.tolist()):
+        for cache in (case.keys, case.values):
+            for block in range(case.blocks):
+                begin = max(0, position - block * case.slots)
+                cache[block, row, :, begin:] = torch.nan
+    for is_early in (False, True):
+        form = kernels().AttendForm(case.blocks, True, is_early, 1)
+        monkeypatch.setattr(kernels(), "attend_form", lambda *_, form=form: form)
+        assert torch.equal(case.by_kernel()[0], expected)
+
+
+def test_the_form_of_attention_depends_on_shapes_and_reads_ahead_only_where_it_fits() -> None:
+    form = kernels().attend_form
+    one_row = form(8, 3, 32 * 1024, False)
+    assert one_row.is_ahead and one_row.is_early and one_row.stages == 1
+    assert not form(8, 3, 32 * 1024, True).is_early, "a window hides the first block"
+    assert not form(8, one_row.few_blocks + 1, 32 * 1024, False).is_early
+    assert form(512, 3, 32 * 1024, False) == (one_row.few_blocks, False, False, 2)
+    assert form(8, 3, 128 * 1024, False) == (one_row.few_blocks, False, False, 1)

@@ -11,11 +11,12 @@ kernels. A launch takes about as long as reading ten megabytes. PyTorch's own op
 launches per layer.
 
 **A row's bits do not depend on the other rows.** A tile always has 16 rows, and rows beyond the
-batch are zeros, so the terms of a row's sums are always added in the same order. Attention sums each
-block of the cache by itself and adds the blocks one by one from the first; a block that the row does
-not see adds nothing. The sizes of a tile depend on the card and on the weight's shape alone
-(`tile_of`): a size that was chosen by timing could differ between two processes, and so could the
-bits.
+batch are zeros, so the terms of a row's sums are always added in the same order. Attention begins with
+the new token, sums each block of the cache by itself and adds the blocks one by one from the first; a
+block that the row does not see adds nothing. One program does all of this if the blocks are few, and
+otherwise each block has a program: the sums are the same. The sizes of a tile depend on the card and
+on the weight's shape alone (`tile_of`): a size that was chosen by timing could differ between two
+processes, and so could the bits.
 
 The kernels are custom operators, which a compiler does not look into.
 
@@ -131,6 +132,56 @@ def _head_scale(first, second, E: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
+def _with_block(
+    max_Q, weight_Q, sum1_QF, sum2_QF, block_max_Q, block_weight_Q, block1_QF, block2_QF
+):
+    """Add a block's weights and weighted values to the sums of the blocks before it.
+
+    Sums are relative to the largest score so far, and are rescaled if the block has a larger one.
+    The kernel adds blocks in registers or from memory, and both must give the same bits. So a product
+    is fused with its sum here, and not where a compiler likes to.
+    """
+    new_max_Q = tl.maximum(max_Q, block_max_Q)
+    before_Q = tl.exp(max_Q - new_max_Q)
+    factor_Q = tl.exp(block_max_Q - new_max_Q)
+    weight_Q = tl.fma(factor_Q, block_weight_Q, weight_Q * before_Q)
+    factor_QF = tl.broadcast_to(factor_Q[:, None], block1_QF.shape)
+    sum1_QF = tl.fma(factor_QF, block1_QF, sum1_QF * before_Q[:, None])
+    sum2_QF = tl.fma(factor_QF, block2_QF, sum2_QF * before_Q[:, None])
+    return new_max_Q, weight_Q, sum1_QF, sum2_QF
+
+
+@triton.jit
+def _heads_of_row(q_at_QF, k_at_1F, v_at_1F, is_query_Q1, F: tl.constexpr):
+    """Load the new token's queries, key and value, each in two halves."""
+    q1 = tl.load(q_at_QF, mask=is_query_Q1, other=0.0).to(tl.float32)
+    q2 = tl.load(q_at_QF + F, mask=is_query_Q1, other=0.0).to(tl.float32)
+    k1, k2 = tl.load(k_at_1F).to(tl.float32), tl.load(k_at_1F + F).to(tl.float32)
+    return q1, q2, k1, k2, tl.load(v_at_1F), tl.load(v_at_1F + F)
+
+
+@triton.jit
+def _is_old(position_C, position, window, WINDOW: tl.constexpr):
+    """Return whether the new token sees these positions, other than its own."""
+    is_old_C = position_C < position
+    if WINDOW:
+        is_old_C = is_old_C & (position_C > position - window)
+    return is_old_C
+
+
+@triton.jit
+def _load_block(keys_at_CF, values_at_CF, is_old_C, F: tl.constexpr):
+    """Load a block's keys and values, each in two halves; zeros for slots that are not old."""
+    is_old_C1 = is_old_C[:, None]
+    return (
+        tl.load(keys_at_CF, mask=is_old_C1, other=0.0),
+        tl.load(keys_at_CF + F, mask=is_old_C1, other=0.0),
+        tl.load(values_at_CF, mask=is_old_C1, other=0.0),
+        tl.load(values_at_CF + F, mask=is_old_C1, other=0.0),
+    )
+
+
+@triton.jit
 def _attend(
     qkv,
     q_gain,
@@ -161,37 +212,87 @@ def _attend(
     SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    FEW: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Attend to one block of the cache, for one row and one key-value head.
+    """Attend to the cache for one row and one key-value head.
 
-    `partial` and `sums` get the block's weighted sum of values, and the largest score and the sum of
-    weights. The program of a row and head that finishes last, by `counters`, adds up the blocks.
+    If the row sees at most FEW blocks, its first program adds them up in registers. Otherwise each
+    block has a program: `partial` and `sums` get its weighted sum of values, and its largest score and
+    sum of weights; and the program that finishes last, by `counters`, adds up the blocks.
+
+    AHEAD reads a block's keys and values while the block before it is computed. EARLY reads the first
+    block before the position is known, all of its slots: this waits less, and reads more.
 
     Heads are loaded as two halves of F channels, which rotation mixes: q1 and q2, and so on.
 
     Shapes: Q = GROUP queries, the G of the key-value head and padding; C, F as in the module.
     """
-    row, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // J
     E: tl.constexpr = 2 * F
     position = tl.load(positions + row).to(tl.int32)
-    first_block = tl.maximum(position - window + 1, 0) // C if WINDOW else 0
-    # A row without a request may have a position behind the blocks that are read.
-    last_block = tl.minimum(position // C, BLOCKS - 1)
-    if (block >= first_block) & (block <= last_block):
-        dtype = keys.dtype.element_ty
-        query_Q, channel_F, slot_C = tl.arange(0, GROUP), tl.arange(0, F), tl.arange(0, C)
-        is_query_Q = query_Q < G
-        is_query_Q1 = is_query_Q[:, None]
+    query_Q, channel_F, slot_C = tl.arange(0, GROUP), tl.arange(0, F), tl.arange(0, C)
+    is_query_Q = query_Q < G
+    is_query_Q1 = is_query_Q[:, None]
+    # The offset of the cache's block 0, and how far it is to the next block.
+    slot_index_C = (row * J + head).to(tl.int64) * C + slot_C
+    cache_offset_CF = slot_index_C[:, None] * E + channel_F[None, :]
+    block_stride = tl.cast(B, tl.int64) * (J * C * E)
+    if EARLY:
+        next_key1_CF = tl.load(keys + cache_offset_CF)
+        next_key2_CF = tl.load(keys + cache_offset_CF + F)
+        next_value1_CF = tl.load(values + cache_offset_CF)
+        next_value2_CF = tl.load(values + cache_offset_CF + F)
 
-        # The new token's queries, key and value.
-        qkv_of_row = qkv + row * (H + 2 * J) * E
-        q_at_QF = qkv_of_row + (head * G + query_Q[:, None]) * E + channel_F[None, :]
-        q1 = tl.load(q_at_QF, mask=is_query_Q1, other=0.0).to(tl.float32)
-        q2 = tl.load(q_at_QF + F, mask=is_query_Q1, other=0.0).to(tl.float32)
-        # A key is a tile of one row, so that heads and keys are normalised by the same functions.
-        k_at_1F = qkv_of_row + (H + head) * E + channel_F[None, :]
-        k1, k2 = tl.load(k_at_1F).to(tl.float32), tl.load(k_at_1F + F).to(tl.float32)
+    qkv_of_row = qkv + row * (H + 2 * J) * E
+    q_at_QF = qkv_of_row + (head * G + query_Q[:, None]) * E + channel_F[None, :]
+    # A key is a tile of one row, so that heads and keys are normalised by the same functions.
+    k_at_1F = qkv_of_row + (H + head) * E + channel_F[None, :]
+    v_at_1F = qkv_of_row + (H + J + head) * E + channel_F[None, :]
+    if BLOCKS <= FEW:
+        # These loads do not wait for the position either. No program is idle.
+        new_q1, new_q2, new_k1, new_k2, v1, v2 = _heads_of_row(
+            q_at_QF, k_at_1F, v_at_1F, is_query_Q1, F
+        )
+        if ROTATE:
+            cos_1F = tl.load(cos + row * F + channel_F)[None, :]
+            sin_1F = tl.load(sin + row * F + channel_F)[None, :]
+
+    # The blocks with old slots that the new token sees: from first_block, below end_block.
+    oldest = tl.maximum(position - window + 1, 0) if WINDOW else 0
+    first_block = oldest // C
+    # A row without a request may have a position behind the blocks that are read.
+    end_block = tl.minimum((position + C - 1) // C, BLOCKS)
+    end_block = tl.where(oldest < position, end_block, first_block)
+    if BLOCKS <= FEW:
+        is_whole = True
+        is_idle = False
+        begin = first_block
+        end = end_block
+    else:
+        is_whole = end_block - first_block <= FEW
+        begin = tl.where(is_whole, first_block, part)
+        end = tl.where(is_whole, end_block, part + 1)
+        is_idle = tl.where(is_whole, part > 0, (part < first_block) | (part >= end_block))
+    writes = (begin == first_block) & (position // C < BLOCKS)
+    if not is_idle:
+        dtype = keys.dtype.element_ty
+        if BLOCKS > FEW:
+            new_q1, new_q2, new_k1, new_k2, v1, v2 = _heads_of_row(
+                q_at_QF, k_at_1F, v_at_1F, is_query_Q1, F
+            )
+            if ROTATE:
+                cos_1F = tl.load(cos + row * F + channel_F)[None, :]
+                sin_1F = tl.load(sin + row * F + channel_F)[None, :]
+        if AHEAD and not EARLY:
+            offset_CF = cache_offset_CF + begin * block_stride
+            is_old_C = _is_old(begin * C + slot_C, position, window, WINDOW)
+            next_key1_CF, next_key2_CF, next_value1_CF, next_value2_CF = _load_block(
+                keys + offset_CF, values + offset_CF, is_old_C, F
+            )
+        q1, q2, k1, k2 = new_q1, new_q2, new_k1, new_k2
         if NORM:
             q_scale = _head_scale(q1, q2, E, EPS)
             k_scale = _head_scale(k1, k2, E, EPS)
@@ -200,109 +301,120 @@ def _attend(
             k1 = _normalised(k1, k_gain, k_scale, channel_F, CENTRED, dtype).to(tl.float32)
             k2 = _normalised(k2, k_gain + F, k_scale, channel_F, CENTRED, dtype).to(tl.float32)
         if ROTATE:
-            cos_1F = tl.load(cos + row * F + channel_F)[None, :]
-            sin_1F = tl.load(sin + row * F + channel_F)[None, :]
             q1, q2 = q1 * cos_1F - q2 * sin_1F, q2 * cos_1F + q1 * sin_1F
             k1, k2 = k1 * cos_1F - k2 * sin_1F, k2 * cos_1F + k1 * sin_1F
         q1, q2, k1, k2 = q1.to(dtype), q2.to(dtype), k1.to(dtype), k2.to(dtype)
-        v_at_1F = qkv_of_row + (H + J + head) * E + channel_F[None, :]
-        v1, v2 = tl.load(v_at_1F), tl.load(v_at_1F + F)
 
-        # The block's keys and values.
-        position_C = block * C + slot_C
-        block_start = ((block.to(tl.int64) * B + row) * J + head) * C  # the index of its first slot
-        cache_offset_CF = (block_start + slot_C[:, None]) * E + channel_F[None, :]
-        is_seen_C = position_C <= position
-        if WINDOW:
-            is_seen_C = is_seen_C & (position_C > position - window)
-        # The new key and value are not read from memory, where another thread writes them.
-        is_new_C1 = (position_C == position)[:, None]
-        is_old_C1 = (is_seen_C & (position_C != position))[:, None]
-        old_key1_CF = tl.load(keys + cache_offset_CF, mask=is_old_C1, other=0.0)
-        key1_CF = tl.where(is_new_C1, k1, old_key1_CF)
-        old_key2_CF = tl.load(keys + cache_offset_CF + F, mask=is_old_C1, other=0.0)
-        key2_CF = tl.where(is_new_C1, k2, old_key2_CF)
-        old_value1_CF = tl.load(values + cache_offset_CF, mask=is_old_C1, other=0.0)
-        value1_CF = tl.where(is_new_C1, v1, old_value1_CF)
-        old_value2_CF = tl.load(values + cache_offset_CF + F, mask=is_old_C1, other=0.0)
-        value2_CF = tl.where(is_new_C1, v2, old_value2_CF)
-        if block == position // C:  # only this program reads this slot
-            new_offset_1F = (block_start + position % C) * E + channel_F[None, :]
-            tl.store(keys + new_offset_1F, k1)
-            tl.store(keys + new_offset_1F + F, k2)
-            tl.store(values + new_offset_1F, v1)
-            tl.store(values + new_offset_1F + F, v2)
+        if writes:  # no program reads this slot
+            new_at_1F = (position // C) * block_stride + (row * J + head).to(tl.int64) * (C * E)
+            new_at_1F += position % C * E + channel_F[None, :]
+            tl.store(keys + new_at_1F, k1)
+            tl.store(keys + new_at_1F + F, k2)
+            tl.store(values + new_at_1F, v1)
+            tl.store(values + new_at_1F + F, v2)
 
-        # The block's part of the attention.
-        scores_QC = tl.dot(q1, key1_CF.T, input_precision=PRECISION)
-        scores_QC = tl.dot(q2, key2_CF.T, scores_QC, input_precision=PRECISION) * SCALE
-        scores_QC = tl.where(is_seen_C[None, :], scores_QC, float("-inf"))
-        largest_Q = tl.max(scores_QC, 1)
-        weights_QC = tl.exp(scores_QC - largest_Q[:, None])
-        total_Q = tl.sum(weights_QC, 1)
-        rounded_QC = weights_QC.to(dtype)
-        mixed1_QF = tl.dot(rounded_QC, value1_CF, input_precision=PRECISION)
-        mixed2_QF = tl.dot(rounded_QC, value2_CF, input_precision=PRECISION)
-        first_part = (row * J + head) * BLOCKS  # the index of this row's and head's first block
-        own_part = (first_part + block) * G  # the index of this block's first query
-        partial_offset_QF = (own_part + query_Q[:, None]) * E + channel_F[None, :]
-        tl.store(partial + partial_offset_QF, mixed1_QF, mask=is_query_Q1)
-        tl.store(partial + partial_offset_QF + F, mixed2_QF, mask=is_query_Q1)
-        sums_offset_Q = (own_part + query_Q) * 2
-        tl.store(sums + sums_offset_Q, largest_Q, mask=is_query_Q)
-        tl.store(sums + sums_offset_Q + 1, total_Q, mask=is_query_Q)
-
-        # The program that finishes last adds up the blocks.
-        tl.debug_barrier()  # all threads have written before one of them says so
-        finished_before = tl.atomic_add(counters + row * J + head, 1, sem="acq_rel", scope="gpu")
-        if finished_before == last_block - first_block:
-            tl.store(counters + row * J + head, 0)  # for the next launch
-            max_Q = tl.full((GROUP,), float("-inf"), tl.float32)
-            if SINKS:
-                sink_Q = tl.load(sinks + head * G + query_Q, mask=is_query_Q, other=float("-inf"))
-                max_Q = sink_Q.to(tl.float32)
-            # `.cg` reads from the L2 cache: other multiprocessors wrote these numbers, which this
-            # one's L1 cache may not know.
-            for other in range(first_block, last_block + 1):
-                sums_of_other_Q = ((first_part + other) * G + query_Q) * 2
-                other_largest_Q = tl.load(
-                    sums + sums_of_other_Q, mask=is_query_Q, other=0.0, cache_modifier=".cg"
+        # The sum begins with the new token, and the sink.
+        new_score_Q = tl.sum(q1.to(tl.float32) * k1.to(tl.float32), 1)
+        new_score_Q = (new_score_Q + tl.sum(q2.to(tl.float32) * k2.to(tl.float32), 1)) * SCALE
+        start_max_Q = new_score_Q
+        start_weight_Q = tl.full((GROUP,), 1.0, tl.float32)
+        if SINKS:
+            sink_Q = tl.load(sinks + head * G + query_Q, mask=is_query_Q, other=0.0).to(tl.float32)
+            start_max_Q = tl.maximum(new_score_Q, sink_Q)
+            start_weight_Q = tl.exp(new_score_Q - start_max_Q)
+        start1_QF = start_weight_Q[:, None] * v1.to(tl.float32)
+        start2_QF = start_weight_Q[:, None] * v2.to(tl.float32)
+        if SINKS:
+            start_weight_Q += tl.exp(sink_Q - start_max_Q)
+        # Where several programs compute the blocks, the one that adds them up begins with it.
+        max_Q = tl.where(is_whole, start_max_Q, float("-inf"))
+        weight_Q = tl.where(is_whole, start_weight_Q, 0.0)
+        sum1_QF = tl.where(is_whole, start1_QF, 0.0)
+        sum2_QF = tl.where(is_whole, start2_QF, 0.0)
+        for block in range(begin, end):
+            position_C = block * C + slot_C
+            offset_CF = cache_offset_CF + block * block_stride
+            is_old_C = _is_old(position_C, position, window, WINDOW)
+            if AHEAD:
+                key1_CF, key2_CF = next_key1_CF, next_key2_CF
+                value1_CF, value2_CF = next_value1_CF, next_value2_CF
+                if EARLY:  # an unseen value has the weight 0, but an earlier text may have left NaN
+                    value1_CF = tl.where(is_old_C[:, None], value1_CF, 0.0)
+                    value2_CF = tl.where(is_old_C[:, None], value2_CF, 0.0)
+                if BLOCKS > 1:
+                    next_offset_CF = offset_CF + block_stride
+                    is_next_C = _is_old(position_C + C, position, window, WINDOW)
+                    is_next_C = is_next_C & (block + 1 < end)
+                    next_key1_CF, next_key2_CF, next_value1_CF, next_value2_CF = _load_block(
+                        keys + next_offset_CF, values + next_offset_CF, is_next_C, F
+                    )
+            else:
+                key1_CF, key2_CF, value1_CF, value2_CF = _load_block(
+                    keys + offset_CF, values + offset_CF, is_old_C, F
                 )
-                max_Q = tl.maximum(max_Q, other_largest_Q)
-            sum_of_weights_Q = tl.zeros((GROUP,), tl.float32)
-            if SINKS:
-                sink_Q = tl.load(sinks + head * G + query_Q, mask=is_query_Q, other=0.0)
-                sum_of_weights_Q = tl.exp(sink_Q.to(tl.float32) - max_Q)
-            sum1_QF = tl.zeros((GROUP, F), tl.float32)
-            sum2_QF = tl.zeros((GROUP, F), tl.float32)
-            for other in range(first_block, last_block + 1):
-                sums_of_other_Q = ((first_part + other) * G + query_Q) * 2
-                other_largest_Q = tl.load(
-                    sums + sums_of_other_Q, mask=is_query_Q, other=0.0, cache_modifier=".cg"
-                )
-                factor_Q = tl.exp(other_largest_Q - max_Q)
-                other_total_Q = tl.load(
-                    sums + sums_of_other_Q + 1, mask=is_query_Q, other=0.0, cache_modifier=".cg"
-                )
-                sum_of_weights_Q += factor_Q * other_total_Q
-                other_part = (first_part + other) * G
-                part_of_other_QF = (other_part + query_Q[:, None]) * E + channel_F[None, :]
-                mixed_QF = tl.load(
-                    partial + part_of_other_QF, mask=is_query_Q1, other=0.0, cache_modifier=".cg"
-                )
-                sum1_QF += factor_Q[:, None] * mixed_QF
-                mixed_QF = tl.load(
-                    partial + part_of_other_QF + F,
-                    mask=is_query_Q1,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                sum2_QF += factor_Q[:, None] * mixed_QF
-            out_at_QF = out + (row * H + head * G + query_Q[:, None]) * E + channel_F[None, :]
-            tl.store(out_at_QF, (sum1_QF / sum_of_weights_Q[:, None]).to(dtype), mask=is_query_Q1)
-            tl.store(
-                out_at_QF + F, (sum2_QF / sum_of_weights_Q[:, None]).to(dtype), mask=is_query_Q1
+            scores_QC = tl.dot(q1, key1_CF.T, input_precision=PRECISION)
+            scores_QC = tl.dot(q2, key2_CF.T, scores_QC, input_precision=PRECISION) * SCALE
+            scores_QC = tl.where(is_old_C[None, :], scores_QC, float("-inf"))
+            block_max_Q = tl.max(scores_QC, 1)
+            weights_QC = tl.exp(scores_QC - block_max_Q[:, None])
+            rounded_QC = weights_QC.to(dtype)
+            max_Q, weight_Q, sum1_QF, sum2_QF = _with_block(
+                max_Q,
+                weight_Q,
+                sum1_QF,
+                sum2_QF,
+                block_max_Q,
+                tl.sum(weights_QC, 1),
+                tl.dot(rounded_QC, value1_CF, input_precision=PRECISION),
+                tl.dot(rounded_QC, value2_CF, input_precision=PRECISION),
             )
+        adds = is_whole
+        if BLOCKS > FEW:
+            if not is_whole:
+                first_part = (row * J + head) * BLOCKS  # the index of this row's and head's block 0
+                own_part = (first_part + part) * G  # the index of this block's first query
+                partial_offset_QF = (own_part + query_Q[:, None]) * E + channel_F[None, :]
+                tl.store(partial + partial_offset_QF, sum1_QF, mask=is_query_Q1)
+                tl.store(partial + partial_offset_QF + F, sum2_QF, mask=is_query_Q1)
+                sums_offset_Q = (own_part + query_Q) * 2
+                tl.store(sums + sums_offset_Q, max_Q, mask=is_query_Q)
+                tl.store(sums + sums_offset_Q + 1, weight_Q, mask=is_query_Q)
+
+                # The program that finishes last adds up the blocks.
+                tl.debug_barrier()  # all threads have written before one of them says so
+                counter = counters + row * J + head
+                finished_before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                if finished_before == end_block - first_block - 1:
+                    adds = True
+                    tl.store(counter, 0)  # for the next launch
+                    max_Q, weight_Q = start_max_Q, start_weight_Q
+                    sum1_QF, sum2_QF = start1_QF, start2_QF
+                    # `.cg` reads from the L2 cache: other multiprocessors wrote these numbers, which
+                    # this one's L1 cache may not know. No block waits for the sum of those before.
+                    for other in tl.range(first_block, end_block, loop_unroll_factor=4):
+                        other_part = (first_part + other) * G
+                        sums_at_Q = sums + (other_part + query_Q) * 2
+                        part_at_QF = (
+                            partial + (other_part + query_Q[:, None]) * E + channel_F[None, :]
+                        )
+                        max_Q, weight_Q, sum1_QF, sum2_QF = _with_block(
+                            max_Q,
+                            weight_Q,
+                            sum1_QF,
+                            sum2_QF,
+                            tl.load(sums_at_Q, mask=is_query_Q, other=0.0, cache_modifier=".cg"),
+                            tl.load(
+                                sums_at_Q + 1, mask=is_query_Q, other=0.0, cache_modifier=".cg"
+                            ),
+                            tl.load(part_at_QF, mask=is_query_Q1, other=0.0, cache_modifier=".cg"),
+                            tl.load(
+                                part_at_QF + F, mask=is_query_Q1, other=0.0, cache_modifier=".cg"
+                            ),
+                        )
+        if adds:
+            out_at_QF = out + (row * H + head * G + query_Q[:, None]) * E + channel_F[None, :]
+            tl.store(out_at_QF, (sum1_QF / weight_Q[:, None]).to(dtype), mask=is_query_Q1)
+            tl.store(out_at_QF + F, (sum2_QF / weight_Q[:, None]).to(dtype), mask=is_query_Q1)
 
 
 def attend_fits(device: torch.device, slots: int, head_dim: int, dtype: torch.dtype) -> bool:
@@ -519,6 +631,49 @@ def _launch(
     )
 
 
+class AttendForm(NamedTuple):
+    """How `attend` computes; all forms give the same bits.
+
+    Attributes:
+        few_blocks: up to this number of blocks, one program adds them up: it is done before several
+            programs have told each other that they have finished.
+        is_ahead: AHEAD of `_attend`.
+        is_early: EARLY of `_attend`.
+        stages: how many blocks are on their way into shared memory.
+    """
+
+    few_blocks: int
+    is_ahead: bool
+    is_early: bool
+    stages: int
+
+
+# Up to this number of programs, memory's latency takes the time, and not its bandwidth.
+_FEW_PROGRAMS = 128
+# What four warps' registers hold beside the block that they compute.
+_BLOCK_IN_REGISTERS = 32 * 1024
+# With two blocks of this size on their way, a program still fits every card's shared memory.
+_BLOCK_IN_STAGES = 64 * 1024
+_FEW_BLOCKS = 4
+# The order in which a block's weights are summed depends on it.
+_ATTEND_WARPS = 4
+
+
+def attend_form(programs: int, blocks: int, block_bytes: int, has_window: bool) -> AttendForm:
+    """Return the form for this number of rows times key-value heads; it depends on shapes alone.
+
+    Args:
+        programs: the rows times the key-value heads.
+        blocks: how many blocks are read.
+        block_bytes: the size of one head's keys and values of a block.
+        has_window: whether a window hides the first blocks from some rows.
+    """
+    is_ahead = programs <= _FEW_PROGRAMS and block_bytes <= _BLOCK_IN_REGISTERS
+    is_early = is_ahead and blocks <= _FEW_BLOCKS and not has_window
+    is_staged = not is_ahead and blocks > 1 and block_bytes <= _BLOCK_IN_STAGES
+    return AttendForm(_FEW_BLOCKS, is_ahead, is_early, 2 if is_staged else 1)
+
+
 @torch.library.custom_op(
     "monograph::attend", mutates_args=("keys_LBJCE", "values_LBJCE", "counters_BJ")
 )
@@ -573,11 +728,15 @@ def attend(
     _, rows, key_heads, slots, head_dim = keys_LBJCE.shape
     group = heads // key_heads
     out_BX = qkv_BX.new_empty(rows, heads * head_dim)
-    partial = qkv_BX.new_empty(rows * key_heads * blocks * group * head_dim, dtype=torch.float32)
-    sums = qkv_BX.new_empty(rows * key_heads * blocks * group * 2, dtype=torch.float32)
+    block_bytes = 2 * slots * head_dim * qkv_BX.element_size()
+    form = attend_form(rows * key_heads, blocks, block_bytes, window is not None)
+    is_split = blocks > form.few_blocks
+    parts = rows * key_heads * blocks * group if is_split else 0
+    partial = qkv_BX.new_empty(parts * head_dim, dtype=torch.float32)
+    sums = qkv_BX.new_empty(parts * 2, dtype=torch.float32)
     # A kernel needs a pointer for each tensor, even for one that it does not read.
     unused = position_B
-    _attend[(rows, key_heads, blocks)](
+    _attend[(rows, key_heads, blocks if is_split else 1)](
         qkv_BX,
         unused if q_gain_E is None else q_gain_E,
         unused if k_gain_E is None else k_gain_E,
@@ -607,8 +766,11 @@ def attend(
         SINKS=sink_H is not None,
         WINDOW=window is not None,
         PRECISION=_precision(qkv_BX.dtype),
-        num_warps=4,
-        num_stages=1,
+        FEW=form.few_blocks,
+        AHEAD=form.is_ahead,
+        EARLY=form.is_early,
+        num_warps=_ATTEND_WARPS,
+        num_stages=form.stages,
     )
     return out_BX
 
