@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from monograph.laws.comparisons import error_within
 from monograph.model.llama import block_mask, dense_mask
 from monograph.ops.attention import attention
+from monograph.ops.flex_options import flex_options
 
 BATCH, HEADS, KV_HEADS, LENGTH, SIZE = 2, 4, 2, 150, 16
 FLEX_UNFUSED = "ignore:flex_attention called without torch.compile:UserWarning"
 VMAP_LOOP = "ignore:There is a performance drop because we have not yet implemented the batching rule:UserWarning"
 
 
-def _heads(dtype, length=LENGTH, grad=False, device="cpu"):
+def _heads(dtype, length=LENGTH, grad=False, device="cpu", size=SIZE):
     generator = torch.Generator().manual_seed(0)
-    shapes = [(BATCH, heads, length, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    shapes = [(BATCH, heads, length, size) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     made = [
         torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
         for shape in shapes
@@ -32,8 +36,8 @@ def _segments(length=LENGTH, device="cpu"):
     return rows.to(device)
 
 
-def _run(impl, dtype, mask, backward=True, device="cpu", call=attention):
-    inputs = _heads(dtype, grad=backward, device=device)
+def _run(impl, dtype, mask, backward=True, device="cpu", call=attention, length=LENGTH, size=SIZE):
+    inputs = _heads(dtype, length, backward, device, size)
     out = call(*inputs, mask, impl)
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=device).reshape(
         out.shape
@@ -238,6 +242,38 @@ def test_on_a_gpu_documents_are_as_exact_as_the_reference(dtype, impl, run):
     exact, naive = (run("reference", kind, dense, device="cuda") for kind in (torch.float64, dtype))
     for a, b, c in zip(ours, naive, exact, strict=True):
         assert error_within(a, b, c, k=4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_long_documents_are_as_exact_as_the_reference(length=400, size=64):
+    """Rows as a run has them, with the heads that have options of their own. The second document
+    begins inside the first block and has blocks that are seen in full, so that a query's blocks
+    with a border are not neighbours.
+    """
+    torch.compiler.reset()
+    segments = torch.ones(BATCH, length, dtype=torch.int64, device="cuda")
+    segments[0, 50:] = 2
+    segments[1, 90:], segments[1, 390:] = 2, 0
+    dense = dense_mask(segments)
+    fused = torch.compile(attention, fullgraph=True, dynamic=False)
+    shape = {"device": "cuda", "length": length, "size": size}
+    ours = _run("flex", torch.bfloat16, block_mask(segments), call=fused, **shape)
+    exact, naive = (
+        _run("reference", kind, dense, **shape) for kind in (torch.float64, torch.bfloat16)
+    )
+    for a, b, c in zip(ours, naive, exact, strict=True):
+        assert error_within(a, b, c, k=4)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_the_tiles_of_flex_are_torch_s_where_others_were_not_measured(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        for dtype, size in product((torch.float32, torch.float16, torch.bfloat16), (16, 64, 128)):
+            ours = flex_options(torch.empty(1, 1, 1, size, dtype=dtype, device="cuda"))
+            is_measured = (capability, dtype, size) == ((9, 0), torch.bfloat16, 64)
+            assert (len(ours) > 1) == is_measured, "FORCE_USE_FLEX_ATTENTION is always there"
+        assert len(flex_options(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16))) == 1
 
 
 @pytest.mark.gpu

@@ -14,13 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    BlockMask,
-    FlexKernelOptions,
-    flex_attention,
-)
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from monograph.ops.flex_options import flex_options
 from monograph.ops.padded_rows import padded_count
 
 BLOCK = 128  # slots of a cache's block
@@ -237,9 +233,8 @@ def _visible(heads: Heads, mask: Tensor | None) -> Tensor:
 
 
 def _flex(heads: Heads, mask: BlockMask, sink_H: Tensor | None) -> Tensor:
-    # For fewer than 128 queries without gradients, torch 2.13 would use its kernel for decoding,
-    # which reads these queries with wrong strides, or would find no kernel for grouped heads.
-    options: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
+    # torch's type of the options lacks those of one direction.
+    options: Any = flex_options(heads[0])
     aux = None if sink_H is None else AuxRequest(lse=True)
     result: Any = flex_attention(
         *heads, block_mask=mask, enable_gqa=True, kernel_options=options, return_aux=aux
