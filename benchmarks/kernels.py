@@ -1,10 +1,11 @@
 """Measure where the time of a training step goes on a GPU, kernel by kernel, next to the roofline
 of `launches.py`.
 
-Each case trains with half of the rows that `launches.py` counts, so that it fits 80 GB. Updates are
-timed without the profiler, five at a time; then one update of one micro-batch is profiled:
-milliseconds of matrix products, of attention, of other kernels, of copies, and what is left of the
-update's time, in which the card had nothing to do.
+Each case trains with half of the rows that `launches.py` counts, so that it fits 80 GB. Updates of
+one micro-batch are timed without the profiler, five at a time; then five are profiled: milliseconds
+an update of matrix products, of attention, of other kernels, of copies, and what is left of the
+update's time, in which the card had nothing to do. One update alone would not show it: under load a
+card has a lower clock than at the start.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def measured(name: str, case: Case, args: Namespace) -> dict[str, Any]:
     seconds = harness.spread([each.wall_s / UPDATES_AT_ONCE for each in times])
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities, acc_events=True) as seen:
-        harness.timed(update, device)
+        harness.timed(several_updates, device)
     kernels = by_name(seen)
     tokens_per_s = shape.rows * shape.length / seconds["median"]
     per_token, peak = (
@@ -118,7 +119,9 @@ def measured(name: str, case: Case, args: Namespace) -> dict[str, Any]:
 
 
 def by_name(seen: profile) -> list[dict[str, Any]]:
-    """Return the kernels that ran, each with its launches and its milliseconds, the longest first."""
+    """Return the kernels that ran, each with its launches and its milliseconds of an update, the
+    longest first.
+    """
     found: dict[str, dict[str, Any]] = {}
     for event in seen.events() or ():
         if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
@@ -126,8 +129,8 @@ def by_name(seen: profile) -> list[dict[str, Any]]:
         kernel = found.setdefault(
             event.name, {"name": event.name[:120], "kind": kind_of(event.name), "n": 0, "ms": 0}
         )
-        kernel["n"] += 1
-        kernel["ms"] += event.time_range.elapsed_us() / 1e3
+        kernel["n"] += 1 / UPDATES_AT_ONCE
+        kernel["ms"] += event.time_range.elapsed_us() / 1e3 / UPDATES_AT_ONCE
     return sorted(found.values(), key=lambda kernel: -kernel["ms"])
 
 

@@ -51,7 +51,7 @@ from monograph.decode.knobs import EDITS, Chain
 # occupy more multiprocessors; with many rows, the programs are enough.
 SMALL_TILE = 1024
 LARGE_TILE = 4096
-MANY_ROWS = 16
+MANY_ROWS = 8
 # How many groups may be read, and how many tokens may be sorted, in multiples of W. With more room, the
 # search for a logit that not too many reach ends sooner.
 READ = 1

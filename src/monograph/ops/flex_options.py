@@ -14,16 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Tiles of the forward kernel that were measured to be faster than torch's own (dev/log.md), by
-# compute capability, dtype and head dimension. Elsewhere the tiles are torch's.
-_FORWARD_TILES = {
-    # For these heads torch 2.11 to 2.13 take 128 keys. Their fp32 scores and the output need more
-    # registers than the 128 threads have.
+# Tiles that were measured to be faster than torch's own (dev/log.md), by compute capability, dtype and
+# head dimension. Elsewhere the tiles are torch's.
+_TILES = {
     ((9, 0), torch.bfloat16, 64): {
+        # Here torch 2.11 to 2.13 take 128 keys. Their fp32 scores and the output need more registers
+        # than the 128 threads have.
         "fwd_BLOCK_M": 128,
         "fwd_BLOCK_N": 64,
         "fwd_num_warps": 4,
         "fwd_num_stages": 3,
+        # The kernel of the backward pass has one tile for the gradients of keys and values, and
+        # another for those of queries.
+        "bwd_BLOCK_M1": 64,
+        "bwd_BLOCK_N1": 64,
+        "bwd_BLOCK_M2": 64,
+        "bwd_BLOCK_N2": 64,
+        "bwd_num_warps": 4,
+        "bwd_num_stages": 2,
     },
 }
 
@@ -36,5 +44,5 @@ def flex_options(query_BHTD: Tensor) -> dict[str, Any]:
     if query_BHTD.is_cuda:
         capability = torch.cuda.get_device_capability(query_BHTD.device)
         kind = (capability, query_BHTD.dtype, query_BHTD.shape[-1])
-        options |= _FORWARD_TILES.get(kind, {})
+        options |= _TILES.get(kind, {})
     return options
