@@ -173,6 +173,8 @@ class Step:
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation
         # (dev/log.md).
         self.lr = zeros(dtype=torch.float64)
+        # The members' learning rates that `lr` holds; empty before the first update.
+        self._rates_on_device: tuple[float, ...] = ()
         self.loss_sum = zeros(dtype=torch.float64)
         self.count = zeros(dtype=torch.float64)
         self.applied = zeros(dtype=torch.int64)
@@ -282,12 +284,13 @@ class Step:
     def set_lr(self) -> LearningRates:
         """Write the current update's learning rate to `lr` on the device, and return it."""
         lr = self.parameters.rates()
-        if isinstance(lr, tuple):
+        if not isinstance(lr, tuple):
+            self.lr.fill_(lr)
+        elif lr != self._rates_on_device:  # they change only with a schedule that is not constant
             self.lr.copy_(
                 torch.tensor(lr, dtype=torch.float64, pin_memory=self.lr.is_cuda), non_blocking=True
             )
-        else:
-            self.lr.fill_(lr)
+            self._rates_on_device = lr
         return lr
 
     def count_window(self, batches: Sequence[object]) -> None:
