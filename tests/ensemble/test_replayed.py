@@ -1,6 +1,6 @@
 """Run: pytest tests/ensemble/test_replayed.py
 
-An ensemble whose updates are captured once and replayed gives the bits of one that is
+An ensemble whose updates and calls are captured once and replayed gives the bits of one that is
 called. On a CPU `Tape` stands for the device that captures.
 """
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from monograph.ensemble import Ensemble
+from monograph.ensemble.replayed_calls import MAX_SETTINGS, ReplayedCalls
 from monograph.graph.capture import stop_replaying
 from monograph.graph.replay import WARM_UP, CudaGraphs, StaticInputs
 from monograph.laws.comparisons import differing, outcome
@@ -128,3 +129,164 @@ def test_a_schedule_is_called_once_an_update_and_rates_are_written_when_they_cha
         assert engine.update().lr == expected
         assert engine.step.lr.tolist() == list(expected)
     assert calls == [0, 1, 2, 3, 4]
+
+
+# ── a call ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def replaying(device, lines=None, made=Net):
+    """An ensemble whose calls are replayed, and another that is called."""
+    pair = ensemble(device, made=made), ensemble(device, made=made)
+    for engine in pair:
+        engine.announce = lines.append if lines is not None else pytest.fail
+        engine.compile("aot_eager")
+    pair[1]._infer = pair[1]._call_in_context
+    pair[0]._replay_calls(recorder_on(device))
+    return pair
+
+
+def graphs(engine) -> int:
+    assert isinstance(engine._infer, ReplayedCalls)
+    return engine._infer.graph_count
+
+
+@DEVICES
+@pytest.mark.parametrize("training", [False, True])
+def test_a_call_that_is_replayed(device, training):
+    replayed, called = replaying(device)
+    kept = []
+    for engine in (replayed, called):
+        engine.model.train(training)
+    with torch.no_grad():
+        for seed in range(6):
+            rows = window(device, seed)["x"]
+            kept.append((replayed(rows), called(rows)))
+    assert graphs(replayed) == 1
+    for found, expected in kept:  # a later replay has not overwritten an earlier result
+        assert torch.equal(found, expected) and not found.requires_grad
+    for name, buffer in called.model.named_buffers():
+        assert torch.equal(replayed.model.get_buffer(name), buffer)
+
+
+@DEVICES
+def test_weights_that_are_written_or_moved(device):
+    """Training writes weights in place; the first update moves them."""
+    replayed, called = replaying(device)
+    for engine in (replayed, called):
+        engine.model.eval()
+    rows = window(device, 9)["x"]
+    for update in range(6):
+        with torch.no_grad():
+            for _ in range(3):
+                assert torch.equal(replayed(rows), called(rows))
+        assert graphs(replayed) == 1
+        for engine in (replayed, called):
+            engine.model.train()
+            engine.accumulate(window(device, update))
+            engine.update()
+            engine.model.eval()
+        with torch.no_grad():
+            assert torch.equal(replayed(rows), called(rows))
+
+
+def test_shapes_dtypes_layouts_keywords_and_own_rows():
+    replayed, called = replaying("cpu", [])
+    for engine in (replayed, called):
+        engine.model.eval()
+    wide = torch.randn(6, 8)
+    with torch.no_grad():
+        for rows in (
+            torch.randn(6, 4),
+            torch.randn(5, 4),
+            wide[:, ::2],
+            torch.randn(1, 4).expand(6, 4),
+        ):
+            for _ in range(3):
+                assert torch.equal(replayed(rows), called(rows))
+                assert torch.equal(replayed(rows=rows), called(rows=rows))
+                own = rows.expand(MEMBERS, *rows.shape).contiguous()
+                assert torch.equal(replayed(own, each=True), called(own, each=True))
+                assert torch.equal(replayed(rows, reduce="mean"), called(rows, reduce="mean"))
+                with torch.autocast("cpu", torch.bfloat16):
+                    assert torch.equal(replayed(rows), called(rows))
+
+
+def test_a_call_whose_gradient_is_wanted_is_not_replayed():
+    replayed, _ = replaying("cpu")
+    rows = window("cpu")["x"]
+    for _ in range(4):
+        assert replayed(rows).requires_grad
+    assert graphs(replayed) == 0
+
+
+def test_inference_mode():
+    replayed, called = replaying("cpu")
+    for engine in (replayed, called):
+        engine.model.eval()
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        for seed in range(3):
+            with mode():
+                rows = window("cpu", seed)["x"]
+                assert torch.equal(replayed(rows), called(rows))
+    assert graphs(replayed) == 1
+
+
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, rows):
+        rows.add_(1.0)
+        return rows * self.scale
+
+
+def test_a_member_that_writes_to_its_input_is_called():
+    lines: list[str] = []
+    replayed, called = replaying("cpu", lines, Writes)
+    with torch.no_grad():
+        for seed in range(4):
+            ours, theirs = window("cpu", seed)["x"], window("cpu", seed)["x"]
+            assert torch.equal(replayed(ours), called(theirs))
+            assert torch.equal(ours, theirs) and not torch.equal(ours, window("cpu", seed)["x"])
+    assert graphs(replayed) == 0 and len(lines) == 1 and "writes to its inputs" in lines[0]
+
+
+def test_inputs_and_settings_that_cannot_be_replayed():
+    lines: list[str] = []
+    replayed, called = replaying("cpu", lines)
+    for engine in (replayed, called):
+        engine.model.eval()
+    rows = window("cpu")["x"]
+    with torch.no_grad():
+        wanted = rows.clone().requires_grad_()
+        assert torch.equal(replayed(wanted), called(wanted))
+        assert "wants a gradient" in lines[0]
+        replayed._infer._replays.update(dict.fromkeys(range(MAX_SETTINGS)))
+        replayed.model.train()
+        called.model.train()
+        assert torch.equal(replayed(rows), called(rows))
+        assert len(replayed._infer._replays) == MAX_SETTINGS + 1
+
+
+@pytest.mark.gpu
+def test_inside_a_capture_and_on_another_stream_it_is_called():
+    replayed, called = replaying("cuda")
+    for engine in (replayed, called):
+        engine.model.eval()
+    rows = window("cuda")["x"]
+    other, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        for _ in range(3):
+            expected = replayed(rows)
+        assert torch.equal(expected, called(rows))
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            for _ in range(3):
+                on_other = replayed(rows)
+        other.synchronize()
+        with torch.cuda.graph(graph, stream=other):
+            out = replayed(rows)
+        graph.replay()
+    assert torch.equal(on_other, expected) and torch.equal(out, expected)
+    assert graphs(replayed) == 1
