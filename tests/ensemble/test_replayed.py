@@ -189,26 +189,28 @@ def test_weights_that_are_written_or_moved(device):
             assert torch.equal(replayed(rows), called(rows))
 
 
-def test_shapes_dtypes_layouts_keywords_and_own_rows():
-    replayed, called = replaying("cpu", [])
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "expanded"])
+def test_shapes_layouts_keywords_and_own_rows(layout):
+    replayed, called = replaying("cpu")
     for engine in (replayed, called):
         engine.model.eval()
-    wide = torch.randn(6, 8)
+    rows = {
+        "contiguous": torch.randn(6, 4),
+        "strided": torch.randn(6, 8)[:, ::2],
+        "expanded": torch.randn(1, 4).expand(6, 4),
+    }[layout]
+    own = rows.expand(MEMBERS, *rows.shape).contiguous()
     with torch.no_grad():
-        for rows in (
-            torch.randn(6, 4),
-            torch.randn(5, 4),
-            wide[:, ::2],
-            torch.randn(1, 4).expand(6, 4),
-        ):
-            for _ in range(3):
+        for _ in range(3):
+            assert torch.equal(replayed(rows), called(rows))
+            assert torch.equal(replayed(rows[:5]), called(rows[:5]))
+            assert torch.equal(replayed(rows=rows), called(rows=rows))
+            assert torch.equal(replayed(own, each=True), called(own, each=True))
+            assert torch.equal(replayed(rows, reduce="mean"), called(rows, reduce="mean"))
+            with torch.autocast("cpu", torch.bfloat16):
                 assert torch.equal(replayed(rows), called(rows))
-                assert torch.equal(replayed(rows=rows), called(rows=rows))
-                own = rows.expand(MEMBERS, *rows.shape).contiguous()
-                assert torch.equal(replayed(own, each=True), called(own, each=True))
-                assert torch.equal(replayed(rows, reduce="mean"), called(rows, reduce="mean"))
-                with torch.autocast("cpu", torch.bfloat16):
-                    assert torch.equal(replayed(rows), called(rows))
+    # With autocast the same shape is captured again.
+    assert graphs(replayed) == (5 if layout == "contiguous" else 1)
 
 
 def test_a_call_whose_gradient_is_wanted_is_not_replayed():
