@@ -154,7 +154,7 @@ class Stack:
         for (stacked, locations), region in zip(self._tensors, regions, strict=True):
             module, name = locations[number]
             # Read from the dictionaries, since `getattr` of a module searches three of them.
-            tensor = module._parameters.get(name)
+            tensor: Tensor | None = module._parameters.get(name)
             if tensor is None:
                 tensor = module._buffers.get(name)
             is_view = (

@@ -307,10 +307,10 @@ class Step:
         known_counts = [count for count in counts_of_batches if count is not None]
         if known_counts:
             total = self.sum_over_ranks(torch.stack(known_counts).sum(0))
+            self.loss_factor.copy_(reciprocal(total) * self.loss_scale)
         else:
             # The gradient is divided by the number of targets later, in `gradient_scale`.
-            total = torch.ones((), device=self.device)
-        self.loss_factor.copy_(reciprocal(total) * self.loss_scale)
+            self.loss_factor.copy_(self.loss_scale)
 
     def with_shares(self, batch: Any) -> Any:
         """Return a micro-batch, with each token's share of the loss if the model balances experts.
