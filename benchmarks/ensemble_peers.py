@@ -2,26 +2,32 @@
 `torch.func` by hand.
 
 Inference and a training step (forward, backward, AdamW with each member's own learning rate; by
-hand with one rate for all) are interleaved. Ratios say how many times faster the ensemble is: in
-CPU time with one thread, in wall time with more threads or on a GPU. The fastest alternative is the
-one to compare with. On a GPU, the alternatives include eager and compiled loops and `torch.func`
-that the user has captured as CUDA graphs, and inference of the ensemble captured in the same way.
+hand with one rate for all) are interleaved, each way in a process of its own. Ratios say how many
+times faster the ensemble is: in CPU time with one thread, in wall time with more threads or on a
+GPU. The fastest alternative is the one to compare with. On a GPU, the alternatives include eager
+and compiled loops and `torch.func` that the user has captured as CUDA graphs, and inference of the
+ensemble captured in the same way.
 """
 
 from __future__ import annotations
 
-import copy
+import argparse
+import functools
 import itertools
-from argparse import Namespace
+import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import harness
 import torch
 import torch.nn.functional as F
+from rounds import Child, ChildFailed
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
+from monograph.allocator import keep_freed_memory
 from monograph.device import clock, default_device
 from monograph.ensemble import Ensemble
 from monograph.loss import Batch, Loss, token_loss
@@ -30,6 +36,7 @@ from monograph.model.llama import Llama
 from monograph.optim import AdamW
 
 LR = 1e-3
+OURS = "ensemble"
 BEGAN = clock()
 
 
@@ -237,7 +244,22 @@ def together(case: Case, models: Sequence[nn.Module], train: bool) -> Callable[[
     return looked
 
 
-def cuda_graphed(run: Callable[[], object]) -> Callable[[], object]:
+class Graphed:
+    """Work that was captured as a CUDA graph.
+
+    A graph reads and writes addresses, and keeps no tensor alive. So this object keeps the work,
+    which has the weights and the optimizers' states.
+    """
+
+    def __init__(self, run: Callable[[], object], graph: torch.cuda.CUDAGraph) -> None:
+        self.run, self.graph = run, graph
+
+    def __call__(self) -> None:
+        """Replay it."""
+        self.graph.replay()
+
+
+def cuda_graphed(run: Callable[[], object]) -> Graphed:
     """Return the same work, captured once as a CUDA graph and replayed."""
     # Warm-up and capture use one stream, because autograd accumulates a gradient on the stream that
     # used the parameter first. The warm-up compiles all that is compiled.
@@ -250,27 +272,24 @@ def cuda_graphed(run: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         run()
-    return graph.replay
+    return Graphed(run, graph)
 
 
 def ways(case: Case, train: bool) -> dict[str, Callable[[], Callable[[], object]]]:
-    """Return, by name, a function that prepares each way with its own members."""
+    """Return, by name, a function that prepares each way. One process prepares only one of them."""
     device = default_device()
     case = case._replace(batch={name: tensor.to(device) for name, tensor in case.batch.items()})
     models = [case.build().to(device).train(train) for _ in range(case.members)]
 
-    def own() -> list[nn.Module]:
-        return copy.deepcopy(models)
-
-    def graphed(way: Callable[..., Callable[[], object]], compiled: bool) -> Callable[[], object]:
-        return cuda_graphed(way(case, own(), train, compiled=compiled, captured=True))
+    def graphed(way: Callable[..., Callable[[], object]], compiled: bool) -> Graphed:
+        return cuda_graphed(way(case, models, train, compiled=compiled, captured=True))
 
     found: dict[str, Callable[[], Callable[[], object]]] = {
-        "ensemble": lambda: together(case, own(), train),
-        "loop": lambda: one_after_another(case, own(), train),
-        "compiled loop": lambda: one_after_another(case, own(), train, compiled=True),
-        "torch.func": lambda: by_hand(case, own(), train),
-        "compiled torch.func": lambda: by_hand(case, own(), train, compiled=True),
+        OURS: lambda: together(case, models, train),
+        "loop": lambda: one_after_another(case, models, train),
+        "compiled loop": lambda: one_after_another(case, models, train, compiled=True),
+        "torch.func": lambda: by_hand(case, models, train),
+        "compiled torch.func": lambda: by_hand(case, models, train, compiled=True),
     }
     if device.type == "cuda":
         found |= {
@@ -278,9 +297,15 @@ def ways(case: Case, train: bool) -> dict[str, Callable[[], Callable[[], object]
             "graphed compiled loop": lambda: graphed(one_after_another, compiled=True),
             "graphed torch.func": lambda: graphed(by_hand, compiled=True),
         }
-        if not train:  # a training step replays a graph of its own
-            found["graphed ensemble"] = lambda: cuda_graphed(together(case, own(), train))
+        if not train:  # a training step replays graphs of its own
+            found["graphed ensemble"] = lambda: cuda_graphed(together(case, models, train))
     return found
+
+
+def way_names(train: bool) -> list[str]:
+    """Return the names of the ways on this machine."""
+    one = Case(lambda: MLP(1), 1, regression(1, 1), squares)
+    return list(ways(one, train))
 
 
 def progress(text: str) -> None:
@@ -288,37 +313,95 @@ def progress(text: str) -> None:
     print(f"{clock() - BEGAN:6.1f} s  {text}", flush=True)
 
 
-def measured(name: str, case: Case, train: bool, args: Namespace) -> dict[str, Any]:
-    """Return times and ratios of one case. An alternative that fails is named with its error."""
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the error's type if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def run_way(way: str, case: Case, train: bool) -> None:
+    """Prepare one way at the first line of the input, and run it as often as each later line says.
+
+    Each line is answered by a line of JSON.
+    """
+    # What compilers print must not mix with the answers.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     device = default_device()
-    runs, counts, ready, failed = {}, {}, {}, {}
-    for way, prepare in ways(case, train).items():
-        began = clock()
+    keep_freed_memory()  # as a captured ensemble does, for all alike
+
+    def answer(**found: object) -> None:
+        print(json.dumps(found), file=replies, flush=True)
+
+    prepare = ways(case, train)[way]
+    sys.stdin.readline()
+    began = clock()
+    try:
+        run = prepare()
+        run()
+        run()
+        one = harness.timed(run, device)
+    except Exception as error:
+        answer(failed=first_line(error))
+        return
+    answer(ready_s=clock() - began, one_s=one.wall_s)
+
+    def repeated(times: int) -> None:
+        for _ in range(times):
+            run()
+
+    for line in sys.stdin:
+        times = json.loads(line)["updates"]
+        timing = harness.timed(functools.partial(repeated, times), device)
+        answer(wall_s=timing.wall_s / times, cpu_s=timing.cpu_s / times)
+    os._exit(0)  # freeing all at the end of a process takes seconds, and nothing needs it
+
+
+def measured(
+    name: str, case: Case, train: bool, threads: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Return times and ratios of one case. An alternative that fails is named with its error."""
+    arguments = ["--threads", str(threads), "--case", name, *["--smoke"] * args.smoke]
+    arguments += ["--train"] * train
+    children = {
+        way: Child([__file__, "--way", way, *arguments], threads, {}) for way in way_names(train)
+    }
+    counts, ready, failed = {}, {}, {}
+
+    def ask(way: str, **order: Any) -> dict[str, Any] | None:
+        """Return a way's answer, or None if it has failed or fails now."""
+        if way in failed:
+            return None
         try:
-            run = prepare()
-            run()
-            run()
-            one_s = harness.timed(run, device).wall_s
-        except Exception as error:
-            if way == "ensemble":
-                raise
-            failed[way] = str(error).splitlines()[0] if str(error) else type(error).__name__
-            progress(f"{way} failed: {failed[way]}")
-            continue
-        runs[way], counts[way] = run, max(1, round(args.round_s / one_s))
-        ready[way] = clock() - began
-        progress(f"{way} ready in {ready[way]:.1f} s, {1000 * one_s:.3f} ms once")
-    repeated = {way: (lambda way=way: [runs[way]() for _ in range(counts[way])]) for way in runs}
-    times = harness.interleaved(repeated, args.rounds, device)
+            told = children[way].ask(**order)
+        except ChildFailed as error:
+            told = {"failed": error.args[0]}
+        except BrokenPipeError:
+            told = {"failed": "its process ended"}
+        if "failed" not in told:
+            return told
+        if way == OURS:
+            raise SystemExit(f"ensemble_peers.py: the ensemble failed: {told['failed']}")
+        failed[way] = told["failed"]
+        progress(f"{way} failed: {failed[way]}")
+        return None
+
+    for way in children:
+        if told := ask(way, prepare=True):
+            ready[way], counts[way] = told["ready_s"], max(1, round(args.round_s / told["one_s"]))
+            progress(f"{way} ready in {ready[way]:.1f} s, {1000 * told['one_s']:.3f} ms once")
+    answers: dict[str, list[dict[str, Any]]] = {way: [] for way in ready}
+    for way in harness.turns(ready, args.rounds):
+        if told := ask(way, updates=counts[way]):
+            answers[way].append(told)
+    for way in failed:
+        answers.pop(way, None)
+    for way in answers:
+        children[way].end()
     each = {
-        way: [harness.Timing(t.wall_s / counts[way], t.cpu_s / counts[way]) for t in found]
-        for way, found in times.items()
+        way: [harness.Timing(told["wall_s"], told["cpu_s"]) for told in found]
+        for way, found in answers.items()
     }
-    ratios = {
-        way: harness.ratios(found, each["ensemble"])
-        for way, found in each.items()
-        if way != "ensemble"
-    }
+    ratios = {way: harness.ratios(found, each[OURS]) for way, found in each.items() if way != OURS}
     return {
         "name": name,
         "members": case.members,
@@ -344,7 +427,15 @@ def main() -> None:
         "--threads", type=int, nargs="+", help="each by itself; default 1 and 2, on a GPU only 1"
     )
     parser.add_argument("--case", nargs="+", help="only those whose name holds one of these")
+    parser.add_argument("--way", help=argparse.SUPPRESS)  # of a process that measures one way
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.way is not None:
+        torch.set_num_threads(args.threads[0])
+        torch.manual_seed(0)
+        (name,) = args.case
+        run_way(args.way, cases(args.smoke)[name], args.train)
+        return
     if args.threads is None:
         args.threads = [1] if default_device().type == "cuda" else [1, 2]
     if args.smoke:
@@ -362,10 +453,7 @@ def main() -> None:
             f"{name}, N = {case.members}, {'training' if train else 'inference'}, threads {threads}"
         )
         progress(label)
-        torch.set_num_threads(threads)
-        torch.compiler.reset()
-        torch.manual_seed(0)
-        one = measured(name, case, train, args) | {"threads": threads}
+        one = measured(name, case, train, threads, args) | {"threads": threads}
         found["cases"].append(one)
         kind = "cpu" if threads == 1 and default_device().type == "cpu" else "wall"
         shown = {way: harness.shown(ratios[kind]) for way, ratios in one["faster_than"].items()}

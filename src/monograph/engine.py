@@ -220,13 +220,16 @@ class Engine:
     def _warm(self, batch: Batch) -> None:
         """Compile and run the graphs of an update and of a score for the shapes of a micro-batch."""
         step = self.step
-        if step.recorder:
-            # After these calls the recorder records the next micro-step, for replays.
-            accumulate(step, [batch] * (WARM_UP - 1))
-        # Rehearsed updates must not change the counters, by which later updates set the loss scale
-        # and detect spikes.
+        # What is rehearsed must not change the counters, by which later updates set the loss scale, detect
+        # spikes and draw the dropout of an ensemble.
         with step.counters_kept():
+            if step.recorder:
+                # After these calls the recorder records the next micro-step, for replays.
+                accumulate(step, [batch] * (WARM_UP - 1))
             self.rehearse(batch)
+            if step.recorder and step.parameters.replays_update:
+                # After this call the recorder records the next update, for replays.
+                step.apply()
         self._score(batch)
 
     def accumulate(self, window: Batch) -> None:

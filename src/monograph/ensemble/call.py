@@ -188,6 +188,12 @@ class MemberCaller:
 
         return call_all, call_first
 
+    def addresses(self) -> list[int]:
+        """Return where the members' tensors lie in memory; 0 stands for one that was taken out."""
+        tensors = [location.dictionary().get(location.key) for location in self._module_locations]
+        tensors += [self.seeds, self.draw]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
     def buffers(self) -> Tensors:
         """Return the stack's buffers by name."""
         return {

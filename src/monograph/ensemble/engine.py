@@ -21,6 +21,7 @@ from monograph.ensemble.call import MemberCaller
 from monograph.ensemble.knobs import Knobs
 from monograph.ensemble.layers import Layers
 from monograph.ensemble.optimizers import dropout_seeds, member_optimizers, require_used_knobs
+from monograph.ensemble.replayed_calls import ReplayedCalls
 from monograph.ensemble.stack import Stack
 from monograph.ensemble.stacked_parameters import StackedParameters
 from monograph.errors import OutOfDeviceMemory, UsageError
@@ -30,6 +31,7 @@ from monograph.graph.inspect import unwrap_
 from monograph.graph.lora import checkpoint_state
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
+from monograph.graph.replay import CudaGraphs, Recorder
 from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer
@@ -146,7 +148,9 @@ class Ensemble(Engine):
         retries = Retries(micro_batch, recomputes=False)
         super().__init__(lambda: self.stacked_parameters.step, retries, members=members_in_windows)
         # `compile` replaces it by a compiled function.
-        self._infer: Callable[..., Any] = self._call_members
+        self._call: Callable[..., Any] = self._call_members
+        # On a GPU, `compile` replaces it by a function that replays `_call_in_context`.
+        self._infer: Callable[..., Any] = self._call_in_context
         # Whether one captured graph computes gradient and update of a window.
         self._updates_in_one_graph = False
         # The window that this graph takes at the next `update`.
@@ -198,8 +202,7 @@ class Ensemble(Engine):
         """
         if each:
             require_member_axis((inputs, named), self.size, "inputs")
-        with self._caller.context():
-            outputs = self._infer(inputs, named, each)
+        outputs = self._infer(inputs, named, each)
         if reduce == "stack":
             return outputs
         return tree_map(functools.partial(_reduce_members, reduce), outputs)
@@ -207,7 +210,8 @@ class Ensemble(Engine):
     def compile(self, backend: graph.Backend = "inductor") -> Self:
         """Compile in place what `ensemble(x)` runs, and return the ensemble.
 
-        There is a graph for each shape and mode. Training is not affected: `capture` compiles it.
+        There is a graph for each shape and mode. On a GPU, calls without gradients are replayed as CUDA
+        graphs from the third one of a shape on. Training is not affected: `capture` compiles it.
 
         Args:
             backend: the compiler.
@@ -217,8 +221,21 @@ class Ensemble(Engine):
                 and where.
         """
         compat.allow_recurrent()
-        self._infer = graph.compiled(self._call_members, backend)
+        self._call = graph.compiled(self._call_members, backend)
+        device = self._caller.seeds.device
+        if device.type == "cuda":
+            self._replay_calls(CudaGraphs(device))
         return self
+
+    def _replay_calls(self, recorder: Recorder) -> None:
+        """Replay calls that the recorder captures."""
+        self._infer = ReplayedCalls(
+            self._call_in_context, self._caller, recorder, lambda line: self.announce(line)
+        )
+
+    def _call_in_context(self, inputs: tuple[Any, ...], named: dict[str, Any], each: bool) -> Any:
+        with self._caller.context():
+            return self._call(inputs, named, each)
 
     def layers(self, *inputs: object, each: bool = False, **named: object) -> Layers:
         """Return how each part of the members runs: batched, or looped over the members and why.

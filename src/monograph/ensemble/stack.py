@@ -15,7 +15,7 @@ from monograph.ensemble.agreement import DROPOUTS, hook_attributes, require_stac
 from monograph.errors import UsageError
 from monograph.step.guard import MemoryRegion, memory_of
 
-CHECKED_PER_UPDATE = 8  # the number of members that `require_views` checks before each update
+CHECKED_PER_UPDATE = 4  # the number of members that `require_views` checks before each update
 
 
 class _TensorLocation(NamedTuple):
@@ -129,8 +129,9 @@ class Stack:
         """
         start = update * CHECKED_PER_UPDATE
         numbers = {(start + step) % self.size for step in range(CHECKED_PER_UPDATE)}
+        regions = [memory_of(tensor.stacked) for tensor in self._tensors]
         for number in numbers:
-            changed_name = self._changed_tensor(number)
+            changed_name = self._changed_tensor(number, regions)
             has_other_parts = _identities(self.members[number]) != self._identities[number]
             if changed_name is not None or has_other_parts:
                 changed_name = changed_name or "a part or parameter"
@@ -140,19 +141,26 @@ class Stack:
                     "engine.freeze([...])"
                 )
 
-    def _changed_tensor(self, number: int) -> str | None:
+    def _changed_tensor(self, number: int, regions: Sequence[MemoryRegion]) -> str | None:
         """Return the name of a member's first tensor that is no view of the stack any more.
 
         It is None if there is none, and also if the module that had the tensor was replaced, since
         it has no path in the member then.
+
+        Args:
+            number: the member's number.
+            regions: where the stacked tensors lie.
         """
-        for stacked, locations in self._tensors:
+        for (stacked, locations), region in zip(self._tensors, regions, strict=True):
             module, name = locations[number]
-            tensor = getattr(module, name, None)
+            # Read from the dictionaries, since `getattr` of a module searches three of them.
+            tensor: Tensor | None = module._parameters.get(name)
+            if tensor is None:
+                tensor = module._buffers.get(name)
             is_view = (
                 isinstance(tensor, type(stacked))
                 and tensor.requires_grad == stacked.requires_grad
-                and memory_of(tensor) == _view_memory(stacked, number)
+                and memory_of(tensor) == _view_memory(region, number)
             )
             if not is_view:
                 for path, part in self.members[number].named_modules():
@@ -192,17 +200,25 @@ class _DropoutWithRates(nn.Module):
         return dropped
 
 
-def _view_memory(stacked: Tensor, number: int) -> MemoryRegion:
-    """Return `memory_of(stacked[number])`, without making this view: it takes time, and this runs for
-    many tensors in each update.
+def _view_memory(region: MemoryRegion, number: int) -> MemoryRegion:
+    """Return `memory_of(stacked[number])` for a stacked tensor at `region`, without making this view:
+    it takes time, and this runs for many tensors in each update.
     """
-    storage, offset, shape, stride = memory_of(stacked)
+    storage, offset, shape, stride = region
     return storage, offset + number * stride[0], shape[1:], stride[1:]
 
 
 def _identities(member: nn.Module) -> list[int]:
     """Return the ids of the member's modules and of their parameters."""
-    return [id(item) for part in member.modules() for item in (part, *part._parameters.values())]
+    ids = []
+    modules_left = [member]
+    # Every update calls this, and member.modules() would take several times as long.
+    while modules_left:
+        module = modules_left.pop()
+        ids.append(id(module))
+        ids += map(id, module._parameters.values())
+        modules_left += (child for child in module._modules.values() if child is not None)
+    return ids
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

@@ -46,6 +46,7 @@ class StackedParameters(OnDevice):
     """
 
     differentiable = False  # a gradient inside vmap is not a gradient of the stack
+    replays_update = True  # members are small
 
     def __init__(
         self,
@@ -178,8 +179,14 @@ class StackedParameters(OnDevice):
 
     def rates(self) -> tuple[float, ...]:
         """Return each member's learning rate."""
+        # Most members share a schedule, which is called once: a hundred calls would take longer than to
+        # launch the update.
+        factors = dict[int, float]()
+        for schedule in self.schedules:
+            if id(schedule) not in factors:
+                factors[id(schedule)] = factor_at(schedule, self.step.index)
         pairs = zip(self.optims, self.schedules, strict=True)
-        return tuple(optim.lr * factor_at(schedule, self.step.index) for optim, schedule in pairs)
+        return tuple(optim.lr * factors[id(schedule)] for optim, schedule in pairs)
 
     def sums(self, batch: Any, parameters: Tensors | None = None) -> tuple[Tensor, Tensor]:
         """Return the members' sums of losses and numbers of targets, [N] each.

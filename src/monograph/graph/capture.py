@@ -7,7 +7,7 @@ pass of one micro-batch. A block is a module that the model repeats, such as a l
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -29,6 +29,7 @@ from monograph.ops import materialize  # noqa: F401 - defines the operator that 
 Backend = Literal["inductor", "aot_eager", "eager"]
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 ONE_BY_ONE = "micro-steps are launched one by one"
+UPDATES_ONE_BY_ONE = "the kernels of an update are launched one by one"
 
 
 class FunctionsToCompile(Protocol):
@@ -36,6 +37,10 @@ class FunctionsToCompile(Protocol):
 
     That object has the step's trainable parameters, and knows which functions use them.
     """
+
+    @property
+    def replays_update(self) -> bool:
+        """Return whether `apply` is replayed, too, if the step has a recorder."""
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions that a capture of this scope compiles."""
@@ -59,6 +64,18 @@ class Capturable(Protocol):
         """Return the function that a micro-step calls."""
 
     @property
+    def apply(self) -> Compilable[[], Tensor]:
+        """Return the function that updates the parameters by their summed gradient."""
+
+    @property
+    def optim(self) -> object:
+        """Return the optimizer."""
+
+    @property
+    def planes(self) -> Sequence[object]:
+        """Return the buffers of parameters, gradients and moments."""
+
+    @property
     def parameters(self) -> FunctionsToCompile:
         """Return the object that has the step's parameters."""
 
@@ -73,7 +90,9 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
     """Compile a step in place, in full graphs with static shapes.
 
     If the step has a `recorder`, as on a GPU, its `micro_step` (including the backward pass) is
-    called twice, then recorded, and replayed from then on (`monograph.graph.replay`).
+    called twice, then recorded, and replayed from then on (`monograph.graph.replay`). So is an
+    ensemble's `apply`: its members are small, and the host would launch it for longer than the device
+    computes it.
 
     The module itself is not wrapped, so its state dict keeps its names. Each function is compiled
     at its first call. Before that call, load the weights, and run `monograph.trial`: it is one eager
@@ -159,6 +178,9 @@ def _start_replaying(step: Capturable, scope: Scope) -> None:
         step.announce(f"{ONE_BY_ONE}: {obstacle}")
     else:
         step.replaced.append(_replace(AttributeValue(step, "micro_step", replayed(step))))
+    if step.parameters.replays_update:
+        update = AttributeValue(step.apply, "function", replayed_update(step))
+        step.replaced.append(_replace(update))
 
 
 def obstacle_to_replay(remat: Policy, scope: Literal["none", "whole", "blocks"]) -> str | None:
@@ -192,20 +214,44 @@ def replayed(step: Capturable) -> StaticInputs:
     )
 
 
+def replayed_update(step: Capturable) -> StaticInputs:
+    """Return a replacement for what `step.apply` calls, which records the update and replays it.
+
+    The learning rates and all counters are on the device, where a replay reads them.
+    """
+    assert step.recorder is not None
+    apply = step.apply.function
+    return StaticInputs(
+        lambda _: apply(),
+        step.recorder,
+        step.device,
+        lambda: HostState(
+            step.parameters,
+            step.optim,
+            *step.planes,
+            attributes=[(step, name) for name in ("optim", "clip", "precision", "loss")],
+        ),
+        lambda reason: step.announce(f"{UPDATES_ONE_BY_ONE}: {reason}"),
+    )
+
+
 def is_replayed(step: Capturable) -> bool:
     """Return whether the step has a recorded micro-step."""
     return isinstance(step.micro_step, StaticInputs) and step.micro_step.graph_count > 0
 
 
 def stop_replaying(step: Capturable) -> bool:
-    """Free the memory of recorded micro-steps, and launch the micro-step one by one from now on.
+    """Free the memory of recorded micro-steps and updates, and launch all one by one from now on.
 
     Returns:
-        Whether there were recorded micro-steps.
+        Whether any was recorded.
     """
-    if not isinstance(step.micro_step, StaticInputs):
-        return False
-    return step.micro_step.stop_replaying()
+    recorded = [
+        function.stop_replaying()
+        for function in (step.micro_step, step.apply.function)
+        if isinstance(function, StaticInputs)
+    ]
+    return any(recorded)
 
 
 def uncapture(step: Capturable) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from monograph import compat
 
@@ -64,7 +64,8 @@ class CudaGraphs:
         # Warm-ups use the same stream as captures, because autograd accumulates a gradient on the
         # stream that used the parameter first.
         self._stream = torch.cuda.Stream(device)
-        # Graphs may share a pool, because no result in it is read after a replay.
+        # Graphs may share a pool: a result in it is copied at once after its replay (`StaticInputs`), and
+        # not read after another one.
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: GraphWork) -> str | None:
@@ -298,16 +299,17 @@ MAX_VOIDED = 4
 class StaticInputs:
     """A replacement for `function(batch)` that calls the function at first and then replays it.
 
-        copy the batch's tensors to the buffers of its shapes;  replay the work of function(buffers)
+        copy the batch's tensors to the buffers of its shapes;  replay the work of function(buffers);
+        return copies of the tensors that function(buffers) returned when it was captured
 
     The function's only effect must be on device memory. A batch may be any pytree of tensors on the
-    device and plain values. If a batch cannot be replayed, the function is called, and `announce`
-    gets the reason in one line.
+    device and plain values, and so may a result. If a batch cannot be replayed, the function is
+    called, and `announce` gets the reason in one line.
     """
 
     def __init__(
         self,
-        function: Callable[[object], None],
+        function: Callable[[object], Any],
         recorder: Recorder,
         device: torch.device,
         host: Callable[[], HostState],
@@ -327,9 +329,12 @@ class StaticInputs:
         self._device = device
         self._record_host = host
         self._announce = announce
-        self._replays = Replays(lambda variant: self.function(self._inputs[variant][0]), recorder)
+        self._replays = Replays(self._run, recorder)
         # For each variant, the batch of buffers that its capture reads, and the leaves of this batch.
         self._inputs: dict[Hashable, tuple[Any, list[Tensor]]] = {}
+        # For each variant, what the function returned. Once it is captured, this is what it returned
+        # to its capture: replays write to these tensors.
+        self._results: dict[Hashable, list[Any]] = {}
         self._host_state: HostState | None = None
         self._changed_attribute = ""
         self._times_voided = 0
@@ -352,19 +357,17 @@ class StaticInputs:
         self._forget()
         return had_graphs
 
-    def __call__(self, batch: object) -> None:
-        """Run the function on a batch."""
+    def __call__(self, batch: object = None) -> Any:
+        """Run the function on a batch, and return its result; None: the function reads no batch."""
         if self._stopped or compat.makes_fake_tensors():
-            self.function(batch)
-            return
+            return self.function(batch)
         self._void_if_changed()
         leaves, structure = tree_flatten(batch)
         variant = (str(structure), *(_leaf_key(leaf) for leaf in leaves))
         obstacle = self._obstacle(variant, leaves)
         if obstacle:
             self._announce_once(obstacle)
-            self.function(batch)
-            return
+            return self.function(batch)
         if variant not in self._inputs:
             # Replays read the addresses of the capture. The caller frees its batch, so the capture
             # needs buffers of its own.
@@ -372,10 +375,13 @@ class StaticInputs:
                 torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
             ]
             self._inputs[variant] = tree_unflatten(buffers, structure), buffers
+            self._results[variant] = []
         _, buffers = self._inputs[variant]
         for buffer, leaf in zip(buffers, leaves, strict=True):
             if isinstance(leaf, Tensor):
                 buffer.copy_(leaf)
+        results = self._results[variant]
+        earlier_results = len(results)
         try:
             self._replays.run(1, variant)
         except NotReplayable as reason:
@@ -383,6 +389,17 @@ class StaticInputs:
             self._stopped = True
             self._forget()
             self._announce_once(str(reason))
+        # A replay adds no result, but writes to the last one. A call adds one, and a capture after it
+        # another, whose tensors have no values yet.
+        new_results = results[earlier_results:]
+        result = new_results[0] if new_results else results[-1]
+        del results[:-1]
+        # Copied, because the caller may keep it, and the next replay overwrites it.
+        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, result)
+
+    def _run(self, variant: Hashable) -> None:
+        """Call the function on the buffers of a variant, and keep its result."""
+        self._results[variant].append(self.function(self._inputs[variant][0]))
 
     def _obstacle(self, variant: Hashable, leaves: list[Any]) -> str | None:
         """Return why the function must be called with this batch, or None if it can be replayed."""
@@ -422,6 +439,7 @@ class StaticInputs:
         """Free the graphs and their buffers; the next batch records the host's state again."""
         self._replays.forget()
         self._inputs.clear()
+        self._results.clear()
         self._host_state = None
 
 

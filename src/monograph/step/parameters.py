@@ -45,6 +45,8 @@ class Parameters(ABC):
         staged: whether a pass goes through the model stage by stage, so that the whole model is
             never on the device.
         replays: whether a recorded micro-step may be replayed.
+        replays_update: whether a captured update is recorded and replayed, too. That pays where the
+            device computes it faster than the host launches its kernels.
         differentiable: whether `sums` may be differentiated outside of `accumulate`.
         counters: state tensors in addition to the step's own counters, by name.
         frozen: which members of an ensemble are never updated again, bool [N]; None: no member is.
@@ -54,6 +56,7 @@ class Parameters(ABC):
     device: torch.device | None = None
     staged = False
     replays = True
+    replays_update = False
     differentiable = True
     frozen: Tensor | None = None
 

@@ -173,6 +173,8 @@ class Step:
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation
         # (dev/log.md).
         self.lr = zeros(dtype=torch.float64)
+        # The members' learning rates that `lr` holds; empty before the first update.
+        self._rates_on_device: tuple[float, ...] = ()
         self.loss_sum = zeros(dtype=torch.float64)
         self.count = zeros(dtype=torch.float64)
         self.applied = zeros(dtype=torch.int64)
@@ -282,12 +284,13 @@ class Step:
     def set_lr(self) -> LearningRates:
         """Write the current update's learning rate to `lr` on the device, and return it."""
         lr = self.parameters.rates()
-        if isinstance(lr, tuple):
+        if not isinstance(lr, tuple):
+            self.lr.fill_(lr)
+        elif lr != self._rates_on_device:  # they change only with a schedule that is not constant
             self.lr.copy_(
                 torch.tensor(lr, dtype=torch.float64, pin_memory=self.lr.is_cuda), non_blocking=True
             )
-        else:
-            self.lr.fill_(lr)
+            self._rates_on_device = lr
         return lr
 
     def count_window(self, batches: Sequence[object]) -> None:
@@ -304,10 +307,10 @@ class Step:
         known_counts = [count for count in counts_of_batches if count is not None]
         if known_counts:
             total = self.sum_over_ranks(torch.stack(known_counts).sum(0))
+            self.loss_factor.copy_(reciprocal(total) * self.loss_scale)
         else:
             # The gradient is divided by the number of targets later, in `gradient_scale`.
-            total = torch.ones((), device=self.device)
-        self.loss_factor.copy_(reciprocal(total) * self.loss_scale)
+            self.loss_factor.copy_(self.loss_scale)
 
     def with_shares(self, batch: Any) -> Any:
         """Return a micro-batch, with each token's share of the loss if the model balances experts.
