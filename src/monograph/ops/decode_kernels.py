@@ -613,9 +613,8 @@ def attend_form(programs: int, blocks: int, block_bytes: int, shared_bytes: int)
         shared_bytes: the shared memory that a program has for blocks.
     """
     # Measured on an H200 with heads of 64 and 128 in bf16 (dev/log.md). With few programs, 3 stages
-    # were the fastest for 2 and for 3 blocks, and in most shapes a program for each of 8 and
-    # of 32 blocks. With many, 2 stages were, and one program for 8 blocks took 0.8 times as long as
-    # eight.
+    # were the fastest for 2 and for 3 blocks, and in most shapes a program for each of 8 and of 32
+    # blocks. With many, 2 stages were, and one program for 8 blocks took 0.8 times as long as eight.
     is_latency_bound = programs <= _FEW_PROGRAMS
     few_blocks = 4 if is_latency_bound else 8
     stages = 3 if is_latency_bound and blocks <= few_blocks else 2
