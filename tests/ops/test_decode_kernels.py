@@ -239,14 +239,14 @@ def test_a_row_behind_the_blocks_that_are_read_leaves_its_counter_at_zero() -> N
     assert torch.equal(cache[0][2:].cpu(), case.keys[2:]), "it wrote to a block that is not read"
 
 
-FORMS = {  # few_blocks, is_ahead, is_early, stages
-    "a program per block": (0, False, False, 1),
-    "a program per block, ahead": (0, True, False, 1),
-    "one program": (8, False, False, 1),
-    "one program, staged": (8, False, False, 2),
-    "one program, ahead": (8, True, False, 1),
-    "one program, early": (8, True, True, 1),
-    "mixed": (2, False, False, 2),
+FORMS = {  # few_blocks, stages
+    "a program per block": (0, 1),
+    "a program per block, two stages": (0, 2),
+    "one program": (8, 1),
+    "one program, two stages": (8, 2),
+    "one program, three stages": (8, 3),
+    "mixed": (2, 2),
+    "mixed, three stages": (4, 3),
 }
 
 
@@ -259,8 +259,6 @@ def test_every_form_of_attention_gives_the_same_bits(
     expected = case.by_kernel()
     for name, numbers in FORMS.items():
         form = kernels().AttendForm(*numbers)
-        if form.is_early and case.window is not None:
-            continue
         monkeypatch.setattr(kernels(), "attend_form", lambda *_, form=form: form)
         same = [torch.equal(a, b) for a, b in zip(case.by_kernel(), expected, strict=True)]
         assert all(same), name
@@ -274,17 +272,35 @@ def test_a_slot_that_a_row_does_not_see_may_hold_nan(monkeypatch: pytest.MonkeyP
             for block in range(case.blocks):
                 begin = max(0, position - block * case.slots)
                 cache[block, row, :, begin:] = torch.nan
-    for is_early in (False, True):
-        form = kernels().AttendForm(case.blocks, True, is_early, 1)
+    for few_blocks in (0, case.blocks):
+        form = kernels().AttendForm(few_blocks, 2)
         monkeypatch.setattr(kernels(), "attend_form", lambda *_, form=form: form)
         assert torch.equal(case.by_kernel()[0], expected)
 
 
-def test_the_form_of_attention_depends_on_shapes_and_reads_ahead_only_where_it_fits() -> None:
-    form = kernels().attend_form
-    one_row = form(8, 3, 32 * 1024, False)
-    assert one_row.is_ahead and one_row.is_early and one_row.stages == 1
-    assert not form(8, 3, 32 * 1024, True).is_early, "a window hides the first block"
-    assert not form(8, one_row.few_blocks + 1, 32 * 1024, False).is_early
-    assert form(512, 3, 32 * 1024, False) == (one_row.few_blocks, False, False, 2)
-    assert form(8, 3, 128 * 1024, False) == (one_row.few_blocks, False, False, 1)
+KIB = 1024
+FORMS_CHOSEN = [  # programs, blocks, KiB of a block, KiB for blocks; few_blocks, stages
+    (8, 1, 32, 220, 4, 1),
+    (8, 2, 32, 220, 4, 3),
+    (128, 4, 64, 220, 4, 3),
+    (128, 5, 64, 220, 4, 2),
+    (129, 1, 32, 220, 8, 1),
+    (129, 3, 32, 220, 8, 2),
+    (512, 8, 64, 220, 8, 2),
+    (512, 32, 64, 220, 8, 2),
+    # A consumer card's 99 KiB, less what is not for blocks: heads of 64 and 128 in 16 bits.
+    (8, 3, 32, 90, 4, 3),
+    (8, 3, 64, 90, 4, 2),
+    # Heads of 128 in fp32, on an H200 and on a card with 163 KiB.
+    (8, 3, 128, 210, 4, 2),
+    (8, 3, 128, 127, 4, 1),
+]
+
+
+@pytest.mark.parametrize("case", FORMS_CHOSEN, ids=str)
+def test_the_form_of_attention_depends_on_shapes_and_fits_shared_memory(
+    case: tuple[int, ...],
+) -> None:
+    programs, blocks, block_kib, shared_kib, *chosen = case
+    form = kernels().attend_form(programs, blocks, block_kib * KIB, shared_kib * KIB)
+    assert form == tuple(chosen)

@@ -161,27 +161,6 @@ def _heads_of_row(q_at_QF, k_at_1F, v_at_1F, is_query_Q1, F: tl.constexpr):
 
 
 @triton.jit
-def _is_old(position_C, position, window, WINDOW: tl.constexpr):
-    """Return whether the new token sees these positions, other than its own."""
-    is_old_C = position_C < position
-    if WINDOW:
-        is_old_C = is_old_C & (position_C > position - window)
-    return is_old_C
-
-
-@triton.jit
-def _load_block(keys_at_CF, values_at_CF, is_old_C, F: tl.constexpr):
-    """Load a block's keys and values, each in two halves; zeros for slots that are not old."""
-    is_old_C1 = is_old_C[:, None]
-    return (
-        tl.load(keys_at_CF, mask=is_old_C1, other=0.0),
-        tl.load(keys_at_CF + F, mask=is_old_C1, other=0.0),
-        tl.load(values_at_CF, mask=is_old_C1, other=0.0),
-        tl.load(values_at_CF + F, mask=is_old_C1, other=0.0),
-    )
-
-
-@triton.jit
 def _attend(
     qkv,
     q_gain,
@@ -213,17 +192,12 @@ def _attend(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     FEW: tl.constexpr,
-    AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Attend to the cache for one row and one key-value head.
 
     If the row sees at most FEW blocks, its first program adds them up in registers. Otherwise each
     block has a program: `partial` and `sums` get its weighted sum of values, and its largest score and
     sum of weights; and the program that finishes last, by `counters`, adds up the blocks.
-
-    AHEAD reads a block's keys and values while the block before it is computed. EARLY reads the first
-    block before the position is known, all of its slots: this waits less, and reads more.
 
     Heads are loaded as two halves of F channels, which rotation mixes: q1 and q2, and so on.
 
@@ -240,11 +214,6 @@ def _attend(
     slot_index_C = (row * J + head).to(tl.int64) * C + slot_C
     cache_offset_CF = slot_index_C[:, None] * E + channel_F[None, :]
     block_stride = tl.cast(B, tl.int64) * (J * C * E)
-    if EARLY:
-        next_key1_CF = tl.load(keys + cache_offset_CF)
-        next_key2_CF = tl.load(keys + cache_offset_CF + F)
-        next_value1_CF = tl.load(values + cache_offset_CF)
-        next_value2_CF = tl.load(values + cache_offset_CF + F)
 
     qkv_of_row = qkv + row * (H + 2 * J) * E
     q_at_QF = qkv_of_row + (head * G + query_Q[:, None]) * E + channel_F[None, :]
@@ -252,7 +221,7 @@ def _attend(
     k_at_1F = qkv_of_row + (H + head) * E + channel_F[None, :]
     v_at_1F = qkv_of_row + (H + J + head) * E + channel_F[None, :]
     if BLOCKS <= FEW:
-        # These loads do not wait for the position either. No program is idle.
+        # No program is idle, so these loads need not wait for the position.
         new_q1, new_q2, new_k1, new_k2, v1, v2 = _heads_of_row(
             q_at_QF, k_at_1F, v_at_1F, is_query_Q1, F
         )
@@ -286,12 +255,6 @@ def _attend(
             if ROTATE:
                 cos_1F = tl.load(cos + row * F + channel_F)[None, :]
                 sin_1F = tl.load(sin + row * F + channel_F)[None, :]
-        if AHEAD and not EARLY:
-            offset_CF = cache_offset_CF + begin * block_stride
-            is_old_C = _is_old(begin * C + slot_C, position, window, WINDOW)
-            next_key1_CF, next_key2_CF, next_value1_CF, next_value2_CF = _load_block(
-                keys + offset_CF, values + offset_CF, is_old_C, F
-            )
         q1, q2, k1, k2 = new_q1, new_q2, new_k1, new_k2
         if NORM:
             q_scale = _head_scale(q1, q2, E, EPS)
@@ -334,24 +297,14 @@ def _attend(
         for block in range(begin, end):
             position_C = block * C + slot_C
             offset_CF = cache_offset_CF + block * block_stride
-            is_old_C = _is_old(position_C, position, window, WINDOW)
-            if AHEAD:
-                key1_CF, key2_CF = next_key1_CF, next_key2_CF
-                value1_CF, value2_CF = next_value1_CF, next_value2_CF
-                if EARLY:  # an unseen value has the weight 0, but an earlier text may have left NaN
-                    value1_CF = tl.where(is_old_C[:, None], value1_CF, 0.0)
-                    value2_CF = tl.where(is_old_C[:, None], value2_CF, 0.0)
-                if BLOCKS > 1:
-                    next_offset_CF = offset_CF + block_stride
-                    is_next_C = _is_old(position_C + C, position, window, WINDOW)
-                    is_next_C = is_next_C & (block + 1 < end)
-                    next_key1_CF, next_key2_CF, next_value1_CF, next_value2_CF = _load_block(
-                        keys + next_offset_CF, values + next_offset_CF, is_next_C, F
-                    )
-            else:
-                key1_CF, key2_CF, value1_CF, value2_CF = _load_block(
-                    keys + offset_CF, values + offset_CF, is_old_C, F
-                )
+            is_old_C = position_C < position
+            if WINDOW:
+                is_old_C = is_old_C & (position_C > position - window)
+            is_old_C1 = is_old_C[:, None]
+            key1_CF = tl.load(keys + offset_CF, mask=is_old_C1, other=0.0)
+            key2_CF = tl.load(keys + offset_CF + F, mask=is_old_C1, other=0.0)
+            value1_CF = tl.load(values + offset_CF, mask=is_old_C1, other=0.0)
+            value2_CF = tl.load(values + offset_CF + F, mask=is_old_C1, other=0.0)
             scores_QC = tl.dot(q1, key1_CF.T, input_precision=PRECISION)
             scores_QC = tl.dot(q2, key2_CF.T, scores_QC, input_precision=PRECISION) * SCALE
             scores_QC = tl.where(is_old_C[None, :], scores_QC, float("-inf"))
@@ -461,7 +414,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-# The fastest of 516 tiles for the weights of a 1B model on an H200 (docs/log.md), where the step's
+# The fastest of 516 tiles for the weights of a 1B model on an H200 (dev/log.md), where the step's
 # products take 850 us, and 1,240 us with the tile for small shared memory. They need up to 144 KiB of
 # shared memory, if the product is gated. From the narrowest to the widest:
 _TILES = (Tile(16, 512, 2, 4), Tile(32, 256, 4, 4), Tile(64, 128, 8, 4))
@@ -635,43 +588,42 @@ class AttendForm(NamedTuple):
     """How `attend` computes; all forms give the same bits.
 
     Attributes:
-        few_blocks: up to this number of blocks, one program adds them up: it is done before several
-            programs have told each other that they have finished.
-        is_ahead: AHEAD of `_attend`.
-        is_early: EARLY of `_attend`.
-        stages: how many blocks are on their way into shared memory.
+        few_blocks: if a row sees at most this number of blocks, one program per key-value head adds
+            them up; nothing waits until several programs have finished.
+        stages: how many blocks a program has under way at once.
     """
 
     few_blocks: int
-    is_ahead: bool
-    is_early: bool
     stages: int
 
 
 # Up to this number of programs, memory's latency takes the time, and not its bandwidth.
 _FEW_PROGRAMS = 128
-# What four warps' registers hold beside the block that they compute.
-_BLOCK_IN_REGISTERS = 32 * 1024
-# With two blocks of this size on their way, a program still fits every card's shared memory.
-_BLOCK_IN_STAGES = 64 * 1024
-_FEW_BLOCKS = 4
 # The order in which a block's weights are summed depends on it.
 _ATTEND_WARPS = 4
 
 
-def attend_form(programs: int, blocks: int, block_bytes: int, has_window: bool) -> AttendForm:
-    """Return the form for this number of rows times key-value heads; it depends on shapes alone.
+def attend_form(programs: int, blocks: int, block_bytes: int, shared_bytes: int) -> AttendForm:
+    """Return the form for these shapes, as far as it fits the card's shared memory.
 
     Args:
         programs: the rows times the key-value heads.
         blocks: how many blocks are read.
         block_bytes: the size of one head's keys and values of a block.
-        has_window: whether a window hides the first blocks from some rows.
+        shared_bytes: the shared memory that a program has for blocks.
     """
-    is_ahead = programs <= _FEW_PROGRAMS and block_bytes <= _BLOCK_IN_REGISTERS
-    is_early = is_ahead and blocks <= _FEW_BLOCKS and not has_window
-    is_staged = not is_ahead and blocks > 1 and block_bytes <= _BLOCK_IN_STAGES
-    return AttendForm(_FEW_BLOCKS, is_ahead, is_early, 2 if is_staged else 1)
+    # Measured on an H200 with heads of 64 and 128 in bf16 (dev/log.md). With few programs, 3 stages
+    # were the fastest for 2 and for 3 blocks, and in most shapes a program for each of 8 and of 32
+    # blocks. With many, 2 stages were, and one program for 8 blocks took 0.8 times as long as eight.
+    is_latency_bound = programs <= _FEW_PROGRAMS
+    few_blocks = 4 if is_latency_bound else 8
+    stages = 3 if is_latency_bound and blocks <= few_blocks else 2
+    if blocks == 1:
+        stages = 1
+    # Shared memory holds one block less than there are stages.
+    while stages > 1 and (stages - 1) * block_bytes > shared_bytes:
+        stages -= 1
+    return AttendForm(few_blocks, stages)
 
 
 @torch.library.custom_op(
@@ -728,8 +680,17 @@ def attend(
     _, rows, key_heads, slots, head_dim = keys_LBJCE.shape
     group = heads // key_heads
     out_BX = qkv_BX.new_empty(rows, heads * head_dim)
-    block_bytes = 2 * slots * head_dim * qkv_BX.element_size()
-    form = attend_form(rows * key_heads, blocks, block_bytes, window is not None)
+    queries = max(ROWS, triton.next_power_of_2(group))
+    itemsize = qkv_BX.element_size()
+    card: Any = torch.cuda.get_device_properties(qkv_BX.device)  # torch's types lack an attribute
+    # Queries, weights of a block's slots, and what sums over several warps need are there, too.
+    other_bytes = queries * (head_dim + slots) * itemsize + 1024
+    form = attend_form(
+        rows * key_heads,
+        blocks,
+        2 * slots * head_dim * itemsize,
+        card.shared_memory_per_block_optin - other_bytes,
+    )
     is_split = blocks > form.few_blocks
     parts = rows * key_heads * blocks * group if is_split else 0
     partial = qkv_BX.new_empty(parts * head_dim, dtype=torch.float32)
@@ -758,7 +719,7 @@ def attend(
         J=key_heads,
         F=head_dim // 2,
         C=slots,
-        GROUP=max(ROWS, triton.next_power_of_2(group)),
+        GROUP=queries,
         BLOCKS=blocks,
         NORM=q_gain_E is not None,
         CENTRED=is_centred,
@@ -767,8 +728,6 @@ def attend(
         WINDOW=window is not None,
         PRECISION=_precision(qkv_BX.dtype),
         FEW=form.few_blocks,
-        AHEAD=form.is_ahead,
-        EARLY=form.is_early,
         num_warps=_ATTEND_WARPS,
         num_stages=form.stages,
     )
