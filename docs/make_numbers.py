@@ -38,6 +38,9 @@ def pages() -> dict[Path, list[str]]:
             tables.assembling(),
             tables.taking(),
             tables.timing(),
+            tables.decoding_on_a_card(),
+            tables.ensembles_on_a_card(),
+            tables.streaming_on_a_card(),
         ],
     }
     return {ROOT / name: shown for name, shown in made.items()}

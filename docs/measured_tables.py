@@ -275,6 +275,62 @@ def timing() -> str:
     return "\n".join(lines)
 
 
+def decoding_on_a_card() -> str:
+    """Return the tokens a second of each system on a card, by benchmarks/generate_peers.py."""
+    lines = [
+        "| 1B in bf16, 256 tokens a row | tokens/s | Monograph is | first token | share of a copy's rate |",
+        "|---" * 5 + "|",
+    ]
+    for case in result("gpu/generate")["cases"]:
+        if "error" in case:
+            continue
+        ratio = case["ratio_wall"]
+        lines.append(
+            f"| {case['case'].removeprefix('1b, ')}: {case['system']} | {case['tokens_per_s']['median']:,.0f} "
+            f"| {ratio['median']:.2f} × ({ratio['low']:.2f}-{ratio['high']:.2f}) "
+            f"| {1000 * case['first_token_s']['median']:.1f} ms | {case['copy_share']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def ensembles_on_a_card() -> str:
+    """Return how many times faster an ensemble was on a card, by benchmarks/ensemble_peers.py."""
+    ways = {
+        "loop": "eager loop",
+        "compiled loop": "compiled loop",
+        "graphed compiled loop": "the same, captured",
+        "torch.func": "`torch.func`",
+        "compiled torch.func": "compiled",
+        "graphed torch.func": "compiled and captured",
+    }
+    lines = [
+        f"| an ensemble is so many times faster than | {' | '.join(ways.values())} |",
+        "|---" * (len(ways) + 1) + "|",
+    ]
+    for case in result("gpu/ensemble")["cases"]:
+        kind = "training" if case["train"] else "inference"
+        found = [f"{case['faster_than'][way]['wall']['median']:.3g}" for way in ways]
+        lines.append(f"| {case['name']}, N = {case['members']}, {kind} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
+def streaming_on_a_card() -> str:
+    """Return how fast streamed training was on a card, by benchmarks/stream_speed.py."""
+    lines = [
+        "| 1.24 billion parameters, bf16 | tokens of an update | tokens/s | MFU | peak of the card | copied in and out |",
+        "|---" * 6 + "|",
+    ]
+    for case in result("gpu/stream_speed")["cases"]:
+        name = "resident" if case["way"] == "resident" else "streamed"
+        for size in case["updates"].values():
+            moved_bytes = size["moved_bytes"]["in"] + size["moved_bytes"]["out"]
+            lines.append(
+                f"| {name} | {size['tokens']:,} | {size['tokens_per_s']:,.0f} | {size['mfu']:.1%} "
+                f"| {size['peak_memory_bytes'] / 2**30:.1f} GiB | {moved_bytes / 1e9:.1f} GB |"
+            )
+    return "\n".join(lines)
+
+
 def carrying() -> str:
     """Return the losses of every rate at every width of benchmarks/transfer.py, and their vertices."""
     found = result("transfer")
