@@ -317,7 +317,7 @@ def ensembles_on_a_card() -> str:
 def streaming_on_a_card() -> str:
     """Return how fast streamed training was on a card, by benchmarks/stream_speed.py."""
     lines = [
-        "| 1.24 billion parameters, bf16 | tokens of an update | tokens/s | MFU | peak of the card | copied in and out |",
+        "| 1.24 billion parameters, bf16 | tokens of an update | tokens/s | MFU | peak | copied in and out |",
         "|---" * 6 + "|",
     ]
     for case in result("gpu/stream_speed")["cases"]:

@@ -528,7 +528,8 @@ class FastSampler:
 
 def _group(vocabulary: int, read: int) -> int:
     """Return G, with which about as many maxima are read as tokens of groups."""
-    return min(max(MIN_GROUP, triton.next_power_of_2(isqrt(vocabulary // read))), MAX_GROUP)
+    group: int = triton.next_power_of_2(isqrt(vocabulary // read))
+    return min(max(MIN_GROUP, group), MAX_GROUP)
 
 
 @torch.library.custom_op("monograph::sample_few", mutates_args=("counters_B",))
