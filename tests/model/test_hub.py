@@ -259,3 +259,8 @@ def test_a_folder_that_holds_something_is_not_overwritten(saved):
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InputRefused, match="nothing: no such folder"):
         load_model(tmp_path / "nothing")
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(
+        InputRefused, match="model.safetensors: a file; expected a Hugging Face model folder"
+    ):
+        load_model(tmp_path / "model.safetensors")

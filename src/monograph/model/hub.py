@@ -183,8 +183,9 @@ def read_config(folder: str | Path) -> LlamaConfig:
 def _config_json(folder: Path) -> tuple[Path, dict[str, Any]]:
     """Return the path and the content of a folder's config.json."""
     if not is_folder(folder):
+        fault = "a file" if exists(folder) else "no such folder"
         raise InputRefused(
-            f"{folder}: no such folder; expected a Hugging Face model folder with config.json"
+            f"{folder}: {fault}; expected a Hugging Face model folder with config.json"
         )
     path = file_inside(folder, "config.json")
     return path, read_json(path)
