@@ -178,7 +178,7 @@ def test_no_mask_is_the_causal_mask(impl):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])  # no row of "cached" sees nothing
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks", "cached"])
 def test_a_query_that_sees_nothing_gets_zeros_and_passes_none_back(impl, dtype):
     mask = dense_mask(_segments())
     mask[1] = False
@@ -189,6 +189,36 @@ def test_a_query_that_sees_nothing_gets_zeros_and_passes_none_back(impl, dtype):
     for gradient in gradients:
         assert gradient.isfinite().all()
         assert not gradient[1].any()
+
+
+# The leading axes of masks that broadcast to [B, H, T, S]; one has other keys for each query head.
+MASK_SHAPES = {
+    "a key": (1, LENGTH),
+    "a query": (LENGTH, 1),
+    "a row": (BATCH, 1, LENGTH, LENGTH),
+    "a head": (1, HEADS, LENGTH, LENGTH),
+    "a row and head": (BATCH, HEADS, LENGTH, LENGTH),
+}
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "cached"])  # "blocks" reads causal masks only
+@pytest.mark.parametrize("shape", MASK_SHAPES.values(), ids=MASK_SHAPES.keys())
+def test_a_mask_may_differ_by_each_axis(shape, impl):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    exact = _run("reference", torch.float64, mask)
+    for ours, equation in zip(_run(impl, torch.float64, mask), exact, strict=True):
+        torch.testing.assert_close(ours, equation, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks", "cached"])
+def test_a_causal_mask_may_differ_by_head(impl):
+    windows = torch.tensor([3, 40, 100, LENGTH])[:, None, None]
+    distances = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    mask = ((distances >= 0) & (distances < windows))[None]
+    out = attention(*_heads(torch.float64), mask, impl)
+    for head in range(HEADS):
+        alone = attention(*_heads(torch.float64), mask[:, head : head + 1], "reference")
+        torch.testing.assert_close(out[:, head], alone[:, head], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.filterwarnings(FLEX_UNFUSED)
