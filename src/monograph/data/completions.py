@@ -77,9 +77,9 @@ def prompt_and_completion(text: str) -> tuple[str, str]:
 
 
 class CompletionEncoder:
-    """A converter of prompts and completions to rows.
+    """A converter of prompts and completions, which are texts, to rows.
 
-    `monograph.data.loss_mask.ConversationConverter` is the converter of chats.
+    Chats have another converter, `monograph.data.loss_mask.ConversationConverter`.
     """
 
     def __init__(self, tokenizer: Tokenizer, answer_options: AnswerOptions) -> None:

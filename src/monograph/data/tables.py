@@ -1,7 +1,7 @@
 """Read the rows of .parquet and .arrow files with pyarrow, and find the files of saved datasets.
 
-Any file may be damaged, or made to exhaust memory. So sizes are checked before anything is
-unpacked, and offsets before pyarrow follows them.
+Any file may be damaged, or made to exhaust memory. So the sizes in a file are checked before anything
+is unpacked, and its offsets are checked before pyarrow follows them.
 
 A *batch* is a number of consecutive rows, which pyarrow reads at once. `pa` is the module pyarrow,
 which is optional and so imported only here, by `_read_by_pyarrow`.
@@ -77,8 +77,8 @@ def table_texts(path: Path, key: str) -> Iterator[NumberedText]:
         _require_strings(pa, path, _schema(pa, path), key)
         values = (value for column in read_columns(pa, path, key) for value in column)
         texts = (_text(value, key) for value in values)
-        # A file may store a text once for many rows, so each row counts its text's length here. A
-        # fault counts the length of its tuple, which is too small to matter.
+        # A file may store a text once for many rows. To `refuse_bombs`, each row has the length of its
+        # text. A row with a fault has the length of the tuple `Fault`, which is too small to matter.
         sized_texts = ((len(text), text) for text in texts)
         yield from enumerate(refuse_bombs(path, sized_texts), 1)
 
@@ -137,7 +137,8 @@ def _is_convertible(column: Array) -> bool:
 def _unshared_bytes(pa: ModuleType, batch: RecordBatch) -> int:
     """Return how many bytes a batch's values would take if no rows shared a value.
 
-    A dictionary or a view stores a value once for many rows. Here it counts once for each row.
+    A dictionary, or an array of views, stores a value once for many rows. Here the value counts once
+    for each row that has it.
 
     Raises:
         ArrowException: the batch is damaged.
