@@ -1,7 +1,7 @@
-"""Turn a prompt and its completion, both of them texts, into tokens, of which only the completion is
-trained on.
+"""Turn prompts and completions that are plain texts into tokens. Only the completions are trained on.
 
-There is no chat template: the tokens are those of the prompt, of the completion, and the end token.
+No chat template is needed: the tokens are those of the prompt, those of the completion, and the end
+token.
 """
 
 from collections.abc import Iterator, Mapping

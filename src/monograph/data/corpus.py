@@ -303,7 +303,7 @@ def _decide_reading(
     record_settings: RecordSettings,
     tokenizer: Tokenizer | int,
 ) -> ReadingPlan:
-    """Return how to read the records of these sources, after looking at a sample of the records.
+    """Decide how to read the records of the sources, after looking at a sample of the records.
 
     Args:
         sources: the files.

@@ -422,9 +422,9 @@ class Documents:
     def sample(self, budget_bytes: int) -> Iterator[str]:
         """Yield about `budget_bytes` of the training text, in parts.
 
-        If there is more training text than that, a share of it is taken. Text files are taken in
-        the order of sha256(name) until they fill the share of their bytes. A record is taken if its
-        hash, as a fraction of the largest hash, is below the share.
+        If there is more training text, the same share of text files and of records is taken. Text files
+        are taken in the order of sha256(name), until they have this share of the bytes of all text
+        files. A record is taken if its hash, as a fraction of the largest hash, is below the share.
         """
         share = min(1.0, budget_bytes / max(1, self.train_bytes))
         left_bytes = round(share * self._train_file_bytes)  # still to be taken from text files

@@ -62,7 +62,7 @@ def _form_columns(path: Path, record_settings: RecordSettings) -> list[str]:
 def kind_of_records(
     paths: Sequence[Path], record_settings: RecordSettings, skip_bad: bool
 ) -> RecordKind | None:
-    """Return what the records of these files are trained as.
+    """Return the kind of the records of some files: what they are trained as.
 
     Text files count as records of texts. The result is None if no record of the samples has one of the
     forms of `FORMS`.

@@ -177,8 +177,8 @@ def _value_bytes(pa: ModuleType, array: Array) -> NDArray[np.int64]:
     import numpy as np  # It is imported here, because a configuration is read without numpy.
 
     if array.type in (pa.string_view(), pa.binary_view()):
-        # Each value has a view of 16 bytes, of which the first four are its length. The buffer may
-        # be that of a larger array, from which this one is cut.
+        # Each value has a view of 16 bytes, and the first four bytes of a view are the value's length.
+        # This array may be cut from a larger one, and the buffer is then that of the larger one.
         views_4 = np.frombuffer(array.buffers()[1], dtype=np.int32).reshape(-1, 4)
         return views_4[array.offset : array.offset + len(array), 0].astype(np.int64)
     if array.type in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
@@ -396,7 +396,7 @@ def _arrow_batches(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[
                 sizes = _stream_sizes(path, file)
             else:
                 sizes = _file_sizes(path, file)
-            # This loop checks all sizes before the first batch is unpacked.
+            # The loop has no body: `refuse_bombs` checks all sizes, before the first batch is unpacked.
             for _ in refuse_bombs(path, ((size, None) for size in sizes)):
                 pass
         batches = reader if batch_count is None else map(reader.get_batch, range(batch_count))
@@ -430,9 +430,9 @@ def _stream_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
 def _file_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
     """Check a file that has a footer, and yield the bytes that each of its messages claims.
 
-    The footer of a file lists blocks, each of which has one message. The blocks may be in any
-    order: polars, for example, writes dictionaries last. A footer may point anywhere, so blocks
-    that overlap, or whose size is not the one in the footer, are refused.
+    The footer of a file lists blocks. Each block has one message. The blocks may be in any order:
+    polars, for example, writes dictionaries last. A hostile footer may point anywhere, so blocks are
+    refused if they overlap, or if their size is not the one in the footer.
     """
     file_bytes = path.stat().st_size
     ending_bytes = 4 + len(_MAGIC.rstrip(b"\0"))  # the footer's length, and the magic once more

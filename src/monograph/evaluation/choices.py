@@ -4,7 +4,8 @@ questions by these scores.
 Multiple choice is scored as in lm-evaluation-harness. Questions come in files of JSON lines. A
 record has a question, its choices and the number of the right choice.
 
-Shapes: B rows, T positions, N scored positions, C of them at once, D hidden size, V vocabulary.
+Shapes: B rows, T positions, N scored positions, C scored positions that are computed at once, D hidden
+size, V vocabulary.
 """
 
 import math
@@ -263,8 +264,8 @@ class Question(NamedTuple):
 def are_question_files(places: Sequence[str], text_key: str | None, chat: bool = False) -> bool:
     """Return whether the files hold questions.
 
-    A file holds questions if it has JSON lines, one of its first records has the key `choices`, and
-    none of them has a text.
+    A file holds questions if it has JSON lines, and among its first records there is one with the key
+    `choices` and none with a text.
 
     Args:
         places: the files.
@@ -345,7 +346,7 @@ def _question(record: dict[str, Any] | Fault, where: str) -> Question:
     ]
     if not all(choice.strip() for choice in choices):
         raise Unusable("choices", f"{CHOICES!r} has an empty string")
-    # Records are read with all numbers as floats.
+    # `json_objects` reads all numbers as floats.
     if not isinstance(gold, float) or gold not in range(len(choices)):
         expected = f"the number of the right choice, from 0 to {len(choices) - 1}"
         shown = f"{gold:g}" if isinstance(gold, float) else ascii(gold)[:40]
@@ -383,8 +384,8 @@ class Accuracy(NamedTuple):
         acc_bytes_stderr: the standard error of `acc_bytes`.
         chance: the accuracy of guessing: the mean of 1 / number of choices.
         questions: the number n of questions.
-        cut: the number of questions whose beginning was left out, as it did not fit the model's
-            positions.
+        cut: the number of questions that were longer than the model's positions, so that their
+            beginning was left out.
     """
 
     acc: float
@@ -510,7 +511,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Contin
 
     White space at the end of the context becomes a part of the continuation, as in
     lm-evaluation-harness, since a tokenizer joins it with the next word. If the tokenizer joins
-    more of the context with the continuation, each of them is encoded separately.
+    more of the context with the continuation, the two are encoded separately.
     """
     stripped = context.rstrip()
     white_space = context[len(stripped) :]

@@ -19,13 +19,13 @@ B is beta, E label_smoothing, G gamma, D desirable_weight and U undesirable_weig
 
 An update's loss is the mean over its pairs, or over its answers for kto. IPO takes means over
 tokens, as its authors' code does. For kto, each o' is a prompt of the update with the answer of
-another record. The mean over all o' is of the whole update, whatever its micro-batches, so the rows
-of an update are scored once before the gradient is computed. `monograph.rl.preference_loss` has the
+another record. z is a mean over all o' of the whole update, not of a micro-batch. So all rows of an
+update are scored once before its gradient is computed. `monograph.rl.preference_loss` computes the
 sums over the rows of a batch.
 
-The settings read `LOSSES`, of which `monograph.config.keys` makes keys, and they do not load torch.
-So formulas call methods of tensors, and what torch has as a function alone is imported when it is
-called.
+`monograph.config.keys` makes keys of the settings from the table `LOSSES`, and settings are read
+without torch. So formulas call methods of tensors. A function of torch that is not such a method is
+imported when a formula calls it.
 
 Shapes: P pairs.
 """
@@ -93,7 +93,7 @@ def preference(name: str, **arguments: float | None) -> Preference:
 
 
 class PreferenceInputs(NamedTuple):
-    """What a loss reads of P pairs, fp64 [P] each except `labels` and `expected`.
+    """The numbers from which a loss of P pairs is computed, fp64 [P] except `labels` and `expected`.
 
     Attributes:
         chosen, rejected: log pi of the answers.

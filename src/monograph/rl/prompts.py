@@ -282,7 +282,8 @@ def read_prompts(
         reading.held_out,
         reading.bad_records,
     ]
-    # Only if there are any, so that the fingerprint of other prompts does not depend on this key.
+    # The keys are added only if there are some, so that other fingerprints stay those of earlier
+    # versions.
     if record_settings.ignored_training_keys:
         identity.append(record_settings.ignored_training_keys)
     has_chats, longest = _kind_and_longest([*prompts.train, *prompts.held_out], key)

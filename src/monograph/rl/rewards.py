@@ -2,8 +2,9 @@
 
 A user's file and a model's programs run in separate processes (`monograph.rl.processes`).
 
-The settings read `REWARDS`, of which `monograph.config.keys` makes keys, and they load neither
-torch nor numpy. So a reward that needs one of them imports it where it is used.
+`monograph.config.keys` makes keys of the settings from the table `REWARDS`. So this file is read
+whenever settings are, for which neither torch nor numpy may be loaded. A reward that needs one of them
+imports it where it is used.
 """
 
 from __future__ import annotations
@@ -115,10 +116,10 @@ class Reward:
         field: the key that each record needs; None: no key.
         expected: what the value under this key must be, for messages.
         digest: hex sha256 of the file on which its scores depend; "" if they depend on no file.
-        teacher: the model whose probabilities of an answer's tokens give its score; None for all
-            other rewards.
-        unconfined: whether the model's programs may run where the system cannot confine them; set
-            by the caller.
+        teacher: the model that gives an answer its score, by its probabilities of the answer's tokens;
+            None for all other rewards.
+        unconfined: whether programs that the model writes may run on a system that cannot confine
+            them. The caller sets it.
     """
 
     field: str | None = None
@@ -346,10 +347,11 @@ class _FileFunctionReward(_RewardOfParts):
 
 
 class TeacherReward(Reward):
-    """The mean over an answer's tokens of teacher's log-probability - student's.
+    """How much likelier a teacher finds an answer than the model in training, its student, does.
 
-    It estimates minus the reverse KL per token. The caller loads and sets `teacher`;
-    `Drawer.teacher_advantages` computes the differences.
+    The reward is the mean, over the tokens of the answer, of the teacher's log-probability minus the
+    student's. It estimates minus the KL divergence KL(student || teacher) per token. The caller loads
+    the teacher and sets `teacher`. `Drawer.teacher_advantages` computes the differences.
     """
 
 
@@ -506,8 +508,9 @@ def _are_texts(value: object) -> TypeGuard[str | list[str]]:
 def _tests_something(test: str) -> bool:
     """Return whether this is Python code that can fail for a wrong solution.
 
-    It must call something outside of definitions, since tests in a function that is never called
-    pass for any solution, and read a name that is neither its own nor a builtin.
+    Code fails for no solution if it only defines functions that are never called, or if it uses no name
+    of the solution. So it must have a call outside of definitions, and must read a name that is neither
+    its own nor a builtin.
     """
     try:
         with warnings.catch_warnings(action="ignore"):

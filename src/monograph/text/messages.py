@@ -1,8 +1,8 @@
 """The keys of a chat's messages, and the form in which a chat template reads them.
 
 `monograph.data.messages` reads messages from records and requests. Whether a key of a message has
-an effect depends on the template. So it is here, where the template is known, that a key which the
-template does not read is refused.
+an effect depends on the template, which is known only here. So keys that the template does not read
+are refused here.
 """
 
 from collections import Counter
