@@ -103,8 +103,8 @@ def _visible(heads: Heads, mask: Tensor | None) -> Tensor:
     keys = key_BKSE.shape[2]
     if mask is None:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=key_BKSE.device).tril()
-    with_four_axes = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
-    return with_four_axes.expand(-1, -1, queries, keys)
+    missing_axes = [1] * (4 - mask.ndim)
+    return mask.view(*missing_axes, *mask.shape).expand(-1, -1, queries, keys)
 
 
 # ── "reference" ─────────────────────────────────────────────────────────────────────────────────
@@ -170,6 +170,7 @@ def _sdpa(
     queries, head_dim = heads[0].shape[2:]
     keys = heads[1].shape[2]
     scale = head_dim**-0.5
+    # `F.pad` takes the numbers of zeros before and after, for the last axis and then for the one before.
     query_BHTE, key_BKSE, value_BKSE = (F.pad(each, (0, SINK_CHANNELS, 1, 0)) for each in heads)
     # The zeros before and after the one channel that is used, on the last axis.
     around_channel = (head_dim, SINK_CHANNELS - 1)
@@ -224,6 +225,7 @@ def _flash_supports(query_BHTE: Tensor) -> bool:
 
 
 def _flex(heads: Heads, mask: BlockMask, sink_H: Tensor | None) -> Tensor:
+    """Return attention by flex attention, in which a sink takes its share of the result afterwards."""
     # torch's type of the kernel options lists only options that both passes have. Ours also name
     # those of the forward or the backward pass alone, such as "bwd_BLOCK_M1".
     options: Any = flex_options(heads[0])
@@ -249,6 +251,7 @@ MAX_KEYS_IN_BLOCKS = 1024
 
 
 def _blocks_are_faster(query_BHTE: Tensor, key_BKSE: Tensor) -> bool:
+    """Return whether "auto" chooses "blocks", where it was measured to be faster than "sdpa"."""
     in_graph_on_cpu = query_BHTE.device.type == "cpu" and torch.compiler.is_compiling()
     is_bf16 = query_BHTE.dtype == torch.bfloat16
     return in_graph_on_cpu and is_bf16 and key_BKSE.shape[2] <= MAX_KEYS_IN_BLOCKS
@@ -282,8 +285,8 @@ def _in_query_blocks(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tenso
         query_PLE = query_PGTE[..., begin:end, :].flatten(1, 2)
         scores_PLR = torch.baddbmm(bias_PLR, query_PLE, key_PSE[:, :end].transpose(-1, -2))
         scores_PLR = scores_PLR.to(torch.promote_types(scores_PLR.dtype, torch.float32))
-        # A visible key has the bias 0, and its score is far above half of `hiding_bias`. So a query
-        # whose largest score is below that sees no key.
+        # The score of a hidden key is near `hiding_bias`. That of a visible key has the bias 0, and is
+        # far above half of `hiding_bias`. So a query sees no key if its largest score is below the half.
         sees_nothing_PL1 = scores_PLR.detach().amax(dim=-1, keepdim=True) <= hiding_bias / 2
         if sink_H is not None:
             sink_KL1 = _sinks_of_queries(sink_H.to(scores_PLR), key_heads, end - begin)
