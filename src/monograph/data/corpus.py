@@ -53,8 +53,8 @@ class Stats:
         conversations: number of conversations in the training part, 0 for texts.
         bytes: bytes of all text; with conversations, of the text that is trained on.
         tokens: number of targets in one pass over all training rows.
-        trained_share: `tokens` / (tokens of the training part that could be targets: all but each
-            document's first).
+        trained_share: the share of the training part's tokens that are targets. The first token of a
+            document, which can never be a target, does not count.
         bytes_per_token: mean number of bytes of a token of the training part.
         packed_share: share of the training rows' positions that have an input.
         held_out_documents: number of `documents` that are held out.

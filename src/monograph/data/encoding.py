@@ -131,7 +131,9 @@ def train_tokenizer(
         try:
             while not training.done():
                 wait([training], timeout=0.2)
-                meter.add(min(read_bytes, meter.total or 0) - meter.done)
+                # A sample may have a few more bytes than the total, so the report is capped.
+                bytes_to_report = min(read_bytes, meter.total or 0)
+                meter.add(bytes_to_report - meter.done)
         finally:
             stop.set()
     tokenizer = training.result()

@@ -96,21 +96,22 @@ def weighted_rows_at(
     epochs = np.arange(start, start + count, dtype=np.int64) // epoch_visits
     visits = rows_at(start, count, epoch_visits, seed)
     share_indices = np.searchsorted(visit_ends_S, visits, side="right")
+    mixed_seed = _mix(np.full(1, seed % 2**64, dtype=np.uint64))
     result = np.empty(count, dtype=np.int64)
     first_row = 0  # of the share, among the rows of all shares
     for index, share in enumerate(shares):
+        if share.rows == 0:
+            continue
         positions_V = np.flatnonzero(share_indices == index)
         first_visit = visit_ends_S[index] - share.visits
         # The number q of the docstring.
         visit_V = epochs[positions_V] * share.visits + visits[positions_V] - first_visit
-        if share.visits and share.visits % share.rows:
-            share_seed = _mix(
-                _mix(np.full(1, seed % 2**64, dtype=np.uint64))
-                + np.full(1, index + 1, np.uint64) * _GOLDEN
-            )
-            row_V = _permute(visit_V.astype(np.uint64), share.rows, share_seed)
+        sees_rows_equally = share.visits % share.rows == 0
+        if sees_rows_equally:
+            row_V = visit_V % share.rows
         else:
-            row_V = visit_V % max(1, share.rows)
+            share_seed = _mix(mixed_seed + np.full(1, index + 1, np.uint64) * _GOLDEN)
+            row_V = _permute(visit_V.astype(np.uint64), share.rows, share_seed)
         result[positions_V] = first_row + row_V
         first_row += share.rows
     return result

@@ -161,9 +161,8 @@ def pack_8bit(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor
         # At least 1. If a second moment became 0, the element's update would be divided by eps alone.
         steps = (root_K256.sqrt() * SQUARE_STEPS).round().clamp_min(1)
         codes = torch.where(blocks_K256 > 0, steps, 0.0).to(torch.uint8)
-    return codes.view(-1)[
-        packing.block_offset : packing.block_offset + len(values_N)
-    ], scale_K1.squeeze(-1)
+    own_elements = slice(packing.block_offset, packing.block_offset + len(values_N))
+    return codes.view(-1)[own_elements], scale_K1.squeeze(-1)
 
 
 def unpack_8bit(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
@@ -177,7 +176,8 @@ def unpack_8bit(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
         root_K256 = codes_K256 / SQUARE_STEPS
         ratio_K256 = root_K256.square().square()
     values = (ratio_K256 * scale_K[:, None]).view(-1)
-    return values[packing.block_offset : packing.block_offset + len(codes_N)]
+    own_elements = slice(packing.block_offset, packing.block_offset + len(codes_N))
+    return values[own_elements]
 
 
 def _blocks(values_N: Tensor, block_offset: int) -> Tensor:

@@ -115,12 +115,12 @@ class Plane:
         """Make the parameters views of `flat`. They have no gradient until the next `link`."""
         # `.data` is set, so that each parameter stays the same object, and modules that share it and
         # hooks see the new memory.
-        for (_, parameter, _), (_, view) in zip(self.slots, self.views(flat), strict=True):
-            parameter.grad = None
-            parameter.data = view
+        for slot, (_, view) in zip(self.slots, self.views(flat), strict=True):
+            slot.parameter.grad = None
+            slot.parameter.data = view
             if flat.dtype != self.grad.dtype:
                 # torch refuses a `.grad` of another dtype unless this attribute of torch allows it.
-                parameter.grad_dtype = self.grad.dtype
+                slot.parameter.grad_dtype = self.grad.dtype
 
     def link(self) -> None:
         """Point every parameter's `.grad` at the plane, even if it was set to something else."""
@@ -143,10 +143,10 @@ class Plane:
         if self.kind.is_vector or self.grad.dtype == torch.float64:
             return
         weights = self.views(self.param if self.rounded is None else self.rounded)
-        for (_, parameter, _), (_, weight), (_, total) in zip(
-            self.slots, weights, self.views(self.grad), strict=True
-        ):
-            parameter.fused_gradient = FusedGradient(weight.data, total.data)  # type: ignore[attr-defined]
+        totals = self.views(self.grad)
+        for slot, (_, weight), (_, total) in zip(self.slots, weights, totals, strict=True):
+            gradient = FusedGradient(weight.data, total.data)
+            slot.parameter.fused_gradient = gradient  # type: ignore[attr-defined]
 
     def round(self) -> None:
         """Copy `param` to `rounded`, which has a narrower dtype. Without `rounded`, do nothing."""

@@ -252,9 +252,10 @@ class Drawer:
         """
 
         def json_answers(prompts_and_seeds: Sequence[tuple[Prompt, int]]) -> list[Any]:
+            own_prompts, own_seeds = zip(*prompts_and_seeds, strict=True)
             return [
                 (answer.text, answer.token_ids, answer.finish_reason, answer.logprobs)
-                for answer in self._draw_on_this_rank(*zip(*prompts_and_seeds, strict=True))
+                for answer in self._draw_on_this_rank(own_prompts, own_seeds)
             ]
 
         self._gather_model()
