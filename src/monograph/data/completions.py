@@ -51,6 +51,7 @@ def completion_records(file: SourceFile, keys: RecordKeys) -> Iterator[NumberedT
 
 
 def _text_of(record: Mapping[str, Any]) -> str | Fault:
+    """Return the text of a record whose prompt and completion are texts; the fault of any other."""
     needs_template = "needs a chat template, and the model has none"
     if not are_texts(record):
         return Fault(

@@ -318,6 +318,7 @@ def read_questions(places: Sequence[str]) -> list[Question]:
 
 
 def _holds_questions(path: Path, text_key: str | None) -> bool:
+    """Return whether a file holds questions, see `are_question_files`."""
     if not is_file(path) or suffix_of(path) not in LINE_SUFFIXES:
         return False
     first_records = [record for _, record in sample_records(path, RecordSettings(text_key))]
@@ -476,10 +477,12 @@ def choose(
 
 
 def _text_continuations(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
+    """Return each choice, after a space, as the continuation of the question."""
     return [encode_pair(tokenizer, question.query, f" {choice}") for choice in question.choices]
 
 
 def _chat_continuations(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
+    """Return each choice as the beginning of an assistant's answer to the question in a chat."""
     messages = [{"role": "user", "content": question.query}]
     prompt = chat_ids(tokenizer, messages, add_generation_prompt=True)
     return [

@@ -257,6 +257,7 @@ class PolicyLoss(nn.Module):
         clipped_N: Tensor,
         kl_log_ratio_N: Tensor,
     ) -> None:
+        """Add the sums over the targets of a micro-batch to `totals`, for `take_figures`."""
         before = PolicyTotals(*self.totals.unbind())
         ratio, clipped, kl = (
             torch.where(has_target_N, values_N, 0.0).double().sum()

@@ -254,6 +254,7 @@ def read_pairs(
         return row
 
     def read_pair(where: str, record: JsonRecord) -> Pair | Fault:
+        """Return the pair of a record, or the record's fault."""
         try:
             is_chat = _are_chats(record, keys)
             read_answer: _ReadAnswer = functools.partial(_answer_of_text, tokenizer)

@@ -214,6 +214,12 @@ class PreferenceLoss(nn.Module):
         return torch.where(exists_P, losses(self.preference, pairs), 0.0).sum(), self.count(batch)
 
     def _add_to_totals(self, pairs: PreferenceInputs, exists_P: Tensor) -> None:
+        """Add the sums over the pairs of a micro-batch to `totals`, and for kto to `apart`.
+
+        Args:
+            pairs: a pair for each two places.
+            exists_P: whether there is a pair in these places.
+        """
         gains = pairs.gains if self.preference.needs_reference else pairs.means
         chosen_P, rejected_P = (gain_P.detach() for gain_P in gains)
         margin_P = chosen_P - rejected_P

@@ -261,6 +261,7 @@ def read_prompts(
     spellings = SpecialTokenSpellings(tokenizer)
 
     def read_prompt(where: str, record: JsonRecord) -> Prompt | Fault:
+        """Return the prompt of a record, or the record's fault."""
         try:
             prompt = _prompt(record, where, prompt_settings)
         except Unusable as unusable:  # only this record is bad, and it may be skipped

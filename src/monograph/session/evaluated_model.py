@@ -26,9 +26,8 @@ from monograph.session.objectives import objective_of
 from monograph.session.recorded import copies_of_missing_files, foreign_text_warning, run_settings
 from monograph.text.tokenizer import Tokenizer
 
-# Largest number of tokens in a row of text for a model that a run did not make. A run's settings say
-# how long its rows are; such a model can read as many tokens as it has positions, which may be more
-# than memory holds.
+# Largest number of tokens in a row of text for a model that a run did not make. No settings say how long
+# the rows of such a model are, so they are as long as its positions allow, but at most this.
 MAX_ROW_TOKENS = 4096
 # The settings in the section [data] of a run that say how text is read, whichever text it is.
 _READING_KEYS = (
