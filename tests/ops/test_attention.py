@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -275,7 +273,8 @@ def test_on_a_gpu_documents_are_as_exact_as_the_reference(dtype, impl, run):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_long_documents_are_as_exact_as_the_reference(length=400, size=64):
+@pytest.mark.parametrize("size", [64, 256])
+def test_on_a_gpu_long_documents_are_as_exact_as_the_reference(size, length=400):
     """Rows as a run has them, with the heads that have options of their own. The second document
     begins inside the first block and has blocks that are seen in full, so that a query's blocks
     with a border are not neighbours.
@@ -295,15 +294,32 @@ def test_on_a_gpu_long_documents_are_as_exact_as_the_reference(length=400, size=
         assert error_within(a, b, c, k=4)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_the_tiles_of_flex_are_torch_s_where_others_were_not_measured(capability, monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "sizes"),
+    [
+        ((7, 5), set()),
+        ((8, 0), {256}),
+        ((8, 9), {256}),
+        ((9, 0), {64}),
+        ((10, 0), {64, 128, 256}),
+        ((12, 0), {256}),
+    ],
+)
+def test_only_tiles_known_to_be_worse_than_others_are_replaced_in_flex(
+    capability, sizes, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+    def has_own_tiles(dtype, size, device="cuda"):
+        query = torch.empty(1, 1, 1, size, dtype=dtype, device=device)
+        return len(flex_options(query)) > 1  # FORCE_USE_FLEX_ATTENTION is always there
+
     with FakeTensorMode():
-        for dtype, size in product((torch.float32, torch.float16, torch.bfloat16), (16, 64, 128)):
-            ours = flex_options(torch.empty(1, 1, 1, size, dtype=dtype, device="cuda"))
-            is_measured = (capability, dtype, size) == ((9, 0), torch.bfloat16, 64)
-            assert (len(ours) > 1) == is_measured, "FORCE_USE_FLEX_ATTENTION is always there"
-        assert len(flex_options(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16))) == 1
+        for size in (16, 64, 128, 192, 256):
+            for dtype in (torch.float16, torch.bfloat16):
+                assert has_own_tiles(dtype, size) == (size in sizes)
+                assert not has_own_tiles(dtype, size, "cpu")
+            assert not has_own_tiles(torch.float32, size)
 
 
 @pytest.mark.gpu
