@@ -38,7 +38,7 @@ SMOKE = LlamaConfig(
 def main() -> None:
     """Predict both ways, print what differs, and write it as JSON if asked to."""
     given = harness.arguments(__doc__).parse_args()
-    settings = {
+    settings: dict[str, Any] = {
         "length": 32 if given.smoke else LENGTH,
         "windows": [4] if given.smoke else list(WINDOWS),
         "host_bytes": HOST_BYTES,
