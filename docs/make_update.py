@@ -119,7 +119,7 @@ class Call:
 
     Attributes:
         place: file and name of the function, "step/step.py:Step.decide".
-        times: how often the caller calls it.
+        times: how often one call of its caller calls it; 0 for a generator.
         calls: the calls that it makes, in order.
     """
 
@@ -140,7 +140,7 @@ class Call:
 
 
 class EnoughUpdates(BaseException):
-    """Ends the run when the update that is drawn is complete."""
+    """Ends the run when two updates are complete."""
 
 
 class Recorder:
@@ -159,10 +159,9 @@ class Recorder:
             self._open_calls.pop()
             return
         file = Path(code.co_filename).relative_to(SOURCE).as_posix()
-        call = Call(f"{file}:{code.co_qualname}")
-        # A generator is called again for each value.
-        resumed = bool(code.co_flags & inspect.CO_GENERATOR) and frame.f_lasti > 0
-        call.times = 0 if resumed else 1
+        # A generator is resumed for each value, which is no call of its own.
+        is_generator = bool(code.co_flags & inspect.CO_GENERATOR)
+        call = Call(f"{file}:{code.co_qualname}", times=0 if is_generator else 1)
         if call.place == TRAIN and len(self.updates()) == 2:
             raise EnoughUpdates
         self._open_calls[-1].calls.append(call)
@@ -220,23 +219,22 @@ def stops(calls: Sequence[Call]) -> list[Call]:
     for call in calls:
         below = stops(call.calls)
         for each in [Call(call.place, call.times, below)] if call.place in STOPS else below:
-            _add(found, each)
+            earlier = found.setdefault(each.place, each)
+            if earlier is not each:
+                earlier.times += each.times
+                _add_missing(earlier, each)
     return [*found.values()]
 
 
-def _add(found: dict[str, Call], call: Call) -> None:
-    earlier = found.get(call.place)
-    if earlier is None:
-        found[call.place] = call
-        return
-    earlier.times += call.times
-    below = {each.place: each for each in earlier.calls}
-    for each in call.calls:
+def _add_missing(call: Call, equal: Call) -> None:
+    """Add to a call what another call of the same function calls in addition."""
+    below = {each.place: each for each in call.calls}
+    for each in equal.calls:
         if each.place in below:
-            # How often one call of its caller makes it; a resumed generator does the rest of that.
             below[each.place].times = max(below[each.place].times, each.times)
+            _add_missing(below[each.place], each)
         else:
-            earlier.calls.append(each)
+            call.calls.append(each)
 
 
 def way(updates: Sequence[Sequence[Call]]) -> Call:
@@ -247,11 +245,8 @@ def way(updates: Sequence[Sequence[Call]]) -> Call:
             it is called for each of several things, or the other way round.
     """
     loop, *others = (Call(LOOP, calls=stops(update)) for update in updates)
-    loop.calls[0].times = 1  # `train` begins in the first update, and is resumed in the others
-    for other in others:
-        other.calls[0].times = 1
-        if other != loop:
-            raise ValueError("the updates do not go the same way")
+    if any(other != loop for other in others):
+        raise ValueError("the updates do not go the same way")
     drawn = [*loop.drawn()]
     missing = STOPS.keys() - {call.place for call in drawn}
     if missing:
