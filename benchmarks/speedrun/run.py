@@ -17,7 +17,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness  # noqa: E402
 import torch  # noqa: E402
 from public_log import Log, Step  # noqa: E402
-from shards import GPT2, Validation, Windows, open_shards, vocabulary_of  # noqa: E402
-from speedrun_recipe import MICRO_BATCH, RECIPE, SMOKE, Recipe, engine_of  # noqa: E402
+from shards import (  # noqa: E402
+    GPT2,
+    Validation,
+    Windows,
+    batch_of,
+    open_shards,
+    pairs_of,
+    vocabulary_of,
+)
+from speedrun_recipe import (  # noqa: E402
+    MICRO_BATCH,
+    RECIPE,
+    SMOKE,
+    Recipe,
+    engine_of,
+    training_flops,
+)
 
 import monograph as mono  # noqa: E402
 from monograph.device import clock, default_device, describe, synchronize  # noqa: E402
@@ -40,7 +55,6 @@ from monograph.errors import (  # noqa: E402
     UsageError,
 )
 from monograph.loss import Batch  # noqa: E402
-from monograph.predict.roofline import flops_per_token  # noqa: E402
 from monograph.profiling.memory import peak_memory_bytes, reset_peak_memory  # noqa: E402
 from monograph.run.signals import StopSignal  # noqa: E402
 from monograph.step import Update  # noqa: E402
@@ -51,7 +65,6 @@ CODE = tuple(
     for name in ("run.py", "speedrun_recipe.py", "shards.py", "public_log.py")
 )
 SAVE_EVERY = 500  # updates
-SCORED_ROWS = 512  # at once
 
 
 class Watch:
@@ -83,6 +96,7 @@ class Run:
 
     Attributes:
         scores: [updates, validation loss, seconds of training] of each score.
+        pairs: pairs of a query and a key that attention computed in training, in one head.
         end: why training ended: "target", "schedule", "minutes" or "tokens"; "" while it goes on.
     """
 
@@ -97,7 +111,7 @@ class Run:
         self._shards = open_shards(args.data, "train")
         scored = open_shards(args.data, "val")[0]
         self.validation = Validation(
-            scored, args.vocabulary, recipe.val_tokens, recipe.length, SCORED_ROWS
+            scored, args.vocabulary, recipe.val_tokens, recipe.length, recipe.rows
         )
         self.windows = self._windows_from(0)
         self._require_tokens()
@@ -106,6 +120,7 @@ class Run:
         self.log = Log(args.out.with_suffix(".txt"))
         self.watch = Watch(self.device)
         self.scores: list[list[float]] = []
+        self.pairs = 0
         self.end = ""
         self._skipped = 0
 
@@ -146,6 +161,7 @@ class Run:
             "settings": self.settings,
             "window": self.windows.index,
             "scores": self.scores,
+            "pairs": self.pairs,
             "train_s": self.watch.seconds,
             "log_bytes": self.log.size_bytes,
             "end": self.end,
@@ -180,6 +196,7 @@ class Run:
                 )
         self.windows = self._windows_from(state["window"])
         self.scores = state["scores"]
+        self.pairs = state["pairs"]
         self.end = state["end"]
         self.watch = Watch(self.device, state["train_s"])
         self.log.cut(state["log_bytes"])
@@ -202,12 +219,10 @@ class Run:
 
     def _random_window(self) -> Batch:
         generator = torch.Generator().manual_seed(0)
-        sizes = (self.recipe.rows, self.recipe.length)
-        highest = self.args.vocabulary.size
-        return {
-            name: torch.randint(highest, sizes, generator=generator)
-            for name in ("tokens", "targets")
-        }
+        sizes = (self.recipe.rows, self.recipe.length + 1)
+        vocabulary = self.args.vocabulary
+        tokens = torch.randint(vocabulary.size, sizes, generator=generator)
+        return batch_of(tokens.numpy(), vocabulary.separator)
 
     def score(self) -> float:
         """Score the validation tokens, log and keep the loss, and return it.
@@ -242,7 +257,7 @@ class Run:
         reset_peak_memory(self.device)
         self.watch.start()
         unlogged: Update | None = None
-        for update in mono.train(self.engine, self.windows, updates=self.recipe.updates):
+        for update in mono.train(self.engine, self._counted(), updates=self.recipe.updates):
             # The device works on this update while the host waits for the loss of the one before.
             if unlogged is not None:
                 self._log(unlogged)
@@ -261,6 +276,11 @@ class Run:
             self._log(unlogged)
         self.end = "tokens"
         self.save()
+
+    def _counted(self) -> Iterator[Batch]:
+        for window in self.windows:
+            self.pairs += pairs_of(window, self.recipe.window)
+            yield window
 
     def _log(self, update: Update) -> None:
         loss = float(update.loss)
@@ -304,9 +324,9 @@ class Run:
         train_s = self.watch.seconds
         update_s = train_s / index if index else None
         reached = next((score for score in self.scores if score[1] <= recipe.target), None)
-        per_token = flops_per_token(recipe.config, recipe.length)
+        tokens = index * recipe.tokens_per_update
         peak = describe(self.device).peak_flops.get(args.precision)
-        rate = recipe.tokens_per_update / update_s if update_s else None
+        flops = training_flops(recipe, tokens, self.pairs)
         settings = self.settings | {
             "data": "FineWeb, GPT-2 tokens" if args.vocabulary == GPT2 else "other tokens",
             "smoke": args.smoke,
@@ -316,12 +336,13 @@ class Run:
         case = {
             "parameters": recipe.config.parameter_count(),
             "updates": index,
-            "tokens": index * recipe.tokens_per_update,
+            "tokens": tokens,
+            "pairs": self.pairs,
             "skipped_updates": self._skipped,
             "train_s": train_s,
             "update_s": update_s,
-            "tokens_per_s": rate,
-            "mfu": rate * per_token / peak if rate and peak else None,
+            "tokens_per_s": tokens / train_s if index else None,
+            "mfu": flops / (train_s * peak) if index and peak else None,
             "whole_schedule_s": recipe.updates * update_s if update_s else None,
             "peak_memory_bytes": peak_memory_bytes(self.device),
             "val_loss": self.scores[-1][1] if self.scores else None,

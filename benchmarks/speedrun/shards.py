@@ -171,7 +171,7 @@ def write_whole(path: Path, content: bytes) -> None:
 class Windows(Iterator[Batch]):
     """An iterator over the windows of an update, R rows of T tokens and their next tokens.
 
-    In the order "stream", which the speedrun's rules fix, window k has the next R T tokens of the
+    A document sees nothing of another one in its row (`batch_of`). In the order "stream", which the speedrun's rules fix, window k has the next R T tokens of the
     files, one file after another. What is left of a file, less than a window, is left out, as the
     public code does. In the order "shuffled" the rows of all windows are permuted by the seed. No
     token is seen twice: after the last window the iterator ends.
@@ -179,6 +179,7 @@ class Windows(Iterator[Batch]):
     Attributes:
         index: windows that were returned.
         count: windows in all.
+        separator: the id that begins each document.
     """
 
     def __init__(
@@ -195,6 +196,7 @@ class Windows(Iterator[Batch]):
     ) -> None:
         """Begin at window `start`; with `pin`, windows are in pinned memory."""
         self._shards, self._vocabulary = shards, vocabulary
+        self.separator = vocabulary.separator
         self._rows, self._length = rows, length
         self._pin = pin
         self.index = start
@@ -233,21 +235,39 @@ class Windows(Iterator[Batch]):
         for place, (row, file) in enumerate(zip(rows_R, files_R, strict=True)):
             begin = int(row - starts[file]) * T
             found[place] = self._shards[file].read(begin, T + 1, self._vocabulary)
-        return batch_of(found, self._pin)
+        return batch_of(found, self.separator, self._pin)
 
 
-def batch_of(tokens: NDArray[np.int64], pin: bool = False) -> Batch:
-    """Return rows of T + 1 tokens as the inputs and targets of a batch."""
-    both = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    batch = {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in both.items()}
+def batch_of(tokens: NDArray[np.int64], separator: int, pin: bool = False) -> Batch:
+    """Return rows of T + 1 tokens as a batch whose documents do not see each other.
+
+    A row's first document may have begun in the row before, of which it sees nothing. Every
+    position has a target, the separator of the next document too.
+    """
+    inputs = tokens[:, :-1]
+    begins = inputs == separator
+    place_T = np.arange(inputs.shape[1])
+    arrays = {
+        "tokens": inputs,
+        "targets": tokens[:, 1:],
+        "segments": 1 + begins.cumsum(1),  # 0 would be padding
+        "positions": place_T - np.maximum.accumulate(np.where(begins, place_T, 0), axis=1),
+    }
+    batch = {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in arrays.items()}
     return {name: each.pin_memory() for name, each in batch.items()} if pin else batch
+
+
+def pairs_of(batch: Batch, window: int) -> int:
+    """Return how many pairs of a query and a key attention computes, for a window of positions."""
+    return int((batch["positions"] + 1).clamp(max=window).sum())
 
 
 class Validation:
     """The first tokens of the validation file, as rows of T.
 
     Row i has the tokens i T .. i T + T - 1 as inputs, and the token after each as its target, so
-    `tokens` tokens are predicted, each once. A row knows nothing of the row before it.
+    `tokens` tokens are predicted, each once. A row knows nothing of the row before it, and a
+    document nothing of another one.
     """
 
     def __init__(
@@ -271,12 +291,13 @@ class Validation:
         starts = np.arange(0, tokens, length)
         self._rows = np.lib.stride_tricks.sliding_window_view(flat, length + 1)[starts]
         self._batch_rows = batch_rows
+        self._separator = vocabulary.separator
         self.tokens = tokens
 
     def batches(self) -> Iterator[Batch]:
         """Yield the rows in their order, `batch_rows` at a time."""
         for begin in range(0, len(self._rows), self._batch_rows):
-            yield batch_of(self._rows[begin : begin + self._batch_rows])
+            yield batch_of(self._rows[begin : begin + self._batch_rows], self._separator)
 
 
 def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> None:

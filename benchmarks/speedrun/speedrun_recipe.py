@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 import monograph as mono
+from monograph.model.layer_types import SLIDING_ATTENTION
 from monograph.optim.muon import ADAMW_RMS
+from monograph.predict.roofline import matmul_parameters
 from monograph.schedule import Schedule
 
 
@@ -27,7 +29,7 @@ class Recipe:
 
     Attributes:
         config: the model's shape.
-        length: tokens of a row, T.
+        length: tokens of a row, T; its documents do not see each other.
         rows: rows of an update.
         updates: updates of the schedule.
         decay_share: share of the updates over which rates fall linearly to 0.
@@ -48,9 +50,9 @@ class Recipe:
     """
 
     config: mono.LlamaConfig
-    length: int = 1024
-    rows: int = 512
-    updates: int = 4578
+    length: int = 16_384
+    rows: int = 32
+    updates: int = 2875
     decay_share: float = 0.7
     target: float = 3.28
     val_tokens: int = 10_485_760
@@ -68,6 +70,11 @@ class Recipe:
     score_scale: float = 0.12
 
     @property
+    def window(self) -> int:
+        """Return the positions that a query sees, its own the last of them."""
+        return self.config.sliding_window or self.length
+
+    @property
     def tokens_per_update(self) -> int:
         """Return the tokens of an update."""
         return self.rows * self.length
@@ -83,17 +90,27 @@ class Recipe:
         return dataclasses.asdict(self)
 
 
-def _config(preset: str, **sizes: Any) -> mono.LlamaConfig:
-    return mono.LlamaConfig.preset(preset, family="qwen3", tie_word_embeddings=False, **sizes)
+def config_of(preset: str, length: int, window: int, **sizes: int) -> mono.LlamaConfig:
+    """Return a preset's shape with normed queries and keys, a head of its own, and windows."""
+    layers = mono.LlamaConfig.preset(preset).num_hidden_layers
+    return mono.LlamaConfig.preset(
+        preset,
+        family="qwen3",
+        tie_word_embeddings=False,
+        max_position_embeddings=length,
+        sliding_window=window,
+        layer_types=(SLIDING_ATTENTION,) * layers,
+        **sizes,
+    )
 
 
-# GPT-2's 50,257 tokens, and rows that only fill the head up to a multiple of 128.
-RECIPE = Recipe(_config("124m", max_position_embeddings=1024))
-# Rows of a micro-batch: 14 GiB on a card (on_paper.py), and gradients do not depend on it.
-MICRO_BATCH = 32
+# The vocabulary of 50,304 is GPT-2's 50,257, filled up to a multiple of 128.
+RECIPE = Recipe(config_of("124m", length=16_384, window=1024))
+# Rows of a micro-batch, for the memory of on_paper.py; gradients do not depend on it.
+MICRO_BATCH = 2
 # Seconds on a CPU. The vocabulary is the folder's.
 SMOKE = Recipe(
-    _config("nano", max_position_embeddings=64),
+    config_of("nano", length=64, window=24),
     length=64,
     rows=16,
     updates=30,
@@ -159,6 +176,17 @@ def schedule_of(recipe: Recipe) -> Schedule:
         return min(1.0, left / recipe.decay_share)
 
     return factor
+
+
+def training_flops(recipe: Recipe, tokens: float, pairs: float) -> float:
+    """Return the FLOPs of training on tokens with so many pairs of a query and a key in one head.
+
+    6 N_matmul tokens + 12 L d_attn pairs: a pair costs 2 d_attn for its score and 2 d_attn for its
+    value, and the backward pass twice as much.
+    """
+    config = recipe.config
+    width = config.num_attention_heads * config.head_dim
+    return 6 * matmul_parameters(config) * tokens + 12 * config.num_hidden_layers * width * pairs
 
 
 def engine_of(

@@ -23,6 +23,7 @@ import torch
 import monograph as mono
 from clocks import HANG_S
 from monograph.errors import DiskFull, InputRefused, RunInUse, UsageError
+from monograph.predict.roofline import flops_per_token
 from monograph.storage.writing import lock_folder
 from monograph.text.tokenizer import Tokenizer
 
@@ -206,6 +207,15 @@ def test_each_validation_token_is_predicted_once_from_its_own_row(part, folder):
     assert torch.cat([batch["targets"].flatten() for batch in batches]).tolist() == tokens[1:].tolist()
 
 
+def test_a_document_begins_at_its_separator_and_a_row_may_begin_inside_one(part):
+    shards = part("shards")
+    batch = shards.batch_of(np.array([[1, 2, 9, 3, 9, 9, 4], [9, 1, 1, 1, 1, 1, 9]]), 9)
+    assert batch["segments"].tolist() == [[1, 1, 2, 2, 3, 4], [2, 2, 2, 2, 2, 2]]
+    assert batch["positions"].tolist() == [[0, 1, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5]]
+    assert batch["targets"].tolist() == [[2, 9, 3, 9, 9, 4], [1, 1, 1, 1, 1, 9]]
+    assert shards.pairs_of(batch, 100) == 3 + 3 + 1 + 1 + 21 and shards.pairs_of(batch, 3) == 3 + 3 + 1 + 1 + 15
+
+
 # ---- the recipe ----------------------------------------------------------------------------------
 
 
@@ -239,6 +249,8 @@ def test_the_model_is_the_124m_shape_with_a_head_of_its_own(part):
     config = recipe.config
     head = config.vocab_size * config.hidden_size
     assert config.vocab_size == 50_304 and recipe.tokens_per_update == 524_288
+    assert [config.window(layer) for layer in range(12)] == [1024] * 12
+    assert recipe.val_tokens % recipe.length == 0
     # The two norms of queries and keys are the qwen3 family's.
     assert config.parameter_count() - head == mono.LlamaConfig.preset("124m").parameter_count() + 12 * 2 * 128
 
@@ -274,15 +286,19 @@ def test_the_validation_loss_is_plain_cross_entropy_in_float64(part, folder, tmp
     found, this = run(part, folder, tmp_path / "a.json")
     [case] = found["cases"]
     assert case["updates"] == 6 and case["tokens"] == 6 * 1024 and case["val_tokens"] == 4096
+    seen = [part("shards").pairs_of(window, 24) for window in windows(part, folder)]
+    assert case["pairs"] == sum(seen[:6])
     tokens = torch.from_numpy(random_tokens(4097, 4097).astype(np.int64))
     model = this.engine.model.double()
     total = 0.0
-    for begin in range(0, 4096, 64):  # one row after another
-        with torch.no_grad():
-            logits = model.logits(model(tokens[None, begin : begin + 64]))[0]
-        for place in range(64):
-            target = tokens[begin + place + 1]
-            total += float(torch.logsumexp(logits[place], 0) - logits[place, target])
+    for row in range(0, 4096, 64):  # one row after another, and in it one document after another
+        begins = [place for place in range(row, row + 64) if place == row or tokens[place] == SEPARATOR]
+        for begin, end in zip(begins, [*begins[1:], row + 64], strict=True):
+            with torch.no_grad():
+                logits = model.logits(model(tokens[None, begin:end]))[0]
+            for place in range(end - begin):
+                target = tokens[begin + place + 1]
+                total += float(torch.logsumexp(logits[place], 0) - logits[place, target])
     assert case["val_loss"] == pytest.approx(total / 4096, rel=1e-6)
     first = case["scores"][0]
     assert first[1] == pytest.approx(math.log(IDS), rel=1e-6), "a head of zeros knows nothing"
@@ -347,6 +363,7 @@ def test_a_resumed_run_is_an_uninterrupted_run(part, folder, tmp_path, monkeypat
     resumed, other = run(part, folder, out, "--order", order, "--seed", "5", "--resume")
     first, second = weights(one), weights(other)
     assert all(torch.equal(first[name], second[name]) for name in first)
+    assert whole["cases"][0]["pairs"] == resumed["cases"][0]["pairs"]
     assert [each[:2] for each in whole["cases"][0]["scores"]] == [each[:2] for each in resumed["cases"][0]["scores"]]
     read = part("public_log").steps_of
     lines = [[each._replace(train_ms=0) for each in read((tmp_path / name).read_text())] for name in ("whole.txt", "cut.txt")]
@@ -475,12 +492,23 @@ def test_time_on_paper_is_the_plans_and_the_plans_times_what_was_measured(part, 
     for case in found["cases"]:
         update_s = case["update_s"]
         assert update_s["as_measured"] == pytest.approx(slowness * update_s["planned"])
-        assert case["train_s"]["3250"]["planned"] == pytest.approx(3250 * update_s["planned"])
+        assert case["train_s"]["1875"]["planned"] == pytest.approx(1875 * update_s["planned"])
         assert found["settings"]["estimated_peak_bytes"] < case["memory_budget_bytes"]
     said = capsys.readouterr().out
-    assert said.count("not measured yet") == 3 and "2.40 billion tokens, 25 files" in said
+    assert said.count("not measured yet") == 3 and "1.51 billion tokens, 16 files" in said
     page = (BENCHMARKS.parent / "docs" / "speedrun.md").read_text()
     assert paper.table(found) in page, "python benchmarks/speedrun/on_paper.py prints the table"
+
+
+def test_flops_are_those_of_the_projects_own_count(part):
+    """Where a row is one document."""
+    recipe_file, paper = part("speedrun_recipe"), part("on_paper")
+    recipe = recipe_file.RECIPE
+    flops = recipe_file.training_flops(recipe, 1, paper.pairs_per_token(recipe))
+    assert flops == pytest.approx(flops_per_token(recipe.config, recipe.length), rel=1e-3)
+    row = part("shards").batch_of(np.ones((1, recipe.length + 1), np.int64), SEPARATOR)
+    pairs = part("shards").pairs_of(row, recipe.window)
+    assert pairs / recipe.length == paper.pairs_per_token(recipe)
 
 
 def test_flops_of_muon_are_those_of_its_products(part):
