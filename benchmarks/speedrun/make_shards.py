@@ -96,7 +96,9 @@ def make(args: argparse.Namespace) -> None:
         write_shard(args.to / f"texts_train_{number:06d}.bin", part)
     for split in ("val", "train"):
         shards = open_shards(args.to, split)
-        print(f"{sum(len(shard.tokens) for shard in shards):,} tokens in {len(shards)} {split} files")
+        print(
+            f"{sum(len(shard.tokens) for shard in shards):,} tokens in {len(shards)} {split} files"
+        )
 
 
 if __name__ == "__main__":

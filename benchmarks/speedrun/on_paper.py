@@ -121,9 +121,7 @@ def estimate(recipe: Recipe, name: str, slowness: float) -> dict[str, Any]:
         "muon_s": muon_s,
         "update_s": both,
         "mfu": {way: flops / s / peak for way, s in both.items()},
-        "train_s": {
-            updates: {way: updates * s for way, s in both.items()} for updates in UPDATES
-        },
+        "train_s": {updates: {way: updates * s for way, s in both.items()} for updates in UPDATES},
     }
 
 
@@ -177,11 +175,15 @@ def main() -> None:
     harness.write(args.out, found)
     millions = RECIPE.config.parameter_count() / 1e6
     tokens = RECIPE.tokens_per_update
-    print(f"{millions:.0f}M parameters, {per_token / 1e6:.0f} MFLOP a token, {tokens:,} tokens an update")
+    print(
+        f"{millions:.0f}M parameters, {per_token / 1e6:.0f} MFLOP a token, {tokens:,} tokens an update"
+    )
     for updates in UPDATES:
         total = updates * tokens
         files = math.ceil(updates / (100_000_000 // tokens))
-        print(f"{updates:,} updates: {total / 1e9:.2f} billion tokens, {files} files of 100 million")
+        print(
+            f"{updates:,} updates: {total / 1e9:.2f} billion tokens, {files} files of 100 million"
+        )
     peak = settings["traced_peak_bytes"] or settings["estimated_peak_bytes"]
     how = "traced" if args.trace else "by a closed form"
     print(f"micro-batch of {work.rows} rows: {peak / 2**30:.1f} GiB at the peak, {how}")

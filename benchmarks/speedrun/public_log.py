@@ -107,7 +107,9 @@ class Log:
     def cut(self, size_bytes: int) -> None:
         """Remove what was written after a checkpoint, as the updates after it are made again."""
         if not self.path.exists() or self.size_bytes < size_bytes:
-            raise InputRefused(f"{self.path}: is missing or cut off, so the run cannot go on with it")
+            raise InputRefused(
+                f"{self.path}: is missing or cut off, so the run cannot go on with it"
+            )
         os.truncate(self.path, size_bytes)
 
     def _write(self, mode: str, text: str) -> None:

@@ -215,7 +215,9 @@ class Run:
         if self.args.compile == "none":
             return
         if obstacle := self.engine.capture(self._random_window(), scope=self.args.compile):
-            raise UsageError(f"the step cannot be compiled: {obstacle}; --compile none does without")
+            raise UsageError(
+                f"the step cannot be compiled: {obstacle}; --compile none does without"
+            )
 
     def _random_window(self) -> Batch:
         generator = torch.Generator().manual_seed(0)
@@ -347,7 +349,8 @@ class Run:
             "peak_memory_bytes": peak_memory_bytes(self.device),
             "val_loss": self.scores[-1][1] if self.scores else None,
             "val_tokens": self.validation.tokens,
-            "reached": reached and dict(zip(("updates", "val_loss", "train_s"), reached, strict=True)),
+            "reached": reached
+            and dict(zip(("updates", "val_loss", "train_s"), reached, strict=True)),
             "end": self.end,
             "scores": self.scores,
         }
@@ -417,7 +420,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, metavar="M", help="stop after so long, everything included"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, and of --order shuffled")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the weights, and of --order shuffled"
+    )
     parser.add_argument("--updates", type=int, metavar="N", help="length of the schedule")
     parser.add_argument(
         "--order",
@@ -461,6 +466,8 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UsageError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
+    if obstacle := mono.Precision(args.precision).obstacle(describe()):
+        raise UsageError(f"--precision {args.precision}: {obstacle}")
     args.vocabulary = vocabulary_of(args.data)
     recipe = RECIPE
     if args.smoke:
@@ -489,7 +496,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         with lock_folder(args.checkpoints):
             return _run(args, recipe)
     except BlockingIOError:
-        raise RunInUse(f"{args.checkpoints}: another run writes there: give another --out") from None
+        raise RunInUse(
+            f"{args.checkpoints}: another run writes there: give another --out"
+        ) from None
     except OSError as error:
         line = f"{error.filename or args.out}: {error.strerror}"
         raise (DiskFull if error.errno in FAILING else InputRefused)(line) from None
@@ -501,7 +510,7 @@ def _run(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
         this.resume()
     else:
         this.begin()
-    with StopSignal(lambda name: tell(f"{name}: the update is finished and saved")) as stop:
+    with StopSignal(lambda name: tell(f"{name}: finishing the update")) as stop:
         this.compile()
         this.train(stop)
     this.write()
@@ -518,6 +527,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MonographError as error:
         tell(f"error: {error}")
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # before the first update, or after the last
+        tell("error: interrupted")
+        sys.exit(130)
     harness.print_machine(found)
     print(told(found))
     print(table_row(found))

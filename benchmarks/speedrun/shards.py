@@ -143,7 +143,9 @@ def write_shard(path: Path, tokens: Sequence[int] | NDArray[Any]) -> None:
         DiskFull: there is no room.
     """
     values = np.asarray(tokens, dtype=np.int64)
-    if len(values) > MOST_TOKENS or not (values.size and 0 <= values.min() <= values.max() < MOST_IDS):
+    if len(values) > MOST_TOKENS or not (
+        values.size and 0 <= values.min() <= values.max() < MOST_IDS
+    ):
         raise InputRefused(f"{path}: expected 1 to {MOST_TOKENS:,} tokens from 0 to {MOST_IDS - 1}")
     header = np.zeros(HEADER_NUMBERS, "<i4")
     header[:3] = MAGIC, VERSION, len(values)
@@ -171,10 +173,11 @@ def write_whole(path: Path, content: bytes) -> None:
 class Windows(Iterator[Batch]):
     """An iterator over the windows of an update, R rows of T tokens and their next tokens.
 
-    A document sees nothing of another one in its row (`batch_of`). In the order "stream", which the speedrun's rules fix, window k has the next R T tokens of the
-    files, one file after another. What is left of a file, less than a window, is left out, as the
-    public code does. In the order "shuffled" the rows of all windows are permuted by the seed. No
-    token is seen twice: after the last window the iterator ends.
+    A document sees nothing of another one in its row (`batch_of`). In the order "stream", which the
+    speedrun's rules fix, window k has the next R T tokens of the files, one file after another. What
+    is left of a file, less than a window, is left out, as the public code does. In the order
+    "shuffled" the rows of all windows are permuted by the seed. No token is seen twice: after the
+    last window the iterator ends.
 
     Attributes:
         index: windows that were returned.
@@ -280,7 +283,8 @@ class Validation:
         """
         if len(shard.tokens) < tokens + 1:
             raise InputRefused(
-                f"{shard.path}: has {len(shard.tokens):,} tokens; {tokens + 1:,} are needed to score the first {tokens:,}"
+                f"{shard.path}: has {len(shard.tokens):,} tokens; {tokens + 1:,} are needed to score the first "
+                f"{tokens:,}"
             )
         flat = shard.read(0, tokens + 1, vocabulary)
         if flat[0] != vocabulary.separator:

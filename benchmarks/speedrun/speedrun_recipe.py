@@ -128,9 +128,7 @@ def model_of(recipe: Recipe, seed: int) -> mono.Llama:
     """
     model = mono.Llama(recipe.config, seed=seed)
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(
-            recipe.embedding_std / recipe.config.initializer_range
-        )
+        model.model.embed_tokens.weight.mul_(recipe.embedding_std / recipe.config.initializer_range)
         if not recipe.config.tie_word_embeddings:
             model.lm_head.weight.zero_()
         for name, parameter in model.named_parameters():

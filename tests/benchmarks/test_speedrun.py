@@ -55,7 +55,11 @@ def folder(part, tmp_path):
     shards, data = part("shards"), tmp_path / "data"
     data.mkdir()
     shards.write_vocabulary(data, shards.Vocabulary(IDS, SEPARATOR))
-    for name, count in (("val_000000", 4097), ("train_000001", 9 * 1024 + 700), ("train_000002", 5 * 1024 + 1)):
+    for name, count in (
+        ("val_000000", 4097),
+        ("train_000001", 9 * 1024 + 700),
+        ("train_000002", 5 * 1024 + 1),
+    ):
         shards.write_shard(data / f"texts_{name}.bin", random_tokens(count, count))
     return data
 
@@ -63,8 +67,12 @@ def folder(part, tmp_path):
 def run(part, data: Path, out: Path, *arguments: str, updates: int = 6, **changes):
     """Train the tiny model in this process; return the run and its numbers."""
     module, recipe = part("run"), part("speedrun_recipe")
-    args = module.parse(["--data", str(data), "--smoke", "--out", str(out), "--updates", str(updates), *arguments])
-    module.SMOKE = dataclasses.replace(recipe.SMOKE, **{"val_every": 3, "val_every_late": 3} | changes)
+    args = module.parse(
+        ["--data", str(data), "--smoke", "--out", str(out), "--updates", str(updates), *arguments]
+    )
+    module.SMOKE = dataclasses.replace(
+        recipe.SMOKE, **{"val_every": 3, "val_every_late": 3} | changes
+    )
     runs = []
 
     class Noted(module.Run):
@@ -155,8 +163,15 @@ def windows(part, folder, order="stream", seed=0, start=0):
 def test_the_stream_is_each_files_tokens_in_order_each_once(part, folder):
     found = [*windows(part, folder)]
     assert len(found) == windows(part, folder).count == 14
-    files = [random_tokens(9 * 1024 + 700, 9 * 1024 + 700), random_tokens(5 * 1024 + 1, 5 * 1024 + 1)]
-    expected = [(file, begin) for file, count in zip(files, (9, 5), strict=True) for begin in range(0, 1024 * count, 1024)]
+    files = [
+        random_tokens(9 * 1024 + 700, 9 * 1024 + 700),
+        random_tokens(5 * 1024 + 1, 5 * 1024 + 1),
+    ]
+    expected = [
+        (file, begin)
+        for file, count in zip(files, (9, 5), strict=True)
+        for begin in range(0, 1024 * count, 1024)
+    ]
     for window, (file, begin) in zip(found, expected, strict=True):
         assert window["tokens"].shape == window["targets"].shape == (16, 64)
         assert window["tokens"].flatten().tolist() == file[begin : begin + 1024].tolist()
@@ -187,10 +202,15 @@ def test_windows_go_on_where_they_were(part, folder, order):
 def test_another_tokenizers_tokens_are_refused(part, folder):
     shards = part("shards")
     [train, *_] = shards.open_shards(folder, "train")
-    with pytest.raises(InputRefused, match=r"texts_train_000001.bin: has the token 9\d, but the vocabulary has 90"):
+    with pytest.raises(
+        InputRefused, match=r"texts_train_000001.bin: has the token 9\d, but the vocabulary has 90"
+    ):
         next(shards.Windows([train], shards.Vocabulary(90, 89), 16, 64))
     [val] = shards.open_shards(folder, "val")
-    with pytest.raises(InputRefused, match="texts_val_000000.bin: begins with the token 96, not with the separator 5"):
+    with pytest.raises(
+        InputRefused,
+        match="texts_val_000000.bin: begins with the token 96, not with the separator 5",
+    ):
         shards.Validation(val, shards.Vocabulary(IDS, 5), 4096, 64, 32)
     with pytest.raises(InputRefused, match="has 4,097 tokens; 8,193 are needed"):
         shards.Validation(val, shards.Vocabulary(IDS, SEPARATOR), 8192, 64, 32)
@@ -203,8 +223,12 @@ def test_each_validation_token_is_predicted_once_from_its_own_row(part, folder):
     batches = [*validation.batches()]
     assert [len(batch["tokens"]) for batch in batches] == [24, 24, 16]
     tokens = random_tokens(4097, 4097)
-    assert torch.cat([batch["tokens"].flatten() for batch in batches]).tolist() == tokens[:-1].tolist()
-    assert torch.cat([batch["targets"].flatten() for batch in batches]).tolist() == tokens[1:].tolist()
+    assert (
+        torch.cat([batch["tokens"].flatten() for batch in batches]).tolist() == tokens[:-1].tolist()
+    )
+    assert (
+        torch.cat([batch["targets"].flatten() for batch in batches]).tolist() == tokens[1:].tolist()
+    )
 
 
 def test_a_document_begins_at_its_separator_and_a_row_may_begin_inside_one(part):
@@ -213,7 +237,10 @@ def test_a_document_begins_at_its_separator_and_a_row_may_begin_inside_one(part)
     assert batch["segments"].tolist() == [[1, 1, 2, 2, 3, 4], [2, 2, 2, 2, 2, 2]]
     assert batch["positions"].tolist() == [[0, 1, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5]]
     assert batch["targets"].tolist() == [[2, 9, 3, 9, 9, 4], [1, 1, 1, 1, 1, 9]]
-    assert shards.pairs_of(batch, 100) == 3 + 3 + 1 + 1 + 21 and shards.pairs_of(batch, 3) == 3 + 3 + 1 + 1 + 15
+    assert (
+        shards.pairs_of(batch, 100) == 3 + 3 + 1 + 1 + 21
+        and shards.pairs_of(batch, 3) == 3 + 3 + 1 + 1 + 15
+    )
 
 
 # ---- the recipe ----------------------------------------------------------------------------------
@@ -238,7 +265,9 @@ def test_muons_updates_have_the_size_that_the_public_rates_give(part):
             assert kind.betas == (0.8, 0.95) and kind.eps == 1e-10
         else:
             rows, cols = kind.matrix_shape
-            assert rate * 0.2 * math.sqrt(max(rows, cols)) == pytest.approx(0.025 * math.sqrt(max(1, rows / cols)))
+            assert rate * 0.2 * math.sqrt(max(rows, cols)) == pytest.approx(
+                0.025 * math.sqrt(max(1, rows / cols))
+            )
             assert rate * kind.weight_decay == pytest.approx(0.025 * 0.05)
             matrices += 1
     assert matrices == 7 * 12
@@ -252,12 +281,17 @@ def test_the_model_is_the_124m_shape_with_a_head_of_its_own(part):
     assert [config.window(layer) for layer in range(12)] == [1024] * 12
     assert recipe.val_tokens % recipe.length == 0
     # The two norms of queries and keys are the qwen3 family's.
-    assert config.parameter_count() - head == mono.LlamaConfig.preset("124m").parameter_count() + 12 * 2 * 128
+    assert (
+        config.parameter_count() - head
+        == mono.LlamaConfig.preset("124m").parameter_count() + 12 * 2 * 128
+    )
 
 
 def test_a_new_models_branches_and_head_are_zero_and_its_seed_counts(part):
     recipe_file = part("speedrun_recipe")
-    one, other = (dict(recipe_file.model_of(recipe_file.SMOKE, seed).named_parameters()) for seed in (0, 1))
+    one, other = (
+        dict(recipe_file.model_of(recipe_file.SMOKE, seed).named_parameters()) for seed in (0, 1)
+    )
     for name, weight in one.items():
         ends_branch = name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight"))
         assert bool((weight == 0).all()) == ends_branch, name
@@ -292,7 +326,9 @@ def test_the_validation_loss_is_plain_cross_entropy_in_float64(part, folder, tmp
     model = this.engine.model.double()
     total = 0.0
     for row in range(0, 4096, 64):  # one row after another, and in it one document after another
-        begins = [place for place in range(row, row + 64) if place == row or tokens[place] == SEPARATOR]
+        begins = [
+            place for place in range(row, row + 64) if place == row or tokens[place] == SEPARATOR
+        ]
         for begin, end in zip(begins, [*begins[1:], row + 64], strict=True):
             with torch.no_grad():
                 logits = model.logits(model(tokens[None, begin:end]))[0]
@@ -314,7 +350,9 @@ def test_a_log_begins_with_the_code_and_is_read_as_the_public_ones_are(part, fol
     for each, line in zip(read, steps.splitlines(), strict=True):
         assert line.rpartition(" step_avg:")[0] == each.line.rpartition(" step_avg:")[0]
     scores = [[each.step, each.val_loss] for each in read if each.val_loss is not None]
-    assert scores == [[index, pytest.approx(loss, abs=5e-5)] for index, loss, _ in found["cases"][0]["scores"]]
+    assert scores == [
+        [index, pytest.approx(loss, abs=5e-5)] for index, loss, _ in found["cases"][0]["scores"]
+    ]
     assert [each.step for each in read if each.train_loss is not None] == [1, 2, 3, 4, 5, 6]
     assert sorted(read, key=lambda each: each.train_ms) == read
 
@@ -327,7 +365,15 @@ def test_lines_of_public_logs_are_read(part):
         "step:4578/4578 val_loss:3.2762 train_time:648063ms step_avg:141.87ms",
         "step:1390/1390 train_time:79448ms step_avg:57.16ms",
     ]
-    text = "\n".join([public.RULER, "step:1/1 val_loss:9 train_time:1ms step_avg:1ms", public.RULER, *lines, "peak memory"])
+    text = "\n".join(
+        [
+            public.RULER,
+            "step:1/1 val_loss:9 train_time:1ms step_avg:1ms",
+            public.RULER,
+            *lines,
+            "peak memory",
+        ]
+    )
     found = [*public.steps_of(text)]
     assert [each.step for each in found] == [0, 4577, 4578, 1390]
     assert [each.val_loss for each in found] == [10.8258, None, 3.2762, None]
@@ -356,7 +402,9 @@ def test_a_resumed_run_is_an_uninterrupted_run(part, folder, tmp_path, monkeypat
     module, out = part("run"), tmp_path / "cut.json"
     with monkeypatch.context() as patched:
         interrupt_when_logged(part("public_log"), 4, patched)
-        with pytest.raises(module.Stopped, match="saved at update 5; to continue: the same command with --resume"):
+        with pytest.raises(
+            module.Stopped, match="saved at update 5; to continue: the same command with --resume"
+        ):
             run(part, folder, out, "--order", order, "--seed", "5")
     with (tmp_path / "cut.txt").open("a") as log:  # as if the process had died later
         log.write("step:6/6 train_loss:9.0000 train_time:9ms step_avg:9ms\n")
@@ -364,9 +412,14 @@ def test_a_resumed_run_is_an_uninterrupted_run(part, folder, tmp_path, monkeypat
     first, second = weights(one), weights(other)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert whole["cases"][0]["pairs"] == resumed["cases"][0]["pairs"]
-    assert [each[:2] for each in whole["cases"][0]["scores"]] == [each[:2] for each in resumed["cases"][0]["scores"]]
+    assert [each[:2] for each in whole["cases"][0]["scores"]] == [
+        each[:2] for each in resumed["cases"][0]["scores"]
+    ]
     read = part("public_log").steps_of
-    lines = [[each._replace(train_ms=0) for each in read((tmp_path / name).read_text())] for name in ("whole.txt", "cut.txt")]
+    lines = [
+        [each._replace(train_ms=0) for each in read((tmp_path / name).read_text())]
+        for name in ("whole.txt", "cut.txt")
+    ]
     assert lines[0] == lines[1]
     assert resumed["cases"][0]["end"] == "schedule"
 
@@ -380,7 +433,10 @@ def test_a_run_is_resumed_with_its_own_settings_only(part, folder, tmp_path):
         run(part, folder, out, "--resume", updates=5)
     with pytest.raises(UsageError, match="a.txt: exists already; --resume goes on"):
         run(part, folder, out)
-    with lock_folder(tmp_path / "a-checkpoints"), pytest.raises(RunInUse, match="another run writes there"):
+    with (
+        lock_folder(tmp_path / "a-checkpoints"),
+        pytest.raises(RunInUse, match="another run writes there"),
+    ):
         run(part, folder, out, "--resume")
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(InputRefused, match="a.txt: is missing or cut off"):
@@ -409,7 +465,9 @@ def test_minutes_end_a_run_and_project_the_schedule(part, folder, tmp_path):
 
 
 def test_a_schedule_that_the_files_cannot_feed_is_refused(part, folder, tmp_path):
-    with pytest.raises(InputRefused, match="its files have 14 updates of 1,024 tokens; the schedule has 15"):
+    with pytest.raises(
+        InputRefused, match="its files have 14 updates of 1,024 tokens; the schedule has 15"
+    ):
         run(part, folder, tmp_path / "a.json", updates=15)
     found, _ = run(part, folder, tmp_path / "b.json", "--minutes", "60", updates=15)
     assert found["cases"][0]["end"] == "tokens" and found["cases"][0]["updates"] == 14
@@ -418,10 +476,22 @@ def test_a_schedule_that_the_files_cannot_feed_is_refused(part, folder, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["--data", "DATA"], 3, "has tokens of a vocabulary of 97; 3.28 is a loss over GPT-2's 50,257"),
-        (["--data", "DATA", "--smoke", "--updates", "0"], 2, "--updates 0: expected a number above 0"),
+        (
+            ["--data", "DATA"],
+            3,
+            "has tokens of a vocabulary of 97; 3.28 is a loss over GPT-2's 50,257",
+        ),
+        (
+            ["--data", "DATA", "--smoke", "--updates", "0"],
+            2,
+            "--updates 0: expected a number above 0",
+        ),
         (["--data", "nowhere", "--smoke"], 3, "nowhere: is not a folder"),
-        (["--data", "empty", "--smoke"], 3, "has no file *_train_*.bin, such as fineweb_train_000001.bin"),
+        (
+            ["--data", "empty", "--smoke"],
+            3,
+            "has no file *_train_*.bin, such as fineweb_train_000001.bin",
+        ),
         (["--data", "DATA", "--smoke", "--updates", "2", "--resume"], 4, "checkpoint"),
     ],
 )
@@ -431,7 +501,12 @@ def test_bad_input_is_one_line(part, folder, tmp_path, monkeypatch, capsys, argu
     with pytest.raises(SystemExit) as ended:
         part("run").main([str(folder) if word == "DATA" else word for word in arguments])
     error = capsys.readouterr().err
-    assert ended.value.code == code and says in error and error.startswith("error: ") and error.count("\n") == 1
+    assert (
+        ended.value.code == code
+        and says in error
+        and error.startswith("error: ")
+        and error.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("full", ["log", "numbers", "checkpoint"])
@@ -447,7 +522,9 @@ def test_a_full_disk_is_one_line(part, folder, tmp_path, monkeypatch, capsys, fu
     else:
         monkeypatch.setattr("monograph.checkpointing.rotation._write", raising)
     with pytest.raises(SystemExit) as ended:
-        module.main(["--data", str(folder), "--smoke", "--updates", "2", "--out", str(tmp_path / "a.json")])
+        module.main(
+            ["--data", str(folder), "--smoke", "--updates", "2", "--out", str(tmp_path / "a.json")]
+        )
     error = capsys.readouterr().err
     assert ended.value.code == 7 and "No space left" in error and error.count("\n") == 1
 
@@ -466,7 +543,9 @@ def test_texts_become_files_that_a_run_trains_on(part, tmp_path, capsys):
     arguments = [str(texts), "--tokenizer", str(tmp_path / "tokenizer.json"), "--to", str(data)]
     make([*arguments, "--val-tokens", "300", "--shard-tokens", "200"])
     shards = part("shards")
-    found = np.concatenate([shard.tokens for split in ("val", "train") for shard in shards.open_shards(data, split)])
+    found = np.concatenate(
+        [shard.tokens for split in ("val", "train") for shard in shards.open_shards(data, split)]
+    )
     expected = []
     for index in range(3):
         expected += [tokenizer.eos_id, *tokenizer.encode((texts / f"{index}.txt").read_text())]
@@ -481,7 +560,9 @@ def test_texts_become_files_that_a_run_trains_on(part, tmp_path, capsys):
     assert ended.value.code == 2 and "has files of tokens already" in capsys.readouterr().err
 
 
-def test_time_on_paper_is_the_plans_and_the_plans_times_what_was_measured(part, monkeypatch, tmp_path, capsys):
+def test_time_on_paper_is_the_plans_and_the_plans_times_what_was_measured(
+    part, monkeypatch, tmp_path, capsys
+):
     paper, out = part("on_paper"), tmp_path / "paper.json"
     monkeypatch.setattr("sys.argv", ["on_paper.py", "--out", str(out)])
     paper.main()
@@ -527,10 +608,20 @@ def test_flops_of_muon_are_those_of_its_products(part):
 
 @pytest.mark.slow
 def test_gpu_sh_runs_it(folder, tmp_path):
-    command = [str(BENCHMARKS / "gpu.sh"), "speedrun", "--data", str(folder), "--smoke", "--updates", "4"]
+    command = [
+        str(BENCHMARKS / "gpu.sh"),
+        "speedrun",
+        "--data",
+        str(folder),
+        "--smoke",
+        "--updates",
+        "4",
+    ]
     environment = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable}
     for _ in range(2):  # a part is measured anew
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=HANG_S
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "speedrun.json").read_text())["cases"][0]["updates"] == 4
     assert (tmp_path / "speedrun.txt").exists() and not (tmp_path / "speedrun-checkpoints").exists()
