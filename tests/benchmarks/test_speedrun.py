@@ -51,14 +51,17 @@ def random_tokens(count: int, seed: int = 0) -> np.ndarray:
 
 @pytest.fixture
 def folder(part, tmp_path):
-    """A validation file, and two files for training of 9 and 5 updates of 1,024 tokens."""
+    """A validation file, and files for training of 9, 0 and 5 updates of 1,024 tokens: the second
+    lacks the last target.
+    """
     shards, data = part("shards"), tmp_path / "data"
     data.mkdir()
     shards.write_vocabulary(data, shards.Vocabulary(IDS, SEPARATOR))
     for name, count in (
         ("val_000000", 4097),
         ("train_000001", 9 * 1024 + 700),
-        ("train_000002", 5 * 1024 + 1),
+        ("train_000002", 1024),
+        ("train_000003", 5 * 1024 + 1),
     ):
         shards.write_shard(data / f"texts_{name}.bin", random_tokens(count, count))
     return data
