@@ -26,6 +26,7 @@ from monograph.errors import DiskFull, InputRefused, RunInUse, UsageError
 from monograph.predict.roofline import flops_per_token
 from monograph.storage.writing import lock_folder
 from monograph.text.tokenizer import Tokenizer
+from scripts import script
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NAMES = ("run", "shards", "speedrun_recipe", "public_log", "make_shards", "on_paper")
@@ -532,6 +533,20 @@ def test_a_full_disk_is_one_line(part, folder, tmp_path, monkeypatch, capsys, fu
     assert ended.value.code == 7 and "No space left" in error and error.count("\n") == 1
 
 
+@pytest.mark.gpu
+def test_a_captured_run_scores_as_an_eager_one(part, folder, tmp_path):
+    """In bf16 and with flex attention, whose masks an eager step has as booleans."""
+    scores = {}
+    for compile_ in ("none", "whole"):
+        out = tmp_path / f"{compile_}.json"
+        found, _ = run(part, folder, out, "--compile", compile_, "--precision", "bf16", updates=3)
+        [case] = found["cases"]
+        assert case["peak_memory_bytes"] > 0 and case["skipped_updates"] == 0
+        scores[compile_] = [loss for _, loss, _ in case["scores"]]
+    assert scores["whole"] == pytest.approx(scores["none"], rel=5e-3)
+    assert scores["whole"][-1] < scores["whole"][0]
+
+
 # ---- texts, and on paper -------------------------------------------------------------------------
 
 
@@ -566,7 +581,7 @@ def test_texts_become_files_that_a_run_trains_on(part, tmp_path, capsys):
 def test_time_on_paper_is_the_plans_and_the_plans_times_what_was_measured(
     part, monkeypatch, tmp_path, capsys
 ):
-    paper, out = part("on_paper"), tmp_path / "paper.json"
+    paper, out = script("benchmarks/speedrun/on_paper.py"), tmp_path / "paper.json"
     monkeypatch.setattr("sys.argv", ["on_paper.py", "--out", str(out)])
     paper.main()
     found = json.loads(out.read_text())
