@@ -276,6 +276,7 @@ class Run:
         self.watch.pause()
         if unlogged is not None:
             self._log(unlogged)
+            self._skipped = int(unlogged.skipped)
         self.end = "tokens"
         self.save()
 
@@ -330,7 +331,8 @@ class Run:
         peak = describe(self.device).peak_flops.get(args.precision)
         flops = training_flops(recipe, tokens, self.pairs)
         settings = self.settings | {
-            "data": "FineWeb, GPT-2 tokens" if args.vocabulary == GPT2 else "other tokens",
+            "vocabulary": args.vocabulary._asdict(),
+            "val_sha256": self.validation.sha256,
             "smoke": args.smoke,
             "compile": args.compile,
             "micro_batch": self.engine.micro_batch,
@@ -385,6 +387,8 @@ def told(found: dict[str, Any]) -> str:
     if case["reached"]:
         reached = case["reached"]
         return f"{said}: {reached['val_loss']:.4f} <= {target} after {reached['train_s'] / 60:.2f} minutes"
+    if case["end"] == "schedule":
+        return f"{said}: the schedule ended at a validation loss of {case['val_loss']:.4f}, not {target}"
     whole = case["whole_schedule_s"] / 60
     updates = found["settings"]["recipe"]["updates"]
     return (
@@ -487,14 +491,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         MonographError: the run cannot begin, cannot go on, or was stopped.
     """
-    recipe = recipe_of(args)
+    this = Run(args, recipe_of(args))
     try:
         args.out.resolve().parent.mkdir(parents=True, exist_ok=True)
         if args.checkpoints is None:
-            return _run(args, recipe)
-        args.checkpoints.mkdir(exist_ok=True)
+            return trained(this)
+        args.checkpoints.mkdir(parents=True, exist_ok=True)
         with lock_folder(args.checkpoints):
-            return _run(args, recipe)
+            return trained(this)
     except BlockingIOError:
         raise RunInUse(
             f"{args.checkpoints}: another run writes there: give another --out"
@@ -504,9 +508,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise (DiskFull if error.errno in FAILING else InputRefused)(line) from None
 
 
-def _run(args: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
-    this = Run(args, recipe)
-    if args.resume:
+def trained(this: Run) -> dict[str, Any]:
+    """Begin or resume a run, train, and return its numbers."""
+    if this.args.resume:
         this.resume()
     else:
         this.begin()

@@ -12,6 +12,7 @@ Shapes: R rows of an update, T positions of a row.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -271,6 +272,10 @@ class Validation:
     Row i has the tokens i T .. i T + T - 1 as inputs, and the token after each as its target, so
     `tokens` tokens are predicted, each once. A row knows nothing of the row before it, and a
     document nothing of another one.
+
+    Attributes:
+        tokens: the number of predicted tokens.
+        sha256: of the tokens as they are in the file, by which results of the same text are known.
     """
 
     def __init__(
@@ -297,6 +302,7 @@ class Validation:
         self._batch_rows = batch_rows
         self._separator = vocabulary.separator
         self.tokens = tokens
+        self.sha256 = hashlib.sha256(shard.tokens[: tokens + 1].tobytes()).hexdigest()
 
     def batches(self) -> Iterator[Batch]:
         """Yield the rows in their order, `batch_rows` at a time."""

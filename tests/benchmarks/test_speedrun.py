@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import importlib
 import json
 import math
@@ -324,6 +325,8 @@ def test_the_validation_loss_is_plain_cross_entropy_in_float64(part, folder, tmp
     found, this = run(part, folder, tmp_path / "a.json")
     [case] = found["cases"]
     assert case["updates"] == 6 and case["tokens"] == 6 * 1024 and case["val_tokens"] == 4096
+    content = (folder / "texts_val_000000.bin").read_bytes()[1024:]
+    assert found["settings"]["val_sha256"] == hashlib.sha256(content).hexdigest()
     seen = [part("shards").pairs_of(window, 24) for window in windows(part, folder)]
     assert case["pairs"] == sum(seen[:6])
     tokens = torch.from_numpy(random_tokens(4097, 4097).astype(np.int64))
@@ -455,6 +458,8 @@ def test_a_run_stops_at_the_target_or_goes_on_when_it_is_told(part, folder, tmp_
     assert part("run").table_row(found).count("|") == 9
     whole, _ = run(part, folder, tmp_path / "b.json", "--whole", target=4.5)
     assert whole["cases"][0]["reached"]["updates"] == 3 and whole["cases"][0]["end"] == "schedule"
+    missed, _ = run(part, folder, tmp_path / "c.json", updates=2)
+    assert "the schedule ended at a validation loss of" in part("run").told(missed)
 
 
 def test_minutes_end_a_run_and_project_the_schedule(part, folder, tmp_path):
