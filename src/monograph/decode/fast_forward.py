@@ -89,7 +89,7 @@ def obstacle(model: Llama) -> str | None:
 
 def _obstacle_of_block(block: Block) -> str | None:
     """Return why the kernels cannot compute a block, or None if they can."""
-    if block.mixer_name != "self_attn":
+    if not isinstance(block.mixer, Attention):
         return "the kernels compute attention, and some layers have none"
     attention, mlp, *_ = _modules_of(block)
     if attention.is_gated or attention.norms_over_all_heads or attention.clip is not None:

@@ -3,14 +3,13 @@ experts.
 
 Shape suffixes: B batch, T positions, D hidden size, H query heads, K key-value heads, E head
 dimension, F rotated pairs of a head, X any number of channels; 1 broadcasts. Some letters stand for
-other sizes in two places. In mixtures: N = B T tokens, E experts, k experts of a token, P = N k pairs
-of a token and an expert. In `Recurrence`: H value heads, K taps of the convolution, C its channels,
-E key dimension, V value dimension.
+other sizes in mixtures: N = B T tokens, E experts, k experts of a token, P = N k pairs of a token and
+an expert.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,69 +20,10 @@ from monograph.graph.experts import ExpertLinear, Router
 from monograph.graph.grouped import permute_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Family
+from monograph.model.mixer import LayerCache, Mixer
 from monograph.model.rope import CosSin, rotate
-from monograph.ops.attention import AttentionKernel, Heads, Impl, Mask, attention
+from monograph.ops.attention import AttentionKernel, Impl, Mask, attention
 from monograph.ops.rms_norm import rms_norm
-
-
-class Cache(Protocol):
-    """The interface of a key-value cache; slot s holds the key and value of position s."""
-
-    def attend(
-        self,
-        layer_index: int,
-        heads: Heads,
-        positions_BT: Tensor,
-        window: int | None,
-        sink_H: Tensor | None,
-    ) -> Tensor:
-        """Store new keys and values at their positions, and return the attention of the queries.
-
-        Args:
-            layer_index: the layer.
-            heads: the queries, keys and values of the new tokens.
-            positions_BT: the new tokens' positions.
-            window: number of positions that a query sees, its own the last of them; None: it sees
-                all positions up to its own.
-            sink_H: the heads' sinks; None: the family has none.
-        """
-        ...
-
-    def recurrence(self, layer_index: int) -> "Recurrence":
-        """Return the state of a layer that is a delta net. The layer changes it in place."""
-        ...
-
-
-class Recurrence(NamedTuple):
-    """The state of a delta net after some tokens of each row.
-
-    Attributes:
-        inputs_BKC: the last K inputs of the convolution, the newest last.
-        state_BHEV: the state of the delta rule.
-        count_B: number of tokens that the state includes, int64.
-        limit_B: largest number of tokens that it may include, int64.
-    """
-
-    inputs_BKC: Tensor
-    state_BHEV: Tensor
-    count_B: Tensor
-    limit_B: Tensor
-
-
-class LayerCache(NamedTuple):
-    """One block's view of a cache.
-
-    Attributes:
-        cache: the cache of all layers.
-        layer_index: the block's layer.
-        positions_BT: the positions of the pass's tokens.
-        window: the block's window; None: a query sees all positions up to its own.
-    """
-
-    cache: Cache
-    layer_index: int
-    positions_BT: Tensor
-    window: int | None
 
 
 class Linear(nn.Linear):
@@ -137,19 +77,19 @@ def make_norm(config: LlamaConfig, size: int) -> RMSNorm:
     return norm_class(size, config.rms_norm_eps)
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """Grouped-query self-attention with rotary positions.
 
     Some families also have biases, norms of queries and keys, gates, or sinks. With gates, the
     query projection gives for each head its query and then its gate, which have the same width.
     """
 
-    # The projections of the same input, which `monograph.graph.siblings` can fuse.
-
+    name = "self_attn"
+    gguf_adapters = True
     siblings = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
-        super().__init__()
+        super().__init__(config, impl)
         query_width = config.num_attention_heads * config.head_dim
         key_value_width = config.num_key_value_heads * config.head_dim
         qkv_bias = config.attention_bias or config.family.qkv_bias
@@ -180,7 +120,6 @@ class Attention(nn.Module):
         self.clip = config.clip_qkv
         self.scale_query = make_scale(config.query_scale)
         self.head_dim = config.head_dim
-        self.impl = impl
         self.kernel: AttentionKernel = "torch"
         # The type of the device whose operators `rotate` uses; "": that of the input.
         self.device_type = ""
@@ -239,6 +178,34 @@ class Attention(nn.Module):
         if self.is_gated:
             mixed_BTX = mixed_BTX * gate_BTX.sigmoid()
         return self.o_proj(mixed_BTX)
+
+    def use_attention(self, impl: Impl, kernel: AttentionKernel, device_type: str) -> None:
+        """Set the implementation, the kernel and the device; see `Llama.use_attention`."""
+        self.impl = impl
+        self.kernel = kernel
+        self.device_type = device_type
+
+    @classmethod
+    def key_value_heads(cls, config: LlamaConfig) -> int:
+        """Return the number of heads of keys and values."""
+        return config.num_key_value_heads
+
+    @classmethod
+    def training_flops(cls, config: LlamaConfig, layer: int, length: int) -> int:
+        """Return 6 · d_attn · T FLOPs per token, where T is the length of rows over which causal
+        attention sees as many positions as the layer.
+
+        With a window w < `length` that is w · (2 - w / length), rounded down; without one it is
+        `length`.
+        """
+        seen = min(config.window(layer) or length, length)
+        equal_length = seen * (2 * length - seen) // length
+        return 6 * config.num_attention_heads * config.head_dim * equal_length
+
+    @classmethod
+    def decode_flops(cls, config: LlamaConfig, context: float) -> float:
+        """Return 4 · d_attn · context FLOPs."""
+        return 4 * config.num_attention_heads * config.head_dim * context
 
 
 ACTIVATIONS: dict[str, Any] = {

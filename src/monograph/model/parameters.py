@@ -16,6 +16,7 @@ from torch import nn
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Block, Llama
+from monograph.model.mixer import kind_of_block
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LAYERS = "model.layers."
@@ -30,14 +31,9 @@ def block_shapes(config: LlamaConfig, layer: int) -> Shapes:
         InputRefused: a tensor would have more bytes than a tensor can have.
     """
     # The cache is asked for the first layer of the same kind, so that one block of each kind is built.
-    kind = _kind(config, layer)
-    first_of_kind = next(each for each in range(layer + 1) if _kind(config, each) == kind)
+    kind = kind_of_block(config, layer)
+    first_of_kind = next(each for each in range(layer + 1) if kind_of_block(config, each) == kind)
     return _cached_block_shapes(config, first_of_kind)
-
-
-def _kind(config: LlamaConfig, layer: int) -> tuple[bool, bool]:
-    """Return whether a layer is a delta net, and whether it has a mixture."""
-    return config.is_delta_net(layer), config.is_mixture(layer)
 
 
 @functools.lru_cache(maxsize=256)
