@@ -23,8 +23,9 @@ from monograph.graph.experts import ExpertLinear
 from monograph.graph.fused_linears import Sibling
 from monograph.graph.siblings import fuse_known
 from monograph.model.families import NormNames
-from monograph.model.layers import MLP, Attention, CentredRMSNorm, Linear, Mixture, RMSNorm
+from monograph.model.layers import MLP, Attention, CentredRMSNorm, Linear, RMSNorm
 from monograph.model.llama import Block, Llama
+from monograph.model.mixture import Mixture
 from monograph.model.rope import cos_sin
 from monograph.ops.attention import BLOCK
 from monograph.ops.decode_kernels import (

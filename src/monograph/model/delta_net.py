@@ -110,6 +110,7 @@ class GatedDeltaNet(Mixer):
 
     name = "linear_attn"
     reads_segments = True
+    llama_cpp_fp32 = (_LLAMA_CPP_NAMES["conv1d.weight"],)
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__(config, impl)

@@ -1,25 +1,22 @@
-"""The layers in a block of the decoder: norms, attention, gated feed-forward layers, and mixtures of
-experts.
+"""The layers in a block of the decoder: norms, attention and gated feed-forward layers.
 
 Shape suffixes: B batch, T positions, D hidden size, H query heads, K key-value heads, E head
-dimension, F rotated pairs of a head, X any number of channels; 1 broadcasts. Some letters stand for
-other sizes in mixtures: N = B T tokens, E experts, k experts of a token, P = N k pairs of a token and
-an expert.
+dimension, F rotated pairs of a head, X any number of channels; 1 broadcasts.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.graph.balance import Balance
-from monograph.graph.experts import ExpertLinear, Router
-from monograph.graph.grouped import permute_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Family
+from monograph.model.feed_forward import FeedForward
 from monograph.model.mixer import LayerCache, Mixer
 from monograph.model.rope import CosSin, rotate
 from monograph.ops.attention import AttentionKernel, Impl, Mask, attention
@@ -239,7 +236,7 @@ def _clamped_gating(gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * (gate * (gate * _STEEPNESS).sigmoid())
 
 
-class MLP(nn.Module):
+class MLP(FeedForward):
     """A gated layer, down(act(gate x) * up x).
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
@@ -250,6 +247,15 @@ class MLP(nn.Module):
     """
 
     siblings = ("gate_proj", "up_proj")
+    gguf_adapters = True
+    llama_cpp_names = MappingProxyType(
+        {
+            "mlp.gate_proj": "ffn_gate",
+            "mlp.up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
+            "mlp.gate_up_proj": "ffn_up",
+        }
+    )
 
     def __init__(self, config: LlamaConfig, width_key: str = "intermediate_size") -> None:
         super().__init__()
@@ -259,111 +265,16 @@ class MLP(nn.Module):
         self.down_proj = Linear(width, config.hidden_size, bias=False)
         self.combine = gating(config.family)
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        """Map [B, T, D] to [B, T, D]."""
+    def forward(self, hidden_BTD: Tensor, balance: Balance | None = None) -> Tensor:
+        """Map [B, T, D] to [B, T, D]; the layer has no balance."""
         return self.down_proj(self.combine(self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)))
 
+    @classmethod
+    def inner_numbers(cls, config: LlamaConfig) -> int:
+        """Return the inner width."""
+        return config.intermediate_size
 
-MixtureImpl = Literal["dense", "grouped"]
-SHARED_WIDTH_KEY = "shared_expert_intermediate_size"
-
-
-class Experts(nn.Module):
-    """E gated layers, and the weighted sum of the k of them that a router chose for each token.
-
-        y = sum over a token's experts e of w_e down_e(act(gate_e x) * up_e x)
-
-    Some families have biases in the projections, or combine gate and up differently (`gating`).
-    """
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        width = getattr(config, config.family.expert_width_key)
-        experts = config.num_experts
-        bias = config.family.expert_bias
-        self.gate_proj = ExpertLinear(experts, config.hidden_size, width, bias)
-        self.up_proj = ExpertLinear(experts, config.hidden_size, width, bias)
-        self.down_proj = ExpertLinear(experts, width, config.hidden_size, bias)
-        self.combine = gating(config.family)
-
-    def _expert_outputs(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
-        """Return the output of each expert for its rows of the input, or for all rows.
-
-        Args:
-            input: the rows, sorted by expert; or, if every expert computes all rows, in any order.
-            ends_E: the index after each expert's last row; None: every expert computes all rows.
-        """
-        inner = self.combine(self.gate_proj(input, ends_E), self.up_proj(input, ends_E))
-        return self.down_proj(inner, ends_E)
-
-    def dense(self, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-        """Return y, [N, D], where every expert computes every token.
-
-        The weights of experts that were not chosen are 0.
-        """
-        zeros_NE = weights_Nk.new_zeros(len(hidden_ND), self.gate_proj.experts)
-        weights_NE = zeros_NE.scatter(1, experts_Nk, weights_Nk)
-        outputs_END = self._expert_outputs(hidden_ND, None)
-        return (outputs_END * weights_NE.T[..., None]).sum(0).to(hidden_ND.dtype)
-
-    def grouped(self, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-        """Return y, [N, D], where each expert computes only the tokens that chose it.
-
-        The pairs of a token and an expert are sorted by expert. Shapes depend only on the number of
-        pairs and not on how many pairs each expert has, so the host does not wait for the device.
-        """
-        experts_per_token = experts_Nk.shape[1]
-        expert_P = experts_Nk.flatten()
-        order_P = expert_P.argsort(stable=True)
-        inverse_P = order_P.argsort()
-        # An expert's last pair comes after all pairs of the experts up to it.
-        numbers_E1 = torch.arange(self.gate_proj.experts, device=expert_P.device)[:, None]
-        ends_E = (expert_P <= numbers_E1).sum(-1, dtype=torch.int32)
-        pairs_PD = hidden_ND[:, None].expand(-1, experts_per_token, -1).flatten(0, 1)
-        sorted_out_PD = self._expert_outputs(permute_rows(pairs_PD, order_P, inverse_P), ends_E)
-        out_NkD = permute_rows(sorted_out_PD, inverse_P, order_P).unflatten(
-            0, (-1, experts_per_token)
-        )
-        return (out_NkD * weights_Nk[..., None]).sum(1).to(hidden_ND.dtype)
-
-
-class Mixture(nn.Module):
-    """A feed-forward layer of experts, of which a router chooses k for each token.
-
-    Some families add a shared expert, which computes every token and whose output is multiplied by
-    its own gate.
-
-    Source: Shazeer et al. 2017, arXiv 1701.06538.
-
-    Attributes:
-        impl: "grouped" computes only the chosen experts; "dense" is the reference, in which every
-            expert computes every token.
-    """
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        sizes = config.num_experts, config.hidden_size, config.num_experts_per_tok
-        self.gate = Router(*sizes, config.norm_topk_prob, config.family.expert_bias)
-        self.experts = Experts(config)
-        self.has_shared_expert = SHARED_WIDTH_KEY in config.family.optional_keys
-        if self.has_shared_expert:
-            self.shared_expert = MLP(config, SHARED_WIDTH_KEY)
-            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
-        self.impl: MixtureImpl = "grouped"
-
-    def forward(self, hidden_BTD: Tensor, balance: Balance | None = None) -> Tensor:
-        """Map [B, T, D] to [B, T, D].
-
-        With a `balance`, the backward pass adds the gradient of the balance to the router's.
-        """
-        hidden_ND = hidden_BTD.flatten(0, -2)
-        experts_Nk, weights_Nk = self.gate(hidden_ND, balance)
-        if self.impl == "grouped":
-            mixed_ND = self.experts.grouped(hidden_ND, experts_Nk, weights_Nk)
-        else:
-            mixed_ND = self.experts.dense(hidden_ND, experts_Nk, weights_Nk)
-        mixed_BTD = mixed_ND.view(hidden_BTD.shape)
-        if not self.has_shared_expert:
-            return mixed_BTD
-        gate_BT1 = self.shared_expert_gate(hidden_BTD).sigmoid()
-        return mixed_BTD + gate_BT1 * self.shared_expert(hidden_BTD)
+    @classmethod
+    def llama_cpp_row_lengths(cls, config: LlamaConfig) -> Mapping[str, int]:
+        """Return the inner width."""
+        return {"intermediate_size": config.intermediate_size}

@@ -25,8 +25,10 @@ from monograph.errors import InputRefused
 from monograph.graph.balance import Balance, balance_of
 from monograph.model import mixture_keys
 from monograph.model.config import LlamaConfig
-from monograph.model.layers import MLP, Linear, Mixture, make_norm, make_scale
-from monograph.model.mixer import Cache, LayerCache, Mixer, mixer_of
+from monograph.model.feed_forward import FeedForward
+from monograph.model.layers import MLP, Linear, make_norm, make_scale
+from monograph.model.mixer import Cache, LayerCache, Mixer, mixer_of, mixers_of_family
+from monograph.model.mixture import Mixture
 from monograph.model.rope import CosSin, cos_sin
 from monograph.model.sampling_defaults import Defaults
 from monograph.ops.attention import AttentionKernel, Impl, Mask
@@ -150,6 +152,26 @@ def _count_and_order(needed_BNN: Tensor) -> tuple[Tensor, Tensor]:
     return needed_B1NN.sum(dim=-1, dtype=torch.int32), order_B1NN.to(torch.int32)
 
 
+def feed_forward_of(config: LlamaConfig, layer: int) -> type[FeedForward]:
+    """Return the class of a layer's feed-forward layer."""
+    return Mixture if config.is_mixture(layer) else MLP
+
+
+def feed_forward_of_family(config: LlamaConfig) -> type[FeedForward]:
+    """Return the class of the feed-forward layers that set the model's family apart."""
+    return Mixture if config.family.expert_width_key else MLP
+
+
+def kinds_of_family(config: LlamaConfig) -> list[type[Mixer] | type[FeedForward]]:
+    """Return the classes of the layers that blocks of a model's family can have."""
+    return [*mixers_of_family(config), feed_forward_of_family(config)]
+
+
+def kind_of_block(config: LlamaConfig, layer: int) -> tuple[type[Mixer], type[FeedForward]]:
+    """Return the classes of a block's layers. Blocks of one kind have parameters of the same shapes."""
+    return mixer_of(config, layer), feed_forward_of(config, layer)
+
+
 class Block(nn.Module):
     """One layer: x += s norm(mixer(norm x)), then x += s norm(mlp(norm x)).
 
@@ -168,7 +190,7 @@ class Block(nn.Module):
         self.add_module(self.mixer_name, mixer_class(config, impl))
         self._add_norm(config, self.norm_names.after_attention)
         self._add_norm(config, self.norm_names.before_mlp)
-        self.mlp = Mixture(config) if config.is_mixture(layer) else MLP(config)
+        self.mlp = feed_forward_of(config, layer)(config)
         self._add_norm(config, self.norm_names.after_mlp)
         self.scale_branch = make_scale(config.residual_multiplier)
 
@@ -347,7 +369,7 @@ class Llama(nn.Module):
         if shares is not None:
             balance = balance_of(segments, shares * self.balance_factor)
             for layer in range(self.config.num_hidden_layers):
-                if self.config.is_mixture(layer):
+                if cast(Block, self.model.layers[layer]).mlp.has_balance:
                     no_cache = None
                     layer_inputs[layer] = (*layer_inputs[layer], no_cache, balance)
         hidden_BTD = self.scale_embedded(self.model.embed_tokens(tokens_BT))

@@ -102,6 +102,7 @@ class Mixer(nn.Module, ABC):
         name: its name in a block, as in Hugging Face's files.
         reads_segments: whether its `mask` is the documents' numbers, not a mask of attention.
         gguf_adapters: whether a GGUF file can have adapters of its projections.
+        llama_cpp_fp32: the ends of llama.cpp's names of its matrices that are always stored in fp32.
         siblings: the names of the projections of the same input, which `monograph.graph.siblings`
             can fuse.
         impl: the implementation, as the argument `attention` of `Llama`.
@@ -110,6 +111,7 @@ class Mixer(nn.Module, ABC):
     name: ClassVar[str]
     reads_segments: ClassVar[bool] = False
     gguf_adapters: ClassVar[bool] = False
+    llama_cpp_fp32: ClassVar[tuple[str, ...]] = ()
     siblings: tuple[str, ...]
     impl: Impl
 
@@ -271,11 +273,3 @@ def mixers_of_family(config: LlamaConfig) -> list[type[Mixer]]:
     """Return the classes of mixers that layers of a model's family can have."""
     layer_types = LAYER_TYPES[FULL_ATTENTION], config.family.other_layers
     return list(dict.fromkeys(map(_load, layer_types)))
-
-
-def kind_of_block(config: LlamaConfig, layer: int) -> tuple[type[Mixer], bool]:
-    """Return the class of a layer's mixer, and whether the layer has a mixture of experts.
-
-    Blocks of one kind have parameters of the same shapes.
-    """
-    return mixer_of(config, layer), config.is_mixture(layer)

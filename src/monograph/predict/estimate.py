@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from monograph.graph.lora import Lora
 from monograph.graph.lora_targets import ALL_LINEAR
@@ -43,7 +44,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Choice, Product, Recording, cheapest_within
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
-from monograph.model.llama import Llama
+from monograph.model.llama import Llama, feed_forward_of_family
 from monograph.model.mixer import mixer_of
 from monograph.model.parameters import (
     block_active_matrix_shapes,
@@ -325,13 +326,21 @@ def _count_sizes(config: LlamaConfig, lora: Lora, precision: str) -> _AdaptedSiz
     with torch.device("meta"):
         model = Llama(config)
         install_adapters(model, lora, precision=Precision(precision))
-    trained = [tensor for tensor in model.parameters() if tensor.requires_grad]
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     frozen = [tensor for tensor in model.parameters() if not tensor.requires_grad]
-    # A parameter with three dimensions holds all experts' matrices.
-    share = config.num_experts_per_tok / max(config.num_experts, 1)
-    multiplied = sum(tensor.numel() * (share if tensor.ndim == 3 else 1) for tensor in trained)
+    feed_forward = feed_forward_of_family(config)
+
+    def active_share(name: str, tensor: Tensor) -> float:
+        if tensor.ndim < 3:
+            return 1
+        # A parameter with three dimensions holds several matrices.
+        return feed_forward.active_matrices(config, name, len(tensor)) / len(tensor)
+
+    multiplied = sum(
+        tensor.numel() * active_share(name, tensor) for name, tensor in trained.items()
+    )
     return _AdaptedSizes(
-        adapters=sum(tensor.numel() for tensor in trained),
+        adapters=sum(tensor.numel() for tensor in trained.values()),
         base_bytes=sum(tensor.nbytes for tensor in frozen),
         multiplied=multiplied,
     )

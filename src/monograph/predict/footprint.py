@@ -27,8 +27,8 @@ from monograph.graph.token_rows import trained_rows
 from monograph.loss import Batch, Loss, TokenLoss, hidden_of
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
-from monograph.model.llama import Llama
-from monograph.model.mixer import kind_of_block
+from monograph.model.feed_forward import FeedForward
+from monograph.model.llama import Llama, feed_forward_of, feed_forward_of_family, kind_of_block
 from monograph.ops.attention import BLOCK_QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy, token_log_probabilities
 from monograph.optim import Optimizer
@@ -133,32 +133,21 @@ class Work(Training):
 
     @property
     def inner_numbers(self) -> int:
-        """Return the width of a token's feed-forward layer; of a mixture, the sum over the experts
-        that compute the token.
-        """
-        config = self.config
-        if not self._experts:
-            return config.intermediate_size
-        expert_width: int = getattr(config, config.family.expert_width_key)
-        return self._experts * expert_width
+        """Return how many inner channels of a feed-forward layer compute a token."""
+        return self._feed_forward.inner_numbers(self.config)
 
     @property
     def routed_numbers(self) -> int:
-        """Return the numbers per token that a mixture keeps in addition to `inner_numbers`.
-
-        They are the inputs and the outputs of the pairs of a token and an expert, and the router's
-        probabilities, which are fp32.
-        """
-        pairs = 2 * self._experts * self.config.hidden_size
-        return pairs + self.config.num_experts * 4 // self.number_bytes
+        """Return the numbers per token that a feed-forward layer keeps beside `inner_numbers`."""
+        return self._feed_forward.routed_numbers(self.config, self.number_bytes)
 
     @property
-    def _experts(self) -> int:
-        """Return how many experts compute a token; 0 without a mixture."""
-        config = self.config
-        if any(config.is_mixture(layer) for layer in range(config.num_hidden_layers)):
-            return config.num_experts_per_tok
-        return 0
+    def _feed_forward(self) -> type[FeedForward]:
+        """Return the class of the feed-forward layers: the family's own, if any layer has it."""
+        layers = range(self.config.num_hidden_layers)
+        kinds = {feed_forward_of(self.config, layer) for layer in layers}
+        own = feed_forward_of_family(self.config)
+        return own if own in kinds else kinds.pop()
 
     @property
     def masked(self) -> bool:
