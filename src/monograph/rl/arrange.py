@@ -22,7 +22,7 @@ from monograph.loss import IGNORE, Batch
 from monograph.rl.advantages import ADVANTAGES, AnswerWeight
 from monograph.rl.loss import Kl
 from monograph.rl.prompts import Prompt
-from monograph.rl.rewards import Score
+from monograph.rl.rewards import AnswerScore
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class AnswerGroup(NamedTuple):
     prompt: Prompt
     completions: Sequence[Completion]
     rollouts: Sequence[Rollout]
-    scores: Sequence[Score]
+    scores: Sequence[AnswerScore]
     weights: Sequence[AnswerWeight]
     teaches: bool
 

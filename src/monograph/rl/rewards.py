@@ -106,7 +106,7 @@ class Answer(NamedTuple):
     where: str
 
 
-class Score(NamedTuple):
+class AnswerScore(NamedTuple):
     """The score of an answer.
 
     Attributes:
@@ -163,9 +163,9 @@ class Reward:
         """
         return [self._score_one(answer) for answer in answers]
 
-    def scores(self, answers: Sequence[Answer]) -> list[Score]:
+    def scores(self, answers: Sequence[Answer]) -> list[AnswerScore]:
         """Return what `score` returns, with the parts of each score."""
-        return [Score(value) for value in self.score(answers)]
+        return [AnswerScore(value) for value in self.score(answers)]
 
     def close(self) -> None:
         """End the processes of this reward."""
@@ -288,13 +288,13 @@ class _RewardOfParts(Reward):
     def score(self, answers: Sequence[Answer]) -> list[float]:  # noqa: D102 - of the base class
         return [score.value for score in self.scores(answers)]
 
-    def scores(self, answers: Sequence[Answer]) -> list[Score]:  # noqa: D102 - of the base class
+    def scores(self, answers: Sequence[Answer]) -> list[AnswerScore]:  # noqa: D102 - of the base class
         return [self._sum(self._call(answer)) for answer in answers]
 
-    def _sum(self, parts: Mapping[str, float]) -> Score:
+    def _sum(self, parts: Mapping[str, float]) -> AnswerScore:
         # fsum rounds once, so the order of the parts does not matter.
         value = math.fsum(parts.values())
-        return Score(value, {name: part for name, part in parts.items() if name})
+        return AnswerScore(value, {name: part for name, part in parts.items() if name})
 
     def _call(self, answer: Answer) -> dict[str, float]:
         """Return the parts that the function returns; a plain number is the part ""."""

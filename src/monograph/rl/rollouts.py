@@ -55,7 +55,7 @@ from monograph.rl.arrange import (
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
-from monograph.rl.rewards import Answer, Reward, Score
+from monograph.rl.rewards import Answer, AnswerScore, Reward
 
 # The maximum number of answers that are decoded at the same time.
 MAX_DECODED_ROWS = 256
@@ -103,7 +103,7 @@ class Sharing:
     share: Callable[[Callable[[Sequence[Any]], list[Any]], Sequence[Any]], list[Any]] = (
         lambda work, items: work(items)
     )
-    once: Callable[[Callable[[], list[Score]]], list[Any]] = lambda work: work()
+    once: Callable[[Callable[[], list[AnswerScore]]], list[Any]] = lambda work: work()
 
 
 class Drawer:
@@ -401,19 +401,23 @@ class Drawer:
             )
         return advantages
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[AnswerScore]:
         """Return the rewards of these answers, see `Reward.scores`.
 
         With a teacher, the reward is the mean of the answer's `teacher_advantages`.
         """
         if self.reward.teacher is not None:
             advantages = self.teacher_advantages(prompts, self.rollouts(prompts, completions)) or []
-            return [Score(statistics.fmean(of_answer)) for of_answer in advantages]
+            return [AnswerScore(statistics.fmean(of_answer)) for of_answer in advantages]
         answers = [
             Answer(prompt.text, completion.text, prompt.record, prompt.where)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        scores = [Score(*score) for score in self.sharing.once(lambda: self.reward.scores(answers))]
+        scores = [
+            AnswerScore(*score) for score in self.sharing.once(lambda: self.reward.scores(answers))
+        ]
         values = [score.value for score in scores]
         if len(values) != len(prompts) or not all(map(math.isfinite, values)):
             raise InputRefused(
@@ -430,7 +434,7 @@ class Drawer:
         [score] = self.score([prompt], [answer])
         return prompt.text, answer.text, score.value
 
-    def reward_figures(self, scores: Sequence[Score]) -> dict[str, float]:
+    def reward_figures(self, scores: Sequence[AnswerScore]) -> dict[str, float]:
         """Return figures on the scores of groups of answers.
 
         Returns:
@@ -587,7 +591,7 @@ class Rollouts(Iterator[Batch]):
         rollouts = drawer.rollouts(prompts, completions)
         teacher_advantages = drawer.teacher_advantages(prompts, rollouts)
         if teacher_advantages:
-            scores = [Score(statistics.fmean(of_answer)) for of_answer in teacher_advantages]
+            scores = [AnswerScore(statistics.fmean(of_answer)) for of_answer in teacher_advantages]
         else:
             scores = drawer.score(prompts, completions)
         rewards = [score.value for score in scores]

@@ -13,6 +13,7 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.run.signals import StopSignal
 from monograph.session import ranks
+from monograph.session.measured_memory import log_memory
 from monograph.session.reporting import DOUBT_AFTER_UPDATES, Reporter
 from monograph.session.rewind import go_back, require_end
 from monograph.session.session import Session
@@ -107,7 +108,7 @@ class AfterUpdate:
         is_last = done == session.updates
         self.since_shown.updates += 1
         self.report.recompiles = compat.captured_graphs() - self._graphs_before
-        session.log_memory(done)
+        log_memory(session, done)
         figures = session.task.figures(session.batches)
         wrote_rows = log.add(update, {**self.report.readings, "wall_s": session.spent_s, **figures})
         # After `add` has written rows, their numbers are on the host, so showing them costs nothing.

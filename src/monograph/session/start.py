@@ -65,7 +65,9 @@ def open_run(locked: LockedRun, started: Started, exit_stack: ExitStack) -> Sess
         InputRefused: the records, the model or the tokenizer cannot be used.
         OutOfDeviceMemory: nothing fits according to the planner.
     """
-    folder, world, progress = locked.folder, locked.world, locked.progress
+    folder = locked.folder
+    world = locked.world
+    progress = locked.progress
     has_begun = folder.has_begun
     plan = _first_plan(locked, started, has_begun)
     require_time = partial(_require_time, plan, started)
@@ -135,7 +137,9 @@ def _first_plan(locked: LockedRun, started: Started, has_begun: bool) -> RunPlan
     Raises:
         UsageError: choices exclude one another.
     """
-    folder, world, progress = locked.folder, locked.world, locked.progress
+    folder = locked.folder
+    world = locked.world
+    progress = locked.progress
     machine = describe()
     record = ranks.agreed(world, locked.record)
     require_possible(record.settings, machine)
