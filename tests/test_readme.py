@@ -411,10 +411,10 @@ def test_the_table_of_what_was_measured_is_made_from_the_results(
 # Files that read settings: one more is a decision of its own.
 READ_SETTINGS = {
     "commands/profile.py",
-    "commands/train.py",
     "session/adapting.py",
     "session/door.py",
     "session/evaluated_model.py",
+    "session/locked_run.py",
     "session/new_tokens.py",
     "session/recorded.py",
     "session/requirements.py",

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from batches import tiny_llama
 from monograph.graph.experts import Router
 from monograph.laws.comparisons import error_within
-from monograph.model.layers import CentredRMSNorm, Mixture, RMSNorm
+from monograph.model.layers import CentredRMSNorm, RMSNorm
+from monograph.model.mixture import Mixture
 
 pytestmark = pytest.mark.gpu
 TOKENS = 5

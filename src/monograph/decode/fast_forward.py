@@ -23,8 +23,9 @@ from monograph.graph.experts import ExpertLinear
 from monograph.graph.fused_linears import Sibling
 from monograph.graph.siblings import fuse_known
 from monograph.model.families import NormNames
-from monograph.model.layers import MLP, Attention, CentredRMSNorm, Linear, Mixture, RMSNorm
+from monograph.model.layers import MLP, Attention, CentredRMSNorm, Linear, RMSNorm
 from monograph.model.llama import Block, Llama
+from monograph.model.mixture import Mixture
 from monograph.model.rope import cos_sin
 from monograph.ops.attention import BLOCK
 from monograph.ops.decode_kernels import (
@@ -89,7 +90,7 @@ def obstacle(model: Llama) -> str | None:
 
 def _obstacle_of_block(block: Block) -> str | None:
     """Return why the kernels cannot compute a block, or None if they can."""
-    if block.mixer_name != "self_attn":
+    if not isinstance(block.mixer, Attention):
         return "the kernels compute attention, and some layers have none"
     attention, mlp, *_ = _modules_of(block)
     if attention.is_gated or attention.norms_over_all_heads or attention.clip is not None:

@@ -23,6 +23,7 @@ from monograph.loss import IGNORE, Batch
 from monograph.rl.advantages import ADVANTAGES, AnswerWeight
 from monograph.rl.loss import Kl
 from monograph.rl.prompts import Prompt
+from monograph.rl.rewards import AnswerScore
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ class AnswerGroup(NamedTuple):
         prompt: the prompt.
         completions: the answers as they were decoded.
         rollouts: the answers with their log-probabilities.
-        rewards: the answers' rewards, before penalties.
+        scores: the answers' scores, before penalties.
         weights: the answers' weights.
         teaches: whether the rewards give a gradient; a KL term is not counted.
     """
@@ -262,7 +263,7 @@ class AnswerGroup(NamedTuple):
     prompt: Prompt
     completions: Sequence[Completion]
     rollouts: Sequence[Rollout]
-    rewards: Sequence[float]
+    scores: Sequence[AnswerScore]
     weights: Sequence[AnswerWeight]
     teaches: bool
 

@@ -321,7 +321,16 @@ def read_pairs(
     stats = stats_of(len(pairs.sources.files), pairs.skipped, train, held_out)
     chat_notes = chat_answers.notes({}, "") if chat_answers is not None else ()
     notes = (*record_keys.notes(), *chat_notes, *spellings.notes(), *_repeating_note(repeating))
-    return Corpus(name, tokenizer, train, held_out, fingerprint, stats, notes, Path())
+    return Corpus(
+        name,
+        tokenizer,
+        train,
+        held_out,
+        fingerprint=fingerprint,
+        stats=stats,
+        notes=notes,
+        folder=Path(),
+    )
 
 
 def _repeating_note(places: Sequence[str]) -> tuple[str, ...]:

@@ -16,10 +16,8 @@ import hashlib
 import json
 import math
 import re
-import statistics
 import textwrap
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -109,6 +107,18 @@ class Answer(NamedTuple):
     where: str
 
 
+class AnswerScore(NamedTuple):
+    """The score of an answer.
+
+    Attributes:
+        value: the score, a finite number.
+        parts: the named parts that add up to it; empty if it has no parts.
+    """
+
+    value: float
+    parts: Mapping[str, float] = {}
+
+
 class Reward:
     """A reward: it scores a model's answers.
 
@@ -127,13 +137,6 @@ class Reward:
     digest = ""
     teacher: Llama | None = None
     unconfined = False
-
-    def parts(self) -> dict[str, float]:
-        """Return {name: mean} of each named part of the scores since the last call of this method.
-
-        The result is empty if the scores have no parts.
-        """
-        return {}
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
         """Require that a record has what the reward reads.
@@ -160,6 +163,10 @@ class Reward:
             InputRefused: a user's function fails; the message names the record.
         """
         return [self._score_one(answer) for answer in answers]
+
+    def scores(self, answers: Sequence[Answer]) -> list[AnswerScore]:
+        """Return what `score` returns, with the parts of each score."""
+        return [AnswerScore(value) for value in self.score(answers)]
 
     def close(self) -> None:
         """End the processes of this reward."""
@@ -279,20 +286,16 @@ class _ProgramReward(Reward):
 class _RewardOfParts(Reward):
     """The sum of the named parts that a function returns, or the number that it returns."""
 
-    def __init__(self) -> None:
-        self._parts: defaultdict[str, list[float]] = defaultdict(list)
+    def score(self, answers: Sequence[Answer]) -> list[float]:  # noqa: D102 - of the base class
+        return [score.value for score in self.scores(answers)]
 
-    def parts(self) -> dict[str, float]:  # noqa: D102 - of the base class
-        means = {name: statistics.fmean(values) for name, values in self._parts.items() if name}
-        self._parts.clear()
-        return means
+    def scores(self, answers: Sequence[Answer]) -> list[AnswerScore]:  # noqa: D102 - of the base class
+        return [self._sum(self._call(answer)) for answer in answers]
 
-    def _score_one(self, answer: Answer) -> float:
-        parts = self._call(answer)
-        for name, part in parts.items():
-            self._parts[name].append(part)
+    def _sum(self, parts: Mapping[str, float]) -> AnswerScore:
         # fsum rounds once, so the order of the parts does not matter.
-        return math.fsum(parts.values())
+        value = math.fsum(parts.values())
+        return AnswerScore(value, {name: part for name, part in parts.items() if name})
 
     def _call(self, answer: Answer) -> dict[str, float]:
         """Return the parts that the function returns; a plain number is the part ""."""
@@ -307,7 +310,6 @@ class FunctionReward(_RewardOfParts):
 
     def __init__(self, function: Callable[[str, str, Mapping[str, Any]], object]) -> None:
         """Take the function, which is called in this process."""
-        super().__init__()
         self._function = function
 
     def _call(self, answer: Answer) -> dict[str, float]:
@@ -332,7 +334,6 @@ class _FileFunctionReward(_RewardOfParts):
     """
 
     def __init__(self, code: Code, sha256: str) -> None:
-        super().__init__()
         self._function = FunctionProcess(code, sha256)
         self.digest = sha256
 

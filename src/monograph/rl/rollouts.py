@@ -14,6 +14,7 @@ Shapes: R rows, T positions.
 import gc
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -55,7 +56,7 @@ from monograph.rl.arrange import (
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
-from monograph.rl.rewards import Answer, Reward
+from monograph.rl.rewards import Answer, AnswerScore, Reward
 
 # The maximum number of answers that are decoded at the same time.
 MAX_DECODED_ROWS = 256
@@ -96,14 +97,15 @@ class Sharing:
         ranks: the number of ranks.
         share: given (work, items), returns work(items), a list of one JSON value for each item.
             Each rank computes a part of the list, and all ranks get the whole list.
-        once: calls a function on one rank, and returns the result on all ranks.
+        once: calls a function on one rank, and returns the result on all ranks; on those that did
+            not call it, each tuple has become a list.
     """
 
     ranks: int = 1
     share: Callable[[Callable[[Sequence[Any]], list[Any]], Sequence[Any]], list[Any]] = (
         lambda work, items: work(items)
     )
-    once: Callable[[Callable[[], list[float]]], list[float]] = lambda work: work()
+    once: Callable[[Callable[[], list[AnswerScore]]], list[Any]] = lambda work: work()
 
 
 class Drawer:
@@ -407,22 +409,27 @@ class Drawer:
             )
         return advantages
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        """Return the reward of each answer, see `Reward.score`.
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[AnswerScore]:
+        """Return the reward of each answer, see `Reward.scores`.
 
         With a teacher, the reward is the mean of the answer's `teacher_advantages`.
         """
         if self.reward.teacher is not None:
             advantages = self.teacher_advantages(prompts, self.rollouts(prompts, completions)) or []
-            return [statistics.fmean(of_answer) for of_answer in advantages]
+            return [AnswerScore(statistics.fmean(of_answer)) for of_answer in advantages]
         answers = [
             Answer(prompt.text, completion.text, prompt.record, prompt.where)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        scores = self.sharing.once(lambda: self.reward.score(answers))
-        if len(scores) != len(prompts) or not all(map(math.isfinite, scores)):
+        scores = [
+            AnswerScore(*score) for score in self.sharing.once(lambda: self.reward.scores(answers))
+        ]
+        values = [score.value for score in scores]
+        if len(values) != len(prompts) or not all(map(math.isfinite, values)):
             raise InputRefused(
-                f"{prompts[0].where}: the reward gave {scores!r:.60} for {len(prompts)} answers"
+                f"{prompts[0].where}: the reward gave {values!r:.60} for {len(prompts)} answers"
             )
         return scores
 
@@ -432,30 +439,34 @@ class Drawer:
         # No prompt of a run has this position.
         seeds = rollout_seeds(self.options.seed, [FIRST_HELD_OUT_POSITION - 1], 1)
         [answer] = self.draw([prompt], seeds)
-        [reward] = self.score([prompt], [answer])
-        # `parts` returns the means since its last call. It is called here so that the parts of this
-        # reward, which belong to no update, are not in the means of the next update.
-        self.reward.parts()
-        return prompt.text, answer.text, reward
+        [score] = self.score([prompt], [answer])
+        return prompt.text, answer.text, score.value
 
-    def reward_figures(self, rewards: Sequence[float]) -> dict[str, float]:
-        """Return figures on the rewards of groups of answers.
+    def reward_figures(self, scores: Sequence[AnswerScore]) -> dict[str, float]:
+        """Return figures on the scores of groups of answers.
 
         Returns:
             reward: the mean.
+            reward.NAME: the mean of each part of the scores.
             pass_at_1: the share of right answers. It is missing with a teacher, whose rewards do not
                 say which answers are right.
             pass_at_k: the share of groups with at least one right answer; missing with a teacher.
         """
+        rewards = [score.value for score in scores]
         mean = statistics.fmean(rewards)
         if self.reward.teacher is not None:
             return {"reward": mean}
+        values_of_parts = defaultdict[str, list[float]](list)
+        for score in scores:
+            for name, part in score.parts.items():
+                values_of_parts[name].append(part)
         group = self.options.group
         best = [max(rewards[first : first + group]) for first in range(0, len(rewards), group)]
         return {
             "reward": mean,
             "pass_at_1": statistics.fmean(reward >= SOLVED_REWARD for reward in rewards),
             "pass_at_k": statistics.fmean(reward >= SOLVED_REWARD for reward in best),
+            **{f"reward.{name}": statistics.fmean(of) for name, of in values_of_parts.items()},
         }
 
     def evaluate(self) -> dict[str, float]:
@@ -464,8 +475,8 @@ class Drawer:
         The prompts are the first held-out ones, as many as an update has.
 
         Returns:
-            eval_reward, eval_pass_at_1, eval_pass_at_k: the figures of `reward_figures`.
-            eval_reward.NAME: the mean of each part of the reward.
+            eval_reward, eval_pass_at_1, eval_pass_at_k, eval_reward.NAME: the figures of
+                `reward_figures`.
             eval_prompts: the number of prompts.
         """
         group = self.options.group
@@ -475,7 +486,6 @@ class Drawer:
         positions = range(FIRST_HELD_OUT_POSITION, FIRST_HELD_OUT_POSITION + len(held_out))
         answers = self.draw(prompts, rollout_seeds(self.options.seed, positions, group))
         figures = self.reward_figures(self.score(prompts, answers))
-        figures |= {f"reward.{name}": mean for name, mean in self.reward.parts().items()}
         figures["prompts"] = len(held_out)
         return {f"eval_{name}": value for name, value in figures.items()}
 
@@ -537,12 +547,10 @@ class Rollouts(Iterator[Batch]):
                 break
         if not groups:
             raise StopIteration
-        rewards = [reward for group in groups for reward in group.rewards]
-        parts = {f"reward.{name}": mean for name, mean in self.drawer.reward.parts().items()}
+        scores = [score for group in groups for score in group.scores]
         seconds = {"drawn_s": drawn_s, "scored_s": scored_s}
         self.numbers = {
-            **self.drawer.reward_figures(rewards),
-            **parts,
+            **self.drawer.reward_figures(scores),
             **group_figures(groups),
             **seconds,
         }
@@ -592,9 +600,10 @@ class Rollouts(Iterator[Batch]):
         rollouts = drawer.rollouts(prompts, completions)
         teacher_advantages = drawer.teacher_advantages(prompts, rollouts)
         if teacher_advantages:
-            rewards = [statistics.fmean(of_answer) for of_answer in teacher_advantages]
+            scores = [AnswerScore(statistics.fmean(of_answer)) for of_answer in teacher_advantages]
         else:
-            rewards = drawer.score(prompts, completions)
+            scores = drawer.score(prompts, completions)
+        rewards = [score.value for score in scores]
         groups = []
         for first in range(0, len(prompts), options.group):
             members = slice(first, first + options.group)
@@ -616,7 +625,7 @@ class Rollouts(Iterator[Batch]):
                     prompts[first],
                     completions[members],
                     rollouts[members],
-                    rewards[members],
+                    scores[members],
                     weights,
                     teaches,
                 )
