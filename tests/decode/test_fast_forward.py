@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from batches import tiny_llama
+from far_sighted import decoded, far_sighted, reported_is_full, seen_at
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.siblings import fuse_known, unfuse_siblings
+from monograph.laws.comparisons import LOG_PROBABILITY_BOUND
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
 
@@ -181,6 +183,46 @@ def test_log_probabilities_have_the_same_bits_in_any_batch_order_and_block(
     assert written(model, rows=1) == three
     assert written(model, rows=5, order=-1) == three
     assert written(model, pace=3) == three
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "delta" in family])
+def test_a_hybrids_steps_have_a_full_passs_log_probabilities(family: str) -> None:
+    """Law 8: the state that a prompt's chunks leave is what the kernels go on with."""
+    sizes = SHAPE | FAMILIES[family] | {"vocab_size": 61}
+    model = far_sighted(torch.float32, **sizes).cuda()
+    sampling = Sampling(1.0, logprobs=61)
+    machine = Generator(
+        model, chain_of([sampling]), rows=2, slots=300, vocabulary=61, mode="captured", pace=4
+    )
+    prompts = (LONGROPE[:140], SHORT, (*SHORT, 9))
+    assert min(seen_at(model, prompts[0], [0, 70, 139])) > 100 * LOG_PROBABILITY_BOUND
+    requests = [Request(prompt, sampling, 6, ()) for prompt in prompts]
+    for place, events in decoded(machine, requests).items():
+        assert reported_is_full(model, requests[place], events)
+
+
+def test_a_hybrid_remembers_nothing_of_earlier_weights() -> None:
+    """Law 19."""
+    model = model_of("a delta net, and gated heads")
+    sampling = Sampling(0.9, logprobs=1)
+
+    def new_machine() -> Generator:
+        return Generator(
+            model, chain_of([sampling]), rows=2, slots=64, vocabulary=259, mode="captured", pace=4
+        )
+
+    def reported(machine: Generator) -> list[Any]:
+        texts = decoded(machine, [Request(SHORT, sampling, 6, ())])
+        return [event.logprobs for events in texts.values() for event in events]
+
+    machine = new_machine()
+    before = reported(machine)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    machine.forget()
+    after = reported(machine)
+    assert after == reported(new_machine()) != before
 
 
 @pytest.mark.slow
