@@ -79,9 +79,9 @@ def decoded_rows(answers: int) -> int:
 def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> int:
     """Return the number of positions of a row that holds `tokens` tokens, of a prompt and its answer.
 
-    For exact scoring, matrix products need a number of rows that `monograph.ops.padded_rows` does not
-    pad. Their rows are the positions of all rows of a batch. So the number of positions is padded here,
-    and their number in any number of rows then needs no padding either.
+    For exact scoring it is a multiple of four, if the model has so many positions. A matrix product
+    over the positions of any number of texts then has a multiple of four rows, and needs no padding to
+    have the same bits as another one (`monograph.ops.padded_rows`).
     """
     if not options.exact:
         return tokens
