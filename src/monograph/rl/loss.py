@@ -234,6 +234,7 @@ class PolicyLoss(nn.Module):
             return rho_N.detach().clamp_max(high) * log_N * factors_N, rho_N > high
         within_N = rho_N.clamp(1 - low, 1 + high)
         terms_N = torch.minimum(rho_N * factors_N, within_N * factors_N)
+        # rho is clipped where the second term is the smaller one.
         return terms_N, (rho_N - within_N) * factors_N > 0
 
     def _answer_means(self, values_N: Tensor, has_target_N: Tensor, batch: Batch) -> Tensor:

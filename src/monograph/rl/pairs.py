@@ -135,6 +135,7 @@ class PairRows(Rows):
         is_filled_RT = pair_RT >= 0
         # For each position, the number of tokens of its pair's chosen answer with the prompt. The prompt
         # of the rejected answer begins after as many positions of the pair.
+        # Padding has the pair -1, and gets the length of the last pair, which is not used.
         chosen_length_RT = np.zeros_like(pair_RT)
         if len(self._chosen_lengths_D):
             chosen_length_RT = self._chosen_lengths_D[pair_RT]
