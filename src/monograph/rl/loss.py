@@ -284,7 +284,8 @@ class PolicyLoss(nn.Module):
         """Set `totals` to zero, and return figures on all targets since the last call.
 
         Args:
-            gathered: returns the values of all ranks.
+            gathered: a function that is given this process's values and returns a list of those of all
+                ranks, the processes of distributed training.
 
         Returns:
             drawn_minus_scored: the mean of |log-probability - sampled log-probability|.

@@ -90,13 +90,15 @@ def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks share the work of sampling; the defaults are for one process.
+    """How ranks, the processes of distributed training, share the work of sampling.
+
+    The defaults are for one process.
 
     Attributes:
         ranks: the number of ranks.
-        share: given (work, items), returns work(items), a list of one JSON value for each item.
-            Each rank computes a part of the list, and all ranks get the whole list.
-        once: calls a function on one rank, and returns the result on all ranks.
+        share: a function of (work, items), which returns work(items), a list with one JSON value for
+            each item. Each rank computes a part of the list, and all ranks get the whole list.
+        once: a function that calls another one on one rank, and returns the result on all ranks.
     """
 
     ranks: int = 1
@@ -107,13 +109,15 @@ class Sharing:
 
 
 class Drawer:
-    """Samples answers from an engine's weights, and scores them.
+    """A sampler of answers from the weights of an engine. It also scores the answers.
+
+    An engine is a model with its training step (`monograph.engine`).
 
     Attributes:
         sharing: how ranks share the work.
         engine: the engine, whose loss is a `PolicyLoss`.
         prompts: the prompts of the run.
-        reward: scores the answers.
+        reward: the reward, which scores the answers.
         options: how answers are sampled and weighed.
         updates: a function that returns the number of updates of the run; 0 as long as it is unknown.
         model: the model that is sampled from: the one in training. If each rank (a process of
