@@ -70,8 +70,8 @@ class TokenLoss:
 
     Attributes:
         impl: see `__init__`.
-        head: the function that computes the sum and the count from hidden states and the weight of
-            the model's head.
+        head: the function that computes the sum and the count from hidden states, the weight of the
+            model's `lm_head`, and targets.
     """
 
     fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
@@ -85,10 +85,13 @@ class TokenLoss:
         """Return the sum in nats and the number of targets; see the class."""
         shares = {"shares": batch[SHARES]} if SHARES in batch else {}
         teaching = self.teaching_arguments(batch)
-        hidden_ND, head = hidden_of(model, batch, **shares)
+        hidden_ND, lm_head = hidden_of(model, batch, **shares)
         targets_N = batch["targets"].flatten()
-        rows = trained_rows(head)
-        return self.head(hidden_ND, head.weight, targets_N, impl=self.impl, rows=rows, **teaching)
+        # The rows of single tokens that are trained in place of those of a frozen weight, or None.
+        rows = trained_rows(lm_head)
+        return self.head(
+            hidden_ND, lm_head.weight, targets_N, impl=self.impl, rows=rows, **teaching
+        )
 
     def teaching_arguments(self, batch: Batch) -> dict[str, Any]:
         """Return further arguments of `head`: none here. A subclass that has teachers has some."""
@@ -103,7 +106,7 @@ token_loss = TokenLoss()
 
 
 def hidden_of(model: nn.Module, batch: Batch, **model_arguments: Tensor) -> tuple[Tensor, Any]:
-    """Return a model's hidden states at all positions of a batch, [N, D], and its head module."""
+    """Return a model's hidden states at all positions of a batch, [N, D], and its module `lm_head`."""
     hidden_BTD = model(
         batch["tokens"],
         segments=batch.get("segments"),
@@ -125,11 +128,11 @@ def target_log_probabilities(
     and `among` leaves out the tokens that a grammar does not allow; see
     `monograph.ops.cross_entropy.token_log_probabilities`.
     """
-    hidden_ND, head = hidden_of(model, batch)
-    tokens_N = batch["targets"].flatten()
-    tokens_N = torch.where(tokens_N != IGNORE, tokens_N, 0)
+    hidden_ND, lm_head = hidden_of(model, batch)
+    targets_N = batch["targets"].flatten()
+    tokens_N = torch.where(targets_N != IGNORE, targets_N, 0)
     return token_log_probabilities(
-        hidden_ND, head.weight, tokens_N, temperature, rows=trained_rows(head), among=among
+        hidden_ND, lm_head.weight, tokens_N, temperature, rows=trained_rows(lm_head), among=among
     )
 
 
@@ -164,7 +167,7 @@ class MixtureLoss(TokenLoss):
         with torch.no_grad():
             pairs = [hidden_of(teacher, batch) for teacher in self.teachers]
             return {
-                "teachers": [(hidden_ND, head.weight) for hidden_ND, head in pairs],
+                "teachers": [(hidden_ND, lm_head.weight) for hidden_ND, lm_head in pairs],
                 "share": self.share,
             }
 

@@ -129,9 +129,9 @@ class Corpus:
         pin: bool = False,
         skip: Sequence[Sequence[int]] = (),
     ) -> "Batches":
-        """Return the training rows in shuffled order, in windows.
+        """Return the training rows in shuffled order, in windows: the rows of one update at a time.
 
-        `monograph.data.batches.Batches` has the arguments.
+        The arguments are those of `monograph.data.batches.Batches`.
         """
         # Importing torch takes seconds, and only training needs it here.
         from monograph.data.batches import Batches

@@ -88,17 +88,17 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
 
     Text files are held out in groups. A group is a package, or all files with the same bytes. A
     group is not considered if other groups have near copies of its text, unless this holds for all
-    groups. Records are held out in buckets. For groups and for buckets the budget is fraction ·
-    (their bytes). Groups are considered in the order of sha256(key, group), and buckets in the
-    order of their numbers:
+    groups. Records are held out in buckets. Groups and buckets are chosen separately, by the same
+    steps. The budget is the share `fraction` of the bytes of all groups, or of all buckets. Groups are
+    considered in the order of sha256(key, group), and buckets in the order of their numbers:
 
-    1. Each is held out if it still fits the budget.
-    2. If those fill less than half of the budget, one more is held out: the next one that is no
-       larger than the whole budget.
-    3. If step 2 finds no such group, no group is held out. Instead, the end of the largest one is
+    1. A group or bucket is held out if it still fits the budget.
+    2. If step 1 fills less than half of the budget, one more group or bucket is held out: the next
+       one that is no larger than the whole budget.
+    3. If step 2 finds no such group, no group is held out. Instead, the end of the largest group is
        held out, cut off at the end of a line.
-    4. If step 2 finds no such bucket, the buckets of step 1 are held out, or the smallest one if
-       there are none.
+    4. If step 2 finds no such bucket, only the buckets of step 1 are held out. If there are none, the
+       smallest bucket is.
 
     Args:
         files: all files; those with records are ignored.
@@ -153,7 +153,8 @@ def _split_buckets(
     held_out, is_enough = _fill_budget(order, sizes, math.floor(fraction * total))
     # If there is only one bucket, it is not held out, because nothing would be left to train on.
     if not is_enough and len(order) > 1:
-        held_out = held_out or {min(order, key=sizes.__getitem__)}
+        if not held_out:
+            held_out = {min(order, key=sizes.__getitem__)}
         share = sum(sizes[bucket] for bucket in held_out) / total
         notes = (
             f"held out: {share:.1%} of the records' text, not {fraction:.1%} (too few records)",
@@ -166,7 +167,13 @@ def _split_buckets(
 def _fill_budget(
     order: Sequence[Unit], sizes: Mapping[Unit, int], budget: int
 ) -> tuple[set[Unit], bool]:
-    """Return the units to hold out, and whether they fill at least half of the budget."""
+    """Return the units to hold out, and whether they fill at least half of the budget.
+
+    Args:
+        order: the groups or buckets, in the order in which they are considered.
+        sizes: the bytes of each.
+        budget: the bytes to hold out.
+    """
     held_out: set[Unit] = set()
     held_out_bytes = 0
     for unit in order:

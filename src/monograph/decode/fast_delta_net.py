@@ -20,8 +20,9 @@ from monograph.decode.fast_projections import (
     is_plain,
 )
 from monograph.model.delta_net import GatedDeltaNet
-from monograph.model.layer_keys import L2_NORM_EPS
-from monograph.model.layers import Linear, Recurrence
+from monograph.model.layer_types import L2_NORM_EPS
+from monograph.model.layers import Linear
+from monograph.model.mixer import Recurrence
 from monograph.ops.decode_kernels import Norm, channels_at_once
 from monograph.ops.delta_net_kernels import (
     MAX_HEAD,

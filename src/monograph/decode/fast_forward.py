@@ -170,7 +170,7 @@ def _has_kernels(mixture: nn.Module) -> bool:
 class _BlockModules(NamedTuple):
     """The modules of a block with their types, which mypy does not know of submodules."""
 
-    mixer: Attention | GatedDeltaNet
+    mixer: nn.Module
     mlp: MLP | Mixture
     norm_before_mixer: RMSNorm
     norm_before_mlp: RMSNorm
@@ -267,6 +267,7 @@ class FastForward:
                 mixer, hidden_BD, norm, position_B, recurrence, self._project
             )
         else:
+            assert isinstance(mixer, Attention)  # `obstacle` refuses all others
             hidden_BD = self._attention(
                 mixer, hidden_BD, norm, index, rotations[index], position_B, cache, blocks
             )
@@ -303,12 +304,13 @@ class FastForward:
         weight, bias = family_weights(attention.q_proj)
         projected_BX = self._project(hidden_BD, weight, norm, bias)
         qkv_BX = projected_BX
+        cos_BF, sin_BF = rotation
         if attention.is_gated:
             key_heads = config.num_key_value_heads
-            qkv_BX = prepare_heads(projected_BX, norms, *rotation, heads, key_heads)
+            qkv_BX = prepare_heads(projected_BX, norms, cos_BF, sin_BF, heads, key_heads)
             # `attend` must not normalise and rotate them a second time.
             norms = None
-            rotation = None, None
+            cos_BF = sin_BF = None
         q_gain_E, k_gain_E = (None, None) if norms is None else (norm.gain_K for norm in norms)
         mixed_BX: Tensor = attend(
             qkv_BX,
@@ -319,7 +321,8 @@ class FastForward:
             blocks,
             heads,
             config.head_dim**-0.5,
-            *rotation,
+            cos_BF,
+            sin_BF,
             q_gain_E,
             k_gain_E,
             config.rms_norm_eps,

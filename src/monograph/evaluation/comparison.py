@@ -1,9 +1,9 @@
 """Compare two models, two ensembles, or an ensemble's settings on the same held-out text, with
 error bars.
 
-An ensemble is models that are trained together, its *members*. They differ in *knobs*, which are
-hyperparameters such as the learning rate or the seed. The knob that only repeats a setting, usually
-the seed, is the *repeated* one.
+An engine is a model with its training step, or an ensemble: models that are trained together, its
+*members*. Members differ in *knobs*, which are hyperparameters such as the learning rate or the seed.
+The knob that only repeats a setting, usually the seed, is the *repeated* one.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

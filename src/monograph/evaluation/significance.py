@@ -252,6 +252,7 @@ def tabulate(
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     settings = _group_settings(finite, knobs, over)
     with_mean = [(setting.mean.value, setting) for setting in settings if setting.mean]
+    # Settings with a member that diverged come last, and otherwise the lowest mean comes first.
     with_mean.sort(key=lambda pair: (bool(pair[1].failed), pair[0]))
     ranked = [setting for _, setting in with_mean]
     if not ranked:

@@ -1,8 +1,8 @@
 """Score a model by loss, perplexity and bits per byte on text that it was not trained on.
 
 `by_document` scores documents separately, so that two models with different tokenizers can be
-compared document by document. An engine may hold several models, its *members*, which it scores at
-once.
+compared document by document. An engine is a model with its training step, or several models that are
+trained together, its *members*, which it scores at once.
 
 Shape suffixes: D documents, U units (consecutive whole documents), R rows, T positions, N members.
 """

@@ -1,4 +1,7 @@
-"""Sort parameters into kinds, which say how they are updated. All optimizers use this file."""
+"""Sort parameters into kinds, which say how they are updated. All optimizers use this file.
+
+A kind is a rule, such as AdamW's formula, with hyperparameters (`monograph.optim.optimizer`).
+"""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase

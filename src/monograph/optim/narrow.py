@@ -1,10 +1,10 @@
-"""Keep numbers in fewer bits: bf16 with stochastic rounding, fp32 in two halves, 8-bit codes in blocks.
+"""Keep numbers in fewer bits: bf16 with stochastic rounding, fp32 in two halves, and 8-bit codes.
 
 At the end of the file are the formats in which an optimizer can keep its moments: bf16 and 8-bit codes.
-A plane is a flat buffer of parameters (`monograph.optim.planes`). If ranks (the processes of
-distributed training) share out the rows of a parameter, a rank may have only a part of its first block
-and of its last block. `PackingContext.block_offset` is the number of elements of the first block that
-another rank has.
+A plane is a flat buffer of parameters (`monograph.optim.planes`). The 8-bit codes of 256 consecutive
+elements, a block, share a scale. If ranks (the processes of distributed training) share out the rows of
+a parameter, a rank may have only a part of its first block and of its last block.
+`PackingContext.block_offset` is the number of elements of the first block that another rank has.
 
 Shapes: N elements of a plane, K blocks of 256.
 """
@@ -18,12 +18,7 @@ from torch import Tensor
 from monograph.ops.philox import LOW32, philox
 from monograph.optim.state_format import MomentBuffer, PackingContext, StateFormat
 
-BLOCK = 256
-# An 8-bit code is a root of the ratio of a value to its block's largest value, in this many steps. It is
-# the square root for a signed value, and the fourth root for a second moment, because an update uses
-# the square root of a second moment.
-SIGNED_STEPS = 127
-SQUARE_STEPS = 255
+BLOCK = 256  # elements whose 8-bit codes share a scale
 
 
 def random_words(
@@ -128,6 +123,13 @@ def pack_bf16(values_N: Tensor, packing: PackingContext) -> tuple[Tensor]:
 def unpack_bf16(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
     """Return a moment's values [N] in bf16, as they are in its only buffer."""
     return tensors[0]
+
+
+# An 8-bit code is a root of the ratio of a value to its block's largest value, in this many steps. It is
+# the square root for a signed value, and the fourth root for a second moment, because an update uses
+# the square root of a second moment.
+SIGNED_STEPS = 127
+SQUARE_STEPS = 255
 
 
 def pack_8bit(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,9 @@
-"""Update a plane by the rule of its kind, and the moving average of its weights."""
+"""Update a plane by the rule of its kind, and the moving average of its weights.
+
+A plane is a flat buffer of all parameters of a module that are updated by the same rule, with the same
+hyperparameters (`monograph.optim.planes`). The modules of an ensemble, which are trained together as
+one graph, have one plane.
+"""
 
 import functools
 import math

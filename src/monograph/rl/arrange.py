@@ -141,6 +141,7 @@ def arrange_window(
         ints["targets"][row, targets] = rollout.token_ids
         floats["factors"][row, targets] = weight.factor
         floats["drawn"][row, targets] = rollout.logprobs
+        # The shares are summed over all positions, so an answer has its share at one of them.
         floats["shares"][row, first_target] = weight.share
         if rollout.states:
             ints["states"][row, targets] = rollout.states

@@ -234,6 +234,7 @@ class PolicyLoss(nn.Module):
             return rho_N.detach().clamp_max(high) * log_N * factors_N, rho_N > high
         within_N = rho_N.clamp(1 - low, 1 + high)
         terms_N = torch.minimum(rho_N * factors_N, within_N * factors_N)
+        # rho is clipped where the second term is the smaller one.
         return terms_N, (rho_N - within_N) * factors_N > 0
 
     def _answer_means(self, values_N: Tensor, has_target_N: Tensor, batch: Batch) -> Tensor:
@@ -283,7 +284,8 @@ class PolicyLoss(nn.Module):
         """Set `totals` to zero, and return figures on all targets since the last call.
 
         Args:
-            gathered: returns the values of all ranks.
+            gathered: a function that is given this process's values and returns a list of those of all
+                ranks, the processes of distributed training.
 
         Returns:
             drawn_minus_scored: the mean of |log-probability - sampled log-probability|.

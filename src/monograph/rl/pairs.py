@@ -1,6 +1,7 @@
 """Read pairs of answers, a chosen and a rejected one, and arrange them in rows.
 
-A row holds both answers of a pair, each after the prompt, so a micro-batch never separates them.
+A row holds both answers of a pair, each after the prompt. So both are always in the same micro-batch,
+which is some rows of an update.
 Several pairs share a row. Each answer with its prompt is a separate *document* of the row, so that
 neither attention nor positions reach from one to another. For the loss kto, records have single
 answers that are labelled good or bad. Such an answer is paired with the answer of another record to
@@ -86,7 +87,8 @@ class Pair(NamedTuple):
 class PairRows(Rows):
     """Rows that hold whole pairs.
 
-    For the base class a pair is one document; `window` splits it into the two answers.
+    For the base class a pair is one document. `window`, which returns rows, splits it into two
+    documents, one for each answer.
 
     Attributes:
         answers: the number of answers of all rows.
@@ -135,6 +137,7 @@ class PairRows(Rows):
         is_filled_RT = pair_RT >= 0
         # For each position, the number of tokens of its pair's chosen answer with the prompt. The prompt
         # of the rejected answer begins after as many positions of the pair.
+        # Padding has the pair -1, and gets the length of the last pair, which is not used.
         chosen_length_RT = np.zeros_like(pair_RT)
         if len(self._chosen_lengths_D):
             chosen_length_RT = self._chosen_lengths_D[pair_RT]

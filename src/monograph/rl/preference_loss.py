@@ -1,4 +1,4 @@
-"""The loss of pairs of answers, as an engine takes it: sums over the rows of a batch, and the reference.
+"""The loss of pairs of answers, in the form of `monograph.loss`: sums over the rows of a batch.
 
 The equations of each loss are in `monograph.rl.preferences`, with the meaning of h, z and o'. The
 *reference* is the log-probability of each answer by the weights that the run begins from.
@@ -255,7 +255,8 @@ class PreferenceLoss(nn.Module):
         """Set `totals` to zero, and return figures on all pairs since the last call.
 
         Args:
-            gathered: returns the values of all ranks.
+            gathered: a function that is given this process's values and returns a list of those of all
+                ranks, the processes of distributed training.
 
         Returns:
             accuracy: the share of pairs with the chosen answer ahead.

@@ -80,9 +80,9 @@ def decoded_rows(answers: int) -> int:
 def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> int:
     """Return the number of positions of a row that holds `tokens` tokens, of a prompt and its answer.
 
-    For exact scoring, matrix products need a number of rows that `monograph.ops.padded_rows` does not
-    pad. Their rows are the positions of all rows of a batch. So the number of positions is padded here,
-    and their number in any number of rows then needs no padding either.
+    For exact scoring it is a multiple of four, if the model has so many positions. A matrix product
+    over the positions of any number of texts then has a multiple of four rows, and needs no padding to
+    have the same bits as another one (`monograph.ops.padded_rows`).
     """
     if not options.exact:
         return tokens
@@ -91,14 +91,16 @@ def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks share the work of sampling; the defaults are for one process.
+    """How ranks, the processes of distributed training, share the work of sampling.
+
+    The defaults are for one process.
 
     Attributes:
         ranks: the number of ranks.
-        share: given (work, items), returns work(items), a list of one JSON value for each item.
-            Each rank computes a part of the list, and all ranks get the whole list.
-        once: calls a function on one rank, and returns the result on all ranks; on those that did
-            not call it, each tuple has become a list.
+        share: a function of (work, items), which returns work(items), a list with one JSON value for
+            each item. Each rank computes a part of the list, and all ranks get the whole list.
+        once: a function that calls another one on one rank, and returns the result on all ranks; on
+            those that did not call it, each tuple has become a list.
     """
 
     ranks: int = 1
@@ -109,13 +111,15 @@ class Sharing:
 
 
 class Drawer:
-    """Samples answers from an engine's weights, and scores them.
+    """A sampler of answers from the weights of an engine. It also scores the answers.
+
+    An engine is a model with its training step (`monograph.engine`).
 
     Attributes:
         sharing: how ranks share the work.
         engine: the engine, whose loss is a `PolicyLoss`.
         prompts: the prompts of the run.
-        reward: scores the answers.
+        reward: the reward, which scores the answers.
         options: how answers are sampled and weighed.
         updates: a function that returns the number of updates of the run; 0 as long as it is unknown.
         model: the model that is sampled from: the one in training. If each rank (a process of

@@ -59,7 +59,8 @@ class EvaluatedModel:
         own_text_arguments: the further arguments of `corpus` that name the run's own text, that of its
             training. The held-out part of it is evaluated if the user names no text with --data.
             {} if the run did not learn from texts.
-        fingerprint: the fingerprint that the run's own text had in training.
+        fingerprint: the fingerprint that the run's own text had in training, a hash by which a changed
+            text is noticed.
         text_warning: a warning to print before the run's own text is read. There is one if another
             user began the run and it names files outside of its folder; else it is "".
         samples_answers: whether the run sampled answers between its updates. Then the times of its
