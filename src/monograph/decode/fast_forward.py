@@ -42,7 +42,7 @@ from monograph.decode.fast_projections import (
 )
 from monograph.graph.experts import ExpertLinear
 from monograph.graph.siblings import fuse_known
-from monograph.model.delta_net import GatedDeltaNet
+from monograph.model.delta_net import DeltaNetState, GatedDeltaNet
 from monograph.model.families import NormNames
 from monograph.model.layers import MLP, Attention, CentredRMSNorm, RMSNorm
 from monograph.model.llama import Block, Llama
@@ -262,7 +262,7 @@ class FastForward:
         mixer, mlp, norm_before_mixer, norm_before_mlp = _modules_of(block)
         norm = norm_of(norm_before_mixer)
         if isinstance(mixer, GatedDeltaNet):
-            recurrence = cache.recurrence(index)
+            recurrence = cast(DeltaNetState, cache.recurrence(index))
             hidden_BD = delta_net_step(
                 mixer, hidden_BD, norm, position_B, recurrence, self._project
             )
