@@ -244,7 +244,7 @@ def _writable_root(root: Path, is_chosen: bool) -> tuple[Path, tuple[str, ...]]:
         atexit.register(until_exit.close)
         (temporary / "corpora").mkdir()
         return temporary, (
-            f"{error}; until then tokens are kept in {temporary} and made again next time",
+            f"{error}; tokens are kept in {temporary} for now, and made again next time",
         )
     return root, ()
 

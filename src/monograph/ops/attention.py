@@ -380,7 +380,8 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     block = block_of(keys)
     blocks = -(-keys // block)  # rounded up
     padding = blocks * block - keys
-    # Keys and values get the memory layout of a cache, because the bits of a product may depend on it.
+    # Keys and values get the axes of a cache, [N, B, K, C, E], since decoding multiplies them so and the
+    # bits of a product may depend on the layout.
     keys_NBKCE, values_NBKCE = (
         F.pad(each, (0, 0, 0, padding)).unflatten(2, (blocks, block)).movedim(2, 0)
         for each in (key_BKSE, value_BKSE)
@@ -390,7 +391,7 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     sees_nothing = ~mask.any(dim=-1, keepdim=True)
     padded_mask = F.pad(mask | sees_nothing, (0, padding))
     blocks_of_mask = padded_mask.unflatten(3, (blocks, block)).movedim(3, 0)  # [N, B, H, T, C]
-    # One mask for all heads stays one mask: then both axes of heads have the size 1.
+    # A mask of all heads is the same for each key-value head, so K's axis keeps the size 1.
     mask_heads = 1 if mask.shape[1] == 1 else key_heads
     groups = query_BHTE.shape[1] // key_heads
     is_visible_NBKGTC = blocks_of_mask.expand(-1, -1, mask_heads * groups, -1, -1).unflatten(
