@@ -15,12 +15,13 @@ answer and l the rejected one:
 | kto    | D sigmoid(B (z - h(o))) of a good answer o, U sigmoid(B (h(o) - z)) of    | 2402.01306 |
 |        | a bad one, where z = max(0, mean of h(o')), a constant                    |            |
 
-o' is a prompt of the update with the answer of another record. B is beta, E label_smoothing, G gamma, D desirable_weight and U undesirable_weight.
+o' is a prompt of the update with the answer of another record. B is beta, E label_smoothing, G gamma,
+D desirable_weight and U undesirable_weight.
 
 An update's loss is the mean over its pairs, or over its answers for kto. IPO takes means over
 tokens, as its authors' code does. For kto, z is a mean over all o' of the whole update, not of a
-micro-batch. So all rows of an update are scored once before its gradient is computed. `monograph.rl.preference_loss` computes the
-sums over the rows of a batch.
+micro-batch. So all rows of an update are scored once before its gradient is computed.
+`monograph.rl.preference_loss` computes the sums over the rows of a batch.
 
 `monograph.config.keys` makes keys of the settings from the table `LOSSES`, and settings are read
 without torch. So formulas call methods of tensors. A function of torch that is not such a method is
