@@ -181,7 +181,7 @@ FAULTS = [
           DELTA_NET),
     Fault("ops/delta_net_kernels.py", "a_column = b_column + R", "a_column = b_column", DELTA_NET),
     Fault("ops/delta_net_kernels.py", "beta = tl.where(is_added, beta, 0.0)", "beta = beta",
-          f"{DELTA} -k 'limit_on'"),
+          f"{DELTA} -k 'repeated and float32 and three and next'"),
     Fault("ops/delta_net_kernels.py", "decay = tl.where(is_added, decay, 0.0)", "decay = decay",
           f"{DELTA} -k 'repeated and float32 and three and next'"),
     Fault("ops/delta_net_kernels.py", "_log1p(tl.exp(-tl.abs(step)))", "tl.log(1 + tl.exp(-tl.abs(step)))",

@@ -298,13 +298,14 @@ class FastForward:
             norms = norm_of(q_norm), norm_of(k_norm)
         weight, bias = family_weights(attention.q_proj)
         projected_BX = self._project(hidden_BD, weight, norm, bias)
+        cos_BF, sin_BF = rotation
         qkv_BX = projected_BX
         if attention.is_gated:
             key_heads = config.num_key_value_heads
-            qkv_BX = prepare_heads(projected_BX, norms, *rotation, heads, key_heads)
+            qkv_BX = prepare_heads(projected_BX, norms, cos_BF, sin_BF, heads, key_heads)
             # `attend` must not normalise and rotate them a second time.
             norms = None
-            rotation = None, None
+            cos_BF = sin_BF = None
         q_gain_E, k_gain_E = (None, None) if norms is None else (norm.gain_K for norm in norms)
         mixed_BX: Tensor = attend(
             qkv_BX,
@@ -315,7 +316,8 @@ class FastForward:
             blocks,
             heads,
             config.head_dim**-0.5,
-            *rotation,
+            cos_BF,
+            sin_BF,
             q_gain_E,
             k_gain_E,
             config.rms_norm_eps,
