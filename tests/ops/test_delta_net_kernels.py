@@ -183,11 +183,12 @@ def test_a_token_from_the_limit_on_changes_nothing() -> None:
     and the fourth two.
     """
     case = Case(*CASES[0])
-    _, after = case.computed(torch.float32, by_kernels=True, limit=9)
+    ours, after = case.computed(torch.float32, by_kernels=True, limit=9)
     assert after.count_B.tolist() == [7, 9, 50, 9]
-    _, expected = case.computed(torch.float32, by_kernels=False, limit=9)
-    _, exact = case.computed(torch.float64, by_kernels=False, limit=9)
-    assert error_within(after.state_BHEV, expected.state_BHEV, exact.state_BHEV)
+    naive, expected = case.computed(torch.float32, by_kernels=False, limit=9)
+    exact, exact_after = case.computed(torch.float64, by_kernels=False, limit=9)
+    assert error_within(ours, naive, exact)
+    assert error_within(after.state_BHEV, expected.state_BHEV, exact_after.state_BHEV)
     assert torch.equal(after.inputs_BKC[2], case.before.inputs_BKC[2].float())
     assert torch.equal(after.state_BHEV[2], case.before.state_BHEV[2].float())
 

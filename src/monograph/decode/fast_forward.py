@@ -303,6 +303,7 @@ class FastForward:
             norms = norm_of(q_norm), norm_of(k_norm)
         weight, bias = family_weights(attention.q_proj)
         projected_BX = self._project(hidden_BD, weight, norm, bias)
+        cos_BF, sin_BF = rotation
         qkv_BX = projected_BX
         cos_BF, sin_BF = rotation
         if attention.is_gated:
