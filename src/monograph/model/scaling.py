@@ -277,7 +277,7 @@ def _read_two_tables(
                 f"rope_parameters.{key}: expected a table for {FULL_ATTENTION!r} and one for {SLIDING_ATTENTION!r}"
             )
     full_table = _copy_table(tables, FULL_ATTENTION) | _copy_table(values, "rope_scaling")
-    # transformers looks for `truncate` beside the two tables, where no file has it.
+    # transformers does not read `truncate` from one of two tables.
     full_table.pop("truncate", None)
     sliding_table = _copy_table(tables, SLIDING_ATTENTION)
     default_theta = values["rope_theta"]
