@@ -69,9 +69,9 @@ class Lora:
         rank: R.
         alpha: the adapter's output is multiplied by `scale`, alpha / rank.
         targets: the layers that get an adapter. "all-linear": every linear layer except the head and
-            the experts of mixtures, as in PEFT. Another string: a regular expression, which must
-            match the whole name of a layer. A tuple: the last parts of names; only it can select
-            experts.
+            the experts of mixtures, as in PEFT. Another string: a regular expression that matches
+            whole names of layers. A tuple: the last parts of names. The last two may select experts,
+            too.
         dropout: probability with which elements of an adapter's input are dropped in training.
         base: the format of the weights of experts and of all linear layers except the head: "auto"
             (unchanged), "int8" or "nf4".
