@@ -431,7 +431,8 @@ def _long_to_hf(scaling: LongScaling) -> dict[str, Any]:
     }
     table: dict[str, Any] = {"type": LONGROPE, **factors}
     completed = _complete_long({**factors, **lengths}, scaling.max_position_embeddings)
-    # transformers 4 wants a table of exactly three keys, so it gets a fourth only where it has to.
+    # transformers 4 expects a table of exactly three keys. A fourth is written only if transformers would
+    # otherwise compute another attention_factor.
     if scaling.attention_factor != completed["attention_factor"]:
         table["attention_factor"] = scaling.attention_factor
     return {"rope_scaling": table, **lengths}
