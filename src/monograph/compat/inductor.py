@@ -379,7 +379,9 @@ def _partition(
 ) -> tuple[GraphModule, GraphModule]:
     """Split a joint graph into a forward and a backward graph, as Inductor does."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
+    remove_noop_ops(graph.graph)
     mark_recomputed(graph.graph)
     return min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **options)
 

@@ -129,6 +129,8 @@ def _written_kernels(
         changed = _changed_in_place(node)
         if node.op == "output":
             returned = buffers
+        elif _is_own_result(node):
+            sources[node] = _Sources.of_buffer(_own_result_name(node.all_input_nodes[0]))
         elif changed:
             in_place = _only_name(sources[changed[0]].buffers, node)
             kernels += _in_place_kernels(node, changed, buffers, in_place, device_type)
@@ -158,8 +160,9 @@ def _in_place_kernels(
 ) -> list[PlannedKernel]:
     """Return the kernels of an operator that changes a tensor.
 
-    Those of `add_product_` are the product in its workspace, and the addition. `replace_logits_`
-    has one kernel, and its other result, a number for each token, is not counted.
+    Those of `add_product_` are the product in its workspace, and the addition. Those of
+    `replace_logits_` are the replacement of the logits, and the losses that it returns: what reads
+    the losses does not keep the logits.
 
     Args:
         node: the call.
@@ -169,7 +172,15 @@ def _in_place_kernels(
         device_type: "cpu" or "cuda".
     """
     if "left" not in node.kwargs:
-        logits = changed[0].meta["val"]
+        own_losses, logits = _tensors(node)
+        losses = PlannedKernel(
+            _own_result_name(node),
+            own_losses,
+            own_losses.numel(),
+            own_losses.nbytes,
+            frozenset([node.name]),
+            fused=False,
+        )
         replacement = PlannedKernel(
             node.name,
             logits,
@@ -179,7 +190,7 @@ def _in_place_kernels(
             fused=False,
             changes=in_place,
         )
-        return [replacement]
+        return [replacement, losses]
     operands: list[Any] = [*changed, node.kwargs["left"], node.kwargs["right"]]
     total, left, right = (operand.meta["val"] for operand in operands)
     workspace = inner_bytes(total, left, right, device_type)
@@ -404,6 +415,18 @@ def _changed_in_place(node: Node) -> list[Node]:
     # `auto_functionalized_v2` lists the tensors as `_all_bases`; the older wrapper has the
     # operator's own argument.
     return list(node.kwargs.get("_all_bases") or [node.kwargs["total"]])  # type: ignore[arg-type]
+
+
+def _is_own_result(node: Node) -> bool:
+    """Return whether a node selects what a call returns besides the tensors that it changes."""
+    if node.target is not operator.getitem or not _changed_in_place(node.all_input_nodes[0]):
+        return False
+    return node.args[1] == 0
+
+
+def _own_result_name(call: Node) -> BufferName:
+    """Return the name of the buffer that a call returns besides the tensors that it changes."""
+    return f"{call.name}'s own result"
 
 
 def _is_extern(node: Node) -> bool:
