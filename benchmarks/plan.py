@@ -7,7 +7,7 @@ a CPU under the allocator's own events (`profiling.memory.LiveBytes`), on a GPU,
 by `torch.cuda.max_memory_allocated`. A captured step is measured after the call that compiles it.
 Goal: 5 % at worst, 1 % at the median, each prediction in less than 10 seconds of CPU time. On a GPU
 also kinds of steps that are not drawn: packed rows, adapters, other precisions and states, and
-streaming, whose prediction is the closed form of `planner.placement_bytes`.
+streaming, whose prediction is that of `planner.placement_bytes`, with traced passes.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def compared(case: Work | StreamWay) -> dict[str, Any]:
     )
     if isinstance(case, StreamWay):
         # A few buffers stay on the device, as a plan leaves as many there as fit.
-        predicted_bytes = sum(case.device_bytes(case.first_resident(RESIDENT)).values())
+        predicted_bytes = sum(case.device_bytes(case.first_resident(RESIDENT), traced=True).values())
     else:
         peak = footprint(case)
         predicted_bytes, stage = peak.peak_bytes, peak.stage

@@ -249,7 +249,7 @@ def _node_kernels(
     size_bytes = sum(output.untyped_storage().nbytes() for output in outputs)
     numbers = outputs[0].numel()
     if device_type == "cuda":
-        numbers = _row_numbers(node) or numbers
+        numbers = _row_numbers(node) or _part_numbers(node) or numbers
     changes = None
     at_places = _name(node) in _WRITES_AT_PLACES
     if at_places:
@@ -258,6 +258,8 @@ def _node_kernels(
     not_over = frozenset(
         name for name, sizes in expensive_sizes.items() if sizes not in ({0}, {size_bytes})
     )
+    if device_type == "cuda" and _part_numbers(node):
+        not_over = buffers  # of which a part has only one half, or less
     largest_expensive = max(set[int]().union(*expensive_sizes.values()), default=0)
     node_kernels.append(
         PlannedKernel(
@@ -289,6 +291,17 @@ def _row_numbers(node: Node) -> int:
         dims = [dims]
     reduces_rows = any(isinstance(dim, int) and dim in (-1, read.ndim - 1) for dim in dims)
     return read.numel() if reduces_rows else 0
+
+
+def _part_numbers(node: Node) -> int:
+    """Return how many numbers the largest part of a concatenation has; 0 for any other node.
+
+    On a GPU each part is written to its place in the result by a loop of its own, which other
+    kernels of that size join.
+    """
+    if _name(node) != "cat":
+        return 0
+    return max(tensor.numel() for part in node.all_input_nodes for tensor in _tensors(part))
 
 
 def _only_name(names: frozenset[BufferName], node: Node) -> BufferName:
