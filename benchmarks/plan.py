@@ -13,6 +13,7 @@ streaming, whose prediction is that of `planner.placement_bytes`, with traced pa
 from __future__ import annotations
 
 import gc
+import importlib
 import random
 import statistics
 import sys
@@ -66,9 +67,17 @@ def main() -> None:
         "--captured", type=int, default=of_captured, metavar="N", help="the same, compiled"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the configurations")
+    parser.add_argument(
+        "--kinds", default="", help="of a GPU's other kinds only these, separated by semicolons"
+    )
     given = parser.parse_args()
+    if harness.machine()["type"] == "pretended":
+        # Otherwise kernels would need the interpreter, and cuDNN a card.
+        importlib.import_module("pretended").watch()
     eager, captured = (1, 0) if given.smoke else (given.eager, given.captured)
     kinds = [] if given.smoke or device.type == "cpu" else of_kinds()
+    if given.kinds:
+        kinds = [each for each in kinds if each[0] in given.kinds.split(";")]
     settings = {"seed": given.seed, "goal": GOAL, "median_goal": MEDIAN_GOAL, "seconds": SECONDS}
     found = harness.result("plan", settings | {"instrument": INSTRUMENTS[device.type]})
     harness.print_machine(found)

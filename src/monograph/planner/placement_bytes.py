@@ -459,21 +459,31 @@ class StreamWay:
         if work.packed and not work.masked:
             # The trace has one row's positions for all rows; flex attention's rows have their own.
             further += 4 * work.config.head_dim * window_tokens
-        # In a sweep all inputs of stages are gone but for the sets that stay for those that return.
-        free_in_update = 0
-        if self.when == "sweep":
-            free_in_update = boundaries - self._input_set_bytes
-        beside = max(traced.passes + further, traced.update - free_in_update) + window
+        updates = (
+            traced.first_update + self._boundary_bytes_in_update(0),
+            traced.block_update + self._boundary_bytes_in_update(self.stages.count - 2),
+            traced.last_update + self._boundary_bytes_in_update(self.stages.count - 1),
+        )
+        beside = max(traced.passes + further, max(updates) - boundaries) + window
         kept = min(estimated["activations"], beside)
         return {"boundaries": boundaries, "activations": kept, "workspace": beside - kept}
 
-    @property
-    def _input_set_bytes(self) -> int:
-        """Return the bytes of the device's memory for inputs that come back from the host."""
-        if not self.offload:
-            return 0
-        sets = min(INPUT_SETS, self.stages.count - 2)
-        return sets * self.work.micro_batches * self.work.input_bytes
+    def _boundary_bytes_in_update(self, index: int) -> int:
+        """Return the bytes of boundaries on the device while the stage of this index is updated."""
+        micro_batches = self.work.micro_batches
+        if self.when == "sweep":
+            # All are gone, but for the memory of those that come back from the host.
+            sets = min(INPUT_SETS, self.stages.count - 2) if self.offload else 0
+            return sets * micro_batches * self.work.input_bytes
+        if self.when == "backward" or self.offload:
+            return self.pass_bytes["boundaries"]
+        # While the stage before it runs forward, a piece is updated after a micro-batch, or several.
+        pieces = sum(
+            -(-plane.numbers // max(MAX_CHUNK_ELEMENTS, plane.update_unit))
+            for plane in self.stages.planes[index]
+        )
+        whole_stages = max(0, index - 1) * micro_batches
+        return (whole_stages + min(index, 1) * min(micro_batches, pieces)) * self.work.input_bytes
 
     @property
     def _block_backward_bytes(self) -> float:

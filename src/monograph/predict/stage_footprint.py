@@ -38,12 +38,16 @@ class StageFootprint(NamedTuple):
     Attributes:
         passes: at the peak of the passes, with one micro-batch, without inputs of stages.
         further: of what `begin` gives to the blocks for a micro-batch, such as masks and rotations.
-        update: at the peak of an update.
+        first_update: at the peak of the first stage's update.
+        block_update: at the peak of the update of a stage of blocks.
+        last_update: at the peak of the last stage's update.
     """
 
     passes: int
     further: int
-    update: int
+    first_update: int
+    block_update: int
+    last_update: int
 
 
 class _TracedPasses(Passes):
@@ -84,7 +88,8 @@ def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
         # Fused attention without a mask takes the place of flex attention.
         if short.device_type == "cuda":
             model.use_attention("sdpa", "repeated" if short.repeats_heads else "torch", "cuda")
-        placement = Placement(blocks_per_stage=blocks_per_stage)
+        # Then `update` only decides, and the stages are updated one by one below.
+        placement = Placement(blocks_per_stage=blocks_per_stage, when="next forward")
         parameters = InStages(placement, None, passes=_TracedPasses, fused=short.fused)
         step = Step(
             model,
@@ -111,16 +116,21 @@ def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
         begin = len(memory.curve)
         accumulate(step, [batch])
         end_of_passes = len(memory.curve)
-        update(step)
         passes = max(map(_transient_bytes, memory.curve[begin:end_of_passes]))
-        updates = max(map(_transient_bytes, memory.curve[end_of_passes:]))
+        update(step)
+        update_peaks = []
+        for stage in list(walk.updates.waiting):
+            begin = len(memory.curve)
+            walk.updates.begin(stage)
+            walk.updates.finish_current()
+            update_peaks.append(max(map(_transient_bytes, memory.curve[begin:])))
         assert isinstance(walk.passes, _TracedPasses)
         further_bytes = walk.passes.further_bytes
     # An update has a graph for each kind of piece, and a search traces many ways.
     for function in updating:
         compat.forget_graphs(function)
     boundaries = TRACED_BOUNDARIES * short.input_bytes
-    return StageFootprint(passes - boundaries, further_bytes, updates)
+    return StageFootprint(passes - boundaries, further_bytes, *update_peaks)
 
 
 def _transient_bytes(sample: MemorySample) -> int:
