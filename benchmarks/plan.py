@@ -275,7 +275,9 @@ def compared(case: Work | StreamWay) -> dict[str, Any]:
     )
     if isinstance(case, StreamWay):
         # A few buffers stay on the device, as a plan leaves as many there as fit.
-        predicted_bytes = sum(case.device_bytes(case.first_resident(RESIDENT), traced=True).values())
+        predicted_bytes = sum(
+            case.device_bytes(case.first_resident(RESIDENT), traced=True).values()
+        )
     else:
         peak = footprint(case)
         predicted_bytes, stage = peak.peak_bytes, peak.stage

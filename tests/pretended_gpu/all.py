@@ -87,7 +87,10 @@ ALL = [
     Part("numbers", "90", True, NUMBERS),
 ]
 NIGHTLY = [
-    *(Part("machine code", sm, False, [f"{HERE}/test_machine_code.py"]) for sm in environment.CARDS),
+    *(
+        Part("machine code", sm, False, [f"{HERE}/test_machine_code.py"])
+        for sm in environment.CARDS
+    ),
     Part("planned memory", "90", False, [f"{HERE}/test_planned.py"]),
 ]
 

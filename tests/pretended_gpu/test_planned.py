@@ -30,5 +30,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_planned_is_what_the_card_s_allocator_sees(case: plan.Work | plan.StreamWay) -> None:
+def test_what_is_planned_is_what_the_card_s_allocator_sees(
+    case: plan.Work | plan.StreamWay,
+) -> None:
     assert abs(plan.compared(case)["error"]) < plan.GOAL

@@ -463,7 +463,9 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
         if work.answer_scoring == "exact":
             model.use_attention("cached")
         loss = (
-            _answer_loss(work.device_type) if work.answer_scoring else token_loss_on(work.device_type)
+            _answer_loss(work.device_type)
+            if work.answer_scoring
+            else token_loss_on(work.device_type)
         )
         if work.lora:
             install_adapters(model, work.lora, precision=Precision(work.precision))
@@ -541,6 +543,7 @@ def _answer_loss(device_type: str) -> Loss:
 
 
 def token_loss_on(device_type: str) -> TokenLoss:
+    """Return the loss of texts with as many chunks of logits as on a device of this type."""
     loss = TokenLoss()
     loss.head = _cross_entropy_head(device_type)
     return loss

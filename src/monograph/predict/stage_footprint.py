@@ -64,9 +64,7 @@ class _TracedPasses(Passes):
         state, further = super().forward_first(batch)
         tensors = [leaf for leaf in tree_leaves(further) if isinstance(leaf, Tensor)]
         storages = {id(tensor.untyped_storage()): tensor for tensor in tensors}
-        self.further_bytes = sum(
-            tensor.untyped_storage().nbytes() for tensor in storages.values()
-        )
+        self.further_bytes = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
         return state, further
 
     def generator_states(self) -> list[Tensor]:
@@ -105,9 +103,7 @@ def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
         names = ["tokens", "targets"]
         if short.packed and short.masked:
             names += ["segments", "positions"]
-        batch = {
-            name: torch.zeros(short.rows, short.length, dtype=torch.int64) for name in names
-        }
+        batch = {name: torch.zeros(short.rows, short.length, dtype=torch.int64) for name in names}
         updating = [each.function for each in parameters.captured("blocks")]
         if short.compile != "none":
             capture_with(memory.captured, step, "blocks")
