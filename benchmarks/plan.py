@@ -7,12 +7,13 @@ a CPU under the allocator's own events (`profiling.memory.LiveBytes`), on a GPU,
 by `torch.cuda.max_memory_allocated`. A captured step is measured after the call that compiles it.
 Goal: 5 % at worst, 1 % at the median, each prediction in less than 10 seconds of CPU time. On a GPU
 also kinds of steps that are not drawn: packed rows, adapters, other precisions and states, and
-streaming, whose prediction is the closed form of `planner.placement_bytes`.
+streaming, whose prediction is that of `planner.placement_bytes`, with traced passes.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import random
 import statistics
 import sys
@@ -66,9 +67,17 @@ def main() -> None:
         "--captured", type=int, default=of_captured, metavar="N", help="the same, compiled"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the configurations")
+    parser.add_argument(
+        "--kinds", default="", help="of a GPU's other kinds only these, separated by semicolons"
+    )
     given = parser.parse_args()
+    if harness.machine()["type"] == "pretended":
+        # Otherwise kernels would need the interpreter, and cuDNN a card.
+        importlib.import_module("pretended").watch()
     eager, captured = (1, 0) if given.smoke else (given.eager, given.captured)
     kinds = [] if given.smoke or device.type == "cpu" else of_kinds()
+    if given.kinds:
+        kinds = [each for each in kinds if each[0] in given.kinds.split(";")]
     settings = {"seed": given.seed, "goal": GOAL, "median_goal": MEDIAN_GOAL, "seconds": SECONDS}
     found = harness.result("plan", settings | {"instrument": INSTRUMENTS[device.type]})
     harness.print_machine(found)
@@ -266,7 +275,9 @@ def compared(case: Work | StreamWay) -> dict[str, Any]:
     )
     if isinstance(case, StreamWay):
         # A few buffers stay on the device, as a plan leaves as many there as fit.
-        predicted_bytes = sum(case.device_bytes(case.first_resident(RESIDENT)).values())
+        predicted_bytes = sum(
+            case.device_bytes(case.first_resident(RESIDENT), traced=True).values()
+        )
     else:
         peak = footprint(case)
         predicted_bytes, stage = peak.peak_bytes, peak.stage

@@ -80,13 +80,18 @@ ALL = [
     Part("order", "90", True, [f"{HERE}/test_order.py"]),
     Part("commands", "90", True, [f"{HERE}/test_commands.py"]),
     Part("machine code", "90", False, [f"{HERE}/test_machine_code.py", "-m", "not slow"]),
+    Part("planned memory", "90", False, [f"{HERE}/test_planned.py", "-m", "not slow"]),
     Part("two cards", "90", True, [f"{HERE}/test_ranks.py"]),
     Part("launches", "90", False, [f"{HERE}/test_counts.py"]),
     Part("driver", "90", False, DRIVER),
     Part("numbers", "90", True, NUMBERS),
 ]
 NIGHTLY = [
-    Part("machine code", sm, False, [f"{HERE}/test_machine_code.py"]) for sm in environment.CARDS
+    *(
+        Part("machine code", sm, False, [f"{HERE}/test_machine_code.py"])
+        for sm in environment.CARDS
+    ),
+    Part("planned memory", "90", False, [f"{HERE}/test_planned.py"]),
 ]
 
 

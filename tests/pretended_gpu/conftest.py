@@ -10,9 +10,19 @@ import pytest
 from pretended_gpu import card
 
 # Where the driver is not preloaded, only the making of the environment is tested; without the
-# plugin, only the driver, the counts of launches and the machine code, of which an interpreter has
-# none.
-OF_DRIVER = ["driver", "capture", "cards", "hook", "launches", "counts", "waits", "machine_code"]
+# plugin, only the driver, the counts of launches, the machine code, of which an interpreter has none,
+# and planned memory.
+OF_DRIVER = [
+    "driver",
+    "capture",
+    "cards",
+    "hook",
+    "launches",
+    "counts",
+    "waits",
+    "machine_code",
+    "planned",
+]
 OF_NUMBERS = [
     "operators",
     "graphs",
@@ -28,7 +38,11 @@ OF_NUMBERS = [
 PLUGIN = "pretended_gpu.plugin" in sys.modules
 collect_ignore = [
     *([] if card.PRELOADED else [f"test_{name}.py" for name in OF_DRIVER]),
-    *(["test_machine_code.py"] if PLUGIN else [f"test_{name}.py" for name in OF_NUMBERS]),
+    *(
+        ["test_machine_code.py", "test_planned.py"]
+        if PLUGIN
+        else [f"test_{name}.py" for name in OF_NUMBERS]
+    ),
 ]
 
 

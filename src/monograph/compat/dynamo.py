@@ -7,7 +7,7 @@ to trace it.
 import functools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -110,6 +110,16 @@ def allow_variants() -> None:
     """Let a function be compiled for up to 64 kinds of arguments; torch's default limit is 8."""
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 64)
+
+
+def forget_graphs(function: Callable[..., object]) -> None:
+    """Drop the compiled graphs of a function, or of the function of a bound method.
+
+    They count toward the limit of `allow_variants`, even if nothing can call them any more.
+    """
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        torch._dynamo.reset_code(code)
 
 
 def one_graph_under_ddp() -> None:

@@ -478,13 +478,22 @@ def partitioning_backend(
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
+
+    def partition(
+        graph: GraphModule, inputs: object, **options: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        # Inductor does this first. A view of nothing would hide from the partitioner that the value
+        # behind it is cheap to compute again, and so it would be saved.
+        remove_noop_ops(graph.graph)
+        return _partition(graph, inputs, **options)
 
     return aot_autograd(
         fw_compiler=lambda graph, _: forward(graph),
         bw_compiler=lambda graph, _: backward(graph),
         inference_compiler=lambda graph, _: forward(graph),
         decompositions=select_decomp_table(),
-        partition_fn=_partition,
+        partition_fn=partition,
         keep_inference_input_mutations=True,
     )
 

@@ -15,7 +15,8 @@ The words, which are those of `monograph.stream`:
     boundary        the tensor that passes from one stage to the next
 
 The form is closed: it needs the planes of a model's first stage, one middle stage and the last one,
-which the engine's own code makes on tensors without data.
+which the engine's own code makes on tensors without data. What passes and updates allocate beside
+these is estimated for a search, and traced for the ways that it finds (`predict.stage_footprint`).
 """
 
 import functools
@@ -34,6 +35,7 @@ from monograph.model.llama import Llama
 from monograph.ops.cross_entropy import chunk_count
 from monograph.optim import Optimizer
 from monograph.optim.formats import FORMATS
+from monograph.planner.traces import traced_stage
 from monograph.predict.estimate import ORTHOGONAL_NUMBERS, stored_numbers
 from monograph.predict.footprint import Work
 from monograph.stream import Placement
@@ -443,6 +445,46 @@ class StreamWay:
             "workspace": int(peak - kept) + masks,
         }
 
+    @cached_property
+    def traced_pass_bytes(self) -> dict[str, int]:
+        """Return the same bytes as `pass_bytes`, from a trace of a stage's passes and of its update."""
+        work = self.work
+        traced = traced_stage(work, self.blocks_per_stage)
+        estimated = self.pass_bytes
+        boundaries = estimated["boundaries"]
+        # The other micro-batches' masks and rotations, and the tokens of the whole window.
+        window_tokens = work.window_rows * work.length
+        window = (4 if work.packed else 2) * 8 * (window_tokens - work.tokens)
+        further = (work.micro_batches - 1) * traced.further
+        if work.packed and not work.masked:
+            # The trace has one row's positions for all rows; flex attention's rows have their own.
+            further += 4 * work.config.head_dim * window_tokens
+        updates = (
+            traced.first_update + self._boundary_bytes_in_update(0),
+            traced.block_update + self._boundary_bytes_in_update(self.stages.count - 2),
+            traced.last_update + self._boundary_bytes_in_update(self.stages.count - 1),
+        )
+        beside = max(traced.passes + further, max(updates) - boundaries) + window
+        kept = min(estimated["activations"], beside)
+        return {"boundaries": boundaries, "activations": kept, "workspace": beside - kept}
+
+    def _boundary_bytes_in_update(self, index: int) -> int:
+        """Return the bytes of boundaries on the device while the stage of this index is updated."""
+        micro_batches = self.work.micro_batches
+        if self.when == "sweep":
+            # All are gone, but for the memory of those that come back from the host.
+            sets = min(INPUT_SETS, self.stages.count - 2) if self.offload else 0
+            return sets * micro_batches * self.work.input_bytes
+        if self.when == "backward" or self.offload:
+            return self.pass_bytes["boundaries"]
+        # While the stage before it runs forward, a piece is updated after a micro-batch, or several.
+        pieces = sum(
+            -(-plane.numbers // max(MAX_CHUNK_ELEMENTS, plane.update_unit))
+            for plane in self.stages.planes[index]
+        )
+        whole_stages = max(0, index - 1) * micro_batches
+        return (whole_stages + min(index, 1) * min(micro_batches, pieces)) * self.work.input_bytes
+
     @property
     def _block_backward_bytes(self) -> float:
         """Return the estimated bytes of a block's backward pass, recomputation included.
@@ -512,9 +554,17 @@ class StreamWay:
             names_of_stages[index].add(name)
         return [frozenset(names) for names in names_of_stages]
 
-    def device_bytes(self, resident: Sequence[BufferNames]) -> dict[str, int]:
-        """Return the bytes on the device by origin."""
-        return {**self._plane_bytes(resident), **self.pass_bytes}
+    def device_bytes(
+        self, resident: Sequence[BufferNames], *, traced: bool = False
+    ) -> dict[str, int]:
+        """Return the bytes on the device by origin.
+
+        Args:
+            resident: for each stage, the names of its buffers that stay on the device.
+            traced: whether the bytes of passes are traced, which takes seconds, or estimated.
+        """
+        passes = self.traced_pass_bytes if traced else self.pass_bytes
+        return {**self._plane_bytes(resident), **passes}
 
     def _plane_bytes(self, resident: Sequence[BufferNames]) -> Mapping[str, int]:
         return plane_bytes(
@@ -524,12 +574,18 @@ class StreamWay:
             on_host=self.where == "host",
         )
 
-    def resident_within(self, limit: int) -> list[BufferNames]:
+    def resident_within(self, limit: int, *, traced: bool = False) -> list[BufferNames]:
         """Return for each stage the names of its resident buffers, if as many buffers of `order`
         are resident as fit into `limit` bytes.
+
+        Args:
+            limit: the bytes.
+            traced: whether the bytes of passes are traced, or estimated with a margin.
         """
-        estimated = self.pass_bytes["activations"] + self.pass_bytes["workspace"]
-        available = limit - int(MARGIN * estimated) - self.pass_bytes["boundaries"]
+        passes = self.traced_pass_bytes if traced else self.pass_bytes
+        beside = passes["activations"] + passes["workspace"]
+        margin = 1.0 if traced else MARGIN
+        available = limit - int(margin * beside) - passes["boundaries"]
 
         def fits(count: int) -> bool:
             return sum(self._plane_bytes(self.first_resident(count)).values()) <= available
@@ -546,10 +602,10 @@ class StreamWay:
         further = bisect_left(candidates, True, key=lambda count: not fits(count))
         return self.first_resident(low + further)
 
-    def bytes_by_tier(self, resident: Sequence[BufferNames]) -> Tiers:
-        """Return the bytes by origin on the device, on the host and on disk."""
+    def bytes_by_tier(self, resident: Sequence[BufferNames], *, traced: bool = False) -> Tiers:
+        """Return the bytes by origin on the device, on the host and on disk; see `device_bytes`."""
         tiers = {
-            "device": self.device_bytes(resident),
+            "device": self.device_bytes(resident, traced=traced),
             "host": dict[str, int](),
             "disk": dict[str, int](),
         }

@@ -89,6 +89,7 @@ BLOCKS_PER_STAGE = 1, 2, 4  # the numbers that are tried
 # The clock times this many distinct candidates that update on the device, and as many that update
 # on the host.
 MAX_TIMED = 3
+MOST_TRACES = 4  # of the best candidates, until one fits
 # The clock's lanes in words. A lane is what does one thing at a time: the device, a link and so on.
 LANES = {
     "compute": "computing",
@@ -165,10 +166,49 @@ def stream_candidates(
             distinct[index] = _time_by_clock(candidate, device, limits, peak_flops)
     # Candidates that the clock has timed come first (False sorts before True). The times of the
     # others cannot be compared with theirs, as the closed form is never longer than the clock.
-    best, *others = sorted(
+    ranked = sorted(
         distinct, key=lambda candidate: (candidate.bottleneck is None, candidate.update_s)
     )
-    return [best, *(replace(candidate, why=_why(candidate, best)) for candidate in others)]
+    ways = {(way.work, way.placement(resident)): way for way, resident in fitting}
+    too_large = []
+    for place, candidate in enumerate(ranked[:MOST_TRACES]):
+        best = _with_trace(ways[candidate.work, candidate.placement], candidate, limits)
+        if best:
+            others = [*ranked[place + 1 :], *too_large]
+            return [best, *(replace(each, why=each.why or _why(each, best)) for each in others)]
+        too_large.append(replace(candidate, why="too large by its trace"))
+    raise OutOfDeviceMemory(_refusal(request, device, limits))
+
+
+def _with_trace(
+    way: StreamWay, candidate: StreamCandidate, limits: Limits
+) -> StreamCandidate | None:
+    """Return the candidate with the traced bytes of its passes, and with fewer resident buffers if
+    these need more than was estimated; None if it does not fit.
+    """
+    resident = _resident_of(way, candidate.placement)
+    tiers = way.bytes_by_tier(resident, traced=True)
+    if not limits.shared and "device" in _exceeded_tiers(tiers, limits):
+        resident = way.resident_within(limits.device_bytes, traced=True)
+        tiers = way.bytes_by_tier(resident, traced=True)
+    if _exceeded_tiers(tiers, limits):
+        return None
+    return replace(
+        candidate,
+        peak_memory_bytes=sum(tiers["device"].values()),
+        by_origin=tiers["device"],
+        placement=way.placement(resident),
+        tiers=tiers,
+        disk_moved_bytes=2 * sum(tiers["disk"].values()),
+    )
+
+
+def _resident_of(way: StreamWay, placement: Placement) -> list[BufferNames]:
+    """Return for each stage the names of its buffers that stay on the device."""
+    return [
+        frozenset(name for index, name in placement.on_device if index == stage)
+        for stage in range(way.stages.count)
+    ]
 
 
 # ── the search ──────────────────────────────────────────────────────────────────────────────────

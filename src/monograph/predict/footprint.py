@@ -128,7 +128,7 @@ class Work(Training):
     @property
     def loss(self) -> Loss:
         """Return a loss of the same kind and with the same memory as the run's, which is traced."""
-        make_loss = _answer_loss if self.answer_scoring else _token_loss
+        make_loss = _answer_loss if self.answer_scoring else token_loss_on
         return make_loss(self.device_type)
 
     @property
@@ -524,7 +524,8 @@ def _answer_loss(device_type: str) -> Loss:
     return loss
 
 
-def _token_loss(device_type: str) -> TokenLoss:
+def token_loss_on(device_type: str) -> TokenLoss:
+    """Return the loss of texts with as many chunks of logits as on a device of this type."""
     loss = TokenLoss()
     loss.head = _cross_entropy_head(device_type)
     return loss

@@ -129,6 +129,8 @@ def _written_kernels(
         changed = _changed_in_place(node)
         if node.op == "output":
             returned = buffers
+        elif _is_own_result(node):
+            sources[node] = _Sources.of_buffer(_own_result_name(node.all_input_nodes[0]))
         elif changed:
             in_place = _only_name(sources[changed[0]].buffers, node)
             kernels += _in_place_kernels(node, changed, buffers, in_place, device_type)
@@ -158,8 +160,9 @@ def _in_place_kernels(
 ) -> list[PlannedKernel]:
     """Return the kernels of an operator that changes a tensor.
 
-    Those of `add_product_` are the product in its workspace, and the addition. `replace_logits_`
-    has one kernel, and its other result, a number for each token, is not counted.
+    Those of `add_product_` are the product in its workspace, and the addition. Those of
+    `replace_logits_` are the replacement of the logits, and the losses that it returns: what reads
+    the losses does not keep the logits.
 
     Args:
         node: the call.
@@ -169,7 +172,15 @@ def _in_place_kernels(
         device_type: "cpu" or "cuda".
     """
     if "left" not in node.kwargs:
-        logits = changed[0].meta["val"]
+        own_losses, logits = _tensors(node)
+        losses = PlannedKernel(
+            _own_result_name(node),
+            own_losses,
+            own_losses.numel(),
+            own_losses.nbytes,
+            frozenset([node.name]),
+            fused=False,
+        )
         replacement = PlannedKernel(
             node.name,
             logits,
@@ -179,7 +190,7 @@ def _in_place_kernels(
             fused=False,
             changes=in_place,
         )
-        return [replacement]
+        return [replacement, losses]
     operands: list[Any] = [*changed, node.kwargs["left"], node.kwargs["right"]]
     total, left, right = (operand.meta["val"] for operand in operands)
     workspace = inner_bytes(total, left, right, device_type)
@@ -238,7 +249,7 @@ def _node_kernels(
     size_bytes = sum(output.untyped_storage().nbytes() for output in outputs)
     numbers = outputs[0].numel()
     if device_type == "cuda":
-        numbers = _row_numbers(node) or numbers
+        numbers = _row_numbers(node) or _part_numbers(node) or numbers
     changes = None
     at_places = _name(node) in _WRITES_AT_PLACES
     if at_places:
@@ -247,6 +258,8 @@ def _node_kernels(
     not_over = frozenset(
         name for name, sizes in expensive_sizes.items() if sizes not in ({0}, {size_bytes})
     )
+    if device_type == "cuda" and _part_numbers(node):
+        not_over = buffers  # of which a part has only one half, or less
     largest_expensive = max(set[int]().union(*expensive_sizes.values()), default=0)
     node_kernels.append(
         PlannedKernel(
@@ -278,6 +291,17 @@ def _row_numbers(node: Node) -> int:
         dims = [dims]
     reduces_rows = any(isinstance(dim, int) and dim in (-1, read.ndim - 1) for dim in dims)
     return read.numel() if reduces_rows else 0
+
+
+def _part_numbers(node: Node) -> int:
+    """Return how many numbers the largest part of a concatenation has; 0 for any other node.
+
+    On a GPU each part is written to its place in the result by a loop of its own, which other
+    kernels of that size join.
+    """
+    if _name(node) != "cat":
+        return 0
+    return max(tensor.numel() for part in node.all_input_nodes for tensor in _tensors(part))
 
 
 def _only_name(names: frozenset[BufferName], node: Node) -> BufferName:
@@ -404,6 +428,18 @@ def _changed_in_place(node: Node) -> list[Node]:
     # `auto_functionalized_v2` lists the tensors as `_all_bases`; the older wrapper has the
     # operator's own argument.
     return list(node.kwargs.get("_all_bases") or [node.kwargs["total"]])  # type: ignore[arg-type]
+
+
+def _is_own_result(node: Node) -> bool:
+    """Return whether a node selects what a call returns besides the tensors that it changes."""
+    if node.target is not operator.getitem or not _changed_in_place(node.all_input_nodes[0]):
+        return False
+    return node.args[1] == 0
+
+
+def _own_result_name(call: Node) -> BufferName:
+    """Return the name of the buffer that a call returns besides the tensors that it changes."""
+    return f"{call.name}'s own result"
 
 
 def _is_extern(node: Node) -> bool:

@@ -46,6 +46,7 @@ class InStages(Parameters):
         lanes: Lanes | None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
         passes: Callable[[Step], Passes] = Passes,
+        fused: bool | None = None,
     ):
         """Set where buffers will live; `place` moves them.
 
@@ -54,6 +55,7 @@ class InStages(Parameters):
             lanes: the lanes that copy and compute; None: new lanes of the device.
             sum_over_ranks: sums a tensor over all ranks; None: there is one rank.
             passes: makes the object that computes a step's passes and updates.
+            fused: whether matrix products add gradients to the planes; None: if that saves work.
         """
         super().__init__()
         self.placement = placement
@@ -61,6 +63,7 @@ class InStages(Parameters):
         self._lanes = lanes
         self._sum_over_ranks = sum_over_ranks
         self._passes = passes
+        self._asked_to_fuse = fused
         self._fuses_gradients = (
             False  # whether matrix products add gradients; known from `place` on
         )
@@ -76,7 +79,10 @@ class InStages(Parameters):
     def place(self, step: Step) -> list[Plane]:
         """Move the planes of all stages to their homes."""
         self.step = step
-        self._fuses_gradients = can_fuse_gradients(step, self.placement.device.type == "cuda")
+        if self._asked_to_fuse is None:
+            self._fuses_gradients = can_fuse_gradients(step, self.placement.device.type == "cuda")
+        else:
+            self._fuses_gradients = self._asked_to_fuse
         if self._fuses_gradients:
             siblings.fuse_known(step.model)
         kinds = step.optim.kinds(step.model)

@@ -449,10 +449,10 @@ class Passes:
         """
         # The states before and after are compared. Kinds of modules are not refused, because the
         # rate of a dropout may be 0, and a buffer may only be read.
-        generators_before = self._generator_states()
+        generators_before = self.generator_states()
         buffers_before = _buffer_versions(modules)
         yield
-        for before, after in zip(generators_before, self._generator_states(), strict=True):
+        for before, after in zip(generators_before, self.generator_states(), strict=True):
             if not torch.equal(before, after):
                 raise UsageError(
                     f"memory = stream runs {type(modules[0]).__name__} a second time for its gradient, and it draws "
@@ -465,7 +465,7 @@ class Passes:
                     f"its buffer {name}, which would be written twice: use memory = device"
                 )
 
-    def _generator_states(self) -> list[Tensor]:
+    def generator_states(self) -> list[Tensor]:
         """Return the states of torch's random generators, of the host and of the device."""
         states = [torch.get_rng_state()]
         if self.step.device.type == "cuda":
