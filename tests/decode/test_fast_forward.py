@@ -16,7 +16,7 @@ from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
-from monograph.graph.lora import Lora, adapt
+from monograph.graph.lora import Lora, adapt, merge
 from monograph.graph.siblings import fuse_known, unfuse_siblings
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
@@ -97,6 +97,18 @@ def test_an_adapter_that_the_kernels_would_leave_out_is_an_obstacle(target: str)
     adapt(model, Lora(rank=2, targets=[target]))
     fuse_known(model)
     assert "adapter" in (obstacle(model) or "")
+
+
+@pytest.mark.parametrize("base", ["auto", "nf4"])
+def test_a_model_with_merged_adapters_has_no_obstacle(base: Any) -> None:
+    """Commands merge the adapters of a run before they decode."""
+    from monograph.decode.fast_forward import obstacle
+
+    model = model_of("llama")
+    adapt(model, Lora(rank=2, base=base, tokens=(3,)))
+    merge(model)
+    fuse_known(model)
+    assert obstacle(model) is None
 
 
 def test_a_head_with_a_hook_is_an_obstacle() -> None:

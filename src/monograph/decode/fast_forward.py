@@ -123,7 +123,9 @@ def _are_side_by_side(layers: list[Linear]) -> bool:
 def _is_plain(layer: nn.Linear) -> bool:
     """Return whether a layer's output is W x + b and no more."""
     has_hooks = layer._forward_hooks or layer._forward_pre_hooks
-    return type(layer) is Linear and "forward" not in vars(layer) and not has_hooks
+    # A layer whose adapter was merged is an `nn.Linear`.
+    is_linear = type(layer) in (Linear, nn.Linear)
+    return is_linear and "forward" not in vars(layer) and not has_hooks
 
 
 def _has_kernels(mixture: nn.Module) -> bool:
